@@ -1,0 +1,136 @@
+"""The model directory: what `export` writes and `serve` trusts, because the manifest names and hashes every file."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from tokenizers import Tokenizer
+
+from model.config import ConfigError, DecoderConfig
+from model.tokenizer import TokenizerError, load_tokenizer
+
+FORMAT_VERSION = 1
+
+CONFIG_FILE = "config.json"
+TOKENIZER_FILE = "tokenizer.json"
+MANIFEST_FILE = "manifest.json"
+GRAPH_FILE = "model.onnx"
+WEIGHTS_FILE = "model.onnx.data"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
+
+
+class BundleError(Exception):
+    """A model directory that must not be served; one line with the file and the mend."""
+
+
+class Verification(BaseModel):
+    """What `export` measured: ONNX Runtime against PyTorch.
+
+    max_logit_error is the largest absolute difference relative to the logits' standard deviation; greedy_agreement the
+    share of greedy tokens that are equal; perplexities are on `text`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_logit_error: float
+    greedy_agreement: float
+    perplexity_torch: float | None = None
+    perplexity_onnx: float | None = None
+    text: str | None = None
+
+
+class Manifest(BaseModel):
+    """manifest.json. `files` maps every other file of the directory to its SHA-256, in hex."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    format_version: int
+    architecture: str
+    parameters: int
+    device: Literal["cpu", "cuda"]
+    precision: str
+    max_model_len: int
+    graph_inputs: list[str]
+    graph_outputs: list[str]
+    versions: dict[str, str]
+    files: dict[str, str]
+    source: dict[str, str | int | float] = {}
+    verification: Verification
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBundle:
+    """A model directory that has been read and found whole."""
+
+    path: Path
+    config: DecoderConfig
+    manifest: Manifest
+    tokenizer: Tokenizer
+
+    @property
+    def graph_path(self) -> Path:
+        return self.path / GRAPH_FILE
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_files(directory: Path) -> dict[str, str]:
+    """SHA-256 of every file of a model directory except the manifest itself."""
+    return {file.name: sha256(file) for file in sorted(directory.iterdir()) if file.name != MANIFEST_FILE}
+
+
+def load_bundle(directory: Path) -> ModelBundle:
+    """Read a model directory and check every file against the manifest. Raises BundleError."""
+    if not directory.is_dir():
+        raise BundleError(f"{directory} is not a directory; make one with: kvasir export CHECKPOINT --out {directory}")
+    manifest = _read_manifest(directory)
+    for name in REQUIRED_FILES:
+        if name not in manifest.files:
+            raise BundleError(f"{directory / MANIFEST_FILE} does not list {name}; export the model again")
+    for name, expected in manifest.files.items():
+        _check_file(directory, name, expected)
+    try:
+        config = DecoderConfig.load(directory / CONFIG_FILE)
+        tokenizer = load_tokenizer(directory / TOKENIZER_FILE)
+    except (ConfigError, TokenizerError) as error:
+        raise BundleError(f"{error}; export the model again") from None
+    return ModelBundle(directory, config, manifest, tokenizer)
+
+
+def _read_manifest(directory: Path) -> Manifest:
+    path = directory / MANIFEST_FILE
+    if not path.is_file():
+        raise BundleError(f"{directory} has no {MANIFEST_FILE}, so it is not a model directory; see kvasir export")
+    try:
+        text = path.read_text(encoding="utf-8")
+        manifest = Manifest.model_validate_json(text)
+    except (ValidationError, UnicodeDecodeError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
+        place = ".".join(map(str, first["loc"])) or "the file"
+        raise BundleError(f"{path} is damaged at {place}: {first['msg']}; export the model again") from None
+    if manifest.format_version > FORMAT_VERSION:
+        raise BundleError(
+            f"{path} has format version {manifest.format_version}, newer than {FORMAT_VERSION}; upgrade Kvasir"
+        )
+    return manifest
+
+
+def _check_file(directory: Path, name: str, expected: str) -> None:
+    path = directory / name
+    if Path(name).name != name:
+        raise BundleError(f"{directory / MANIFEST_FILE} lists {name!r}, which is outside the directory")
+    if not path.is_file():
+        raise BundleError(f"{path} is missing; copy it again or export the model again")
+    if sha256(path) != expected:
+        raise BundleError(f"{path} does not match its hash in {MANIFEST_FILE}; copy it again or export the model again")

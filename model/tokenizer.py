@@ -1,0 +1,44 @@
+"""Tokenizers: train a byte-level BPE on text, load a tokenizer.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be trained or loaded."""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """Byte-level BPE (Sennrich et al. 2016; Radford et al. 2019) with `<|endoftext|>` as token 0.
+
+    Any text round-trips. Raises TokenizerError when `vocab_size` cannot hold the 256 bytes and the special token.
+    """
+    if vocab_size < 257:
+        raise TokenizerError(f"vocab_size must be at least 257 (256 bytes and {END_OF_TEXT}), not {vocab_size}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """Read a tokenizer.json. Raises TokenizerError, in one line, when it is missing or not one."""
+    if not path.is_file():
+        raise TokenizerError(f"{path} does not exist")
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise TokenizerError(f"{path} is not a tokenizer: {error}") from None

@@ -1,0 +1,184 @@
+"""The engine: add a sequence, abort it, step. One thread owns it; nothing here blocks on anything but the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+from server.engine.kv_rows import KVRows
+from server.engine.sampling import Floats, TokenLogprobs, sample, token_logprobs
+from server.engine.scheduler import Batch, Chunk, Scheduler
+from server.engine.sequence import FinishReason, Sequence, SequenceTimes
+
+SCORING_LOGITS_BYTES = 64 * 2**20  # bound on the logits of one chunk of a prompt that is scored
+
+
+class Runner(Protocol):
+    """What the engine needs of a model: `server.engine.runner.OnnxRunner`, or a function of token ids in tests."""
+
+    rows: KVRows
+    max_model_len: int
+    vocab_size: int
+
+    def run(self, batch: Batch) -> Floats:
+        """Logits [n, vocab]: a row per decode, in order, then the prefill chunk's. Valid until the next run."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOutput:
+    """What a step did to one sequence. `finish_reason` marks its last output: each sequence has exactly one such.
+
+    token_id: None when it ended without a new token. prompt_logprobs: with the first output of a sequence that asked
+    for them, one entry for each prompt token but the first.
+    """
+
+    sequence_id: int
+    token_id: int | None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    times: SequenceTimes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step in figures. Times are seconds; `run_seconds` is what was spent inside the model."""
+
+    n_decode: int
+    n_prefill_tokens: int
+    n_running: int
+    n_waiting: int
+    kv_reserved_tokens: int
+    kv_budget_tokens: int
+    seconds: float
+    run_seconds: float
+
+    @property
+    def kind(self) -> str:
+        if not self.n_prefill_tokens:
+            return "decode"
+        return "mixed" if self.n_decode else "prefill"
+
+
+class Engine:
+    """Continuous batching over one model. `chunk_size`: most prompt tokens run in one step, at least 2."""
+
+    def __init__(self, runner: Runner, *, chunk_size: int) -> None:
+        if chunk_size < 2:
+            raise ValueError(f"chunk_size must be at least 2, not {chunk_size}: one-token runs are not bit-identical")
+        scoring = max(2, min(chunk_size, SCORING_LOGITS_BYTES // (4 * runner.vocab_size)))
+        self.runner = runner
+        self.scheduler = Scheduler(runner.rows, chunk_size=chunk_size, scoring_chunk_size=scoring)
+        self._sequences: dict[int, Sequence] = {}
+
+    @property
+    def max_model_len(self) -> int:
+        return self.runner.max_model_len
+
+    @property
+    def kv_budget_tokens(self) -> int:
+        return self.runner.rows.budget_tokens
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. Raises ValueError for one that could never run; the API refuses such at the door."""
+        if not sequence.prompt_ids or sequence.n_reserved > min(self.max_model_len, self.kv_budget_tokens):
+            raise ValueError(
+                f"{len(sequence.prompt_ids)} prompt and {sequence.params.max_tokens} new tokens cannot fit"
+            )
+        self._sequences[sequence.id] = sequence
+        self.scheduler.add(sequence)
+
+    def abort(self, sequence_id: int, reason: FinishReason = FinishReason.ABORT) -> TokenOutput | None:
+        """End a sequence now, between two steps; its terminal output, or None when it has ended already."""
+        sequence = self._sequences.get(sequence_id)
+        return self._finish(sequence, reason, token_id=None) if sequence else None
+
+    def step(self) -> tuple[list[TokenOutput], StepStats]:
+        """Schedule, run, sample, update: one token for every running sequence and one chunk of one prompt."""
+        started = perf_counter()
+        batch = self.scheduler.schedule()
+        running = perf_counter()
+        logits = self.runner.run(batch)
+        run_seconds = perf_counter() - running
+        outputs = self._update(batch, logits)
+        return outputs, self._stats(batch, perf_counter() - started, run_seconds)
+
+    def _update(self, batch: Batch, logits: Floats) -> list[TokenOutput]:
+        ready, rows = [chunk.sequence for chunk in batch.decodes], logits[: len(batch.decodes)]
+        for chunk in batch.decodes:
+            self.scheduler.computed(chunk)
+        outputs = []
+        if batch.prefill is not None:
+            chunk = batch.prefill
+            self._score(chunk, logits[len(batch.decodes) :])
+            self.scheduler.computed(chunk)
+            if chunk.completes_prompt and chunk.sequence.params.max_tokens == 0:
+                outputs.append(self._finish(chunk.sequence, FinishReason.LENGTH, token_id=None))
+            elif chunk.completes_prompt:
+                ready, rows = self._with_last(ready, logits, chunk)
+        if ready:
+            tokens = sample(rows, ready)
+            outputs += [self._append(s, t, row) for s, t, row in zip(ready, tokens, rows, strict=True)]
+        return outputs
+
+    @staticmethod
+    def _with_last(ready: list[Sequence], logits: Floats, chunk: Chunk) -> tuple[list[Sequence], Floats]:
+        """The decodes' rows of logits and the last of the chunk's, which are neighbours unless the chunk is scored."""
+        if chunk.n_logits > 1:
+            logits = logits[[*range(len(ready)), -1]]
+        return [*ready, chunk.sequence], logits
+
+    def _score(self, chunk: Chunk, logits: Floats) -> None:
+        """Log-probabilities of the prompt tokens that follow the chunk's positions."""
+        sequence = chunk.sequence
+        alternatives = sequence.params.prompt_logprobs
+        if alternatives is None:
+            return
+        for position in range(chunk.start, min(chunk.end, len(sequence.prompt_ids) - 1)):
+            if position == len(sequence.prompt_logprobs):  # a one-token tail runs its predecessor again
+                row = logits[position - chunk.start]
+                scored = token_logprobs(row, sequence.prompt_ids[position + 1], alternatives)
+                sequence.prompt_logprobs.append(scored)
+
+    def _append(self, sequence: Sequence, token_id: int, row: Floats) -> TokenOutput:
+        sequence.output_ids.append(token_id)
+        if sequence.times.first_token is None:
+            sequence.times.first_token = perf_counter()
+        params = sequence.params
+        logprobs = None if params.logprobs is None else token_logprobs(row, token_id, params.logprobs)
+        if token_id in sequence.ending_ids:
+            return self._finish(sequence, FinishReason.STOP, token_id, logprobs)
+        if len(sequence.output_ids) >= params.max_tokens:
+            return self._finish(sequence, FinishReason.LENGTH, token_id, logprobs)
+        return TokenOutput(sequence.id, token_id, logprobs, self._first_prompt_logprobs(sequence))
+
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, token_id: int | None, logprobs: TokenLogprobs | None = None
+    ) -> TokenOutput:
+        self.scheduler.finish(sequence, reason)
+        del self._sequences[sequence.id]
+        prompt_logprobs = self._first_prompt_logprobs(sequence)
+        return TokenOutput(sequence.id, token_id, logprobs, prompt_logprobs, reason, sequence.times)
+
+    @staticmethod
+    def _first_prompt_logprobs(sequence: Sequence) -> list[TokenLogprobs] | None:
+        wanted = sequence.params.prompt_logprobs is not None and len(sequence.output_ids) <= 1
+        return sequence.prompt_logprobs if wanted else None
+
+    def _stats(self, batch: Batch, seconds: float, run_seconds: float) -> StepStats:
+        return StepStats(
+            n_decode=len(batch.decodes),
+            n_prefill_tokens=batch.prefill.count if batch.prefill else 0,
+            n_running=len(self.scheduler.held),
+            n_waiting=len(self.scheduler.waiting),
+            kv_reserved_tokens=self.scheduler.rows.reserved_tokens,
+            kv_budget_tokens=self.scheduler.rows.budget_tokens,
+            seconds=seconds,
+            run_seconds=run_seconds,
+        )

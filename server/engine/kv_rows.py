@@ -1,0 +1,110 @@
+"""Rows of keys and values on the CPU: addresses, reservation, compaction.
+
+One private anonymous mapping holds, for every layer, a block of keys and a block of values, each
+[max_num_seqs, n_kv_head, n_positions, head_dim]. Address space is reserved for the worst case; the operating system
+commits a page when a token is first written to it, and gets it back when the row is freed: the page table is the block
+table (the idea of vAttention, arXiv 2405.04437). How many tokens may be promised at once is the budget, kept here too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import sys
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MAP_NORESERVE = 0x4000  # Linux; the mmap module of Python 3.11 does not name it
+_ITEM = 4  # bytes of a float32
+
+
+class KVRows:
+    """`max_num_seqs` rows of up to `max_model_len` tokens, of which at most `budget_tokens` are promised at once.
+
+    `n_positions` is at least max_model_len + 1 (a full row that rides along in a decode window writes one token past
+    its end) and makes a row of one block a whole number of pages, so that giving a row back leaves its neighbour alone.
+    """
+
+    def __init__(
+        self, *, n_layer: int, n_kv_head: int, head_dim: int, max_num_seqs: int, max_model_len: int, budget_tokens: int
+    ) -> None:
+        per_position = n_kv_head * head_dim * _ITEM
+        step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, per_position)
+        self.n_positions = math.ceil((max_model_len + 1) / step) * step
+        self.n_layer = n_layer
+        self.max_num_seqs = max_num_seqs
+        self.budget_tokens = budget_tokens
+        self.reserved_tokens = 0
+        self.row_shape = (n_kv_head, self.n_positions, head_dim)
+        self._row_bytes = per_position * self.n_positions
+        self._block_bytes = self._row_bytes * max_num_seqs
+        self._free = set(range(max_num_seqs))
+        self._promised = [0] * max_num_seqs
+        self._memory = _reserve(2 * n_layer * self._block_bytes)
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    @staticmethod
+    def bytes_per_token(n_layer: int, n_kv_head: int, head_dim: int) -> int:
+        return 2 * n_layer * n_kv_head * head_dim * _ITEM
+
+    @property
+    def n_free(self) -> int:
+        return len(self._free)
+
+    def address(self, block: int, row: int) -> int:
+        """Where row `row` of block `block` starts; block 2i holds layer i's keys, block 2i + 1 its values."""
+        return self._base + block * self._block_bytes + row * self._row_bytes
+
+    def view(self, block: int, row: int) -> NDArray[np.float32]:
+        """The row as an array [n_kv_head, n_positions, head_dim] over the same memory."""
+        start = block * self._block_bytes + row * self._row_bytes
+        flat = np.frombuffer(self._memory, dtype=np.float32, count=self._row_bytes // _ITEM, offset=start)
+        return flat.reshape(self.row_shape)
+
+    def allocate(self, n_tokens: int) -> int | None:
+        """The lowest free row with `n_tokens` promised to it; None when no row is free or the budget is spent."""
+        if not self._free or self.reserved_tokens + n_tokens > self.budget_tokens:
+            return None
+        row = min(self._free)
+        self._free.remove(row)
+        self._promised[row] = n_tokens
+        self.reserved_tokens += n_tokens
+        return row
+
+    def free(self, row: int) -> None:
+        """Take the row's promise back and return its pages to the operating system."""
+        if row in self._free:
+            raise ValueError(f"row {row} is free already")
+        self._free.add(row)
+        self.reserved_tokens -= self._promised[row]
+        self._promised[row] = 0
+        self._give_back(row)
+
+    def move(self, source: int, n_tokens: int) -> int:
+        """Move a row's first `n_tokens` tokens, and its promise, to the lowest free row, which is returned."""
+        target = min(self._free)
+        for block in range(2 * self.n_layer):
+            self.view(block, target)[:, :n_tokens] = self.view(block, source)[:, :n_tokens]
+        self._free.remove(target)
+        self._free.add(source)
+        self._promised[target], self._promised[source] = self._promised[source], 0
+        self._give_back(source)
+        return target
+
+    def _give_back(self, row: int) -> None:
+        if sys.platform != "linux":
+            return
+        for block in range(2 * self.n_layer):
+            start = block * self._block_bytes + row * self._row_bytes
+            self._memory.madvise(mmap.MADV_DONTNEED, start, self._row_bytes)
+
+
+def _reserve(size: int) -> mmap.mmap:
+    if sys.platform != "linux":
+        return mmap.mmap(-1, size)
+    # Private, or MADV_DONTNEED frees nothing; small pages, or a token commits 2 MiB.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return memory

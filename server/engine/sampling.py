@@ -1,0 +1,185 @@
+"""From logits to tokens: what a request may ask for, and the sampler, vectorised over the batch.
+
+Every sequence draws from its own counter-based generator, keyed by (seed, sample index), so that a token never depends
+on who shares the batch. Filters are thresholds on the row's own values: ties at a threshold are all kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from server.engine.sequence import Sequence
+
+MAX_LOGPROBS = 20
+
+Floats = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How one sequence is continued. Values are checked at the door (the API's schemas), not here.
+
+    temperature: 0 is greedy. top_k: 0 is off. top_p, typical_p: 1 is off (Holtzman et al. 2020; Meister et al. 2022).
+    min_p: share of the likeliest token's probability, 0 is off (Nguyen et al. 2024).
+    repetition_penalty: divides positive and multiplies negative logits of tokens already seen in prompt or output
+    (Keskar et al. 2019). frequency_penalty, presence_penalty: subtracted per occurrence, or once, of an output token.
+    logprobs, prompt_logprobs: None is off, otherwise the number of alternatives beside the token itself.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    sample_index: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def generator(self) -> np.random.Generator:
+        """The sequence's own stream of uniforms: Philox (Salmon et al. 2011) keyed by (seed, sample index)."""
+        key = np.array([self.seed % 2**64, self.sample_index], dtype=np.uint64)
+        return np.random.Generator(np.random.Philox(key=key))
+
+    @property
+    def reshapes_logits(self) -> bool:
+        """Whether the raw logits have to change before a token is chosen, temperature and filters aside."""
+        return bool(
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty
+            or self.presence_penalty
+            or self.logit_bias
+            or self.min_tokens
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of the raw model (before temperature, penalties and bias) at one position."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), likeliest first
+
+
+def sample(logits: Floats, sequences: list[Sequence]) -> list[int]:
+    """Choose one token for each row of `logits` [n, vocab], which is left as it was."""
+    adjusted = _adjust(logits, sequences)
+    tokens = adjusted.argmax(axis=1)
+    drawn = [i for i, sequence in enumerate(sequences) if sequence.params.temperature > 0.0]
+    if drawn:
+        rows = adjusted if len(drawn) == len(sequences) else adjusted[drawn]
+        tokens[drawn] = _draw(rows, [sequences[i] for i in drawn])
+    return [int(token) for token in tokens]
+
+
+def token_logprobs(row: Floats, token_id: int, alternatives: int) -> TokenLogprobs:
+    """Log-softmax of one row [vocab] at `token_id`, with the likeliest alternatives (ties: the smaller id first)."""
+    peak = row.max()
+    log_total = float(peak) + float(np.log(np.exp(row - peak).sum(dtype=np.float64)))
+    top: tuple[tuple[int, float], ...] = ()
+    if alternatives:
+        threshold = np.partition(row, row.size - alternatives)[row.size - alternatives]
+        candidates = np.flatnonzero(row >= threshold)
+        best = candidates[np.argsort(-row[candidates], kind="stable")][:alternatives]
+        top = tuple((int(i), float(row[i]) - log_total) for i in best)
+    return TokenLogprobs(token_id, float(row[token_id]) - log_total, top)
+
+
+def _adjust(logits: Floats, sequences: list[Sequence]) -> Floats:
+    """Penalties, bias and the ban on ending too early; the same array when no sequence asks for any."""
+    if not any(sequence.params.reshapes_logits for sequence in sequences):
+        return logits
+    adjusted = logits.copy()
+    for row, sequence in zip(adjusted, sequences, strict=True):
+        params = sequence.params
+        if params.repetition_penalty != 1.0:
+            seen = np.unique(np.array(sequence.token_ids))
+            values = row[seen]
+            row[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        if (params.frequency_penalty or params.presence_penalty) and sequence.output_ids:
+            seen, counts = np.unique(np.array(sequence.output_ids), return_counts=True)
+            penalty = params.frequency_penalty * counts + params.presence_penalty
+            row[seen] -= penalty.astype(np.float32)
+        for token_id, bias in params.logit_bias.items():
+            row[token_id] += np.float32(bias)
+        if len(sequence.output_ids) < params.min_tokens:
+            row[list(sequence.ending_ids)] = -np.inf
+    return adjusted
+
+
+def _draw(logits: Floats, sequences: list[Sequence]) -> NDArray[np.int64]:
+    """One inverse-CDF draw per row of `logits` [m, vocab] after temperature, top-k, top-p, typical and min-p."""
+    params = [sequence.params for sequence in sequences]
+    temperature = np.array([p.temperature for p in params], dtype=np.float32)
+    scaled = logits / temperature[:, None]
+    scaled -= scaled.max(axis=1, keepdims=True)
+    _keep_top_k(scaled, params)
+    weights = np.exp(scaled, out=scaled)  # unnormalised: the likeliest token weighs 1
+    _keep_top_p(weights, params)
+    _keep_typical(weights, params)
+    floor = np.array([p.min_p for p in params], dtype=np.float32)
+    if floor.any():
+        weights[weights < floor[:, None]] = 0.0
+    cumulative = np.cumsum(weights, axis=1, dtype=np.float64)
+    uniforms = np.array([sequence.generator.random() for sequence in sequences])
+    targets = uniforms * cumulative[:, -1]
+    chosen: NDArray[np.int64] = (cumulative <= targets[:, None]).sum(axis=1)
+    return chosen
+
+
+def _keep_top_k(scaled: Floats, params: list[SamplingParams]) -> None:
+    vocab = scaled.shape[1]
+    rows = [i for i, p in enumerate(params) if 0 < p.top_k < vocab]
+    if not rows:
+        return
+    places = np.array([vocab - params[i].top_k for i in rows])
+    ordered = np.partition(scaled[rows], np.unique(places), axis=1)
+    thresholds = np.take_along_axis(ordered, places[:, None], axis=1)
+    kept = scaled[rows]
+    kept[kept < thresholds] = -np.inf
+    scaled[rows] = kept
+
+
+def _keep_top_p(weights: Floats, params: list[SamplingParams]) -> None:
+    """The nucleus: the fewest likeliest tokens whose mass reaches top_p."""
+    rows = [i for i, p in enumerate(params) if p.top_p < 1.0]
+    if not rows:
+        return
+    kept = weights[rows]
+    ordered = np.sort(kept, axis=1)[:, ::-1]
+    mass = np.cumsum(ordered, axis=1, dtype=np.float64)
+    wanted = np.array([params[i].top_p for i in rows]) * mass[:, -1]
+    last = (mass < wanted[:, None]).sum(axis=1)  # index of the token that reaches the mass
+    kept[kept < np.take_along_axis(ordered, last[:, None], axis=1)] = 0.0
+    weights[rows] = kept
+
+
+def _keep_typical(weights: Floats, params: list[SamplingParams]) -> None:
+    """Tokens whose surprise is nearest the distribution's entropy, up to a mass of typical_p."""
+    for i, p in enumerate(params):
+        if p.typical_p >= 1.0:
+            continue
+        alive = np.flatnonzero(weights[i])
+        probabilities = weights[i, alive].astype(np.float64)
+        probabilities /= probabilities.sum()
+        surprise = -np.log(probabilities)
+        distance = np.abs(surprise - (probabilities * surprise).sum())
+        order = np.argsort(distance, kind="stable")
+        mass = np.cumsum(probabilities[order])
+        last = int((mass < p.typical_p * mass[-1]).sum())
+        weights[i, alive[distance > distance[order[last]]]] = 0.0

@@ -1,0 +1,164 @@
+"""Which tokens run next: every running sequence once, beside at most one chunk of one prompt.
+
+Iteration-level scheduling (Orca, OSDI '22) with chunked prefill (Sarathi-Serve, OSDI '24): a long prompt never stalls a
+stream. First come, first served. A sequence that holds a row has its memory too, so nothing that runs is preempted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from time import perf_counter
+
+from server.engine.kv_rows import KVRows
+from server.engine.sequence import FinishReason, Sequence, SequenceStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens [start, start + count) of a sequence; the last `n_logits` of them want logits."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    n_logits: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def completes_prompt(self) -> bool:
+        return self.end == len(self.sequence.prompt_ids)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.sequence.prompt_ids[self.start : self.end]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's work. `window` is what sits in rows 0..n-1 of the decode run, None for a hole."""
+
+    decodes: list[Chunk]
+    window: list[Sequence | None]
+    prefill: Chunk | None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.decodes and self.prefill is None
+
+
+class Scheduler:
+    """Waiting, prefilling, running: who holds which row, and what each step runs.
+
+    chunk_size: most prompt tokens in a step. scoring_chunk_size: the same for a prompt whose every position wants
+    logits, whose buffer is bounded.
+    """
+
+    def __init__(self, rows: KVRows, *, chunk_size: int, scoring_chunk_size: int) -> None:
+        self.rows = rows
+        self.chunk_size = chunk_size
+        self.scoring_chunk_size = scoring_chunk_size
+        self.waiting: deque[Sequence] = deque()
+        self.prefilling: Sequence | None = None
+        self._window: list[Sequence | None] = []  # by row: whoever holds it
+
+    @property
+    def held(self) -> list[Sequence]:
+        """Sequences that hold a row, by row."""
+        return [sequence for sequence in self._window if sequence is not None]
+
+    @property
+    def running(self) -> list[Sequence]:
+        return [sequence for sequence in self.held if sequence.status is SequenceStatus.RUNNING]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self._window)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def schedule(self) -> Batch:
+        self._admit()
+        if not self.waiting:
+            self._fill_a_hole()
+        prefill = self._next_chunk(self.prefilling) if self.prefilling else None
+        window = list(self._window)
+        while window and (window[-1] is None or window[-1].status is not SequenceStatus.RUNNING):
+            window.pop()
+        decodes = [
+            Chunk(sequence, sequence.n_computed, 1, 1)
+            for sequence in window
+            if sequence is not None and sequence.status is SequenceStatus.RUNNING
+        ]
+        return Batch(decodes, window, prefill)
+
+    def computed(self, chunk: Chunk) -> None:
+        """Note that a chunk's keys and values are in its row."""
+        sequence = chunk.sequence
+        sequence.n_computed = chunk.end
+        if sequence is self.prefilling and chunk.completes_prompt:
+            sequence.status = SequenceStatus.RUNNING
+            self.prefilling = None
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence in whatever state it is; its row, if it has one, is free at once."""
+        if sequence.status is SequenceStatus.WAITING:
+            self.waiting.remove(sequence)
+        if sequence is self.prefilling:
+            self.prefilling = None
+        if sequence.row is not None:
+            self._window[sequence.row] = None
+            self.rows.free(sequence.row)
+            sequence.row = None
+            self._trim()
+        sequence.status = SequenceStatus.FINISHED
+        sequence.finish_reason = reason
+        sequence.times.finished = perf_counter()
+
+    def _admit(self) -> None:
+        if self.prefilling is not None or not self.waiting:
+            return
+        sequence = self.waiting[0]
+        row = self.rows.allocate(sequence.n_reserved)
+        if row is None:
+            return
+        self.waiting.popleft()
+        self._place(sequence, row)
+        sequence.status = SequenceStatus.PREFILLING
+        sequence.times.scheduled = perf_counter()
+        self.prefilling = sequence
+
+    def _next_chunk(self, sequence: Sequence) -> Chunk:
+        scoring = sequence.params.prompt_logprobs is not None
+        n_prompt = len(sequence.prompt_ids)
+        start = sequence.n_computed
+        end = min(start + (self.scoring_chunk_size if scoring else self.chunk_size), n_prompt)
+        if end - start == 1 and start > 0:
+            start -= 1  # one-token runs take another kernel: begin a token earlier and write the same bits again
+        last = int(end == n_prompt and sequence.params.max_tokens > 0)
+        return Chunk(sequence, start, end - start, end - start if scoring else last)
+
+    def _fill_a_hole(self) -> None:
+        """Shrink the decode window by moving its last row into a hole: one move a step, and only when nobody waits."""
+        if None not in self._window:
+            return
+        last = self._window[-1]
+        assert last is not None
+        assert last.row is not None
+        source = last.row
+        target = self.rows.move(source, last.n_computed)
+        self._window[source] = None
+        self._place(last, target)
+        self._trim()
+
+    def _place(self, sequence: Sequence, row: int) -> None:
+        self._window.extend([None] * (row + 1 - len(self._window)))
+        self._window[row] = sequence
+        sequence.row = row
+
+    def _trim(self) -> None:
+        while self._window and self._window[-1] is None:
+            self._window.pop()

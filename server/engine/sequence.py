@@ -1,0 +1,73 @@
+"""One sequence on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+
+import numpy as np
+
+from server.engine.sampling import SamplingParams, TokenLogprobs
+
+
+class SequenceStatus(Enum):
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
+    LENGTH = "length"
+    TIMEOUT = "timeout"
+    ABORT = "abort"  # the client left, or the server is going down
+    ERROR = "error"
+
+
+@dataclass(slots=True)
+class SequenceTimes:
+    """Moments of a sequence's life, in seconds of `time.perf_counter()`; None until they happen."""
+
+    arrived: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A prompt and its continuation. Owned by the engine's thread once it has been added."""
+
+    id: int
+    prompt_ids: list[int]
+    params: SamplingParams
+    ending_ids: frozenset[int]  # tokens that end it: its stop ids, and the model's unless it ignores them
+    times: SequenceTimes
+    status: SequenceStatus = SequenceStatus.WAITING
+    output_ids: list[int] = field(default_factory=list)
+    row: int | None = None
+    n_computed: int = 0  # tokens whose keys and values are in the row
+    finish_reason: FinishReason | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    generator: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.generator = self.params.generator()
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.prompt_ids + self.output_ids
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def n_reserved(self) -> int:
+        """Positions it may ever need: admission sets them aside, so that nothing running is preempted."""
+        return len(self.prompt_ids) + self.params.max_tokens
+
+    @property
+    def last_token_id(self) -> int:
+        return self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]

@@ -1,0 +1,85 @@
+"""The exception tree: each class is one HTTP status, one error type and one code.
+
+KvasirError
+├── InvalidRequestError         400 invalid_request_error
+│   └── ContextLengthError      400 context_length_exceeded
+├── AuthenticationError         401 authentication_error
+├── NotFoundError               404 not_found
+│   └── ModelNotFoundError      404 model_not_found
+├── RequestTooLargeError        413 request_too_large
+├── OverloadedError             429 overloaded
+├── UnavailableError            503 unavailable
+├── DeadlineExceededError       504 deadline_exceeded
+└── EngineError                 500 internal_error
+
+`StartupError` stands apart: it ends the process with one line on standard error, before anything is served.
+"""
+
+from __future__ import annotations
+
+
+class KvasirError(Exception):
+    """An error that a client is told about. `param` names the offending field, `retry_after` is in seconds."""
+
+    status = 500
+    type = "internal_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+
+class InvalidRequestError(KvasirError):
+    status = 400
+    type = "invalid_request_error"
+
+
+class ContextLengthError(InvalidRequestError):
+    code = "context_length_exceeded"
+
+
+class AuthenticationError(KvasirError):
+    status = 401
+    type = "authentication_error"
+
+
+class NotFoundError(KvasirError):
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class ModelNotFoundError(NotFoundError):
+    code = "model_not_found"
+
+
+class RequestTooLargeError(KvasirError):
+    status = 413
+    type = "invalid_request_error"
+    code = "request_too_large"
+
+
+class OverloadedError(KvasirError):
+    status = 429
+    type = "overloaded"
+
+
+class UnavailableError(KvasirError):
+    status = 503
+    type = "unavailable"
+
+
+class DeadlineExceededError(KvasirError):
+    status = 504
+    type = "deadline_exceeded"
+
+
+class EngineError(KvasirError):
+    """The engine failed; the message carries the request id, never a stack trace."""
+
+
+class StartupError(Exception):
+    """The server cannot start: the message is one line with the cause and the mend."""
