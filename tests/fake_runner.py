@@ -1,0 +1,130 @@
+"""A model that is a function of the token ids, behind the engine's Runner protocol, with steps that a test can hold.
+
+It keeps each token's id in real KV rows and reads the prefix back from them, so a row that is moved, shared or
+overwritten wrongly shows up as other tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from server.engine.kv_rows import KVRows
+from server.engine.sampling import Floats
+from server.engine.scheduler import Batch, Chunk
+from server.engine.sequence import Sequence, SequenceStatus
+
+TIMEOUT = 30.0  # seconds until a test that waits for what never happens fails
+_FORCED = 50.0  # a logit that wins
+
+
+class FakeRunner:
+    """Logits at a position are drawn from a generator keyed by a hash of the tokens up to it.
+
+    next_token: given a prefix, the id to make the likeliest by far, or None to leave the logits as drawn.
+    error: raised by the next run, when set.
+    """
+
+    onnxruntime_version = "fake"
+    providers = ("FakeExecutionProvider",)
+
+    def __init__(
+        self,
+        vocab_size: int,
+        *,
+        max_model_len: int = 64,
+        max_num_seqs: int = 4,
+        budget_tokens: int | None = None,
+        next_token: Callable[[list[int]], int | None] | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.rows = KVRows(
+            n_layer=1,
+            n_kv_head=1,
+            head_dim=1,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            budget_tokens=max_num_seqs * max_model_len if budget_tokens is None else budget_tokens,
+        )
+        self.next_token = next_token
+        self.error: Exception | None = None
+        self.batches: list[tuple[int, int]] = []  # (decodes, prefill tokens) of every run
+        self._permits: int | None = None  # runs that may pass; None is all
+        self._held = False
+        self._changed = threading.Condition()
+
+    def warm_up(self) -> None:
+        """Nothing to warm."""
+
+    def hold(self) -> None:
+        """Let no run pass until `allow` or `release`."""
+        with self._changed:
+            self._permits = 0
+
+    def allow(self, runs: int = 1) -> None:
+        with self._changed:
+            self._permits = (self._permits or 0) + runs
+            self._changed.notify_all()
+
+    def release(self) -> None:
+        with self._changed:
+            self._permits = None
+            self._changed.notify_all()
+
+    def wait_until_held(self) -> None:
+        """Return when a run stands at the gate and no permit is left for it."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._held and self._permits == 0, TIMEOUT)
+
+    def run(self, batch: Batch) -> Floats:
+        self._pass_gate()
+        if self.error is not None:
+            raise self.error
+        self.batches.append((len(batch.decodes), batch.prefill.count if batch.prefill else 0))
+        self._scribble(batch.window)
+        chunks = batch.decodes if batch.prefill is None else [*batch.decodes, batch.prefill]
+        logits = [row for chunk in chunks for row in self._run_chunk(chunk)]
+        return np.array(logits, dtype=np.float32).reshape(-1, self.vocab_size)
+
+    def logits(self, prefix: list[int]) -> Floats:
+        """The oracle: logits [vocab] of the token that follows `prefix`."""
+        digest = hashlib.blake2b(np.array(prefix, dtype=np.int64).tobytes(), digest_size=16).digest()
+        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
+        row = generator.standard_normal(self.vocab_size, dtype=np.float32) * 3
+        forced = self.next_token(prefix) if self.next_token else None
+        if forced is not None:
+            row[forced] = _FORCED
+        return row
+
+    def greedy(self, prompt_ids: list[int], n: int) -> list[int]:
+        """The oracle: the n likeliest tokens that follow, one after the other."""
+        ids = list(prompt_ids)
+        for _ in range(n):
+            ids.append(int(self.logits(ids).argmax()))
+        return ids[len(prompt_ids) :]
+
+    def _pass_gate(self) -> None:
+        with self._changed:
+            self._held = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._permits is None or self._permits > 0)
+            self._held = False
+            if self._permits is not None:
+                self._permits -= 1
+
+    def _scribble(self, window: list[Sequence | None]) -> None:
+        """What the decode run does to dead rows: it writes one token past what they hold."""
+        for row, sequence in enumerate(window):
+            if sequence is None or sequence.status is not SequenceStatus.RUNNING:
+                self.rows.view(0, row)[0, sequence.n_computed if sequence else 0, 0] = -1
+
+    def _run_chunk(self, chunk: Chunk) -> list[Floats]:
+        row = chunk.sequence.row
+        assert row is not None
+        cache = self.rows.view(0, row)[0, :, 0]  # [n_positions]
+        cache[chunk.start : chunk.end] = chunk.sequence.token_ids[chunk.start : chunk.end]
+        return [self.logits([int(i) for i in cache[: p + 1]]) for p in range(chunk.end - chunk.n_logits, chunk.end)]
