@@ -23,8 +23,8 @@ _ITEM = 4  # bytes of a float32
 class KVRows:
     """`max_num_seqs` rows of up to `max_model_len` tokens, of which at most `budget_tokens` are promised at once.
 
-    `n_positions` is at least max_model_len + 1 (a full row that rides along in a decode window writes one token past
-    its end) and makes a row of one block a whole number of pages, so that giving a row back leaves its neighbour alone.
+    `n_positions` is max_model_len rounded up so that a row of one block is a whole number of pages: giving a row back
+    then leaves its neighbour alone.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class KVRows:
     ) -> None:
         per_position = n_kv_head * head_dim * _ITEM
         step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, per_position)
-        self.n_positions = math.ceil((max_model_len + 1) / step) * step
+        self.n_positions = math.ceil(max_model_len / step) * step
         self.n_layer = n_layer
         self.max_num_seqs = max_num_seqs
         self.budget_tokens = budget_tokens
