@@ -21,6 +21,8 @@ MANIFEST_FILE = "manifest.json"
 GRAPH_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
+# How the graph must be run: attention's flash path gives other bits for other ways of cutting a prompt into chunks.
+GRAPH_ENVIRONMENT = {"ORT_GQA_DISABLE_FLASH_ATTENTION": "1"}
 REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
 
 

@@ -1,0 +1,132 @@
+"""Decoder → ONNX: one graph for prefill, chunks, decode and scoring, with the names and shapes that the server binds.
+
+| input | type, shape | |
+|---|---|---|
+| input_ids, position_ids | int64 [batch, sequence] | new tokens and their absolute positions |
+| seqlens_k | int32 [batch] | tokens in each row after the run, minus one |
+| total_sequence_length | int32 scalar | tokens in the longest row after the run |
+| logits_indices | int64 [rows] | which of the batch · sequence positions want logits |
+| past_key_values.{i}.key, .value | float [batch, n_kv_head, n_positions, head_dim] | rows, aliased with `present` |
+| output logits | float [rows, vocab_size] | |
+| output present.{i}.key, .value | as past | |
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+
+import onnx_ir
+import torch
+from torch import Tensor, nn
+
+from model.attention import LayerCache, StepInputs
+from model.bundle import WEIGHTS_FILE
+from model.config import DecoderConfig
+from model.decoder import Decoder
+
+OPSET = 23  # the first with RMSNormalization
+_STEP_INPUTS = ["input_ids", "seqlens_k", "total_sequence_length", "position_ids", "logits_indices"]
+
+
+def past_names(config: DecoderConfig) -> list[str]:
+    return [f"past_key_values.{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value")]
+
+
+def input_names(config: DecoderConfig) -> list[str]:
+    return [*_STEP_INPUTS, *past_names(config)]
+
+
+def output_names(config: DecoderConfig) -> list[str]:
+    return ["logits", *(f"present.{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value"))]
+
+
+class ServingGraph(nn.Module):
+    """`Decoder.step` with tensors for arguments, as the graph's inputs and outputs need it."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        seqlens_k: Tensor,
+        total_sequence_length: Tensor,
+        position_ids: Tensor,
+        logits_indices: Tensor,
+        *past: Tensor,
+    ) -> tuple[Tensor, ...]:
+        caches = [LayerCache(key, value) for key, value in zip(past[::2], past[1::2], strict=True)]
+        inputs = StepInputs(seqlens_k, total_sequence_length, position_ids)
+        logits, presents = self.decoder.step(input_ids, inputs, logits_indices, caches)
+        return logits, *(tensor for present in presents for tensor in (present.key, present.value))
+
+
+def export_graph(decoder: Decoder, path: Path) -> None:
+    """Write the graph to `path` and its weights beside it, as external data."""
+    config = decoder.config
+    graph = ServingGraph(decoder).eval()
+    program = _trace(graph, config)
+    _name_dimensions(program.model.graph, config)
+    for node in program.model.graph.all_nodes():
+        node.metadata_props.clear()  # stack traces, with paths of this machine
+        node.doc_string = None
+    onnx_ir.save(program.model, path, external_data=WEIGHTS_FILE)
+
+
+def _trace(graph: ServingGraph, config: DecoderConfig) -> torch.onnx.ONNXProgram:
+    batch, sequence, n_positions = 2, 3, 4  # tracing would take a 0 or a 1 for a constant
+    rows = [torch.zeros(batch, config.n_kv_head, n_positions, config.head_dim) for _ in past_names(config)]
+    arguments = (
+        torch.zeros(batch, sequence, dtype=torch.int64),
+        torch.full((batch,), sequence - 1, dtype=torch.int32),
+        torch.tensor(sequence, dtype=torch.int32),
+        torch.zeros(batch, sequence, dtype=torch.int64),
+        torch.arange(2),
+        *rows,
+    )
+    free = torch.export.Dim.DYNAMIC
+    tokens = {0: free, 1: free}
+    shapes = (tokens, {0: free}, None, tokens, {0: free}, tuple({0: free, 2: free} for _ in rows))
+    exporter_log = logging.getLogger("torch.onnx")
+    level = exporter_log.level
+    exporter_log.setLevel(logging.ERROR)  # it warns of torchvision, which is not used
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch's own use of its own deprecated names
+            program = torch.onnx.export(
+                graph,
+                arguments,
+                dynamo=True,
+                dynamic_shapes=shapes,
+                opset_version=OPSET,
+                input_names=input_names(config),
+                output_names=output_names(config),
+                verbose=False,
+            )
+    finally:
+        exporter_log.setLevel(level)
+    assert program is not None
+    return program
+
+
+def _name_dimensions(graph: onnx_ir.Graph, config: DecoderConfig) -> None:
+    """Replace the exporter's symbols (s72, …), one for each dimension it saw, by the contract's names."""
+    row: list[int | str] = ["batch", config.n_kv_head, "n_positions", config.head_dim]
+    shapes: dict[str, list[int | str]] = {
+        "input_ids": ["batch", "sequence"],
+        "position_ids": ["batch", "sequence"],
+        "seqlens_k": ["batch"],
+        "total_sequence_length": [],
+        "logits_indices": ["rows"],
+        "logits": ["rows", config.vocab_size],
+    }
+    for value in (*graph.inputs, *graph.outputs):
+        assert value.name is not None
+        value.shape = onnx_ir.Shape(shapes.get(value.name, row))
+    for node in graph:
+        for output in node.outputs:
+            if output not in graph.outputs:
+                output.shape = None

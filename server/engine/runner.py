@@ -1,0 +1,177 @@
+"""The model on ONNX Runtime: turns a batch into at most two runs over rows of keys and values. The server's only import
+of onnxruntime.
+
+A run binds raw addresses, so a batch is a window onto the rows: all decodes run over rows 0..n-1, a prompt's chunk over
+its own row alone. Past and present are the same memory; nothing is copied, padded or concatenated.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from numpy.typing import NDArray
+
+from model.bundle import GRAPH_ENVIRONMENT, ModelBundle
+from server.engine.engine import SCORING_LOGITS_BYTES
+from server.engine.kv_rows import KVRows
+from server.engine.machine import available_memory, usable_cpus
+from server.engine.sampling import Floats
+from server.engine.scheduler import Batch
+from server.engine.sequence import Sequence, SequenceStatus
+
+
+class OnnxRunner:
+    """One session, one set of rows, one buffer for each small input.
+
+    max_model_len: at most the model's, which None means. kv_cache_bytes: what admission may promise; None is half of
+    the memory that is free once the model is loaded. threads: None is every processor this process may use.
+    Raises ValueError for a limit that the model or the machine cannot meet.
+    """
+
+    def __init__(
+        self,
+        bundle: ModelBundle,
+        *,
+        max_num_seqs: int,
+        max_model_len: int | None = None,
+        kv_cache_bytes: int | None = None,
+        threads: int | None = None,
+        spinning: bool = False,
+    ) -> None:
+        config, longest = bundle.config, bundle.manifest.max_model_len
+        self.max_model_len = longest if max_model_len is None else max_model_len
+        if not 2 <= self.max_model_len <= longest:
+            raise ValueError(f"max_model_len {self.max_model_len} must be between 2 and the model's {longest}")
+        self.vocab_size = config.vocab_size
+        self.onnxruntime_version: str = onnxruntime.__version__
+        self._session = _open_session(bundle, threads or usable_cpus(), spinning)
+        self.rows = self._make_rows(bundle, max_num_seqs, kv_cache_bytes)
+        n_scored = max(2, SCORING_LOGITS_BYTES // (4 * self.vocab_size))
+        self._logits: Floats = np.empty((max_num_seqs + n_scored, self.vocab_size), dtype=np.float32)
+        self._decodes: dict[int, _Binding] = {}  # by rows in the window
+        self._chunks: dict[int, _Binding] = {}  # by row
+
+    @property
+    def providers(self) -> list[str]:
+        providers: list[str] = self._session.get_providers()
+        return providers
+
+    def _make_rows(self, bundle: ModelBundle, max_num_seqs: int, kv_cache_bytes: int | None) -> KVRows:
+        config = bundle.config
+        shape = {"n_layer": config.n_layer, "n_kv_head": config.n_kv_head, "head_dim": config.head_dim}
+        budget = available_memory() // 2 if kv_cache_bytes is None else kv_cache_bytes
+        per_token = KVRows.bytes_per_token(**shape)
+        budget_tokens = min(budget // per_token, max_num_seqs * self.max_model_len)
+        if budget_tokens < 2:
+            raise ValueError(f"kv_cache_memory of {budget} bytes holds no sequence: a token takes {per_token} bytes")
+        return KVRows(**shape, max_num_seqs=max_num_seqs, max_model_len=self.max_model_len, budget_tokens=budget_tokens)
+
+    def warm_up(self) -> None:
+        """Run a decode step and a chunk once, so that the first request pays for neither."""
+        row = self.rows.allocate(2)
+        assert row is not None
+        self._run_row(row, [0, 0], start=0, n_logits=1, first_logit=0)
+        self._run_window([None])
+        self.rows.free(row)
+
+    def run(self, batch: Batch) -> Floats:
+        """Logits [n, vocab]: a row per decode, in order, then the prefill chunk's. Valid until the next run."""
+        n = len(batch.decodes)
+        if batch.decodes:
+            self._run_window(batch.window)
+        if batch.prefill is not None:
+            chunk = batch.prefill
+            assert chunk.sequence.row is not None
+            self._run_row(chunk.sequence.row, chunk.prompt_ids, chunk.start, chunk.n_logits, first_logit=n)
+            n += chunk.n_logits
+        return self._logits[:n]
+
+    def _run_window(self, window: list[Sequence | None]) -> None:
+        """One token for every running sequence in rows 0..n-1.
+
+        A hole, and a row whose prompt is not finished, ride along: what they write at their own length is overwritten by
+        whatever comes next.
+        """
+        n = len(window)
+        if n not in self._decodes:
+            self._decodes[n] = _Binding(self._session, self.rows, row=0, batch=n, capacity=1)
+        binding = self._decodes[n]
+        live = [i for i, holder in enumerate(window) if holder and holder.status is SequenceStatus.RUNNING]
+        lengths = [holder.n_computed if holder else 0 for holder in window]
+        binding.input_ids[:] = [holder.last_token_id if holder else 0 for holder in window]
+        binding.position_ids[:] = lengths
+        binding.run(lengths, sequence=1, logits_indices=live, logits=self._logits)
+
+    def _run_row(self, row: int, token_ids: list[int], start: int, n_logits: int, first_logit: int) -> None:
+        """A chunk of a prompt over its own row; logits of its last `n_logits` tokens."""
+        count = len(token_ids)
+        binding = self._chunks.get(row)
+        if binding is None or binding.input_ids.size < count:
+            binding = self._chunks[row] = _Binding(self._session, self.rows, row=row, batch=1, capacity=count)
+        binding.input_ids[:count] = token_ids
+        binding.position_ids[:count] = np.arange(start, start + count)
+        indices = list(range(count - n_logits, count))
+        binding.run([start + count - 1], sequence=count, logits_indices=indices, logits=self._logits[first_logit:])
+
+
+class _Binding:
+    """Where one shape of run reads and writes: rows `row` … `row + batch - 1` and its own small inputs, bound once.
+
+    input_ids, position_ids: int64 [batch · capacity], of which a run takes the first batch · sequence.
+    """
+
+    def __init__(
+        self, session: onnxruntime.InferenceSession, rows: KVRows, *, row: int, batch: int, capacity: int
+    ) -> None:
+        self._session = session
+        self._n_positions = rows.n_positions
+        self._batch = batch
+        self._io = session.io_binding()
+        self._bound: tuple[int, int, int] | None = None
+        self.input_ids = np.zeros(batch * capacity, dtype=np.int64)
+        self.position_ids = np.zeros(batch * capacity, dtype=np.int64)
+        self._logits_indices = np.zeros(batch * capacity, dtype=np.int64)
+        self._seqlens_k = np.zeros(batch, dtype=np.int32)
+        self._total = np.zeros((), dtype=np.int32)
+        self._bind_input("seqlens_k", self._seqlens_k, (batch,))
+        self._bind_input("total_sequence_length", self._total, ())
+        for block in range(2 * rows.n_layer):
+            name = f"{block // 2}.{'value' if block % 2 else 'key'}"
+            place = ("cpu", 0, np.float32, (batch, *rows.row_shape), rows.address(block, row))
+            self._io.bind_input(f"past_key_values.{name}", *place)
+            self._io.bind_output(f"present.{name}", *place)
+
+    def run(self, seqlens_k: list[int], *, sequence: int, logits_indices: list[int], logits: Floats) -> None:
+        """Run `sequence` tokens of each row; write a row of `logits` for each index."""
+        longest = max(seqlens_k)
+        if longest >= self._n_positions:  # ONNX Runtime would write past the row without a word
+            raise ValueError(f"a row of {self._n_positions} positions cannot hold {longest + 1} tokens")
+        self._seqlens_k[:] = seqlens_k
+        self._total[()] = longest + 1
+        n_logits = len(logits_indices)
+        self._logits_indices[:n_logits] = logits_indices
+        shape = (sequence, n_logits, logits.ctypes.data)
+        if shape != self._bound:
+            self._bind_input("input_ids", self.input_ids, (self._batch, sequence))
+            self._bind_input("position_ids", self.position_ids, (self._batch, sequence))
+            self._bind_input("logits_indices", self._logits_indices, (n_logits,))
+            self._io.bind_output("logits", "cpu", 0, np.float32, (n_logits, logits.shape[1]), logits.ctypes.data)
+            self._bound = shape
+        self._session.run_with_iobinding(self._io)
+
+    def _bind_input(self, name: str, buffer: NDArray[Any], shape: tuple[int, ...]) -> None:
+        self._io.bind_input(name, "cpu", 0, buffer.dtype.type, shape, buffer.ctypes.data)
+
+
+def _open_session(bundle: ModelBundle, threads: int, spinning: bool) -> onnxruntime.InferenceSession:
+    """A session on the CPU. Raises ValueError for a model directory that was made for another device."""
+    if bundle.manifest.device != "cpu":
+        raise ValueError(f"{bundle.path} is for device {bundle.manifest.device!r}; this server runs on 'cpu'")
+    os.environ.update(GRAPH_ENVIRONMENT)  # ONNX Runtime reads it when the session is built
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
+    return onnxruntime.InferenceSession(bundle.graph_path, options, providers=["CPUExecutionProvider"])
