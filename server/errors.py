@@ -6,6 +6,7 @@ KvasirError
 ├── AuthenticationError         401 authentication_error
 ├── NotFoundError               404 not_found
 │   └── ModelNotFoundError      404 model_not_found
+├── MethodNotAllowedError       405 method_not_allowed
 ├── RequestTooLargeError        413 request_too_large
 ├── OverloadedError             429 overloaded
 ├── UnavailableError            503 unavailable
@@ -31,6 +32,16 @@ class KvasirError(Exception):
         self.param = param
         self.retry_after = retry_after
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response beside those that every response has."""
+        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+
+    @property
+    def reason(self) -> str:
+        """The most specific name there is, for metrics."""
+        return self.code or self.type
+
 
 class InvalidRequestError(KvasirError):
     status = 400
@@ -45,6 +56,10 @@ class AuthenticationError(KvasirError):
     status = 401
     type = "authentication_error"
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"www-authenticate": "Bearer"}
+
 
 class NotFoundError(KvasirError):
     status = 404
@@ -54,6 +69,12 @@ class NotFoundError(KvasirError):
 
 class ModelNotFoundError(NotFoundError):
     code = "model_not_found"
+
+
+class MethodNotAllowedError(KvasirError):
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
 
 
 class RequestTooLargeError(KvasirError):
@@ -75,6 +96,11 @@ class UnavailableError(KvasirError):
 class DeadlineExceededError(KvasirError):
     status = 504
     type = "deadline_exceeded"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Clients retry a 504 by themselves, which would only meet the deadline again."""
+        return {"x-should-retry": "false"}
 
 
 class EngineError(KvasirError):

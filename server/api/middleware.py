@@ -1,0 +1,135 @@
+"""Around every request: its id, its line in the log, errors as answers; the key; the limit on the body."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from time import perf_counter
+from typing import Any
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.api.responses import error_response
+from server.completion import Completion
+from server.errors import AuthenticationError, EngineError, KvasirError, RequestTooLargeError
+
+logger = logging.getLogger("kvasir")
+
+_OPEN_PATHS = frozenset(
+    {"/", "/health", "/health/live", "/health/ready", "/health/startup", "/metrics", "/metrics/router"}
+)
+_CLIENT_LEFT = 499  # nginx's status for the log: no answer was sent
+
+
+class RequestContext:
+    """Outermost. Sets `request_id` and `started` in the scope's state, where routes leave their `completion`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        state = scope.setdefault("state", {})
+        state["request_id"] = _request_id(Headers(scope=scope).get("x-request-id"))
+        status = 0
+        began = perf_counter()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, send_with_id)
+        except ClientDisconnect:
+            status = _CLIENT_LEFT
+        except Exception as error:
+            if status:  # too late to answer: the server cuts the connection
+                raise
+            if not isinstance(error, KvasirError):
+                logger.exception("request %s failed", state["request_id"])
+                error = EngineError("internal error")
+            await error_response(scope, error)(scope, receive, send_with_id)
+        finally:
+            _log(scope, status, perf_counter() - began)
+
+
+class ApiKeys:
+    """401 without one of the keys, but for health, metrics and the front page; with no keys, everything is open."""
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+        self.app = app
+        self.keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self.keys and not self._is_open(scope) and not self._is_known(scope):
+            raise AuthenticationError("no valid API key; send one as: Authorization: Bearer KEY")
+        await self.app(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        path: str = scope["path"]
+        return path.removeprefix(scope.get("root_path", "")) in _OPEN_PATHS
+
+    def _is_known(self, scope: Scope) -> bool:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = key.strip().encode("latin-1")
+        matches = [hmac.compare_digest(given, known) for known in self.keys]  # all of them: time tells nothing
+        return scheme.lower() == "bearer" and any(matches)
+
+
+class BodyLimit:
+    """413 as soon as a body is known to be larger than `max_bytes`: announced, or counted while it comes in."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "0")
+        self._check(int(announced) if announced.isdecimal() else 0)
+        received = 0
+
+        async def counting() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            self._check(received)
+            return message
+
+        await self.app(scope, counting, send)
+
+    def _check(self, n_bytes: int) -> None:
+        if n_bytes > self.max_bytes:
+            raise RequestTooLargeError(f"the body has more than {self.max_bytes} bytes, which is the limit")
+
+
+def _request_id(given: str | None) -> str:
+    """The caller's, if it is printable ASCII of at most 128 characters; otherwise a new one."""
+    if given and len(given) <= 128 and given.isascii() and given.isprintable():
+        return given
+    return uuid4().hex
+
+
+def _log(scope: Scope, status: int, seconds: float) -> None:
+    """One line for each request. What was asked and answered stays out of it."""
+    state = scope["state"]
+    fields: dict[str, Any] = {"request_id": state["request_id"], "method": scope["method"], "route": scope["path"]}
+    fields |= {"status": status, "duration_ms": round(seconds * 1000, 3)}
+    completion: Completion | None = state.get("completion")
+    if completion is not None:
+        first = completion.seconds_to_first_token
+        fields["prompt_tokens"] = completion.n_prompt_tokens
+        fields["completion_tokens"] = completion.n_completion_tokens
+        fields["finish_reason"] = [choice.finish_reason for choice in completion.choices]
+        fields["ttft_ms"] = None if first is None else round(first * 1000, 3)
+    logger.info("request", extra={"fields": fields})

@@ -1,0 +1,199 @@
+"""Request bodies. Wrong types, values out of range and unknown fields are errors that name the field.
+
+A field that is null counts as not given, and one that holds its no-op default (`best_of: 1`) is accepted wherever it
+turns up; `user`, `store` and `metadata` are accepted without effect.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
+
+from server.engine.sampling import MAX_LOGPROBS, SamplingParams
+from server.errors import InvalidRequestError
+
+MAX_N = 16
+MAX_STOPS = 16
+_GREEDY_BELOW = 1e-5  # a smaller temperature would overflow float32
+_WITHOUT_EFFECT = frozenset({"user", "store", "metadata"})
+_NO_OPS: dict[str, Any] = {
+    "best_of": 1,
+    "watermark": False,
+    "priority": 0,
+    "response_format": {"type": "text"},
+    "suffix": "",
+    "prompt_logprobs": False,
+}
+
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenIds = list[Count]
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_prompts(value: object) -> object:
+    """A list of texts, or of lists of token ids, from any of the four forms that OpenAI takes."""
+    items: list[object] = value if isinstance(value, list) else [value]
+    if all(type(item) is int for item in items):
+        items = [items]
+    texts = all(isinstance(item, str) for item in items)
+    if items and (texts or all(isinstance(item, list) and all(type(i) is int for i in item) for item in items)):
+        return items
+    raise ValueError("must be a string, a list of strings, token ids, or a list of token-id lists")
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_asks_for_nothing(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        unknown = values.keys() - cls.model_fields.keys()
+        idle = {name for name in unknown if name in _WITHOUT_EFFECT or _is_no_op(name, values[name])}
+        return {name: value for name, value in values.items() if value is not None and name not in idle}
+
+
+def _is_no_op(name: str, value: object) -> bool:
+    return name in _NO_OPS and type(value) is type(_NO_OPS[name]) and value == _NO_OPS[name]
+
+
+class SamplingFields(Body):
+    """What every protocol calls by the same name. See SamplingParams for what each does."""
+
+    temperature: float = Field(1.0, ge=0.0, le=100.0)
+    top_k: int = Field(0, ge=-1, le=2**31 - 1)
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    typical_p: float = Field(1.0, gt=0.0, le=1.0)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] = {}
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list), Field(max_length=MAX_STOPS)
+    ] = []
+    stop_token_ids: TokenIds = []
+    min_tokens: Count = 0
+    ignore_eos: bool = False
+    timeout_ms: int | None = Field(None, ge=1, le=86_400_000)
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _keys_are_token_ids(cls, bias: dict[str, float]) -> dict[str, float]:
+        if any(not (key.isascii() and key.isdecimal() and len(key) < 10) for key in bias):
+            raise ValueError("its keys must be token ids")
+        return bias
+
+    def sampling_params(self, **fields: Any) -> SamplingParams:
+        """With the fields that each protocol names in its own way; those given here win."""
+        common: dict[str, Any] = {
+            "min_tokens": self.min_tokens,
+            "temperature": self.temperature,
+            "top_k": max(0, self.top_k),
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "typical_p": self.typical_p,
+            "repetition_penalty": self.repetition_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "logit_bias": {int(key): value for key, value in self.logit_bias.items()},
+            "stop_token_ids": frozenset(self.stop_token_ids),
+            "ignore_eos": self.ignore_eos,
+        }
+        params = SamplingParams(**(common | fields))
+        if params.min_tokens > params.max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({params.min_tokens}) must be at most the {params.max_tokens} tokens to generate",
+                param="min_tokens",
+            )
+        return params
+
+    @field_validator("temperature")
+    @classmethod
+    def _nearly_greedy_is_greedy(cls, temperature: float) -> float:
+        return 0.0 if temperature < _GREEDY_BELOW else temperature
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class CompletionsBody(SamplingFields):
+    """POST /v1/completions."""
+
+    model: str | None = None
+    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_as_prompts)]
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    n: int = Field(1, ge=1, le=MAX_N)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> CompletionsBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options may be given only where stream is true")
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_tokens and max_completion_tokens are one setting; give one of them")
+        return self
+
+    @property
+    def tokens_wanted(self) -> int | None:
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+
+class GenerateParameters(SamplingFields):
+    """`parameters` of TGI's routes. It samples where `do_sample`, or any field that only matters then, says so."""
+
+    max_new_tokens: Count | None = Field(None, ge=1)
+    do_sample: bool = False
+    return_full_text: bool = False
+    details: bool = False
+    decoder_input_details: bool = False
+    top_n_tokens: int = Field(0, ge=0, le=MAX_LOGPROBS)
+    truncate: int | None = Field(None, ge=1)
+
+    @property
+    def samples(self) -> bool:
+        shapes = (self.top_k > 0, self.top_p < 1.0, self.typical_p < 1.0, self.min_p > 0.0, self.temperature != 1.0)
+        return (self.do_sample or any(shapes)) and self.temperature > 0.0
+
+
+class GenerateBody(Body):
+    """POST /generate and /generate_stream."""
+
+    inputs: str
+    parameters: GenerateParameters = Field(default_factory=lambda: GenerateParameters.model_validate({}))
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parse(kind: type[B], raw: bytes) -> B:
+    """A body from its JSON. Raises InvalidRequestError naming the first field that is wrong."""
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        raise _explain(error.errors(include_url=False)[0]) from None
+
+
+def _explain(first: ErrorDetails) -> InvalidRequestError:
+    kind: str | Literal["extra_forbidden"] = first["type"]
+    if kind == "json_invalid":
+        return InvalidRequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+    # Alternatives of a union add their type's name to the place.
+    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "function-")))
+    if kind == "extra_forbidden":
+        return InvalidRequestError(f"the field {place!r} is unknown or not supported; leave it out", param=place)
+    message = first["msg"].removeprefix("Value error, ")
+    return InvalidRequestError(f"{place}: {message}" if place else message, param=place or None)

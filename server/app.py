@@ -1,0 +1,100 @@
+"""The application: routes, middleware, and the model's coming and going."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from model.bundle import ModelBundle
+from server.api import generate, health, openai
+from server.api.middleware import ApiKeys, BodyLimit, RequestContext
+from server.api.responses import error_response
+from server.engine.engine import Engine
+from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError
+from server.service import Service
+from server.settings import Settings
+
+
+def create_app(
+    settings: Settings,
+    bundle: ModelBundle,
+    engine: Engine | None = None,
+    *,
+    on_load_failure: Callable[[Exception], None] | None = None,
+) -> FastAPI:
+    """The server as an ASGI application; `app.state.service` is what it runs on.
+
+    A ready engine serves from the first request. Without one the model is loaded once the application is up, and until
+    then requests get 503; should that fail, `on_load_failure` is told why, and should end the process.
+    """
+    service = Service(settings, bundle)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        loading = asyncio.create_task(_start(service, engine, on_load_failure))
+        if engine is not None:
+            await loading
+        yield
+        loading.cancel()
+        await service.engine.stop()
+
+    app = FastAPI(
+        lifespan=lifespan, root_path=settings.root_path, openapi_url=None, redirect_slashes=False, title="Kvasir"
+    )
+    app.state.service = service
+    for module in (openai, generate, health):
+        app.include_router(module.router)
+    app.add_exception_handler(KvasirError, _on_kvasir_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(ApiKeys, keys=settings.api_keys())
+    app.add_middleware(RequestContext)  # the last one added is the outermost
+    return app
+
+
+def build_engine(settings: Settings, bundle: ModelBundle) -> Engine:
+    """Load the model and warm it up, which takes a while."""
+    from server.engine.runner import OnnxRunner  # noqa: PLC0415  imports ONNX Runtime
+
+    runner = OnnxRunner(
+        bundle,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len,
+        kv_cache_bytes=settings.kv_cache_memory,
+        threads=settings.threads,
+        spinning=settings.spinning,
+    )
+    runner.warm_up()
+    return Engine(runner, chunk_size=settings.chunk_size)
+
+
+async def _start(service: Service, engine: Engine | None, on_failure: Callable[[Exception], None] | None) -> None:
+    try:
+        await service.start(lambda: engine or build_engine(service.settings, service.bundle))
+    except Exception as error:
+        if on_failure is None:
+            raise
+        on_failure(error)
+
+
+async def _on_kvasir_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, KvasirError)
+    return error_response(request.scope, error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    """What the framework itself refuses, in the same words as everything else."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    if error.status_code == 404:
+        return error_response(request.scope, NotFoundError(f"there is no {path} here"))
+    if error.status_code == 405:
+        response = error_response(request.scope, MethodNotAllowedError(f"{path} does not take {request.method}"))
+        response.headers.update(error.headers or {})
+        return response
+    return error_response(request.scope, InvalidRequestError(str(error.detail)))

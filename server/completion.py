@@ -1,0 +1,171 @@
+"""One request on its way through the engine, in no protocol's words: its choices, their text, how each one ended."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from collections.abc import Sequence as Items
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from time import perf_counter
+
+from tokenizers import Tokenizer
+
+from server.async_engine import OutputStream
+from server.detokenizer import Detokenizer, StopChecker
+from server.engine.engine import TokenOutput
+from server.engine.sampling import SamplingParams, TokenLogprobs
+from server.engine.sequence import FinishReason, Sequence, SequenceTimes
+from server.errors import DeadlineExceededError, EngineError, UnavailableError
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    ids: list[int]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionRequest:
+    """What a client asks for. `n` samples of each prompt; `timeout` in seconds."""
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    n: int = 1
+    stops: tuple[str, ...] = ()
+    timeout: float | None = None
+
+    @property
+    def n_sequences(self) -> int:
+        return len(self.prompts) * self.n
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One sequence as the client sees it. `index` is prompt index x n + sample."""
+
+    index: int
+    prompt: Prompt
+    sequence: Sequence
+    text: Detokenizer
+    stops: StopChecker
+    n_tokens: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def stopped_by_string(self) -> bool:
+        return self.stops.stopped
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one output adds to a choice. `text`: what may be shown now. `offset`: characters generated before it."""
+
+    choice: Choice
+    token_id: int | None
+    text: str
+    offset: int
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None
+
+
+def make_choices(
+    request: CompletionRequest, tokenizer: Tokenizer, first_id: int, eos_token_ids: Items[int]
+) -> list[Choice]:
+    """The sequences of a request, with ids from `first_id` on. Without a seed of its own, one from the system."""
+    params = request.params
+    ending_ids = params.stop_token_ids if params.ignore_eos else params.stop_token_ids.union(eos_token_ids)
+    arrived = perf_counter()
+    choices = []
+    for index in range(request.n_sequences):
+        prompt = request.prompts[index // request.n]
+        own = replace(params, sample_index=index % request.n)
+        sequence = Sequence(first_id + index, prompt.ids, own, ending_ids, SequenceTimes(arrived))
+        text = Detokenizer(tokenizer, prompt.ids)
+        choices.append(Choice(index, prompt, sequence, text, StopChecker(request.stops)))
+    return choices
+
+
+def draw_seed() -> int:
+    return secrets.randbits(64)
+
+
+@dataclass(slots=True, eq=False)
+class Completion:
+    """An accepted request. Iterate over `deltas`."""
+
+    choices: list[Choice]
+    stream: OutputStream
+    started: bool = False  # whether any choice has got a token
+    _by_sequence: dict[int, Choice] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._by_sequence = {choice.sequence.id: choice for choice in self.choices}
+
+    @property
+    def is_finished(self) -> bool:
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def n_prompt_tokens(self) -> int:
+        """Each prompt once, however many samples it has."""
+        prompts = {id(choice.prompt): choice.prompt for choice in self.choices}
+        return sum(len(prompt.ids) for prompt in prompts.values())
+
+    @property
+    def n_completion_tokens(self) -> int:
+        return sum(choice.n_tokens for choice in self.choices)
+
+    @property
+    def seconds_to_first_token(self) -> float | None:
+        times = [choice.sequence.times for choice in self.choices]
+        return min((t.first_token - t.arrived for t in times if t.first_token is not None), default=None)
+
+    async def deltas(self, silence: float | None = None) -> AsyncIterator[list[Delta]]:
+        """What is new, until every choice has finished; an empty list after each `silence` seconds without, once begun.
+
+        Raises DeadlineExceededError (nothing was generated), UnavailableError (shutdown), EngineError.
+        """
+        limit = None
+        while not self.is_finished:
+            outputs = []
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limit):
+                    outputs = await self.stream.receive()
+            choices = [(self._by_sequence[output.sequence_id], output) for output in outputs]
+            yield [self._advance(choice, output) for choice, output in choices if choice.finish_reason is None]
+            limit = silence
+
+    def _advance(self, choice: Choice, output: TokenOutput) -> Delta:
+        self._check(output)
+        reason, offset, text = output.finish_reason, choice.text.n_chars, ""
+        if output.token_id is not None:
+            self.started = True
+            choice.n_tokens += 1
+            if reason is not FinishReason.STOP:  # a token that ends the text is not part of it
+                text = self._show(choice, choice.text.push(output.token_id))
+        if reason is not None:
+            text += self._show(choice, choice.text.flush())
+            text += choice.stops.flush()
+        if choice.stops.stopped:
+            reason = FinishReason.STOP
+            if output.finish_reason is None:
+                self.stream.stop(output.sequence_id)
+        choice.finish_reason = reason
+        return Delta(choice, output.token_id, text, offset, output.logprobs, output.prompt_logprobs, reason)
+
+    @staticmethod
+    def _show(choice: Choice, piece: str) -> str:
+        if choice.n_tokens <= choice.sequence.params.min_tokens:
+            return piece  # it may not stop yet
+        return choice.stops.push(piece)
+
+    def _check(self, output: TokenOutput) -> None:
+        if output.finish_reason is FinishReason.ERROR:
+            raise EngineError("the engine failed")
+        if output.finish_reason is FinishReason.ABORT:
+            raise UnavailableError("the server is shutting down; try again", retry_after=1)
+        if output.finish_reason is FinishReason.TIMEOUT and not self.started:
+            raise DeadlineExceededError("the deadline passed before the first token; allow more time, or try later")

@@ -1,0 +1,131 @@
+"""What the handlers share: one model, its engine, the door in front of it, and the phases of its life."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from time import time
+
+from model.bundle import ModelBundle
+from server.admission import Admission, Phase, check_length
+from server.async_engine import AsyncEngine
+from server.completion import Completion, CompletionRequest, Prompt, make_choices
+from server.engine.engine import Engine
+from server.errors import InvalidRequestError, UnavailableError
+from server.settings import Settings
+
+_SHORT_TEXT = 4096  # characters that are tokenised at once, without leaving the event loop
+_ABORT_SECONDS = 5.0  # for the last requests to hear that they end
+
+
+class Service:
+    def __init__(self, settings: Settings, bundle: ModelBundle) -> None:
+        self.settings = settings
+        self.bundle = bundle
+        self.created = int(time())
+        added = bundle.tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.engine = AsyncEngine()
+        self.metrics = self.engine.metrics
+        self.admission = Admission(max_num_seqs=settings.max_num_seqs, max_queue=settings.queue_limit)
+        self.metrics.info("build", "The software.", {"version": version("kvasir-lm")})
+        self.metrics.info("model", "The model.", self.describe_model())
+
+    @property
+    def is_ready(self) -> bool:
+        return self.admission.phase is Phase.READY and self.engine.is_healthy
+
+    @property
+    def has_started(self) -> bool:
+        return self.admission.phase is not Phase.LOADING
+
+    @property
+    def max_model_len(self) -> int:
+        if self.engine.engine is not None:
+            return self.engine.engine.max_model_len
+        longest = self.bundle.manifest.max_model_len
+        return min(longest, self.settings.max_model_len or longest)
+
+    def describe_model(self) -> dict[str, str]:
+        manifest = self.bundle.manifest
+        return {"model": self.settings.model_name, "precision": manifest.precision, "device": manifest.device}
+
+    async def start(self, build: Callable[[], Engine]) -> None:
+        """Build the engine in its thread, then open the door. Raises what `build` raises."""
+        await self.engine.start(build)
+        if self.admission.phase is Phase.LOADING:
+            self.admission.phase = Phase.READY
+
+    async def drain(self) -> None:
+        """Refuse new requests, end queued ones, give running ones `drain_timeout`, then end the rest."""
+        self.admission.phase = Phase.DRAINING
+        self.engine.abort_waiting()
+        if await self._is_empty_within(self.settings.drain_timeout):
+            return
+        self.engine.abort_all()
+        await self._is_empty_within(_ABORT_SECONDS)
+
+    async def _is_empty_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self.admission.wait_until_empty()
+        except TimeoutError:
+            return False
+        return True
+
+    async def prompt(self, source: str | list[int], *, keep_last: int | None = None) -> Prompt:
+        """A prompt from text or token ids, cut to its last `keep_last` tokens. Raises InvalidRequestError."""
+        tokenizer = self.bundle.tokenizer
+        if isinstance(source, str):
+            encode = tokenizer.encode
+            encoding = encode(source) if len(source) <= _SHORT_TEXT else await asyncio.to_thread(encode, source)
+            ids, text = encoding.ids, source
+        else:
+            self.check_token_ids(source, "prompt")
+            ids, text = source, tokenizer.decode(source)
+        if keep_last is not None and len(ids) > keep_last:
+            ids = ids[-keep_last:]
+            text = tokenizer.decode(ids)
+        return Prompt(ids, text)
+
+    def default_max_tokens(self, prompts: list[Prompt], usual: int) -> int:
+        """The usual number of new tokens, or what the longest prompt leaves room for, if that is any."""
+        room = self.max_model_len - max(len(prompt.ids) for prompt in prompts)
+        return min(usual, max(1, room))
+
+    def timeout(self, milliseconds: int | None) -> float | None:
+        """Seconds that a request has, by its own word or by default."""
+        wanted = self.settings.default_timeout_ms if milliseconds is None else milliseconds
+        return None if wanted is None else wanted / 1000
+
+    def check_token_ids(self, token_ids: Iterable[int], param: str) -> None:
+        """Raises InvalidRequestError for an id that the model does not have."""
+        size = self.bundle.config.vocab_size
+        if unknown := next((i for i in token_ids if not 0 <= i < size), None):
+            raise InvalidRequestError(f"{param}: token id {unknown} is not in the vocabulary of {size}", param=param)
+
+    @contextmanager
+    def complete(self, request: CompletionRequest) -> Iterator[Completion]:
+        """Run a request; leaving the block ends it, however far it is. Raises the errors of admission."""
+        self.admission.check_open()
+        engine = self.engine.engine
+        if engine is None:  # closed while it loaded
+            raise UnavailableError(Phase.LOADING.value)
+        limits = {"max_model_len": engine.max_model_len, "kv_budget_tokens": engine.kv_budget_tokens}
+        for prompt in request.prompts:
+            check_length(len(prompt.ids), request.params.max_tokens, **limits)
+        with self.admission.admit(request.n_sequences):
+            first_id = self.engine.new_ids(request.n_sequences)
+            choices = make_choices(request, self.bundle.tokenizer, first_id, self.bundle.config.eos_token_ids)
+            stream = self.engine.submit([choice.sequence for choice in choices])
+            timer = None
+            if request.timeout is not None:
+                timer = asyncio.get_running_loop().call_later(request.timeout, stream.expire)
+            try:
+                yield Completion(choices, stream)
+            finally:
+                if timer is not None:
+                    timer.cancel()
+                stream.close()

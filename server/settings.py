@@ -1,0 +1,91 @@
+"""Every knob of the server: one documented field each, set by an option, by KVASIR_<NAME>, or left at its default."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ByteSize, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from server.errors import StartupError
+
+PREFIX = "KVASIR_"
+
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Settings(BaseSettings):
+    """Frozen, and checked once. Build it with `load_settings`, whose errors are one line."""
+
+    model_config = SettingsConfigDict(env_prefix=PREFIX, frozen=True, extra="forbid", env_ignore_empty=True)
+
+    model: Path = Field(description="Model directory, as written by kvasir export.")
+    host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 is every interface.")
+    port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 lets the system choose.")
+    served_model_name: str | None = Field(
+        None, min_length=1, description="Model id in the API. Default: the directory's name."
+    )
+    max_num_seqs: int = Field(16, ge=1, le=1024, description="Sequences that run at once.")
+    max_model_len: int | None = Field(
+        None, ge=2, description="Most tokens of a prompt and its completion. Default: the model's own limit."
+    )
+    chunk_size: int = Field(256, ge=2, description="Most prompt tokens that are run in one step.")
+    kv_cache_memory: ByteSize | None = Field(
+        None, gt=0, description="Memory for keys and values, such as 2GiB. Default: half of what is free."
+    )
+    threads: int | None = Field(None, ge=1, description="Compute threads. Default: the CPUs this process may use.")
+    spinning: bool = Field(
+        False, description="Let idle compute threads spin: faster on CPUs of its own, slower on shared ones."
+    )
+    max_queue: int | None = Field(
+        None, ge=0, description="Sequences that may wait beyond those that run. Default: 4 x max_num_seqs."
+    )
+    max_body_bytes: ByteSize = Field(ByteSize(4 * 2**20), gt=0, description="Largest request body, such as 4MiB.")
+    default_timeout_ms: int | None = Field(
+        None, ge=1, le=86_400_000, description="Deadline of a request that names none. Default: none."
+    )
+    drain_timeout: Seconds = Field(45.0, description="Seconds that running requests get to finish at shutdown.")
+    keep_alive_interval: Seconds = Field(15.0, description="Seconds of silence before a stream gets a comment line.")
+    api_key: SecretStr | None = Field(None, min_length=1, description="The key that clients must send.")
+    api_key_file: Path | None = Field(None, description="File of keys that clients may send, one on each line.")
+    root_path: str = Field(
+        "", pattern=r"^(/[^/]+)*$", description="Path under which a proxy publishes the server, such as /llm."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")
+
+    @property
+    def queue_limit(self) -> int:
+        return 4 * self.max_num_seqs if self.max_queue is None else self.max_queue
+
+    @property
+    def model_name(self) -> str:
+        return self.served_model_name or self.model.resolve().name
+
+    def api_keys(self) -> tuple[str, ...]:
+        """The keys that open the API; none is an open server. Raises StartupError for a file without keys."""
+        keys = [self.api_key.get_secret_value()] if self.api_key else []
+        if self.api_key_file is not None:
+            try:
+                lines = self.api_key_file.read_text(encoding="utf-8").split()
+            except (OSError, UnicodeDecodeError) as error:
+                raise StartupError(f"api_key_file {self.api_key_file} cannot be read: {error}") from None
+            if not lines:
+                raise StartupError(f"api_key_file {self.api_key_file} holds no key; write one on each line")
+            keys += lines
+        return tuple(keys)
+
+
+def load_settings(**options: Any) -> Settings:
+    """Settings from options (None is "not given") and the environment. Raises StartupError naming the bad setting."""
+    known = {PREFIX + name.upper() for name in Settings.model_fields}
+    if unknown := sorted(name for name in os.environ if name.upper().startswith(PREFIX) and name.upper() not in known):
+        raise StartupError(f"unknown setting {unknown[0]} in the environment; there are {', '.join(sorted(known))}")
+    try:
+        return Settings(**{name: value for name, value in options.items() if value is not None})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else "settings"
+        given = "" if first["type"] == "missing" or name == "api_key" else f" = {first['input']!r}"
+        raise StartupError(f"setting {name} ({PREFIX}{name.upper()}){given}: {first['msg']}") from None

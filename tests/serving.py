@@ -1,0 +1,96 @@
+"""A server on a fake runner: settings, a bundle without files, the app, and a client that needs no socket."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from tokenizers import Tokenizer
+
+from model.bundle import Manifest, ModelBundle, Verification
+from model.config import DecoderConfig
+from model.tokenizer import train_tokenizer
+from server.app import create_app
+from server.engine.engine import Engine
+from server.service import Service
+from server.settings import load_settings
+from tests.fake_runner import FakeRunner
+
+VOCAB_SIZE = 300
+EOS = 0
+MODEL = "fake-model"
+
+
+@cache
+def small_tokenizer() -> Tokenizer:
+    return train_tokenizer(["def read_json(path):\n    return json.load(path)\n"] * 4, VOCAB_SIZE)
+
+
+def fake_bundle(path: Path = Path(MODEL), *, max_model_len: int = 64) -> ModelBundle:
+    config = DecoderConfig(
+        vocab_size=VOCAB_SIZE,
+        max_model_len=max_model_len,
+        n_layer=1,
+        n_head=1,
+        n_kv_head=1,
+        head_dim=16,
+        d_model=16,
+        d_ff=16,
+        eos_token_ids=(EOS,),
+    )
+    manifest = Manifest(
+        format_version=1,
+        architecture="decoder",
+        parameters=1,
+        device="cpu",
+        precision="fp32",
+        max_model_len=max_model_len,
+        graph_inputs=[],
+        graph_outputs=[],
+        versions={},
+        files={},
+        verification=Verification(max_logit_error=0.0, greedy_agreement=1.0),
+    )
+    return ModelBundle(path, config, manifest, small_tokenizer())
+
+
+def no_eos(next_token: Callable[[list[int]], int | None] | None = None) -> Callable[[list[int]], int | None]:
+    """For runs whose length a test fixes: whatever is generated, it is never the end of the text."""
+    return next_token or (lambda prefix: 1 + sum(prefix) * 7 % (VOCAB_SIZE - 1))
+
+
+@dataclass
+class Served:
+    app: FastAPI
+    runner: FakeRunner
+    client: httpx.AsyncClient
+
+    @property
+    def service(self) -> Service:
+        service: Service = self.app.state.service
+        return service
+
+
+def fake_app(runner: FakeRunner, **settings: Any) -> FastAPI:
+    known = load_settings(model=Path(MODEL), max_num_seqs=runner.rows.max_num_seqs, **settings)
+    bundle = fake_bundle(max_model_len=runner.max_model_len)
+    return create_app(known, bundle, Engine(runner, chunk_size=8))
+
+
+@asynccontextmanager
+async def serving(runner: FakeRunner | None = None, **settings: Any) -> AsyncIterator[Served]:
+    """The app with its lifespan, and a client inside the process."""
+    runner = runner or FakeRunner(VOCAB_SIZE)
+    app = fake_app(runner, **settings)
+    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as c:
+        try:
+            yield Served(app, runner, c)
+        finally:
+            runner.release()
