@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
@@ -24,19 +24,17 @@ def create_app(
     settings: Settings,
     bundle: ModelBundle,
     engine: Engine | None = None,
-    *,
-    on_load_failure: Callable[[Exception], None] | None = None,
 ) -> FastAPI:
     """The server as an ASGI application; `app.state.service` is what it runs on.
 
     A ready engine serves from the first request. Without one the model is loaded once the application is up, and until
-    then requests get 503; should that fail, `on_load_failure` is told why, and should end the process.
+    then requests get 503; should that fail, the service's `on_load_failure` is told why.
     """
     service = Service(settings, bundle)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        loading = asyncio.create_task(_start(service, engine, on_load_failure))
+        loading = asyncio.create_task(service.start(lambda: engine or build_engine(settings, bundle)))
         if engine is not None:
             await loading
         yield
@@ -71,15 +69,6 @@ def build_engine(settings: Settings, bundle: ModelBundle) -> Engine:
     )
     runner.warm_up()
     return Engine(runner, chunk_size=settings.chunk_size)
-
-
-async def _start(service: Service, engine: Engine | None, on_failure: Callable[[Exception], None] | None) -> None:
-    try:
-        await service.start(lambda: engine or build_engine(service.settings, service.bundle))
-    except Exception as error:
-        if on_failure is None:
-            raise
-        on_failure(error)
 
 
 async def _on_kvasir_error(request: Request, error: Exception) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -16,6 +17,8 @@ from server.engine.engine import Engine
 from server.errors import InvalidRequestError, UnavailableError
 from server.settings import Settings
 
+logger = logging.getLogger("kvasir")
+
 _SHORT_TEXT = 4096  # characters that are tokenised at once, without leaving the event loop
 _ABORT_SECONDS = 5.0  # for the last requests to hear that they end
 
@@ -25,6 +28,7 @@ class Service:
         self.settings = settings
         self.bundle = bundle
         self.created = int(time())
+        self.on_load_failure: Callable[[Exception], None] = _report
         added = bundle.tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.engine = AsyncEngine()
@@ -53,10 +57,15 @@ class Service:
         return {"model": self.settings.model_name, "precision": manifest.precision, "device": manifest.device}
 
     async def start(self, build: Callable[[], Engine]) -> None:
-        """Build the engine in its thread, then open the door. Raises what `build` raises."""
-        await self.engine.start(build)
+        """Build the engine in its thread, then open the door; what `build` raises goes to `on_load_failure`."""
+        try:
+            await self.engine.start(build)
+        except Exception as error:
+            self.on_load_failure(error)
+            return
         if self.admission.phase is Phase.LOADING:
             self.admission.phase = Phase.READY
+            logger.info("ready", extra={"fields": self.describe_model()})
 
     async def drain(self) -> None:
         """Refuse new requests, end queued ones, give running ones `drain_timeout`, then end the rest."""
@@ -129,3 +138,7 @@ class Service:
                 if timer is not None:
                     timer.cancel()
                 stream.close()
+
+
+def _report(error: Exception) -> None:
+    logger.error("the model could not be loaded: %s", error)

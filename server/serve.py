@@ -1,0 +1,131 @@
+"""The process: checks before it binds, signals, draining, logs."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from types import FrameType
+
+import uvicorn
+
+from model.bundle import BundleError, ModelBundle, load_bundle
+from server.app import create_app
+from server.errors import StartupError
+from server.service import Service
+from server.settings import Settings
+
+logger = logging.getLogger("kvasir")
+
+_LAST_BYTES = 5  # seconds for connections to take what is written, once every request has ended
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object on one line; `extra={"fields": {...}}` adds fields to it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+class DrainingServer(uvicorn.Server):
+    """uvicorn would close its sockets first on SIGTERM; here running requests finish first, while new ones get 503.
+
+    A second signal leaves at once.
+    """
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.service = service
+        self.service.on_load_failure = self.fail
+        self.failure: Exception | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  uvicorn's signature
+        if self._draining is None and self._loop is not None:
+            self._loop.call_soon_threadsafe(self.drain, signal.Signals(sig).name)
+        else:
+            self.should_exit = self.force_exit = True
+
+    def drain(self, cause: str) -> None:
+        if self._draining is None:
+            logger.info("%s: draining", cause)
+            self._draining = asyncio.ensure_future(self._drain())
+
+    def fail(self, error: Exception) -> None:
+        """The model could not be loaded: end the process, which then says why."""
+        self.failure = error
+        self.should_exit = True
+
+    async def _drain(self) -> None:
+        await self.service.drain()
+        self.should_exit = True
+
+
+def run(settings: Settings) -> None:
+    """Serve until a signal says otherwise. Raises StartupError, in one line, when that cannot be."""
+    bundle = check_model(settings)
+    _log_to_stderr(settings.log_level)
+    app = create_app(settings, bundle)
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=_LAST_BYTES
+    )
+    server = DrainingServer(config, app.state.service)
+    listener = bind(settings.host, settings.port)
+    logger.info("listening", extra={"fields": dict(zip(("host", "port"), listener.getsockname(), strict=False))})
+    server.run(sockets=[listener])
+    if server.failure is not None:
+        raise StartupError(f"{settings.model} cannot be served: {' '.join(str(server.failure).split())}")
+    if server.service.engine.is_running:
+        # Still loading, or told to leave in the middle of a step: ONNX Runtime would not survive a normal exit.
+        logging.shutdown()
+        os._exit(int(server.force_exit))
+
+
+def check_model(settings: Settings) -> ModelBundle:
+    """Read the model directory and its hashes. Raises StartupError for one that this server cannot run."""
+    try:
+        bundle = load_bundle(settings.model)
+    except BundleError as error:
+        raise StartupError(str(error)) from None
+    if bundle.manifest.device != "cpu":
+        raise StartupError(
+            f"{settings.model} was exported for {bundle.manifest.device}, which this server cannot run; "
+            "export it again for cpu"
+        )
+    return bundle
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket that listens, so that nobody else takes the port meanwhile. Raises StartupError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise StartupError(f"port {port} is in use on {host}; stop what listens there, or choose another") from None
+        raise StartupError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+
+
+def _log_to_stderr(level: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logger.setLevel(level.upper())

@@ -1,0 +1,81 @@
+"""Incremental text against decoding everything at once, and stop strings against looking at every prefix."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from server.detokenizer import Detokenizer, StopChecker, token_text
+from tests.serving import EOS, small_tokenizer
+
+tokenizer = small_tokenizer()
+N = tokenizer.get_vocab_size()
+
+texts = st.text(alphabet="aå漢🙂 d", max_size=30)
+token_ids = st.lists(st.integers(0, N - 1), max_size=20)
+
+
+def shown(ids: list[int], prompt_ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, prompt_ids)
+    pieces = [detokenizer.push(i) for i in ids]
+    pieces.append(detokenizer.flush())
+    assert detokenizer.n_chars == sum(map(len, pieces))
+    return pieces
+
+
+@given(texts, texts)
+def test_pieces_join_to_the_text_and_none_holds_half_a_character(prompt: str, text: str) -> None:
+    ids = tokenizer.encode(text).ids
+    pieces = shown(ids, tokenizer.encode(prompt).ids)
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(token_ids)
+def test_any_tokens_even_broken_bytes_and_special_ones_join_to_what_decoding_them_at_once_gives(ids: list[int]) -> None:
+    assert "".join(shown(ids, [])) == tokenizer.decode(ids)
+
+
+@given(token_ids, token_ids)
+def test_the_prompt_never_leaks_into_the_text(prompt_ids: list[int], ids: list[int]) -> None:
+    if tokenizer.decode(prompt_ids[-8:]).endswith("\ufffd"):
+        expected = tokenizer.decode(ids)
+    else:
+        expected = tokenizer.decode(prompt_ids[-8:] + ids)[len(tokenizer.decode(prompt_ids[-8:])) :]
+    assert "".join(shown(ids, prompt_ids)) == expected
+
+
+def cut_at_first_stop(text: str, stops: list[str]) -> tuple[str, bool]:
+    """The oracle: the shortest prefix that ends in a stop string, without the longest such string."""
+    for end in range(1, len(text) + 1):
+        ending = [stop for stop in stops if text[:end].endswith(stop)]
+        if ending:
+            return text[: end - max(map(len, ending))], True
+    return text, False
+
+
+@given(
+    st.lists(st.text("abc", max_size=4), max_size=12),
+    st.lists(st.text("abc", min_size=1, max_size=5), max_size=4),
+)
+def test_stop_strings_cut_at_the_same_place_however_the_text_is_split(pieces: list[str], stops: list[str]) -> None:
+    text = "".join(pieces)
+    expected, stopped = cut_at_first_stop(text, stops)
+    checker = StopChecker(stops)
+    out = ""
+    for piece in pieces:
+        out += checker.push(piece)
+        assert expected.startswith(out), "text that belongs to a stop string was shown"
+    out += checker.flush()
+    assert (out, checker.stopped) == (expected, stopped)
+
+
+def test_only_what_may_begin_a_stop_string_is_held_back() -> None:
+    checker = StopChecker(["\n\ndef"])
+    assert checker.push("x = 1\n") == "x = 1"
+    assert checker.push("y") == "\ny"
+
+
+def test_a_special_token_has_a_text_of_its_own() -> None:
+    assert token_text(tokenizer, EOS) == "<|endoftext|>"
+    assert Detokenizer(tokenizer).push(EOS) == ""
