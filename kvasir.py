@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from model.bundle import Verification
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -102,6 +106,80 @@ def train(
             raise typer.Exit(130)
     except (CheckpointError, OSError, ValueError, TypeError) as error:
         fail(error)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A training run, or a checkpoint directory.")],
+    out: Annotated[Path, typer.Option(help="The model directory to write.")],
+) -> None:
+    """Export a checkpoint to a model directory, and prove that it computes what PyTorch does."""
+    from export.directory import export_checkpoint
+    from export.verify import VerificationError
+    from model.checkpoint import CheckpointError
+
+    try:
+        manifest = export_checkpoint(checkpoint, out)
+    except (CheckpointError, VerificationError, OSError) as error:
+        fail(error)
+    Console().print(verification_table(out.name, exported=manifest.verification))
+
+
+@app.command()
+def verify(
+    directory: Annotated[Path, typer.Argument(help="A model directory.")],
+    checkpoint: Annotated[Path | None, typer.Option(help="The run or checkpoint it was exported from.")] = None,
+) -> None:
+    """Check a model directory's hashes, and measure it against PyTorch again."""
+    from export.directory import SourceMismatchError, verify_directory
+    from export.verify import VerificationError
+    from model.bundle import BundleError
+    from model.checkpoint import CheckpointError
+
+    try:
+        noted, measured = verify_directory(directory, checkpoint)
+    except (BundleError, CheckpointError, SourceMismatchError, VerificationError, OSError) as error:
+        fail(error)
+    Console().print(verification_table(directory.name, manifest=noted, measured=measured))
+
+
+def verification_table(title: str, **columns: Verification) -> Table:
+    """Figures side by side, a column for each set of them."""
+    table = Table(title=title)
+    table.add_column("")
+    for name in columns:
+        table.add_column(name, justify="right")
+    for key in ("max_logit_error", "greedy_agreement", "perplexity_torch", "perplexity_onnx", "text"):
+        values = [getattr(column, key) for column in columns.values()]
+        if any(value is not None for value in values):
+            cells = [f"{value:.4g}" if isinstance(value, float) else value or "-" for value in values]
+            table.add_row(key.replace("_", " "), *cells)
+    return table
+
+
+bench = typer.Typer(no_args_is_help=True, help="Measure speed.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command("engine")
+def bench_engine(
+    preset: Annotated[str, typer.Option(help="Shape of the decoder; its weights are random.")] = "smollm2-135m",
+    precision: Annotated[str, typer.Option()] = "fp32",
+    threads: Annotated[int | None, typer.Option(min=1, help="Default: every processor this process may use.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    cache: Annotated[Path, typer.Option(help="Where exported presets are kept.")] = Path("artifacts/bench"),
+) -> None:
+    """Measure the engine in this process, without HTTP."""
+    from loadtest.bench import bench_engine as measure
+    from model.config import ConfigError
+
+    try:
+        figures = measure(preset, precision, threads, cache)
+    except (ConfigError, OSError) as error:
+        fail(error)
+    Console().print(*figures.tables(), sep="\n")
+    if output is not None:
+        output.write_text(json.dumps(figures.as_json(), indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:

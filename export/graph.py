@@ -13,12 +13,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import warnings
 from pathlib import Path
 
+import numpy as np
 import onnx_ir
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from model.attention import LayerCache, StepInputs
@@ -27,6 +31,8 @@ from model.config import DecoderConfig
 from model.decoder import Decoder
 
 OPSET = 23  # the first with RMSNormalization
+_PARAMETERS = "kvasir.parameters"  # metadata: {decoder's parameter: graph's initializer}
+_TRANSPOSED = ".T"
 _STEP_INPUTS = ["input_ids", "seqlens_k", "total_sequence_length", "position_ids", "logits_indices"]
 
 
@@ -70,10 +76,52 @@ def export_graph(decoder: Decoder, path: Path) -> None:
     graph = ServingGraph(decoder).eval()
     program = _trace(graph, config)
     _name_dimensions(program.model.graph, config)
+    names = _name_weights(program.model.graph, decoder)
+    program.model.metadata_props[_PARAMETERS] = json.dumps(names)
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, with paths of this machine
         node.doc_string = None
     onnx_ir.save(program.model, path, external_data=WEIGHTS_FILE)
+
+
+def load_decoder(config: DecoderConfig, path: Path) -> Decoder:
+    """The decoder that an fp32 graph was exported from, its parameters taken out of the graph."""
+    model = onnx_ir.load(path)
+    decoder = Decoder(config).eval()
+    parameters = dict(decoder.named_parameters())
+    with torch.no_grad():
+        for name, initializer in json.loads(model.metadata_props[_PARAMETERS]).items():
+            stored = model.graph.initializers[initializer].const_value
+            assert stored is not None
+            values = torch.from_numpy(stored.numpy().copy())
+            parameters[name].copy_(values.T if initializer.endswith(_TRANSPOSED) else values)
+    return decoder
+
+
+def _name_weights(graph: onnx_ir.Graph, decoder: Decoder) -> dict[str, str]:
+    """Call each initializer after the parameter it holds, perhaps transposed; which parameter is where.
+
+    The exporter transposes linear layers' weights, numbers them, and keeps one copy of equal ones.
+    """
+    by_content: dict[bytes, list[str]] = {}
+    for name, parameter in decoder.named_parameters():
+        by_content.setdefault(_fingerprint(parameter.detach().numpy()), []).append(name)
+    names: dict[str, str] = {}
+    for value in list(graph.initializers.values()):
+        assert value.const_value is not None
+        array = value.const_value.numpy()
+        for content, suffix in ((array, ""), (array.T, _TRANSPOSED)):
+            if held := by_content.get(_fingerprint(content)):
+                value.name = held[0] + suffix
+                names |= dict.fromkeys(held, value.name)
+                break
+    missing = dict(decoder.named_parameters()).keys() - names
+    assert not missing, f"parameters {sorted(missing)} are not in the graph"
+    return names
+
+
+def _fingerprint(array: NDArray[np.generic]) -> bytes:
+    return hashlib.sha256(str(array.shape).encode() + np.ascontiguousarray(array).tobytes()).digest()
 
 
 def _trace(graph: ServingGraph, config: DecoderConfig) -> torch.onnx.ONNXProgram:

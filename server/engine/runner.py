@@ -8,13 +8,16 @@ its own row alone. Past and present are the same memory; nothing is copied, padd
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from model.bundle import GRAPH_ENVIRONMENT, ModelBundle
+from model.bundle import GRAPH_ENVIRONMENT
+from model.config import DecoderConfig
 from server.engine.engine import SCORING_LOGITS_BYTES
 from server.engine.kv_rows import KVRows
 from server.engine.machine import available_memory, usable_cpus
@@ -33,7 +36,8 @@ class OnnxRunner:
 
     def __init__(
         self,
-        bundle: ModelBundle,
+        graph: Path,
+        config: DecoderConfig,
         *,
         max_num_seqs: int,
         max_model_len: int | None = None,
@@ -41,14 +45,16 @@ class OnnxRunner:
         threads: int | None = None,
         spinning: bool = False,
     ) -> None:
-        config, longest = bundle.config, bundle.manifest.max_model_len
-        self.max_model_len = longest if max_model_len is None else max_model_len
-        if not 2 <= self.max_model_len <= longest:
-            raise ValueError(f"max_model_len {self.max_model_len} must be between 2 and the model's {longest}")
+        self.max_model_len = config.max_model_len if max_model_len is None else max_model_len
+        if not 2 <= self.max_model_len <= config.max_model_len:
+            raise ValueError(
+                f"max_model_len {self.max_model_len} must be between 2 and the model's {config.max_model_len}"
+            )
         self.vocab_size = config.vocab_size
+        self.model_seconds = 0.0  # spent inside ONNX Runtime so far
         self.onnxruntime_version: str = onnxruntime.__version__
-        self._session = _open_session(bundle, threads or usable_cpus(), spinning)
-        self.rows = self._make_rows(bundle, max_num_seqs, kv_cache_bytes)
+        self._session = _open_session(graph, threads or usable_cpus(), spinning)
+        self.rows = self._make_rows(config, max_num_seqs, kv_cache_bytes)
         n_scored = max(2, SCORING_LOGITS_BYTES // (4 * self.vocab_size))
         self._logits: Floats = np.empty((max_num_seqs + n_scored, self.vocab_size), dtype=np.float32)
         self._decodes: dict[int, _Binding] = {}  # by rows in the window
@@ -59,8 +65,7 @@ class OnnxRunner:
         providers: list[str] = self._session.get_providers()
         return providers
 
-    def _make_rows(self, bundle: ModelBundle, max_num_seqs: int, kv_cache_bytes: int | None) -> KVRows:
-        config = bundle.config
+    def _make_rows(self, config: DecoderConfig, max_num_seqs: int, kv_cache_bytes: int | None) -> KVRows:
         shape = {"n_layer": config.n_layer, "n_kv_head": config.n_kv_head, "head_dim": config.head_dim}
         budget = available_memory() // 2 if kv_cache_bytes is None else kv_cache_bytes
         per_token = KVRows.bytes_per_token(**shape)
@@ -92,8 +97,8 @@ class OnnxRunner:
     def _run_window(self, window: list[Sequence | None]) -> None:
         """One token for every running sequence in rows 0..n-1.
 
-        A hole, and a row whose prompt is not finished, ride along: what they write at their own length is overwritten by
-        whatever comes next.
+        A hole, and a row whose prompt is not finished, ride along: what they write at their own length is overwritten
+        by whatever comes next.
         """
         n = len(window)
         if n not in self._decodes:
@@ -103,7 +108,7 @@ class OnnxRunner:
         lengths = [holder.n_computed if holder else 0 for holder in window]
         binding.input_ids[:] = [holder.last_token_id if holder else 0 for holder in window]
         binding.position_ids[:] = lengths
-        binding.run(lengths, sequence=1, logits_indices=live, logits=self._logits)
+        self.model_seconds += binding.run(lengths, sequence=1, logits_indices=live, logits=self._logits)
 
     def _run_row(self, row: int, token_ids: list[int], start: int, n_logits: int, first_logit: int) -> None:
         """A chunk of a prompt over its own row; logits of its last `n_logits` tokens."""
@@ -114,7 +119,9 @@ class OnnxRunner:
         binding.input_ids[:count] = token_ids
         binding.position_ids[:count] = np.arange(start, start + count)
         indices = list(range(count - n_logits, count))
-        binding.run([start + count - 1], sequence=count, logits_indices=indices, logits=self._logits[first_logit:])
+        self.model_seconds += binding.run(
+            [start + count - 1], sequence=count, logits_indices=indices, logits=self._logits[first_logit:]
+        )
 
 
 class _Binding:
@@ -144,8 +151,8 @@ class _Binding:
             self._io.bind_input(f"past_key_values.{name}", *place)
             self._io.bind_output(f"present.{name}", *place)
 
-    def run(self, seqlens_k: list[int], *, sequence: int, logits_indices: list[int], logits: Floats) -> None:
-        """Run `sequence` tokens of each row; write a row of `logits` for each index."""
+    def run(self, seqlens_k: list[int], *, sequence: int, logits_indices: list[int], logits: Floats) -> float:
+        """Run `sequence` tokens of each row; write a row of `logits` for each index. Returns the model's seconds."""
         longest = max(seqlens_k)
         if longest >= self._n_positions:  # ONNX Runtime would write past the row without a word
             raise ValueError(f"a row of {self._n_positions} positions cannot hold {longest + 1} tokens")
@@ -160,18 +167,17 @@ class _Binding:
             self._bind_input("logits_indices", self._logits_indices, (n_logits,))
             self._io.bind_output("logits", "cpu", 0, np.float32, (n_logits, logits.shape[1]), logits.ctypes.data)
             self._bound = shape
+        started = perf_counter()
         self._session.run_with_iobinding(self._io)
+        return perf_counter() - started
 
     def _bind_input(self, name: str, buffer: NDArray[Any], shape: tuple[int, ...]) -> None:
         self._io.bind_input(name, "cpu", 0, buffer.dtype.type, shape, buffer.ctypes.data)
 
 
-def _open_session(bundle: ModelBundle, threads: int, spinning: bool) -> onnxruntime.InferenceSession:
-    """A session on the CPU. Raises ValueError for a model directory that was made for another device."""
-    if bundle.manifest.device != "cpu":
-        raise ValueError(f"{bundle.path} is for device {bundle.manifest.device!r}; this server runs on 'cpu'")
+def _open_session(graph: Path, threads: int, spinning: bool) -> onnxruntime.InferenceSession:
     os.environ.update(GRAPH_ENVIRONMENT)  # ONNX Runtime reads it when the session is built
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
-    return onnxruntime.InferenceSession(bundle.graph_path, options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])

@@ -1,0 +1,130 @@
+"""Checkpoint → model directory: the graph, the manifest and the proof, all or nothing."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+from export.graph import export_graph, input_names, load_decoder, output_names
+from export.verify import SampleText, Verifier, check
+from model.bundle import (
+    CONFIG_FILE,
+    FORMAT_VERSION,
+    GRAPH_FILE,
+    MANIFEST_FILE,
+    TOKENIZER_FILE,
+    Manifest,
+    Verification,
+    hash_files,
+    load_bundle,
+    sha256,
+)
+from model.checkpoint import WEIGHTS_FILE, Checkpoint, load_checkpoint
+from model.data import open_tokens
+from model.decoder import Decoder
+
+_VERSIONS = ("torch", "onnx", "onnxruntime", "kvasir-lm")
+
+
+class SourceMismatchError(Exception):
+    """A checkpoint that is not the one a model directory was made from."""
+
+
+def export_checkpoint(source: Path, out: Path) -> Manifest:
+    """Export a checkpoint, or a training run's newest, to a model directory for the CPU in fp32.
+
+    Written beside `out` and renamed into place, so a failure leaves nothing. Raises CheckpointError, VerificationError,
+    and FileExistsError when `out` is in use.
+    """
+    checkpoint = load_checkpoint(source)
+    with _directory(out) as part:
+        checkpoint.decoder.config.save(part / CONFIG_FILE)
+        checkpoint.tokenizer.save(str(part / TOKENIZER_FILE))
+        export_graph(checkpoint.decoder, part / GRAPH_FILE)
+        verification = Verifier(checkpoint.decoder, part / GRAPH_FILE, held_out_text(checkpoint)).verify()
+        check(verification)
+        manifest = make_manifest(checkpoint.decoder, part, _describe_source(checkpoint), verification)
+        manifest.save(part / MANIFEST_FILE)
+    return manifest
+
+
+def verify_directory(directory: Path, source: Path | None) -> tuple[Verification, Verification]:
+    """The figures in a model directory's manifest, and the same measured now.
+
+    The reference is the checkpoint it came from, which also brings the held-out text, or else the decoder rebuilt from
+    the graph's own weights. Raises BundleError, CheckpointError, SourceMismatchError and VerificationError.
+    """
+    bundle = load_bundle(directory)
+    if source is None:
+        decoder, text = load_decoder(bundle.config, bundle.graph_path), None
+    else:
+        checkpoint = load_checkpoint(source)
+        if sha256(checkpoint.path / WEIGHTS_FILE) != bundle.manifest.source.get("sha256"):
+            raise SourceMismatchError(f"{directory} was not exported from {checkpoint.path}: the hashes differ")
+        decoder, text = checkpoint.decoder, held_out_text(checkpoint)
+    measured = Verifier(decoder, bundle.graph_path, text).verify()
+    check(measured)
+    return bundle.manifest.verification, measured
+
+
+def make_manifest(
+    decoder: Decoder, directory: Path, source: dict[str, str | int | float], verification: Verification
+) -> Manifest:
+    """The manifest of a directory whose other files are all written."""
+    config = decoder.config
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        architecture="kvasir-decoder",
+        parameters=decoder.n_parameters,
+        device="cpu",
+        precision="fp32",
+        max_model_len=config.max_model_len,
+        graph_inputs=input_names(config),
+        graph_outputs=output_names(config),
+        versions={name: version(name) for name in _VERSIONS},
+        files=hash_files(directory),
+        source=source,
+        verification=verification,
+    )
+
+
+def held_out_text(checkpoint: Checkpoint) -> SampleText | None:
+    """The text that the run's training never saw, where the checkpoint lies in a training run."""
+    folder = checkpoint.path.parent / "data"
+    if not folder.is_dir():
+        return None
+    return SampleText(f"held-out text of {checkpoint.path.parent.name}", open_tokens(folder).held_out.astype(np.int64))
+
+
+def _describe_source(checkpoint: Checkpoint) -> dict[str, str | int | float]:
+    """Which weights these are, and what their training noted: steps, tokens, hours."""
+    source: dict[str, str | int | float] = {
+        "name": checkpoint.path.parent.name if checkpoint.progress else checkpoint.path.name,
+        "sha256": sha256(checkpoint.path / WEIGHTS_FILE),
+    }
+    for key in ("step", "train_tokens", "held_out_tokens", "seconds", "held_out_loss"):
+        if checkpoint.progress.get(key) is not None:
+            source[f"training_{key}" if key in ("step", "seconds") else key] = checkpoint.progress[key]
+    return source
+
+
+@contextmanager
+def _directory(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that becomes it when all went well, and vanishes when not."""
+    if out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} is not empty; choose another --out or remove it")
+    part = out.with_name(out.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        yield part
+        if out.exists():
+            out.rmdir()
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)

@@ -1,0 +1,193 @@
+"""ONNX Runtime against PyTorch, in every way the server runs the graph: the figures that go into the manifest.
+
+Deliberately plain: separate past and present arrays, one run at a time, nothing cached. The reference is the decoder's
+uncached forward.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import torch
+from numpy.typing import NDArray
+
+from export.graph import output_names, past_names
+from model.bundle import GRAPH_ENVIRONMENT, Verification
+from model.config import DecoderConfig
+from model.decoder import Decoder
+from model.generate import generate
+
+MAX_LOGIT_ERROR = 1e-3  # fp32, relative to the standard deviation of the logits
+_CHUNK = 64
+_GREEDY_PROMPTS = 4
+_GREEDY_TOKENS = 32
+_PERPLEXITY_ROWS = 32
+_PERPLEXITY_CONTEXT = 256
+
+Floats = NDArray[np.float32]
+Ids = NDArray[np.int64]
+
+
+class VerificationError(Exception):
+    """The exported graph does not compute what PyTorch does; the message has the figure and its limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleText:
+    """Tokens to verify on, and what to call them in the manifest."""
+
+    name: str
+    token_ids: Ids
+
+
+class GraphSession:
+    """The exported graph with its rows: `batch` rows of `n_positions` positions, run by run."""
+
+    def __init__(self, path: Path, config: DecoderConfig) -> None:
+        os.environ.update(GRAPH_ENVIRONMENT)  # ONNX Runtime reads it when the session is built
+        self._session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        self._config = config
+        self._past: list[Floats] = []
+
+    def clear(self, batch: int, n_positions: int) -> None:
+        shape = (batch, self._config.n_kv_head, n_positions, self._config.head_dim)
+        self._past = [np.zeros(shape, dtype=np.float32) for _ in past_names(self._config)]
+
+    def run(self, tokens: Ids, lengths: Sequence[int]) -> Floats:
+        """Append tokens [batch, sequence], of which row b then holds lengths[b]; logits [batch, sequence, vocab]."""
+        batch, sequence = tokens.shape
+        starts = np.maximum(np.array(lengths) - sequence, 0)
+        feeds = {
+            "input_ids": tokens,
+            "seqlens_k": np.array(lengths, dtype=np.int32) - 1,
+            "total_sequence_length": np.array(max(lengths), dtype=np.int32),
+            "position_ids": starts[:, None] + np.arange(sequence),
+            "logits_indices": np.arange(batch * sequence),
+        }
+        feeds |= dict(zip(past_names(self._config), self._past, strict=True))
+        logits, *self._past = self._session.run(output_names(self._config), feeds)
+        shaped: Floats = logits.reshape(batch, sequence, -1)
+        return shaped
+
+    def run_in_chunks(self, tokens: Ids, ends: Sequence[int]) -> Floats:
+        """One row, from empty, cut at `ends`; logits [tokens, vocab]."""
+        self.clear(1, len(tokens))
+        starts = [0, *ends[:-1]]
+        parts = [self.run(tokens[None, start:end], [end])[0] for start, end in zip(starts, ends, strict=True)]
+        return np.concatenate(parts)
+
+
+class Verifier:
+    """Compares one exported graph with the decoder it came from."""
+
+    def __init__(self, decoder: Decoder, path: Path, text: SampleText | None) -> None:
+        self._decoder = decoder.eval()
+        self._config = decoder.config
+        self._session = GraphSession(path, decoder.config)
+        self._text = text
+        self._generator = np.random.default_rng(0)
+
+    def verify(self) -> Verification:
+        """Measure everything; see `Verification` for what the figures mean."""
+        figures = Verification(max_logit_error=max(self._errors()), greedy_agreement=self._greedy_agreement())
+        if self._text is None:
+            return figures
+        in_torch, in_onnx = self._perplexities(self._text.token_ids)
+        return figures.model_copy(
+            update={"perplexity_torch": in_torch, "perplexity_onnx": in_onnx, "text": self._text.name}
+        )
+
+    def _errors(self) -> list[float]:
+        longest = self._config.max_model_len
+        short = min(37, longest)
+        prompt = self._tokens(short)
+        full = self._tokens(longest)
+        return [
+            self._chunk_error(prompt, [short]),  # the whole prompt at once
+            self._chunk_error(prompt, [short // 3, short // 3 + 2, short]),  # chunks at odd boundaries
+            self._chunk_error(prompt[:1], [1]),
+            self._chunk_error(full, [*range(_CHUNK, longest, _CHUNK), longest]),  # to the row's last position
+            self._ragged_error([short, short // 2, 3]),
+        ]
+
+    def _chunk_error(self, tokens: Ids, ends: Sequence[int]) -> float:
+        return _relative_error(self._session.run_in_chunks(tokens, ends), self._reference(tokens))
+
+    def _ragged_error(self, lengths: Sequence[int]) -> float:
+        """Rows of different lengths: a prompt padded on the right, then one token each."""
+        tokens = np.stack([self._tokens(max(lengths) + 1) for _ in lengths])
+        self._session.clear(len(lengths), max(lengths) + 1)
+        prompt = self._session.run(tokens[:, : max(lengths)], lengths)
+        rows = np.arange(len(lengths))
+        decoded = self._session.run(tokens[rows, lengths][:, None], [length + 1 for length in lengths])
+        errors = []
+        for i, length in enumerate(lengths):
+            reference = self._reference(tokens[i, : length + 1])
+            errors += [
+                _relative_error(prompt[i, :length], reference[:-1]),
+                _relative_error(decoded[i], reference[-1:]),
+            ]
+        return max(errors)
+
+    def _greedy_agreement(self) -> float:
+        """Share of greedy tokens equal to the oracle's, each graph continuing its own text."""
+        equal = total = 0
+        n_tokens = min(_GREEDY_TOKENS, self._config.max_model_len // 2)
+        for _ in range(_GREEDY_PROMPTS):
+            prompt = self._tokens(min(16, self._config.max_model_len - n_tokens))
+            expected = generate(self._decoder, prompt.tolist(), max_tokens=n_tokens)
+            self._session.clear(1, len(prompt) + n_tokens)
+            logits = self._session.run(prompt[None], [len(prompt)])
+            for i, token in enumerate(expected):
+                chosen = int(logits[0, -1].argmax())
+                equal += chosen == token
+                total += 1
+                logits = self._session.run(np.array([[chosen]]), [len(prompt) + i + 1])
+        return equal / total
+
+    def _perplexities(self, token_ids: Ids) -> tuple[float, float]:
+        """exp of the mean next-token cross-entropy, in PyTorch and in ONNX Runtime, on the same rows."""
+        context = min(_PERPLEXITY_CONTEXT, self._config.max_model_len, len(token_ids) - 1)
+        n_rows = min(_PERPLEXITY_ROWS, (len(token_ids) - 1) // context)
+        losses = np.zeros((n_rows, 2))
+        for i in range(n_rows):
+            row = token_ids[i * context : (i + 1) * context + 1]
+            onnx = self._session.run_in_chunks(row[:-1], [context])
+            losses[i] = _cross_entropy(self._reference(row[:-1]), row[1:]), _cross_entropy(onnx, row[1:])
+        torch_loss, onnx_loss = losses.mean(axis=0)
+        return float(np.exp(torch_loss)), float(np.exp(onnx_loss))
+
+    @torch.inference_mode()
+    def _reference(self, tokens: Ids) -> Floats:
+        logits: Floats = self._decoder(torch.from_numpy(tokens)[None])[0].numpy()
+        return logits
+
+    def _tokens(self, count: int) -> Ids:
+        """A random stretch of the sample text, or random ids when there is none or too little."""
+        if self._text is None or len(self._text.token_ids) < count:
+            return self._generator.integers(self._config.vocab_size, size=count)
+        start = self._generator.integers(len(self._text.token_ids) - count + 1)
+        return self._text.token_ids[start : start + count]
+
+
+def check(verification: Verification) -> None:
+    """Raise VerificationError for an fp32 graph over the threshold."""
+    if not verification.max_logit_error <= MAX_LOGIT_ERROR:  # a NaN fails too
+        raise VerificationError(
+            f"the graph's logits differ from PyTorch's by {verification.max_logit_error:.2e} of their standard "
+            f"deviation, more than {MAX_LOGIT_ERROR:.0e}; it must not be served"
+        )
+
+
+def _relative_error(actual: Floats, expected: Floats) -> float:
+    return float(np.abs(actual - expected).max() / expected.std())
+
+
+def _cross_entropy(logits: Floats, targets: Ids) -> float:
+    wide = torch.from_numpy(logits.astype(np.float64))
+    return torch.nn.functional.cross_entropy(wide, torch.from_numpy(targets)).item()

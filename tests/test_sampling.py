@@ -1,0 +1,176 @@
+"""The vectorised sampler against one row at a time, written as the definitions read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from server.engine.sampling import SamplingParams, sample, token_logprobs
+from server.engine.sequence import Sequence, SequenceTimes
+
+VOCAB = 700  # more than two of the sampler's blocks, and not a whole number of them
+
+
+def make_sequence(
+    params: SamplingParams, output_ids: list[int] | None = None, ending: set[int] | None = None
+) -> Sequence:
+    sequence = Sequence(0, [1, 2, 3], params, frozenset(ending or ()), SequenceTimes(0.0))
+    sequence.output_ids = list(output_ids or [])
+    return sequence
+
+
+def kept_by_definition(logits: NDArray[np.float32], params: SamplingParams) -> dict[int, float]:
+    """Token → probability after temperature, top-k, top-p, min-p and typical-p, in that order."""
+    scaled = logits.astype(np.float64) / params.temperature
+    weights = {i: math.exp(x - scaled.max()) for i, x in enumerate(scaled)}
+    likeliest_first = sorted(weights, key=lambda i: -weights[i])
+    if params.top_k:
+        likeliest_first = likeliest_first[: params.top_k]
+    if params.top_p < 1.0:
+        total = sum(weights[i] for i in likeliest_first)
+        mass, nucleus = 0.0, []
+        for i in likeliest_first:
+            nucleus.append(i)
+            mass += weights[i]
+            if mass >= params.top_p * total:
+                break
+        likeliest_first = nucleus
+    likeliest_first = [i for i in likeliest_first if weights[i] >= params.min_p]
+    if params.typical_p < 1.0:
+        total = sum(weights[i] for i in likeliest_first)
+        surprise = {i: -math.log(weights[i] / total) for i in likeliest_first}
+        entropy = sum(weights[i] / total * surprise[i] for i in likeliest_first)
+        mass, typical = 0.0, []
+        for i in sorted(likeliest_first, key=lambda i: abs(surprise[i] - entropy)):
+            typical.append(i)
+            mass += weights[i] / total
+            if mass >= params.typical_p:
+                break
+        likeliest_first = typical
+    total = sum(weights[i] for i in likeliest_first)
+    return {i: weights[i] / total for i in likeliest_first}
+
+
+def draw_by_definition(logits: NDArray[np.float32], params: SamplingParams) -> int:
+    probabilities = kept_by_definition(logits, params)
+    uniform = params.generator().random()
+    running = 0.0
+    for i in sorted(probabilities):
+        running += probabilities[i]
+        if running > uniform:
+            return i
+    return max(probabilities)
+
+
+def random_logits(seed: int, rows: int = 1) -> NDArray[np.float32]:
+    return (np.random.default_rng(seed).standard_normal((rows, VOCAB)) * 3).astype(np.float32)
+
+
+filters = st.fixed_dictionaries(
+    {
+        "temperature": st.floats(0.1, 3.0),
+        "top_k": st.sampled_from([0, 1, 2, 17, VOCAB, VOCAB + 5]),
+        "top_p": st.sampled_from([1e-18, 0.05, 0.5, 0.9, 0.999, 1.0]),
+        "typical_p": st.sampled_from([0.2, 0.9, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.02, 0.5, 1.0]),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=st.lists(filters, min_size=1, max_size=5), seed=st.integers(0, 2**64 - 1))
+def test_drawn_tokens_equal_the_definition_row_by_row(rows: list[dict[str, float]], seed: int) -> None:
+    logits = random_logits(seed % 1000, len(rows))
+    params = [SamplingParams(max_tokens=1, seed=seed, sample_index=i, **row) for i, row in enumerate(rows)]  # type: ignore[arg-type]
+    tokens = sample(logits, [make_sequence(p) for p in params])
+    assert tokens == [draw_by_definition(row, p) for row, p in zip(logits, params, strict=True)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.lists(filters, min_size=2, max_size=6), seed=st.integers(0, 1000))
+def test_a_rows_token_does_not_depend_on_its_neighbours(rows: list[dict[str, float]], seed: int) -> None:
+    logits = random_logits(seed, len(rows))
+    params = [SamplingParams(max_tokens=1, seed=seed + i, **row) for i, row in enumerate(rows)]  # type: ignore[arg-type]
+    together = sample(logits, [make_sequence(p) for p in params])
+    alone = [sample(logits[i : i + 1], [make_sequence(p)])[0] for i, p in enumerate(params)]
+    assert together == alone
+
+
+def test_greedy_takes_the_likeliest_and_leaves_the_logits_alone() -> None:
+    logits = random_logits(0, 3)
+    before = logits.copy()
+    greedy = SamplingParams(max_tokens=1, temperature=0.0, logit_bias={5: 100.0})
+    plain = replace(greedy, logit_bias={})
+    assert sample(logits, [make_sequence(p) for p in (plain, greedy, plain)]) == [
+        int(before[0].argmax()),
+        5,
+        int(before[2].argmax()),
+    ]
+    assert np.array_equal(logits, before)
+
+
+def test_draws_follow_the_distribution() -> None:
+    """Would catch a generator that is restarted for every token, or a biased search."""
+    logits = np.log(np.array([[0.5, 0.25, 0.125, 0.125]], dtype=np.float32))
+    sequence = make_sequence(SamplingParams(max_tokens=1, seed=7))
+    drawn = np.bincount([sample(logits, [sequence])[0] for _ in range(4000)], minlength=4) / 4000
+    assert np.abs(drawn - [0.5, 0.25, 0.125, 0.125]).max() < 0.03  # four standard deviations
+
+
+def test_penalties_and_bias_by_definition() -> None:
+    logits = random_logits(3)
+    params = SamplingParams(
+        max_tokens=9,
+        temperature=0.0,
+        repetition_penalty=1.7,
+        frequency_penalty=0.4,
+        presence_penalty=0.9,
+        logit_bias={8: -2.5},
+    )
+    output_ids = [3, 8, 8, 650]
+    expected = logits[0].astype(np.float64)
+    for token in (1, 2, 3, 8, 650):  # prompt and output
+        expected[token] = expected[token] / 1.7 if expected[token] > 0 else expected[token] * 1.7
+    for token in set(output_ids):
+        expected[token] -= 0.4 * output_ids.count(token) + 0.9
+    expected[8] -= 2.5
+    for _ in range(40):  # compare the whole order: ban the winner, ask again
+        token = sample(logits, [make_sequence(params, output_ids)])[0]
+        assert token == int(expected.argmax())
+        expected[token] = -np.inf
+        params = replace(params, logit_bias={**params.logit_bias, token: -1e9})
+
+
+@pytest.mark.parametrize("n_output", [0, 1, 2, 3])
+def test_min_tokens_bans_endings_until_there_are_enough(n_output: int) -> None:
+    logits = np.zeros((1, VOCAB), dtype=np.float32)
+    logits[0, 9] = 10.0
+    params = SamplingParams(max_tokens=9, temperature=0.0, min_tokens=2)
+    token = sample(logits, [make_sequence(params, [4] * n_output, ending={9})])[0]
+    assert (token == 9) == (n_output >= 2)
+
+
+def test_seed_and_sample_index_choose_the_stream() -> None:
+    def stream(**key: int) -> list[float]:
+        return SamplingParams(max_tokens=1, **key).generator().random(4).tolist()
+
+    assert stream(seed=1) == stream(seed=1, sample_index=0)
+    assert len({tuple(stream(seed=s, sample_index=i)) for s in (1, 2, -1) for i in (0, 1)}) == 6
+
+
+@given(seed=st.integers(0, 500), alternatives=st.sampled_from([0, 1, 5, 20]))
+def test_token_logprobs_are_a_log_softmax(seed: int, alternatives: int) -> None:
+    row = random_logits(seed)[0]
+    row[seed % VOCAB] = row[(seed + 1) % VOCAB]  # a tie
+    expected = row.astype(np.float64) - np.log(np.exp(row.astype(np.float64)).sum())
+    found = token_logprobs(row, token_id=3, alternatives=alternatives)
+    assert found.logprob == pytest.approx(expected[3], abs=1e-5)
+    order = sorted(range(VOCAB), key=lambda i: (-row[i], i))[:alternatives]
+    assert [i for i, _ in found.top] == order
+    assert [value for _, value in found.top] == pytest.approx(expected[order].tolist(), abs=1e-5)
