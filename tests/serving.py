@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -17,7 +18,9 @@ from model.bundle import Manifest, ModelBundle, Verification
 from model.config import DecoderConfig
 from model.tokenizer import train_tokenizer
 from server.app import create_app
+from server.async_engine import AsyncEngine, OutputStream
 from server.engine.engine import Engine
+from server.engine.sequence import Sequence
 from server.service import Service
 from server.settings import load_settings
 from tests.fake_runner import FakeRunner
@@ -60,9 +63,10 @@ def fake_bundle(path: Path = Path(MODEL), *, max_model_len: int = 64) -> ModelBu
     return ModelBundle(path, config, manifest, small_tokenizer())
 
 
-def no_eos(next_token: Callable[[list[int]], int | None] | None = None) -> Callable[[list[int]], int | None]:
-    """For runs whose length a test fixes: whatever is generated, it is never the end of the text."""
-    return next_token or (lambda prefix: 1 + sum(prefix) * 7 % (VOCAB_SIZE - 1))
+def saying(text: str, *, n_prompt: int) -> FakeRunner:
+    """A runner that continues any prompt of `n_prompt` tokens with a text, and then with the end of the text."""
+    ids = [*small_tokenizer().encode(text).ids, EOS]
+    return FakeRunner(VOCAB_SIZE, next_token=lambda prefix: ids[min(len(prefix) - n_prompt, len(ids) - 1)])
 
 
 @dataclass
@@ -70,11 +74,24 @@ class Served:
     app: FastAPI
     runner: FakeRunner
     client: httpx.AsyncClient
+    submitted: asyncio.Semaphore  # released for every request that the engine is handed
 
     @property
     def service(self) -> Service:
         service: Service = self.app.state.service
         return service
+
+
+def announce_submissions(app: FastAPI, submitted: asyncio.Semaphore) -> None:
+    engine: AsyncEngine = app.state.service.engine
+    submit = engine.submit
+
+    def announcing(sequences: list[Sequence]) -> OutputStream:
+        stream = submit(sequences)
+        submitted.release()
+        return stream
+
+    engine.submit = announcing  # type: ignore[method-assign]
 
 
 def fake_app(runner: FakeRunner, **settings: Any) -> FastAPI:
@@ -90,7 +107,9 @@ async def serving(runner: FakeRunner | None = None, **settings: Any) -> AsyncIte
     app = fake_app(runner, **settings)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as c:
+        submitted = asyncio.Semaphore(0)
+        announce_submissions(app, submitted)
         try:
-            yield Served(app, runner, c)
+            yield Served(app, runner, c, submitted)
         finally:
             runner.release()

@@ -1,0 +1,337 @@
+"""/v1/completions and /v1/models: every form of the answer against the runner's own oracle."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.fake_runner import FakeRunner
+from tests.serving import EOS, MODEL, VOCAB_SIZE, Served, saying, serving, small_tokenizer
+
+tokenizer = small_tokenizer()
+
+
+async def complete(served: Served, **body: Any) -> dict[str, Any]:
+    response = await served.client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def stream(served: Served, **body: Any) -> list[dict[str, Any]]:
+    """The events of a stream, without the last, which must be [DONE]."""
+    response = await served.client.post("/v1/completions", json=body | {"stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    lines = response.text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def joined(events: list[dict[str, Any]], index: int = 0) -> tuple[str, str]:
+    """Text and finish reason of one choice."""
+    choices = [choice for event in events for choice in event["choices"] if choice["index"] == index]
+    assert all(choice["finish_reason"] is None for choice in choices[:-1])
+    return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+
+
+def log_softmax(row: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    wide = row.astype(np.float64)
+    shifted = wide - wide.max()
+    result: np.ndarray[Any, np.dtype[np.float64]] = shifted - np.log(np.exp(shifted).sum())
+    return result
+
+
+async def test_a_greedy_completion_is_what_the_model_says() -> None:
+    async with serving() as served:
+        answer = await complete(served, prompt="def read", temperature=0, max_tokens=6, ignore_eos=True)
+        ids = tokenizer.encode("def read").ids
+        expected = tokenizer.decode(served.runner.greedy(ids, 6))
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == (expected, "length", None)
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == MODEL
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+    assert answer["usage"]["completion_tokens"] == 6
+    assert answer["usage"]["total_tokens"] == len(ids) + 6
+
+
+@pytest.mark.parametrize("extra", [{}, {"n": 2, "seed": 7}, {"echo": True}, {"stop": ["a", "e"], "temperature": 0}])
+async def test_a_stream_says_what_the_whole_answer_says(extra: dict[str, Any]) -> None:
+    body = {"prompt": ["def read", "json"], "max_tokens": 12, "seed": 3} | extra
+    async with serving() as served:
+        whole = await complete(served, **body)
+        events = await stream(served, **body, stream_options={"include_usage": True})
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        assert joined(events[:-1], choice["index"]) == (choice["text"], choice["finish_reason"])
+
+
+async def test_no_usage_unless_it_is_asked_for() -> None:
+    async with serving() as served:
+        assert all("usage" not in event for event in await stream(served, prompt="a", max_tokens=2))
+
+
+@pytest.mark.parametrize("prompt", ["json", ["json"], tokenizer.encode("json").ids, [tokenizer.encode("json").ids]])
+async def test_the_four_forms_of_a_prompt_mean_the_same(prompt: Any) -> None:
+    async with serving() as served:
+        answer = await complete(served, prompt=prompt, temperature=0, max_tokens=4, echo=True, ignore_eos=True)
+        ids = tokenizer.encode("json").ids
+        assert answer["choices"][0]["text"] == "json" + tokenizer.decode(served.runner.greedy(ids, 4))
+
+
+async def test_choices_are_numbered_prompt_by_prompt_and_sample_0_is_what_one_sample_would_be() -> None:
+    body = {"max_tokens": 8, "seed": 11, "ignore_eos": True}
+    async with serving() as served:
+        many = await complete(served, prompt=["def", "json"], n=3, **body)
+        alone = [(await complete(served, prompt=prompt, **body))["choices"][0]["text"] for prompt in ("def", "json")]
+    texts = [choice["text"] for choice in many["choices"]]
+    assert [choice["index"] for choice in many["choices"]] == list(range(6))
+    assert [texts[0], texts[3]] == alone
+    assert len(set(texts)) > 2
+
+
+async def test_logprobs_are_the_models_own_and_offsets_cut_the_text() -> None:
+    async with serving() as served:
+        body = {"prompt": "def read", "temperature": 0, "max_tokens": 5, "logprobs": 3, "ignore_eos": True}
+        answer = await complete(served, echo=True, **body)
+        ids = tokenizer.encode("def read").ids
+        ids = [*ids, *served.runner.greedy(ids, 5)]
+        rows = [log_softmax(served.runner.logits(ids[:i])) for i in range(1, len(ids))]
+    choice = answer["choices"][0]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["top_logprobs"][0] is None
+    assert np.allclose(logprobs["token_logprobs"][1:], [row[i] for row, i in zip(rows, ids[1:], strict=True)])
+    for row, top in zip(rows, logprobs["top_logprobs"][1:], strict=True):
+        assert np.isclose(max(top.values()), row.max())
+    offsets = [*logprobs["text_offset"], len(choice["text"])]
+    assert offsets == sorted(offsets)
+    assert choice["text"][: offsets[3]] == "def read"[: offsets[3]]
+
+
+async def test_streamed_logprobs_are_the_whole_ones() -> None:
+    body = {"prompt": "def", "max_tokens": 6, "logprobs": 2, "echo": True, "seed": 1, "ignore_eos": True}
+    async with serving() as served:
+        whole = (await complete(served, **body))["choices"][0]["logprobs"]
+        parts = [event["choices"][0]["logprobs"] for event in await stream(served, **body)]
+    for name, values in whole.items():
+        assert [value for part in parts for value in part[name]] == values
+
+
+async def test_a_prompt_can_be_scored_without_generating() -> None:
+    async with serving() as served:
+        answer = await complete(served, prompt="def read", max_tokens=0, echo=True, logprobs=0)
+        assert len(served.runner.batches) == 1
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("def read", "length")
+    assert len(choice["logprobs"]["tokens"]) == answer["usage"]["prompt_tokens"]
+    assert choice["logprobs"]["top_logprobs"] is None
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+async def test_a_stop_string_across_tokens_is_not_shown_and_frees_the_row() -> None:
+    text = "path)\n    return json"
+    async with serving(saying(text, n_prompt=len(tokenizer.encode("x").ids))) as served:
+        events = await stream(served, prompt="x", temperature=0, max_tokens=40, stop=["\n    re", "never"])
+        assert joined(events) == ("path)", "stop")
+        again = await complete(served, prompt="x", temperature=0, max_tokens=40, stop="json", min_tokens=40)
+        assert text in again["choices"][0]["text"]
+        assert served.runner.rows.reserved_tokens == 0
+
+
+async def test_the_end_of_the_text_stops_it_unless_it_is_ignored() -> None:
+    async with serving(saying("json", n_prompt=1)) as served:
+        body = {"prompt": "x", "temperature": 0, "max_tokens": 9}
+        answer = await complete(served, **body)
+        assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == ("json", "stop")
+        ignoring = await complete(served, **body, ignore_eos=True)
+        assert (ignoring["choices"][0]["finish_reason"], ignoring["usage"]["completion_tokens"]) == ("length", 9)
+        stop_id = tokenizer.encode("json").ids[0]
+        stopped = await complete(served, **body, stop_token_ids=[stop_id])
+        assert (stopped["choices"][0]["text"], stopped["choices"][0]["finish_reason"]) == ("", "stop")
+
+
+async def test_a_prompt_is_cut_to_its_last_tokens() -> None:
+    ids = tokenizer.encode("def read_json(path)").ids
+    async with serving() as served:
+        body = {"temperature": 0, "max_tokens": 3, "ignore_eos": True, "echo": True}
+        cut = await complete(served, prompt="def read_json(path)", truncate_prompt_tokens=2, **body)
+        assert cut == cut | {"choices": (await complete(served, prompt=ids[-2:], **body))["choices"]}
+        assert cut["usage"]["prompt_tokens"] == 2
+
+
+async def test_the_default_length_is_sixteen_or_what_there_is_room_for() -> None:
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=20)) as served:
+        short = await complete(served, prompt=[5, 6], ignore_eos=True)
+        assert short["usage"]["completion_tokens"] == 16
+        long = await complete(served, prompt=[5] * 17, ignore_eos=True)
+        assert long["usage"]["completion_tokens"] == 3
+
+
+async def test_what_asks_for_nothing_is_accepted() -> None:
+    nothing = {
+        "best_of": 1,
+        "suffix": None,
+        "watermark": False,
+        "priority": 0,
+        "response_format": {"type": "text"},
+        "regex": None,
+        "grammar": None,
+        "stream_options": None,
+        "stop": None,
+        "logit_bias": {},
+        "seed": None,
+        "user": "me",
+        "store": True,
+        "metadata": {"a": "b"},
+        "model": MODEL,
+        "temperature": None,
+        "top_k": -1,
+    }
+    async with serving() as served:
+        plain = await complete(served, prompt="a", max_tokens=2, seed=5)
+        assert (await complete(served, prompt="a", max_tokens=2, **nothing | {"seed": 5}))["choices"] == plain[
+            "choices"
+        ]
+
+
+async def test_every_sampling_field_reaches_the_sampler() -> None:
+    """Each makes the one token certain that it names, or would change the text if it were ignored."""
+    async with serving() as served:
+        body = {"prompt": "a", "max_tokens": 4, "seed": 2, "ignore_eos": True}
+        greedy = await complete(served, **body, temperature=0)
+        for certain in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-9}):
+            assert (await complete(served, **body, **certain))["choices"] == greedy["choices"]
+        biased = await complete(served, **body, logit_bias={"66": 100})
+        assert biased["choices"][0]["text"] == tokenizer.decode([66]) * 4
+        penalised = await complete(served, **body, temperature=0, logit_bias={"66": 10}, repetition_penalty=100.0)
+        assert penalised["choices"][0]["text"].count(tokenizer.decode([66])) < 4
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [VOCAB_SIZE]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**30]}, "prompt"),
+        ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
+        ({"logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 10**40}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"n": 17}, "n"),
+        ({"n": 0}, "n"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": [""]}, "stop.0"),
+        ({"seed": 2**64}, "seed"),
+        ({"timeout_ms": 0}, "timeout_ms"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"regex": "a+"}, "regex"),
+        ({"grammar": "start: A"}, "grammar"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"priority": 1}, "priority"),
+        ({"priority": False}, "priority"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"no_such_field": 1}, "no_such_field"),
+    ],
+)
+async def test_a_bad_field_is_named(change: dict[str, Any], param: str) -> None:
+    async with serving() as served:
+        response = await served.client.post("/v1/completions", json={"prompt": "a"} | change)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert param in error["message"]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"null",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "a\x00b"}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "max_tokens": ' + b"9" * 6000 + b"}",
+        b"[" * 10_000,
+        b'{"prompt": "a", "stream_options": {"include_usage": true}}',
+        b'{"prompt": "a", "stream": true, "stream_options": {"usage": true}}',
+        b'{"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}',
+    ],
+)
+async def test_a_body_that_makes_no_sense_is_a_400(raw: bytes) -> None:
+    async with serving() as served:
+        response = await served.client.post("/v1/completions", content=raw)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"]
+
+
+async def test_control_characters_in_a_prompt_are_text_like_any_other() -> None:
+    async with serving() as served:
+        answer = await complete(served, prompt="\x00\x1b[2J\u2028", echo=True, max_tokens=0)
+    assert answer["choices"][0]["text"] == "\x00\x1b[2J\u2028"
+
+
+async def test_a_logprob_without_a_number_is_still_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = FakeRunner(VOCAB_SIZE)
+    draw = runner.logits
+
+    def cutting(prefix: list[int]) -> Any:
+        row = draw(prefix)
+        row[7] = -np.inf
+        return row
+
+    monkeypatch.setattr(runner, "logits", cutting)
+    async with serving(runner) as served:
+        answer = await complete(served, prompt=[5, 7], max_tokens=0, echo=True, logprobs=1)
+    assert answer["choices"][0]["logprobs"]["token_logprobs"] == [None, -9999.0]
+
+
+async def test_the_model_is_listed_and_others_are_not_there() -> None:
+    async with serving() as served:
+        listed = (await served.client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["max_model_len"]) for card in listed] == [(MODEL, 64)]
+        assert (await served.client.get(f"/v1/models/{MODEL}")).json() == listed[0]
+        missing = await served.client.get("/v1/models/other/model")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_special_tokens_have_no_text_but_a_name() -> None:
+    async with serving(saying("", n_prompt=1)) as served:
+        answer = await complete(served, prompt="x", temperature=0, max_tokens=3, logprobs=1)
+    assert answer["choices"][0]["text"] == ""
+    assert answer["choices"][0]["logprobs"]["tokens"] == [tokenizer.decode([EOS], skip_special_tokens=False)]
