@@ -41,9 +41,7 @@ def create_app(
         loading.cancel()
         await service.engine.stop()
 
-    app = FastAPI(
-        lifespan=lifespan, root_path=settings.root_path, openapi_url=None, redirect_slashes=False, title="Kvasir"
-    )
+    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service
     for module in (openai, generate, health):
         app.include_router(module.router)

@@ -85,7 +85,12 @@ def run(settings: Settings) -> None:
     _log_to_stderr(settings.log_level)
     app = create_app(settings, bundle)
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=_LAST_BYTES
+        app,
+        root_path=settings.root_path,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_LAST_BYTES,
     )
     server = DrainingServer(config, app.state.service)
     listener = bind(settings.host, settings.port)

@@ -51,7 +51,7 @@ class Settings(BaseSettings):
     api_key: SecretStr | None = Field(None, min_length=1, description="The key that clients must send.")
     api_key_file: Path | None = Field(None, description="File of keys that clients may send, one on each line.")
     root_path: str = Field(
-        "", pattern=r"^(/[^/]+)*$", description="Path under which a proxy publishes the server, such as /llm."
+        "", pattern=r"^(/[^/]+)*$", description="Path that a proxy in front takes off, such as /llm."
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line shown.")
 

@@ -105,7 +105,7 @@ async def serving(runner: FakeRunner | None = None, **settings: Any) -> AsyncIte
     """The app with its lifespan, and a client inside the process."""
     runner = runner or FakeRunner(VOCAB_SIZE)
     app = fake_app(runner, **settings)
-    transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False, root_path=app.state.service.settings.root_path)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as c:
         submitted = asyncio.Semaphore(0)
         announce_submissions(app, submitted)

@@ -1,0 +1,55 @@
+"""Metrics against what a known load must add up to."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serving import serving
+
+NAMES = {
+    "gauge": """num_requests_running num_requests_waiting kv_cache_usage_ratio build_info model_info""",
+    "counter": """prompt_tokens generation_tokens request_success requests_rejected tokens_wasted""",
+    "histogram": """time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
+        request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds engine_step_seconds
+        batch_size request_prompt_tokens request_generation_tokens""",
+}
+
+
+async def test_every_promised_metric_is_there_with_its_kind_and_nothing_else() -> None:
+    async with serving() as served:
+        text = (await served.client.get("/metrics")).text
+    found = {(family.type, family.name) for family in text_string_to_metric_families(text)}
+    assert found == {(kind, f"kvasir_{name}") for kind, names in NAMES.items() for name in names.split()}
+
+
+async def test_the_figures_of_a_known_load() -> None:
+    async with serving() as served:
+        body = {"prompt": [[5] * 9, [6] * 3], "n": 2, "max_tokens": 6, "ignore_eos": True}
+        await served.client.post("/v1/completions", json=body)
+        await served.client.post("/v1/completions", json={"prompt": "a", "n": 99})
+        registry = served.service.metrics.registry
+        batches = served.runner.batches
+
+    def value(name: str, **labels: str) -> float | None:
+        return registry.get_sample_value(f"kvasir_{name}", labels)
+
+    assert value("prompt_tokens_total") == 2 * (9 + 3)
+    assert value("generation_tokens_total") == 4 * 6
+    assert value("request_success_total", finished_reason="length") == 4
+    assert value("requests_rejected_total", reason="invalid_request_error") == 1
+    assert value("tokens_wasted_total") == 0
+    assert value("inter_token_latency_seconds_count") == 4 * 5
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_decode_time"):
+        assert value(f"{name}_seconds_count") == 4
+    assert value("request_prompt_tokens_sum") == 2 * (9 + 3)
+    assert value("request_generation_tokens_sum") == 4 * 6
+    assert value("batch_size_sum") == sum(decodes for decodes, _ in batches)
+    steps = [value("engine_step_seconds_count", kind=kind) or 0.0 for kind in ("prefill", "decode", "mixed")]
+    assert sum(steps) == len(batches)
+
+
+async def test_two_apps_count_for_themselves() -> None:
+    async with serving() as one, serving() as other:
+        await one.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "ignore_eos": True})
+        values = [s.service.metrics.registry.get_sample_value("kvasir_generation_tokens_total") for s in (one, other)]
+    assert values == [1, 0]
