@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+import math
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -11,10 +12,19 @@ Position = Literal["rotary", "learned", "sinusoidal"]
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post"]
 FeedForward = Literal["swiglu", "gelu", "relu"]
+_CHOICES = {"position": Position, "norm": Norm, "norm_placement": NormPlacement, "feed_forward": FeedForward}
 
 
 class ConfigError(ValueError):
     """A configuration that no decoder can be built from; the message names the field and its value."""
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,30 +62,31 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_model_len", "n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be a positive whole number, not {value!r}")
-        for name, kind in (
-            ("position", Position),
-            ("norm", Norm),
-            ("norm_placement", NormPlacement),
-            ("feed_forward", FeedForward),
-        ):
-            if getattr(self, name) not in get_args(kind):
-                raise ConfigError(f"{name} must be one of {', '.join(get_args(kind))}, not {getattr(self, name)!r}")
+            self._require(name, _is_whole(getattr(self, name)) and getattr(self, name) > 0, "a positive whole number")
+        for name in ("rope_theta", "norm_eps"):
+            self._require(name, _is_number(getattr(self, name)) and getattr(self, name) > 0, "a positive number")
+        for name in ("dropout", "attention_dropout"):
+            rate = getattr(self, name)
+            self._require(name, _is_number(rate) and 0.0 <= rate < 1.0, "at least 0 and less than 1")
+        for name in ("qkv_bias", "output_bias", "feed_forward_bias", "tied_embeddings"):
+            self._require(name, isinstance(getattr(self, name), bool), "true or false")
+        for name, kind in _CHOICES.items():
+            self._require(name, getattr(self, name) in get_args(kind), f"one of {', '.join(get_args(kind))}")
         if self.n_head % self.n_kv_head:
             raise ConfigError(f"n_head ({self.n_head}) must be a multiple of n_kv_head ({self.n_kv_head})")
         multiple = 16 if self.position == "rotary" else 8  # what ONNX Runtime's GroupQueryAttention takes
-        if self.head_dim % multiple:
-            raise ConfigError(
-                f"head_dim must be a multiple of {multiple} with {self.position} positions, not {self.head_dim}"
-            )
-        for name in ("dropout", "attention_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ConfigError(f"{name} must be at least 0 and less than 1, not {getattr(self, name)!r}")
-        specials = self.eos_token_ids if self.bos_token_id is None else (*self.eos_token_ids, self.bos_token_id)
-        if any(not 0 <= token < self.vocab_size for token in specials):
-            raise ConfigError(f"special token ids {specials} must lie in the vocabulary of {self.vocab_size}")
+        wanted = f"a multiple of {multiple} with {self.position} positions"
+        self._require("head_dim", self.head_dim % multiple == 0, wanted)
+        wanted = f"in the vocabulary of {self.vocab_size}"
+        self._require("bos_token_id", self.bos_token_id is None or self._is_token(self.bos_token_id), wanted)
+        self._require("eos_token_ids", all(map(self._is_token, self.eos_token_ids)), wanted)
+
+    def _require(self, name: str, valid: bool, wanted: str) -> None:
+        if not valid:
+            raise ConfigError(f"{name} must be {wanted}, not {getattr(self, name)!r}")
+
+    def _is_token(self, token_id: object) -> bool:
+        return _is_whole(token_id) and token_id in range(self.vocab_size)
 
     @property
     def n_groups(self) -> int:
@@ -88,11 +99,13 @@ class DecoderConfig:
         known = {field.name for field in fields(cls)}
         if unknown := sorted(values.keys() - known):
             raise ConfigError(f"unknown field {unknown[0]!r} in the decoder's configuration")
-        values = {**values, "eos_token_ids": tuple(values.get("eos_token_ids", ()))}
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise ConfigError(f"incomplete decoder configuration: {error}") from None
+        required = {field.name for field in fields(cls) if field.default is MISSING}
+        if missing := sorted(required - values.keys()):
+            raise ConfigError(f"the decoder's configuration lacks the field {missing[0]!r}")
+        endings = values.get("eos_token_ids", ())
+        if not isinstance(endings, list | tuple):
+            raise ConfigError(f"eos_token_ids must be a list, not {endings!r}")
+        return cls(**{**values, "eos_token_ids": tuple(endings)})
 
     @classmethod
     def load(cls, path: Path) -> DecoderConfig:
@@ -130,7 +143,15 @@ PRESETS = {
         feed_forward_bias=True,
     ),
     "smollm2-135m": DecoderConfig(
-        vocab_size=49152, max_model_len=2048, n_layer=30, n_head=9, n_kv_head=3, head_dim=64, d_model=576, d_ff=1536
+        vocab_size=49152,
+        max_model_len=2048,
+        n_layer=30,
+        n_head=9,
+        n_kv_head=3,
+        head_dim=64,
+        d_model=576,
+        d_ff=1536,
+        rope_theta=1e5,
     ),
     "qwen2.5-0.5b": DecoderConfig(
         vocab_size=151936,
@@ -160,7 +181,9 @@ PRESETS = {
 
 
 def preset(name: str, **changes: Any) -> DecoderConfig:
-    """A preset with fields replaced. Raises ConfigError listing the names when there is none of this name."""
+    """A preset with fields replaced. Raises ConfigError listing the names when there is none of this name, and naming
+    a field that does not exist or a value that it cannot have.
+    """
     if name not in PRESETS:
         raise ConfigError(f"no preset {name!r}; there are {', '.join(PRESETS)}")
-    return replace(PRESETS[name], **changes)
+    return DecoderConfig.from_dict({**asdict(PRESETS[name]), **changes})
