@@ -58,7 +58,8 @@ def build_engine(settings: Settings, bundle: ModelBundle) -> Engine:
     from server.engine.runner import OnnxRunner  # noqa: PLC0415  imports ONNX Runtime
 
     runner = OnnxRunner(
-        bundle,
+        bundle.graph_path,
+        bundle.config,
         max_num_seqs=settings.max_num_seqs,
         max_model_len=settings.max_model_len,
         kv_cache_bytes=settings.kv_cache_memory,

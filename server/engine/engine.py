@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Protocol
 
@@ -97,7 +97,7 @@ class Engine:
     def abort(self, sequence_id: int, reason: FinishReason = FinishReason.ABORT) -> TokenOutput | None:
         """End a sequence now, between two steps; its terminal output, or None when it has ended already."""
         sequence = self._sequences.get(sequence_id)
-        return self._finish(sequence, reason, token_id=None) if sequence else None
+        return self._finish(sequence, reason, TokenOutput(sequence.id, None)) if sequence else None
 
     def step(self) -> tuple[list[TokenOutput], StepStats]:
         """Schedule, run, sample, update: one token for every running sequence and one chunk of one prompt."""
@@ -119,7 +119,8 @@ class Engine:
             self._score(chunk, logits[len(batch.decodes) :])
             self.scheduler.computed(chunk)
             if chunk.completes_prompt and chunk.sequence.params.max_tokens == 0:
-                outputs.append(self._finish(chunk.sequence, FinishReason.LENGTH, token_id=None))
+                scored = TokenOutput(chunk.sequence.id, None, prompt_logprobs=chunk.sequence.scores)
+                outputs.append(self._finish(chunk.sequence, FinishReason.LENGTH, scored))
             elif chunk.completes_prompt:
                 ready, rows = self._with_last(ready, logits, chunk)
         if ready:
@@ -148,28 +149,27 @@ class Engine:
 
     def _append(self, sequence: Sequence, token_id: int, row: Floats) -> TokenOutput:
         sequence.output_ids.append(token_id)
-        if sequence.times.first_token is None:
+        first = sequence.times.first_token is None
+        if first:
             sequence.times.first_token = perf_counter()
         params = sequence.params
-        logprobs = None if params.logprobs is None else token_logprobs(row, token_id, params.logprobs)
+        output = TokenOutput(
+            sequence.id,
+            token_id,
+            None if params.logprobs is None else token_logprobs(row, token_id, params.logprobs),
+            sequence.scores if first else None,
+        )
         if token_id in sequence.ending_ids:
-            return self._finish(sequence, FinishReason.STOP, token_id, logprobs)
+            return self._finish(sequence, FinishReason.STOP, output)
         if len(sequence.output_ids) >= params.max_tokens:
-            return self._finish(sequence, FinishReason.LENGTH, token_id, logprobs)
-        return TokenOutput(sequence.id, token_id, logprobs, self._first_prompt_logprobs(sequence))
+            return self._finish(sequence, FinishReason.LENGTH, output)
+        return output
 
-    def _finish(
-        self, sequence: Sequence, reason: FinishReason, token_id: int | None, logprobs: TokenLogprobs | None = None
-    ) -> TokenOutput:
+    def _finish(self, sequence: Sequence, reason: FinishReason, output: TokenOutput) -> TokenOutput:
+        """The sequence's terminal output: `output`, marked as the last."""
         self.scheduler.finish(sequence, reason)
         del self._sequences[sequence.id]
-        prompt_logprobs = self._first_prompt_logprobs(sequence)
-        return TokenOutput(sequence.id, token_id, logprobs, prompt_logprobs, reason, sequence.times)
-
-    @staticmethod
-    def _first_prompt_logprobs(sequence: Sequence) -> list[TokenLogprobs] | None:
-        wanted = sequence.params.prompt_logprobs is not None and len(sequence.output_ids) <= 1
-        return sequence.prompt_logprobs if wanted else None
+        return replace(output, finish_reason=reason, times=sequence.times)
 
     def _stats(self, batch: Batch, seconds: float, run_seconds: float) -> StepStats:
         return StepStats(

@@ -69,5 +69,10 @@ class Sequence:
         return len(self.prompt_ids) + self.params.max_tokens
 
     @property
+    def scores(self) -> list[TokenLogprobs] | None:
+        """Log-probabilities of its prompt; None when it did not ask for them."""
+        return None if self.params.prompt_logprobs is None else self.prompt_logprobs
+
+    @property
     def last_token_id(self) -> int:
         return self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]

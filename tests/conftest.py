@@ -1,0 +1,14 @@
+"""Models that several test files share: exporting one takes seconds."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.random_models import RandomModel, export_random
+
+
+@pytest.fixture(scope="session")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
+    """Rotary, RMSNorm, SwiGLU, grouped-query: the variant that most models are."""
+    folder = tmp_path_factory.mktemp("random_model")
+    return export_random(folder, max_model_len=200, n_layer=3, n_head=6, head_dim=32, d_model=192, d_ff=320)

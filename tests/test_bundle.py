@@ -1,0 +1,105 @@
+"""A model directory is served only when it is whole, and says in one line what is wrong when it is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from model.bundle import BundleError, Manifest, Verification, hash_files, load_bundle
+from model.tokenizer import train_tokenizer
+from tests.random_models import make_config
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Whole, as far as reading it can tell; its graph is not one."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    make_config().save(directory / "config.json")
+    train_tokenizer(["some text"], 300).save(str(directory / "tokenizer.json"))
+    (directory / "model.onnx").write_bytes(b"graph")
+    (directory / "model.onnx.data").write_bytes(b"weights")
+    write_manifest(directory)
+    return directory
+
+
+def write_manifest(directory: Path) -> None:
+    manifest = Manifest(
+        format_version=1,
+        architecture="kvasir-decoder",
+        parameters=1,
+        device="cpu",
+        precision="fp32",
+        max_model_len=96,
+        graph_inputs=[],
+        graph_outputs=[],
+        versions={},
+        files=hash_files(directory),
+        verification=Verification(max_logit_error=0.0, greedy_agreement=1.0),
+    )
+    manifest.save(directory / "manifest.json")
+
+
+def edit_manifest(directory: Path, **changes: object) -> None:
+    path = directory / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_whole_directory_loads(directory: Path) -> None:
+    bundle = load_bundle(directory)
+    assert bundle.config == make_config()
+    assert bundle.manifest.precision == "fp32"
+    assert bundle.tokenizer.decode(bundle.tokenizer.encode("text").ids) == "text"
+    assert set(bundle.manifest.files) == {"config.json", "tokenizer.json", "model.onnx", "model.onnx.data"}
+
+
+def damage(name: str) -> Callable[[Path], object]:
+    return lambda directory: (directory / name).write_bytes((directory / name).read_bytes() + b"x")
+
+
+def remove(name: str) -> Callable[[Path], object]:
+    return lambda directory: (directory / name).unlink()
+
+
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (damage("model.onnx.data"), r"model\.onnx\.data does not match its hash .* copy it again"),
+    (damage("tokenizer.json"), r"tokenizer\.json does not match its hash"),
+    (remove("model.onnx"), r"model\.onnx is missing; copy it again"),
+    (remove("manifest.json"), r"has no manifest\.json, so it is not a model directory"),
+    (lambda d: (d / "manifest.json").write_text("{"), r"manifest\.json is damaged at the file"),
+    (lambda d: (d / "manifest.json").write_bytes(b"\xff\xfe"), r"manifest\.json is damaged"),
+    (lambda d: edit_manifest(d, format_version=99), r"format version 99, newer than 1; upgrade"),
+    (lambda d: edit_manifest(d, format_version="x"), r"damaged at format_version"),
+    (lambda d: edit_manifest(d, surprise=1), r"damaged at surprise"),
+    (lambda d: edit_manifest(d, device="tpu"), r"damaged at device"),
+    (lambda d: edit_manifest(d, files={}), r"does not list config\.json"),
+    (
+        lambda d: edit_manifest(d, files={**hash_files(d), "../secret": "0" * 64}),
+        r"lists '\.\./secret', which is outside the directory",
+    ),
+]
+
+
+@pytest.mark.parametrize(("break_it", "message"), DAMAGES)
+def test_a_damaged_directory_is_refused_in_one_line(
+    directory: Path, break_it: Callable[[Path], object], message: str
+) -> None:
+    break_it(directory)
+    with pytest.raises(BundleError, match=message) as caught:
+        load_bundle(directory)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_configuration_that_hashes_well_but_is_wrong_is_refused(directory: Path) -> None:
+    (directory / "config.json").write_text('{"vocab_size": -3}')
+    write_manifest(directory)
+    with pytest.raises(BundleError, match="export the model again"):
+        load_bundle(directory)
+
+
+def test_no_directory_at_all(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="is not a directory; make one with: kvasir export"):
+        load_bundle(tmp_path / "absent")

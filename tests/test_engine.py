@@ -1,0 +1,215 @@
+"""The engine under random adding, aborting and stepping, over a model that is a function of its tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+
+from server.engine.engine import Engine
+from server.engine.sampling import SamplingParams, token_logprobs
+from server.engine.sequence import FinishReason, Sequence, SequenceStatus
+from tests.engine_driver import Collector, make_sequence, run_to_end
+from tests.fake_runner import FakeRunner
+
+VOCAB = 50
+EOS = 7
+
+
+def make_engine(chunk_size: int = 8, **options: Any) -> tuple[Engine, FakeRunner]:
+    runner = FakeRunner(VOCAB, **options)
+    return Engine(runner, chunk_size=chunk_size), runner
+
+
+def greedy(sequence_id: int, prompt_ids: list[int], max_tokens: int, **params: Any) -> Sequence:
+    eos = params.pop("eos", ())
+    return make_sequence(sequence_id, prompt_ids, SamplingParams(max_tokens=max_tokens, temperature=0.0, **params), eos)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Whatever happens in whatever order: one terminal output each, the oracle's tokens, no row or promise leaked."""
+
+    live = Bundle("live")
+
+    @initialize(
+        chunk_size=st.sampled_from([2, 3, 8, 64]),
+        max_num_seqs=st.integers(1, 5),
+        budget_tokens=st.sampled_from([40, 64, 400]),
+    )
+    def start(self, chunk_size: int, max_num_seqs: int, budget_tokens: int) -> None:
+        self.engine, self.runner = make_engine(
+            chunk_size, max_model_len=40, max_num_seqs=max_num_seqs, budget_tokens=budget_tokens
+        )
+        self.collector = Collector()
+        self.requests: dict[int, Sequence] = {}
+        self.aborted: set[int] = set()
+
+    @rule(target=live, n_prompt=st.integers(1, 30), max_tokens=st.integers(0, 10), data=st.data())
+    def add(self, n_prompt: int, max_tokens: int, data: st.DataObject) -> int:
+        prompt_ids = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=n_prompt, max_size=n_prompt))
+        score = 2 if data.draw(st.booleans()) else None
+        sequence = greedy(len(self.requests), prompt_ids, max_tokens, prompt_logprobs=score, eos={EOS})
+        self.requests[sequence.id] = sequence
+        self.engine.add(sequence)
+        return sequence.id
+
+    @rule(sequence_id=consumes(live))
+    def abort(self, sequence_id: int) -> None:
+        output = self.engine.abort(sequence_id)
+        if output is not None:
+            self.aborted.add(sequence_id)
+            self.collector.take([output])
+        assert self.engine.abort(sequence_id) is None
+
+    @rule(steps=st.integers(1, 12))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            if not self.engine.has_work:
+                break
+            outputs, stats = self.engine.step()
+            self.collector.take(outputs)
+            assert stats.n_decode + (stats.n_prefill_tokens > 0) >= 1, "a step that does nothing would spin"
+            assert stats.n_prefill_tokens <= self.engine.scheduler.chunk_size
+
+    @invariant()
+    def rows_and_promises_belong_to_who_holds_them(self) -> None:
+        scheduler = self.engine.scheduler
+        held = scheduler.held
+        assert [sequence.row for sequence in held] == sorted({sequence.row for sequence in held})  # type: ignore[type-var]
+        assert scheduler.rows.n_free == scheduler.rows.max_num_seqs - len(held)
+        assert scheduler.rows.reserved_tokens == sum(sequence.n_reserved for sequence in held)
+        assert scheduler.rows.reserved_tokens <= scheduler.rows.budget_tokens
+        prefilling = [sequence for sequence in held if sequence.status is SequenceStatus.PREFILLING]
+        assert prefilling == ([scheduler.prefilling] if scheduler.prefilling else [])
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        while self.engine.has_work:
+            self.collector.take(self.engine.step()[0])
+        self.rows_and_promises_belong_to_who_holds_them()
+        assert self.engine.scheduler.rows.reserved_tokens == 0
+        for sequence_id, sequence in self.requests.items():
+            self.check(sequence_id, sequence)
+
+    def check(self, sequence_id: int, sequence: Sequence) -> None:
+        result = self.collector.results[sequence_id]
+        oracle = self.runner.greedy(sequence.prompt_ids, sequence.params.max_tokens)
+        if EOS in oracle:
+            oracle = oracle[: oracle.index(EOS) + 1]
+        assert len(result.finish_reasons) == 1
+        if sequence_id in self.aborted:
+            assert result.finish_reasons == [FinishReason.ABORT]
+            assert result.token_ids == oracle[: len(result.token_ids)]
+            return
+        assert result.token_ids == oracle
+        assert result.finish_reasons == [FinishReason.STOP if oracle and oracle[-1] == EOS else FinishReason.LENGTH]
+        scored = None
+        if sequence.params.prompt_logprobs is not None:
+            prefixes = range(1, len(sequence.prompt_ids))
+            scored = [
+                token_logprobs(self.runner.logits(sequence.prompt_ids[:i]), sequence.prompt_ids[i], 2) for i in prefixes
+            ]
+        assert result.prompt_logprobs == scored
+
+
+EngineMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+test_random_lives = EngineMachine.TestCase
+
+
+def test_a_long_prompt_never_stalls_a_stream() -> None:
+    """Every running sequence gets a token in every step in which another's prompt is prefilled."""
+    engine, _ = make_engine(chunk_size=4)
+    engine.add(greedy(0, [1], 30))
+    engine.step()
+    engine.add(greedy(1, list(range(40)), 1))
+    for _ in range(10):
+        outputs, stats = engine.step()
+        assert stats.n_prefill_tokens == 4
+        assert 0 in [output.sequence_id for output in outputs]
+
+
+def test_first_come_first_served() -> None:
+    engine, _ = make_engine(max_num_seqs=2)
+    for i in range(6):
+        engine.add(greedy(i, [i] * 5, 3))
+    firsts: list[int] = []
+    while engine.has_work:
+        firsts += [o.sequence_id for o in engine.step()[0] if o.sequence_id not in firsts]
+    assert firsts == sorted(firsts)
+
+
+def test_a_large_request_at_the_head_is_not_overtaken() -> None:
+    """Would catch admission that skips ahead and starves it."""
+    engine, _ = make_engine(max_num_seqs=4, budget_tokens=64)
+    engine.add(greedy(0, [1] * 10, 20))
+    engine.step()
+    engine.add(greedy(1, [2] * 20, 30))
+    engine.add(greedy(2, [3], 1))
+    order: list[int] = []
+    while engine.has_work:
+        order += [o.sequence_id for o in engine.step()[0] if o.finish_reason]
+    assert order == [0, 2, 1]
+    assert engine.scheduler.rows.reserved_tokens == 0
+
+
+def test_chunks_are_never_of_one_token_unless_the_prompt_is() -> None:
+    for length in range(1, 30):
+        for chunk_size in (2, 3, 7):
+            engine, runner = make_engine(chunk_size)
+            run_to_end(engine, [greedy(0, list(range(length)), 1)])
+            chunks = [tokens for _, tokens in runner.batches if tokens]
+            assert all(tokens > 1 for tokens in chunks) or length == 1
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_stop_ids_and_eos(ignore_eos: bool) -> None:
+    """A stop token ends a sequence whether or not it ignores the model's own ends."""
+    engine, runner = make_engine()
+    runner.next_token = lambda prefix: [EOS, 9][len(prefix) - 3] if len(prefix) in (3, 4) else 1
+    params = SamplingParams(max_tokens=20, temperature=0.0, stop_token_ids=frozenset({9}), ignore_eos=ignore_eos)
+    result = run_to_end(engine, [make_sequence(0, [1], params, eos={EOS})])[0]
+    assert result.token_ids == ([1, 1, EOS, 9] if ignore_eos else [1, 1, EOS])
+    assert result.finish_reasons == [FinishReason.STOP]
+
+
+def test_holes_are_filled_when_nobody_waits() -> None:
+    """Or the decode window keeps the width of its busiest moment."""
+    engine, runner = make_engine(chunk_size=8, max_num_seqs=4)
+    for i in range(4):
+        engine.add(greedy(i, [i], 30))
+    collector = Collector()
+    for _ in range(6):
+        collector.take(engine.step()[0])
+    for i in (0, 1, 2):
+        engine.abort(i)
+    collector.take(engine.step()[0])
+    assert [sequence.row for sequence in engine.scheduler.held] == [0]
+    while engine.has_work:
+        collector.take(engine.step()[0])
+    assert collector.results[3].token_ids == runner.greedy([3], 30)
+
+
+@pytest.mark.parametrize(("n_prompt", "max_tokens"), [(0, 4), (60, 5), (40, 30)])
+def test_what_can_never_run_is_refused(n_prompt: int, max_tokens: int) -> None:
+    engine, _ = make_engine(max_model_len=64, max_num_seqs=1, budget_tokens=60)
+    with pytest.raises(ValueError, match=f"{n_prompt} prompt and {max_tokens} new tokens"):
+        engine.add(greedy(0, [1] * n_prompt, max_tokens))
+    assert not engine.has_work
+
+
+def test_a_chunk_size_of_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 2, not 1"):
+        make_engine(chunk_size=1)
+
+
+def test_scoring_chunks_keep_the_logits_buffer_bounded() -> None:
+    engine = Engine(FakeRunner(2**20, max_model_len=64), chunk_size=64)
+    assert engine.scheduler.scoring_chunk_size * 2**20 * 4 <= 64 * 2**20
+    assert np.isclose(engine.scheduler.scoring_chunk_size, 16)

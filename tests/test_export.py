@@ -1,0 +1,115 @@
+"""`kvasir export` and `kvasir verify`: a model directory that proves itself, or none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import onnx_ir
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from export import directory as export_directory
+from export.directory import export_checkpoint
+from export.graph import export_graph, input_names, output_names
+from export.verify import VerificationError
+from kvasir import app
+from model.bundle import load_bundle
+from model.checkpoint import save_checkpoint
+from model.data import Corpus, write_tokens
+from model.tokenizer import train_tokenizer
+from server.engine.engine import Engine
+from server.engine.runner import OnnxRunner
+from server.engine.sampling import SamplingParams
+from tests.engine_driver import make_sequence, run_to_end
+from tests.random_models import make_config, make_decoder
+
+TEXT = "\n".join(f"the {i}th line of a text that nobody needs to read twice" for i in range(400))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training run: a checkpoint with random weights, and its token shards."""
+    folder = tmp_path_factory.mktemp("runs") / "tale"
+    tokenizer = train_tokenizer([TEXT], 300)
+    write_tokens(Corpus([TEXT], 0), tokenizer, folder / "data", held_out=0.1, context=32)
+    decoder = make_decoder(make_config(vocab_size=tokenizer.get_vocab_size()))
+    save_checkpoint(folder, 40, decoder, tokenizer, {"torch_rng": torch.get_rng_state()}, {"seconds": 3.5})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("artifacts") / "tale"
+    export_checkpoint(run, out)
+    return out
+
+
+def test_the_directory_is_whole_and_says_what_was_measured(exported: Path) -> None:
+    manifest = load_bundle(exported).manifest
+    assert manifest.verification.max_logit_error < 1e-4
+    assert manifest.verification.greedy_agreement == 1.0
+    assert manifest.verification.text == "held-out text of tale"
+    assert manifest.verification.perplexity_onnx == pytest.approx(manifest.verification.perplexity_torch, rel=1e-4)
+    assert manifest.source["training_step"] == 40
+    assert not list(exported.parent.glob("*.part"))
+
+
+def test_the_graph_has_the_contracts_names_and_no_path_of_this_machine(exported: Path) -> None:
+    config, graph = load_bundle(exported).config, onnx_ir.load(exported / "model.onnx").graph
+    assert [value.name for value in graph.inputs] == input_names(config)
+    assert [value.name for value in graph.outputs] == output_names(config)
+    assert str(Path.cwd()).encode() not in (exported / "model.onnx").read_bytes()
+
+
+def test_the_engine_serves_it(exported: Path) -> None:
+    bundle = load_bundle(exported)
+    runner = OnnxRunner(bundle.graph_path, bundle.config, max_num_seqs=2, threads=1)
+    runner.warm_up()
+    assert runner.rows.reserved_tokens == 0
+    prompt_ids = bundle.tokenizer.encode("the 7th").ids
+    result = run_to_end(Engine(runner, chunk_size=16), [make_sequence(0, prompt_ids, SamplingParams(max_tokens=5))])
+    assert len(result[0].token_ids) == 5
+
+
+@pytest.mark.parametrize("options", [{"max_model_len": 97}, {"max_model_len": 1}, {"kv_cache_bytes": 10}])
+def test_limits_that_cannot_be_met_are_refused(exported: Path, options: dict[str, int]) -> None:
+    bundle = load_bundle(exported)
+    with pytest.raises(ValueError, match=str(next(iter(options.values())))):
+        OnnxRunner(bundle.graph_path, bundle.config, max_num_seqs=2, **options)  # type: ignore[arg-type]
+
+
+def test_a_wrong_graph_fails_the_export_and_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export_something_else(decoder: torch.nn.Module, path: Path) -> None:
+        export_graph(make_decoder(decoder.config, seed=1), path)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(export_directory, "export_graph", export_something_else)
+    with pytest.raises(VerificationError, match=r"differ from PyTorch's by .* more than 1e-03"):
+        export_checkpoint(run, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_commands_in_one_line_each(run: Path, exported: Path, tmp_path: Path) -> None:
+    def kvasir(*arguments: object, fails: bool = False) -> str:
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "200"})
+        assert result.exit_code == int(fails), result.output
+        if fails:
+            assert result.stderr.count("\n") == 1, result.stderr
+            assert not list(tmp_path.iterdir())
+        return result.stderr if fails else result.stdout
+
+    assert "greedy agreement" in kvasir("verify", exported)
+    assert "held-out text of tale" in kvasir("verify", exported, "--checkpoint", run)
+    assert "is not empty" in kvasir("export", run, "--out", exported, fails=True)
+    assert "holds no checkpoint" in kvasir("export", run.parent, "--out", tmp_path / "out", fails=True)
+    assert "is not a directory" in kvasir("verify", run.parent / "absent", fails=True)
+    other = run.parent / "other"
+    save_checkpoint(other, 1, make_decoder(make_config(), seed=2), train_tokenizer([TEXT], 300), {}, {})
+    assert "was not exported from" in kvasir("verify", exported, "--checkpoint", other, fails=True)
+
+
+def test_the_manifest_is_plain_json(exported: Path) -> None:
+    assert json.loads((exported / "manifest.json").read_text())["format_version"] == 1

@@ -1,0 +1,118 @@
+"""Who may import whom: the map in docs/architecture.md, enforced."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+ROOMS = ("model", "export", "server", "loadtest")
+NO_TORCH = ("model.config", "model.tokenizer", "model.bundle")
+LEAVES = ("server.errors", "server.settings")
+
+# What each room may import of ours, most special first; a name covers what is below it.
+ALLOWED = {
+    "model.config": (),
+    "model.tokenizer": (),
+    "model.bundle": ("model.config", "model.tokenizer"),
+    "model": ("model",),
+    "export": ("model", "export"),
+    "server.errors": (),
+    "server.settings": ("server.errors",),
+    "server.engine": (*NO_TORCH, "server.engine"),
+    "server.metrics": (*LEAVES, "server.engine"),
+    "server.detokenizer": NO_TORCH,
+    "server.admission": (*LEAVES, *NO_TORCH, "server.engine", "server.metrics"),
+    "server.async_engine": (*LEAVES, *NO_TORCH, "server.engine", "server.metrics", "server.detokenizer"),
+    "server.service": (
+        *LEAVES,
+        *NO_TORCH,
+        "server.engine",
+        "server.admission",
+        "server.async_engine",
+        "server.metrics",
+    ),
+    "server.api": (*LEAVES, *NO_TORCH, "server"),
+    "server": (*NO_TORCH, "server"),
+    "loadtest.bench": (*NO_TORCH, "model.decoder", "export", "server.engine"),
+    "loadtest": ("loadtest",),
+    "kvasir": ROOMS,
+}
+# Left to right: nothing in a file of the server may import what stands to its right.
+SERVER_ORDER = (
+    "server.engine",
+    "server.admission",
+    "server.async_engine",
+    "server.service",
+    "server.api",
+    "server.app",
+    "server.serve",
+)
+ONLY_IMPORTER = {"onnxruntime": "server/engine/runner.py", "prometheus_client": "server/metrics.py"}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports(path: Path) -> set[str]:
+    """Full names of the modules that a file imports, at any depth."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: a relative import"
+            assert node.module is not None
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def covers(prefix: str, name: str) -> bool:
+    return name == prefix or name.startswith(prefix + ".")
+
+
+FILES = [ROOT / "kvasir.py", *(path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))]
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_a_file_imports_only_what_its_room_may(path: Path) -> None:
+    name = module_name(path)
+    allowed = next(rooms for prefix, rooms in ALLOWED.items() if covers(prefix, name))
+    ours = {imported for imported in imports(path) if any(covers(room, imported) for room in (*ROOMS, "kvasir"))}
+    forbidden = {imported for imported in ours if not any(covers(room, imported) for room in allowed)}
+    assert not forbidden, f"{name} may not import {sorted(forbidden)}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_the_server_imports_only_to_the_left(path: Path) -> None:
+    places = [i for i, room in enumerate(SERVER_ORDER) if covers(room, module_name(path))]
+    for right in SERVER_ORDER[places[0] + 1 :] if places else ():
+        assert not any(covers(right, imported) for imported in imports(path)), f"{path} imports {right}"
+
+
+@pytest.mark.parametrize(("package", "owner"), ONLY_IMPORTER.items())
+def test_one_file_of_the_server_imports(package: str, owner: str) -> None:
+    importers = {
+        path.relative_to(ROOT).as_posix()
+        for path in FILES
+        if path.is_relative_to(ROOT / "server") and any(covers(package, imported) for imported in imports(path))
+    }
+    assert importers == {owner}
+
+
+@pytest.mark.parametrize("module", ["server.app", "server.serve", "server.engine.runner", "kvasir"])
+def test_serving_needs_no_torch(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in ('torch', 'onnx', 'onnxscript', 'gevent') if m in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_every_product_file_is_on_the_map() -> None:
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    missing = [path.name for path in FILES if path.name != "__init__.py" and path.name not in text]
+    assert not missing
