@@ -1,8 +1,63 @@
+# Everything here sets up what it needs, in .venv, the first time.
+.DEFAULT_GOAL := help
+
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
+EXAMPLE := examples/stdlib
+MODEL ?= $(EXAMPLE)
+RUN ?= runs/mine
+OUT ?= artifacts/mine
+
 STDLIB = $(shell $(PYTHON) -c "import sysconfig; print(sysconfig.get_paths()['stdlib'])")
 NOT_CODE := --exclude 'site-packages/*' --exclude 'test/*' --exclude '*/test/*' --exclude '*/tests/*' \
 	--exclude '*/idle_test/*' --exclude 'encodings/*' --exclude 'pydoc_data/*' --exclude '*_data.py'
+
+help:  ## Show what there is to make
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+serve: $(VENV)/.serve  ## Serve the example model; MODEL=DIR and ARGS="--port 9000" change that
+	$(BIN)/kvasir serve $(MODEL) $(ARGS)
+
+test: $(VENV)/.dev  ## Run the tests; ARGS="-k name" selects some
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(VENV)/.dev  ## Check style, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+train: $(VENV)/.train  ## Train on CORPUS=folder into RUN=runs/mine; ARGS="--preset tiny --steps 500"
+	$(BIN)/kvasir train $(CORPUS) --out $(RUN) $(ARGS)
+
+export: $(VENV)/.train  ## Export RUN=runs/mine to OUT=artifacts/mine
+	$(BIN)/kvasir export $(RUN) --out $(OUT)
+
+bench: $(VENV)/.train  ## Measure the engine on this machine; ARGS="--preset tiny"
+	$(BIN)/kvasir bench engine $(ARGS)
+
+example: $(VENV)/.train  ## Train the example model again on the standard library (an hour) and replace it
+	test -d runs/stdlib || $(BIN)/kvasir train $(STDLIB) --out runs/stdlib --include '*.py' $(NOT_CODE) \
+		--steps 2000 --context 1024 --batch-size 8 --warmup 150 --learning-rate 3e-3 \
+		--evaluate-every 100 --checkpoint-every 100
+	rm -rf $(EXAMPLE) && $(BIN)/kvasir export runs/stdlib --out $(EXAMPLE)
+
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+
+# Each stamp says that an environment's packages are as pyproject.toml and constraints.txt want them.
+$(VENV)/.serve: $(BIN)/pip pyproject.toml constraints.txt
+	$(INSTALL) -e '.[cpu]'
+	@touch $@
+
+$(VENV)/.train: $(BIN)/pip pyproject.toml constraints.txt
+	$(INSTALL) -e '.[cpu,train]'
+	@touch $@
+
+$(VENV)/.dev: $(BIN)/pip pyproject.toml constraints.txt
+	$(INSTALL) -e '.[cpu,train,dev]'
+	@touch $@
+
+.PHONY: help serve test lint train export bench example

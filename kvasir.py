@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from server.settings import PREFIX, Settings
 
 if TYPE_CHECKING:
     from model.bundle import Verification
@@ -155,6 +159,69 @@ def verification_table(title: str, **columns: Verification) -> Table:
             cells = [f"{value:.4g}" if isinstance(value, float) else value or "-" for value in values]
             table.add_row(key.replace("_", " "), *cells)
     return table
+
+
+def serve_parameters() -> list[inspect.Parameter]:
+    """`kvasir serve`'s argument, the model, and its options: one for each other setting."""
+    parameters = []
+    for name, field in Settings.model_fields.items():
+        envvar = PREFIX + name.upper()
+        kind: Any
+        if name == "model":
+            kind = Annotated[Path | None, typer.Argument(help=field.description, envvar=envvar)]
+        else:
+            default = False if field.default is None else str(field.default)
+            option = typer.Option(help=field.description, envvar=envvar, show_default=default)
+            kind = Annotated[bool | None if field.annotation is bool else str | None, option]
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+    return parameters
+
+
+def serve(**options: Path | str | bool | None) -> None:
+    """Serve a model directory over HTTP."""
+    from server import serve
+    from server.errors import StartupError
+    from server.settings import load_settings
+
+    try:
+        serve.run(load_settings(**options))
+    except StartupError as error:
+        fail(error)
+
+
+serve.__signature__ = inspect.Signature(serve_parameters())  # type: ignore[attr-defined]
+serve.__annotations__ = {parameter.name: parameter.annotation for parameter in serve_parameters()}
+app.command()(serve)
+
+
+@app.command()
+def generate(
+    directory: Annotated[Path, typer.Argument(help="A model directory.")],
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="0 takes the likeliest token.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0)] = 0,
+    top_p: Annotated[float, typer.Option(min=1e-6, max=1.0)] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Default: another one each time.")] = None,
+) -> None:
+    """Continue a prompt here, without a server, and stream it to the terminal."""
+    from model.bundle import BundleError, load_bundle
+    from server import terminal
+    from server.app import build_engine
+    from server.engine.sampling import SamplingParams
+    from server.errors import KvasirError
+    from server.settings import load_settings
+
+    drawn = secrets.randbits(64) if seed is None else seed
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=drawn)
+    try:
+        bundle = load_bundle(directory)
+        engine = build_engine(load_settings(model=directory, max_num_seqs=1), bundle)
+        for piece in terminal.generate(engine, bundle, prompt, params):
+            typer.echo(piece, nl=False)
+    except (BundleError, KvasirError, ValueError) as error:
+        fail(error)
+    typer.echo()
 
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed.")
