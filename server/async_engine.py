@@ -23,6 +23,8 @@ logger = logging.getLogger("kvasir")
 
 STALL_SECONDS = 120.0  # a step that takes longer means that the engine hangs
 
+_JOIN_SECONDS = 5.0
+
 Command = Callable[[Engine], list[TokenOutput]]
 
 
@@ -108,12 +110,12 @@ class AsyncEngine:
         self.engine = await built
 
     async def stop(self) -> None:
-        """End every sequence and the thread, which finishes the step that it is in."""
+        """End every sequence and the thread, unless it hangs in its step."""
         if self.engine is None or self._thread is None:
             return
         self.abort(list(self._live), FinishReason.ABORT)
         self._inbox.put(self._stop)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, _JOIN_SECONDS)
 
     def new_ids(self, n: int) -> int:
         """The first of `n` consecutive sequence ids that nobody else gets."""
@@ -141,6 +143,12 @@ class AsyncEngine:
         """End what has no row yet."""
         self._inbox.put(lambda engine: _abort(engine, [s.id for s in engine.scheduler.waiting], FinishReason.ABORT))
 
+    def give_up(self) -> None:
+        """The engine has failed, or hangs: end every sequence from here, and listen to it no more."""
+        ended = [TokenOutput(i, None, finish_reason=FinishReason.ERROR) for i in self._live]
+        self._deliver(ended, None)
+        self.failed = True
+
     def leave(self, ids: Iterable[int], reason: FinishReason) -> None:
         """End sequences to which nobody listens any more."""
         left = [i for i in ids if i in self._live and self._live[i].left_as is None]
@@ -162,7 +170,7 @@ class AsyncEngine:
                 self._turn(engine)
         except Exception:
             logger.exception("the engine failed")
-            self._post(self._fail)
+            self._post(self.give_up)
 
     def _turn(self, engine: Engine) -> None:
         """Obey the inbox, take a step, wake the event loop."""
@@ -193,6 +201,8 @@ class AsyncEngine:
     # In the event loop's thread again
 
     def _deliver(self, outputs: list[TokenOutput], stats: StepStats | None) -> None:
+        if self.failed:
+            return
         if stats is not None:
             self.metrics.step(stats)
         now = perf_counter()
@@ -216,11 +226,6 @@ class AsyncEngine:
         if output.finish_reason is not None:
             wasted = live.left_as is FinishReason.ABORT
             self.metrics.finished(live.sequence, live.left_as or output.finish_reason, wasted=wasted)
-
-    def _fail(self) -> None:
-        self.failed = True
-        ended = [TokenOutput(i, None, finish_reason=FinishReason.ERROR) for i in self._live]
-        self._deliver(ended, None)
 
 
 def _add(engine: Engine, sequences: list[Sequence]) -> list[TokenOutput]:

@@ -43,7 +43,7 @@ class JsonFormatter(logging.Formatter):
 class DrainingServer(uvicorn.Server):
     """uvicorn would close its sockets first on SIGTERM; here running requests finish first, while new ones get 503.
 
-    A second signal leaves at once.
+    A second signal leaves at once, with an exit code of 1.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
@@ -52,22 +52,28 @@ class DrainingServer(uvicorn.Server):
         self.service.on_load_failure = self.fail
         self.failure: Exception | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._draining: asyncio.Task[None] | None = None
+        self._told_to_go = False
+        self._draining: asyncio.Task[None] | None = None  # kept, or it might be collected while it runs
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        for listener in sockets or ():
+            address = dict(zip(("host", "port"), listener.getsockname(), strict=False))
+            logger.info("listening", extra={"fields": address})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  uvicorn's signature
-        if self._draining is None and self._loop is not None:
-            self._loop.call_soon_threadsafe(self.drain, signal.Signals(sig).name)
+        if self._loop is None:
+            self.should_exit = True
+        elif not self._told_to_go:
+            self._told_to_go = True
+            self._loop.call_soon_threadsafe(self._start_draining, signal.Signals(sig).name)
         else:
-            self.should_exit = self.force_exit = True
+            _leave(1)
 
-    def drain(self, cause: str) -> None:
-        if self._draining is None:
-            logger.info("%s: draining", cause)
-            self._draining = asyncio.ensure_future(self._drain())
+    def _start_draining(self, cause: str) -> None:
+        logger.info("draining", extra={"fields": {"cause": cause}})
+        self._draining = asyncio.ensure_future(self._drain())
 
     def fail(self, error: Exception) -> None:
         """The model could not be loaded: end the process, which then says why."""
@@ -94,14 +100,11 @@ def run(settings: Settings) -> None:
     )
     server = DrainingServer(config, app.state.service)
     listener = bind(settings.host, settings.port)
-    logger.info("listening", extra={"fields": dict(zip(("host", "port"), listener.getsockname(), strict=False))})
     server.run(sockets=[listener])
     if server.failure is not None:
         raise StartupError(f"{settings.model} cannot be served: {' '.join(str(server.failure).split())}")
     if server.service.engine.is_running:
-        # Still loading, or told to leave in the middle of a step: ONNX Runtime would not survive a normal exit.
-        logging.shutdown()
-        os._exit(int(server.force_exit))
+        _leave(int(server.service.engine.failed))  # still loading, or hanging
 
 
 def check_model(settings: Settings) -> ModelBundle:
@@ -134,3 +137,9 @@ def _log_to_stderr(level: str) -> None:
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logger.setLevel(level.upper())
+
+
+def _leave(code: int) -> None:
+    """End the process although the engine's thread is inside ONNX Runtime, which would not survive a normal exit."""
+    logging.shutdown()
+    os._exit(code)

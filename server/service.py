@@ -20,7 +20,7 @@ from server.settings import Settings
 logger = logging.getLogger("kvasir")
 
 _SHORT_TEXT = 4096  # characters that are tokenised at once, without leaving the event loop
-_ABORT_SECONDS = 5.0  # for the last requests to hear that they end
+_ABORT_SECONDS = 5.0  # for the engine to come out of its step and end the last requests
 
 
 class Service:
@@ -74,7 +74,10 @@ class Service:
         if await self._is_empty_within(self.settings.drain_timeout):
             return
         self.engine.abort_all()
-        await self._is_empty_within(_ABORT_SECONDS)
+        fields = {"sequences": self.admission.n_inside}
+        logger.warning("drain timeout: ending what still runs", extra={"fields": fields})
+        if not await self._is_empty_within(_ABORT_SECONDS):
+            self.engine.give_up()
 
     async def _is_empty_within(self, seconds: float) -> bool:
         try:

@@ -179,6 +179,16 @@ async def test_stopping_ends_what_runs_and_what_waits() -> None:
         assert reasons(await collect(stream, 2)) == [FinishReason.ABORT] * 2
 
 
+async def test_a_hanging_engine_that_is_given_up_leaves_nobody_waiting() -> None:
+    runner = FakeRunner(VOCAB_SIZE, max_num_seqs=1)
+    async with running(runner) as engine:
+        runner.hold()
+        stream = engine.submit(sequences(engine, [1], [2]))
+        runner.wait_until_held()
+        engine.give_up()
+        assert reasons(await collect(stream, 2)) == [FinishReason.ERROR] * 2
+
+
 async def test_only_those_without_a_row_end_when_the_queue_is_shed() -> None:
     runner = FakeRunner(VOCAB_SIZE, max_num_seqs=1)
     async with running(runner) as engine:

@@ -1,0 +1,68 @@
+"""The application's life: up before its model, and honest about it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import pytest
+
+from server.app import create_app
+from server.engine.engine import Engine
+from server.settings import load_settings
+from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.serving import MODEL, VOCAB_SIZE, fake_bundle
+
+
+async def test_it_answers_while_the_model_loads_and_serves_once_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_load = threading.Event()
+
+    def build(*_: object) -> Engine:
+        assert may_load.wait(TIMEOUT)
+        return Engine(FakeRunner(VOCAB_SIZE), chunk_size=8)
+
+    monkeypatch.setattr("server.app.build_engine", build)
+    app = create_app(load_settings(model=Path(MODEL)), fake_bundle())
+    loaded = asyncio.Event()
+    start = app.state.service.engine.start
+
+    async def noting(build: object) -> None:
+        await start(build)
+        loaded.set()
+
+    monkeypatch.setattr(app.state.service.engine, "start", noting)
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+    ):
+        refused = await client.post("/v1/completions", json={"prompt": "a"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert (await client.get("/health/startup")).status_code == 503
+        assert (await client.get("/v1/models")).json()["data"][0]["max_model_len"] == 64
+        assert "kvasir_num_requests_running 0" in (await client.get("/metrics/router")).text
+        may_load.set()
+        await asyncio.wait_for(loaded.wait(), TIMEOUT)
+        assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+
+
+async def test_a_model_that_cannot_be_loaded_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*_: object) -> Engine:
+        raise RuntimeError("the graph is damaged")
+
+    monkeypatch.setattr("server.app.build_engine", build)
+    app = create_app(load_settings(model=Path(MODEL)), fake_bundle())
+    told: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+    app.state.service.on_load_failure = told.set_result
+    async with app.router.lifespan_context(app):
+        assert str(await asyncio.wait_for(told, TIMEOUT)) == "the graph is damaged"
+
+
+def test_importing_the_server_loads_neither_torch_nor_a_runtime() -> None:
+    code = "import sys, server.serve; print({'torch', 'onnxruntime', 'onnx'} & set(sys.modules))"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout == "set()\n"
