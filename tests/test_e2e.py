@@ -1,0 +1,282 @@
+"""A real uvicorn on a free port, talked to by the clients that people use, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from server.async_engine import AsyncEngine, OutputStream
+from server.engine.sequence import Sequence
+from server.serve import bind
+from server.service import Service
+from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.serving import MODEL, VOCAB_SIZE, fake_app, small_tokenizer
+
+tokenizer = small_tokenizer()
+KEY = "a-key"
+
+
+class Live:
+    """A server in a thread. What happens inside is announced by semaphores, for tests that wait for it."""
+
+    def __init__(self, runner: FakeRunner, **settings: Any) -> None:
+        self.runner = runner
+        self.submitted = threading.Semaphore(0)
+        self.left = threading.Semaphore(0)
+        self.freed = threading.Semaphore(0)
+        app = fake_app(runner, api_key=KEY, **settings)
+        self.service: Service = app.state.service
+        self._announce(self.service.engine)
+        listener = bind("127.0.0.1", 0)
+        self.port: int = listener.getsockname()[1]
+        self.server = uvicorn.Server(
+            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5)
+        )
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
+        self.thread.start()
+
+    def _announce(self, engine: AsyncEngine) -> None:
+        submit, leave, free = engine.submit, engine.leave, self.runner.rows.free
+
+        def submitting(sequences: list[Sequence]) -> OutputStream:
+            stream = submit(sequences)
+            self.submitted.release()
+            return stream
+
+        def leaving(*arguments: Any) -> None:
+            leave(*arguments)
+            self.left.release()
+
+        def freeing(row: int) -> None:
+            free(row)
+            self.freed.release()
+
+        engine.submit = submitting  # type: ignore[method-assign]
+        engine.leave = leaving  # type: ignore[assignment,method-assign]
+        self.runner.rows.free = freeing  # type: ignore[method-assign]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=TIMEOUT)
+
+    def post_raw(self, **body: Any) -> socket.socket:
+        """A request on a socket of its own, which the test may close whenever it likes."""
+        content = json.dumps({"prompt": "a", "logit_bias": {"66": 100}} | body).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(content)}"
+        )
+        connection = socket.create_connection(("127.0.0.1", self.port), TIMEOUT)
+        connection.sendall(head.encode() + b"\r\n\r\n" + content)
+        return connection
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.service.metrics.registry.get_sample_value(f"kvasir_{name}", labels) or 0.0
+
+    def close(self) -> None:
+        self.runner.release()
+        self.server.should_exit = True
+        self.thread.join(TIMEOUT)
+        assert not self.thread.is_alive()
+
+
+def wait(semaphore: threading.Semaphore) -> None:
+    assert semaphore.acquire(timeout=TIMEOUT)
+
+
+@contextmanager
+def live(runner: FakeRunner | None = None, **settings: Any) -> Iterator[Live]:
+    started = Live(runner or FakeRunner(VOCAB_SIZE), **settings)
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+def test_the_openai_client_gets_whole_and_streamed_completions() -> None:
+    with live() as served, served.client() as client:
+        body: dict[str, Any] = {"model": MODEL, "prompt": "def read", "temperature": 0, "max_tokens": 12, "logprobs": 1}
+        whole = client.completions.create(**body)
+        chunks = list(client.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+        listed = client.models.list().data
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
+    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].usage == whole.usage
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == len(tokenizer.encode("def read").ids)
+    assert [model.id for model in listed] == [MODEL]
+
+
+async def test_many_streams_at_once_each_get_what_they_would_get_alone() -> None:
+    bodies: list[dict[str, Any]] = [
+        {"model": MODEL, "prompt": "def read"[: 1 + i % 8], "seed": i, "max_tokens": 3 + 5 * i % 40, "n": 1 + i % 2}
+        for i in range(32)
+    ]
+
+    async def read(client: openai.AsyncOpenAI, body: dict[str, Any]) -> dict[int, str]:
+        texts: dict[int, str] = {}
+        async for chunk in await client.completions.create(**body, stream=True):
+            for choice in chunk.choices:
+                texts[choice.index] = texts.get(choice.index, "") + choice.text
+        return texts
+
+    with live(max_queue=100) as served:
+        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0) as client:
+            together = await asyncio.gather(*(read(client, body) for body in bodies))
+            alone = [await read(client, body) for body in bodies]
+        assert together == alone
+        assert served.runner.rows.reserved_tokens == 0
+
+
+def test_tgis_routes_over_http() -> None:
+    body = {"inputs": "def", "parameters": {"max_new_tokens": 5, "ignore_eos": True}}
+    with live() as served, served.http() as client:
+        whole = client.post("/generate", json=body).json()["generated_text"]
+        with client.stream("POST", "/generate_stream", json=body) as response:
+            events = [json.loads(line.removeprefix("data:")) for line in response.iter_lines() if line]
+    assert [event["generated_text"] for event in events] == [None] * 4 + [whole]
+
+
+Fails = Callable[[Live, openai.OpenAI], Any]
+
+
+def overload(served: Live, client: openai.OpenAI) -> None:
+    served.runner.hold()
+    with served.post_raw():
+        wait(served.submitted)
+        try:
+            complete(served, client)
+        finally:
+            served.runner.release()
+
+
+def complete(_served: Live, client: openai.OpenAI, **changes: Any) -> Any:
+    body: dict[str, Any] = {"model": MODEL, "prompt": "a", "max_tokens": 2} | changes
+    return client.completions.create(**body)
+
+
+def fail_the_engine(served: Live, client: openai.OpenAI) -> None:
+    served.runner.error = RuntimeError("gone")
+    complete(served, client)
+
+
+@pytest.mark.parametrize(
+    ("request_it", "expected"),
+    [
+        (lambda s, c: complete(s, c, max_tokens=-1), openai.BadRequestError),
+        (lambda s, c: complete(s, c, max_tokens=1000, stream=True), openai.BadRequestError),
+        (lambda s, c: complete(s, c.with_options(api_key="wrong")), openai.AuthenticationError),
+        (lambda s, c: complete(s, c, model="other"), openai.NotFoundError),
+        (lambda _, c: c.chat.completions.create(model=MODEL, messages=[]), openai.NotFoundError),
+        (overload, openai.RateLimitError),
+        (fail_the_engine, openai.InternalServerError),
+    ],
+)
+def test_errors_are_the_openai_clients_own_classes(request_it: Fails, expected: type[openai.APIStatusError]) -> None:
+    with live(FakeRunner(VOCAB_SIZE, max_num_seqs=1), max_queue=0) as served, served.client() as client:
+        with pytest.raises(expected) as caught:
+            request_it(served, client)
+        assert caught.value.request_id
+        assert isinstance(caught.value.body, dict)
+        assert caught.value.body.keys() == {"message", "type", "param", "code"}
+
+
+def test_a_failure_in_mid_stream_is_raised_by_the_openai_client() -> None:
+    with live() as served, served.client() as client:
+        served.runner.hold()
+        served.runner.allow(1)
+        stream = complete(served, client, stream=True, logit_bias={"66": 100}, max_tokens=9)
+        next(stream)
+        served.runner.error = RuntimeError("gone")
+        served.runner.release()
+        with pytest.raises(openai.APIError, match="engine failed"):
+            list(stream)
+
+
+def test_a_client_that_leaves_the_queue_is_never_run() -> None:
+    runner = FakeRunner(VOCAB_SIZE, max_num_seqs=1)
+    runner.hold()
+    with live(runner) as served, served.post_raw(max_tokens=3) as first:
+        wait(served.submitted)
+        served.runner.wait_until_held()
+        second = served.post_raw(max_tokens=30, stream=True)
+        wait(served.submitted)
+        second.close()
+        wait(served.left)
+        served.runner.release()
+        assert first.recv(16).startswith(b"HTTP/1.1 200")
+    assert served.value("request_success_total", finished_reason="abort") == 1
+    assert served.value("generation_tokens_total") == 3
+    assert served.service.admission.n_inside == 0
+
+
+def test_a_client_that_leaves_a_stream_frees_its_row_within_one_step() -> None:
+    with live(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
+        served.runner.hold()
+        leaving = served.post_raw(max_tokens=50, stream=True)
+        served.runner.allow(2)
+        wait(served.submitted)
+        served.runner.wait_until_held()
+        assert leaving.recv(4096).startswith(b"HTTP/1.1 200")
+        leaving.close()
+        wait(served.left)
+        served.runner.allow(1)
+        wait(served.freed)
+        n_runs = len(served.runner.batches)
+        assert n_runs == 3
+        with served.http() as client:
+            served.runner.release()
+            again = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "ignore_eos": True})
+            assert again.status_code == 200
+        assert 2 <= served.value("tokens_wasted_total") <= 3
+
+
+def test_a_client_that_leaves_an_unstreamed_answer_frees_its_row_too() -> None:
+    with live(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
+        served.runner.hold()
+        leaving = served.post_raw(max_tokens=50)
+        wait(served.submitted)
+        served.runner.wait_until_held()
+        leaving.close()
+        wait(served.left)
+        served.runner.allow(1)
+        wait(served.freed)
+        assert served.value("request_success_total", finished_reason="length") == 0
+
+
+def test_a_queued_request_whose_status_is_not_known_yet_is_sent_nothing() -> None:
+    with live(FakeRunner(VOCAB_SIZE, max_num_seqs=1), keep_alive_interval=0.001) as served:
+        served.runner.hold()
+        with served.post_raw(max_tokens=2, stream=True) as waiting, served.http() as client:
+            wait(served.submitted)
+            assert client.get("/health/ready").status_code == 200
+            waiting.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                waiting.recv(1)
+
+
+def test_a_slow_reader_does_not_hold_up_the_others() -> None:
+    with live(FakeRunner(VOCAB_SIZE, max_model_len=600)) as served, served.post_raw(max_tokens=500, stream=True):
+        wait(served.submitted)
+        with served.http() as client, ThreadPoolExecutor(4) as pool:
+            body = {"prompt": "a", "max_tokens": 5, "ignore_eos": True}
+            answers: list[Future[httpx.Response]] = [
+                pool.submit(client.post, "/v1/completions", json=body) for _ in range(4)
+            ]
+            assert [answer.result().status_code for answer in answers] == [200] * 4
