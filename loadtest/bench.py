@@ -105,7 +105,7 @@ def bench_engine(name: str, precision: str, threads: int | None, cache: Path) ->
     decode = []
     for batch in DECODE_BATCHES:
         seconds, _ = bench.decode(batch, temperature=0.0)
-        floor = bench.bytes_per_step(batch) / bandwidth
+        floor = bytes_per_step(config, batch) / bandwidth
         decode.append(DecodeFigures(batch, batch / seconds, seconds * 1e3, floor / seconds))
     return EngineFigures(
         preset=name,
@@ -156,20 +156,21 @@ class _EngineBench:
                 outside.append(1 - (self._runner.model_seconds - before) / spent)
         return median(seconds), median(outside)
 
-    def bytes_per_step(self, batch: int) -> float:
-        """Weights and, halfway through the measured steps, keys and values that one decode step has to read."""
-        config = self._config
-        decoder = Decoder(config).to("meta")
-        looked_up = config.vocab_size * config.d_model * 4 if not config.tied_embeddings else 0
-        weights = sum(p.numel() * p.element_size() for p in decoder.parameters()) - looked_up
-        per_token = KVRows.bytes_per_token(config.n_layer, config.n_kv_head, config.head_dim)
-        return weights + batch * per_token * (_PROMPT_TOKENS + _DECODE_STEPS / 2)
-
     def _add(self, n_prompt: int, max_tokens: int, temperature: float) -> None:
         prompt_ids = self._generator.integers(self._config.vocab_size, size=n_prompt).tolist()
         top_p = 0.95 if temperature else 1.0
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
         self._engine.add(Sequence(next(self._ids), prompt_ids, params, frozenset(), SequenceTimes(perf_counter())))
+
+
+def bytes_per_step(config: DecoderConfig, batch: int) -> float:
+    """Weights and, halfway through the measured steps, keys and values that one decode step has to read."""
+    with torch.device("meta"):
+        n_weights = Decoder(config).n_parameters
+    if not config.tied_embeddings:
+        n_weights -= config.vocab_size * config.d_model  # a step looks up a row of it for each sequence
+    per_token = KVRows.bytes_per_token(config.n_layer, config.n_kv_head, config.head_dim)
+    return 4 * n_weights + batch * per_token * (_PROMPT_TOKENS + _DECODE_STEPS / 2)
 
 
 def copy_bandwidth(threads: int) -> float:

@@ -28,7 +28,9 @@ ALLOWED = {
     "server.detokenizer": NO_TORCH,
     "server.admission": (*LEAVES, *NO_TORCH, "server.engine", "server.metrics"),
     "server.async_engine": (*LEAVES, *NO_TORCH, "server.engine", "server.metrics", "server.detokenizer"),
+    "server.completion": (*LEAVES, *NO_TORCH, "server.engine", "server.async_engine", "server.detokenizer"),
     "server.service": (
+        "server.completion",
         *LEAVES,
         *NO_TORCH,
         "server.engine",

@@ -1,0 +1,57 @@
+"""`kvasir bench engine` ends by itself and prints figures that agree with one another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvasir import app
+from loadtest import bench
+from model.config import preset
+from model.decoder import Decoder
+
+
+def test_the_command_prints_and_writes_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_DECODE_STEPS", 6)
+    monkeypatch.setattr(bench, "_PREFILL_ROUNDS", 1)
+    monkeypatch.setattr(bench, "_COPY_BYTES", 2**20)
+    arguments = ["bench", "engine", "--preset", "tiny", "--cache", str(tmp_path / "cache"), "--json"]
+    result = CliRunner().invoke(app, [*arguments, str(tmp_path / "figures.json")])
+    assert result.exit_code == 0, result.output
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert [row["batch"] for row in figures["decode"]] == [1, 4, 16]
+    for row in figures["decode"]:
+        assert row["tokens_per_second"] == pytest.approx(row["batch"] / row["step_milliseconds"] * 1e3)
+        assert row["roofline"] > 0
+    assert set(figures["prefill_tokens_per_second"]) == {"128", "512"}
+    assert 0 < figures["outside_greedy"] < 1
+    assert 0 < figures["outside_sampled"] < 1
+    assert "of roofline" in result.stdout
+
+    graph = tmp_path / "cache/tiny-fp32/model.onnx"
+    written = graph.stat().st_mtime_ns
+    assert CliRunner().invoke(app, [*arguments, str(tmp_path / "again.json")]).exit_code == 0
+    assert graph.stat().st_mtime_ns == written, "the exported preset is kept"
+
+
+@pytest.mark.parametrize(("option", "value"), [("--preset", "huge"), ("--precision", "int3")])
+def test_unknown_names_are_one_line(option: str, value: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "engine", option, value, "--cache", str(tmp_path)])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"kvasir: no {option.removeprefix('--')} '{value}'; there")
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_roofline_counts_what_a_step_has_to_read() -> None:
+    """Every weight but an untied embedding, of which a step looks up a row; and each sequence's keys and values."""
+    config = preset("tiny", tied_embeddings=False)
+    with torch.device("meta"):
+        n_parameters = Decoder(config).n_parameters
+    measured = bench.bytes_per_step(config, batch=3)
+    tokens = 128 + bench._DECODE_STEPS / 2
+    cache = 3 * tokens * 2 * config.n_layer * config.n_kv_head * config.head_dim  # numbers of four bytes
+    assert measured == 4 * (n_parameters - config.vocab_size * config.d_model + cache)
