@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.random_models import RandomModel, export_random
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_torch_thread() -> None:
+    """Tensors are tiny here: waking a second thread costs more than it saves, many times more on a busy machine."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
