@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from model.tokenizer import END_OF_TEXT
+from model.tokenizer import END_OF_TEXT, TokenizerError, vocabulary_size
 
 SHARD_TOKENS = 2**26
 _ENCODE_BATCH = 256  # documents tokenised at once
@@ -38,17 +40,21 @@ class Corpus:
 def read_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence[str], seed: int) -> Corpus:
     """Read files, and folders recursively, as UTF-8 text, shuffled by `seed`.
 
-    include and exclude are shell patterns on paths relative to the folder (a file named outright is always taken). A
-    binary file inside a folder is passed over and counted; one that is named outright raises CorpusError, as do a path
-    that is missing or unreadable and a corpus without any text.
+    include and exclude are shell patterns on paths relative to the folder (a file named outright is always taken); a
+    file that is reached twice is read once. A binary file inside a folder is passed over and counted; one that is named
+    outright raises CorpusError, as do a path that is missing or unreadable and a corpus without any text.
     """
     texts: list[str] = []
+    seen: set[Path] = set()  # a document that came twice would be trained on and held out
     n_skipped = 0
     for path in paths:
         if not path.exists():
             raise CorpusError(f"{path} does not exist")
         named = path.is_file()
         for file in [path] if named else sorted(_walk(path, include, exclude)):
+            if file.resolve() in seen:
+                continue
+            seen.add(file.resolve())
             text = _read_text(file)
             if text is None and named:
                 raise CorpusError(f"{file} is not UTF-8 text; convert it, or leave it out")
@@ -57,18 +63,25 @@ def read_corpus(paths: Sequence[Path], include: Sequence[str], exclude: Sequence
             elif text.strip():
                 texts.append(text)
     if not texts:
-        raise CorpusError(f"no text in {', '.join(map(str, paths))} ({n_skipped} files were not UTF-8 text)")
+        skipped = f"; passed over as not being UTF-8 text: {n_skipped}" if n_skipped else ""
+        raise CorpusError(f"no text in {', '.join(map(str, paths))}{skipped}")
     order = np.random.default_rng(seed).permutation(len(texts))
     return Corpus([texts[i] for i in order], n_skipped)
 
 
 def _walk(folder: Path, include: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
-    for file in folder.rglob("*"):
-        name = file.relative_to(folder).as_posix()
-        hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
-        wanted = any(fnmatch(name, pattern) for pattern in include) and not any(fnmatch(name, p) for p in exclude)
-        if wanted and not hidden and file.is_file():
-            yield file
+    """The wanted files below a folder; hidden ones, and what lies in hidden folders, are not."""
+    for parent, folders, files in os.walk(folder, onerror=_refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for file in (Path(parent, name) for name in files if not name.startswith(".")):
+            name = file.relative_to(folder).as_posix()
+            wanted = any(fnmatch(name, pattern) for pattern in include) and not any(fnmatch(name, p) for p in exclude)
+            if wanted and file.is_file():
+                yield file
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise CorpusError(f"{error.filename} cannot be read: {error.strerror}") from None
 
 
 def _read_text(path: Path) -> str | None:
@@ -76,7 +89,7 @@ def _read_text(path: Path) -> str | None:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise CorpusError(f"{path} cannot be read: {error.strerror}") from None
+        _refuse(error)
     if b"\0" in content:
         return None
     try:
@@ -121,25 +134,27 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, held_out
     """Tokenise the corpus into `folder`: shard-00000.bin …, held_out.bin (the last share of it) and data.json.
 
     Every document is followed by the end-of-text token, where the tokenizer has one. Raises CorpusError when the
-    training or the held-out part is shorter than one context, before anything is written.
+    training or the held-out part is shorter than one context, and TokenizerError when the tokenizer does not take the
+    text, before anything is written.
     """
-    dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
+    dtype = np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32
     tokens = np.concatenate([np.array(ids, dtype=dtype) for ids in _encode(corpus.texts, tokenizer)])
     n_held_out = max(int(len(tokens) * held_out), context + 1)
     n_train = len(tokens) - n_held_out
     if n_train <= context:
-        raise CorpusError(
-            f"the corpus has {len(tokens)} tokens, too few for a context of {context}; "
-            f"add text or use a context below {max(1, len(tokens) // 2 - 1)}"
-        )
+        mend = f"add text, or use a context of at most {len(tokens) // 2 - 1}" if len(tokens) >= 4 else "add text"
+        raise CorpusError(f"the corpus has {len(tokens)} tokens, too few for a context of {context}; {mend}")
     part = folder.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    for i, start in enumerate(range(0, n_train, SHARD_TOKENS)):
-        tokens[start : min(start + SHARD_TOKENS, n_train)].tofile(part / f"shard-{i:05d}.bin")
-    tokens[n_train:].tofile(part / "held_out.bin")
-    (part / "data.json").write_text(json.dumps({"dtype": np.dtype(dtype).name}) + "\n", encoding="utf-8")
-    part.rename(folder)
+    try:
+        for i, start in enumerate(range(0, n_train, SHARD_TOKENS)):
+            tokens[start : min(start + SHARD_TOKENS, n_train)].tofile(part / f"shard-{i:05d}.bin")
+        tokens[n_train:].tofile(part / "held_out.bin")
+        (part / "data.json").write_text(json.dumps({"dtype": np.dtype(dtype).name}) + "\n", encoding="utf-8")
+        part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
     return open_tokens(folder)
 
 
@@ -165,5 +180,9 @@ def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
 
 
 def _encode_batch(batch: list[str], tokenizer: Tokenizer, end: int | None) -> Iterator[list[int]]:
-    for encoding in tokenizer.encode_batch(batch, add_special_tokens=False):
+    try:
+        encodings = tokenizer.encode_batch(batch, add_special_tokens=False)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise TokenizerError(f"the tokenizer cannot encode the corpus: {error}") from None
+    for encoding in encodings:
         yield encoding.ids if end is None else [*encoding.ids, end]

@@ -14,7 +14,7 @@ from model.checkpoint import CheckpointError, load_checkpoint
 from model.config import DecoderConfig
 from model.data import Corpus, open_tokens, read_corpus, write_tokens
 from model.decoder import Decoder
-from model.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
+from model.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer, vocabulary_size
 from model.train import METRICS_FILE, Trainer, TrainSettings, plot_losses
 
 DATA_FOLDER = "data"
@@ -82,7 +82,7 @@ def start_run(
     end = tokenizer.token_to_id(END_OF_TEXT)
     config = replace(
         config,
-        vocab_size=tokenizer.get_vocab_size(),
+        vocab_size=vocabulary_size(tokenizer),
         max_model_len=max(config.max_model_len, settings.context),
         bos_token_id=end,
         eos_token_ids=() if end is None else (end,),

@@ -17,7 +17,8 @@ class TokenizerError(ValueError):
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Byte-level BPE (Sennrich et al. 2016; Radford et al. 2019) with `<|endoftext|>` as token 0.
 
-    Any text round-trips. Raises TokenizerError when `vocab_size` cannot hold the 256 bytes and the special token.
+    Any text round-trips (`<|endoftext|>` in it is read as that token, which decoding leaves out by default). Raises
+    TokenizerError when `vocab_size` cannot hold the 256 bytes and the special token.
     """
     if vocab_size < 257:
         raise TokenizerError(f"vocab_size must be at least 257 (256 bytes and {END_OF_TEXT}), not {vocab_size}")
@@ -35,10 +36,21 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json. Raises TokenizerError, in one line, when it is missing or not one."""
+    """Read a tokenizer.json. Raises TokenizerError, in one line, when it is missing or not one.
+
+    A length that the file cuts or pads text to is not taken over: it would silently shorten documents and prompts.
+    """
     if not path.is_file():
         raise TokenizerError(f"{path} does not exist")
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
         raise TokenizerError(f"{path} is not a tokenizer: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """One more than the largest token id; ids may have gaps, so this can exceed the number of tokens."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
