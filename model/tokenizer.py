@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
+# What a token may not reach beyond: an indentation, a line break, a name, up to three digits, punctuation, spaces.
+_WORDS = r"(?<=\n)[^\S\n]+|\n| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|[^\S\n]+"
 
 
 class TokenizerError(ValueError):
@@ -17,13 +19,19 @@ class TokenizerError(ValueError):
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Byte-level BPE (Sennrich et al. 2016; Radford et al. 2019) with `<|endoftext|>` as token 0.
 
-    Any text round-trips (`<|endoftext|>` in it is read as that token, which decoding leaves out by default). Raises
+    A line break is always a token of its own, and so is a line's indentation: a prompt that ends in one is then cut
+    where the training text was. Any text round-trips (`<|endoftext|>` in it is read as that token, which decoding leaves out by default). Raises
     TokenizerError when `vocab_size` cannot hold the 256 bytes and the special token.
     """
     if vocab_size < 257:
         raise TokenizerError(f"vocab_size must be at least 257 (256 bytes and {END_OF_TEXT}), not {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
