@@ -83,6 +83,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
         config = DecoderConfig.load(path / CONFIG_FILE)
         tokenizer = load_tokenizer(path / TOKENIZER_FILE)
         weights = load_file(path / WEIGHTS_FILE)
+        progress = _load_progress(path / PROGRESS_FILE)
     except (ConfigError, TokenizerError, SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from None
     decoder = Decoder(config).eval()
@@ -95,16 +96,27 @@ def load_checkpoint(directory: Path) -> Checkpoint:
             shapes = f"{list(weights[name].shape)}, not {list(expected[name])}"
             raise CheckpointError(f"tensor {name!r} in {path / WEIGHTS_FILE} has shape {shapes}")
     decoder.load_state_dict(weights)
-    progress_path = path / PROGRESS_FILE
-    progress = json.loads(progress_path.read_text(encoding="utf-8")) if progress_path.is_file() else {}
     return Checkpoint(path, decoder, tokenizer, progress)
 
 
+def _load_progress(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        progress: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from None
+    return progress
+
+
 def load_state(path: Path) -> dict[str, Tensor]:
-    """The training state beside a checkpoint's weights. Raises CheckpointError when it has none."""
+    """The training state beside a checkpoint's weights. Raises CheckpointError when it has none, or a damaged one."""
     if not (path / STATE_FILE).is_file():
         raise CheckpointError(f"{path} has no {STATE_FILE}, so its training cannot be resumed")
-    return load_file(path / STATE_FILE)
+    try:
+        return load_file(path / STATE_FILE)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path / STATE_FILE} cannot be loaded: {error}") from None
 
 
 def optimizer_state(decoder: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -17,7 +17,8 @@ from model.decoder import Decoder
 @torch.inference_mode()
 def next_logits(decoder: Decoder, token_ids: list[int]) -> NDArray[np.float32]:
     """Logits [vocab] of the token that follows `token_ids`."""
-    logits: NDArray[np.float32] = decoder(torch.tensor([token_ids]))[0, -1].float().numpy()
+    input_ids = torch.tensor([token_ids], device=decoder.embedding.weight.device)
+    logits: NDArray[np.float32] = decoder(input_ids)[0, -1].float().cpu().numpy()
     return logits
 
 

@@ -94,7 +94,9 @@ def start_run(
         f"{data.n_train:,} tokens to train on, {len(data.held_out):,} held out; vocabulary {config.vocab_size:,}; "
         f"{decoder.n_parameters:,} parameters"
     )
-    return Trainer(decoder, tokenizer, data, settings)
+    trainer = Trainer(decoder, tokenizer, data, settings)
+    trainer.save(folder)  # from here on, whatever ends the run, --resume continues it
+    return trainer
 
 
 def resume_run(folder: Path, console: Console) -> Trainer:
@@ -106,7 +108,7 @@ def resume_run(folder: Path, console: Console) -> Trainer:
     data = open_tokens(folder / DATA_FOLDER)
     trainer = Trainer(checkpoint.decoder, checkpoint.tokenizer, data, settings)
     trainer.restore(checkpoint.path, checkpoint.progress)
-    console.print(f"resuming {folder} at step {trainer.step} of {settings.steps}")
+    console.print(f"resuming {folder} at step {trainer.step} of {settings.steps}", soft_wrap=True, markup=False)
     return trainer
 
 
@@ -116,7 +118,8 @@ def train(folder: Path, trainer: Trainer, console: Console) -> bool:
         complete = trainer.run(folder, bar)
     plot_losses(folder / METRICS_FILE, folder / PICTURE_FILE)
     if not complete:
-        console.print(f"stopped and saved at step {trainer.step}; continue with: kvasir train --resume --out {folder}")
+        message = f"stopped and saved at step {trainer.step}; continue with: kvasir train --resume --out {folder}"
+        console.print(message, soft_wrap=True, markup=False)
     return complete
 
 

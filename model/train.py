@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Protocol
 
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from tokenizers import Tokenizer
@@ -120,6 +121,7 @@ class Trainer:
     def _update(self, rate: float) -> tuple[float, float]:
         """One optimizer step at a learning rate; the loss before it and the gradient's norm before clipping."""
         self.decoder.train()
+        seed_dropout(self.settings.seed, self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         total = 0.0
@@ -153,19 +155,18 @@ class Trainer:
         return sum(losses) / len(rows)
 
     def _sample(self) -> tuple[str, str]:
-        """The start of the held-out text and a sampled continuation."""
-        prompt_ids = self.data.held_out[:_SAMPLE_PROMPT_TOKENS].tolist()
-        if self.device.type != "cpu":
-            return self.tokenizer.decode(prompt_ids), ""
+        """The start of the held-out text and a sampled continuation, both within the decoder's positions."""
+        longest = self.decoder.config.max_model_len
+        prompt_ids = self.data.held_out[: min(_SAMPLE_PROMPT_TOKENS, max(1, longest // 2))].tolist()
+        max_tokens = min(_SAMPLE_TOKENS, longest - len(prompt_ids))
         output_ids = generate(
-            self.decoder, prompt_ids, max_tokens=_SAMPLE_TOKENS, temperature=0.8, top_p=0.95, seed=self.step
+            self.decoder, prompt_ids, max_tokens=max_tokens, temperature=0.8, top_p=0.95, seed=self.step
         )
         return self.tokenizer.decode(prompt_ids), self.tokenizer.decode(output_ids)
 
     def save(self, folder: Path) -> Path:
         """Write a checkpoint that `restore` continues from."""
         state = optimizer_state(self.decoder, self.optimizer)
-        state["torch_rng"] = torch.get_rng_state()
         progress = {
             "settings": asdict(self.settings),
             "seconds": round(self.seconds, 1),
@@ -177,11 +178,16 @@ class Trainer:
 
     def restore(self, path: Path, progress: dict[str, Any]) -> None:
         """Continue from a checkpoint whose weights the decoder already holds."""
-        state = load_state(path)
-        restore_optimizer(self.decoder, self.optimizer, state)
-        torch.set_rng_state(state["torch_rng"])
+        restore_optimizer(self.decoder, self.optimizer, load_state(path))
         self.step = progress["step"]
         self.seconds = progress["seconds"]
+        if progress["held_out_loss"] is not None:
+            self.held_out_loss = progress["held_out_loss"]
+
+
+def seed_dropout(seed: int, step: int) -> None:
+    """Make what a step drops a function of (seed, step), on every device: resuming needs no generator's state."""
+    torch.manual_seed(int(np.random.SeedSequence((seed, step)).generate_state(1, np.uint64)[0]))
 
 
 def mixed_precision(device: torch.device) -> AbstractContextManager[Any]:
@@ -217,7 +223,7 @@ def _open_metrics(path: Path, step: int) -> Iterator[IO[str]]:
     kept: list[list[str]] = []
     if path.is_file():
         with path.open(newline="", encoding="utf-8") as file:
-            kept = [row for row in csv.reader(file) if row[0].isdigit() and int(row[0]) <= step]
+            kept = [row for row in csv.reader(file) if row and row[0].isdigit() and int(row[0]) <= step]
     with path.open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([_COLUMNS, *kept])
         yield file
