@@ -48,8 +48,27 @@ def parse_changes(changes: list[str]) -> dict[str, Any]:
     return parsed
 
 
+def refuse_changes_to_a_run(invocation: typer.Context) -> None:
+    """A resumed run keeps its text and settings: what would change them is refused, not passed over."""
+    given = []
+    for parameter in invocation.command.params:
+        source = invocation.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE" and parameter.name not in {"out", "resume"}:
+            given.append(parameter.opts[0])
+    if given:
+        fail(f"--resume continues the run with its own text and settings; leave out {', '.join(given)}")
+
+
+def refuse_fields_of_the_tokenizer(changes: dict[str, Any], tokenizer: Path | None) -> None:
+    """Fields that the tokenizer decides would be overwritten."""
+    decided = {"bos_token_id", "eos_token_ids"} | ({"vocab_size"} if tokenizer else set())
+    for name in sorted(decided & changes.keys()):
+        fail(f"{name} follows from the tokenizer; leave it out of --set")
+
+
 @app.command()
 def train(
+    invocation: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the run; checkpoints, metrics.csv and loss.png go there.")],
     corpus: Annotated[list[Path] | None, typer.Argument(help="Text files, or folders of them.")] = None,
     preset: Annotated[str, typer.Option(help="Shape of the decoder.")] = "tiny",
@@ -61,7 +80,7 @@ def train(
     exclude: Annotated[list[str] | None, typer.Option(help="No files of folders whose path matches.")] = None,
     held_out: Annotated[float, typer.Option(min=0.0, max=0.5, help="Share of the text kept for evaluation.")] = 0.05,
     steps: Annotated[int, typer.Option(min=1)] = 2000,
-    context: Annotated[int, typer.Option(min=8, help="Tokens a sequence.")] = 256,
+    context: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 256,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences in memory at once.")] = 16,
     accumulate: Annotated[int, typer.Option(min=1, help="Batches a step.")] = 1,
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
@@ -69,7 +88,7 @@ def train(
     weight_decay: Annotated[float, typer.Option(min=0.0)] = 0.1,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 250,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 250,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with its settings.")] = False,
 ) -> None:
     """Train a decoder on text: files, or folders of them."""
@@ -81,11 +100,14 @@ def train(
     console = Console()
     try:
         if resume:
+            refuse_changes_to_a_run(invocation)
             trainer = run.resume_run(out, console)
         elif not corpus:
             fail("name at least one file or folder to train on, or give --resume")
         else:
-            config = find_preset(preset, **parse_changes(changes or []))
+            fields = parse_changes(changes or [])
+            refuse_fields_of_the_tokenizer(fields, tokenizer)
+            config = find_preset(preset, **fields)
             settings = TrainSettings(
                 steps=steps,
                 context=context,
@@ -252,3 +274,7 @@ def bench_engine(
 def main() -> None:
     """Entry point of the `kvasir` command."""
     app()
+
+
+if __name__ == "__main__":
+    main()

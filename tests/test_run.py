@@ -1,0 +1,235 @@
+"""`kvasir train`: a folder of text becomes a run, and a mistake becomes one line with nothing left behind."""
+
+from __future__ import annotations
+
+import csv
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvasir import app
+from model import run
+from model.checkpoint import load_checkpoint
+from model.data import open_tokens
+from model.tokenizer import train_tokenizer
+
+SHAPE = ("n_layer=1", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
+QUICK = [*(f"--set={change}" for change in SHAPE), "--context=8", "--batch-size=2", "--warmup=1"]
+SMALL = [*QUICK, "--set=vocab_size=270"]
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to be in, with a corpus in `texts`."""
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    for name in ("one", "two"):
+        Path("texts", f"{name}.txt").write_text(f"{name} fish swims in the sea. " * 30)
+    return tmp_path
+
+
+def kvasir_train(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
+
+
+def files() -> set[str]:
+    return {path.as_posix() for path in Path().rglob("*")}
+
+
+def metrics(folder: str) -> list[list[str]]:
+    with Path(folder, "metrics.csv").open(newline="") as file:
+        return [row[:-1] for row in csv.reader(file)]  # the last column is seconds
+
+
+def refused(*arguments: str) -> str:
+    """What a command that must fail says; it leaves every file as it was."""
+    before = files()
+    result = kvasir_train(*arguments)
+    assert result.exit_code == 1
+    assert files() == before
+    assert result.stderr.startswith("kvasir: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr.removeprefix("kvasir: ").rstrip("\n")
+
+
+def binary() -> None:
+    Path("bad").write_bytes(b"\x7fELF\0\1")
+
+
+def folder_of_binaries() -> None:
+    Path("bad").mkdir()
+    Path("bad", "program").write_bytes(b"\x7fELF\0\1")
+
+
+def empty_folder() -> None:
+    Path("bad").mkdir()
+
+
+def short_text() -> None:
+    Path("bad").write_text("hi")
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (nothing, "bad does not exist"),
+        (binary, "bad is not UTF-8 text; convert it, or leave it out"),
+        (empty_folder, "no text in bad"),
+        (folder_of_binaries, "no text in bad; passed over as not being UTF-8 text: 1"),
+        (short_text, "the corpus has 2 tokens, too few for a context of 8; add text"),
+    ],
+)
+def test_a_corpus_that_cannot_be_trained_on(prepare: Callable[[], None], message: str) -> None:
+    prepare()
+    assert refused("bad", "--out", "run", *SMALL) == message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--preset huge", "no preset 'huge'; there are tiny, gpt2-124m, smollm2-135m, qwen2.5-0.5b, llama3.2-1b"),
+        ("--set dropout", "--set takes name=value, not 'dropout'"),
+        ("--set depth=3", "unknown field 'depth' in the decoder's configuration"),
+        ("--set dropout=1", "dropout must be at least 0 and less than 1, not 1"),
+        ("--set dropout=none", "dropout must be at least 0 and less than 1, not 'none'"),
+        ("--set n_head=true", "n_head must be a positive whole number, not True"),
+        ("--set n_kv_head=5", "n_head (6) must be a multiple of n_kv_head (5)"),
+        ("--set rope_theta=x", "rope_theta must be a positive number, not 'x'"),
+        ("--set norm=batchnorm", "norm must be one of rmsnorm, layernorm, not 'batchnorm'"),
+        ("--set vocab_size=99", "vocab_size must be at least 257 (256 bytes and <|endoftext|>), not 99"),
+        ("--set bos_token_id=1", "bos_token_id follows from the tokenizer; leave it out of --set"),
+        ("--tokenizer t.json --set vocab_size=300", "vocab_size follows from the tokenizer; leave it out of --set"),
+        ("--tokenizer nowhere.json", "nowhere.json does not exist"),
+        ("--tokenizer texts/one.txt", "texts/one.txt is not a tokenizer: expected value at line 1 column 1"),
+        ("--include *.rs", "no text in texts"),
+    ],
+)
+def test_settings_that_cannot_be_used(arguments: str, message: str) -> None:
+    assert refused("texts", "--out", "run", *arguments.split()) == message
+
+
+def test_no_corpus_at_all() -> None:
+    assert refused("--out", "run") == "name at least one file or folder to train on, or give --resume"
+
+
+def test_a_folder_in_use_is_not_written_to() -> None:
+    message = "texts is not empty; continue it with --resume or choose another --out"
+    assert refused("texts", "--out", "texts", *SMALL) == message
+
+
+def test_an_out_that_is_a_file() -> None:
+    assert "texts/one.txt" in refused("texts", "--out", "texts/one.txt", *SMALL)
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**64)])
+def test_a_seed_that_no_generator_takes_is_a_usage_error(seed: str) -> None:
+    result = kvasir_train("texts", "--out", "run", *SMALL, "--seed", seed)
+    assert result.exit_code == 2
+    assert "--seed" in result.stderr
+    assert not Path("run").exists()
+
+
+def test_resuming_what_is_not_a_run() -> None:
+    for folder in ("nowhere", "texts"):
+        message = f"{folder} holds no checkpoint; make one with: kvasir train CORPUS --out {folder}"
+        assert refused("--resume", "--out", folder) == message
+
+
+def test_a_fresh_run_writes_what_resuming_and_exporting_need() -> None:
+    result = kvasir_train("texts", "--out", "runs/a", *SMALL, "--set", "dropout=0.1", "--steps", "3", "--seed", "4")
+    assert result.exit_code == 0, result.stderr
+    assert {path.name for path in Path("runs/a").iterdir()} == {"data", "loss.png", "metrics.csv", "step-00000003"}
+    checkpoint = load_checkpoint(Path("runs/a"))
+    config = checkpoint.decoder.config
+    assert (config.n_layer, config.d_model, config.n_kv_head, config.dropout) == (1, 32, 1, 0.1)
+    assert config.vocab_size == checkpoint.tokenizer.get_vocab_size() <= 270
+    assert (config.bos_token_id, config.eos_token_ids) == (0, (0,))
+    assert checkpoint.progress["settings"]["seed"] == 4
+    assert open_tokens(Path("runs/a/data")).n_train == checkpoint.progress["train_tokens"]
+    assert [row[0] for row in metrics("runs/a")] == ["step", "1", "2", "3"]
+    assert "2 documents" in result.stdout
+    assert "held-out loss" in result.stdout
+
+
+def test_a_given_tokenizer_is_used_as_it_is() -> None:
+    given = train_tokenizer(["quite other words"], 262)
+    given.save("given.json")
+    result = kvasir_train("texts", "--out", "run", *QUICK, "--tokenizer", "given.json", "--steps", "1")
+    assert result.exit_code == 0, result.stderr
+    checkpoint = load_checkpoint(Path("run"))
+    assert checkpoint.tokenizer.to_str() == given.to_str()
+    assert checkpoint.decoder.config.vocab_size == given.get_vocab_size()
+
+
+def test_a_context_longer_than_the_preset_has_positions_for_lengthens_it() -> None:
+    result = kvasir_train("texts", "--out", "run", *SMALL, "--set", "max_model_len=4", "--steps", "1")
+    assert result.exit_code == 0, result.stderr
+    assert load_checkpoint(Path("run")).decoder.config.max_model_len == 8
+
+
+def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Press Ctrl-C while the progress bar is told of a step."""
+    report = run.ProgressBar.step
+
+    def report_and_press(bar: run.ProgressBar, at: int, loss: float, tokens_per_second: float) -> None:
+        report(bar, at, loss, tokens_per_second)
+        if at == step:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(run.ProgressBar, "step", report_and_press)
+
+
+def test_ctrl_c_saves_and_resume_completes_to_the_same_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [*SMALL, "--set", "dropout=0.2", "--steps", "6", "--evaluate-every", "2"]
+    assert kvasir_train("texts", "--out", "whole", *arguments).exit_code == 0
+    with monkeypatch.context() as patch:
+        interrupt_at(3, patch)
+        stopped = kvasir_train("texts", "--out", "stopped", *arguments)
+    assert stopped.exit_code == 130
+    assert "stopped and saved at step 3; continue with: kvasir train --resume --out stopped\n" in stopped.stdout
+    assert Path("stopped/loss.png").is_file()
+    resumed = kvasir_train("--resume", "--out", "stopped")
+    assert resumed.exit_code == 0, resumed.stderr
+    assert "resuming stopped at step 3 of 6" in resumed.stdout
+    assert metrics("stopped") == metrics("whole")
+
+
+def test_a_run_that_died_before_its_first_step_can_be_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder was refused as not empty by a fresh run, and as without a checkpoint by a resumed one."""
+    assert kvasir_train("texts", "--out", "whole", *SMALL, "--steps", "3").exit_code == 0
+
+    def die(*_: object) -> None:
+        raise SystemExit(137)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "train", die)
+        assert kvasir_train("texts", "--out", "died", *SMALL, "--steps", "3").exit_code == 137
+    assert kvasir_train("--resume", "--out", "died").exit_code == 0
+    assert metrics("died") == metrics("whole")
+
+
+def test_resume_refuses_what_it_would_not_heed() -> None:
+    """More steps, another rate or text given with --resume used to be passed over in silence."""
+    assert kvasir_train("texts", "--out", "run", *SMALL, "--steps", "1").exit_code == 0
+    message = "--resume continues the run with its own text and settings; leave out "
+    assert refused("texts", "--resume", "--out", "run") == message + "corpus"
+    assert refused("--resume", "--out", "run", "--steps", "9", "--set", "n_layer=2") == message + "--set, --steps"
+    assert kvasir_train("--resume", "--out", "run").exit_code == 0
+
+
+def test_resume_names_what_a_run_has_lost() -> None:
+    assert kvasir_train("texts", "--out", "run", *SMALL, "--steps", "1").exit_code == 0
+    Path("run/data/data.json").rename("data.json")
+    assert "run/data holds no token shards" in refused("--resume", "--out", "run")
+    Path("data.json").rename("run/data/data.json")
+    Path("run/step-00000001/training.safetensors").write_bytes(b"\0")
+    assert "training.safetensors cannot be loaded" in refused("--resume", "--out", "run")
+    Path("run/step-00000001/training.json").unlink()
+    assert "was not written by a training run, so there is nothing to resume" in refused("--resume", "--out", "run")
