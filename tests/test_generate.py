@@ -1,125 +1,131 @@
-"""Generation's oracle, itself held against definitions: the argmax chain, and the distribution that draw() keeps."""
+"""TGI's routes."""
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import replace
+import json
+from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from numpy.typing import NDArray
 
-from model.generate import draw, generate, next_logits
-from tests.random_models import make_config, make_decoder
+from tests.fake_runner import FakeRunner
+from tests.serving import EOS, VOCAB_SIZE, Served, saying, serving, small_tokenizer
 
-CONFIG = make_config(max_model_len=40, tied_embeddings=False)  # tied, random weights repeat the last token for ever
-decoder = make_decoder(CONFIG)
-PROMPT = [5, 17, 3]
+tokenizer = small_tokenizer()
 
 
-def kept_probabilities(logits: NDArray[np.float32], temperature: float, top_k: int, top_p: float) -> dict[int, float]:
-    """Token → probability: softmax at the temperature, the k likeliest, then the fewest that reach top_p."""
-    weights = np.exp(logits.astype(np.float64) / temperature - logits.max() / temperature)
-    likeliest_first = sorted(range(len(logits)), key=lambda token_id: (-weights[token_id], token_id))
-    if top_k:
-        likeliest_first = likeliest_first[:top_k]
-    total = sum(weights[token_id] for token_id in likeliest_first)
-    nucleus: list[int] = []
-    for token_id in likeliest_first:
-        nucleus.append(token_id)
-        if top_p < 1.0 and sum(weights[i] for i in nucleus) >= top_p * total:
-            break
-    return {token_id: weights[token_id] / sum(weights[i] for i in nucleus) for token_id in nucleus}
+async def generate(served: Served, inputs: str, **parameters: Any) -> dict[str, Any]:
+    response = await served.client.post("/generate", json={"inputs": inputs, "parameters": parameters})
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
 
 
-def test_next_logits_are_the_last_position_of_the_whole_sequence() -> None:
-    ids = [1, 2, 3, 4]
-    with torch.inference_mode():
-        expected = decoder(torch.tensor([ids]))[0, -1].numpy()
-    assert np.array_equal(next_logits(decoder, ids), expected)
-    assert next_logits(decoder, ids).dtype == np.float32
+async def stream(served: Served, inputs: str, **parameters: Any) -> list[dict[str, Any]]:
+    response = await served.client.post("/generate_stream", json={"inputs": inputs, "parameters": parameters})
+    assert response.status_code == 200, response.text
+    events = response.text.split("\n\n")
+    assert events.pop() == ""
+    assert all(event.startswith("data:{") for event in events)
+    return [json.loads(event.removeprefix("data:")) for event in events]
 
 
-def test_greedy_is_the_chain_of_argmaxes() -> None:
-    expected = list(PROMPT)
-    for _ in range(12):
-        expected.append(int(next_logits(decoder, expected).argmax()))
-    assert generate(decoder, PROMPT, max_tokens=12) == expected[3:]
-    assert len(set(expected[3:])) > 2  # a chain stuck on one token would show nothing
+async def test_greedy_unless_asked_to_sample() -> None:
+    async with serving() as served:
+        expected = tokenizer.decode(served.runner.greedy(tokenizer.encode("def").ids, 5))
+        assert await generate(served, "def", max_new_tokens=5, ignore_eos=True) == {"generated_text": expected}
+        sampled = [await generate(served, "def", max_new_tokens=5, do_sample=True, details=True) for _ in range(3)]
+        assert len({answer["generated_text"] for answer in sampled}) > 1
+        seed = sampled[0]["details"]["seed"]
+        again = await generate(served, "def", max_new_tokens=5, do_sample=True, details=True, seed=seed)
+        assert again == sampled[0]
 
 
-def test_generation_turns_dropout_off() -> None:
-    dropping = make_decoder(replace(CONFIG, dropout=0.5, attention_dropout=0.5)).train()
-    assert generate(dropping, PROMPT, max_tokens=12) == generate(decoder, PROMPT, max_tokens=12)
+async def test_the_default_is_a_hundred_tokens_or_what_there_is_room_for() -> None:
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=128)) as served:
+        response = await served.client.post("/generate", json={"inputs": "x", "parameters": {"ignore_eos": True}})
+        assert response.status_code == 200
+        body = {"inputs": "x", "parameters": {"details": True, "ignore_eos": True}}
+        details = (await served.client.post("/generate", json=body)).json()["details"]
+        assert details["generated_tokens"] == 100
+        assert len(served.runner.batches) == 200
 
 
-def test_it_stops_after_an_ending_token_which_it_returns() -> None:
-    free = generate(decoder, PROMPT, max_tokens=12)
-    ending = free[5]
-    assert generate(decoder, PROMPT, max_tokens=12, ending_ids=[ending, 299]) == free[: free.index(ending) + 1]
-    assert generate(decoder, PROMPT, max_tokens=12, ending_ids={max(set(range(300)) - set(free))}) == free
-    assert generate(decoder, [*PROMPT, ending], max_tokens=2, ending_ids=[ending])  # one in the prompt ends nothing
+async def test_details_hold_every_token_with_its_alternatives() -> None:
+    async with serving() as served:
+        answer = await generate(
+            served, "def", max_new_tokens=4, details=True, decoder_input_details=True, top_n_tokens=2, ignore_eos=True
+        )
+        ids = tokenizer.encode("def").ids
+        expected = served.runner.greedy(ids, 4)
+    details = answer["details"]
+    assert [token["id"] for token in details["tokens"]] == expected
+    assert [next(token["id"] for token in top) for top in details["top_tokens"]] == expected
+    assert [token["id"] for token in details["prefill"]] == ids
+    assert details["prefill"][0]["logprob"] is None
+    assert (details["finish_reason"], details["generated_tokens"], details["input_length"]) == ("length", 4, len(ids))
+    assert details["seed"] is None
 
 
-def test_no_tokens_asked_gives_none() -> None:
-    assert generate(decoder, PROMPT, max_tokens=0) == []
+async def test_a_stream_has_an_event_for_each_token_and_ends_with_the_text() -> None:
+    async with serving() as served:
+        whole = await generate(served, "def", max_new_tokens=9, seed=4, do_sample=True, ignore_eos=True)
+        events = await stream(served, "def", max_new_tokens=9, seed=4, do_sample=True, ignore_eos=True, top_n_tokens=1)
+    assert [event["index"] for event in events] == list(range(1, 10))
+    shown = [event["token"]["text"] for event in events if not event["token"]["special"]]
+    assert "".join(shown) == whole["generated_text"]
+    assert all(event["generated_text"] is None and event["details"] is None for event in events[:-1])
+    assert events[-1]["generated_text"] == whole["generated_text"]
+    assert events[-1]["details"] == {"finish_reason": "length", "generated_tokens": 9, "seed": 4, "input_length": 1}
+    assert all(len(event["top_tokens"]) == 1 for event in events)
 
 
-def test_the_stream_of_random_numbers_is_named_by_seed_and_sample_index() -> None:
-    def sampled(seed: int, sample_index: int) -> list[int]:
-        return generate(decoder, PROMPT, max_tokens=12, temperature=1.0, seed=seed, sample_index=sample_index)
-
-    streams = [sampled(seed, sample_index) for seed, sample_index in itertools.product((0, 1, 2**63), (0, 1))]
-    assert streams == [sampled(seed, index) for seed, index in itertools.product((0, 1, 2**63), (0, 1))]
-    assert len({tuple(stream) for stream in streams}) == len(streams)
-
-
-def test_sampling_follows_its_uniform_numbers_through_the_distribution() -> None:
-    """The i-th token is where the i-th number of Philox(seed, sample_index) falls, in order of ids."""
-    numbers = np.random.Generator(np.random.Philox(key=np.array([7, 2], dtype=np.uint64)))
-    ids = list(PROMPT)
-    for _ in range(10):
-        kept = kept_probabilities(next_logits(decoder, ids), 0.9, 20, 0.95)
-        uniform, cumulative = numbers.random(), 0.0
-        for token_id in sorted(kept):
-            cumulative += kept[token_id]
-            if cumulative > uniform:
-                break
-        ids.append(token_id)
-    sampled = generate(decoder, PROMPT, max_tokens=10, temperature=0.9, top_k=20, top_p=0.95, seed=7, sample_index=2)
-    assert sampled == ids[3:]
+async def test_how_it_ended_is_said_in_tgis_words() -> None:
+    async with serving(saying("json.load", n_prompt=1)) as served:
+        ended = await stream(served, "x", max_new_tokens=30, return_full_text=True)
+        assert ended[-1]["details"]["finish_reason"] == "eos_token"
+        assert ended[-1]["generated_text"] == "xjson.load"
+        assert ended[-1]["token"] == ended[-1]["token"] | {"id": EOS, "text": "<|endoftext|>", "special": True}
+        stopped = await stream(served, "x", max_new_tokens=30, stop=[".lo"])
+        assert stopped[-1]["details"]["finish_reason"] == "stop_sequence"
+        assert stopped[-1]["generated_text"] == "json"
+        assert "".join(event["token"]["text"] for event in stopped) == "json"
 
 
-@given(
-    logits=st.lists(st.integers(-60, 60).map(lambda i: i / 8), min_size=1, max_size=9, unique=True),
-    temperature=st.floats(0.2, 3.0),
-    top_k=st.integers(0, 10),
-    top_p=st.sampled_from([0.01, 0.3, 0.77, 0.95, 1.0]),
+async def test_a_prompt_is_cut_to_its_last_tokens() -> None:
+    async with serving() as served:
+        cut = await generate(served, "def read", truncate=1, max_new_tokens=1, details=True)
+    assert cut["details"]["input_length"] == 1
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        ({}, "inputs"),
+        ({"inputs": 1}, "inputs"),
+        ({"inputs": ""}, "prompt"),
+        ({"inputs": "a", "stream": True}, "stream"),
+        ({"inputs": "a", "parameters": []}, "parameters"),
+        ({"inputs": "a", "parameters": {"max_new_tokens": 0}}, "parameters.max_new_tokens"),
+        ({"inputs": "a", "parameters": {"grammar": {"type": "json"}}}, "parameters.grammar"),
+        ({"inputs": "a", "parameters": {"best_of": 2}}, "parameters.best_of"),
+        ({"inputs": "a", "parameters": {"watermark": True}}, "parameters.watermark"),
+        ({"inputs": "a", "parameters": {"max_new_tokens": 64}}, "max_model_len|at most 64 tokens"),
+    ],
 )
-def test_draw_gives_every_token_its_share_of_the_unit_interval(
-    logits: list[float], temperature: float, top_k: int, top_p: float
-) -> None:
-    """A fine grid of uniform numbers stands in for the random ones: shares are lengths, no statistics needed."""
-    row = np.array(logits, dtype=np.float32)
-    kept = kept_probabilities(row, temperature, top_k, top_p)
-    n = 200
-    drawn = [draw(row, temperature, top_k, top_p, uniform=(i + 0.5) / n) for i in range(n)]
-    for token_id in range(len(row)):
-        assert abs(drawn.count(token_id) / n - kept.get(token_id, 0.0)) <= 1.5 / n
-    assert drawn == sorted(drawn)  # in order of ids
+async def test_mistakes_have_tgis_body(path: str, body: dict[str, Any], place: str) -> None:
+    async with serving() as served:
+        response = await served.client.post(path, json=body)
+    assert response.status_code == 400
+    answer = response.json()
+    assert answer.keys() == {"error", "error_type"}
+    assert answer["error_type"] == "validation"
+    assert any(part in answer["error"] for part in place.split("|"))
 
 
-@pytest.mark.parametrize("uniform", [0.0, 0.5, np.nextafter(1.0, 0.0)])
-def test_draw_stays_among_the_kept_tokens_at_the_ends_of_the_interval(uniform: float) -> None:
-    row = np.array([0.0, 5.0, 1.0, 5.0], dtype=np.float32)
-    assert draw(row, 1.0, 1, 1.0, uniform) == 1  # a tie goes to the lower id
-    assert draw(row, 1.0, 2, 1.0, uniform) == (1 if uniform < 0.5 else 3)
-    assert draw(row, 1.0, 0, 1e-9, uniform) == 1
-
-
-def test_a_low_temperature_is_greedy_and_does_not_overflow() -> None:
-    row = np.array([100.0, -80.0, 101.0], dtype=np.float32)
-    assert all(draw(row, 1e-6, 0, 1.0, uniform) == 2 for uniform in (0.0, 0.999))
+async def test_prompt_details_are_refused_on_a_stream_and_no_ops_accepted() -> None:
+    async with serving() as served:
+        parameters = {"decoder_input_details": True}
+        response = await served.client.post("/generate_stream", json={"inputs": "a", "parameters": parameters})
+        assert response.status_code == 400
+        await generate(served, "a", max_new_tokens=1, best_of=1, watermark=False, grammar=None, adapter_id=None)
