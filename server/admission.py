@@ -40,12 +40,16 @@ class Admission:
             retry_after = _LOADING_RETRY if self.phase is Phase.LOADING else 1
             raise UnavailableError(f"{self.phase.value}; try again", retry_after=retry_after)
 
+    def check_size(self, n_sequences: int) -> None:
+        """Raises InvalidRequestError for more than an empty server could take."""
+        if n_sequences > self.capacity:
+            raise InvalidRequestError(f"the request has {n_sequences} sequences; at most {self.capacity} can be served")
+
     @contextmanager
     def admit(self, n_sequences: int) -> Iterator[None]:
         """Hold places for the sequences of one request until it ends. Raises OverloadedError, or UnavailableError."""
         self.check_open()
-        if n_sequences > self.capacity:
-            raise InvalidRequestError(f"the request has {n_sequences} sequences; at most {self.capacity} can be served")
+        self.check_size(n_sequences)
         missing = self.n_inside + n_sequences - self.capacity
         if missing > 0:
             raise OverloadedError(

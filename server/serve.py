@@ -17,11 +17,12 @@ import uvicorn
 from model.bundle import BundleError, ModelBundle, load_bundle
 from server.app import create_app
 from server.errors import StartupError
-from server.service import Service
+from server.service import Service, onnxruntime_version
 from server.settings import Settings
 
 logger = logging.getLogger("kvasir")
 
+_KEEP_ALIVE = 75  # seconds; longer than proxies and clients keep theirs, or a request may meet a closing connection
 _LAST_BYTES = 5  # seconds for connections to take what is written, once every request has ended
 
 
@@ -89,6 +90,7 @@ def run(settings: Settings) -> None:
     """Serve until a signal says otherwise. Raises StartupError, in one line, when that cannot be."""
     bundle = check_model(settings)
     _log_to_stderr(settings.log_level)
+    _compare_runtimes(bundle)
     app = create_app(settings, bundle)
     config = uvicorn.Config(
         app,
@@ -97,6 +99,7 @@ def run(settings: Settings) -> None:
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=_LAST_BYTES,
+        timeout_keep_alive=_KEEP_ALIVE,
     )
     server = DrainingServer(config, app.state.service)
     listener = bind(settings.host, settings.port)
@@ -119,6 +122,13 @@ def check_model(settings: Settings) -> ModelBundle:
             "export it again for cpu"
         )
     return bundle
+
+
+def _compare_runtimes(bundle: ModelBundle) -> None:
+    installed, verified = onnxruntime_version(), bundle.manifest.versions.get("onnxruntime")
+    if verified not in (None, installed):
+        fields = {"installed": installed, "verified_with": verified}
+        logger.warning("another ONNX Runtime than the model was verified with", extra={"fields": fields})
 
 
 def bind(host: str, port: int) -> socket.socket:

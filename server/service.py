@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from importlib.metadata import version
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
 from time import time
 
 from model.bundle import ModelBundle
@@ -141,6 +141,14 @@ class Service:
                 if timer is not None:
                     timer.cancel()
                 stream.close()
+
+
+def onnxruntime_version() -> str | None:
+    """Of the runtime that is installed, for whichever device."""
+    for name in ("onnxruntime", "onnxruntime-gpu"):
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return None
 
 
 def _report(error: Exception) -> None:

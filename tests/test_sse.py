@@ -12,7 +12,6 @@ from starlette.types import Message
 
 from server.api.sse import EventStream, event
 from server.errors import UnavailableError
-from tests.serving import serving
 
 
 class Client:
@@ -83,22 +82,3 @@ async def test_a_bug_after_the_first_event_ends_the_stream_in_words(caplog: pyte
     assert last["body"].endswith(b'"code":null}}\n\nbye')
     assert b"secret" not in last["body"]
     assert "ZeroDivisionError" in caplog.text
-
-
-async def test_silence_in_a_started_stream_is_filled_with_comments() -> None:
-    async with serving(keep_alive_interval=0.001) as served:
-        served.runner.hold()
-        service = served.service
-        from server.completion import CompletionRequest  # noqa: PLC0415
-        from server.engine.sampling import SamplingParams  # noqa: PLC0415
-
-        wanted = CompletionRequest(prompts=[await service.prompt([5])], params=SamplingParams(max_tokens=3))
-        with service.complete(wanted) as completion:
-            deltas = completion.deltas(0.001)
-            waiting = asyncio.ensure_future(anext(deltas))
-            served.runner.allow(1)
-            assert len(await waiting) == 1
-            assert await anext(deltas) == []
-            assert await anext(deltas) == []
-            served.runner.release()
-            assert [delta for batch in [batch async for batch in deltas] for delta in batch]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from server.api.responses import service_of
 from server.metrics import CONTENT_TYPE
+from server.service import onnxruntime_version
 
 router = APIRouter()
 
@@ -46,15 +47,7 @@ async def router_metrics(request: Request) -> Response:
 @router.get("/version")
 async def versions(request: Request) -> dict[str, Any]:
     service = service_of(request)
-    runtime = _installed("onnxruntime") or _installed("onnxruntime-gpu")
-    return {"version": version("kvasir-lm"), "onnxruntime": runtime, **service.describe_model()}
-
-
-def _installed(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
+    return {"version": version("kvasir-lm"), "onnxruntime": onnxruntime_version(), **service.describe_model()}
 
 
 def _health(good: bool) -> Response:

@@ -66,6 +66,7 @@ def _check_model(service: Service, name: str | None) -> None:
 
 
 async def _completion_request(service: Service, body: CompletionsBody) -> CompletionRequest:
+    service.admission.check_size(len(body.prompt) * body.n)  # before a million prompts are tokenised
     service.check_token_ids(body.stop_token_ids, "stop_token_ids")
     service.check_token_ids(map(int, body.logit_bias), "logit_bias")
     prompts = [await service.prompt(source, keep_last=body.truncate_prompt_tokens) for source in body.prompt]
