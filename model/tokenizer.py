@@ -19,9 +19,9 @@ class TokenizerError(ValueError):
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Byte-level BPE (Sennrich et al. 2016; Radford et al. 2019) with `<|endoftext|>` as token 0.
 
-    A line break is always a token of its own, and so is a line's indentation: a prompt that ends in one is then cut
-    where the training text was. Any text round-trips (`<|endoftext|>` in it is read as that token, which decoding leaves out by default). Raises
-    TokenizerError when `vocab_size` cannot hold the 256 bytes and the special token.
+    No token reaches across a line break or the end of a line's indentation: a prompt that ends there is then cut where
+    the training text was. Any text round-trips (`<|endoftext|>` in it is read as that token, which decoding leaves out
+    by default). Raises TokenizerError when `vocab_size` cannot hold the 256 bytes and the special token.
     """
     if vocab_size < 257:
         raise TokenizerError(f"vocab_size must be at least 257 (256 bytes and {END_OF_TEXT}), not {vocab_size}")

@@ -40,6 +40,18 @@ def test_texts_with_the_end_of_text_token_between_them_round_trip(texts: list[st
     assert tokenizer.decode(ids) == "".join(texts)
 
 
+lines = st.text(alphabet="a \t\n:_.,7é", max_size=30)
+
+
+@given(lines, st.text(alphabet=" \t", max_size=5), lines)
+@example("def f(x):", "    ", "return x\n")
+def test_a_prompt_cut_after_an_indentation_starts_as_the_whole_text_does(before: str, indent: str, after: str) -> None:
+    """Were "\\n    return" cut otherwise than "\\n    ", the model would go on from tokens it never saw in training."""
+    for prompt, rest in ((f"{before}\n{indent}", f"x{after}"), (f"{before}\n", after)):
+        ids = tokenizer.encode(prompt).ids
+        assert tokenizer.encode(prompt + rest).ids[: len(ids)] == ids
+
+
 def test_end_of_text_is_token_zero() -> None:
     assert tokenizer.token_to_id(END_OF_TEXT) == 0
     assert tokenizer.encode(END_OF_TEXT).ids == [0]
