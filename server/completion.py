@@ -17,7 +17,7 @@ from server.detokenizer import Detokenizer, StopChecker
 from server.engine.engine import TokenOutput
 from server.engine.sampling import SamplingParams, TokenLogprobs
 from server.engine.sequence import FinishReason, Sequence, SequenceTimes
-from server.errors import DeadlineExceededError, EngineError, UnavailableError
+from server.errors import DeadlineExceededError, EngineError, KvasirError, UnavailableError
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,17 @@ class Completion:
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit):
                     outputs = await self.stream.receive()
-            choices = [(self._by_sequence[output.sequence_id], output) for output in outputs]
-            yield [self._advance(choice, output) for choice, output in choices if choice.finish_reason is None]
+            ready: list[Delta] = []
+            for output in outputs:
+                choice = self._by_sequence[output.sequence_id]
+                try:
+                    if choice.finish_reason is None:
+                        ready.append(self._advance(choice, output))
+                except KvasirError:
+                    if ready:  # what came before the failure is the client's
+                        yield ready
+                    raise
+            yield ready
             limit = silence
 
     def _advance(self, choice: Choice, output: TokenOutput) -> Delta:

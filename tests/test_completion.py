@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from server.completion import CompletionRequest, Delta, make_choices
 from server.engine.sampling import SamplingParams
 from server.engine.sequence import FinishReason
+from server.errors import EngineError
 from server.service import Service
 from tests.serving import EOS, serving, small_tokenizer
 
@@ -31,6 +34,19 @@ async def test_silence_is_told_once_the_first_output_has_come() -> None:
     assert [delta.finish_reason for delta in rest] == [None, FinishReason.LENGTH]
     assert completion.n_completion_tokens == 3
     assert completion.seconds_to_first_token is not None
+
+
+async def test_what_came_before_a_failure_is_given_out_before_it_is_raised() -> None:
+    async with serving() as served:
+        served.runner.hold()
+        with served.service.complete(await request(served.service, ignore_eos=True)) as completion:
+            served.runner.allow(2)
+            await asyncio.to_thread(served.runner.wait_until_held)
+            served.service.engine.give_up()  # by now both outputs and the failure wait to be received
+            deltas = completion.deltas()
+            assert [delta.token_id is None for delta in await anext(deltas)] == [False, False]
+            with pytest.raises(EngineError):
+                await anext(deltas)
 
 
 async def test_leaving_the_block_early_ends_the_request() -> None:

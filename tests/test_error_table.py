@@ -253,7 +253,7 @@ async def test_a_deadline_after_the_first_token_gives_what_there_is() -> None:
 async def test_a_failure_in_mid_stream_is_an_event_before_the_last() -> None:
     async with serving() as served:
         served.runner.hold()
-        path, body = bodies("openai", max_tokens=9, stream=True)
+        path, body = bodies("openai", max_tokens=9, stream=True, logit_bias={"66": 100})
         reading = asyncio.create_task(served.client.post(path, json=body, headers={"x-request-id": "mine"}))
         await served.submitted.acquire()
         served.runner.allow(2)
