@@ -1,0 +1,94 @@
+"""The example model, served by the command as a new user would: a real process, real sockets, real log lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+
+from model.bundle import load_bundle
+
+SOURCE = Path(__file__).read_text(encoding="utf-8")
+EXAMPLE = Path(__file__).parent.parent / "examples/stdlib"
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+    model: str = EXAMPLE.name
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    command = [sys.executable, "-m", "kvasir", "serve", str(EXAMPLE), "--port", "0", "--max-queue", "200"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        port, ready = 0, False
+        while not (port and ready):
+            line = json.loads(process.stderr.readline())
+            port = line.get("port", port)
+            ready = ready or line["message"] == "ready"
+        yield Server(process, f"http://127.0.0.1:{port}")
+        process.send_signal(signal.SIGTERM)
+        process.stderr.read()
+        assert process.wait() == 0
+
+
+def test_the_example_is_small_and_whole() -> None:
+    assert sum(file.stat().st_size for file in EXAMPLE.iterdir()) <= 8_000_000
+    manifest = load_bundle(EXAMPLE).manifest
+    assert manifest.verification.greedy_agreement == 1.0
+    assert manifest.source["held_out_tokens"]
+
+
+def test_it_completes_python(server: Server) -> None:
+    """Indented lines of a function's body; nothing subtler would survive training it again."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        answer = client.completions.create(
+            model=server.model, prompt="class Reader:\n    def __init__(self, path):\n", max_tokens=64, temperature=0
+        )
+    assert "self." in answer.choices[0].text
+    assert answer.choices[0].text.startswith("        ")
+
+
+async def test_64_streams_at_once_are_each_what_they_are_alone(server: Server) -> None:
+    """Mixed lengths, greedy and sampled, with log-probabilities: the same text and the same numbers."""
+    generator = np.random.default_rng(0)
+
+    async def read(client: openai.AsyncOpenAI, i: int, start: int, length: int, max_tokens: int) -> list[object]:
+        stream = await client.completions.create(
+            model=server.model,
+            prompt=SOURCE[start : start + length],
+            max_tokens=max_tokens,
+            temperature=0.8 * (i % 2),
+            top_p=0.9,
+            seed=i,
+            logprobs=2,
+            stream=True,
+        )
+        events: list[object] = []
+        async for chunk in stream:
+            for choice in chunk.choices:
+                logprobs = choice.logprobs.model_dump() if choice.logprobs else None
+                events.append((choice.text, logprobs, choice.finish_reason))
+        return events
+
+    requests = [
+        (i, *map(int, (generator.integers(0, 400), generator.integers(1, 1500), generator.integers(1, 90))))
+        for i in range(64)
+    ]
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        together = await asyncio.gather(*(read(client, *request) for request in requests))
+        alone = [await read(client, *request) for request in requests]
+    assert together == alone
+    assert all(events[-1][2] in ("stop", "length") for events in together)  # type: ignore[index]
