@@ -95,7 +95,7 @@ def train(
     from model import run
     from model.checkpoint import CheckpointError
     from model.config import preset as find_preset
-    from model.train import TrainSettings
+    from model.train import DivergedError, TrainSettings
 
     console = Console()
     try:
@@ -130,7 +130,7 @@ def train(
             trainer = run.start_run(out, text, config, settings, console)
         if not run.train(out, trainer, console):
             raise typer.Exit(130)
-    except (CheckpointError, OSError, ValueError, TypeError) as error:
+    except (CheckpointError, DivergedError, OSError, ValueError, TypeError) as error:
         fail(error)
 
 

@@ -67,6 +67,10 @@ class TrainSettings:
         return self.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
+class DivergedError(Exception):
+    """The loss is no longer a number; what was learnt since the last checkpoint is lost."""
+
+
 class Report(Protocol):
     """Who is told how training goes; `kvasir train` draws a progress bar."""
 
@@ -134,6 +138,11 @@ class Trainer:
             loss = self._loss(torch.from_numpy(rows)) / settings.accumulate
             loss.backward()
             total += loss.item()
+        if not math.isfinite(total):
+            raise DivergedError(
+                f"the loss became {total} at step {self.step + 1}, and the last checkpoint is from before that; "
+                f"start again with a learning rate below {rate:.2g}"
+            )
         norm = torch.nn.utils.clip_grad_norm_(self.decoder.parameters(), settings.clip).item()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -386,3 +386,17 @@ def test_the_loss_picture_is_a_png(data: TokenData, tmp_path: Path, n_rows: int)
     content = (tmp_path / "loss.png").read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert content.rstrip().endswith(b"IEND\xaeB`\x82")
+
+
+def test_a_loss_that_is_no_number_ends_training_and_keeps_the_last_checkpoint(data: TokenData, tmp_path: Path) -> None:
+    """Would catch a run that trains on, and saves over what was good."""
+    trainer = make_trainer(data)
+
+    def spoil() -> None:
+        with torch.no_grad():
+            trainer.decoder.embedding.weight[:] = torch.nan
+
+    with pytest.raises(train.DivergedError, match=r"became nan at step 6, .* learning rate below"):
+        trainer.run(tmp_path, Recorder({5: spoil}))
+    assert load_checkpoint(tmp_path).progress["step"] == 4
+    assert all(weight.isfinite().all() for weight in weights(tmp_path).values())
