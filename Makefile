@@ -45,6 +45,7 @@ example: $(VENV)/.train  ## Train the example model again on the standard librar
 	rm -rf $(EXAMPLE) && $(BIN)/kvasir export runs/stdlib --out $(EXAMPLE)
 
 $(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Kvasir needs Python 3.11 or newer: make PYTHON=python3.11 …")'
 	$(PYTHON) -m venv $(VENV)
 
 # Each stamp says that an environment's packages are as pyproject.toml and constraints.txt want them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import secrets
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -16,6 +17,9 @@ from server.settings import PREFIX, Settings
 
 if TYPE_CHECKING:
     from model.bundle import Verification
+
+# What is missing where only a part of Kvasir is installed, and the extra that brings it.
+_EXTRAS = {"onnxruntime": "cpu"} | dict.fromkeys(("torch", "onnx", "onnx_ir", "safetensors", "matplotlib"), "train")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -231,7 +235,7 @@ def generate(
     from server import terminal
     from server.app import build_engine
     from server.engine.sampling import SamplingParams
-    from server.errors import KvasirError
+    from server.errors import KvasirError, StartupError
     from server.settings import load_settings
 
     drawn = secrets.randbits(64) if seed is None else seed
@@ -241,7 +245,7 @@ def generate(
         engine = build_engine(load_settings(model=directory, max_num_seqs=1), bundle)
         for piece in terminal.generate(engine, bundle, prompt, params):
             typer.echo(piece, nl=False)
-    except (BundleError, KvasirError, ValueError) as error:
+    except (BundleError, KvasirError, StartupError, ValueError) as error:
         fail(error)
     typer.echo()
 
@@ -272,8 +276,14 @@ def bench_engine(
 
 
 def main() -> None:
-    """Entry point of the `kvasir` command."""
-    app()
+    """Entry point of the `kvasir` command. A package that is not installed is named, with the extra that brings it."""
+    try:
+        app()
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        sys.exit(f"kvasir: this needs {error.name}; install it with: pip install -c constraints.txt -e '.[{extra}]'")
 
 
 if __name__ == "__main__":

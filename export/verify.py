@@ -23,6 +23,7 @@ from model.decoder import Decoder
 from model.generate import generate
 
 MAX_LOGIT_ERROR = 1e-3  # fp32, relative to the standard deviation of the logits
+_PROMPT = 37
 _CHUNK = 64
 _GREEDY_PROMPTS = 4
 _GREEDY_TOKENS = 32
@@ -104,22 +105,24 @@ class Verifier:
 
     def _errors(self) -> list[float]:
         longest = self._config.max_model_len
-        short = min(37, longest)
-        prompt = self._tokens(short)
-        full = self._tokens(longest)
+        short = min(_PROMPT, longest)
+        prompt, full = self._tokens(short), self._tokens(longest)
+        odd = sorted({end for end in (short // 3, short // 3 + 2, short) if 0 < end <= short})
         return [
             self._chunk_error(prompt, [short]),  # the whole prompt at once
-            self._chunk_error(prompt, [short // 3, short // 3 + 2, short]),  # chunks at odd boundaries
+            self._chunk_error(prompt, odd),  # chunks at odd boundaries
             self._chunk_error(prompt[:1], [1]),
             self._chunk_error(full, [*range(_CHUNK, longest, _CHUNK), longest]),  # to the row's last position
-            self._ragged_error([short, short // 2, 3]),
+            self._ragged_error(),
         ]
 
     def _chunk_error(self, tokens: Ids, ends: Sequence[int]) -> float:
         return _relative_error(self._session.run_in_chunks(tokens, ends), self._reference(tokens))
 
-    def _ragged_error(self, lengths: Sequence[int]) -> float:
+    def _ragged_error(self) -> float:
         """Rows of different lengths: a prompt padded on the right, then one token each."""
+        longest = min(_PROMPT, self._config.max_model_len - 1)
+        lengths = [longest, max(1, longest // 2), min(3, longest)]
         tokens = np.stack([self._tokens(max(lengths) + 1) for _ in lengths])
         self._session.clear(len(lengths), max(lengths) + 1)
         prompt = self._session.run(tokens[:, : max(lengths)], lengths)

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -111,7 +112,7 @@ def bench_engine(name: str, precision: str, threads: int | None, cache: Path) ->
         preset=name,
         precision=precision,
         threads=threads,
-        versions={"onnxruntime": runner.onnxruntime_version, "python": platform.python_version()},
+        versions={"onnxruntime": version("onnxruntime"), "python": platform.python_version()},
         copy_gigabytes_per_second=bandwidth / 1e9,
         decode=decode,
         prefill_tokens_per_second=prefill,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from tokenizers import Tokenizer
 
 from model.config import ConfigError, DecoderConfig
-from model.tokenizer import TokenizerError, load_tokenizer
+from model.tokenizer import TokenizerError, load_tokenizer, vocabulary_size
 
 FORMAT_VERSION = 1
 
@@ -20,7 +21,6 @@ TOKENIZER_FILE = "tokenizer.json"
 MANIFEST_FILE = "manifest.json"
 GRAPH_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
-CHAT_TEMPLATE_FILE = "chat_template.jinja"
 # How the graph must be run: attention's flash path gives other bits for other ways of cutting a prompt into chunks.
 GRAPH_ENVIRONMENT = {"ORT_GQA_DISABLE_FLASH_ATTENTION": "1"}
 REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
@@ -94,6 +94,13 @@ def hash_files(directory: Path) -> dict[str, str]:
 
 def load_bundle(directory: Path) -> ModelBundle:
     """Read a model directory and check every file against the manifest. Raises BundleError."""
+    try:
+        return _load(directory)
+    except OSError as error:
+        raise BundleError(f"{error.filename or directory} cannot be read: {error.strerror}") from None
+
+
+def _load(directory: Path) -> ModelBundle:
     if not directory.is_dir():
         raise BundleError(f"{directory} is not a directory; make one with: kvasir export CHECKPOINT --out {directory}")
     manifest = _read_manifest(directory)
@@ -107,6 +114,11 @@ def load_bundle(directory: Path) -> ModelBundle:
         tokenizer = load_tokenizer(directory / TOKENIZER_FILE)
     except (ConfigError, TokenizerError) as error:
         raise BundleError(f"{error}; export the model again") from None
+    if (known := vocabulary_size(tokenizer)) > config.vocab_size:
+        raise BundleError(
+            f"{directory / TOKENIZER_FILE} has token ids up to {known - 1}, but the model only {config.vocab_size} "
+            "tokens; export it again with its own tokenizer"
+        )
     return ModelBundle(directory, config, manifest, tokenizer)
 
 
@@ -115,17 +127,19 @@ def _read_manifest(directory: Path) -> Manifest:
     if not path.is_file():
         raise BundleError(f"{directory} has no {MANIFEST_FILE}, so it is not a model directory; see kvasir export")
     try:
-        text = path.read_text(encoding="utf-8")
-        manifest = Manifest.model_validate_json(text)
-    except (ValidationError, UnicodeDecodeError) as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
+        values = json.loads(path.read_bytes())
+        version = values.get("format_version") if isinstance(values, dict) else None
+        if isinstance(version, int) and version > FORMAT_VERSION:  # whatever else it holds
+            raise BundleError(
+                f"{path} has format version {version}, newer than {FORMAT_VERSION}, which this Kvasir reads; upgrade it"
+            )
+        return Manifest.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the file"
         raise BundleError(f"{path} is damaged at {place}: {first['msg']}; export the model again") from None
-    if manifest.format_version > FORMAT_VERSION:
-        raise BundleError(
-            f"{path} has format version {manifest.format_version}, newer than {FORMAT_VERSION}; upgrade Kvasir"
-        )
-    return manifest
+    except ValueError as error:
+        raise BundleError(f"{path} is damaged: {error}; export the model again") from None
 
 
 def _check_file(directory: Path, name: str, expected: str) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from model.config import ConfigError, DecoderConfig
 from model.decoder import Decoder
-from model.tokenizer import TokenizerError, load_tokenizer
+from model.tokenizer import TokenizerError, load_tokenizer, vocabulary_size
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -86,6 +86,10 @@ def load_checkpoint(directory: Path) -> Checkpoint:
         progress = _load_progress(path / PROGRESS_FILE)
     except (ConfigError, TokenizerError, SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from None
+    if (known := vocabulary_size(tokenizer)) > config.vocab_size:
+        raise CheckpointError(
+            f"{path / TOKENIZER_FILE} has token ids up to {known - 1}, but the decoder only {config.vocab_size} tokens"
+        )
     decoder = Decoder(config).eval()
     expected = {name: tensor.shape for name, tensor in decoder.state_dict().items()}
     for name in sorted(expected.keys() | weights.keys()):

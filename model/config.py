@@ -63,6 +63,7 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "max_model_len", "n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff"):
             self._require(name, _is_whole(getattr(self, name)) and getattr(self, name) > 0, "a positive whole number")
+        self._require("max_model_len", self.max_model_len >= 2, "at least 2: a token of prompt and a new one")
         for name in ("rope_theta", "norm_eps"):
             self._require(name, _is_number(getattr(self, name)) and getattr(self, name) > 0, "a positive number")
         for name in ("dropout", "attention_dropout"):

@@ -102,12 +102,17 @@ def start_run(
 def resume_run(folder: Path, console: Console) -> Trainer:
     """Continue a run where its newest checkpoint left it, with the settings it was started with."""
     checkpoint = load_checkpoint(folder)
-    if "settings" not in checkpoint.progress:
+    if not checkpoint.progress:
         raise CheckpointError(f"{checkpoint.path} was not written by a training run, so there is nothing to resume")
-    settings = TrainSettings(**checkpoint.progress["settings"])
     data = open_tokens(folder / DATA_FOLDER)
-    trainer = Trainer(checkpoint.decoder, checkpoint.tokenizer, data, settings)
-    trainer.restore(checkpoint.path, checkpoint.progress)
+    try:
+        settings = TrainSettings(**checkpoint.progress["settings"])
+        trainer = Trainer(checkpoint.decoder, checkpoint.tokenizer, data, settings)
+        trainer.restore(checkpoint.path, checkpoint.progress)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{checkpoint.path}'s training.json is not whole ({error}); it cannot be resumed"
+        ) from None
     console.print(f"resuming {folder} at step {trainer.step} of {settings.steps}", soft_wrap=True, markup=False)
     return trainer
 

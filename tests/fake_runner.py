@@ -28,9 +28,6 @@ class FakeRunner:
     error: raised by the next run, when set.
     """
 
-    onnxruntime_version = "fake"
-    providers = ("FakeExecutionProvider",)
-
     def __init__(
         self,
         vocab_size: int,

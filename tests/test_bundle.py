@@ -69,9 +69,10 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (damage("tokenizer.json"), r"tokenizer\.json does not match its hash"),
     (remove("model.onnx"), r"model\.onnx is missing; copy it again"),
     (remove("manifest.json"), r"has no manifest\.json, so it is not a model directory"),
-    (lambda d: (d / "manifest.json").write_text("{"), r"manifest\.json is damaged at the file"),
+    (lambda d: (d / "manifest.json").write_text("{"), r"manifest\.json is damaged: .* export the model again"),
     (lambda d: (d / "manifest.json").write_bytes(b"\xff\xfe"), r"manifest\.json is damaged"),
-    (lambda d: edit_manifest(d, format_version=99), r"format version 99, newer than 1; upgrade"),
+    (lambda d: edit_manifest(d, format_version=99, kv_type="int8"), r"format version 99, newer than 1, .* upgrade it"),
+    (lambda d: (d / "manifest.json").write_text("[]"), r"manifest\.json is damaged at the file"),
     (lambda d: edit_manifest(d, format_version="x"), r"damaged at format_version"),
     (lambda d: edit_manifest(d, surprise=1), r"damaged at surprise"),
     (lambda d: edit_manifest(d, device="tpu"), r"damaged at device"),
@@ -97,6 +98,26 @@ def test_a_configuration_that_hashes_well_but_is_wrong_is_refused(directory: Pat
     (directory / "config.json").write_text('{"vocab_size": -3}')
     write_manifest(directory)
     with pytest.raises(BundleError, match="export the model again"):
+        load_bundle(directory)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(directory: Path) -> None:
+    """Or a text prompt asks the graph for an embedding that is not there."""
+    make_config(vocab_size=260).save(directory / "config.json")
+    tokenizer = train_tokenizer(["some text, and some more text that has other words in it"], 300)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() > 260
+    write_manifest(directory)
+    with pytest.raises(BundleError, match=r"token ids up to \d+, but the model only 260 tokens"):
+        load_bundle(directory)
+
+
+def test_a_file_that_cannot_be_read_is_one_line(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(BundleError, match=r"manifest\.json cannot be read: Permission denied"):
         load_bundle(directory)
 
 

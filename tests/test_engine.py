@@ -213,3 +213,12 @@ def test_scoring_chunks_keep_the_logits_buffer_bounded() -> None:
     engine = Engine(FakeRunner(2**20, max_model_len=64), chunk_size=64)
     assert engine.scheduler.scoring_chunk_size * 2**20 * 4 <= 64 * 2**20
     assert np.isclose(engine.scheduler.scoring_chunk_size, 16)
+
+
+def test_a_sequence_whose_logits_are_no_numbers_ends_alone() -> None:
+    engine, runner = make_engine(max_model_len=32)
+    broken = greedy(0, [1, 2], 8, logit_bias=dict.fromkeys(range(VOCAB), -np.inf))
+    results = run_to_end(engine, [broken, greedy(1, [3], 8)])
+    assert results[0].finish_reasons == [FinishReason.ERROR]
+    assert results[1].token_ids == runner.greedy([3], 8)
+    assert engine.scheduler.rows.reserved_tokens == 0

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from export import directory as export_directory
 from export.directory import export_checkpoint
 from export.graph import export_graph, input_names, output_names
-from export.verify import VerificationError
+from export.verify import VerificationError, Verifier
 from kvasir import app
 from model.bundle import load_bundle
 from model.checkpoint import save_checkpoint
@@ -23,7 +23,7 @@ from server.engine.engine import Engine
 from server.engine.runner import OnnxRunner
 from server.engine.sampling import SamplingParams
 from tests.engine_driver import make_sequence, run_to_end
-from tests.random_models import make_config, make_decoder
+from tests.random_models import export_random, make_config, make_decoder
 
 TEXT = "\n".join(f"the {i}th line of a text that nobody needs to read twice" for i in range(400))
 
@@ -80,6 +80,13 @@ def test_limits_that_cannot_be_met_are_refused(exported: Path, options: dict[str
         OnnxRunner(bundle.graph_path, bundle.config, max_num_seqs=2, **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("max_model_len", [2, 3, 5, 36, 37, 38])
+def test_models_of_any_length_can_be_verified(max_model_len: int, tmp_path: Path) -> None:
+    """The checks' own lengths must fit the shortest model."""
+    model = export_random(tmp_path, max_model_len=max_model_len, n_layer=1)
+    assert Verifier(model.decoder, model.graph, text=None).verify().max_logit_error < 1e-4
+
+
 def test_a_wrong_graph_fails_the_export_and_leaves_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +113,7 @@ def test_commands_in_one_line_each(run: Path, exported: Path, tmp_path: Path) ->
     assert "is not empty" in kvasir("export", run, "--out", exported, fails=True)
     assert "holds no checkpoint" in kvasir("export", run.parent, "--out", tmp_path / "out", fails=True)
     assert "is not a directory" in kvasir("verify", run.parent / "absent", fails=True)
+    assert "is not a directory" in kvasir("generate", run.parent / "absent", "prompt", fails=True)
     other = run.parent / "other"
     save_checkpoint(other, 1, make_decoder(make_config(), seed=2), train_tokenizer([TEXT], 300), {}, {})
     assert "was not exported from" in kvasir("verify", exported, "--checkpoint", other, fails=True)

@@ -114,6 +114,16 @@ def test_serving_needs_no_torch(module: str) -> None:
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.parametrize(("package", "arguments"), [("torch", ["train", "--out", "x"]), ("torch", ["bench", "engine"])])
+def test_a_missing_package_is_named_with_its_extra(package: str, arguments: list[str]) -> None:
+    """As after installing only what serving needs."""
+    code = f"import sys; sys.modules[{package!r}] = None; import kvasir; sys.argv[1:] = {arguments!r}; kvasir.main()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"kvasir: this needs {package}; install it with: pip install")
+    assert result.stderr.count("\n") == 1
+
+
 def test_every_product_file_is_on_the_map() -> None:
     text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     missing = [path.name for path in FILES if path.name != "__init__.py" and path.name not in text]

@@ -50,8 +50,17 @@ def test_memory_without_a_limit_is_the_machines(tmp_path: Path) -> None:
     assert available_memory(tmp_path / "absent") == pytest.approx(available, rel=0.2)
 
 
+def test_unused_page_cache_is_not_counted_as_taken(tmp_path: Path) -> None:
+    """Reading a model fills the cache; the budget for keys and values must not shrink by it."""
+    write(tmp_path, memory_max="4000", memory_current="3900")
+    (tmp_path / "memory.stat").write_text("anon 1000\ninactive_file 2700\nactive_file 200\n")
+    assert available_memory(tmp_path) == 4000 - 3900 + 2700
+
+
 def test_memory_v1(tmp_path: Path) -> None:
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/memory.limit_in_bytes").write_text("700")
     (tmp_path / "memory/memory.usage_in_bytes").write_text("300")
     assert available_memory(tmp_path) == 400
+    (tmp_path / "memory/memory.stat").write_text("inactive_file 1\ntotal_inactive_file 50\n")
+    assert available_memory(tmp_path) == 450

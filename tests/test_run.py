@@ -231,5 +231,7 @@ def test_resume_names_what_a_run_has_lost() -> None:
     Path("data.json").rename("run/data/data.json")
     Path("run/step-00000001/training.safetensors").write_bytes(b"\0")
     assert "training.safetensors cannot be loaded" in refused("--resume", "--out", "run")
+    Path("run/step-00000001/training.json").write_text('{"step": 1}')
+    assert "training.json is not whole ('settings'); it cannot be resumed" in refused("--resume", "--out", "run")
     Path("run/step-00000001/training.json").unlink()
     assert "was not written by a training run, so there is nothing to resume" in refused("--resume", "--out", "run")

@@ -44,16 +44,11 @@ class TokenOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One step in figures. Times are seconds; `run_seconds` is what was spent inside the model."""
+    """One step in figures."""
 
     n_decode: int
     n_prefill_tokens: int
-    n_running: int
-    n_waiting: int
-    kv_reserved_tokens: int
-    kv_budget_tokens: int
     seconds: float
-    run_seconds: float
 
     @property
     def kind(self) -> str:
@@ -103,11 +98,10 @@ class Engine:
         """Schedule, run, sample, update: one token for every running sequence and one chunk of one prompt."""
         started = perf_counter()
         batch = self.scheduler.schedule()
-        running = perf_counter()
         logits = self.runner.run(batch)
-        run_seconds = perf_counter() - running
         outputs = self._update(batch, logits)
-        return outputs, self._stats(batch, perf_counter() - started, run_seconds)
+        n_prefill_tokens = batch.prefill.count if batch.prefill else 0
+        return outputs, StepStats(len(batch.decodes), n_prefill_tokens, perf_counter() - started)
 
     def _update(self, batch: Batch, logits: Floats) -> list[TokenOutput]:
         ready, rows = [chunk.sequence for chunk in batch.decodes], logits[: len(batch.decodes)]
@@ -147,7 +141,9 @@ class Engine:
                 scored = token_logprobs(row, sequence.prompt_ids[position + 1], alternatives)
                 sequence.prompt_logprobs.append(scored)
 
-    def _append(self, sequence: Sequence, token_id: int, row: Floats) -> TokenOutput:
+    def _append(self, sequence: Sequence, token_id: int | None, row: Floats) -> TokenOutput:
+        if token_id is None:
+            return self._finish(sequence, FinishReason.ERROR, TokenOutput(sequence.id, None))
         sequence.output_ids.append(token_id)
         first = sequence.times.first_token is None
         if first:
@@ -170,15 +166,3 @@ class Engine:
         self.scheduler.finish(sequence, reason)
         del self._sequences[sequence.id]
         return replace(output, finish_reason=reason, times=sequence.times)
-
-    def _stats(self, batch: Batch, seconds: float, run_seconds: float) -> StepStats:
-        return StepStats(
-            n_decode=len(batch.decodes),
-            n_prefill_tokens=batch.prefill.count if batch.prefill else 0,
-            n_running=len(self.scheduler.held),
-            n_waiting=len(self.scheduler.waiting),
-            kv_reserved_tokens=self.scheduler.rows.reserved_tokens,
-            kv_budget_tokens=self.scheduler.rows.budget_tokens,
-            seconds=seconds,
-            run_seconds=run_seconds,
-        )

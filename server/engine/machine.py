@@ -19,7 +19,10 @@ def usable_cpus(cgroup: Path = _CGROUP) -> int:
 
 
 def available_memory(cgroup: Path = _CGROUP) -> int:
-    """Bytes that may still be taken: the machine's available memory, or what the cgroup leaves if that is less."""
+    """Bytes that may still be taken: the machine's available memory, or what the cgroup leaves if that is less.
+
+    Files that the page cache holds and nobody uses are not counted as taken: the kernel drops them when asked.
+    """
     available = int(psutil.virtual_memory().available)
     left = _cgroup_memory_left(cgroup)
     return available if left is None else min(available, left)
@@ -37,13 +40,19 @@ def _cpu_quota(cgroup: Path) -> float | None:
 
 
 def _cgroup_memory_left(cgroup: Path) -> int | None:
-    for limit_file, usage_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    for limit_file, usage_file, stat_file, idle_field in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
     ):
         limit, usage = _read(cgroup / limit_file), _read(cgroup / usage_file)
         if limit is not None and limit != "max" and usage is not None:
-            return max(0, int(limit) - int(usage))
+            fields = dict(line.split() for line in (_read(cgroup / stat_file) or "").splitlines())
+            return max(0, int(limit) - int(usage) + int(fields.get(idle_field, 0)))
     return None
 
 

@@ -52,18 +52,12 @@ class OnnxRunner:
             )
         self.vocab_size = config.vocab_size
         self.model_seconds = 0.0  # spent inside ONNX Runtime so far
-        self.onnxruntime_version: str = onnxruntime.__version__
         self._session = _open_session(graph, threads or usable_cpus(), spinning)
         self.rows = self._make_rows(config, max_num_seqs, kv_cache_bytes)
         n_scored = max(2, SCORING_LOGITS_BYTES // (4 * self.vocab_size))
         self._logits: Floats = np.empty((max_num_seqs + n_scored, self.vocab_size), dtype=np.float32)
         self._decodes: dict[int, _Binding] = {}  # by rows in the window
         self._chunks: dict[int, _Binding] = {}  # by row
-
-    @property
-    def providers(self) -> list[str]:
-        providers: list[str] = self._session.get_providers()
-        return providers
 
     def _make_rows(self, config: DecoderConfig, max_num_seqs: int, kv_cache_bytes: int | None) -> KVRows:
         shape = {"n_layer": config.n_layer, "n_kv_head": config.n_kv_head, "head_dim": config.head_dim}

@@ -57,15 +57,19 @@ class SamplingParams:
         return np.random.Generator(np.random.Philox(key=key))
 
     @property
+    def penalises(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+    @property
     def reshapes_logits(self) -> bool:
         """Whether the raw logits have to change before a token is chosen, temperature and filters aside."""
-        return bool(
-            self.repetition_penalty != 1.0
-            or self.frequency_penalty
-            or self.presence_penalty
-            or self.logit_bias
-            or self.min_tokens
-        )
+        return bool(self.penalises or self.logit_bias or self.min_tokens)
+
+    @property
+    def logit_bias_arrays(self) -> tuple[NDArray[np.int64], Floats]:
+        """The biased ids and their biases, in the same order."""
+        ids = np.fromiter(self.logit_bias.keys(), dtype=np.int64, count=len(self.logit_bias))
+        return ids, np.fromiter(self.logit_bias.values(), dtype=np.float32, count=len(self.logit_bias))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +81,39 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]  # (token id, log-probability), likeliest first
 
 
-def sample(logits: Floats, sequences: list[Sequence]) -> list[int]:
-    """Choose one token for each row of `logits` [n, vocab], which is left as it was."""
+class Occurrences:
+    """Which tokens a sequence has seen, kept up to date for the penalties that ask."""
+
+    def __init__(self, prompt_ids: list[int], vocab_size: int) -> None:
+        self._in_prompt = np.zeros(vocab_size, dtype=np.bool_)
+        self._in_prompt[prompt_ids] = True
+        self.in_output = np.zeros(vocab_size, dtype=np.int32)  # how often
+        self._n_counted = 0
+
+    def count(self, output_ids: list[int]) -> None:
+        for token_id in output_ids[self._n_counted :]:
+            self.in_output[token_id] += 1
+        self._n_counted = len(output_ids)
+
+    @property
+    def seen(self) -> NDArray[np.int64]:
+        """Ids in the prompt or the output."""
+        return np.flatnonzero(self._in_prompt | (self.in_output > 0))
+
+
+def sample(logits: Floats, sequences: list[Sequence]) -> list[int | None]:
+    """Choose one token for each row of `logits` [n, vocab], which is left as it was.
+
+    None where there is none to choose: the model gave no finite logits, or every token is banned.
+    """
     adjusted = _adjust(logits, sequences)
     tokens = adjusted.argmax(axis=1)
-    drawn = [i for i, sequence in enumerate(sequences) if sequence.params.temperature > 0.0]
+    possible = np.isfinite(adjusted[np.arange(len(tokens)), tokens])
+    drawn = [i for i, sequence in enumerate(sequences) if possible[i] and sequence.params.temperature > 0.0]
     if drawn:
         rows = adjusted if len(drawn) == len(sequences) else adjusted[drawn]
         tokens[drawn] = _draw(rows, [sequences[i] for i in drawn])
-    return [int(token) for token in tokens]
+    return [int(token) if possible[i] else None for i, token in enumerate(tokens)]
 
 
 def token_logprobs(row: Floats, token_id: int, alternatives: int) -> TokenLogprobs:
@@ -107,20 +135,33 @@ def _adjust(logits: Floats, sequences: list[Sequence]) -> Floats:
         return logits
     adjusted = logits.copy()
     for row, sequence in zip(adjusted, sequences, strict=True):
-        params = sequence.params
-        if params.repetition_penalty != 1.0:
-            seen = np.unique(np.array(sequence.token_ids))
-            values = row[seen]
-            row[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-        if (params.frequency_penalty or params.presence_penalty) and sequence.output_ids:
-            seen, counts = np.unique(np.array(sequence.output_ids), return_counts=True)
-            penalty = params.frequency_penalty * counts + params.presence_penalty
-            row[seen] -= penalty.astype(np.float32)
-        for token_id, bias in params.logit_bias.items():
-            row[token_id] += np.float32(bias)
-        if len(sequence.output_ids) < params.min_tokens:
-            row[list(sequence.ending_ids)] = -np.inf
+        if sequence.params.reshapes_logits:
+            _adjust_row(row, sequence)
     return adjusted
+
+
+def _adjust_row(row: Floats, sequence: Sequence) -> None:
+    params = sequence.params
+    if params.penalises:
+        if sequence.occurrences is None:
+            sequence.occurrences = Occurrences(sequence.prompt_ids, row.size)
+        sequence.occurrences.count(sequence.output_ids)
+        _penalise(row, params, sequence.occurrences)
+    if params.logit_bias:
+        ids, values = params.logit_bias_arrays
+        row[ids] += values
+    if len(sequence.output_ids) < params.min_tokens:
+        row[list(sequence.ending_ids)] = -np.inf
+
+
+def _penalise(row: Floats, params: SamplingParams, occurrences: Occurrences) -> None:
+    if params.repetition_penalty != 1.0:
+        seen = occurrences.seen
+        values = row[seen]
+        row[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    if params.frequency_penalty or params.presence_penalty:
+        counts = occurrences.in_output
+        row -= (params.frequency_penalty * counts + params.presence_penalty * (counts > 0)).astype(np.float32)
 
 
 def _draw(logits: Floats, sequences: list[Sequence]) -> NDArray[np.int64]:

@@ -44,10 +44,6 @@ class Batch:
     window: list[Sequence | None]
     prefill: Chunk | None
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.decodes and self.prefill is None
-
 
 class Scheduler:
     """Waiting, prefilling, running: who holds which row, and what each step runs.

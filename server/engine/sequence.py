@@ -7,7 +7,7 @@ from enum import Enum, StrEnum
 
 import numpy as np
 
-from server.engine.sampling import SamplingParams, TokenLogprobs
+from server.engine.sampling import Occurrences, SamplingParams, TokenLogprobs
 
 
 class SequenceStatus(Enum):
@@ -50,6 +50,7 @@ class Sequence:
     n_computed: int = 0  # tokens whose keys and values are in the row
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    occurrences: Occurrences | None = None  # the sampler's, for sequences with penalties
     generator: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
