@@ -77,6 +77,14 @@ class Admission:
         await self._empty.wait()
 
 
+def check_prompt_length(n_prompt: int, max_model_len: int) -> None:
+    """Raises ContextLengthError for a prompt that is too long whatever is to be generated."""
+    if n_prompt > max_model_len:
+        raise ContextLengthError(
+            f"the model takes at most {max_model_len} tokens, but the prompt has {n_prompt}; shorten it", param="prompt"
+        )
+
+
 def check_length(n_prompt: int, max_tokens: int, *, max_model_len: int, kv_budget_tokens: int) -> None:
     """Raises ContextLengthError or InvalidRequestError for a sequence that could never run."""
     if not n_prompt:

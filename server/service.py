@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from time import time
 
 from model.bundle import ModelBundle
-from server.admission import Admission, Phase, check_length
+from server.admission import Admission, Phase, check_length, check_prompt_length
 from server.async_engine import AsyncEngine
 from server.completion import Completion, CompletionRequest, Prompt, make_choices
 from server.engine.engine import Engine
@@ -89,18 +89,22 @@ class Service:
 
     async def prompt(self, source: str | list[int], *, keep_last: int | None = None) -> Prompt:
         """A prompt from text or token ids, cut to its last `keep_last` tokens. Raises InvalidRequestError."""
-        tokenizer = self.bundle.tokenizer
-        if isinstance(source, str):
-            encode = tokenizer.encode
-            encoding = encode(source) if len(source) <= _SHORT_TEXT else await asyncio.to_thread(encode, source)
-            ids, text = encoding.ids, source
-        else:
-            self.check_token_ids(source, "prompt")
-            ids, text = source, tokenizer.decode(source)
-        if keep_last is not None and len(ids) > keep_last:
+        ids = source if isinstance(source, list) else await self._tokenise(source)
+        is_cut = keep_last is not None and len(ids) > keep_last
+        if keep_last is not None and is_cut:
             ids = ids[-keep_last:]
-            text = tokenizer.decode(ids)
-        return Prompt(ids, text)
+        check_prompt_length(len(ids), self.max_model_len)
+        if isinstance(source, str) and not is_cut:
+            return Prompt(ids, source)
+        self.check_token_ids(ids, "prompt")
+        return Prompt(ids, self.bundle.tokenizer.decode(ids))
+
+    async def _tokenise(self, text: str) -> list[int]:
+        tokenizer = self.bundle.tokenizer
+        if len(text) <= _SHORT_TEXT:
+            return tokenizer.encode(text).ids
+        # In a thread `encode` would still keep the interpreter to itself; of a batch, also of one, it lets go.
+        return await asyncio.to_thread(lambda: tokenizer.encode_batch_fast([text])[0].ids)
 
     def default_max_tokens(self, prompts: list[Prompt], usual: int) -> int:
         """The usual number of new tokens, or what the longest prompt leaves room for, if that is any."""
