@@ -27,8 +27,8 @@ _PROMPT = 37
 _CHUNK = 64
 _GREEDY_PROMPTS = 4
 _GREEDY_TOKENS = 32
-_PERPLEXITY_ROWS = 32
-_PERPLEXITY_CONTEXT = 256
+_PERPLEXITY_ROWS = 16
+_PERPLEXITY_CONTEXT = 1024
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -98,10 +98,10 @@ class Verifier:
         figures = Verification(max_logit_error=max(self._errors()), greedy_agreement=self._greedy_agreement())
         if self._text is None:
             return figures
-        in_torch, in_onnx = self._perplexities(self._text.token_ids)
-        return figures.model_copy(
-            update={"perplexity_torch": in_torch, "perplexity_onnx": in_onnx, "text": self._text.name}
-        )
+        rows = self._rows(self._text.token_ids)
+        in_torch, in_onnx = self._perplexities(rows)
+        text = f"{self._text.name}, {len(rows)} x {rows.shape[1] - 1} tokens"
+        return figures.model_copy(update={"perplexity_torch": in_torch, "perplexity_onnx": in_onnx, "text": text})
 
     def _errors(self) -> list[float]:
         longest = self._config.max_model_len
@@ -153,14 +153,17 @@ class Verifier:
                 logits = self._session.run(np.array([[chosen]]), [len(prompt) + i + 1])
         return equal / total
 
-    def _perplexities(self, token_ids: Ids) -> tuple[float, float]:
-        """exp of the mean next-token cross-entropy, in PyTorch and in ONNX Runtime, on the same rows."""
+    def _rows(self, token_ids: Ids) -> Ids:
+        """[rows, context + 1]: the first stretches of a text, which overlap by one token."""
         context = min(_PERPLEXITY_CONTEXT, self._config.max_model_len, len(token_ids) - 1)
         n_rows = min(_PERPLEXITY_ROWS, (len(token_ids) - 1) // context)
-        losses = np.zeros((n_rows, 2))
-        for i in range(n_rows):
-            row = token_ids[i * context : (i + 1) * context + 1]
-            onnx = self._session.run_in_chunks(row[:-1], [context])
+        return np.stack([token_ids[i * context : (i + 1) * context + 1] for i in range(n_rows)])
+
+    def _perplexities(self, rows: Ids) -> tuple[float, float]:
+        """exp of the mean next-token cross-entropy, in PyTorch and in ONNX Runtime, on the same rows."""
+        losses = np.zeros((len(rows), 2))
+        for i, row in enumerate(rows):
+            onnx = self._session.run_in_chunks(row[:-1], [len(row) - 1])
             losses[i] = _cross_entropy(self._reference(row[:-1]), row[1:]), _cross_entropy(onnx, row[1:])
         torch_loss, onnx_loss = losses.mean(axis=0)
         return float(np.exp(torch_loss)), float(np.exp(onnx_loss))
