@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from time import monotonic, perf_counter
 
 from server.engine.engine import Engine, StepStats, TokenOutput
-from server.engine.sequence import FinishReason, Sequence
+from server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from server.errors import EngineError
 from server.metrics import Metrics
 
@@ -30,9 +30,13 @@ Command = Callable[[Engine], list[TokenOutput]]
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A sequence that has not ended. `left_as`: how its listener ended it, after which nobody listens."""
+    """A sequence that has not ended, and all those of its request.
+
+    `left_as`: how its listener ended it, after which nobody listens.
+    """
 
     sequence: Sequence
+    request: list[Sequence]
     queue: asyncio.Queue[TokenOutput]
     last_output: float | None = None
     left_as: FinishReason | None = None
@@ -127,7 +131,7 @@ class AsyncEngine:
         if self.failed:
             raise EngineError("the engine has failed; the server must be restarted")
         queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
-        self._live.update((sequence.id, _Live(sequence, queue)) for sequence in sequences)
+        self._live.update((sequence.id, _Live(sequence, sequences, queue)) for sequence in sequences)
         self._inbox.put(lambda engine: _add(engine, sequences))
         return OutputStream(self, [sequence.id for sequence in sequences], queue)
 
@@ -140,8 +144,9 @@ class AsyncEngine:
         self.abort(list(self._live), FinishReason.ABORT)
 
     def abort_waiting(self) -> None:
-        """End what has no row yet."""
-        self._inbox.put(lambda engine: _abort(engine, [s.id for s in engine.scheduler.waiting], FinishReason.ABORT))
+        """End the requests of which nothing has begun: to abort one sequence is to end its whole request."""
+        live = list(self._live.values())
+        self._inbox.put(lambda engine: _abort(engine, _not_begun(live), FinishReason.ABORT))
 
     def give_up(self) -> None:
         """The engine has failed, or hangs: end every sequence from here, and listen to it no more."""
@@ -237,6 +242,11 @@ def _add(engine: Engine, sequences: list[Sequence]) -> list[TokenOutput]:
 def _abort(engine: Engine, ids: list[int], reason: FinishReason) -> list[TokenOutput]:
     ended = [engine.abort(sequence_id, reason) for sequence_id in ids]
     return [output for output in ended if output is not None]
+
+
+def _not_begun(live: list[_Live]) -> list[int]:
+    """Sequences none of whose request holds a row, or has held one."""
+    return [one.sequence.id for one in live if all(s.status is SequenceStatus.WAITING for s in one.request)]
 
 
 def _resolve(future: asyncio.Future[Engine], result: Engine | Exception) -> None:

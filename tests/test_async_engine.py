@@ -201,6 +201,22 @@ async def test_only_those_without_a_row_end_when_the_queue_is_shed() -> None:
         assert reasons(await collect(runs, 1)) == [FinishReason.LENGTH]
 
 
+@pytest.mark.parametrize("n_runs", [0, 1])
+async def test_a_request_that_has_begun_is_not_shed_for_those_of_it_that_wait(n_runs: int) -> None:
+    """When the queue is shed, its first sequence is in its first step, or has just ended."""
+    runner = FakeRunner(VOCAB_SIZE, max_num_seqs=1)
+    async with running(runner) as engine:
+        runner.hold()
+        begun = engine.submit(sequences(engine, [1], [2], max_tokens=2))
+        waits = engine.submit(sequences(engine, [3], [4]))
+        runner.allow(n_runs)
+        runner.wait_until_held()
+        engine.abort_waiting()
+        runner.release()
+        assert reasons(await collect(waits, 2)) == [FinishReason.ABORT] * 2
+        assert reasons(await collect(begun, 2)) == [FinishReason.LENGTH] * 2
+
+
 async def test_what_building_the_engine_raises_reaches_the_caller() -> None:
     def build() -> Engine:
         raise OSError("no such model")

@@ -102,10 +102,10 @@ def served(directory: Path, **options: Any) -> Iterator[tuple[Process, httpx.Cli
 
 
 @contextmanager
-def streaming(started: Process, client: httpx.Client) -> Iterator[Iterator[str]]:
+def streaming(started: Process, client: httpx.Client, **fields: Any) -> Iterator[Iterator[str]]:
     """Lines of a stream that has begun, and holds the only row."""
     started.tell_runner("allow")
-    with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as response:
+    with client.stream("POST", "/v1/completions", json=BODY | {"stream": True} | fields) as response:
         started.wait_for_submission()
         lines = response.iter_lines()
         assert next(lines).startswith("data: {")
@@ -126,6 +126,17 @@ def test_sigterm_sheds_the_queue_refuses_what_is_new_and_lets_what_runs_finish(d
         assert queued.result().status_code == 503
         events = [line for line in lines if line]
         assert '"finish_reason":"length"' in events[-2]
+        assert events[-1] == "data: [DONE]"
+        assert started.popen.wait() == 0
+
+
+def test_a_stream_that_has_begun_outlives_sigterm_with_all_its_choices(directory: Path) -> None:
+    with served(directory) as (started, client), streaming(started, client, n=2) as lines:
+        started.popen.send_signal(signal.SIGTERM)
+        started.log_until("draining")
+        started.tell_runner("release")
+        events = [line for line in lines if line]
+        assert sum('"finish_reason":"length"' in event for event in events) == 2
         assert events[-1] == "data: [DONE]"
         assert started.popen.wait() == 0
 
