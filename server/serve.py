@@ -13,6 +13,8 @@ import sys
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from model.bundle import BundleError, ModelBundle, load_bundle
 from server.app import create_app
@@ -24,6 +26,7 @@ logger = logging.getLogger("kvasir")
 
 _KEEP_ALIVE = 75  # seconds; longer than proxies and clients keep theirs, or a request may meet a closing connection
 _LAST_BYTES = 5  # seconds for connections to take what is written, once every request has ended
+_CUTTING = 2  # seconds for the requests of clients that were cut off then to end
 
 
 class JsonFormatter(logging.Formatter):
@@ -39,6 +42,52 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)
+
+
+class PatientProtocol(HttpToolsProtocol):
+    """uvicorn's, which would wait for ever for a client to read: this one cuts the connection after `send_timeout`.
+
+    To the application the client has then left. A whole answer holds no place any more, so its client may take its
+    time, as long as it takes something.
+    """
+
+    send_timeout: float
+    _timer: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unwatch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
+        super().connection_lost(exc)
+
+    @property
+    def is_stalled(self) -> bool:
+        return self._timer is not None
+
+    def cut(self) -> None:
+        logger.warning("cut off a client that does not read")
+        self.transport.abort()
+
+    def _watch(self) -> None:
+        n_left = self.transport.get_write_buffer_size()
+        self._timer = self.loop.call_later(self.send_timeout, self._check, n_left)
+
+    def _unwatch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _check(self, n_left: int) -> None:
+        if self.cycle.response_complete and self.transport.get_write_buffer_size() < n_left:
+            self._watch()
+        else:
+            self.cut()
 
 
 class DrainingServer(uvicorn.Server):
@@ -82,8 +131,27 @@ class DrainingServer(uvicorn.Server):
         self.should_exit = True
 
     async def _drain(self) -> None:
+        timer = asyncio.get_running_loop().call_later(self.service.settings.drain_timeout, self._cut_stalled)
         await self.service.drain()
+        timer.cancel()
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(_LAST_BYTES, self._cut_all)
+        await super().shutdown(sockets)
+        timer.cancel()
+
+    def _cut_stalled(self) -> None:
+        for connection in self._connections():
+            if connection.is_stalled:
+                connection.cut()
+
+    def _cut_all(self) -> None:
+        for connection in self._connections():
+            connection.cut()
+
+    def _connections(self) -> list[PatientProtocol]:
+        return [one for one in self.server_state.connections if isinstance(one, PatientProtocol)]
 
 
 def run(settings: Settings) -> None:
@@ -92,22 +160,32 @@ def run(settings: Settings) -> None:
     _log_to_stderr(settings.log_level)
     _compare_runtimes(bundle)
     app = create_app(settings, bundle)
-    config = uvicorn.Config(
-        app,
-        root_path=settings.root_path,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=_LAST_BYTES,
-        timeout_keep_alive=_KEEP_ALIVE,
-    )
-    server = DrainingServer(config, app.state.service)
+    server = DrainingServer(configure(app), app.state.service)
     listener = bind(settings.host, settings.port)
     server.run(sockets=[listener])
     if server.failure is not None:
         raise StartupError(f"{settings.model} cannot be served: {' '.join(str(server.failure).split())}")
     if server.service.engine.is_running:
         _leave(int(server.service.engine.failed))  # still loading, or hanging
+
+
+def configure(app: FastAPI) -> uvicorn.Config:
+    """How uvicorn serves an application of ours."""
+    settings = app.state.service.settings
+
+    class Protocol(PatientProtocol):
+        send_timeout = settings.send_timeout
+
+    return uvicorn.Config(
+        app,
+        http=Protocol,
+        root_path=settings.root_path,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=_LAST_BYTES + _CUTTING,
+        timeout_keep_alive=_KEEP_ALIVE,
+    )
 
 
 def check_model(settings: Settings) -> ModelBundle:

@@ -47,6 +47,9 @@ class Settings(BaseSettings):
         None, ge=1, le=86_400_000, description="Deadline of a request that names none. Default: none."
     )
     drain_timeout: Seconds = Field(45.0, description="Seconds that running requests get to finish at shutdown.")
+    send_timeout: Seconds = Field(
+        60.0, description="Seconds after which a client that does not read its answer counts as gone."
+    )
     keep_alive_interval: Seconds = Field(15.0, description="Seconds of silence before a stream gets a comment line.")
     api_key: SecretStr | None = Field(None, min_length=1, description="The key that clients must send.")
     api_key_file: Path | None = Field(None, description="File of keys that clients may send, one on each line.")

@@ -18,7 +18,7 @@ import uvicorn
 
 from server.async_engine import AsyncEngine, OutputStream
 from server.engine.sequence import Sequence
-from server.serve import bind
+from server.serve import bind, configure
 from server.service import Service
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.serving import MODEL, VOCAB_SIZE, fake_app, small_tokenizer
@@ -40,9 +40,7 @@ class Live:
         self._announce(self.service.engine)
         listener = bind("127.0.0.1", 0)
         self.port: int = listener.getsockname()[1]
-        self.server = uvicorn.Server(
-            uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5)
-        )
+        self.server = uvicorn.Server(configure(app))
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
         self.thread.start()
 
@@ -82,7 +80,10 @@ class Live:
         head = (
             f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(content)}"
         )
-        connection = socket.create_connection(("127.0.0.1", self.port), TIMEOUT)
+        connection = socket.socket()
+        connection.settimeout(TIMEOUT)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", self.port))
         connection.sendall(head.encode() + b"\r\n\r\n" + content)
         return connection
 
@@ -280,3 +281,34 @@ def test_a_slow_reader_does_not_hold_up_the_others() -> None:
                 pool.submit(client.post, "/v1/completions", json=body) for _ in range(4)
             ]
             assert [answer.result().status_code for answer in answers] == [200] * 4
+
+
+LARGE = "x" * 100_000  # as the model's name, it makes every event too large for the buffers on the way
+
+
+def test_a_client_that_stops_reading_gives_its_places_back(caplog: pytest.LogCaptureFixture) -> None:
+    runner = FakeRunner(VOCAB_SIZE, max_num_seqs=2)
+    with live(runner, max_queue=0, send_timeout=0.05, served_model_name=LARGE) as served:
+        served.runner.hold()
+        with served.post_raw(max_tokens=60, stream=True, n=2, ignore_eos=True), served.http() as client:
+            wait(served.submitted)
+            served.runner.allow(40)  # more than the connection takes, less than it asked for
+            wait(served.left)
+            served.runner.release()
+            wait(served.freed)
+            wait(served.freed)
+            again = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "n": 2})
+            assert again.status_code == 200
+    assert served.value("request_success_total", finished_reason="abort") == 2
+    assert [record.getMessage() for record in caplog.records if record.levelname != "INFO"] == [
+        "cut off a client that does not read"
+    ]
+
+
+def test_a_client_that_stops_reading_once_all_is_generated_gives_its_places_back_too() -> None:
+    runner = FakeRunner(VOCAB_SIZE, max_num_seqs=1)
+    settings: dict[str, Any] = {"max_queue": 0, "send_timeout": 0.05, "served_model_name": LARGE}
+    with live(runner, **settings) as served, served.post_raw(max_tokens=60, stream=True, ignore_eos=True):
+        wait(served.left)
+        with served.http() as client:
+            assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200

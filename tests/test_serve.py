@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -14,16 +15,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
 from model.bundle import CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, TOKENIZER_FILE, WEIGHTS_FILE, hash_files
 from server.errors import StartupError
-from server.serve import bind, run
+from server.serve import bind, configure, run
 from server.settings import load_settings
-from tests.fake_runner import TIMEOUT
-from tests.serving import fake_bundle
+from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.serving import VOCAB_SIZE, fake_app, fake_bundle
 
 BODY = {"prompt": "a", "max_tokens": 8, "logit_bias": {"66": 100}}
 
@@ -150,6 +152,57 @@ def test_what_outlasts_the_drain_ends_in_words_too(directory: Path) -> None:
         assert json.loads(events[-2].removeprefix("data: "))["error"]["type"] == "unavailable"
         assert events[-1] == "data: [DONE]"
         assert started.popen.wait() == 0
+
+
+def test_a_client_that_does_not_read_is_cut_off_when_the_drain_is_over(directory: Path) -> None:
+    name = "x" * 100_000  # it makes every event too large for the buffers on the way
+    content = json.dumps(BODY | {"stream": True, "max_tokens": 60, "ignore_eos": True}).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
+    with served(directory, served_model_name=name, drain_timeout=0.5) as (started, client), socket.socket() as stuck:
+        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stuck.connect(("127.0.0.1", client.base_url.port))
+        stuck.sendall(request)
+        started.wait_for_submission()
+        started.tell_runner("release")
+        assert client.post("/v1/completions", json=BODY).status_code == 200  # the only row is free: all is generated
+        started.popen.send_signal(signal.SIGTERM)
+        started.log_until("cut off a client that does not read")
+        assert started.popen.wait() == 0
+        messages = [json.loads(line)["message"] for line in _pipe(started.popen.stderr)]
+    assert set(messages) <= {"drain timeout: ending what still runs", "request"}
+
+
+class Transport(asyncio.Transport):
+    """One whose client takes what the test says."""
+
+    n_left = 100_000
+    aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.n_left
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+@pytest.mark.parametrize(
+    ("is_whole", "n_taken", "is_cut"), [(True, 1, False), (True, 0, True), (False, 1, True), (False, 0, True)]
+)
+async def test_only_a_whole_answer_may_be_read_slowly(is_whole: bool, n_taken: int, is_cut: bool) -> None:
+    clock = Mock()
+    kind: Any = configure(fake_app(FakeRunner(VOCAB_SIZE))).http
+    protocol = kind(Mock(), Mock(), {}, clock)
+    protocol.flow, protocol.transport, protocol.cycle = Mock(), Transport(), Mock(response_complete=is_whole)
+    protocol.pause_writing()
+    protocol.transport.n_left -= n_taken
+    seconds, check, *arguments = clock.call_later.call_args.args
+    assert seconds == 60.0
+    check(*arguments)
+    assert protocol.transport.aborted == is_cut
+    assert clock.call_later.call_count == (1 if is_cut else 2)
+    protocol.resume_writing()
+    assert not protocol.is_stalled
+    clock.call_later.return_value.cancel.assert_called_once()
 
 
 def test_a_second_signal_leaves_at_once(directory: Path) -> None:

@@ -36,6 +36,7 @@ def test_every_knob_is_documented() -> None:
         ("CHUNK_SIZE", "1"),
         ("KV_CACHE_MEMORY", "lots"),
         ("DRAIN_TIMEOUT", "nan"),
+        ("SEND_TIMEOUT", "0"),
         ("LOG_LEVEL", "loud"),
         ("ROOT_PATH", "llm/"),
     ],
