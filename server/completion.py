@@ -28,13 +28,13 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """What a client asks for. `n` samples of each prompt; `timeout` in seconds."""
+    """What a client asks for. `n` samples of each prompt; `deadline` in seconds of `perf_counter`."""
 
     prompts: list[Prompt]
     params: SamplingParams
     n: int = 1
     stops: tuple[str, ...] = ()
-    timeout: float | None = None
+    deadline: float | None = None
 
     @property
     def n_sequences(self) -> int:

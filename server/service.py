@@ -7,14 +7,14 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
-from time import time
+from time import perf_counter, time
 
 from model.bundle import ModelBundle
 from server.admission import Admission, Phase, check_length, check_prompt_length
 from server.async_engine import AsyncEngine
 from server.completion import Completion, CompletionRequest, Prompt, make_choices
 from server.engine.engine import Engine
-from server.errors import InvalidRequestError, UnavailableError
+from server.errors import DeadlineExceededError, InvalidRequestError, UnavailableError
 from server.settings import Settings
 
 logger = logging.getLogger("kvasir")
@@ -111,10 +111,10 @@ class Service:
         room = self.max_model_len - max(len(prompt.ids) for prompt in prompts)
         return min(usual, max(1, room))
 
-    def timeout(self, milliseconds: int | None) -> float | None:
-        """Seconds that a request has, by its own word or by default."""
+    def deadline(self, arrived: float, milliseconds: int | None) -> float | None:
+        """When the time is over that a request has from its arrival on, by its own word or by default."""
         wanted = self.settings.default_timeout_ms if milliseconds is None else milliseconds
-        return None if wanted is None else wanted / 1000
+        return None if wanted is None else arrived + wanted / 1000
 
     def check_token_ids(self, token_ids: Iterable[int], param: str) -> None:
         """Raises InvalidRequestError for an id that the model does not have."""
@@ -132,13 +132,16 @@ class Service:
         limits = {"max_model_len": engine.max_model_len, "kv_budget_tokens": engine.kv_budget_tokens}
         for prompt in request.prompts:
             check_length(len(prompt.ids), request.params.max_tokens, **limits)
+        left = None if request.deadline is None else request.deadline - perf_counter()
+        if left is not None and left <= 0:
+            raise DeadlineExceededError("the deadline passed while the prompt was read; allow more time, or try later")
         with self.admission.admit(request.n_sequences):
             first_id = self.engine.new_ids(request.n_sequences)
             choices = make_choices(request, self.bundle.tokenizer, first_id, self.bundle.config.eos_token_ids)
             stream = self.engine.submit([choice.sequence for choice in choices])
             timer = None
-            if request.timeout is not None:
-                timer = asyncio.get_running_loop().call_later(request.timeout, stream.expire)
+            if left is not None:
+                timer = asyncio.get_running_loop().call_later(left, stream.expire)
             try:
                 yield Completion(choices, stream)
             finally:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from time import perf_counter
 from typing import Any
 
 import httpx
@@ -94,8 +95,19 @@ async def deadline(served: Served, post: Post) -> httpx.Response:
         patch.setattr(OutputStream, "expire", noting)
         async with occupied(served, post):
             late = asyncio.create_task(post(timeout_ms=1))
-            await expired.wait()
+            expiring = asyncio.create_task(expired.wait())
+            await asyncio.wait((late, expiring), return_when=asyncio.FIRST_COMPLETED)  # it may be over at the door
+            expiring.cancel()
         return await late
+
+
+async def deadline_at_the_door(served: Served, post: Post) -> httpx.Response:
+    """Reading and tokenising the request takes all its time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("server.api.middleware.perf_counter", lambda: perf_counter() - 3600)
+        response = await post(timeout_ms=3_600_000)
+    assert served.runner.batches == []
+    return response
 
 
 async def loading(served: Served, post: Post) -> httpx.Response:
@@ -137,6 +149,7 @@ CASES = [
     (too_large, 413, "invalid_request_error", "request_too_large", "validation"),
     (queue_full, 429, "overloaded", None, "overloaded"),
     (deadline, 504, "deadline_exceeded", None, "deadline_exceeded"),
+    (deadline_at_the_door, 504, "deadline_exceeded", None, "deadline_exceeded"),
     (loading, 503, "unavailable", None, "unavailable"),
     (draining, 503, "unavailable", None, "unavailable"),
     (queued_at_shutdown, 503, "unavailable", None, "unavailable"),

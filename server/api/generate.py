@@ -58,8 +58,8 @@ async def _read(request: Request) -> _Answer:
         prompt_logprobs=0 if parameters.decoder_input_details else None,
         **changes,
     )
-    timeout = service.timeout(parameters.timeout_ms)
-    wanted = CompletionRequest(prompts=prompts, params=params, stops=tuple(parameters.stop), timeout=timeout)
+    deadline = service.deadline(request.state.arrived, parameters.timeout_ms)
+    wanted = CompletionRequest(prompts=prompts, params=params, stops=tuple(parameters.stop), deadline=deadline)
     return _Answer(service, body, wanted)
 
 

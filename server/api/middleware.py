@@ -25,7 +25,7 @@ _CLIENT_LEFT = 499  # nginx's status for the log: no answer was sent
 
 
 class RequestContext:
-    """Outermost. Sets `request_id` and `started` in the scope's state, where routes leave their `completion`."""
+    """Outermost. Sets `request_id` and `arrived` in the scope's state, where routes leave their `completion`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -36,8 +36,8 @@ class RequestContext:
             return
         state = scope.setdefault("state", {})
         state["request_id"] = _request_id(Headers(scope=scope).get("x-request-id"))
+        state["arrived"] = perf_counter()
         status = 0
-        began = perf_counter()
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -58,7 +58,7 @@ class RequestContext:
                 error = EngineError("internal error")
             await error_response(scope, error)(scope, receive, send_with_id)
         finally:
-            _log(scope, status, perf_counter() - began)
+            _log(scope, status, perf_counter() - state["arrived"])
 
 
 class ApiKeys:

@@ -30,7 +30,7 @@ async def completions(request: Request) -> Response:
     service = service_of(request)
     body = parse(CompletionsBody, await request.body())
     _check_model(service, body.model)
-    wanted = await _completion_request(service, body)
+    wanted = await _completion_request(service, body, request.state.arrived)
     answer = _Answer(service, body, request.state.request_id)
     if body.stream:
         return EventStream(_events(request, wanted, answer), last_words=DONE)
@@ -65,7 +65,7 @@ def _check_model(service: Service, name: str | None) -> None:
         raise ModelNotFoundError(f"the model {name!r} is not served here; {served!r} is", param="model")
 
 
-async def _completion_request(service: Service, body: CompletionsBody) -> CompletionRequest:
+async def _completion_request(service: Service, body: CompletionsBody, arrived: float) -> CompletionRequest:
     service.admission.check_size(len(body.prompt) * body.n)  # before a million prompts are tokenised
     service.check_token_ids(body.stop_token_ids, "stop_token_ids")
     service.check_token_ids(map(int, body.logit_bias), "logit_bias")
@@ -79,9 +79,8 @@ async def _completion_request(service: Service, body: CompletionsBody) -> Comple
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    return CompletionRequest(
-        prompts=prompts, params=params, n=body.n, stops=tuple(body.stop), timeout=service.timeout(body.timeout_ms)
-    )
+    deadline = service.deadline(arrived, body.timeout_ms)
+    return CompletionRequest(prompts=prompts, params=params, n=body.n, stops=tuple(body.stop), deadline=deadline)
 
 
 @dataclass(slots=True)
