@@ -40,6 +40,11 @@ class CompletionRequest:
     def n_sequences(self) -> int:
         return len(self.prompts) * self.n
 
+    def ending_ids(self, eos_token_ids: Items[int]) -> frozenset[int]:
+        """Tokens that end the text: those it names, and the model's unless it ignores them."""
+        params = self.params
+        return params.stop_token_ids if params.ignore_eos else params.stop_token_ids.union(eos_token_ids)
+
 
 @dataclass(slots=True, eq=False)
 class Choice:
@@ -75,13 +80,12 @@ def make_choices(
     request: CompletionRequest, tokenizer: Tokenizer, first_id: int, eos_token_ids: Items[int]
 ) -> list[Choice]:
     """The sequences of a request, with ids from `first_id` on. Without a seed of its own, one from the system."""
-    params = request.params
-    ending_ids = params.stop_token_ids if params.ignore_eos else params.stop_token_ids.union(eos_token_ids)
+    ending_ids = request.ending_ids(eos_token_ids)
     arrived = perf_counter()
     choices = []
     for index in range(request.n_sequences):
         prompt = request.prompts[index // request.n]
-        own = replace(params, sample_index=index % request.n)
+        own = replace(request.params, sample_index=index % request.n)
         sequence = Sequence(first_id + index, prompt.ids, own, ending_ids, SequenceTimes(arrived))
         text = Detokenizer(tokenizer, prompt.ids)
         choices.append(Choice(index, prompt, sequence, text, StopChecker(request.stops)))

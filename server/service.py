@@ -122,6 +122,16 @@ class Service:
         if unknown := next((i for i in token_ids if not 0 <= i < size), None):
             raise InvalidRequestError(f"{param}: token id {unknown} is not in the vocabulary of {size}", param=param)
 
+    def _check_endings(self, request: CompletionRequest) -> None:
+        """Until there are `min_tokens`, what would end the text is banned: that must not be everything."""
+        config = self.bundle.config
+        if request.params.min_tokens and len(request.ending_ids(config.eos_token_ids)) >= config.vocab_size:
+            raise InvalidRequestError(
+                f"stop_token_ids: all {config.vocab_size} tokens would end the text, "
+                "which min_tokens forbids at first; name fewer",
+                param="stop_token_ids",
+            )
+
     @contextmanager
     def complete(self, request: CompletionRequest) -> Iterator[Completion]:
         """Run a request; leaving the block ends it, however far it is. Raises the errors of admission."""
@@ -132,6 +142,7 @@ class Service:
         limits = {"max_model_len": engine.max_model_len, "kv_budget_tokens": engine.kv_budget_tokens}
         for prompt in request.prompts:
             check_length(len(prompt.ids), request.params.max_tokens, **limits)
+        self._check_endings(request)
         left = None if request.deadline is None else request.deadline - perf_counter()
         if left is not None and left <= 0:
             raise DeadlineExceededError("the deadline passed while the prompt was read; allow more time, or try later")

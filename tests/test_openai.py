@@ -272,6 +272,41 @@ async def test_a_bad_field_is_named(change: dict[str, Any], param: str) -> None:
     assert param in error["message"]
 
 
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", {"prompt": "a"}), ("/generate", {"inputs": "a"})])
+async def test_what_costs_time_in_every_step_is_bounded(path: str, body: dict[str, Any]) -> None:
+    ids = [i % VOCAB_SIZE for i in range(1025)]
+    bias = {str(i).zfill(4): 0.0 for i in range(1025)}
+    async with serving() as served:
+        for name, value, n in [
+            ("stop_token_ids", ids[:1024], 1024),
+            ("stop_token_ids", ids, 1025),
+            ("logit_bias", bias, 1025),
+        ]:
+            fields = {name: value}
+            request = body | (fields if "prompt" in body else {"parameters": fields})
+            response = await served.client.post(path, json=request)
+            assert response.status_code == (200 if n == 1024 else 400)
+            if n > 1024:
+                assert f"{name}: 1025 entries are too many: at most 1024 may be given" in response.text
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+async def test_a_token_must_be_left_while_none_may_end_the_text(ignore_eos: bool) -> None:
+    others = [i for i in range(VOCAB_SIZE) if i != EOS]
+    body = {"prompt": "a", "max_tokens": 2, "ignore_eos": ignore_eos}
+    async with serving() as served:
+        every = {"stop_token_ids": others if not ignore_eos else [*others, EOS]}
+        refused = await served.client.post("/v1/completions", json=body | every | {"min_tokens": 1})
+        await complete(served, **body, **every)
+        await complete(served, **body, stop_token_ids=others[1:], min_tokens=1)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] == "stop_token_ids"
+    assert error["message"] == (
+        f"stop_token_ids: all {VOCAB_SIZE} tokens would end the text, which min_tokens forbids at first; name fewer"
+    )
+
+
 @pytest.mark.parametrize(
     "raw",
     [

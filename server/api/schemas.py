@@ -16,6 +16,7 @@ from server.errors import InvalidRequestError
 
 MAX_N = 16
 MAX_STOPS = 16
+MAX_TOKENS_NAMED = 1024  # in stop_token_ids and logit_bias: each costs time in everybody's step
 _GREEDY_BELOW = 1e-5  # a smaller temperature would overflow float32
 _WITHOUT_EFFECT = frozenset({"user", "store", "metadata"})
 _NO_OPS: dict[str, Any] = {
@@ -28,7 +29,12 @@ _NO_OPS: dict[str, Any] = {
 }
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
-TokenIds = list[Count]
+
+
+def _few(value: object) -> object:
+    if isinstance(value, list | dict) and len(value) > MAX_TOKENS_NAMED:
+        raise ValueError(f"{len(value)} entries are too many: at most {MAX_TOKENS_NAMED} may be given")
+    return value
 
 
 def _as_list(value: object) -> object:
@@ -74,12 +80,12 @@ class SamplingFields(Body):
     repetition_penalty: float = Field(1.0, ge=0.01, le=100.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]] = {}
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], BeforeValidator(_few)] = {}
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: Annotated[
         list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list), Field(max_length=MAX_STOPS)
     ] = []
-    stop_token_ids: TokenIds = []
+    stop_token_ids: Annotated[list[Count], BeforeValidator(_few)] = []
     min_tokens: Count = 0
     ignore_eos: bool = False
     timeout_ms: int | None = Field(None, ge=1, le=86_400_000)
