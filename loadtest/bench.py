@@ -68,9 +68,9 @@ class EngineFigures:
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    def tables(self) -> list[Table]:
-        machine = f"{self.threads} threads, a copy moves {self.copy_gigabytes_per_second:.1f} GB/s"
-        decode = Table(title=f"{self.preset} {self.precision}: decode ({machine})")
+    def tables(self) -> list[str | Table]:
+        machine = f"{self.threads} threads; a copy moves {self.copy_gigabytes_per_second:.1f} GB/s"
+        decode = Table(title="decode")
         for name in ("batch", "tokens/s", "step, ms", "of batch 1", "of roofline"):
             decode.add_column(name, justify="right")
         for row in self.decode:
@@ -82,11 +82,11 @@ class EngineFigures:
         prefill.add_column("tokens/s", justify="right")
         for tokens, speed in self.prefill_tokens_per_second.items():
             prefill.add_row(str(tokens), f"{speed:.0f}")
-        outside = Table(title=f"share of a batch-{DECODE_BATCHES[-1]} step outside the model")
+        outside = Table(title=f"batch-{DECODE_BATCHES[-1]} step, share outside the model")
         outside.add_column("greedy", justify="right")
         outside.add_column("temperature 0.8, top-p 0.95", justify="right")
         outside.add_row(f"{self.outside_greedy:.1%}", f"{self.outside_sampled:.1%}")
-        return [decode, prefill, outside]
+        return [f"{self.preset}, {self.precision}, {machine}", decode, prefill, outside]
 
 
 def bench_engine(name: str, precision: str, threads: int | None, cache: Path) -> EngineFigures:
