@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from server.engine.sequence import Sequence
 
 MAX_LOGPROBS = 20
-_BLOCK = 256
+_BLOCK = 256  # weights summed at once on the way to a place in a running sum
+_GROUP_FLOATS = 2**17  # rows drawn from at once fit the cache; larger arrays cost page faults in every step
 
 Floats = NDArray[np.float32]
 
@@ -110,9 +111,10 @@ def sample(logits: Floats, sequences: list[Sequence]) -> list[int | None]:
     tokens = adjusted.argmax(axis=1)
     possible = np.isfinite(adjusted[np.arange(len(tokens)), tokens])
     drawn = [i for i, sequence in enumerate(sequences) if possible[i] and sequence.params.temperature > 0.0]
-    if drawn:
-        rows = adjusted if len(drawn) == len(sequences) else adjusted[drawn]
-        tokens[drawn] = _draw(rows, [sequences[i] for i in drawn])
+    group = max(1, _GROUP_FLOATS // adjusted.shape[1])
+    for start in range(0, len(drawn), group):
+        rows = drawn[start : start + group]
+        tokens[rows] = _draw(adjusted[rows], [sequences[i] for i in rows])
     return [int(token) if possible[i] else None for i, token in enumerate(tokens)]
 
 
@@ -165,10 +167,13 @@ def _penalise(row: Floats, params: SamplingParams, occurrences: Occurrences) -> 
 
 
 def _draw(logits: Floats, sequences: list[Sequence]) -> NDArray[np.int64]:
-    """One inverse-CDF draw per row of `logits` [m, vocab] after temperature, top-k, top-p, min-p and typical-p."""
+    """One inverse-CDF draw per row of `logits` [m, vocab], after temperature, top-k, top-p, min-p and typical-p.
+
+    The logits are overwritten.
+    """
     params = [sequence.params for sequence in sequences]
     temperature = np.array([p.temperature for p in params], dtype=np.float32)
-    scaled = logits / temperature[:, None]
+    scaled = np.divide(logits, temperature[:, None], out=logits)
     scaled -= scaled.max(axis=1, keepdims=True)
     weights = np.exp(scaled, out=scaled)  # unnormalised: the likeliest token weighs 1
     _keep(weights, _top_k_floors(weights, params))
@@ -202,7 +207,8 @@ def _top_p_floors(weights: Floats, params: list[SamplingParams]) -> Floats:
     floors = np.zeros(len(params), dtype=np.float32)
     rows = [i for i, p in enumerate(params) if p.top_p < 1.0]
     if rows:
-        ordered = np.sort(weights[rows], axis=1)
+        ordered = weights[rows]
+        ordered.sort(axis=1)
         outside = np.array([1.0 - params[i].top_p for i in rows])  # the mass that may be left out, from the lightest on
         floors[rows] = ordered[np.arange(len(rows)), _first_beyond(ordered, outside)]
     return floors
