@@ -42,7 +42,7 @@ example: $(VENV)/.train  ## Train the example model again on the standard librar
 	test -d runs/stdlib || $(BIN)/kvasir train $(STDLIB) --out runs/stdlib --include '*.py' $(NOT_CODE) \
 		--steps 2000 --context 1024 --batch-size 8 --warmup 150 --learning-rate 3e-3 \
 		--evaluate-every 100 --checkpoint-every 100
-	rm -rf $(EXAMPLE) && $(BIN)/kvasir export runs/stdlib --out $(EXAMPLE)
+	rm -rf $(EXAMPLE) && $(BIN)/kvasir export runs/stdlib --out $(EXAMPLE) --temperature 0.6 --top-p 0.9
 
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Kvasir needs Python 3.11 or newer: make PYTHON=python3.11 …")'

@@ -142,14 +142,19 @@ def train(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A training run, or a checkpoint directory.")],
     out: Annotated[Path, typer.Option(help="The model directory to write.")],
+    temperature: Annotated[float | None, typer.Option(min=0.0, max=100.0, help="Served requests' default.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Served requests' default.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=1e-6, max=1.0, help="Served requests' default.")] = None,
 ) -> None:
     """Export a checkpoint to a model directory, and prove that it computes what PyTorch does."""
     from export.directory import export_checkpoint
     from export.verify import VerificationError
+    from model.bundle import GenerationDefaults
     from model.checkpoint import CheckpointError
 
+    generation = GenerationDefaults(temperature=temperature, top_k=top_k, top_p=top_p)
     try:
-        manifest = export_checkpoint(checkpoint, out)
+        manifest = export_checkpoint(checkpoint, out, generation)
     except (CheckpointError, VerificationError, OSError) as error:
         fail(error)
     Console().print(verification_table(out.name, exported=manifest.verification))
@@ -225,12 +230,12 @@ def generate(
     directory: Annotated[Path, typer.Argument(help="A model directory.")],
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, max=100.0, help="0 takes the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0)] = 0,
-    top_p: Annotated[float, typer.Option(min=1e-6, max=1.0)] = 1.0,
+    temperature: Annotated[float | None, typer.Option(min=0.0, max=100.0, help="0: the likeliest token.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=0)] = None,
+    top_p: Annotated[float | None, typer.Option(min=1e-6, max=1.0)] = None,
     seed: Annotated[int | None, typer.Option(help="Default: another one each time.")] = None,
 ) -> None:
-    """Continue a prompt here, without a server, and stream it to the terminal."""
+    """Continue a prompt here, without a server, and stream it to the terminal; sampled as the model advises."""
     from model.bundle import BundleError, load_bundle
     from server import terminal
     from server.app import build_engine
@@ -239,9 +244,11 @@ def generate(
     from server.settings import load_settings
 
     drawn = secrets.randbits(64) if seed is None else seed
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=drawn)
+    wanted = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     try:
         bundle = load_bundle(directory)
+        fields = bundle.generation.given() | {name: value for name, value in wanted.items() if value is not None}
+        params = SamplingParams(max_tokens=max_tokens, seed=drawn, **fields)  # type: ignore[arg-type]
         engine = build_engine(load_settings(model=directory, max_num_seqs=1), bundle)
         for piece in terminal.generate(engine, bundle, prompt, params):
             typer.echo(piece, nl=False)

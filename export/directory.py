@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +16,11 @@ from export.verify import SampleText, Verifier, check
 from model.bundle import (
     CONFIG_FILE,
     FORMAT_VERSION,
+    GENERATION_FILE,
     GRAPH_FILE,
     MANIFEST_FILE,
     TOKENIZER_FILE,
+    GenerationDefaults,
     Manifest,
     Verification,
     hash_files,
@@ -35,8 +38,10 @@ class SourceMismatchError(Exception):
     """A checkpoint that is not the one a model directory was made from."""
 
 
-def export_checkpoint(source: Path, out: Path) -> Manifest:
+def export_checkpoint(source: Path, out: Path, generation: GenerationDefaults | None = None) -> Manifest:
     """Export a checkpoint, or a training run's newest, to a model directory for the CPU in fp32.
+
+    generation: how requests to the model are sampled unless they say otherwise.
 
     Written beside `out` and renamed into place, so a failure leaves nothing. Raises CheckpointError, VerificationError,
     and FileExistsError when `out` is in use.
@@ -45,6 +50,8 @@ def export_checkpoint(source: Path, out: Path) -> Manifest:
     with _directory(out) as part:
         checkpoint.decoder.config.save(part / CONFIG_FILE)
         checkpoint.tokenizer.save(str(part / TOKENIZER_FILE))
+        if generation is not None and generation.given():
+            (part / GENERATION_FILE).write_text(json.dumps(generation.given(), indent=2) + "\n", encoding="utf-8")
         export_graph(checkpoint.decoder, part / GRAPH_FILE)
         verification = Verifier(checkpoint.decoder, part / GRAPH_FILE, held_out_text(checkpoint)).verify()
         check(verification)

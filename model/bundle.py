@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
 
 from model.config import ConfigError, DecoderConfig
@@ -18,6 +18,7 @@ FORMAT_VERSION = 1
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
+GENERATION_FILE = "generation_config.json"  # optional; Hugging Face's name and keys
 MANIFEST_FILE = "manifest.json"
 GRAPH_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
@@ -44,6 +45,28 @@ class Verification(BaseModel):
     perplexity_torch: float | None = None
     perplexity_onnx: float | None = None
     text: str | None = None
+
+
+class GenerationDefaults(BaseModel):
+    """How requests that do not say otherwise are sampled: the model's own advice, over the API's neutral defaults."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    temperature: Annotated[float | None, Field(ge=0.0, le=100.0)] = None
+    top_k: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
+    top_p: Annotated[float | None, Field(gt=0.0, le=1.0)] = None
+    min_p: Annotated[float | None, Field(ge=0.0, le=1.0)] = None
+    typical_p: Annotated[float | None, Field(gt=0.0, le=1.0)] = None
+    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100.0)] = None
+
+    def given(self) -> dict[str, float]:
+        """The fields that are set, by name."""
+        return self.model_dump(exclude_none=True)
+
+    @classmethod
+    def load(cls, path: Path) -> GenerationDefaults:
+        """Read generation_config.json; none is no advice. Raises ValueError for one that is not valid."""
+        return cls.model_validate_json(path.read_bytes()) if path.is_file() else cls()
 
 
 class Manifest(BaseModel):
@@ -76,6 +99,7 @@ class ModelBundle:
     config: DecoderConfig
     manifest: Manifest
     tokenizer: Tokenizer
+    generation: GenerationDefaults = field(default_factory=GenerationDefaults)
 
     @property
     def graph_path(self) -> Path:
@@ -112,6 +136,9 @@ def _load(directory: Path) -> ModelBundle:
     try:
         config = DecoderConfig.load(directory / CONFIG_FILE)
         tokenizer = load_tokenizer(directory / TOKENIZER_FILE)
+        generation = GenerationDefaults.load(directory / GENERATION_FILE)
+    except ValidationError as error:
+        raise BundleError(f"{directory / GENERATION_FILE}: {_first(error)}; export the model again") from None
     except (ConfigError, TokenizerError) as error:
         raise BundleError(f"{error}; export the model again") from None
     if (known := vocabulary_size(tokenizer)) > config.vocab_size:
@@ -119,7 +146,7 @@ def _load(directory: Path) -> ModelBundle:
             f"{directory / TOKENIZER_FILE} has token ids up to {known - 1}, but the model only {config.vocab_size} "
             "tokens; export it again with its own tokenizer"
         )
-    return ModelBundle(directory, config, manifest, tokenizer)
+    return ModelBundle(directory, config, manifest, tokenizer, generation)
 
 
 def _read_manifest(directory: Path) -> Manifest:
@@ -135,11 +162,14 @@ def _read_manifest(directory: Path) -> Manifest:
             )
         return Manifest.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(map(str, first["loc"])) or "the file"
-        raise BundleError(f"{path} is damaged at {place}: {first['msg']}; export the model again") from None
+        raise BundleError(f"{path} is damaged at {_first(error)}; export the model again") from None
     except ValueError as error:
         raise BundleError(f"{path} is damaged: {error}; export the model again") from None
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
 
 
 def _check_file(directory: Path, name: str, expected: str) -> None:

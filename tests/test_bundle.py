@@ -94,6 +94,17 @@ def test_a_damaged_directory_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_advice_on_sampling_travels_with_the_model(directory: Path) -> None:
+    assert load_bundle(directory).generation.given() == {}
+    (directory / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 40}')
+    write_manifest(directory)
+    assert load_bundle(directory).generation.given() == {"temperature": 0.6, "top_k": 40}
+    (directory / "generation_config.json").write_text('{"temperature": -1}')
+    write_manifest(directory)
+    with pytest.raises(BundleError, match=r"generation_config\.json: temperature: .* export the model again"):
+        load_bundle(directory)
+
+
 def test_a_configuration_that_hashes_well_but_is_wrong_is_refused(directory: Path) -> None:
     (directory / "config.json").write_text('{"vocab_size": -3}')
     write_manifest(directory)

@@ -110,6 +110,9 @@ def test_commands_in_one_line_each(run: Path, exported: Path, tmp_path: Path) ->
         return result.stderr if fails else result.stdout
 
     assert "greedy agreement" in kvasir("verify", exported)
+    kvasir("export", run, "--out", run.parent / "advised", "--temperature", "0.5", "--top-p", "0.9")
+    assert load_bundle(run.parent / "advised").generation.given() == {"temperature": 0.5, "top_p": 0.9}
+    assert load_bundle(exported).generation.given() == {}
     assert "held-out text of tale" in kvasir("verify", exported, "--checkpoint", run)
     assert "is not empty" in kvasir("export", run, "--out", exported, fails=True)
     assert "holds no checkpoint" in kvasir("export", run.parent, "--out", tmp_path / "out", fails=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from model.bundle import GenerationDefaults
 from tests.fake_runner import FakeRunner
 from tests.serving import EOS, MODEL, VOCAB_SIZE, Served, saying, serving, small_tokenizer
 
@@ -213,6 +215,23 @@ async def test_every_sampling_field_reaches_the_sampler() -> None:
         assert biased["choices"][0]["text"] == tokenizer.decode([66]) * 4
         penalised = await complete(served, **body, temperature=0, logit_bias={"66": 10}, repetition_penalty=100.0)
         assert penalised["choices"][0]["text"].count(tokenizer.decode([66])) < 4
+
+
+async def test_the_models_advice_holds_unless_the_request_says_otherwise() -> None:
+    """Null is not saying anything; TGI's routes have defaults of their own."""
+    async with serving() as served:
+        body = {"prompt": "a", "max_tokens": 12, "seed": 2, "ignore_eos": True}
+        neutral = (await complete(served, **body))["choices"]
+        greedy = (await complete(served, **body, temperature=0))["choices"]
+        tgi = {"inputs": "a", "parameters": {"seed": 2, "do_sample": True, "max_new_tokens": 12, "ignore_eos": True}}
+        generated = (await served.client.post("/generate", json=tgi)).json()
+        advice = GenerationDefaults(temperature=0.0)
+        served.service.bundle = replace(served.service.bundle, generation=advice)
+        assert greedy != neutral
+        assert (await complete(served, **body))["choices"] == greedy
+        assert (await complete(served, **body, temperature=None))["choices"] == greedy
+        assert (await complete(served, **body, temperature=1.0))["choices"] == neutral
+        assert (await served.client.post("/generate", json=tgi)).json() == generated
 
 
 @pytest.mark.parametrize(

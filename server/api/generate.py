@@ -52,6 +52,7 @@ async def _read(request: Request) -> _Answer:
         max_tokens = service.default_max_tokens(prompts, DEFAULT_MAX_NEW_TOKENS)
     changes = {} if parameters.samples else {"temperature": 0.0}
     params = parameters.sampling_params(
+        {},  # TGI's own defaults say when to sample at all
         max_tokens=max_tokens,
         seed=draw_seed() if parameters.seed is None else parameters.seed,
         logprobs=parameters.top_n_tokens,

@@ -74,6 +74,7 @@ async def _completion_request(service: Service, body: CompletionsBody, arrived: 
     if max_tokens is None:
         max_tokens = service.default_max_tokens(prompts, DEFAULT_MAX_TOKENS)
     params = body.sampling_params(
+        service.bundle.generation.given(),
         max_tokens=max_tokens,
         seed=draw_seed() if body.seed is None else body.seed,
         logprobs=body.logprobs,

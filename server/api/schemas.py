@@ -6,6 +6,7 @@ turns up; `user`, `store` and `metadata` are accepted without effect.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -97,8 +98,8 @@ class SamplingFields(Body):
             raise ValueError("its keys must be token ids")
         return bias
 
-    def sampling_params(self, **fields: Any) -> SamplingParams:
-        """With the fields that each protocol names in its own way; those given here win."""
+    def sampling_params(self, defaults: Mapping[str, float], **fields: Any) -> SamplingParams:
+        """With the model's defaults for what was not given, and the fields that each protocol names in its own way."""
         common: dict[str, Any] = {
             "min_tokens": self.min_tokens,
             "temperature": self.temperature,
@@ -113,6 +114,7 @@ class SamplingFields(Body):
             "stop_token_ids": frozenset(self.stop_token_ids),
             "ignore_eos": self.ignore_eos,
         }
+        common |= {name: value for name, value in defaults.items() if name not in self.model_fields_set}
         params = SamplingParams(**(common | fields))
         if params.min_tokens > params.max_tokens:
             raise InvalidRequestError(
