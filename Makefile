@@ -39,9 +39,10 @@ bench: $(VENV)/.train  ## Measure the engine on this machine; ARGS="--preset tin
 	$(BIN)/kvasir bench engine $(ARGS)
 
 example: $(VENV)/.train  ## Train the example model again on the standard library (an hour) and replace it
-	test -d runs/stdlib || $(BIN)/kvasir train $(STDLIB) --out runs/stdlib --include '*.py' $(NOT_CODE) \
+	if test -d runs/stdlib; then $(BIN)/kvasir train --resume --out runs/stdlib; else \
+		$(BIN)/kvasir train $(STDLIB) --out runs/stdlib --include '*.py' $(NOT_CODE) \
 		--steps 2000 --context 1024 --batch-size 8 --warmup 150 --learning-rate 3e-3 \
-		--evaluate-every 100 --checkpoint-every 100
+		--evaluate-every 100 --checkpoint-every 100; fi
 	rm -rf $(EXAMPLE) && $(BIN)/kvasir export runs/stdlib --out $(EXAMPLE) --temperature 0.6 --top-p 0.9
 
 $(BIN)/pip:
