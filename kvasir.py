@@ -142,6 +142,8 @@ def train(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A training run, or a checkpoint directory.")],
     out: Annotated[Path, typer.Option(help="The model directory to write.")],
+    precision: Annotated[str, typer.Option(help="fp32, or int8: faster, and a quarter of the size.")] = "fp32",
+    text: Annotated[Path | None, typer.Option(help="Measure perplexity on this; default: held-out text.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, max=100.0, help="Served requests' default.")] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="Served requests' default.")] = None,
     top_p: Annotated[float | None, typer.Option(min=1e-6, max=1.0, help="Served requests' default.")] = None,
@@ -154,8 +156,8 @@ def export(
 
     generation = GenerationDefaults(temperature=temperature, top_k=top_k, top_p=top_p)
     try:
-        manifest = export_checkpoint(checkpoint, out, generation)
-    except (CheckpointError, VerificationError, OSError) as error:
+        manifest = export_checkpoint(checkpoint, out, precision=precision, text=text, generation=generation)
+    except (CheckpointError, VerificationError, OSError, ValueError) as error:
         fail(error)
     Console().print(verification_table(out.name, exported=manifest.verification))
 
@@ -164,6 +166,7 @@ def export(
 def verify(
     directory: Annotated[Path, typer.Argument(help="A model directory.")],
     checkpoint: Annotated[Path | None, typer.Option(help="The run or checkpoint it was exported from.")] = None,
+    text: Annotated[Path | None, typer.Option(help="Measure perplexity on this; default: held-out text.")] = None,
 ) -> None:
     """Check a model directory's hashes, and measure it against PyTorch again."""
     from export.directory import SourceMismatchError, verify_directory
@@ -172,8 +175,8 @@ def verify(
     from model.checkpoint import CheckpointError
 
     try:
-        noted, measured = verify_directory(directory, checkpoint)
-    except (BundleError, CheckpointError, SourceMismatchError, VerificationError, OSError) as error:
+        noted, measured = verify_directory(directory, checkpoint, text)
+    except (BundleError, CheckpointError, SourceMismatchError, VerificationError, OSError, ValueError) as error:
         fail(error)
     Console().print(verification_table(directory.name, manifest=noted, measured=measured))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from export.graph import export_graph, input_names, load_decoder, output_names
+from export.graph import PRECISIONS, export_graph, input_names, load_decoder, output_names
 from export.verify import SampleText, Verifier, check
 from model.bundle import (
     CONFIG_FILE,
@@ -38,49 +38,65 @@ class SourceMismatchError(Exception):
     """A checkpoint that is not the one a model directory was made from."""
 
 
-def export_checkpoint(source: Path, out: Path, generation: GenerationDefaults | None = None) -> Manifest:
-    """Export a checkpoint, or a training run's newest, to a model directory for the CPU in fp32.
+def export_checkpoint(
+    source: Path,
+    out: Path,
+    *,
+    precision: str = "fp32",
+    text: Path | None = None,
+    generation: GenerationDefaults | None = None,
+) -> Manifest:
+    """Export a checkpoint, or a training run's newest, to a model directory for the CPU.
 
-    generation: how requests to the model are sampled unless they say otherwise.
-
-    Written beside `out` and renamed into place, so a failure leaves nothing. Raises CheckpointError, VerificationError,
-    and FileExistsError when `out` is in use.
+    text: what perplexity is measured on; None is the run's held-out text. generation: how requests to the model are
+    sampled unless they say otherwise. Written beside `out` and renamed into place, so a failure leaves nothing. Raises
+    CheckpointError, VerificationError, FileExistsError when `out` is in use, and ValueError for text or a precision
+    that cannot be used.
     """
+    if precision not in PRECISIONS:
+        raise ValueError(f"no precision {precision!r}; there are {', '.join(PRECISIONS)}")
     checkpoint = load_checkpoint(source)
+    sample = sample_text(checkpoint, text)
     with _directory(out) as part:
         checkpoint.decoder.config.save(part / CONFIG_FILE)
         checkpoint.tokenizer.save(str(part / TOKENIZER_FILE))
         if generation is not None and generation.given():
             (part / GENERATION_FILE).write_text(json.dumps(generation.given(), indent=2) + "\n", encoding="utf-8")
-        export_graph(checkpoint.decoder, part / GRAPH_FILE)
-        verification = Verifier(checkpoint.decoder, part / GRAPH_FILE, held_out_text(checkpoint)).verify()
-        check(verification)
-        manifest = make_manifest(checkpoint.decoder, part, _describe_source(checkpoint), verification)
+        export_graph(checkpoint.decoder, part / GRAPH_FILE, precision)
+        verification = Verifier(checkpoint.decoder, part / GRAPH_FILE, sample).verify()
+        check(verification, precision)
+        manifest = make_manifest(checkpoint.decoder, part, precision, _describe_source(checkpoint), verification)
         manifest.save(part / MANIFEST_FILE)
     return manifest
 
 
-def verify_directory(directory: Path, source: Path | None) -> tuple[Verification, Verification]:
+def verify_directory(
+    directory: Path, source: Path | None = None, text: Path | None = None
+) -> tuple[Verification, Verification]:
     """The figures in a model directory's manifest, and the same measured now.
 
     The reference is the checkpoint it came from, which also brings the held-out text, or else the decoder rebuilt from
-    the graph's own weights. Raises BundleError, CheckpointError, SourceMismatchError and VerificationError.
+    the graph's own weights. Raises BundleError, CheckpointError, SourceMismatchError, VerificationError and ValueError.
     """
     bundle = load_bundle(directory)
     if source is None:
-        decoder, text = load_decoder(bundle.config, bundle.graph_path), None
+        rebuilt = load_decoder(bundle.config, bundle.graph_path)
+        checkpoint = Checkpoint(directory, rebuilt, bundle.tokenizer, {})
     else:
         checkpoint = load_checkpoint(source)
         if sha256(checkpoint.path / WEIGHTS_FILE) != bundle.manifest.source.get("sha256"):
             raise SourceMismatchError(f"{directory} was not exported from {checkpoint.path}: the hashes differ")
-        decoder, text = checkpoint.decoder, held_out_text(checkpoint)
-    measured = Verifier(decoder, bundle.graph_path, text).verify()
-    check(measured)
+    measured = Verifier(checkpoint.decoder, bundle.graph_path, sample_text(checkpoint, text)).verify()
+    check(measured, bundle.manifest.precision)
     return bundle.manifest.verification, measured
 
 
 def make_manifest(
-    decoder: Decoder, directory: Path, source: dict[str, str | int | float], verification: Verification
+    decoder: Decoder,
+    directory: Path,
+    precision: str,
+    source: dict[str, str | int | float],
+    verification: Verification,
 ) -> Manifest:
     """The manifest of a directory whose other files are all written."""
     config = decoder.config
@@ -89,7 +105,7 @@ def make_manifest(
         architecture="kvasir-decoder",
         parameters=decoder.n_parameters,
         device="cpu",
-        precision="fp32",
+        precision=precision,
         max_model_len=config.max_model_len,
         graph_inputs=input_names(config),
         graph_outputs=output_names(config),
@@ -100,8 +116,19 @@ def make_manifest(
     )
 
 
-def held_out_text(checkpoint: Checkpoint) -> SampleText | None:
-    """The text that the run's training never saw, where the checkpoint lies in a training run."""
+def sample_text(checkpoint: Checkpoint, file: Path | None) -> SampleText | None:
+    """A file's text, or what the run's training never saw, where the checkpoint lies in a training run.
+
+    Raises ValueError for a file that is not UTF-8 text of two tokens at least.
+    """
+    if file is not None:
+        try:
+            token_ids = checkpoint.tokenizer.encode(file.read_text(encoding="utf-8")).ids
+        except UnicodeDecodeError:
+            raise ValueError(f"{file} is not UTF-8 text") from None
+        if len(token_ids) < 2:
+            raise ValueError(f"{file} has {len(token_ids)} tokens, too few to measure on")
+        return SampleText(file.name, np.array(token_ids, dtype=np.int64))
     folder = checkpoint.path.parent / "data"
     if not folder.is_dir():
         return None

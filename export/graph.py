@@ -25,11 +25,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from export.quantize import quantize_int8
 from model.attention import LayerCache, StepInputs
 from model.bundle import WEIGHTS_FILE
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
+PRECISIONS = ("fp32", "int8")
 OPSET = 23  # the first with RMSNormalization
 _PARAMETERS = "kvasir.parameters"  # metadata: {decoder's parameter: graph's initializer}
 _TRANSPOSED = ".T"
@@ -70,8 +72,8 @@ class ServingGraph(nn.Module):
         return logits, *(tensor for present in presents for tensor in (present.key, present.value))
 
 
-def export_graph(decoder: Decoder, path: Path) -> None:
-    """Write the graph to `path` and its weights beside it, as external data."""
+def export_graph(decoder: Decoder, path: Path, precision: str = "fp32") -> None:
+    """Write the graph to `path` and its weights beside it, as external data. precision: one of PRECISIONS."""
     config = decoder.config
     graph = ServingGraph(decoder).eval()
     program = _trace(graph, config)
@@ -81,12 +83,22 @@ def export_graph(decoder: Decoder, path: Path) -> None:
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, with paths of this machine
         node.doc_string = None
+    if precision == "int8":
+        del program.model.metadata_props[_PARAMETERS]
+        quantize_int8(program.model)
     onnx_ir.save(program.model, path, external_data=WEIGHTS_FILE)
 
 
 def load_decoder(config: DecoderConfig, path: Path) -> Decoder:
-    """The decoder that an fp32 graph was exported from, its parameters taken out of the graph."""
+    """The decoder that an fp32 graph was exported from, its parameters taken out of the graph.
+
+    Raises ValueError for a quantised graph, which no longer holds them.
+    """
     model = onnx_ir.load(path)
+    if _PARAMETERS not in model.metadata_props:
+        raise ValueError(
+            f"{path} is quantised and no longer holds the decoder's weights; name its source: --checkpoint"
+        )
     decoder = Decoder(config).eval()
     parameters = dict(decoder.named_parameters())
     with torch.no_grad():

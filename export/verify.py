@@ -23,6 +23,7 @@ from model.decoder import Decoder
 from model.generate import generate
 
 MAX_LOGIT_ERROR = 1e-3  # fp32, relative to the standard deviation of the logits
+MAX_PERPLEXITY_LOSS = 0.01  # int8, relative
 _PROMPT = 37
 _CHUNK = 64
 _GREEDY_PROMPTS = 4
@@ -138,7 +139,7 @@ class Verifier:
         return max(errors)
 
     def _greedy_agreement(self) -> float:
-        """Share of greedy tokens equal to the oracle's, each graph continuing its own text."""
+        """Share of the oracle's greedy tokens that the graph would choose too, given the oracle's text so far."""
         equal = total = 0
         n_tokens = min(_GREEDY_TOKENS, self._config.max_model_len // 2)
         for _ in range(_GREEDY_PROMPTS):
@@ -147,10 +148,9 @@ class Verifier:
             self._session.clear(1, len(prompt) + n_tokens)
             logits = self._session.run(prompt[None], [len(prompt)])
             for i, token in enumerate(expected):
-                chosen = int(logits[0, -1].argmax())
-                equal += chosen == token
+                equal += int(logits[0, -1].argmax()) == token
                 total += 1
-                logits = self._session.run(np.array([[chosen]]), [len(prompt) + i + 1])
+                logits = self._session.run(np.array([[token]]), [len(prompt) + i + 1])
         return equal / total
 
     def _rows(self, token_ids: Ids) -> Ids:
@@ -181,13 +181,20 @@ class Verifier:
         return self._text.token_ids[start : start + count]
 
 
-def check(verification: Verification) -> None:
-    """Raise VerificationError for an fp32 graph over the threshold."""
-    if not verification.max_logit_error <= MAX_LOGIT_ERROR:  # a NaN fails too
+def check(verification: Verification, precision: str) -> None:
+    """Raise VerificationError for a graph over its precision's limit: logits for fp32, perplexity for int8."""
+    if precision == "fp32":
+        error, limit = verification.max_logit_error, MAX_LOGIT_ERROR
+        what = "logits differ from PyTorch's, relative to their standard deviation,"
+    elif verification.perplexity_torch is None or verification.perplexity_onnx is None:
         raise VerificationError(
-            f"the graph's logits differ from PyTorch's by {verification.max_logit_error:.2e} of their standard "
-            f"deviation, more than {MAX_LOGIT_ERROR:.0e}; it must not be served"
+            f"{precision} is measured on text, and the checkpoint has none of its own; give --text FILE"
         )
+    else:
+        error, limit = verification.perplexity_onnx / verification.perplexity_torch - 1.0, MAX_PERPLEXITY_LOSS
+        what = "perplexity is above PyTorch's"
+    if not error <= limit:  # a NaN fails too
+        raise VerificationError(f"the graph's {what} by {error:.2e}, more than {limit:.0e}; it must not be served")
 
 
 def _relative_error(actual: Floats, expected: Floats) -> float:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from export.graph import export_graph
+from export.graph import PRECISIONS, export_graph
 from model.bundle import CONFIG_FILE, GRAPH_FILE
 from model.config import ConfigError, DecoderConfig, preset
 from model.decoder import Decoder
@@ -39,6 +39,7 @@ _PROMPT_TOKENS = 128
 _DECODE_STEPS = 48
 _PREFILL_ROUNDS = 5
 _COPY_BYTES = 2**28
+_WEIGHT_BYTES = {"fp32": 4, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +95,13 @@ def bench_engine(name: str, precision: str, threads: int | None, cache: Path) ->
 
     Raises ConfigError for an unknown preset or precision.
     """
-    if precision != "fp32":
-        raise ConfigError(f"no precision {precision!r}; there is fp32")
+    if precision not in PRECISIONS:
+        raise ConfigError(f"no precision {precision!r}; there are {', '.join(PRECISIONS)}")
     config = preset(name)
     threads = threads or usable_cpus()
-    runner = OnnxRunner(_graph(name, config, cache), config, max_num_seqs=DECODE_BATCHES[-1], threads=threads)
+    runner = OnnxRunner(
+        _graph(name, precision, config, cache), config, max_num_seqs=DECODE_BATCHES[-1], threads=threads
+    )
     runner.warm_up()
     bench = _EngineBench(runner, config)
     bandwidth = copy_bandwidth(threads)
@@ -106,7 +109,7 @@ def bench_engine(name: str, precision: str, threads: int | None, cache: Path) ->
     decode = []
     for batch in DECODE_BATCHES:
         seconds, _ = bench.decode(batch, temperature=0.0)
-        floor = bytes_per_step(config, batch) / bandwidth
+        floor = bytes_per_step(config, precision, batch) / bandwidth
         decode.append(DecodeFigures(batch, batch / seconds, seconds * 1e3, floor / seconds))
     return EngineFigures(
         preset=name,
@@ -164,14 +167,14 @@ class _EngineBench:
         self._engine.add(Sequence(next(self._ids), prompt_ids, params, frozenset(), SequenceTimes(perf_counter())))
 
 
-def bytes_per_step(config: DecoderConfig, batch: int) -> float:
+def bytes_per_step(config: DecoderConfig, precision: str, batch: int) -> float:
     """Weights and, halfway through the measured steps, keys and values that one decode step has to read."""
     with torch.device("meta"):
         n_weights = Decoder(config).n_parameters
     if not config.tied_embeddings:
         n_weights -= config.vocab_size * config.d_model  # a step looks up a row of it for each sequence
     per_token = KVRows.bytes_per_token(config.n_layer, config.n_kv_head, config.head_dim)
-    return 4 * n_weights + batch * per_token * (_PROMPT_TOKENS + _DECODE_STEPS / 2)
+    return _WEIGHT_BYTES[precision] * n_weights + batch * per_token * (_PROMPT_TOKENS + _DECODE_STEPS / 2)
 
 
 def copy_bandwidth(threads: int) -> float:
@@ -187,15 +190,15 @@ def copy_bandwidth(threads: int) -> float:
     return median(speeds)
 
 
-def _graph(name: str, config: DecoderConfig, cache: Path) -> Path:
+def _graph(name: str, precision: str, config: DecoderConfig, cache: Path) -> Path:
     """The preset's graph with random weights, exported once."""
-    folder = cache / f"{name}-fp32"
+    folder = cache / f"{name}-{precision}"
     described = folder / CONFIG_FILE
     if described.is_file() and DecoderConfig.load(described) == config:
         return folder / GRAPH_FILE
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     torch.manual_seed(0)
-    export_graph(Decoder(config), folder / GRAPH_FILE)
+    export_graph(Decoder(config), folder / GRAPH_FILE, precision)
     config.save(described)  # last: its presence says that the graph is whole
     return folder / GRAPH_FILE

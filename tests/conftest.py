@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,8 +16,16 @@ def one_torch_thread() -> None:
     torch.set_num_threads(1)
 
 
+SHAPE: dict[str, Any] = {"max_model_len": 200, "n_layer": 3, "n_head": 6, "head_dim": 32, "d_model": 192, "d_ff": 320}
+
+
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
     """Rotary, RMSNorm, SwiGLU, grouped-query: the variant that most models are."""
-    folder = tmp_path_factory.mktemp("random_model")
-    return export_random(folder, max_model_len=200, n_layer=3, n_head=6, head_dim=32, d_model=192, d_ff=320)
+    return export_random(tmp_path_factory.mktemp("random_model"), **SHAPE)
+
+
+@pytest.fixture(scope="session")
+def random_int8_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
+    """The same decoder, quantised."""
+    return export_random(tmp_path_factory.mktemp("random_int8_model"), "int8", **SHAPE)

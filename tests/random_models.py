@@ -58,8 +58,8 @@ def make_decoder(config: DecoderConfig, seed: int = 0) -> Decoder:
     return decoder
 
 
-def export_random(folder: Path, **changes: Any) -> RandomModel:
+def export_random(folder: Path, precision: str = "fp32", **changes: Any) -> RandomModel:
     decoder = make_decoder(make_config(**changes))
     folder.mkdir(parents=True, exist_ok=True)
-    export_graph(decoder, folder / GRAPH_FILE)
+    export_graph(decoder, folder / GRAPH_FILE, precision)
     return RandomModel(decoder, folder / GRAPH_FILE)

@@ -46,12 +46,13 @@ def test_unknown_names_are_one_line(option: str, value: str, tmp_path: Path) -> 
     assert result.stderr.count("\n") == 1
 
 
-def test_the_roofline_counts_what_a_step_has_to_read() -> None:
+@pytest.mark.parametrize(("precision", "weight_bytes"), [("fp32", 4), ("int8", 1)])
+def test_the_roofline_counts_what_a_step_has_to_read(precision: str, weight_bytes: int) -> None:
     """Every weight but an untied embedding, of which a step looks up a row; and each sequence's keys and values."""
     config = preset("tiny", tied_embeddings=False)
     with torch.device("meta"):
         n_parameters = Decoder(config).n_parameters
-    measured = bench.bytes_per_step(config, batch=3)
+    measured = bench.bytes_per_step(config, precision, batch=3)
     tokens = 128 + bench._DECODE_STEPS / 2
     cache = 3 * tokens * 2 * config.n_layer * config.n_kv_head * config.head_dim  # numbers of four bytes
-    assert measured == 4 * (n_parameters - config.vocab_size * config.d_model + cache)
+    assert measured == weight_bytes * (n_parameters - config.vocab_size * config.d_model) + 4 * cache

@@ -12,7 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from export import directory as export_directory
-from export.directory import export_checkpoint
+from export import verify as export_verify
+from export.directory import export_checkpoint, verify_directory
 from export.graph import export_graph, input_names, output_names
 from export.verify import VerificationError, Verifier
 from kvasir import app
@@ -91,13 +92,52 @@ def test_models_of_any_length_can_be_verified(max_model_len: int, tmp_path: Path
 def test_a_wrong_graph_fails_the_export_and_leaves_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def export_something_else(decoder: torch.nn.Module, path: Path) -> None:
-        export_graph(make_decoder(decoder.config, seed=1), path)  # type: ignore[arg-type]
+    def export_something_else(decoder: torch.nn.Module, path: Path, precision: str) -> None:
+        export_graph(make_decoder(decoder.config, seed=1), path, precision)  # type: ignore[arg-type]
 
     monkeypatch.setattr(export_directory, "export_graph", export_something_else)
-    with pytest.raises(VerificationError, match=r"differ from PyTorch's by .* more than 1e-03"):
+    with pytest.raises(VerificationError, match=r"logits differ from PyTorch's, .* more than 1e-03"):
         export_checkpoint(run, tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_int8_is_smaller_and_as_good(run: Path, exported: Path, tmp_path: Path) -> None:
+    manifest = export_checkpoint(run, tmp_path / "int8", precision="int8")
+    figures = manifest.verification
+    assert manifest.precision == "int8"
+    assert figures.perplexity_onnx == pytest.approx(figures.perplexity_torch, rel=0.01)
+    assert figures.perplexity_onnx != load_bundle(exported).manifest.verification.perplexity_onnx
+    sizes = [(folder / "model.onnx.data").stat().st_size for folder in (tmp_path / "int8", exported)]
+    assert sizes[0] < 0.4 * sizes[1]
+    assert verify_directory(tmp_path / "int8", run)[1] == figures
+
+
+def test_int8_beyond_its_limit_is_not_written(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_verify, "MAX_PERPLEXITY_LOSS", -0.5)
+    with pytest.raises(VerificationError, match=r"perplexity is above PyTorch's by .* must not be served"):
+        export_checkpoint(run, tmp_path / "out", precision="int8")
+    assert not list(tmp_path.iterdir())
+
+
+def test_perplexity_can_be_measured_on_a_text_of_ones_own(run: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT[:3000])
+    figures = export_checkpoint(run, tmp_path / "out", text=text).verification
+    assert re.fullmatch(r"text\.txt, \d+ x 96 tokens", figures.text or "")
+    text.write_text("")
+    with pytest.raises(ValueError, match=r"text\.txt has 0 tokens, too few"):
+        export_checkpoint(run, tmp_path / "other", text=text)
+    text.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"text\.txt is not UTF-8"):
+        export_checkpoint(run, tmp_path / "other", text=text)
+    assert not (tmp_path / "other").exists()
+
+
+def test_int8_without_text_to_measure_on_is_refused(tmp_path: Path) -> None:
+    tokenizer = train_tokenizer([TEXT], 300)
+    checkpoint = save_checkpoint(tmp_path, 1, make_decoder(make_config()), tokenizer, {}, {})
+    with pytest.raises(VerificationError, match="has none of its own; give --text FILE"):
+        export_checkpoint(checkpoint, tmp_path / "out", precision="int8")
 
 
 def test_commands_in_one_line_each(run: Path, exported: Path, tmp_path: Path) -> None:
@@ -115,6 +155,7 @@ def test_commands_in_one_line_each(run: Path, exported: Path, tmp_path: Path) ->
     assert load_bundle(exported).generation.given() == {}
     assert "held-out text of tale" in kvasir("verify", exported, "--checkpoint", run)
     assert "is not empty" in kvasir("export", run, "--out", exported, fails=True)
+    assert "no precision 'int3'" in kvasir("export", run, "--out", tmp_path / "out", "--precision", "int3", fails=True)
     assert "holds no checkpoint" in kvasir("export", run.parent, "--out", tmp_path / "out", fails=True)
     assert "is not a directory" in kvasir("verify", run.parent / "absent", fails=True)
     assert "is not a directory" in kvasir("generate", run.parent / "absent", "prompt", fails=True)

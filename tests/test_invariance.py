@@ -36,17 +36,25 @@ def make_request(model: RandomModel, i: int) -> Sequence:
     return make_sequence(i, prompt_ids, params)
 
 
+@pytest.fixture(scope="module", params=["fp32", "int8"])
+def model(request: pytest.FixtureRequest) -> RandomModel:
+    """int8 keeps the promise because each token has a scale of its own."""
+    name = "random_model" if request.param == "fp32" else "random_int8_model"
+    exported: RandomModel = request.getfixturevalue(name)
+    return exported
+
+
 @pytest.fixture(scope="module")
-def alone(random_model: RandomModel) -> list[Result]:
+def alone(model: RandomModel) -> list[Result]:
     """Each request with the server to itself, its prompt in one piece."""
-    engine = Engine(random_model.runner(max_num_seqs=1), chunk_size=200)
-    return [run_to_end(engine, [make_request(random_model, i)])[i] for i in range(N_REQUESTS)]
+    engine = Engine(model.runner(max_num_seqs=1), chunk_size=200)
+    return [run_to_end(engine, [make_request(model, i)])[i] for i in range(N_REQUESTS)]
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_same_request_same_bits(random_model: RandomModel, alone: list[Result], seed: int) -> None:
+def test_same_request_same_bits(model: RandomModel, alone: list[Result], seed: int) -> None:
     generator = np.random.default_rng(seed)
-    runner = random_model.runner(max_num_seqs=[2, 5, 8][seed % 3], threads=[1, 2][seed % 2])
+    runner = model.runner(max_num_seqs=[2, 5, 8][seed % 3], threads=[1, 2][seed % 2])
     engine, collector = Engine(runner, chunk_size=[2, 3, 16, 32, 64, 200][seed % 6]), Collector()
     order = generator.permutation(N_REQUESTS).tolist()
     waits = generator.integers(0, 12, size=N_REQUESTS).tolist()
@@ -54,7 +62,7 @@ def test_same_request_same_bits(random_model: RandomModel, alone: list[Result], 
     aborting = {int(i): int(generator.integers(0, 30)) for i in generator.permutation(N_REQUESTS)[: seed % 6]}
     while engine.has_work or pending:
         while pending and (pending[0][1] <= 0 or not engine.has_work):
-            engine.add(make_request(random_model, pending.pop(0)[0]))
+            engine.add(make_request(model, pending.pop(0)[0]))
         pending[:1] = [(i, wait - 1) for i, wait in pending[:1]]
         collector.take(engine.step()[0])
         for i in list(aborting):
@@ -74,18 +82,18 @@ def test_same_request_same_bits(random_model: RandomModel, alone: list[Result], 
 
 @pytest.mark.parametrize("length", [2, 3, 17, 64, 65, 66, 127, 129])
 def test_prompt_logprobs_for_every_way_of_cutting(
-    random_model: RandomModel, length: int, run_prompt: Callable[[list[int], int], Result]
+    model: RandomModel, length: int, run_prompt: Callable[[list[int], int], Result]
 ) -> None:
     """A one-token tail starts a token earlier and must write and score the same bits."""
-    prompt_ids = np.random.default_rng(length).integers(random_model.config.vocab_size, size=length).tolist()
+    prompt_ids = np.random.default_rng(length).integers(model.config.vocab_size, size=length).tolist()
     whole = run_prompt(prompt_ids, 200)
     for chunk_size in (2, 3, 8, 32, 64, max(2, length - 1)):
         assert run_prompt(prompt_ids, chunk_size) == whole
 
 
 @pytest.fixture(scope="module")
-def run_prompt(random_model: RandomModel) -> Callable[[list[int], int], Result]:
-    runner = random_model.runner(max_num_seqs=1)
+def run_prompt(model: RandomModel) -> Callable[[list[int], int], Result]:
+    runner = model.runner(max_num_seqs=1)
 
     def run(prompt_ids: list[int], chunk_size: int) -> Result:
         params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=5, prompt_logprobs=5)

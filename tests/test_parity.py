@@ -15,7 +15,7 @@ from model.generate import generate
 from server.engine.engine import Engine
 from server.engine.sampling import SamplingParams
 from tests.engine_driver import make_sequence, run_to_end
-from tests.random_models import export_random
+from tests.random_models import RandomModel, export_random
 
 BIASES = {"qkv_bias": True, "output_bias": True, "feed_forward_bias": True}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -75,6 +75,11 @@ def test_the_graph_carries_its_decoder(name: str, tmp_path: Path) -> None:
     loaded = load_decoder(model.config, model.graph).state_dict()
     assert loaded.keys() == model.decoder.state_dict().keys()
     assert all(torch.equal(loaded[key], value) for key, value in model.decoder.state_dict().items())
+
+
+def test_a_quantised_graph_says_that_it_lost_its_decoder(random_int8_model: RandomModel) -> None:
+    with pytest.raises(ValueError, match="is quantised and no longer holds the decoder's weights; name its source"):
+        load_decoder(random_int8_model.config, random_int8_model.graph)
 
 
 def test_verification_notices_a_wrong_weight(tmp_path: Path) -> None:
