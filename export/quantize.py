@@ -2,7 +2,7 @@
 
 A linear layer y = x W becomes, for each token x on its own,
 
-    s = max|x| / 127,   q = round(x / s) + 128 as uint8,   y = s · (q - 128) W₈ · c
+    s = max|x|,   q = round(127 x / s) + 128 as uint8,   y = s · ((q - 128) W₈ · c / 127)
 
 with W₈ = round(W / c) in [-127, 127] and c a scale for each column of W. The product is ONNX Runtime's
 MatMulIntegerToFloat, which runs on VNNI and AMX units. A scale for each token, not for the tensor, is what keeps a
@@ -31,9 +31,8 @@ class _Quantizer:
     def __init__(self, graph: ir.Graph) -> None:
         self._graph = graph
         self._matrices: dict[str, tuple[ir.Value, ir.Value]] = {}  # by name: int8 [in, out] and its scales [out]
-        self._one = self._constant("quantize.one", np.array(1.0, dtype=np.float32))
         self._zero_point = self._constant("quantize.zero_point", np.array(128, dtype=np.uint8))
-        self._per_step = self._constant("quantize.per_step", np.array(1.0 / 127.0, dtype=np.float32))
+        self._step = self._constant("quantize.step", np.array(1.0 / 127.0, dtype=np.float32))
         self._smallest = self._constant("quantize.smallest", np.array(_SMALLEST_SCALE))
         # Axes counted from the front: a reduction over axis -1 of no rows at all keeps the axis, in ONNX Runtime 1.31.
         self._axis_1 = self._constant("quantize.axis_1", np.array([1], dtype=np.int64))
@@ -64,10 +63,10 @@ class _Quantizer:
         magnitude = self._before(node, "Abs", [x])
         axis = self._axis_1 if node.outputs[0].name == "logits" else self._axis_2  # [rows, d] or [batch, sequence, d]
         largest = self._before(node, "ReduceMax", [magnitude, axis], keepdims=1)
-        scale = self._before(node, "Max", [self._before(node, "Mul", [largest, self._per_step]), self._smallest])
+        scale = self._before(node, "Max", [largest, self._smallest])
         scaled = self._before(node, "Div", [x, scale])
-        quantized = self._before(node, "QuantizeLinear", [scaled, self._one, self._zero_point])
-        inputs = [quantized, matrix, self._one, scales, self._zero_point]
+        quantized = self._before(node, "QuantizeLinear", [scaled, self._step, self._zero_point])
+        inputs = [quantized, matrix, self._step, scales, self._zero_point]
         product = self._before(node, "MatMulIntegerToFloat", inputs, domain=_MICROSOFT)
         self._replace(node, self._before(node, "Mul", [product, scale]))
 

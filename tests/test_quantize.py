@@ -23,9 +23,9 @@ def quantized_product(x: Floats, weight: Floats) -> Floats:
     whole = np.rint(weight / scales)
     result = np.zeros((*x.shape[:-1], weight.shape[1]), dtype=np.float32)
     for place in np.ndindex(*x.shape[:-1]):
-        scale = max(np.abs(x[place]).max() / 127, 1e-12)
-        steps = np.rint(x[place] / scale)
-        result[place] = steps @ whole * scales * scale
+        largest = max(np.abs(x[place]).max(), np.float32(1e-12))
+        steps = np.rint(x[place] / largest / np.float32(1 / 127))
+        result[place] = steps @ whole * scales * largest / 127
     return result
 
 
