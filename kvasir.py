@@ -98,7 +98,10 @@ def train(
     """Train a decoder on text: files, or folders of them."""
     from model import run
     from model.checkpoint import CheckpointError
+    from model.config import ConfigError
     from model.config import preset as find_preset
+    from model.data import CorpusError
+    from model.tokenizer import TokenizerError
     from model.train import DivergedError, TrainSettings
 
     console = Console()
@@ -134,7 +137,7 @@ def train(
             trainer = run.start_run(out, text, config, settings, console)
         if not run.train(out, trainer, console):
             raise typer.Exit(130)
-    except (CheckpointError, DivergedError, OSError, ValueError, TypeError) as error:
+    except (CheckpointError, ConfigError, CorpusError, DivergedError, OSError, TokenizerError) as error:
         fail(error)
 
 

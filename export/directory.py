@@ -28,7 +28,7 @@ from model.bundle import (
     sha256,
 )
 from model.checkpoint import WEIGHTS_FILE, Checkpoint, load_checkpoint
-from model.data import open_tokens
+from model.data import DATA_FOLDER, open_tokens
 from model.decoder import Decoder
 
 _VERSIONS = ("torch", "onnx", "onnxruntime", "kvasir-lm")
@@ -117,7 +117,7 @@ def make_manifest(
 
 
 def sample_text(checkpoint: Checkpoint, file: Path | None) -> SampleText | None:
-    """A file's text, or what the run's training never saw, where the checkpoint lies in a training run.
+    """A file's text, or what the run's training never saw, where a training run wrote the checkpoint.
 
     Raises ValueError for a file that is not UTF-8 text of two tokens at least.
     """
@@ -129,10 +129,10 @@ def sample_text(checkpoint: Checkpoint, file: Path | None) -> SampleText | None:
         if len(token_ids) < 2:
             raise ValueError(f"{file} has {len(token_ids)} tokens, too few to measure on")
         return SampleText(file.name, np.array(token_ids, dtype=np.int64))
-    folder = checkpoint.path.parent / "data"
-    if not folder.is_dir():
+    run = checkpoint.path.parent
+    if not checkpoint.progress or not (run / DATA_FOLDER).is_dir():
         return None
-    return SampleText(f"held-out text of {checkpoint.path.parent.name}", open_tokens(folder).held_out.astype(np.int64))
+    return SampleText(f"held-out text of {run.name}", open_tokens(run / DATA_FOLDER).held_out.astype(np.int64))
 
 
 def _describe_source(checkpoint: Checkpoint) -> dict[str, str | int | float]:

@@ -35,7 +35,7 @@ class Verification(BaseModel):
     """What `export` measured: ONNX Runtime against PyTorch.
 
     max_logit_error is the largest absolute difference relative to the logits' standard deviation; greedy_agreement the
-    share of greedy tokens that are equal; perplexities are on `text`.
+    share of PyTorch's greedy tokens that the graph would choose too, given the text so far; perplexities are on `text`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from model.tokenizer import END_OF_TEXT, TokenizerError, vocabulary_size
 
+DATA_FOLDER = "data"  # of a training run, where its token shards are
 SHARD_TOKENS = 2**26
 _ENCODE_BATCH = 256  # documents tokenised at once
 

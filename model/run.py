@@ -12,12 +12,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from model.checkpoint import CheckpointError, load_checkpoint
 from model.config import DecoderConfig
-from model.data import Corpus, open_tokens, read_corpus, write_tokens
+from model.data import DATA_FOLDER, Corpus, open_tokens, read_corpus, write_tokens
 from model.decoder import Decoder
 from model.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer, vocabulary_size
 from model.train import METRICS_FILE, Trainer, TrainSettings, plot_losses
 
-DATA_FOLDER = "data"
 PICTURE_FILE = "loss.png"
 
 

@@ -49,7 +49,7 @@ class Service:
     def max_model_len(self) -> int:
         if self.engine.engine is not None:
             return self.engine.engine.max_model_len
-        longest = self.bundle.manifest.max_model_len
+        longest = self.bundle.config.max_model_len
         return min(longest, self.settings.max_model_len or longest)
 
     def describe_model(self) -> dict[str, str]:

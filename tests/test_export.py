@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import onnx_ir
@@ -131,6 +132,17 @@ def test_perplexity_can_be_measured_on_a_text_of_ones_own(run: Path, tmp_path: P
     with pytest.raises(ValueError, match=r"text\.txt is not UTF-8"):
         export_checkpoint(run, tmp_path / "other", text=text)
     assert not (tmp_path / "other").exists()
+
+
+def test_a_folder_that_happens_to_be_called_data_is_not_a_runs(exported: Path, tmp_path: Path) -> None:
+    """Beside a model directory, or a checkpoint that no training run wrote, it may hold anything."""
+    shutil.copytree(exported, tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    assert verify_directory(tmp_path / "model")[1].text is None
+    decoder, tokenizer = make_decoder(make_config()), train_tokenizer([TEXT], 300)
+    checkpoint = save_checkpoint(tmp_path, 1, decoder, tokenizer, {}, {})
+    (checkpoint / "training.json").unlink()  # as an imported checkpoint
+    assert export_checkpoint(checkpoint, tmp_path / "out").verification.text is None
 
 
 def test_int8_without_text_to_measure_on_is_refused(tmp_path: Path) -> None:

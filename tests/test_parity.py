@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from export.graph import load_decoder
-from export.verify import Verifier
+from export.graph import export_graph, load_decoder
+from export.verify import VerificationError, Verifier, check
 from model.generate import generate
 from server.engine.engine import Engine
 from server.engine.sampling import SamplingParams
 from tests.engine_driver import make_sequence, run_to_end
-from tests.random_models import RandomModel, export_random
+from tests.random_models import RandomModel, export_random, make_config, make_decoder
 
 BIASES = {"qkv_bias": True, "output_bias": True, "feed_forward_bias": True}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -75,6 +75,20 @@ def test_the_graph_carries_its_decoder(name: str, tmp_path: Path) -> None:
     loaded = load_decoder(model.config, model.graph).state_dict()
     assert loaded.keys() == model.decoder.state_dict().keys()
     assert all(torch.equal(loaded[key], value) for key, value in model.decoder.state_dict().items())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_a_logit_that_is_no_number_fails_wherever_it_is(precision: str, tmp_path: Path) -> None:
+    """Only the row's last position is broken: Python's max would pass over a NaN that does not come first."""
+    decoder = make_decoder(make_config(position="learned", n_layer=1))
+    with torch.no_grad():
+        decoder.position_embedding.weight[-1] = torch.nan
+    export_graph(decoder, tmp_path / "model.onnx", precision)
+    figures = Verifier(decoder, tmp_path / "model.onnx", text=None).verify()
+    assert np.isnan(figures.max_logit_error)
+    perplexities = {"perplexity_torch": 5.0, "perplexity_onnx": 5.0}  # of a text that is shorter than a row
+    with pytest.raises(VerificationError, match="nan"):
+        check(figures.model_copy(update=perplexities), precision)
 
 
 def test_a_quantised_graph_says_that_it_lost_its_decoder(random_int8_model: RandomModel) -> None:

@@ -65,7 +65,7 @@ class KVRows:
 
     def allocate(self, n_tokens: int) -> int | None:
         """The lowest free row with `n_tokens` promised to it; None when no row is free or the budget is spent."""
-        if not self._free or self.reserved_tokens + n_tokens > self.budget_tokens:
+        if not self.n_free or self.reserved_tokens + n_tokens > self.budget_tokens:
             return None
         row = min(self._free)
         self._free.remove(row)
