@@ -18,6 +18,7 @@ from server.settings import PREFIX, Settings
 if TYPE_CHECKING:
     from model.bundle import Verification
 
+_RANDOM_MODELS = Path("artifacts/bench")
 # What is missing where only a part of Kvasir is installed, and the extra that brings it.
 _EXTRAS = {"onnxruntime": "cpu"} | dict.fromkeys(("torch", "onnx", "onnx_ir", "safetensors", "matplotlib"), "train")
 
@@ -267,21 +268,40 @@ bench = typer.Typer(no_args_is_help=True, help="Measure speed.")
 app.add_typer(bench, name="bench")
 
 
+@bench.command("model")
+def bench_model(
+    preset: Annotated[str, typer.Option(help="Shape of the decoder.")] = "smollm2-135m",
+    precision: Annotated[str, typer.Option(help="fp32 or int8.")] = "fp32",
+    out: Annotated[Path | None, typer.Option(help="Default: artifacts/bench/PRESET-PRECISION.")] = None,
+) -> None:
+    """Write a model directory with random weights, for measuring; kept while the exporter stays as it is."""
+    from export.verify import VerificationError
+    from loadtest.random_model import make_random_model
+    from model.config import ConfigError
+
+    try:
+        made = make_random_model(preset, precision, out or _RANDOM_MODELS / f"{preset}-{precision}")
+    except (ConfigError, OSError, VerificationError) as error:
+        fail(error)
+    typer.echo(made)
+
+
 @bench.command("engine")
 def bench_engine(
     preset: Annotated[str, typer.Option(help="Shape of the decoder; its weights are random.")] = "smollm2-135m",
     precision: Annotated[str, typer.Option()] = "fp32",
     threads: Annotated[int | None, typer.Option(min=1, help="Default: every processor this process may use.")] = None,
     output: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
-    cache: Annotated[Path, typer.Option(help="Where exported presets are kept.")] = Path("artifacts/bench"),
+    cache: Annotated[Path, typer.Option(help="Where random models are kept.")] = _RANDOM_MODELS,
 ) -> None:
     """Measure the engine in this process, without HTTP."""
-    from loadtest.bench import bench_engine as measure
+    from export.verify import VerificationError
+    from loadtest.bench_engine import bench_engine as measure
     from model.config import ConfigError
 
     try:
         figures = measure(preset, precision, threads, cache)
-    except (ConfigError, OSError) as error:
+    except (ConfigError, OSError, VerificationError) as error:
         fail(error)
     Console().print(*figures.tables(), sep="\n")
     if output is not None:

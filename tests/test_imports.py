@@ -40,7 +40,8 @@ ALLOWED = {
     ),
     "server.api": (*LEAVES, *NO_TORCH, "server"),
     "server": (*NO_TORCH, "server"),
-    "loadtest.bench": (*NO_TORCH, "model.decoder", "export", "server.engine"),
+    "loadtest.bench_engine": (*NO_TORCH, "model.decoder", "server.engine", "loadtest.random_model"),
+    "loadtest.random_model": ("model", "export"),
     "loadtest": ("loadtest",),
     "kvasir": ROOMS,
 }

@@ -7,7 +7,6 @@ has to read every weight that takes part and the keys and values of every sequen
 from __future__ import annotations
 
 import platform
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -22,9 +21,9 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from export.graph import PRECISIONS, export_graph
-from model.bundle import CONFIG_FILE, GRAPH_FILE
-from model.config import ConfigError, DecoderConfig, preset
+from loadtest.random_model import make_random_model
+from model.bundle import GRAPH_FILE
+from model.config import DecoderConfig, preset
 from model.decoder import Decoder
 from server.engine.engine import Engine
 from server.engine.kv_rows import KVRows
@@ -91,17 +90,14 @@ class EngineFigures:
 
 
 def bench_engine(name: str, precision: str, threads: int | None, cache: Path) -> EngineFigures:
-    """Measure the engine on a preset with random weights, whose graph is kept in `cache` for the next time.
+    """Measure the engine on a preset with random weights, which is kept in `cache` for the next time.
 
-    Raises ConfigError for an unknown preset or precision.
+    Raises ConfigError for an unknown preset or precision, and the errors of make_random_model.
     """
-    if precision not in PRECISIONS:
-        raise ConfigError(f"no precision {precision!r}; there are {', '.join(PRECISIONS)}")
+    graph = make_random_model(name, precision, cache / f"{name}-{precision}") / GRAPH_FILE
     config = preset(name)
     threads = threads or usable_cpus()
-    runner = OnnxRunner(
-        _graph(name, precision, config, cache), config, max_num_seqs=DECODE_BATCHES[-1], threads=threads
-    )
+    runner = OnnxRunner(graph, config, max_num_seqs=DECODE_BATCHES[-1], threads=threads)
     runner.warm_up()
     bench = _EngineBench(runner, config)
     bandwidth = copy_bandwidth(threads)
@@ -188,17 +184,3 @@ def copy_bandwidth(threads: int) -> float:
             list(pool.map(np.copyto, targets, sources))
             speeds.append(2 * _COPY_BYTES / (perf_counter() - started))
     return median(speeds)
-
-
-def _graph(name: str, precision: str, config: DecoderConfig, cache: Path) -> Path:
-    """The preset's graph with random weights, exported once."""
-    folder = cache / f"{name}-{precision}"
-    described = folder / CONFIG_FILE
-    if described.is_file() and DecoderConfig.load(described) == config:
-        return folder / GRAPH_FILE
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    torch.manual_seed(0)
-    export_graph(Decoder(config), folder / GRAPH_FILE, precision)
-    config.save(described)  # last: its presence says that the graph is whole
-    return folder / GRAPH_FILE

@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from kvasir import app
-from loadtest import bench
+from loadtest import bench_engine as bench
 from model.config import preset
 from model.decoder import Decoder
 
