@@ -15,6 +15,7 @@ from server.api import generate, health, openai
 from server.api.middleware import ApiKeys, BodyLimit, RequestContext
 from server.api.responses import error_response
 from server.engine.engine import Engine
+from server.engine.prefix_cache import PrefixCache
 from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError
 from server.service import Service
 from server.settings import Settings
@@ -67,7 +68,9 @@ def build_engine(settings: Settings, bundle: ModelBundle) -> Engine:
         spinning=settings.spinning,
     )
     runner.warm_up()
-    return Engine(runner, chunk_size=settings.chunk_size)
+    budget = settings.prefix_cache_memory
+    cache = PrefixCache(runner.rows, runner.kv_cache_bytes // 10 if budget is None else budget)
+    return Engine(runner, chunk_size=settings.chunk_size, prefix_cache=cache)
 
 
 async def _on_kvasir_error(request: Request, error: Exception) -> Response:

@@ -115,8 +115,16 @@ class Completion:
     @property
     def n_prompt_tokens(self) -> int:
         """Each prompt once, however many samples it has."""
-        prompts = {id(choice.prompt): choice.prompt for choice in self.choices}
-        return sum(len(prompt.ids) for prompt in prompts.values())
+        return sum(len(choice.prompt.ids) for choice in self._first_samples)
+
+    @property
+    def n_cached_tokens(self) -> int:
+        """Those of the prompts' tokens that the prefix cache had when the first sample came."""
+        return sum(choice.sequence.n_cached for choice in self._first_samples)
+
+    @property
+    def _first_samples(self) -> list[Choice]:
+        return [choice for choice in self.choices if choice.sequence.params.sample_index == 0]
 
     @property
     def n_completion_tokens(self) -> int:

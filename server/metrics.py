@@ -64,6 +64,8 @@ class Metrics:
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens that were processed.")
         self._generation_tokens = self._counter("generation_tokens", "Tokens that were generated.")
         self._wasted = self._counter("tokens_wasted", "Tokens generated for clients that left.")
+        self._queried = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
+        self._hits = self._counter("prefix_cache_hits", "Prompt tokens that the prefix cache had.")
         self._finished = self._counter("request_success", "Requests that ended, by reason.", "finished_reason")
         self._rejected = self._counter("requests_rejected", "Requests answered with an error, by reason.", "reason")
 
@@ -91,6 +93,8 @@ class Metrics:
 
     def step(self, stats: StepStats) -> None:
         self._step.labels(stats.kind).observe(stats.seconds)
+        self._queried.inc(stats.n_queried)
+        self._hits.inc(stats.n_cached)
         if stats.n_decode:
             self._batch.observe(stats.n_decode)
 

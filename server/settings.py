@@ -35,6 +35,12 @@ class Settings(BaseSettings):
     kv_cache_memory: ByteSize | None = Field(
         None, gt=0, description="Memory for keys and values, such as 2GiB. Default: half of what is free."
     )
+    prefix_cache_memory: ByteSize | None = Field(
+        None,
+        ge=0,
+        description="Memory beside kv_cache_memory for beginnings of prompts that are kept for reuse; 0 keeps none. "
+        "Default: a tenth of kv_cache_memory.",
+    )
     threads: int | None = Field(None, ge=1, description="Compute threads. Default: the CPUs this process may use.")
     spinning: bool = Field(
         False, description="Let idle compute threads spin: faster on CPUs of its own, slower on shared ones."

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from server.engine.engine import Engine
+from server.engine.engine import Engine, StepStats
+from server.engine.prefix_cache import PrefixCache
 from server.engine.sampling import SamplingParams, token_logprobs
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from tests.engine_driver import Collector, make_sequence, run_to_end
@@ -18,11 +19,13 @@ from tests.fake_runner import FakeRunner
 
 VOCAB = 50
 EOS = 7
+BLOCK = 4  # tokens of a block of the prefix cache
 
 
-def make_engine(chunk_size: int = 8, **options: Any) -> tuple[Engine, FakeRunner]:
+def make_engine(chunk_size: int = 8, cache_blocks: int = 0, **options: Any) -> tuple[Engine, FakeRunner]:
     runner = FakeRunner(VOCAB, **options)
-    return Engine(runner, chunk_size=chunk_size), runner
+    cache = PrefixCache(runner.rows, cache_blocks * BLOCK * runner.rows.token_bytes, block_size=BLOCK)
+    return Engine(runner, chunk_size=chunk_size, prefix_cache=cache), runner
 
 
 def greedy(sequence_id: int, prompt_ids: list[int], max_tokens: int, **params: Any) -> Sequence:
@@ -39,10 +42,11 @@ class EngineMachine(RuleBasedStateMachine):
         chunk_size=st.sampled_from([2, 3, 8, 64]),
         max_num_seqs=st.integers(1, 5),
         budget_tokens=st.sampled_from([40, 64, 400]),
+        cache_blocks=st.sampled_from([0, 1, 3, 8, 100]),
     )
-    def start(self, chunk_size: int, max_num_seqs: int, budget_tokens: int) -> None:
+    def start(self, chunk_size: int, max_num_seqs: int, budget_tokens: int, cache_blocks: int) -> None:
         self.engine, self.runner = make_engine(
-            chunk_size, max_model_len=40, max_num_seqs=max_num_seqs, budget_tokens=budget_tokens
+            chunk_size, cache_blocks, max_model_len=40, max_num_seqs=max_num_seqs, budget_tokens=budget_tokens
         )
         self.collector = Collector()
         self.requests: dict[int, Sequence] = {}
@@ -50,7 +54,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(target=live, n_prompt=st.integers(1, 30), max_tokens=st.integers(0, 10), data=st.data())
     def add(self, n_prompt: int, max_tokens: int, data: st.DataObject) -> int:
-        prompt_ids = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=n_prompt, max_size=n_prompt))
+        n_shared = data.draw(st.integers(0, n_prompt))
+        fresh = st.lists(st.integers(0, VOCAB - 1), min_size=n_prompt - n_shared, max_size=n_prompt - n_shared)
+        prompt_ids = list(range(n_shared)) + data.draw(fresh)
         score = 2 if data.draw(st.booleans()) else None
         sequence = greedy(len(self.requests), prompt_ids, max_tokens, prompt_logprobs=score, eos={EOS})
         self.requests[sequence.id] = sequence
@@ -74,6 +80,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.collector.take(outputs)
             assert stats.n_decode + (stats.n_prefill_tokens > 0) >= 1, "a step that does nothing would spin"
             assert stats.n_prefill_tokens <= self.engine.scheduler.chunk_size
+            assert 0 <= stats.n_cached <= stats.n_queried
 
     @invariant()
     def rows_and_promises_belong_to_who_holds_them(self) -> None:
@@ -222,3 +229,59 @@ def test_a_sequence_whose_logits_are_no_numbers_ends_alone() -> None:
     assert results[0].finish_reasons == [FinishReason.ERROR]
     assert results[1].token_ids == runner.greedy([3], 8)
     assert engine.scheduler.rows.reserved_tokens == 0
+
+
+def step_stats(engine: Engine, sequences: list[Sequence]) -> list[StepStats]:
+    """Add all at once; what the steps were until nothing was left."""
+    for sequence in sequences:
+        engine.add(sequence)
+    stats = []
+    while engine.has_work:
+        stats.append(engine.step()[1])
+    return stats
+
+
+def test_prompts_that_begin_alike_and_come_together_compute_it_once() -> None:
+    """Would catch a lookup at admission, when nothing of the first prompt has been computed."""
+    engine, runner = make_engine(chunk_size=8, cache_blocks=50, max_num_seqs=8)
+    shared, n = list(range(5 * BLOCK)), 6
+    sequences = [greedy(i, [*shared, 40 + i, 9, 9], 3) for i in range(n)]
+    stats = step_stats(engine, sequences)
+    assert sum(s.n_prefill_tokens for s in stats) == len(shared) + n * 3
+    assert [s.n_cached for s in sequences] == [0] + [len(shared)] * (n - 1)
+    assert sum(s.n_queried for s in stats) == n * (len(shared) + 3)
+    assert sum(s.n_cached for s in stats) == (n - 1) * len(shared)
+    assert [s.output_ids for s in sequences] == [runner.greedy(s.prompt_ids, 3) for s in sequences]
+
+
+@pytest.mark.parametrize(("length", "cached"), [(8, 4), (9, 4), (10, 8), (11, 8), (3, 0), (1, 0)])
+def test_a_hit_leaves_two_tokens_to_run(length: int, cached: int) -> None:
+    """A chunk of one token takes another kernel; and the blocks are 4 tokens."""
+    engine, runner = make_engine(cache_blocks=50)
+    sequences = [greedy(i, list(range(length)), 2) for i in range(2)]
+    for sequence in sequences:
+        run_to_end(engine, [sequence])
+    assert sequences[1].n_cached == cached
+    assert all(tokens >= min(2, length) for _, tokens in runner.batches if tokens)
+    assert sequences[1].output_ids == runner.greedy(list(range(length)), 2)
+
+
+def test_a_scored_prompt_runs_whole_and_leaves_its_blocks_to_others() -> None:
+    engine, runner = make_engine(cache_blocks=50)
+    ids = list(range(11))
+    first, scored, last = greedy(0, ids[:6], 1), greedy(1, ids, 0, prompt_logprobs=0), greedy(2, ids, 1)
+    stats = [step_stats(engine, [sequence]) for sequence in (first, scored, last)]
+    assert [sum(s.n_prefill_tokens for s in steps) for steps in stats] == [6, 11, 3]
+    assert [sum(s.n_queried for s in steps) for steps in stats] == [6, 0, 11]
+    assert [s.n_cached for s in (first, scored, last)] == [0, 0, 8]
+    assert last.output_ids == runner.greedy(ids, 1)
+
+
+def test_what_was_generated_is_not_kept() -> None:
+    """Decoding writes other bits than a prompt's run does."""
+    engine, _ = make_engine(cache_blocks=50)
+    first = greedy(0, [1, 2, 3, 4, 5, 6], 20)
+    run_to_end(engine, [first])
+    second = greedy(1, first.token_ids, 1)
+    run_to_end(engine, [second])
+    assert second.n_cached == BLOCK

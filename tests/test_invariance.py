@@ -1,6 +1,6 @@
 """The promise: a request's tokens and log-probabilities are the same bits whatever else the server does.
 
-Neighbours, arrival order, aborts, the chunk size, rows and their moves: none of it may show.
+Neighbours, arrival order, aborts, the chunk size, rows and their moves, the prefix cache: none of it may show.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from server.engine.engine import Engine
+from server.engine.prefix_cache import PrefixCache
+from server.engine.runner import OnnxRunner
 from server.engine.sampling import SamplingParams
 from server.engine.sequence import Sequence
 from tests.engine_driver import Collector, Result, make_sequence, run_to_end
@@ -20,10 +22,15 @@ N_REQUESTS = 14
 
 
 def make_request(model: RandomModel, i: int) -> Sequence:
-    """Request i: prompts of one token, of a chunk and a token, and of anything; greedy and sampled."""
+    """Request i: prompts of one token, of a chunk and a token, and of anything; greedy and sampled.
+
+    Two of three begin like all those.
+    """
     generator = np.random.default_rng(i)
     length = [1, 2, 33, 65, 129, *generator.integers(1, 150, size=3).tolist()][i % 8]
     prompt_ids = generator.integers(model.config.vocab_size, size=length).tolist()
+    n_shared = int(generator.integers(length + 1)) if i % 3 else 0
+    prompt_ids[:n_shared] = np.random.default_rng(99).integers(model.config.vocab_size, size=n_shared).tolist()
     params = SamplingParams(
         max_tokens=int(generator.integers(1, 40)),
         temperature=[0.0, 0.9][i % 2],
@@ -51,11 +58,18 @@ def alone(model: RandomModel) -> list[Result]:
     return [run_to_end(engine, [make_request(model, i)])[i] for i in range(N_REQUESTS)]
 
 
+def make_engine(runner: OnnxRunner, *, chunk_size: int, cache_blocks: int = 0) -> Engine:
+    """With a prefix cache of blocks of 16 tokens."""
+    cache = PrefixCache(runner.rows, cache_blocks * 16 * runner.rows.token_bytes, block_size=16)
+    return Engine(runner, chunk_size=chunk_size, prefix_cache=cache)
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_same_request_same_bits(model: RandomModel, alone: list[Result], seed: int) -> None:
     generator = np.random.default_rng(seed)
     runner = model.runner(max_num_seqs=[2, 5, 8][seed % 3], threads=[1, 2][seed % 2])
-    engine, collector = Engine(runner, chunk_size=[2, 3, 16, 32, 64, 200][seed % 6]), Collector()
+    chunk_size, cache_blocks = [2, 3, 16, 32, 64, 200][seed % 6], [100, 3, 0, 100, 1][seed % 5]
+    engine, collector = make_engine(runner, chunk_size=chunk_size, cache_blocks=cache_blocks), Collector()
     order = generator.permutation(N_REQUESTS).tolist()
     waits = generator.integers(0, 12, size=N_REQUESTS).tolist()
     pending = list(zip(order, waits, strict=True))  # request, steps to wait after the one before it
@@ -78,6 +92,23 @@ def test_same_request_same_bits(model: RandomModel, alone: list[Result], seed: i
             assert found.logprobs == expected.logprobs[: len(found.token_ids)]
         else:
             assert found == expected
+
+
+@pytest.mark.parametrize(("cache_blocks", "chunk_size"), [(1000, 200), (1000, 3), (4, 48), (1, 2)])
+def test_cold_and_warm_answers_are_the_same(
+    model: RandomModel, alone: list[Result], cache_blocks: int, chunk_size: int
+) -> None:
+    """All at once, then one by one, then all at once again, with a cache that keeps everything or next to nothing."""
+    engine = make_engine(model.runner(max_num_seqs=6), chunk_size=chunk_size, cache_blocks=cache_blocks)
+    wanted = range(N_REQUESTS)
+    rounds = [wanted, *([i] for i in reversed(wanted)), wanted]
+    n_cached = 0
+    for ids in rounds:
+        requests = [make_request(model, i) for i in ids]
+        results = run_to_end(engine, requests)
+        assert [results[i] for i in ids] == [alone[i] for i in ids]
+        n_cached += sum(request.n_cached for request in requests)
+    assert n_cached > 0
 
 
 @pytest.mark.parametrize("length", [2, 3, 17, 64, 65, 66, 127, 129])

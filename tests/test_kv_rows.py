@@ -41,6 +41,25 @@ def test_views_are_the_memory_at_the_address_and_do_not_overlap() -> None:
     assert all((rows.view(block, row) == 10 * block + row).all() for block in range(4) for row in range(4))
 
 
+def test_what_is_read_of_a_row_is_written_to_another() -> None:
+    """Against the views, one block of memory at a time; nothing beside those tokens changes."""
+    rows = make_rows()
+    generator = np.random.default_rng(0)
+    for block in range(4):
+        for row in range(4):
+            rows.view(block, row)[:] = generator.standard_normal(rows.row_shape)
+    before = [[rows.view(block, row).copy() for row in range(4)] for block in range(4)]
+    tokens = rows.read(1, 5, 17)
+    assert tokens.shape == (4, 3, 12, 8)
+    used = np.zeros_like(tokens)
+    assert rows.read(1, 5, 17, out=used) is used
+    rows.write(2, 30, used)
+    for block in range(4):
+        assert (tokens[block] == before[block][1][:, 5:17]).all()
+        before[block][2][:, 30:42] = before[block][1][:, 5:17]
+        assert all((rows.view(block, row) == before[block][row]).all() for row in range(4))
+
+
 def test_freeing_a_row_leaves_its_neighbours_alone() -> None:
     rows = make_rows()
     for _ in range(3):
@@ -82,15 +101,15 @@ def test_promises_are_bounded_by_rows_and_by_budget() -> None:
 
 
 def test_a_move_takes_the_tokens_and_the_promise_along() -> None:
-    rows = make_rows()
-    for n in (10, 20, 30):
+    rows = make_rows(max_model_len=200, budget_tokens=200)
+    for n in (10, 20, 130):
         rows.allocate(n)
-    for block in range(4):
-        rows.view(block, 2)[:, :7] = block + 1
+    moved = np.random.default_rng(0).standard_normal((4, 3, 130, 8)).astype(np.float32)
+    rows.write(2, 0, moved)
     rows.free(0)
-    assert rows.move(2, 7) == 0
-    assert all((rows.view(block, 0)[:, :7] == block + 1).all() for block in range(4))
-    assert rows.reserved_tokens == 50
+    assert rows.move(2, 130) == 0
+    assert (rows.read(0, 0, 130) == moved).all()
+    assert rows.reserved_tokens == 150
     rows.free(0)
     assert rows.reserved_tokens == 20
     assert rows.n_free == 3

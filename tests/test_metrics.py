@@ -8,7 +8,8 @@ from tests.serving import serving
 
 NAMES = {
     "gauge": """num_requests_running num_requests_waiting kv_cache_usage_ratio build_info model_info""",
-    "counter": """prompt_tokens generation_tokens request_success requests_rejected tokens_wasted""",
+    "counter": """prompt_tokens generation_tokens request_success requests_rejected tokens_wasted
+        prefix_cache_queries prefix_cache_hits""",
     "histogram": """time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
         request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds engine_step_seconds
         batch_size request_prompt_tokens request_generation_tokens""",
@@ -46,6 +47,15 @@ async def test_the_figures_of_a_known_load() -> None:
     assert value("batch_size_sum") == sum(decodes for decodes, _ in batches)
     steps = [value("engine_step_seconds_count", kind=kind) or 0.0 for kind in ("prefill", "decode", "mixed")]
     assert sum(steps) == len(batches)
+
+
+async def test_the_prefix_cache_is_counted_in_tokens() -> None:
+    async with serving(cache_bytes=2**20) as served:
+        for prompt in ([5] * 23, [5] * 23, [5] * 9 + [6] * 5, [7]):
+            await served.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+        registry = served.service.metrics.registry
+    assert registry.get_sample_value("kvasir_prefix_cache_queries_total") == 23 + 23 + 14 + 1
+    assert registry.get_sample_value("kvasir_prefix_cache_hits_total") == 20 + 8
 
 
 async def test_two_apps_count_for_themselves() -> None:

@@ -74,6 +74,18 @@ async def test_a_stream_says_what_the_whole_answer_says(extra: dict[str, Any]) -
         assert joined(events[:-1], choice["index"]) == (choice["text"], choice["finish_reason"])
 
 
+async def test_usage_tells_how_much_of_the_prompts_was_cached() -> None:
+    """Each prompt once, however many samples; what a later sample finds of the first one's does not count."""
+    body = {"prompt": [[5] * 23, [6] * 3, [7] * 9], "max_tokens": 2, "n": 2}
+    async with serving(cache_bytes=2**20) as served:
+        cold = await complete(served, **body)
+        warm = await complete(served, **body)
+        events = await stream(served, **body, stream_options={"include_usage": True})
+    assert cold["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert warm["usage"]["prompt_tokens_details"] == {"cached_tokens": 20 + 0 + 4}
+    assert events[-1]["usage"] == warm["usage"]
+
+
 async def test_no_usage_unless_it_is_asked_for() -> None:
     async with serving() as served:
         assert all("usage" not in event for event in await stream(served, prompt="a", max_tokens=2))

@@ -24,6 +24,10 @@ def test_memory_sizes_take_units(given: str, expected: int) -> None:
     assert load_settings(model="m", kv_cache_memory=given).kv_cache_memory == expected
 
 
+def test_no_memory_for_prefixes_is_a_choice() -> None:
+    assert load_settings(model="m", prefix_cache_memory="0").prefix_cache_memory == 0
+
+
 def test_every_knob_is_documented() -> None:
     assert [name for name, field in Settings.model_fields.items() if not field.description] == []
 
@@ -35,6 +39,7 @@ def test_every_knob_is_documented() -> None:
         ("PORT", "http"),
         ("CHUNK_SIZE", "1"),
         ("KV_CACHE_MEMORY", "lots"),
+        ("PREFIX_CACHE_MEMORY", "-1"),
         ("DRAIN_TIMEOUT", "nan"),
         ("SEND_TIMEOUT", "0"),
         ("LOG_LEVEL", "loud"),

@@ -190,7 +190,7 @@ def _usage(completion: Completion) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": completion.n_cached_tokens},
     }
 
 

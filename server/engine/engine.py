@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Protocol
 
 from server.engine.kv_rows import KVRows
+from server.engine.prefix_cache import PrefixCache
 from server.engine.sampling import Floats, TokenLogprobs, sample, token_logprobs
 from server.engine.scheduler import Batch, Chunk, Scheduler
 from server.engine.sequence import FinishReason, Sequence, SequenceTimes
@@ -44,10 +45,16 @@ class TokenOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One step in figures."""
+    """One step in figures.
+
+    n_prefill_tokens: prompt tokens that ran. n_queried: tokens of the prompts that were looked up in the prefix cache;
+    n_cached: those of them that it had.
+    """
 
     n_decode: int
     n_prefill_tokens: int
+    n_queried: int
+    n_cached: int
     seconds: float
 
     @property
@@ -58,14 +65,18 @@ class StepStats:
 
 
 class Engine:
-    """Continuous batching over one model. `chunk_size`: most prompt tokens run in one step, at least 2."""
+    """Continuous batching over one model.
 
-    def __init__(self, runner: Runner, *, chunk_size: int) -> None:
+    chunk_size: most prompt tokens run in one step, at least 2. prefix_cache: over the runner's rows; None is without.
+    """
+
+    def __init__(self, runner: Runner, *, chunk_size: int, prefix_cache: PrefixCache | None = None) -> None:
         if chunk_size < 2:
             raise ValueError(f"chunk_size must be at least 2, not {chunk_size}: one-token runs are not bit-identical")
         scoring = max(2, min(chunk_size, SCORING_LOGITS_BYTES // (4 * runner.vocab_size)))
         self.runner = runner
-        self.scheduler = Scheduler(runner.rows, chunk_size=chunk_size, scoring_chunk_size=scoring)
+        cache = PrefixCache(runner.rows, budget_bytes=0) if prefix_cache is None else prefix_cache
+        self.scheduler = Scheduler(runner.rows, cache, chunk_size=chunk_size, scoring_chunk_size=scoring)
         self._sequences: dict[int, Sequence] = {}
 
     @property
@@ -100,8 +111,15 @@ class Engine:
         batch = self.scheduler.schedule()
         logits = self.runner.run(batch)
         outputs = self._update(batch, logits)
-        n_prefill_tokens = batch.prefill.count if batch.prefill else 0
-        return outputs, StepStats(len(batch.decodes), n_prefill_tokens, perf_counter() - started)
+        prefills = [batch.prefill] if batch.prefill else []
+        looked_up = [c.sequence for c in prefills if c.begins_prompt and not c.sequence.is_scored]
+        return outputs, StepStats(
+            n_decode=len(batch.decodes),
+            n_prefill_tokens=sum(chunk.count for chunk in prefills),
+            n_queried=sum(len(sequence.prompt_ids) for sequence in looked_up),
+            n_cached=sum(sequence.n_cached for sequence in looked_up),
+            seconds=perf_counter() - started,
+        )
 
     def _update(self, batch: Batch, logits: Floats) -> list[TokenOutput]:
         ready, rows = [chunk.sequence for chunk in batch.decodes], logits[: len(batch.decodes)]

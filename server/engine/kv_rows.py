@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 _MAP_NORESERVE = 0x4000  # Linux; the mmap module of Python 3.11 does not name it
 _ITEM = 4  # bytes of a float32
+_MOVED_AT_ONCE = 64  # tokens; the copy between two rows stays in the processor's cache
 
 
 class KVRows:
@@ -38,11 +39,14 @@ class KVRows:
         self.budget_tokens = budget_tokens
         self.reserved_tokens = 0
         self.row_shape = (n_kv_head, self.n_positions, head_dim)
+        self.token_bytes = self.bytes_per_token(n_layer, n_kv_head, head_dim)
         self._row_bytes = per_position * self.n_positions
         self._block_bytes = self._row_bytes * max_num_seqs
         self._free = set(range(max_num_seqs))
         self._promised = [0] * max_num_seqs
         self._memory = _reserve(2 * n_layer * self._block_bytes)
+        whole = np.frombuffer(self._memory, dtype=np.float32)
+        self._array = whole.reshape(2 * n_layer, max_num_seqs, *self.row_shape)  # [block, row, *row_shape]
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     @staticmethod
@@ -59,9 +63,23 @@ class KVRows:
 
     def view(self, block: int, row: int) -> NDArray[np.float32]:
         """The row as an array [n_kv_head, n_positions, head_dim] over the same memory."""
-        start = block * self._block_bytes + row * self._row_bytes
-        flat = np.frombuffer(self._memory, dtype=np.float32, count=self._row_bytes // _ITEM, offset=start)
-        return flat.reshape(self.row_shape)
+        view: NDArray[np.float32] = self._array[block, row]
+        return view
+
+    def read(self, row: int, start: int, stop: int, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+        """A copy of tokens [start, stop) of a row, in every block: [2 * n_layer, n_kv_head, stop - start, head_dim].
+
+        It goes into `out` where that is given: memory that has been used before costs no page faults.
+        """
+        tokens = self._array[:, row, :, start:stop]
+        if out is None:
+            return tokens.copy()
+        np.copyto(out, tokens)
+        return out
+
+    def write(self, row: int, start: int, tokens: NDArray[np.float32]) -> None:
+        """Put what `read` has returned into a row, from position `start` on."""
+        self._array[:, row, :, start : start + tokens.shape[2]] = tokens
 
     def allocate(self, n_tokens: int) -> int | None:
         """The lowest free row with `n_tokens` promised to it; None when no row is free or the budget is spent."""
@@ -85,8 +103,8 @@ class KVRows:
     def move(self, source: int, n_tokens: int) -> int:
         """Move a row's first `n_tokens` tokens, and its promise, to the lowest free row, which is returned."""
         target = min(self._free)
-        for block in range(2 * self.n_layer):
-            self.view(block, target)[:, :n_tokens] = self.view(block, source)[:, :n_tokens]
+        for start in range(0, n_tokens, _MOVED_AT_ONCE):
+            self.write(target, start, self.read(source, start, min(start + _MOVED_AT_ONCE, n_tokens)))
         self._free.remove(target)
         self._free.add(source)
         self._promised[target], self._promised[source] = self._promised[source], 0

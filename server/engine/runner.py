@@ -53,19 +53,21 @@ class OnnxRunner:
         self.vocab_size = config.vocab_size
         self.model_seconds = 0.0  # spent inside ONNX Runtime so far
         self._session = _open_session(graph, threads or usable_cpus(), spinning)
-        self.rows = self._make_rows(config, max_num_seqs, kv_cache_bytes)
+        self.kv_cache_bytes = available_memory() // 2 if kv_cache_bytes is None else kv_cache_bytes
+        self.rows = self._make_rows(config, max_num_seqs)
         n_scored = max(2, SCORING_LOGITS_BYTES // (4 * self.vocab_size))
         self._logits: Floats = np.empty((max_num_seqs + n_scored, self.vocab_size), dtype=np.float32)
         self._decodes: dict[int, _Binding] = {}  # by rows in the window
         self._chunks: dict[int, _Binding] = {}  # by row
 
-    def _make_rows(self, config: DecoderConfig, max_num_seqs: int, kv_cache_bytes: int | None) -> KVRows:
+    def _make_rows(self, config: DecoderConfig, max_num_seqs: int) -> KVRows:
         shape = {"n_layer": config.n_layer, "n_kv_head": config.n_kv_head, "head_dim": config.head_dim}
-        budget = available_memory() // 2 if kv_cache_bytes is None else kv_cache_bytes
         per_token = KVRows.bytes_per_token(**shape)
-        budget_tokens = min(budget // per_token, max_num_seqs * self.max_model_len)
+        budget_tokens = min(self.kv_cache_bytes // per_token, max_num_seqs * self.max_model_len)
         if budget_tokens < 2:
-            raise ValueError(f"kv_cache_memory of {budget} bytes holds no sequence: a token takes {per_token} bytes")
+            raise ValueError(
+                f"kv_cache_memory of {self.kv_cache_bytes} bytes holds no sequence: a token takes {per_token} bytes"
+            )
         return KVRows(**shape, max_num_seqs=max_num_seqs, max_model_len=self.max_model_len, budget_tokens=budget_tokens)
 
     def warm_up(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from server.engine.kv_rows import KVRows
+from server.engine.prefix_cache import PrefixCache
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus
 
 
@@ -26,6 +27,11 @@ class Chunk:
     @property
     def end(self) -> int:
         return self.start + self.count
+
+    @property
+    def begins_prompt(self) -> bool:
+        """Whether it starts where the prefix cache left off."""
+        return self.start == self.sequence.n_cached
 
     @property
     def completes_prompt(self) -> bool:
@@ -52,8 +58,9 @@ class Scheduler:
     logits, whose buffer is bounded.
     """
 
-    def __init__(self, rows: KVRows, *, chunk_size: int, scoring_chunk_size: int) -> None:
+    def __init__(self, rows: KVRows, cache: PrefixCache, *, chunk_size: int, scoring_chunk_size: int) -> None:
         self.rows = rows
+        self.cache = cache
         self.chunk_size = chunk_size
         self.scoring_chunk_size = scoring_chunk_size
         self.waiting: deque[Sequence] = deque()
@@ -74,6 +81,7 @@ class Scheduler:
         return bool(self.waiting or self._window)
 
     def add(self, sequence: Sequence) -> None:
+        sequence.block_keys = self.cache.keys(sequence.prompt_ids)
         self.waiting.append(sequence)
 
     def schedule(self) -> Batch:
@@ -95,7 +103,11 @@ class Scheduler:
         """Note that a chunk's keys and values are in its row."""
         sequence = chunk.sequence
         sequence.n_computed = chunk.end
-        if sequence is self.prefilling and chunk.completes_prompt:
+        if sequence is not self.prefilling:
+            return
+        assert sequence.row is not None
+        self.cache.keep(sequence.row, sequence.block_keys[: chunk.end // self.cache.block_size])
+        if chunk.completes_prompt:
             sequence.status = SequenceStatus.RUNNING
             self.prefilling = None
 
@@ -125,17 +137,22 @@ class Scheduler:
         self._place(sequence, row)
         sequence.status = SequenceStatus.PREFILLING
         sequence.times.scheduled = perf_counter()
+        sequence.n_cached = sequence.n_computed = self.cache.restore(row, self._reusable(sequence))
         self.prefilling = sequence
 
+    def _reusable(self, sequence: Sequence) -> list[bytes]:
+        """Names of the blocks that need not run: at least two tokens must, and all of a prompt that is scored."""
+        n_tokens = 0 if sequence.is_scored else len(sequence.prompt_ids) - 2
+        return sequence.block_keys[: max(0, n_tokens) // self.cache.block_size]
+
     def _next_chunk(self, sequence: Sequence) -> Chunk:
-        scoring = sequence.params.prompt_logprobs is not None
         n_prompt = len(sequence.prompt_ids)
         start = sequence.n_computed
-        end = min(start + (self.scoring_chunk_size if scoring else self.chunk_size), n_prompt)
+        end = min(start + (self.scoring_chunk_size if sequence.is_scored else self.chunk_size), n_prompt)
         if end - start == 1 and start > 0:
             start -= 1  # one-token runs take another kernel: begin a token earlier and write the same bits again
         last = int(end == n_prompt and sequence.params.max_tokens > 0)
-        return Chunk(sequence, start, end - start, end - start if scoring else last)
+        return Chunk(sequence, start, end - start, end - start if sequence.is_scored else last)
 
     def _fill_a_hole(self) -> None:
         """Shrink the decode window by moving its last row into a hole: one move a step, and only when nobody waits."""

@@ -48,6 +48,8 @@ class Sequence:
     output_ids: list[int] = field(default_factory=list)
     row: int | None = None
     n_computed: int = 0  # tokens whose keys and values are in the row
+    n_cached: int = 0  # those of them that the prefix cache had
+    block_keys: list[bytes] = field(default_factory=list)  # the prefix cache's names of the prompt's blocks
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     occurrences: Occurrences | None = None  # the sampler's, for sequences with penalties
@@ -70,9 +72,14 @@ class Sequence:
         return len(self.prompt_ids) + self.params.max_tokens
 
     @property
+    def is_scored(self) -> bool:
+        """Whether every position of the prompt wants logits."""
+        return self.params.prompt_logprobs is not None
+
+    @property
     def scores(self) -> list[TokenLogprobs] | None:
         """Log-probabilities of its prompt; None when it did not ask for them."""
-        return None if self.params.prompt_logprobs is None else self.prompt_logprobs
+        return self.prompt_logprobs if self.is_scored else None
 
     @property
     def last_token_id(self) -> int:

@@ -1,0 +1,67 @@
+"""Prompt blocks kept for reuse: keys and values of tokens that many prompts begin with, computed once and copied.
+
+A block is named by the hash of its parent's name and its own tokens, so a name stands for a whole prefix (as in vLLM's
+automatic prefix caching). Only what prefill wrote is kept, never a decoded token: the two are not the same bits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+from server.engine.kv_rows import KVRows
+
+BLOCK_SIZE = 64  # tokens
+
+
+class PrefixCache:
+    """Copies of blocks of `block_size` prompt tokens, of `budget_bytes` at most; 0 turns the cache off.
+
+    Blocks are dropped least recently used first. A chain is always touched as a whole, its first block last, so that no
+    block outlives its parent: what is left of a chain is its beginning.
+    """
+
+    def __init__(self, rows: KVRows, budget_bytes: int, *, block_size: int = BLOCK_SIZE) -> None:
+        self.block_size = block_size
+        self.capacity = budget_bytes // (block_size * rows.token_bytes)  # blocks
+        self._rows = rows
+        self._blocks: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()  # the next to be dropped first
+
+    def keys(self, prompt_ids: list[int]) -> list[bytes]:
+        """Names of the prompt's whole blocks, as many as could be kept; 128 bits, so that a collision is no concern."""
+        keys: list[bytes] = []
+        n_blocks = min(len(prompt_ids) // self.block_size, self.capacity)
+        blocks = np.array(prompt_ids[: n_blocks * self.block_size], dtype=np.int64).reshape(n_blocks, self.block_size)
+        for block in blocks:
+            parent = keys[-1] if keys else b""
+            keys.append(blake2b(parent + block.tobytes(), digest_size=16).digest())
+        return keys
+
+    def count(self, keys: list[bytes]) -> int:
+        """How many blocks of a chain are kept, from its first on."""
+        return next((n for n, key in enumerate(keys) if key not in self._blocks), len(keys))
+
+    def restore(self, row: int, keys: list[bytes]) -> int:
+        """Copy what is kept of a chain to the start of a row; how many tokens that is."""
+        found = keys[: self.count(keys)]
+        for n, key in enumerate(found):
+            self._rows.write(row, n * self.block_size, self._blocks[key])
+        self._touch(found)
+        return len(found) * self.block_size
+
+    def keep(self, row: int, keys: list[bytes]) -> None:
+        """Keep a chain, whose tokens are at the start of the row; blocks that are here already are not copied again."""
+        n_kept = self.count(keys)
+        self._touch(keys[:n_kept])  # or what makes room could be the chain's own beginning
+        for n, key in enumerate(keys[n_kept:], n_kept):
+            memory = self._blocks.popitem(last=False)[1] if len(self._blocks) == self.capacity else None
+            start = n * self.block_size
+            self._blocks[key] = self._rows.read(row, start, start + self.block_size, out=memory)
+        self._touch(keys)
+
+    def _touch(self, keys: list[bytes]) -> None:
+        for key in reversed(keys):
+            self._blocks.move_to_end(key)
