@@ -24,6 +24,8 @@ _FORCED = 50.0  # a logit that wins
 class FakeRunner:
     """Logits at a position are drawn from a generator keyed by a hash of the tokens up to it.
 
+    Like the real model, it must not be given a chunk of one token unless that is the prompt.
+
     next_token: given a prefix, the id to make the likeliest by far, or None to leave the logits as drawn.
     error: raised by the next run, when set.
     """
@@ -81,10 +83,10 @@ class FakeRunner:
         self._pass_gate()
         if self.error is not None:
             raise self.error
-        self.batches.append((len(batch.decodes), batch.prefill.count if batch.prefill else 0))
+        self.batches.append((len(batch.decodes), sum(chunk.count for chunk in batch.prefills)))
+        assert all(chunk.count >= min(2, len(chunk.sequence.prompt_ids)) for chunk in batch.prefills), "other bits"
         self._scribble(batch.window)
-        chunks = batch.decodes if batch.prefill is None else [*batch.decodes, batch.prefill]
-        logits = [row for chunk in chunks for row in self._run_chunk(chunk)]
+        logits = [row for chunk in (*batch.decodes, *batch.prefills) for row in self._run_chunk(chunk)]
         return np.array(logits, dtype=np.float32).reshape(-1, self.vocab_size)
 
     def logits(self, prefix: list[int]) -> Floats:

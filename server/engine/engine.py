@@ -10,7 +10,7 @@ from server.engine.kv_rows import KVRows
 from server.engine.prefix_cache import PrefixCache
 from server.engine.sampling import Floats, TokenLogprobs, sample, token_logprobs
 from server.engine.scheduler import Batch, Chunk, Scheduler
-from server.engine.sequence import FinishReason, Sequence, SequenceTimes
+from server.engine.sequence import FinishReason, Sequence, SequenceStatus, SequenceTimes
 
 SCORING_LOGITS_BYTES = 64 * 2**20  # bound on the logits of one chunk of a prompt that is scored
 
@@ -23,7 +23,7 @@ class Runner(Protocol):
     vocab_size: int
 
     def run(self, batch: Batch) -> Floats:
-        """Logits [n, vocab]: a row per decode, in order, then the prefill chunk's. Valid until the next run."""
+        """Logits [n, vocab]: a row per decode, in order, then each prefill's, in order. Valid until the next run."""
         ...
 
 
@@ -106,46 +106,44 @@ class Engine:
         return self._finish(sequence, reason, TokenOutput(sequence.id, None)) if sequence else None
 
     def step(self) -> tuple[list[TokenOutput], StepStats]:
-        """Schedule, run, sample, update: one token for every running sequence and one chunk of one prompt."""
+        """Schedule, run, sample, update: one token for every running sequence, and chunks of prompts."""
         started = perf_counter()
         batch = self.scheduler.schedule()
         logits = self.runner.run(batch)
         outputs = self._update(batch, logits)
-        prefills = [batch.prefill] if batch.prefill else []
-        looked_up = [c.sequence for c in prefills if c.begins_prompt and not c.sequence.is_scored]
+        looked_up = [c.sequence for c in batch.prefills if c.begins_prompt and not c.sequence.is_scored]
         return outputs, StepStats(
             n_decode=len(batch.decodes),
-            n_prefill_tokens=sum(chunk.count for chunk in prefills),
+            n_prefill_tokens=sum(chunk.count for chunk in batch.prefills),
             n_queried=sum(len(sequence.prompt_ids) for sequence in looked_up),
             n_cached=sum(sequence.n_cached for sequence in looked_up),
             seconds=perf_counter() - started,
         )
 
     def _update(self, batch: Batch, logits: Floats) -> list[TokenOutput]:
-        ready, rows = [chunk.sequence for chunk in batch.decodes], logits[: len(batch.decodes)]
-        for chunk in batch.decodes:
+        outputs: list[TokenOutput] = []
+        ready: list[Sequence] = []
+        places: list[int] = []  # of their next tokens' logits
+        n = 0
+        for chunk in (*batch.decodes, *batch.prefills):
+            sequence = chunk.sequence
+            self._score(chunk, logits[n : n + chunk.n_logits])
+            n += chunk.n_logits
             self.scheduler.computed(chunk)
-        outputs = []
-        if batch.prefill is not None:
-            chunk = batch.prefill
-            self._score(chunk, logits[len(batch.decodes) :])
-            self.scheduler.computed(chunk)
-            if chunk.completes_prompt and chunk.sequence.params.max_tokens == 0:
-                scored = TokenOutput(chunk.sequence.id, None, prompt_logprobs=chunk.sequence.scores)
-                outputs.append(self._finish(chunk.sequence, FinishReason.LENGTH, scored))
-            elif chunk.completes_prompt:
-                ready, rows = self._with_last(ready, logits, chunk)
+            if sequence.status is SequenceStatus.PREFILLING:
+                continue
+            if sequence.params.max_tokens == 0:
+                scored = TokenOutput(sequence.id, None, prompt_logprobs=sequence.scores)
+                outputs.append(self._finish(sequence, FinishReason.LENGTH, scored))
+            else:
+                ready.append(sequence)
+                places.append(n - 1)
         if ready:
+            adjacent = places[-1] < len(places)  # always, but for the last token of a scored prompt
+            rows = logits[: len(places)] if adjacent else logits[places]
             tokens = sample(rows, ready)
             outputs += [self._append(s, t, row) for s, t, row in zip(ready, tokens, rows, strict=True)]
         return outputs
-
-    @staticmethod
-    def _with_last(ready: list[Sequence], logits: Floats, chunk: Chunk) -> tuple[list[Sequence], Floats]:
-        """The decodes' rows of logits and the last of the chunk's, which are neighbours unless the chunk is scored."""
-        if chunk.n_logits > 1:
-            logits = logits[[*range(len(ready)), -1]]
-        return [*ready, chunk.sequence], logits
 
     def _score(self, chunk: Chunk, logits: Floats) -> None:
         """Log-probabilities of the prompt tokens that follow the chunk's positions."""

@@ -1,5 +1,5 @@
-"""The model on ONNX Runtime: turns a batch into at most two runs over rows of keys and values. The server's only import
-of onnxruntime.
+"""The model on ONNX Runtime: turns a batch into runs over rows of keys and values. The server's only import of
+onnxruntime.
 
 A run binds raw addresses, so a batch is a window onto the rows: all decodes run over rows 0..n-1, a prompt's chunk over
 its own row alone. Past and present are the same memory; nothing is copied, padded or concatenated.
@@ -79,12 +79,11 @@ class OnnxRunner:
         self.rows.free(row)
 
     def run(self, batch: Batch) -> Floats:
-        """Logits [n, vocab]: a row per decode, in order, then the prefill chunk's. Valid until the next run."""
+        """Logits [n, vocab]: a row per decode, in order, then each prefill's, in order. Valid until the next run."""
         n = len(batch.decodes)
         if batch.decodes:
             self._run_window(batch.window)
-        if batch.prefill is not None:
-            chunk = batch.prefill
+        for chunk in batch.prefills:
             assert chunk.sequence.row is not None
             self._run_row(chunk.sequence.row, chunk.prompt_ids, chunk.start, chunk.n_logits, first_logit=n)
             n += chunk.n_logits
