@@ -10,6 +10,7 @@ EXAMPLE := examples/stdlib
 MODEL ?= $(EXAMPLE)
 RUN ?= runs/mine
 OUT ?= artifacts/mine
+PRESET ?= smollm2-135m
 
 STDLIB = $(shell $(PYTHON) -c "import sysconfig; print(sysconfig.get_paths()['stdlib'])")
 NOT_CODE := --exclude 'site-packages/*' --exclude 'test/*' --exclude '*/test/*' --exclude '*/tests/*' \
@@ -35,8 +36,10 @@ train: $(VENV)/.train  ## Train on CORPUS=folder into RUN=runs/mine; ARGS="--pre
 export: $(VENV)/.train  ## Export RUN=runs/mine to OUT=artifacts/mine
 	$(BIN)/kvasir export $(RUN) --out $(OUT)
 
-bench: $(VENV)/.train  ## Measure the engine on this machine; ARGS="--preset tiny"
-	$(BIN)/kvasir bench engine $(ARGS)
+bench: $(VENV)/.train  ## Measure engine and server on this machine with random weights; PRESET=tiny
+	$(BIN)/kvasir bench engine --preset $(PRESET) --precision fp32
+	$(BIN)/kvasir bench engine --preset $(PRESET) --precision int8
+	$(BIN)/kvasir bench serve $(ARGS) "$$($(BIN)/kvasir bench model --preset $(PRESET) --precision int8)"
 
 example: $(VENV)/.train  ## Train the example model again on the standard library (an hour) and replace it
 	if test -d runs/stdlib; then $(BIN)/kvasir train --resume --out runs/stdlib; else \

@@ -264,6 +264,17 @@ def generate(
     typer.echo()
 
 
+def parse_object(option: str, text: str) -> dict[str, Any]:
+    """A JSON object that an option holds."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        fail(f"{option} takes a JSON object, not {text!r}")
+    return value
+
+
 bench = typer.Typer(no_args_is_help=True, help="Measure speed.")
 app.add_typer(bench, name="bench")
 
@@ -306,6 +317,61 @@ def bench_engine(
     Console().print(*figures.tables(), sep="\n")
     if output is not None:
         output.write_text(json.dumps(figures.as_json(), indent=2) + "\n", encoding="utf-8")
+
+
+@bench.command("serve")
+def bench_serve(
+    server: Annotated[str, typer.Argument(help="URL of an OpenAI-compatible server, or a model directory to serve.")],
+    compare: Annotated[str | None, typer.Option(help="Another one, measured in turn with the first.")] = None,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(help="CONCURRENCYx[SHARED+]INPUT/OUTPUT: 16x128/64 is 16 at a time, 128 tokens in and 64 out."),
+    ] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="A round. Default: 3 times the concurrency.")] = None,
+    warmup: Annotated[int | None, typer.Option(min=0, help="Requests before the rounds. Default: concurrency.")] = None,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Open loop: Poisson arrivals, requests a second.")
+    ] = None,
+    goodput: Annotated[str, typer.Option(help="Limits in ms, such as 'ttft:500 itl:50 e2e:5000'.")] = "",
+    model: Annotated[str | None, typer.Option(help="Model id to ask for.")] = None,
+    extra_body: Annotated[str, typer.Option(help="JSON object: more fields of each request.")] = "{}",
+    extra_body_b: Annotated[str, typer.Option(help="The same for the compared server.")] = "{}",
+    vocab_size: Annotated[int, typer.Option(min=2, help="Prompts are random token ids below it.")] = 2048,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the prompts. Default: others each time.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 300.0,
+    api_key: Annotated[str | None, typer.Option(help="Sent to every server.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+) -> None:
+    """Measure latency and throughput over HTTP, of one server or of two in turn. Default: a suite of six workloads."""
+    from loadtest import bench_serve as bench
+    from loadtest.load import SUITE, Workload
+    from loadtest.serve_figures import parse_limits
+
+    named = {} if model is None else {"model": model}
+    try:
+        servers = {"A": bench.Server(server, named | parse_object("--extra-body", extra_body))}
+        if compare is not None:
+            servers["B"] = bench.Server(compare, named | parse_object("--extra-body-b", extra_body_b))
+        plan = bench.Plan(
+            workloads=[Workload.parse(one) for one in workload] if workload else list(SUITE),
+            rounds=rounds,
+            requests=requests,
+            warm_up=warmup,
+            rate=rate,
+            timeout=timeout,
+            vocab_size=vocab_size,
+            seed=secrets.randbits(32) if seed is None else seed,
+            limits=parse_limits(goodput),
+        )
+        figures = bench.bench_serve(servers, plan, api_key, lambda line: typer.echo(line, err=True))
+    except (OSError, ValueError, bench.ServeBenchError) as error:
+        fail(error)
+    Console().print(*figures.tables(), sep="\n")
+    if output is not None:
+        output.write_text(json.dumps(figures.as_json(), indent=2) + "\n", encoding="utf-8")
+    if figures.errors:
+        fail(f"{len(figures.errors)} requests failed, the first: {figures.errors[0]}")
 
 
 def main() -> None:

@@ -1,0 +1,43 @@
+"""A server of a model directory in a process of its own, for as long as it is measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+
+
+@contextmanager
+def serve_locally(directory: Path) -> Iterator[str]:
+    """The URL of `kvasir serve` on a free loopback port, once it is ready. Raises ChildProcessError where it fails."""
+    command = [sys.executable, "-m", "kvasir", "serve", str(directory), "--host", "127.0.0.1", "--port", "0"]
+    url: Future[str] = Future()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603
+        assert process.stderr is not None
+        log = Thread(target=_follow, args=(process.stderr, url))
+        log.start()
+        try:
+            yield url.result()
+        finally:
+            process.terminate()
+            log.join()
+
+
+def _follow(log: Iterable[str], url: Future[str]) -> None:
+    """Read the log to its end, or the server would stand still when the pipe is full."""
+    port, line = 0, ""
+    for line in log:
+        if url.done() or not line.startswith("{"):
+            continue
+        entry = json.loads(line)
+        if entry["message"] == "listening":
+            port = entry["port"]
+        elif entry["message"] == "ready":
+            url.set_result(f"http://127.0.0.1:{port}")
+    if not url.done():
+        url.set_exception(ChildProcessError(line.strip().removeprefix("kvasir: ") or "the server ended at once"))

@@ -1,0 +1,89 @@
+"""A server over a real socket that answers each completion with bytes that the test wrote."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from tests.fake_runner import TIMEOUT
+
+Respond = Callable[[dict[str, Any]], tuple[int, Iterable[bytes]]]  # body -> status, pieces of the response's body
+
+
+class FakeCompletions:
+    """bodies: of all requests. Between two pieces of a response it waits until `step` is released, when that is set."""
+
+    def __init__(self, respond: Respond) -> None:
+        self.respond = respond
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.paths: list[str] = []
+        self.step: threading.Semaphore | None = None
+        self.breaks_off = False
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                fake.answer(self)
+
+            def log_message(self, *_: Any) -> None:
+                """Nothing."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        body = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        self.bodies.append(body)
+        self.headers.append(dict(handler.headers))
+        self.paths.append(handler.path)
+        status, pieces = self.respond(body)
+        handler.send_response(status)
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        for piece in pieces:
+            handler.wfile.write(b"%x\r\n%s\r\n" % (len(piece), piece))
+            handler.wfile.flush()
+            if self.step is not None:
+                assert self.step.acquire(timeout=TIMEOUT)
+        if not self.breaks_off:
+            handler.wfile.write(b"0\r\n\r\n")
+        handler.close_connection = True
+
+
+@contextmanager
+def fake_completions(respond: Respond) -> Iterator[FakeCompletions]:
+    fake = FakeCompletions(respond)
+    thread = threading.Thread(target=fake.server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield fake
+    finally:
+        fake.server.shutdown()
+        fake.server.server_close()
+        thread.join(TIMEOUT)
+
+
+def event(text: str, **more: Any) -> bytes:
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": None}
+    return b"data: " + json.dumps({"id": "cmpl-1", "choices": [choice]} | more).encode() + b"\n\n"
+
+
+def usage(n_prompt: int, n_tokens: int) -> bytes:
+    counts = {"prompt_tokens": n_prompt, "completion_tokens": n_tokens, "total_tokens": n_prompt + n_tokens}
+    return b"data: " + json.dumps({"id": "cmpl-1", "choices": [], "usage": counts}).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def well(body: dict[str, Any]) -> tuple[int, list[bytes]]:
+    """As many tokens as were asked for, one in each event."""
+    n_tokens = body["max_tokens"]
+    return 200, [*(event(f" {i}") for i in range(n_tokens)), usage(len(body["prompt"]), n_tokens) + DONE]
