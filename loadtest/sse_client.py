@@ -49,8 +49,8 @@ class Answer:
                 self.fail(error_message(event))
             if any(choice.get("text") for choice in event.get("choices", ())):
                 self.event_times.append(now)
-            if "completion_tokens" in (event.get("usage") or {}):
-                self.usage = event["usage"]
+            if (usage := event.get("usage")) and usage.get("completion_tokens") is not None:
+                self.usage = usage
         except (AttributeError, TypeError, ValueError):
             self.fail(f"an event is not a completion's: {data[:100]!r}")
 
