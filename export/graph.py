@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import warnings
 from pathlib import Path
 
@@ -25,13 +26,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from export.quantize import quantize_int8
+from export.quantize import quantize
 from model.attention import LayerCache, StepInputs
 from model.bundle import WEIGHTS_FILE
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
-PRECISIONS = ("fp32", "int8")
+PRECISIONS = ("int8", "int4", "fp32")
 OPSET = 23  # the first with RMSNormalization
 _PARAMETERS = "kvasir.parameters"  # metadata: {decoder's parameter: graph's initializer}
 _TRANSPOSED = ".T"
@@ -75,17 +76,17 @@ class ServingGraph(nn.Module):
 def export_graph(decoder: Decoder, path: Path, precision: str = "fp32") -> None:
     """Write the graph to `path` and its weights beside it, as external data. precision: one of PRECISIONS."""
     config = decoder.config
-    graph = ServingGraph(decoder).eval()
-    program = _trace(graph, config)
+    program = _trace(ServingGraph(decoder).eval(), config)
     _name_dimensions(program.model.graph, config)
     names = _name_weights(program.model.graph, decoder)
+    _scale_queries(program.model.graph, names, config)
     program.model.metadata_props[_PARAMETERS] = json.dumps(names)
     for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # stack traces, with paths of this machine
         node.doc_string = None
-    if precision == "int8":
+    if precision != "fp32":
         del program.model.metadata_props[_PARAMETERS]
-        quantize_int8(program.model)
+        quantize(program.model, precision)
     onnx_ir.save(program.model, path, external_data=WEIGHTS_FILE)
 
 
@@ -107,7 +108,28 @@ def load_decoder(config: DecoderConfig, path: Path) -> Decoder:
             assert stored is not None
             values = torch.from_numpy(stored.numpy().copy())
             parameters[name].copy_(values.T if initializer.endswith(_TRANSPOSED) else values)
+        for name in filter(_makes_queries, parameters):
+            parameters[name][: config.n_head * config.head_dim] *= math.sqrt(config.head_dim)
     return decoder
+
+
+def _scale_queries(graph: onnx_ir.Graph, names: dict[str, str], config: DecoderConfig) -> None:
+    """Put attention's 1 / sqrt(head_dim) into the weights that make queries; the operator's own scale is 1.
+
+    ONNX Runtime's product of one query and the cached keys reads the keys in place only where there is no scale to
+    apply; otherwise it copies them first.
+    """
+    for initializer in {names[name] for name in filter(_makes_queries, names)}:
+        value = graph.initializers[initializer]
+        assert value.const_value is not None
+        array = value.const_value.numpy().copy()
+        outputs = array.T if initializer.endswith(_TRANSPOSED) else array  # [queries, keys and values; d_model]
+        outputs[: config.n_head * config.head_dim] /= math.sqrt(config.head_dim)
+        value.const_value = onnx_ir.tensor(array, name=initializer)
+
+
+def _makes_queries(parameter: str) -> bool:
+    return ".attention.qkv." in parameter
 
 
 def _name_weights(graph: onnx_ir.Graph, decoder: Decoder) -> dict[str, str]:

@@ -23,7 +23,7 @@ from model.decoder import Decoder
 from model.generate import generate
 
 MAX_LOGIT_ERROR = 1e-3  # fp32, relative to the standard deviation of the logits
-MAX_PERPLEXITY_LOSS = 0.01  # int8, relative
+MAX_PERPLEXITY_LOSS = {"int8": 0.01, "int4": 0.05}  # relative
 _PROMPT = 37
 _CHUNK = 64
 _GREEDY_PROMPTS = 4
@@ -182,16 +182,19 @@ class Verifier:
 
 
 def check(verification: Verification, precision: str) -> None:
-    """Raise VerificationError for a graph over its precision's limit: logits for fp32, perplexity for int8."""
+    """Raise VerificationError for a graph over its precision's limit: logits for fp32, perplexity for the others."""
     if precision == "fp32" or np.isnan(verification.max_logit_error):
         error, limit = verification.max_logit_error, MAX_LOGIT_ERROR
         what = "logits differ from PyTorch's, relative to their standard deviation,"
     elif verification.perplexity_torch is None or verification.perplexity_onnx is None:
         raise VerificationError(
-            f"{precision} is measured on text, and the checkpoint has none of its own; give --text FILE"
+            f"{precision} is measured on text, and the checkpoint has none; give --text FILE, or --precision fp32"
         )
     else:
-        error, limit = verification.perplexity_onnx / verification.perplexity_torch - 1.0, MAX_PERPLEXITY_LOSS
+        error, limit = (
+            verification.perplexity_onnx / verification.perplexity_torch - 1.0,
+            MAX_PERPLEXITY_LOSS[precision],
+        )
         what = "perplexity is above PyTorch's"
     if not error <= limit:  # a NaN fails too
         raise VerificationError(f"the graph's {what} by {error:.2e}, more than {limit:.0e}; it must not be served")

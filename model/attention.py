@@ -159,7 +159,7 @@ def _group_query_attention(
         attrs={
             "num_heads": config.n_head,
             "kv_num_heads": config.n_kv_head,
-            "scale": 1.0 / math.sqrt(config.head_dim),
+            "scale": 1.0,  # the exporter has 1 / sqrt(head_dim) in the queries' weights
             "do_rotary": int(table is not None),
             "rotary_interleaved": 0,
         },
