@@ -65,7 +65,7 @@ def build_engine(settings: Settings, bundle: ModelBundle) -> Engine:
         max_model_len=settings.max_model_len,
         kv_cache_bytes=settings.kv_cache_memory,
         threads=settings.threads,
-        spinning=settings.spinning,
+        spin_microseconds=settings.spin_microseconds,
     )
     runner.warm_up()
     budget = settings.prefix_cache_memory

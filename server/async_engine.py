@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from time import monotonic, perf_counter
 
 from server.engine.engine import Engine, StepStats, TokenOutput
@@ -24,6 +24,7 @@ logger = logging.getLogger("kvasir")
 STALL_SECONDS = 120.0  # a step that takes longer means that the engine hangs
 
 _JOIN_SECONDS = 5.0
+_IDLE_SECONDS = 10.0
 
 Command = Callable[[Engine], list[TokenOutput]]
 
@@ -191,9 +192,17 @@ class AsyncEngine:
     def _commands(self, engine: Engine) -> Iterator[Command]:
         if not engine.has_work:
             self._busy_since = None
-            yield self._inbox.get()
+            yield self._wait(engine)
         while not self._inbox.empty():
             yield self._inbox.get()
+
+    def _wait(self, engine: Engine) -> Command:
+        """The next command; the memory of free rows goes back to the operating system when none comes for a while."""
+        try:
+            return self._inbox.get(timeout=_IDLE_SECONDS)
+        except Empty:
+            engine.give_back_memory()
+            return self._inbox.get()
 
     def _stop(self, _engine: Engine) -> list[TokenOutput]:
         self._stopping = True

@@ -42,8 +42,8 @@ class Settings(BaseSettings):
         "Default: a tenth of kv_cache_memory.",
     )
     threads: int | None = Field(None, ge=1, description="Compute threads. Default: the CPUs this process may use.")
-    spinning: bool = Field(
-        False, description="Let idle compute threads spin: faster on CPUs of its own, slower on shared ones."
+    spin_microseconds: int = Field(
+        100, ge=0, le=1_000_000, description="How long an idle compute thread waits for more work before it sleeps."
     )
     max_queue: int | None = Field(
         None, ge=0, description="Sequences that may wait beyond those that run. Default: 4 x max_num_seqs."

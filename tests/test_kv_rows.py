@@ -72,7 +72,7 @@ def test_freeing_a_row_leaves_its_neighbours_alone() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
-def test_only_touched_tokens_take_memory_and_freeing_returns_it() -> None:
+def test_only_touched_tokens_take_memory_and_giving_back_returns_it() -> None:
     """Would catch a shared mapping, which MADV_DONTNEED does not free, and huge pages."""
     rows = make_rows(n_layer=4, max_num_seqs=8, max_model_len=20000, budget_tokens=160000)
     process = psutil.Process()
@@ -84,7 +84,33 @@ def test_only_touched_tokens_take_memory_and_freeing_returns_it() -> None:
     written = process.memory_info().rss - before
     assert written == pytest.approx(8 * 3 * 20000 * 8 * 4, rel=0.2)
     rows.free(row)
+    rows.give_back()
     assert process.memory_info().rss - before < written / 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
+def test_what_free_rows_still_hold_stays_within_the_budget() -> None:
+    """Pages of free rows are kept for the next sequence, but never beside more promises than the budget has."""
+    rows = make_rows(n_layer=4, max_num_seqs=4, max_model_len=20000, budget_tokens=20000)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    whole = 8 * 3 * 20000 * 8 * 4  # bytes of the budget
+
+    def fill(n_tokens: int) -> int:
+        row = rows.allocate(n_tokens)
+        assert row is not None
+        for block in range(8):
+            rows.view(block, row)[:, :n_tokens] = 1.0
+        return row
+
+    rows.free(fill(20000))
+    assert process.memory_info().rss - before > 0.9 * whole  # still there
+    held = [fill(5000), fill(5000), fill(5000)]
+    assert process.memory_info().rss - before < 1.1 * whole
+    for row in held:
+        rows.free(row)
+    fill(20000)
+    assert process.memory_info().rss - before < 1.1 * whole
 
 
 def test_promises_are_bounded_by_rows_and_by_budget() -> None:

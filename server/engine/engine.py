@@ -105,6 +105,10 @@ class Engine:
         sequence = self._sequences.get(sequence_id)
         return self._finish(sequence, reason, TokenOutput(sequence.id, None)) if sequence else None
 
+    def give_back_memory(self) -> None:
+        """Return what free rows still hold to the operating system; worth it when no work is in sight."""
+        self.runner.rows.give_back()
+
     def step(self) -> tuple[list[TokenOutput], StepStats]:
         """Schedule, run, sample, update: one token for every running sequence, and chunks of prompts."""
         started = perf_counter()

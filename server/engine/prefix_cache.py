@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from server.engine.kv_rows import KVRows
 
 BLOCK_SIZE = 64  # tokens
+_BLOCKS_AT_ONCE = 8
 
 
 class PrefixCache:
@@ -29,6 +30,7 @@ class PrefixCache:
         self.capacity = budget_bytes // (block_size * rows.token_bytes)  # blocks
         self._rows = rows
         self._blocks: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()  # the next to be dropped first
+        self._spare: list[NDArray[np.float32]] = []
 
     def keys(self, prompt_ids: list[int]) -> list[bytes]:
         """Names of the prompt's whole blocks, as many as could be kept; 128 bits, so that a collision is no concern."""
@@ -57,10 +59,23 @@ class PrefixCache:
         n_kept = self.count(keys)
         self._touch(keys[:n_kept])  # or what makes room could be the chain's own beginning
         for n, key in enumerate(keys[n_kept:], n_kept):
-            memory = self._blocks.popitem(last=False)[1] if len(self._blocks) == self.capacity else None
             start = n * self.block_size
-            self._blocks[key] = self._rows.read(row, start, start + self.block_size, out=memory)
+            self._blocks[key] = self._rows.read(row, start, start + self.block_size, out=self._memory())
         self._touch(keys)
+
+    def _memory(self) -> NDArray[np.float32]:
+        """Room for a block: a spare one, or the least recently used.
+
+        Spare ones come several at a time: large arrays are on huge pages, which are committed several times faster.
+        """
+        if len(self._blocks) == self.capacity:
+            return self._blocks.popitem(last=False)[1]
+        if not self._spare:
+            n_blocks = min(_BLOCKS_AT_ONCE, self.capacity - len(self._blocks))
+            n_head, _, head_dim = self._rows.row_shape
+            shape = (n_blocks, 2 * self._rows.n_layer, n_head, self.block_size, head_dim)
+            self._spare.extend(np.empty(shape, dtype=np.float32))
+        return self._spare.pop()
 
     def _touch(self, keys: list[bytes]) -> None:
         for key in reversed(keys):

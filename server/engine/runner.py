@@ -21,9 +21,12 @@ from model.config import DecoderConfig
 from server.engine.engine import SCORING_LOGITS_BYTES
 from server.engine.kv_rows import KVRows
 from server.engine.machine import available_memory, usable_cpus
-from server.engine.sampling import Floats
-from server.engine.scheduler import Batch
-from server.engine.sequence import Sequence, SequenceStatus
+from server.engine.sampling import Floats, SamplingParams
+from server.engine.scheduler import Batch, Chunk
+from server.engine.sequence import Sequence, SequenceStatus, SequenceTimes
+
+SPIN_MICROSECONDS = 100
+MOST_PADDED = 1.25  # tokens that a run of several prompts may have for each that it needs
 
 
 class OnnxRunner:
@@ -43,7 +46,7 @@ class OnnxRunner:
         max_model_len: int | None = None,
         kv_cache_bytes: int | None = None,
         threads: int | None = None,
-        spinning: bool = False,
+        spin_microseconds: int = SPIN_MICROSECONDS,
     ) -> None:
         self.max_model_len = config.max_model_len if max_model_len is None else max_model_len
         if not 2 <= self.max_model_len <= config.max_model_len:
@@ -52,13 +55,13 @@ class OnnxRunner:
             )
         self.vocab_size = config.vocab_size
         self.model_seconds = 0.0  # spent inside ONNX Runtime so far
-        self._session = _open_session(graph, threads or usable_cpus(), spinning)
+        self._session = _open_session(graph, threads or usable_cpus(), spin_microseconds)
         self.kv_cache_bytes = available_memory() // 2 if kv_cache_bytes is None else kv_cache_bytes
         self.rows = self._make_rows(config, max_num_seqs)
         n_scored = max(2, SCORING_LOGITS_BYTES // (4 * self.vocab_size))
         self._logits: Floats = np.empty((max_num_seqs + n_scored, self.vocab_size), dtype=np.float32)
         self._decodes: dict[int, _Binding] = {}  # by rows in the window
-        self._chunks: dict[int, _Binding] = {}  # by row
+        self._chunks: dict[tuple[int, int], _Binding] = {}  # by first row, and rows
 
     def _make_rows(self, config: DecoderConfig, max_num_seqs: int) -> KVRows:
         shape = {"n_layer": config.n_layer, "n_kv_head": config.n_kv_head, "head_dim": config.head_dim}
@@ -74,7 +77,8 @@ class OnnxRunner:
         """Run a decode step and a chunk once, so that the first request pays for neither."""
         row = self.rows.allocate(2)
         assert row is not None
-        self._run_row(row, [0, 0], start=0, n_logits=1, first_logit=0)
+        first = Sequence(-1, [0, 0], SamplingParams(max_tokens=0), frozenset(), SequenceTimes(0.0), row=row)
+        self._run_prompts([Chunk(first, start=0, count=2, n_logits=1)], first_logit=0)
         self._run_window([None])
         self.rows.free(row)
 
@@ -83,10 +87,8 @@ class OnnxRunner:
         n = len(batch.decodes)
         if batch.decodes:
             self._run_window(batch.window)
-        for chunk in batch.prefills:
-            assert chunk.sequence.row is not None
-            self._run_row(chunk.sequence.row, chunk.prompt_ids, chunk.start, chunk.n_logits, first_logit=n)
-            n += chunk.n_logits
+        for prompts in _side_by_side(batch.prefills):
+            n += self._run_prompts(prompts, first_logit=n)
         return self._logits[:n]
 
     def _run_window(self, window: list[Sequence | None]) -> None:
@@ -105,18 +107,53 @@ class OnnxRunner:
         binding.position_ids[:] = lengths
         self.model_seconds += binding.run(lengths, sequence=1, logits_indices=live, logits=self._logits)
 
-    def _run_row(self, row: int, token_ids: list[int], start: int, n_logits: int, first_logit: int) -> None:
-        """A chunk of a prompt over its own row; logits of its last `n_logits` tokens."""
-        count = len(token_ids)
-        binding = self._chunks.get(row)
-        if binding is None or binding.input_ids.size < count:
-            binding = self._chunks[row] = _Binding(self._session, self.rows, row=row, batch=1, capacity=count)
-        binding.input_ids[:count] = token_ids
-        binding.position_ids[:count] = np.arange(start, start + count)
-        indices = list(range(count - n_logits, count))
+    def _run_prompts(self, chunks: list[Chunk], first_logit: int) -> int:
+        """A chunk over its own row, or whole prompts over neighbouring rows, padded on the right; returns n logits.
+
+        What padding writes is overwritten by the row's next tokens.
+        """
+        batch, longest = len(chunks), max(chunk.count for chunk in chunks)
+        row = chunks[0].sequence.row
+        assert row is not None
+        binding = self._chunks.get((row, batch))
+        if binding is None or binding.input_ids.size < batch * longest:
+            binding = _Binding(self._session, self.rows, row=row, batch=batch, capacity=longest)
+            self._chunks[row, batch] = binding
+        ids = binding.input_ids[: batch * longest].reshape(batch, longest)
+        positions = binding.position_ids[: batch * longest].reshape(batch, longest)
+        indices: list[int] = []
+        for i, chunk in enumerate(chunks):
+            ids[i] = chunk.prompt_ids + [0] * (longest - chunk.count)
+            positions[i] = np.arange(chunk.start, chunk.start + longest)
+            end = i * longest + chunk.count
+            indices += range(end - chunk.n_logits, end)
         self.model_seconds += binding.run(
-            [start + count - 1], sequence=count, logits_indices=indices, logits=self._logits[first_logit:]
+            [chunk.end - 1 for chunk in chunks],
+            sequence=longest,
+            logits_indices=indices,
+            logits=self._logits[first_logit:],
         )
+        return len(indices)
+
+
+def _side_by_side(chunks: list[Chunk]) -> list[list[Chunk]]:
+    """Chunks in the runs they share: whole prompts of nearly one length over neighbouring rows go together.
+
+    A run reads every weight once, however many prompts it holds. A prompt of one token runs alone, as every product of
+    a single row takes a kernel of its own.
+    """
+    runs: list[list[Chunk]] = []
+    for chunk in chunks:
+        last = runs[-1] if runs else []
+        together = [*last, chunk]
+        longest = max(c.count for c in together)
+        fits = longest * len(together) <= MOST_PADDED * sum(c.count for c in together)
+        whole = all(c.start == 0 and c.count > 1 and c.n_logits <= 1 and c.completes_prompt for c in together)
+        if last and fits and whole and chunk.sequence.row == (last[-1].sequence.row or 0) + 1:
+            last.append(chunk)
+        else:
+            runs.append([chunk])
+    return runs
 
 
 class _Binding:
@@ -170,9 +207,11 @@ class _Binding:
         self._io.bind_input(name, "cpu", 0, buffer.dtype.type, shape, buffer.ctypes.data)
 
 
-def _open_session(graph: Path, threads: int, spinning: bool) -> onnxruntime.InferenceSession:
+def _open_session(graph: Path, threads: int, spin_microseconds: int) -> onnxruntime.InferenceSession:
     os.environ.update(GRAPH_ENVIRONMENT)  # ONNX Runtime reads it when the session is built
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spinning)))
+    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spin_microseconds > 0)))
+    options.add_session_config_entry("session.intra_op.spin_duration_us", str(max(1, spin_microseconds)))
+    options.add_session_config_entry("session.force_spinning_stop", "1")  # nobody spins between two runs
     return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])

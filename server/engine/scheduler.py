@@ -14,6 +14,7 @@ from server.engine.kv_rows import KVRows
 from server.engine.prefix_cache import PrefixCache
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus
 
+_MOST_CHUNKS = 8  # in a step: each may be a run of its own, which reads every weight however short it is
 _COPIES = 16  # tokens that the prefix cache copies in the time in which the model runs one; 20 to 60 were measured
 
 
@@ -141,7 +142,8 @@ class Scheduler:
             chunks.append(chunk)
             if sequence.is_scored or not chunk.completes_prompt:
                 break
-            room -= chunk.count + (sequence.n_cached // _COPIES if chunk.begins_prompt else 0)
+            n_copied = sequence.n_cached if chunk.begins_prompt else 0
+            room -= max(chunk.count, self.chunk_size // _MOST_CHUNKS) + n_copied // _COPIES
             sequence = self._admit(room, chunks)
         return chunks
 

@@ -1,0 +1,59 @@
+"""The runner's own batching: prompts that share a run against the same prompts alone, bit by bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from server.engine.runner import OnnxRunner
+from server.engine.sampling import SamplingParams
+from server.engine.scheduler import Batch, Chunk
+from server.engine.sequence import Sequence
+from tests.engine_driver import make_sequence
+from tests.random_models import RandomModel
+
+
+def prompt_in_row(runner: OnnxRunner, prompt_ids: list[int]) -> Sequence:
+    sequence = make_sequence(0, prompt_ids, SamplingParams(max_tokens=1))
+    sequence.row = runner.rows.allocate(len(prompt_ids) + 1)
+    return sequence
+
+
+def whole(sequence: Sequence, n_logits: int = 1) -> Chunk:
+    return Chunk(sequence, 0, len(sequence.prompt_ids), n_logits)
+
+
+@pytest.mark.parametrize("model", ["random_model", "random_int8_model"])
+@pytest.mark.parametrize("lengths", [(20, 20), (20, 17, 20), (2, 1, 2), (30, 4, 28), (5, 6, 7, 8)])
+def test_prompts_that_share_a_run_are_what_they_are_alone(
+    model: str, lengths: tuple[int, ...], request: pytest.FixtureRequest
+) -> None:
+    """Logits, and keys and values of every token, whatever stands beside them and however they are padded."""
+    random: RandomModel = request.getfixturevalue(model)
+    generator = np.random.default_rng(sum(lengths))
+    prompts = [generator.integers(random.config.vocab_size, size=n).tolist() for n in lengths]
+    together, alone = (random.runner(max_num_seqs=len(lengths)) for _ in range(2))
+    chunks = [whole(prompt_in_row(together, prompt)) for prompt in prompts]
+    logits = together.run(Batch([], [], chunks)).copy()
+    assert len(logits) == len(lengths)
+    for i, prompt in enumerate(prompts):
+        sequence = prompt_in_row(alone, prompt)
+        expected = alone.run(Batch([], [], [whole(sequence)]))
+        assert (logits[i] == expected[0]).all()
+        assert (together.rows.read(i, 0, len(prompt)) == alone.rows.read(i, 0, len(prompt))).all()
+
+
+def test_prompts_of_nearly_one_length_in_neighbouring_rows_share_a_run(random_model: RandomModel) -> None:
+    """Counted in runs: would catch batching that never happens."""
+    runner = random_model.runner(max_num_seqs=8)
+    rows = [prompt_in_row(runner, [1] * n) for n in (9, 10, 10, 2, 2, 1, 8, 8)]
+    runs: list[int] = []
+    run = runner._run_prompts
+    runner._run_prompts = lambda chunks, first_logit: runs.append(len(chunks)) or run(chunks, first_logit)  # type: ignore[method-assign, func-returns-value]
+    scored = Chunk(rows[7], 0, 8, 8)
+    runner.run(Batch([], [], [*map(whole, rows[:7]), scored]))
+    assert runs == [3, 2, 1, 1, 1]  # by length; one token is alone, and so is a prompt that wants logits of all of it
+    far = [whole(rows[0]), whole(rows[2])]
+    runs.clear()
+    runner.run(Batch([], [], far))
+    assert runs == [1, 1]
