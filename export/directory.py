@@ -10,8 +10,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+import onnx_ir
 
-from export.graph import PRECISIONS, export_graph, input_names, load_decoder, output_names
+from export.graph import PRECISIONS, export_graph, load_decoder
 from export.verify import SampleText, Verifier, check
 from model.bundle import (
     CONFIG_FILE,
@@ -62,7 +63,7 @@ def export_checkpoint(
         checkpoint.tokenizer.save(str(part / TOKENIZER_FILE))
         if generation is not None and generation.given():
             (part / GENERATION_FILE).write_text(json.dumps(generation.given(), indent=2) + "\n", encoding="utf-8")
-        export_graph(checkpoint.decoder, part / GRAPH_FILE, precision)
+        export_graph(checkpoint.decoder, part / GRAPH_FILE, precision, None if sample is None else sample.token_ids)
         verification = Verifier(checkpoint.decoder, part / GRAPH_FILE, sample).verify()
         check(verification, precision)
         manifest = make_manifest(checkpoint.decoder, part, precision, _describe_source(checkpoint), verification)
@@ -99,7 +100,7 @@ def make_manifest(
     verification: Verification,
 ) -> Manifest:
     """The manifest of a directory whose other files are all written."""
-    config = decoder.config
+    config, graph = decoder.config, onnx_ir.load(directory / GRAPH_FILE).graph
     return Manifest(
         format_version=FORMAT_VERSION,
         architecture="kvasir-decoder",
@@ -107,8 +108,8 @@ def make_manifest(
         device="cpu",
         precision=precision,
         max_model_len=config.max_model_len,
-        graph_inputs=input_names(config),
-        graph_outputs=output_names(config),
+        graph_inputs=[str(value.name) for value in graph.inputs],
+        graph_outputs=[str(value.name) for value in graph.outputs],
         versions={name: version(name) for name in _VERSIONS},
         files=hash_files(directory),
         source=source,

@@ -9,6 +9,9 @@
 | past_key_values.{i}.key, .value | float [batch, n_kv_head, n_positions, head_dim] | rows, aliased with `present` |
 | output logits | float [rows, vocab_size] | |
 | output present.{i}.key, .value | as past | |
+
+int8 and int4 have rows of int8 under these names, which the input `decode` (a bool) chooses, and rows of floats for
+prompts beside them: prompt_key_values.{i}.key, .value and prompt_present.{i}.key, .value (export.kv_cache).
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from export.kv_cache import measure_scales, quantize_kv_cache
 from export.quantize import quantize
 from model.attention import LayerCache, StepInputs
 from model.bundle import WEIGHTS_FILE
@@ -41,6 +45,10 @@ _STEP_INPUTS = ["input_ids", "seqlens_k", "total_sequence_length", "position_ids
 
 def past_names(config: DecoderConfig) -> list[str]:
     return [f"past_key_values.{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value")]
+
+
+def prompt_names(config: DecoderConfig) -> list[str]:
+    return [name.replace("past", "prompt") for name in past_names(config)]
 
 
 def input_names(config: DecoderConfig) -> list[str]:
@@ -73,8 +81,14 @@ class ServingGraph(nn.Module):
         return logits, *(tensor for present in presents for tensor in (present.key, present.value))
 
 
-def export_graph(decoder: Decoder, path: Path, precision: str = "fp32") -> None:
-    """Write the graph to `path` and its weights beside it, as external data. precision: one of PRECISIONS."""
+def export_graph(
+    decoder: Decoder, path: Path, precision: str = "fp32", sample: NDArray[np.int64] | None = None
+) -> None:
+    """Write the graph to `path` and its weights beside it, as external data.
+
+    precision: one of PRECISIONS. sample: tokens of a text that shows how far keys and values reach, where they are
+    rounded; None is random tokens.
+    """
     config = decoder.config
     program = _trace(ServingGraph(decoder).eval(), config)
     _name_dimensions(program.model.graph, config)
@@ -87,6 +101,7 @@ def export_graph(decoder: Decoder, path: Path, precision: str = "fp32") -> None:
     if precision != "fp32":
         del program.model.metadata_props[_PARAMETERS]
         quantize(program.model, precision)
+        quantize_kv_cache(program.model, config, measure_scales(decoder, sample))
     onnx_ir.save(program.model, path, external_data=WEIGHTS_FILE)
 
 

@@ -7,17 +7,19 @@ uncached forward.
 from __future__ import annotations
 
 import os
+from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
 import torch
 from numpy.typing import NDArray
 
-from export.graph import output_names, past_names
-from model.bundle import GRAPH_ENVIRONMENT, Verification
+from export.graph import output_names, past_names, prompt_names
+from model.bundle import DECODE_INPUT, GRAPH_ENVIRONMENT, KV_SCALES, Verification
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from model.generate import generate
@@ -54,26 +56,56 @@ class GraphSession:
         os.environ.update(GRAPH_ENVIRONMENT)  # ONNX Runtime reads it when the session is built
         self._session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         self._config = config
-        self._past: list[Floats] = []
+        encoded = self._session.get_modelmeta().custom_metadata_map.get(KV_SCALES)
+        self._scales: Floats | None = None  # [2 * n_layer, n_kv_head, 1, head_dim]
+        if encoded is not None:
+            scales = np.frombuffer(b64decode(encoded), dtype=np.float32)
+            self._scales = scales.reshape(-1, config.n_kv_head, 1, config.head_dim)
+        self._running: list[NDArray[Any]] = []
+        self._prompts: list[NDArray[Any]] = []
+
+    @property
+    def rounds_cache(self) -> bool:
+        """Whether running sequences have rows of int8."""
+        return self._scales is not None
 
     def clear(self, batch: int, n_positions: int) -> None:
         shape = (batch, self._config.n_kv_head, n_positions, self._config.head_dim)
-        self._past = [np.zeros(shape, dtype=np.float32) for _ in past_names(self._config)]
+        self._running = [np.zeros(shape, dtype=np.float32) for _ in past_names(self._config)]
+        if self.rounds_cache:
+            self._prompts = self._running
+            self._running = [rows.astype(np.int8) for rows in self._running]
 
-    def run(self, tokens: Ids, lengths: Sequence[int]) -> Floats:
-        """Append tokens [batch, sequence], of which row b then holds lengths[b]; logits [batch, sequence, vocab]."""
+    def run(self, tokens: Ids, lengths: Sequence[int], *, decode: bool = False, with_logits: bool = True) -> Floats:
+        """Append tokens [batch, sequence], of which row b then holds lengths[b]; logits [batch, sequence, vocab].
+
+        decode: on the rows of running sequences, where prompts have others.
+        """
         batch, sequence = tokens.shape
         starts = np.maximum(np.array(lengths) - sequence, 0)
-        feeds = {
+        feeds: dict[str, NDArray[Any]] = {
             "input_ids": tokens,
             "seqlens_k": np.array(lengths, dtype=np.int32) - 1,
             "total_sequence_length": np.array(max(lengths), dtype=np.int32),
             "position_ids": starts[:, None] + np.arange(sequence),
-            "logits_indices": np.arange(batch * sequence),
+            "logits_indices": np.arange(batch * sequence if with_logits else 0),
         }
-        feeds |= dict(zip(past_names(self._config), self._past, strict=True))
-        logits, *self._past = self._session.run(output_names(self._config), feeds)
-        shaped: Floats = logits.reshape(batch, sequence, -1)
+        running, prompts = past_names(self._config), prompt_names(self._config)
+        feeds |= dict(zip(running, self._running, strict=True))
+        _, *presents = output_names(self._config)
+        if self.rounds_cache:
+            feeds |= {DECODE_INPUT: np.array(decode), **dict(zip(prompts, self._prompts, strict=True))}
+        if self.rounds_cache and not decode:
+            presents = [f"prompt_{name}" for name in presents]
+        logits, *rows = self._session.run(["logits", *presents], feeds)
+        if self._scales is None or decode:
+            self._running = rows
+        else:
+            self._prompts = rows
+            scaled = [row / scale for row, scale in zip(rows, self._scales, strict=True)]
+            with np.errstate(invalid="ignore"):  # what is no number shows in the logits
+                self._running = [np.clip(np.rint(row), -127, 127).astype(np.int8) for row in scaled]
+        shaped: Floats = logits.reshape(batch, -1, self._config.vocab_size)
         return shaped
 
     def run_in_chunks(self, tokens: Ids, ends: Sequence[int]) -> Floats:
@@ -128,7 +160,8 @@ class Verifier:
         self._session.clear(len(lengths), max(lengths) + 1)
         prompt = self._session.run(tokens[:, : max(lengths)], lengths)
         rows = np.arange(len(lengths))
-        decoded = self._session.run(tokens[rows, lengths][:, None], [length + 1 for length in lengths])
+        ends = [length + 1 for length in lengths]
+        decoded = self._session.run(tokens[rows, lengths][:, None], ends, decode=True)
         errors = []
         for i, length in enumerate(lengths):
             reference = self._reference(tokens[i, : length + 1])
@@ -150,7 +183,7 @@ class Verifier:
             for i, token in enumerate(expected):
                 equal += int(logits[0, -1].argmax()) == token
                 total += 1
-                logits = self._session.run(np.array([[token]]), [len(prompt) + i + 1])
+                logits = self._session.run(np.array([[token]]), [len(prompt) + i + 1], decode=True)
         return equal / total
 
     def _rows(self, token_ids: Ids) -> Ids:
@@ -160,13 +193,29 @@ class Verifier:
         return np.stack([token_ids[i * context : (i + 1) * context + 1] for i in range(n_rows)])
 
     def _perplexities(self, rows: Ids) -> tuple[float, float]:
-        """exp of the mean next-token cross-entropy, in PyTorch and in ONNX Runtime, on the same rows."""
-        losses = np.zeros((len(rows), 2))
-        for i, row in enumerate(rows):
-            onnx = self._session.run_in_chunks(row[:-1], [len(row) - 1])
-            losses[i] = _cross_entropy(self._reference(row[:-1]), row[1:]), _cross_entropy(onnx, row[1:])
-        torch_loss, onnx_loss = losses.mean(axis=0)
-        return float(np.exp(torch_loss)), float(np.exp(onnx_loss))
+        """exp of the mean next-token cross-entropy, in PyTorch and in ONNX Runtime, on the same rows.
+
+        Where running sequences have rows of int8, the first half of each row is a prompt, and the second is measured.
+        """
+        n_prompt = (rows.shape[1] - 1) // 2 if self._session.rounds_cache else 0
+        in_torch = [_cross_entropy(self._reference(row[:-1])[n_prompt:], row[n_prompt + 1 :]) for row in rows]
+        if n_prompt:
+            in_onnx = self._decoding_losses(rows, n_prompt)
+        else:
+            logits = (self._session.run_in_chunks(row[:-1], [len(row) - 1]) for row in rows)
+            in_onnx = [_cross_entropy(of_row, row[1:]) for of_row, row in zip(logits, rows, strict=True)]
+        return float(np.exp(np.mean(in_torch))), float(np.exp(np.mean(in_onnx)))
+
+    def _decoding_losses(self, rows: Ids, n_prompt: int) -> list[float]:
+        """Cross-entropy at each position after the prompts, a token of every row at a time."""
+        batch, context = len(rows), rows.shape[1] - 1
+        self._session.clear(batch, context)
+        self._session.run(rows[:, :n_prompt], [n_prompt] * batch, with_logits=False)
+        losses = []
+        for i in range(n_prompt, context):
+            logits = self._session.run(rows[:, i : i + 1], [i + 1] * batch, decode=True)
+            losses.append(_cross_entropy(logits[:, 0], rows[:, i + 1]))
+        return losses
 
     @torch.inference_mode()
     def _reference(self, tokens: Ids) -> Floats:

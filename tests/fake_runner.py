@@ -119,11 +119,14 @@ class FakeRunner:
         """What the decode run does to dead rows: it writes one token past what they hold."""
         for row, sequence in enumerate(window):
             if sequence is None or sequence.status is not SequenceStatus.RUNNING:
-                self.rows.view(0, row)[0, sequence.n_computed if sequence else 0, 0] = -1
+                self.rows.running.array[0, row, 0, sequence.n_computed if sequence else 0, 0] = -1
 
     def _run_chunk(self, chunk: Chunk) -> list[Floats]:
         row = chunk.sequence.row
         assert row is not None
-        cache = self.rows.view(0, row)[0, :, 0]  # [n_positions]
+        if chunk.sequence.status is SequenceStatus.RUNNING:
+            cache = self.rows.running.array[0, row, 0, :, 0]  # [n_positions]
+        else:
+            cache = self.rows.prompts.array[0, self.rows.prompt_row(row), 0, :, 0]
         cache[chunk.start : chunk.end] = chunk.sequence.token_ids[chunk.start : chunk.end]
         return [self.logits([int(i) for i in cache[: p + 1]]) for p in range(chunk.end - chunk.n_logits, chunk.end)]

@@ -24,7 +24,7 @@ BLOCK = 4  # tokens of a block of the prefix cache
 
 def make_engine(chunk_size: int = 8, cache_blocks: int = 0, **options: Any) -> tuple[Engine, FakeRunner]:
     runner = FakeRunner(VOCAB, **options)
-    cache = PrefixCache(runner.rows, cache_blocks * BLOCK * runner.rows.token_bytes, block_size=BLOCK)
+    cache = PrefixCache(runner.rows, cache_blocks * BLOCK * runner.rows.prompt_token_bytes, block_size=BLOCK)
     return Engine(runner, chunk_size=chunk_size, prefix_cache=cache), runner
 
 

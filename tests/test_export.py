@@ -93,7 +93,7 @@ def test_models_of_any_length_can_be_verified(max_model_len: int, tmp_path: Path
 def test_a_wrong_graph_fails_the_export_and_leaves_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def export_something_else(decoder: torch.nn.Module, path: Path, precision: str) -> None:
+    def export_something_else(decoder: torch.nn.Module, path: Path, precision: str, _sample: object) -> None:
         export_graph(make_decoder(decoder.config, seed=1), path, precision)  # type: ignore[arg-type]
 
     monkeypatch.setattr(export_directory, "export_graph", export_something_else)

@@ -60,7 +60,7 @@ def alone(model: RandomModel) -> list[Result]:
 
 def make_engine(runner: OnnxRunner, *, chunk_size: int, cache_blocks: int = 0) -> Engine:
     """With a prefix cache of blocks of 16 tokens."""
-    cache = PrefixCache(runner.rows, cache_blocks * 16 * runner.rows.token_bytes, block_size=16)
+    cache = PrefixCache(runner.rows, cache_blocks * 16 * runner.rows.prompt_token_bytes, block_size=16)
     return Engine(runner, chunk_size=chunk_size, prefix_cache=cache)
 
 

@@ -13,62 +13,105 @@ from hypothesis import strategies as st
 
 from server.engine.kv_rows import KVRows
 
-
-def make_rows(**changes: int) -> KVRows:
-    shape = {"n_layer": 2, "n_kv_head": 3, "head_dim": 8, "max_num_seqs": 4, "max_model_len": 50, "budget_tokens": 150}
-    return KVRows(**{**shape, **changes})
+SHAPE = {"n_layer": 2, "n_kv_head": 3, "head_dim": 8}
 
 
-@given(st.integers(1, 9), st.sampled_from([8, 16, 64, 80, 128]), st.integers(1, 5000))
+def make_rows(*, int8: bool = False, **changes: int) -> KVRows:
+    shape = {**SHAPE, "max_num_seqs": 4, "max_model_len": 50, "budget_tokens": 150, **changes}
+    scales = np.random.default_rng(1).uniform(0.01, 0.1, (2 * shape["n_layer"], shape["n_kv_head"], shape["head_dim"]))
+    return KVRows(**shape, scales=scales.astype(np.float32) if int8 else None)
+
+
+@given(st.integers(1, 9), st.sampled_from([8, 16, 64, 80, 128]), st.integers(1, 5000), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_a_row_is_a_whole_number_of_pages(n_kv_head: int, head_dim: int, max_model_len: int) -> None:
+def test_a_row_is_a_whole_number_of_pages(n_kv_head: int, head_dim: int, max_model_len: int, int8: bool) -> None:
     """A partial page would zero the neighbour's tokens when a row is given back."""
-    rows = make_rows(n_kv_head=n_kv_head, head_dim=head_dim, max_model_len=max_model_len, max_num_seqs=2)
-    assert rows.n_positions >= max_model_len
-    assert (rows.address(1, 0) - rows.address(0, 0)) % mmap.PAGESIZE == 0
-    assert (rows.address(0, 1) - rows.address(0, 0)) % mmap.PAGESIZE == 0
-    assert rows.address(0, 0) % mmap.PAGESIZE == 0
+    rows = make_rows(n_kv_head=n_kv_head, head_dim=head_dim, max_model_len=max_model_len, max_num_seqs=2, int8=int8)
+    for memory in (rows.running, rows.prompts):
+        assert memory.n_positions >= max_model_len
+        assert (memory.address(1, 0) - memory.address(0, 0)) % mmap.PAGESIZE == 0
+        assert (memory.address(0, 1) - memory.address(0, 0)) % mmap.PAGESIZE == 0
+        assert memory.address(0, 0) % mmap.PAGESIZE == 0
 
 
-def test_views_are_the_memory_at_the_address_and_do_not_overlap() -> None:
-    rows = make_rows()
+def test_the_array_is_the_memory_at_the_addresses() -> None:
+    memory = make_rows().running
+    assert memory.array.shape == (4, 4, *memory.row_shape)
+    assert memory.row_shape == (3, memory.n_positions, 8)
     for block in range(4):
         for row in range(4):
-            view = rows.view(block, row)
-            assert view.ctypes.data == rows.address(block, row)
-            assert view.shape == (3, rows.n_positions, 8)
-            view[:] = 10 * block + row
-    assert all((rows.view(block, row) == 10 * block + row).all() for block in range(4) for row in range(4))
+            assert memory.array[block, row].ctypes.data == memory.address(block, row)
 
 
-def test_what_is_read_of_a_row_is_written_to_another() -> None:
-    """Against the views, one block of memory at a time; nothing beside those tokens changes."""
+def test_giving_back_leaves_neighbours_and_kept_tokens_alone() -> None:
+    """The beginnings of a row's heads, rounded to pages, and everything of the other rows."""
+    memory = make_rows(max_model_len=3000).running
+    memory.array[:] = 1.0
+    memory.give_back(1, n_kept=700)
+    assert (memory.array[:, [0, 2, 3]] == 1.0).all()
+    assert (memory.array[:, 1, :, :700] == 1.0).all()
+    if sys.platform == "linux":
+        assert (memory.array[:, 1, :, 1000:2800] == 0.0).all()
+        memory.give_back(1)
+        assert (memory.array[:, 1] == 0.0).all()
+
+
+def test_what_is_read_of_a_prompt_is_written_to_another() -> None:
+    """Against the array; nothing beside those tokens changes."""
     rows = make_rows()
-    generator = np.random.default_rng(0)
-    for block in range(4):
-        for row in range(4):
-            rows.view(block, row)[:] = generator.standard_normal(rows.row_shape)
-    before = [[rows.view(block, row).copy() for row in range(4)] for block in range(4)]
+    assert [rows.allocate(20) for _ in range(4)] == [0, 1, 2, 3]
+    rows.prompts.array[:] = np.random.default_rng(0).standard_normal(rows.prompts.array.shape)
+    expected = rows.prompts.array.copy()
     tokens = rows.read(1, 5, 17)
     assert tokens.shape == (4, 3, 12, 8)
     used = np.zeros_like(tokens)
     assert rows.read(1, 5, 17, out=used) is used
     rows.write(2, 30, used)
-    for block in range(4):
-        assert (tokens[block] == before[block][1][:, 5:17]).all()
-        before[block][2][:, 30:42] = before[block][1][:, 5:17]
-        assert all((rows.view(block, row) == before[block][row]).all() for row in range(4))
+    source, target = rows.prompt_row(1), rows.prompt_row(2)
+    assert (tokens == expected[:, source, :, 5:17]).all()
+    expected[:, target, :, 30:42] = expected[:, source, :, 5:17]
+    assert (rows.prompts.array == expected).all()
 
 
-def test_freeing_a_row_leaves_its_neighbours_alone() -> None:
-    rows = make_rows()
-    for _ in range(3):
-        rows.allocate(50)
-    for block in range(4):
-        for row in range(3):
-            rows.view(block, row)[:] = 1.0
-    rows.free(1)
-    assert all((rows.view(block, row) == 1.0).all() for block in range(4) for row in (0, 2))
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_row_is_filled_with_its_prompt_rounded_to_its_type(int8: bool) -> None:
+    """Against the arithmetic, a number at a time; the extremes are clipped, and nothing else is written."""
+    rows = make_rows(int8=int8)
+    rows.allocate(20)
+    row = rows.allocate(20)
+    assert row == 1
+    generator = np.random.default_rng(0)
+    rows.prompts.array[:] = generator.standard_normal(rows.prompts.array.shape) * 3
+    rows.fill(row, 4, 9)
+    written = rows.running.array[:, 1, :, 4:9].copy()
+    rows.running.array[:, 1, :, 4:9] = 0
+    assert not rows.running.array.any()
+    prompt = rows.prompts.array[:, rows.prompt_row(row), :, 4:9]
+    if not int8:
+        assert (written == prompt).all()
+        return
+    scales = np.random.default_rng(1).uniform(0.01, 0.1, (4, 3, 8)).astype(np.float32)
+    for place in np.ndindex(*written.shape):
+        block, head, _, channel = place
+        exact = float(prompt[place]) / float(scales[block, head, channel])
+        assert abs(written[place] - min(max(exact, -127), 127)) <= 0.5001
+    assert {-127, 127} <= set(written.reshape(-1).tolist())
+
+
+def test_rows_of_floats_are_for_prompts_only() -> None:
+    """There are few; who waits for one gets it when another's prompt has ended."""
+    rows = make_rows(max_num_seqs=12, budget_tokens=600)
+    held = [rows.allocate(20) for _ in range(9)]
+    assert held == [*range(8), None]
+    assert rows.reserved_tokens == 160
+    rows.end_prompt(3, 20)
+    assert rows.allocate(20) == 8
+    assert rows.prompt_row(8) == 3
+    with pytest.raises(KeyError):
+        rows.prompt_row(3)
+    rows.free(8)
+    rows.free(3)
+    assert rows.allocate(20) == 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
@@ -79,8 +122,7 @@ def test_only_touched_tokens_take_memory_and_giving_back_returns_it() -> None:
     before = process.memory_info().rss
     row = rows.allocate(20000)
     assert row is not None
-    for block in range(8):
-        rows.view(block, row)[:] = 1.0
+    rows.running.array[:, row] = 1.0
     written = process.memory_info().rss - before
     assert written == pytest.approx(8 * 3 * 20000 * 8 * 4, rel=0.2)
     rows.free(row)
@@ -99,8 +141,7 @@ def test_what_free_rows_still_hold_stays_within_the_budget() -> None:
     def fill(n_tokens: int) -> int:
         row = rows.allocate(n_tokens)
         assert row is not None
-        for block in range(8):
-            rows.view(block, row)[:, :n_tokens] = 1.0
+        rows.running.array[:, row, :, :n_tokens] = 1.0
         return row
 
     rows.free(fill(20000))
@@ -126,15 +167,18 @@ def test_promises_are_bounded_by_rows_and_by_budget() -> None:
         make_rows().free(0)
 
 
-def test_a_move_takes_the_tokens_and_the_promise_along() -> None:
-    rows = make_rows(max_model_len=200, budget_tokens=200)
+@pytest.mark.parametrize("int8", [False, True])
+def test_a_move_takes_the_tokens_and_the_promise_along(int8: bool) -> None:
+    rows = make_rows(max_model_len=200, budget_tokens=200, int8=int8)
     for n in (10, 20, 130):
         rows.allocate(n)
-    moved = np.random.default_rng(0).standard_normal((4, 3, 130, 8)).astype(np.float32)
-    rows.write(2, 0, moved)
+    rows.running.array[:] = np.random.default_rng(0).integers(-127, 127, rows.running.array.shape)
+    moved = rows.running.array[:, 2, :, :130].copy()
+    prompt_row = rows.prompt_row(2)
     rows.free(0)
     assert rows.move(2, 130) == 0
-    assert (rows.read(0, 0, 130) == moved).all()
+    assert (rows.running.array[:, 0, :, :130] == moved).all()
+    assert rows.prompt_row(0) == prompt_row
     assert rows.reserved_tokens == 150
     rows.free(0)
     assert rows.reserved_tokens == 20
@@ -142,6 +186,6 @@ def test_a_move_takes_the_tokens_and_the_promise_along() -> None:
 
 
 def test_bytes_per_token_counts_keys_and_values_of_every_layer() -> None:
-    rows = make_rows()
-    row_bytes = np.prod((3, rows.n_positions, 8)) * 4
-    assert KVRows.bytes_per_token(n_layer=2, n_kv_head=3, head_dim=8) * rows.n_positions == row_bytes * 4
+    rows = make_rows(int8=True)
+    assert KVRows.bytes_per_token(**SHAPE) * rows.prompts.n_positions == rows.prompts.array[:, 0].nbytes
+    assert KVRows.bytes_per_token(**SHAPE, itemsize=1) * rows.running.n_positions == rows.running.array[:, 0].nbytes

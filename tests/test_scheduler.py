@@ -18,7 +18,7 @@ BLOCK = 4
 
 def make_scheduler(chunk_size: int = 8, cache_blocks: int = 0, max_num_seqs: int = 8, **options: int) -> Scheduler:
     rows = KVRows(n_layer=1, n_kv_head=1, head_dim=1, max_num_seqs=max_num_seqs, max_model_len=512, budget_tokens=4096)
-    cache = PrefixCache(rows, cache_blocks * BLOCK * rows.token_bytes, block_size=BLOCK)
+    cache = PrefixCache(rows, cache_blocks * BLOCK * rows.prompt_token_bytes, block_size=BLOCK)
     options = {"scoring_chunk_size": chunk_size} | options
     return Scheduler(rows, cache, chunk_size=chunk_size, **options)
 

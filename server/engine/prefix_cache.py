@@ -27,7 +27,7 @@ class PrefixCache:
 
     def __init__(self, rows: KVRows, budget_bytes: int, *, block_size: int = BLOCK_SIZE) -> None:
         self.block_size = block_size
-        self.capacity = budget_bytes // (block_size * rows.token_bytes)  # blocks
+        self.capacity = budget_bytes // (block_size * rows.prompt_token_bytes)  # blocks
         self._rows = rows
         self._blocks: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()  # the next to be dropped first
         self._spare: list[NDArray[np.float32]] = []
@@ -72,8 +72,8 @@ class PrefixCache:
             return self._blocks.popitem(last=False)[1]
         if not self._spare:
             n_blocks = min(_BLOCKS_AT_ONCE, self.capacity - len(self._blocks))
-            n_head, _, head_dim = self._rows.row_shape
-            shape = (n_blocks, 2 * self._rows.n_layer, n_head, self.block_size, head_dim)
+            n_parts, _, n_head, _, head_dim = self._rows.prompts.array.shape  # keys and values of each layer
+            shape = (n_blocks, n_parts, n_head, self.block_size, head_dim)
             self._spare.extend(np.empty(shape, dtype=np.float32))
         return self._spare.pop()
 

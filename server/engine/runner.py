@@ -8,6 +8,7 @@ its own row alone. Past and present are the same memory; nothing is copied, padd
 from __future__ import annotations
 
 import os
+from base64 import b64decode
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -16,16 +17,17 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from model.bundle import GRAPH_ENVIRONMENT
+from model.bundle import DECODE_INPUT, GRAPH_ENVIRONMENT, KV_SCALES
 from model.config import DecoderConfig
 from server.engine.engine import SCORING_LOGITS_BYTES
-from server.engine.kv_rows import KVRows
+from server.engine.kv_rows import KVRows, RowMemory
 from server.engine.machine import available_memory, usable_cpus
 from server.engine.sampling import Floats, SamplingParams
 from server.engine.scheduler import Batch, Chunk
 from server.engine.sequence import Sequence, SequenceStatus, SequenceTimes
 
 SPIN_MICROSECONDS = 100
+_PRESENT = {"past_key_values": "present", "prompt_key_values": "prompt_present"}  # rows come in and go out
 MOST_PADDED = 1.25  # tokens that a run of several prompts may have for each that it needs
 
 
@@ -65,13 +67,21 @@ class OnnxRunner:
 
     def _make_rows(self, config: DecoderConfig, max_num_seqs: int) -> KVRows:
         shape = {"n_layer": config.n_layer, "n_kv_head": config.n_kv_head, "head_dim": config.head_dim}
-        per_token = KVRows.bytes_per_token(**shape)
+        encoded = self._session.get_modelmeta().custom_metadata_map.get(KV_SCALES)
+        scales = None if encoded is None else np.frombuffer(b64decode(encoded), dtype=np.float32)
+        per_token = KVRows.bytes_per_token(**shape, itemsize=4 if scales is None else 1)
         budget_tokens = min(self.kv_cache_bytes // per_token, max_num_seqs * self.max_model_len)
         if budget_tokens < 2:
             raise ValueError(
                 f"kv_cache_memory of {self.kv_cache_bytes} bytes holds no sequence: a token takes {per_token} bytes"
             )
-        return KVRows(**shape, max_num_seqs=max_num_seqs, max_model_len=self.max_model_len, budget_tokens=budget_tokens)
+        return KVRows(
+            **shape,
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.max_model_len,
+            budget_tokens=budget_tokens,
+            scales=None if scales is None else scales.reshape(2 * config.n_layer, config.n_kv_head, config.head_dim),
+        )
 
     def warm_up(self) -> None:
         """Run a decode step and a chunk once, so that the first request pays for neither."""
@@ -87,7 +97,7 @@ class OnnxRunner:
         n = len(batch.decodes)
         if batch.decodes:
             self._run_window(batch.window)
-        for prompts in _side_by_side(batch.prefills):
+        for prompts in self._side_by_side(batch.prefills):
             n += self._run_prompts(prompts, first_logit=n)
         return self._logits[:n]
 
@@ -99,7 +109,7 @@ class OnnxRunner:
         """
         n = len(window)
         if n not in self._decodes:
-            self._decodes[n] = _Binding(self._session, self.rows, row=0, batch=n, capacity=1)
+            self._decodes[n] = _Binding(self._session, self.rows.running, row=0, batch=n, capacity=1)
         binding = self._decodes[n]
         live = [i for i, holder in enumerate(window) if holder and holder.status is SequenceStatus.RUNNING]
         lengths = [holder.n_computed if holder else 0 for holder in window]
@@ -113,11 +123,10 @@ class OnnxRunner:
         What padding writes is overwritten by the row's next tokens.
         """
         batch, longest = len(chunks), max(chunk.count for chunk in chunks)
-        row = chunks[0].sequence.row
-        assert row is not None
+        row = self._prompt_row(chunks[0])
         binding = self._chunks.get((row, batch))
         if binding is None or binding.input_ids.size < batch * longest:
-            binding = _Binding(self._session, self.rows, row=row, batch=batch, capacity=longest)
+            binding = _Binding(self._session, self.rows.prompts, row=row, batch=batch, capacity=longest)
             self._chunks[row, batch] = binding
         ids = binding.input_ids[: batch * longest].reshape(batch, longest)
         positions = binding.position_ids[: batch * longest].reshape(batch, longest)
@@ -135,38 +144,43 @@ class OnnxRunner:
         )
         return len(indices)
 
+    def _side_by_side(self, chunks: list[Chunk]) -> list[list[Chunk]]:
+        """Chunks in the runs they share: whole prompts of nearly one length on neighbouring rows go together.
 
-def _side_by_side(chunks: list[Chunk]) -> list[list[Chunk]]:
-    """Chunks in the runs they share: whole prompts of nearly one length over neighbouring rows go together.
+        A run reads every weight once, however many prompts it holds. A prompt of one token runs alone, as every
+        product of a single row takes a kernel of its own.
+        """
+        runs: list[list[Chunk]] = []
+        for chunk in chunks:
+            last = runs[-1] if runs else []
+            together = [*last, chunk]
+            longest = max(c.count for c in together)
+            fits = longest * len(together) <= MOST_PADDED * sum(c.count for c in together)
+            whole = all(c.start == 0 and c.count > 1 and c.n_logits <= 1 and c.completes_prompt for c in together)
+            if last and fits and whole and self._prompt_row(chunk) == self._prompt_row(last[-1]) + 1:
+                last.append(chunk)
+            else:
+                runs.append([chunk])
+        return runs
 
-    A run reads every weight once, however many prompts it holds. A prompt of one token runs alone, as every product of
-    a single row takes a kernel of its own.
-    """
-    runs: list[list[Chunk]] = []
-    for chunk in chunks:
-        last = runs[-1] if runs else []
-        together = [*last, chunk]
-        longest = max(c.count for c in together)
-        fits = longest * len(together) <= MOST_PADDED * sum(c.count for c in together)
-        whole = all(c.start == 0 and c.count > 1 and c.n_logits <= 1 and c.completes_prompt for c in together)
-        if last and fits and whole and chunk.sequence.row == (last[-1].sequence.row or 0) + 1:
-            last.append(chunk)
-        else:
-            runs.append([chunk])
-    return runs
+    def _prompt_row(self, chunk: Chunk) -> int:
+        assert chunk.sequence.row is not None
+        return self.rows.prompt_row(chunk.sequence.row)
 
 
 class _Binding:
     """Where one shape of run reads and writes: rows `row` … `row + batch - 1` and its own small inputs, bound once.
 
-    input_ids, position_ids: int64 [batch · capacity], of which a run takes the first batch · sequence.
+    memory: of prompts, or of running sequences. A graph that has a type of row for each is told which by its input
+    `decode`, and gets a row of nothing for the other. input_ids, position_ids: int64 [batch · capacity], of which a
+    run takes the first batch · sequence.
     """
 
     def __init__(
-        self, session: onnxruntime.InferenceSession, rows: KVRows, *, row: int, batch: int, capacity: int
+        self, session: onnxruntime.InferenceSession, memory: RowMemory, *, row: int, batch: int, capacity: int
     ) -> None:
         self._session = session
-        self._n_positions = rows.n_positions
+        self._n_positions = memory.n_positions
         self._batch = batch
         self._io = session.io_binding()
         self._bound: tuple[int, int, int] | None = None
@@ -177,11 +191,26 @@ class _Binding:
         self._total = np.zeros((), dtype=np.int32)
         self._bind_input("seqlens_k", self._seqlens_k, (batch,))
         self._bind_input("total_sequence_length", self._total, ())
-        for block in range(2 * rows.n_layer):
-            name = f"{block // 2}.{'value' if block % 2 else 'key'}"
-            place = ("cpu", 0, np.float32, (batch, *rows.row_shape), rows.address(block, row))
-            self._io.bind_input(f"past_key_values.{name}", *place)
-            self._io.bind_output(f"present.{name}", *place)
+        types = {value.name: value.type for value in session.get_inputs()}
+        self._decode = np.array(memory.dtype == np.int8)
+        if DECODE_INPUT in types:
+            self._bind_input(DECODE_INPUT, self._decode, ())
+        n_head, _, head_dim = memory.row_shape
+        self._nothing = np.zeros((1, n_head, 1, head_dim), dtype=np.float32)
+        for name, kind in types.items():
+            family, _, place = name.partition(".")  # past_key_values, 3.key
+            if family not in _PRESENT:
+                continue
+            layer, part = place.split(".")
+            dtype = np.dtype(np.int8 if kind == "tensor(int8)" else np.float32)
+            if dtype == memory.dtype:
+                address = memory.address(2 * int(layer) + (part == "value"), row)
+                shape = (batch, *memory.row_shape)
+                self._io.bind_input(name, "cpu", 0, dtype.type, shape, address)
+                self._io.bind_output(f"{_PRESENT[family]}.{place}", "cpu", 0, dtype.type, shape, address)
+            else:
+                self._io.bind_input(name, "cpu", 0, dtype.type, self._nothing.shape, self._nothing.ctypes.data)
+                self._io.bind_output(f"{_PRESENT[family]}.{place}", "cpu")
 
     def run(self, seqlens_k: list[int], *, sequence: int, logits_indices: list[int], logits: Floats) -> float:
         """Run `sequence` tokens of each row; write a row of `logits` for each index. Returns the model's seconds."""

@@ -116,7 +116,9 @@ class Scheduler:
             return
         assert sequence.row is not None
         self.cache.keep(sequence.row, sequence.block_keys[: chunk.end // self.cache.block_size])
+        self.rows.fill(sequence.row, chunk.start, chunk.end)
         if chunk.completes_prompt:
+            self.rows.end_prompt(sequence.row, chunk.end)
             sequence.status = SequenceStatus.RUNNING
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -163,6 +165,7 @@ class Scheduler:
         sequence.status = SequenceStatus.PREFILLING
         sequence.times.scheduled = perf_counter()
         sequence.n_cached = sequence.n_computed = self.cache.restore(row, self._reusable(sequence))
+        self.rows.fill(row, 0, sequence.n_cached)
         return sequence
 
     def _is_computed_by(self, chunks: list[Chunk], sequence: Sequence) -> bool:
@@ -186,8 +189,11 @@ class Scheduler:
         return Chunk(sequence, start, end - start, end - start if sequence.is_scored else last)
 
     def _fill_a_hole(self) -> None:
-        """Shrink the decode window by moving its last row into a hole: one move a step, and only when nobody waits."""
-        if None not in self._window:
+        """Shrink a decode window that is mostly holes by moving its last row into one: one move a step.
+
+        A hole costs a step next to nothing, and a move as much as a short step.
+        """
+        if self._window.count(None) <= len(self._window) // 2:
             return
         last = self._window[-1]
         assert last is not None

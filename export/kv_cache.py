@@ -1,0 +1,123 @@
+"""int8 keys and values for running sequences, as a pass over the exported graph.
+
+Decoding reads every key and value of every sequence for each token: a quarter of the bytes is a shorter step. A prompt,
+which is computed many tokens at a time and read little, stays on rows of floats. So each attention becomes
+
+    If(decode): attention over int8 rows; else: attention over rows of floats
+
+with both kinds of rows aliased as before. One step of int8 is worth, in each channel, a 127th of the largest magnitude
+that a sample of tokens had there; what lies beyond is clipped.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from numpy.typing import NDArray
+
+from model.attention import LayerCache, StepInputs
+from model.bundle import DECODE_INPUT, KV_SCALES
+from model.config import DecoderConfig
+from model.decoder import Decoder
+
+_SAMPLE = (4, 256)  # rows, tokens
+_SMALLEST_SCALE = 1e-8  # for a channel of zeros
+_N_INPUTS = 14  # of GroupQueryAttention; the last two are the scales of keys and values
+
+Floats = NDArray[np.float32]
+
+
+@torch.inference_mode()
+def measure_scales(decoder: Decoder, token_ids: NDArray[np.int64] | None) -> Floats:
+    """What one step of int8 is worth: float [2 * n_layer, n_kv_head, head_dim], keys and values of each layer in turn.
+
+    token_ids: a text, of which the beginning is taken; None, or one that is too short, is random tokens instead.
+    """
+    config = decoder.config
+    n_rows, n_tokens = _SAMPLE[0], min(_SAMPLE[1], config.max_model_len)
+    if token_ids is None or len(token_ids) < n_rows * n_tokens:
+        token_ids = np.random.default_rng(0).integers(config.vocab_size, size=n_rows * n_tokens)
+    ids = torch.from_numpy(token_ids[: n_rows * n_tokens].reshape(n_rows, n_tokens))
+    empty = torch.zeros(n_rows, config.n_kv_head, n_tokens, config.head_dim)
+    lengths = torch.full((n_rows,), n_tokens, dtype=torch.int32)
+    inputs = StepInputs(lengths - 1, lengths.max(), torch.arange(n_tokens).expand(n_rows, -1))
+    caches = [LayerCache(empty, empty) for _ in range(config.n_layer)]
+    _, presents = decoder.eval().step(ids, inputs, torch.arange(1), caches)
+    largest = [rows.abs().amax(dim=(0, 2)) for present in presents for rows in (present.key, present.value)]
+    return (torch.stack(largest) / 127.0).clamp(min=_SMALLEST_SCALE).numpy().astype(np.float32)
+
+
+def quantize_kv_cache(model: ir.Model, config: DecoderConfig, scales: Floats) -> None:
+    """Give every attention int8 rows beside its rows of floats, in place. scales: as from `measure_scales`."""
+    graph = model.graph
+    decode = _value(DECODE_INPUT, ir.DataType.BOOL, [])
+    graph.inputs.append(decode)
+    attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
+    for layer, node in enumerate(attentions):
+        _replace(graph, node, layer, decode, config, scales[2 * layer : 2 * layer + 2])
+    model.metadata_props[KV_SCALES] = b64encode(np.ascontiguousarray(scales).tobytes()).decode()
+
+
+def _replace(
+    graph: ir.Graph, node: ir.Node, layer: int, decode: ir.Value, config: DecoderConfig, scales: Floats
+) -> None:
+    inputs = list(node.inputs) + [None] * (_N_INPUTS - len(node.inputs))
+    in_floats = list(inputs)
+    for position, part in ((3, "key"), (4, "value")):
+        running = inputs[position]
+        assert running is not None
+        floats = _value(f"prompt_key_values.{layer}.{part}", ir.DataType.FLOAT, running.shape)
+        graph.inputs.append(floats)
+        in_floats[position] = floats
+        running.type = ir.TensorType(ir.DataType.INT8)
+        name = f"kv_cache.{layer}.{part}.scale"
+        tensor = ir.tensor(scales[position - 3].reshape(-1), name=name)
+        scale = ir.Value(name=name, type=ir.TensorType(tensor.dtype), const_value=tensor)
+        graph.register_initializer(scale)
+        inputs[9 + position] = scale
+    quantized: dict[str, str | int] = {
+        "k_quant_type": "PER_CHANNEL",
+        "v_quant_type": "PER_CHANNEL",
+        "kv_cache_bit_width": 8,
+    }
+    branches = {
+        "then_branch": _branch(node, inputs, quantized, config, f"decode.{layer}"),
+        "else_branch": _branch(node, in_floats, {}, config, f"prompt.{layer}"),
+    }
+    choice = ir.node("If", [decode], attributes=branches, num_outputs=5)
+    graph.insert_before(node, choice)
+    for old, new in zip(node.outputs, choice.outputs, strict=False):
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        new.name, new.shape, new.type = old.name, old.shape, old.type
+    for old, part, present in zip(node.outputs[1:], ("key", "value"), choice.outputs[3:], strict=True):
+        present.name, present.shape, present.type = f"prompt_present.{layer}.{part}", old.shape, old.type
+        graph.outputs.append(present)
+    for running in choice.outputs[1:3]:
+        running.type = ir.TensorType(ir.DataType.INT8)
+    graph.remove(node, safe=True)
+
+
+def _branch(
+    node: ir.Node, inputs: list[ir.Value | None], more: dict[str, str | int], config: DecoderConfig, name: str
+) -> ir.Graph:
+    """Attention over one kind of rows. Outputs: attended, rows of int8, rows of floats; the other kind's are empty."""
+    decodes = bool(more)
+    attributes = {**{attribute.name: attribute.value for attribute in node.attributes.values()}, **more}
+    attention = ir.node(node.op_type, inputs, attributes=attributes, domain=node.domain, num_outputs=3)
+    attended, *rows = attention.outputs
+    nothing = np.zeros((1, config.n_kv_head, 0, config.head_dim), dtype=np.float32 if decodes else np.int8)
+    constants = [ir.node("Constant", [], attributes={"value": ir.tensor(nothing)}) for _ in rows]
+    empty = [constant.outputs[0] for constant in constants]
+    outputs = [attended, *rows, *empty] if decodes else [attended, *empty, *rows]
+    types = [ir.DataType.FLOAT, *[ir.DataType.INT8] * 2, *[ir.DataType.FLOAT] * 2]
+    for i, (output, kind) in enumerate(zip(outputs, types, strict=True)):
+        output.name, output.type = f"{name}.{i}", ir.TensorType(kind)
+    return ir.Graph([], outputs, nodes=[attention, *constants], name=name)
+
+
+def _value(name: str, dtype: ir.DataType, shape: ir.Shape | Sequence[int] | None) -> ir.Value:
+    return ir.Value(name=name, shape=ir.Shape(shape) if shape is not None else None, type=ir.TensorType(dtype))
