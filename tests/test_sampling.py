@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -26,21 +26,21 @@ def make_sequence(
 
 
 def kept_by_definition(logits: NDArray[np.float32], params: SamplingParams) -> dict[int, float]:
-    """Token → probability after temperature, top-k, top-p, min-p and typical-p, in that order."""
+    """Token → probability after temperature, top-k, top-p, min-p and typical-p, in that order; ties are kept."""
     scaled = logits.astype(np.float64) / params.temperature
     weights = {i: math.exp(x - scaled.max()) for i, x in enumerate(scaled)}
     likeliest_first = sorted(weights, key=lambda i: -weights[i])
-    if params.top_k:
-        likeliest_first = likeliest_first[: params.top_k]
+    if 0 < params.top_k < len(weights):
+        last = likeliest_first[params.top_k - 1]
+        likeliest_first = [i for i in likeliest_first if weights[i] >= weights[last]]
     if params.top_p < 1.0:
         total = sum(weights[i] for i in likeliest_first)
-        mass, nucleus = 0.0, []
-        for i in likeliest_first:
-            nucleus.append(i)
-            mass += weights[i]
+        mass = 0.0
+        for last in likeliest_first:
+            mass += weights[last]
             if mass >= params.top_p * total:
                 break
-        likeliest_first = nucleus
+        likeliest_first = [i for i in likeliest_first if weights[i] >= weights[last]]
     likeliest_first = [i for i in likeliest_first if weights[i] >= params.min_p]
     if params.typical_p < 1.0:
         total = sum(weights[i] for i in likeliest_first)
@@ -57,19 +57,44 @@ def kept_by_definition(logits: NDArray[np.float32], params: SamplingParams) -> d
     return {i: weights[i] / total for i in likeliest_first}
 
 
-def draw_by_definition(logits: NDArray[np.float32], params: SamplingParams) -> int:
-    probabilities = kept_by_definition(logits, params)
-    uniform = params.generator().random()
+def draw_by_definition(probabilities: dict[int, float], uniform: float) -> int:
     running = 0.0
     for i in sorted(probabilities):
         running += probabilities[i]
         if running > uniform:
             return i
-    return max(probabilities)
+    return max(i for i in probabilities if probabilities[i])
+
+
+def draws_by_definition(logits: NDArray[np.float32], params: SamplingParams, n: int) -> list[set[int]]:
+    """The token of each sample index under n; several where a number lies too near a limit for float32 to tell."""
+    errors = (-1e-6, 0.0, 1e-6)
+    shares = ("top_p", "min_p", "typical_p")
+    kept = [
+        kept_by_definition(logits, replace(params, **{s: min(getattr(params, s) * (1 + error), 1.0) for s in shares}))
+        for error in errors
+    ]
+    uniforms = [replace(params, sample_index=i).generator().random() for i in range(n)]
+    return [{draw_by_definition(k, uniform + error) for k in kept for error in errors} for uniform in uniforms]
 
 
 def random_logits(seed: int, rows: int = 1) -> NDArray[np.float32]:
     return (np.random.default_rng(seed).standard_normal((rows, VOCAB)) * 3).astype(np.float32)
+
+
+def logits_of_shape(shape: str, seed: int, vocab: int) -> NDArray[np.float32]:
+    """[vocab]: the kinds of rows that take different ways to a nucleus."""
+    generator = np.random.default_rng(seed)
+    logits = generator.standard_normal(vocab) * {"flat": 0.5, "constant": 0.0}.get(shape, 2.0)
+    if shape == "peaked":
+        logits[generator.permutation(vocab)[:30]] += np.linspace(14, 5, 30)[:vocab]
+    elif shape == "tied":
+        logits = np.round(logits)
+    elif shape == "banned":
+        logits[generator.permutation(vocab)[: vocab - 1 - vocab // 3]] = -np.inf
+    elif shape == "striped":  # a sample at regular places tells nothing about the rest
+        logits = logits / 4 + generator.integers(0, 12, 6)[np.arange(vocab) % 6]
+    return logits.astype(np.float32)
 
 
 filters = st.fixed_dictionaries(
@@ -87,9 +112,45 @@ filters = st.fixed_dictionaries(
 @given(rows=st.lists(filters, min_size=1, max_size=5), seed=st.integers(0, 2**64 - 1))
 def test_drawn_tokens_equal_the_definition_row_by_row(rows: list[dict[str, float]], seed: int) -> None:
     logits = random_logits(seed % 1000, len(rows))
-    params = [SamplingParams(max_tokens=1, seed=seed, sample_index=i, **row) for i, row in enumerate(rows)]  # type: ignore[arg-type]
+    params = [SamplingParams(max_tokens=1, seed=seed + i, **row) for i, row in enumerate(rows)]  # type: ignore[arg-type]
     tokens = sample(logits, [make_sequence(p) for p in params])
-    assert tokens == [draw_by_definition(row, p) for row, p in zip(logits, params, strict=True)]
+    for token, row, p in zip(tokens, logits, params, strict=True):
+        assert token in draws_by_definition(row, p, 1)[0]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    shape=st.sampled_from(["flat", "middling", "peaked", "tied", "constant", "banned", "striped"]),
+    vocab=st.sampled_from([1, 300, 2049, 5000, 6144]),
+    temperature=st.sampled_from([0.1, 0.8, 2.0]),
+    top_k=st.sampled_from([0, 0, 0, 50, 4000]),
+    top_p=st.sampled_from([1e-18, 1e-3, 0.3, 0.5, 0.9, 0.95, 0.999, 1 - 1e-7, 1 - 1e-16]),
+    min_p=st.sampled_from([0.0, 0.0, 0.0, 0.05]),
+    seed=st.integers(0, 2**32),
+)
+@example(  # the sample misses the place
+    shape="striped", vocab=5000, temperature=0.8, top_k=0, top_p=0.5, min_p=0.0, seed=2
+)
+def test_a_nucleus_is_the_smallest_whatever_the_distribution(
+    shape: str, vocab: int, temperature: float, top_k: int, top_p: float, min_p: float, seed: int
+) -> None:
+    """Vocabularies on both sides of the size from which a sample says where to look for the nucleus's end."""
+    logits = logits_of_shape(shape, seed, vocab)
+    params = SamplingParams(max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    sequences = [make_sequence(replace(params, sample_index=i)) for i in range(12)]
+    tokens = sample(np.tile(logits, (12, 1)), sequences)
+    for token, expected in zip(tokens, draws_by_definition(logits, params, 12), strict=True):
+        assert token in expected
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 2}, {"top_p": 0.4}, {"typical_p": 0.4}, {"min_p": 0.5}])
+@pytest.mark.parametrize("vocab", [8, 6000])
+def test_ties_at_a_threshold_are_all_kept(filters: dict[str, float], vocab: int) -> None:
+    """Would catch a filter that prefers small ids: of three equally likely tokens two are enough for each of these."""
+    logits = np.full((1, vocab), -30.0, dtype=np.float32)
+    logits[0, [1, 4, 7]] = 2.0
+    sequence = make_sequence(SamplingParams(max_tokens=1, seed=3, **filters))  # type: ignore[arg-type]
+    assert {sample(logits, [sequence])[0] for _ in range(100)} == {1, 4, 7}
 
 
 @settings(max_examples=50, deadline=None)

@@ -1,11 +1,13 @@
-"""From logits to tokens: what a request may ask for, and the sampler, vectorised over the batch.
+"""From logits to tokens: what a request may ask for, and the sampler, vectorised over the vocabulary.
 
 Every sequence draws from its own counter-based generator, keyed by (seed, sample index), so that a token never depends
-on who shares the batch. Filters are thresholds on the row's own values: ties at a threshold are all kept.
+on who shares the batch. Filters are thresholds on the row's own values: ties at a threshold are all kept. Rows are
+taken one after the other, because one fits the cache.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 
 MAX_LOGPROBS = 20
 _BLOCK = 256  # weights summed at once on the way to a place in a running sum
-_GROUP_FLOATS = 2**17  # rows drawn from at once fit the cache; larger arrays cost page faults in every step
+_SAMPLE = 1024  # weights that tell about where a nucleus ends
+_FEW = 2048  # weights that are sorted without asking a sample
 
 Floats = NDArray[np.float32]
 
@@ -107,15 +110,7 @@ def sample(logits: Floats, sequences: list[Sequence]) -> list[int | None]:
 
     None where there is none to choose: the model gave no finite logits, or every token is banned.
     """
-    adjusted = _adjust(logits, sequences)
-    tokens = adjusted.argmax(axis=1)
-    possible = np.isfinite(adjusted[np.arange(len(tokens)), tokens])
-    drawn = [i for i, sequence in enumerate(sequences) if possible[i] and sequence.params.temperature > 0.0]
-    group = max(1, _GROUP_FLOATS // adjusted.shape[1])
-    for start in range(0, len(drawn), group):
-        rows = drawn[start : start + group]
-        tokens[rows] = _draw(adjusted[rows], [sequences[i] for i in rows])
-    return [int(token) if possible[i] else None for i, token in enumerate(tokens)]
+    return [_choose(row, sequence) for row, sequence in zip(logits, sequences, strict=True)]
 
 
 def token_logprobs(row: Floats, token_id: int, alternatives: int) -> TokenLogprobs:
@@ -131,18 +126,21 @@ def token_logprobs(row: Floats, token_id: int, alternatives: int) -> TokenLogpro
     return TokenLogprobs(token_id, float(row[token_id]) - log_total, top)
 
 
-def _adjust(logits: Floats, sequences: list[Sequence]) -> Floats:
-    """Penalties, bias and the ban on ending too early; the same array when no sequence asks for any."""
-    if not any(sequence.params.reshapes_logits for sequence in sequences):
-        return logits
-    adjusted = logits.copy()
-    for row, sequence in zip(adjusted, sequences, strict=True):
-        if sequence.params.reshapes_logits:
-            _adjust_row(row, sequence)
-    return adjusted
+def _choose(row: Floats, sequence: Sequence) -> int | None:
+    params = sequence.params
+    if params.reshapes_logits:
+        row = row.copy()
+        _adjust(row, sequence)
+    likeliest = int(row.argmax())  # a NaN, where there is one
+    if not np.isfinite(row[likeliest]):
+        return None
+    if params.temperature == 0.0:
+        return likeliest
+    return _draw(row - row[likeliest], params, sequence.generator.random())
 
 
-def _adjust_row(row: Floats, sequence: Sequence) -> None:
+def _adjust(row: Floats, sequence: Sequence) -> None:
+    """Penalties, bias and the ban on ending too early."""
     params = sequence.params
     if params.penalises:
         if sequence.occurrences is None:
@@ -166,88 +164,119 @@ def _penalise(row: Floats, params: SamplingParams, occurrences: Occurrences) -> 
         row -= (params.frequency_penalty * counts + params.presence_penalty * (counts > 0)).astype(np.float32)
 
 
-def _draw(logits: Floats, sequences: list[Sequence]) -> NDArray[np.int64]:
-    """One inverse-CDF draw per row of `logits` [m, vocab], after temperature, top-k, top-p, min-p and typical-p.
+def _draw(scaled: Floats, params: SamplingParams, uniform: float) -> int:
+    """One inverse-CDF draw, in order of ids, after temperature, top-k, top-p, min-p and typical-p.
 
-    The logits are overwritten.
+    scaled: [vocab], the logits less the largest of them; overwritten.
     """
-    params = [sequence.params for sequence in sequences]
-    temperature = np.array([p.temperature for p in params], dtype=np.float32)
-    scaled = np.divide(logits, temperature[:, None], out=logits)
-    scaled -= scaled.max(axis=1, keepdims=True)
+    scaled *= 1.0 / params.temperature
     weights = np.exp(scaled, out=scaled)  # unnormalised: the likeliest token weighs 1
-    _keep(weights, _top_k_floors(weights, params))
-    _keep(weights, _top_p_floors(weights, params))
-    _keep(weights, np.array([p.min_p for p in params], dtype=np.float32))
-    _keep_typical(weights, params)
-    uniforms = np.array([sequence.generator.random() for sequence in sequences])
-    return _first_beyond(weights, uniforms)
+    floor = 0.0  # what weighs less is dropped
+    if 0 < params.top_k < weights.size:
+        floor = _top_k_floor(weights, params.top_k)
+    if params.top_p < 1.0:
+        floor = _top_p_floor(_at_least(floor, weights) if floor else weights, params.top_p)
+    floor = max(floor, params.min_p)
+    if params.typical_p < 1.0:
+        _keep_typical(weights, floor, params.typical_p)
+    return _first_beyond(uniform, weights, floor)
 
 
-def _keep(weights: Floats, floors: Floats) -> None:
-    """Drop what weighs less than its row's floor."""
-    if floors.any():
-        np.multiply(weights, weights >= floors[:, None], out=weights)
+def _at_least(floor: float, weights: Floats) -> Floats:
+    return weights[np.flatnonzero(weights >= floor)]  # several times as fast as indexing by the mask itself
 
 
-def _top_k_floors(weights: Floats, params: list[SamplingParams]) -> Floats:
-    """[m]: the weight of each row's k-th likeliest token."""
-    floors = np.zeros(len(params), dtype=np.float32)
-    vocab = weights.shape[1]
-    rows = [i for i, p in enumerate(params) if 0 < p.top_k < vocab]
-    if rows:
-        places = np.array([vocab - params[i].top_k for i in rows])
-        ordered = np.partition(weights[rows], np.unique(places), axis=1)
-        floors[rows] = ordered[np.arange(len(rows)), places]
-    return floors
+def _top_k_floor(weights: Floats, k: int) -> float:
+    """The weight of the k-th likeliest token."""
+    whole = weights.size // _BLOCK * _BLOCK
+    maxima = weights[:whole].reshape(_BLOCK, -1).max(axis=0)
+    if k <= maxima.size:  # at least k tokens weigh as much as the k-th of these
+        weights = _at_least(float(np.partition(maxima, -k)[-k]), weights)
+    return float(np.partition(weights, -k)[-k])
 
 
-def _top_p_floors(weights: Floats, params: list[SamplingParams]) -> Floats:
-    """[m]: the smallest weight in each row's nucleus, the fewest likeliest tokens whose mass reaches top_p."""
-    floors = np.zeros(len(params), dtype=np.float32)
-    rows = [i for i, p in enumerate(params) if p.top_p < 1.0]
-    if rows:
-        ordered = weights[rows]
-        ordered.sort(axis=1)
-        outside = np.array([1.0 - params[i].top_p for i in rows])  # the mass that may be left out, from the lightest on
-        floors[rows] = ordered[np.arange(len(rows)), _first_beyond(ordered, outside)]
-    return floors
+def _top_p_floor(weights: Floats, p: float) -> float:
+    """The smallest weight in the nucleus, the fewest likeliest tokens whose mass reaches p of that of `weights` [n]."""
+    total = float(_block_sums(weights).sum())
+    if p * total <= 1.0:
+        return 1.0  # the likeliest token is enough
+    outside = (1.0 - p) * total  # the mass that may be left out, from the lightest on
+    negligible = min(outside / weights.size, 1.0)  # all that weighs less than this does not add up to it
+    sample = weights[:: max(1, weights.size // _SAMPLE)]
+    if weights.size <= _FEW or np.count_nonzero(sample >= negligible) * weights.size <= _FEW * sample.size:
+        part = _at_least(negligible, weights)
+        left = outside - (total - float(part.sum(dtype=np.float64)))
+    else:
+        part, left = _part_beyond(outside, total, weights, np.sort(sample))
+    part.sort()
+    return float(part[_first_over(left, part.cumsum(dtype=np.float64))])
 
 
-def _first_beyond(weights: Floats, shares: NDArray[np.float64]) -> NDArray[np.int64]:
-    """[m]: where the running sum of each row of `weights` [m, vocab] first exceeds its share, in [0, 1], of the total.
+def _part_beyond(mass: float, total: float, weights: Floats, sample: Floats) -> tuple[Floats, float]:
+    """Some of `weights` [n], among which their running sum, the lightest first, exceeds `mass`; what they add to it.
+
+    sample: a few of the weights, sorted. It names one near that place; how far off is then known exactly, and the
+    sample names another on the far side. All between them are enough to sort; a sample that misleads costs time alone.
+    """
+    share = sample.size / weights.size
+    running = sample.cumsum(dtype=np.float64)
+    place = min(int(running.searchsorted(mass * share)), sample.size - 1)
+    pivot = float(sample[place])
+    missing = mass - (total - float(_block_sums(weights, pivot).sum()))
+    sampled = abs(missing) * share
+    margin = 4.0 * math.sqrt(sampled * pivot) + pivot  # some four standard deviations
+    end = float(running[place]) + math.copysign(sampled + margin, missing)
+    other = int(running.searchsorted(end))
+    if missing < 0.0:
+        bound = float(sample[other]) if end > 0.0 else 0.0
+        between = (weights >= bound) ^ (weights >= pivot)
+    else:
+        bound = float(sample[other]) if other < sample.size else math.inf
+        between = (weights >= pivot) ^ (weights > bound)
+    part = weights[np.flatnonzero(between)]
+    part_mass = float(part.sum(dtype=np.float64))
+    if abs(missing) >= part_mass:
+        return weights.copy(), mass
+    return part, missing if missing >= 0.0 else missing + part_mass
+
+
+def _first_beyond(share: float, weights: Floats, floor: float) -> int:
+    """Where the running sum of `weights` [n], without those below `floor`, first exceeds a share of its end.
 
     Sums of blocks find the block, a running sum inside it the place: much cheaper than one running sum.
     """
-    m, vocab = weights.shape
-    whole = vocab // _BLOCK * _BLOCK
-    sums = np.empty((m, whole // _BLOCK + 1))
-    weights[:, :whole].reshape(m, -1, _BLOCK).sum(axis=2, dtype=np.float64, out=sums[:, :-1])
-    weights[:, whole:].sum(axis=1, dtype=np.float64, out=sums[:, -1])
-    running = np.cumsum(sums, axis=1)
-    targets = np.minimum(shares * running[:, -1], np.nextafter(running[:, -1], 0.0))
-    blocks = (running <= targets[:, None]).sum(axis=1)
-    places = np.empty(m, dtype=np.int64)
-    for i, block in enumerate(blocks):
-        inside = weights[i, block * _BLOCK : (block + 1) * _BLOCK]
-        left = targets[i] - (running[i, block - 1] if block else 0.0)
-        place = np.searchsorted(np.cumsum(inside, dtype=np.float64), left, side="right")
-        # The block's sum and its running sum round differently: never go beyond its last weight.
-        places[i] = block * _BLOCK + min(place, np.flatnonzero(inside)[-1])
-    return places
+    running = _block_sums(weights, floor).cumsum()
+    target = share * float(running[-1])
+    block = _first_over(target, running)
+    inside = weights[block * _BLOCK : (block + 1) * _BLOCK]
+    left = target - float(running[block - 1]) if block else target
+    return block * _BLOCK + _first_over(left, (inside * (inside >= floor)).cumsum(dtype=np.float64))
 
 
-def _keep_typical(weights: Floats, params: list[SamplingParams]) -> None:
-    """Tokens whose surprise is nearest the distribution's entropy, up to a mass of typical_p."""
-    for i, p in enumerate(params):
-        if p.typical_p >= 1.0:
-            continue
-        alive = np.flatnonzero(weights[i])
-        probabilities = weights[i, alive].astype(np.float64)
-        probabilities /= probabilities.sum()
-        surprise = -np.log(probabilities)
-        distance = np.abs(surprise - (probabilities * surprise).sum())
-        order = np.argsort(distance, kind="stable")
-        mass = np.cumsum(probabilities[order])
-        last = int((mass < p.typical_p * mass[-1]).sum())
-        weights[i, alive[distance > distance[order[last]]]] = 0.0
+def _block_sums(weights: Floats, floor: float = 0.0) -> NDArray[np.float64]:
+    """Sums of each _BLOCK `weights` [n] in turn, and of the fewer at the end, without those below `floor`."""
+    whole = weights.size // _BLOCK * _BLOCK
+    blocks, rest = weights[:whole].reshape(-1, _BLOCK), weights[whole:]
+    sums = np.zeros(len(blocks) + 1)
+    sums[:-1] = np.einsum("ij,ij->i", blocks, blocks >= floor) if floor else np.einsum("ij->i", blocks)
+    if rest.size:
+        sums[-1] = rest[rest >= floor].sum()
+    return sums
+
+
+def _first_over(target: float, running: NDArray[np.float64]) -> int:
+    """The first place of a running sum that is greater than `target`; where rounding leaves none, that of its end."""
+    return int(running.searchsorted(min(target, math.nextafter(running[-1], 0.0)), side="right"))
+
+
+def _keep_typical(weights: Floats, floor: float, p: float) -> None:
+    """Drop tokens but those whose surprise is nearest the distribution's entropy, up to a mass of p."""
+    alive = np.flatnonzero((weights >= floor) & (weights > 0.0))
+    probabilities = weights[alive].astype(np.float64)
+    probabilities /= probabilities.sum()
+    surprise = -np.log(probabilities)
+    distance = np.abs(surprise - (probabilities * surprise).sum())
+    order = np.argsort(distance)
+    mass = np.cumsum(probabilities[order])
+    last = int((mass < p * mass[-1]).sum())
+    weights[alive[distance > distance[order[last]]]] = 0.0
