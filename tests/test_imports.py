@@ -23,6 +23,7 @@ ALLOWED = {
     "export": ("model", "export"),
     "server.errors": (),
     "server.settings": ("server.errors",),
+    "server.engine.speculation": ("server.engine.sampling", "server.engine.sequence"),
     "server.engine": (*NO_TORCH, "server.engine"),
     "server.metrics": (*LEAVES, "server.engine"),
     "server.detokenizer": NO_TORCH,
