@@ -146,7 +146,7 @@ def train(
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A training run, or a checkpoint directory.")],
     out: Annotated[Path, typer.Option(help="The model directory to write.")],
-    precision: Annotated[str, typer.Option(help="fp32, or int8: faster, and a quarter of the size.")] = "fp32",
+    precision: Annotated[str, typer.Option(help="int8; int4: for one stream at a time; or fp32.")] = "int8",
     text: Annotated[Path | None, typer.Option(help="Measure perplexity on this; default: held-out text.")] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, max=100.0, help="Served requests' default.")] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="Served requests' default.")] = None,
@@ -282,7 +282,7 @@ app.add_typer(bench, name="bench")
 @bench.command("model")
 def bench_model(
     preset: Annotated[str, typer.Option(help="Shape of the decoder.")] = "smollm2-135m",
-    precision: Annotated[str, typer.Option(help="fp32 or int8.")] = "fp32",
+    precision: Annotated[str, typer.Option(help="int8, int4 or fp32.")] = "int8",
     out: Annotated[Path | None, typer.Option(help="Default: artifacts/bench/PRESET-PRECISION.")] = None,
 ) -> None:
     """Write a model directory with random weights, for measuring; kept while the exporter stays as it is."""
@@ -300,7 +300,7 @@ def bench_model(
 @bench.command("engine")
 def bench_engine(
     preset: Annotated[str, typer.Option(help="Shape of the decoder; its weights are random.")] = "smollm2-135m",
-    precision: Annotated[str, typer.Option()] = "fp32",
+    precision: Annotated[str, typer.Option(help="int8, int4 or fp32.")] = "int8",
     threads: Annotated[int | None, typer.Option(min=1, help="Default: every processor this process may use.")] = None,
     output: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
     cache: Annotated[Path, typer.Option(help="Where random models are kept.")] = _RANDOM_MODELS,

@@ -43,7 +43,7 @@ def export_checkpoint(
     source: Path,
     out: Path,
     *,
-    precision: str = "fp32",
+    precision: str = PRECISIONS[0],
     text: Path | None = None,
     generation: GenerationDefaults | None = None,
 ) -> Manifest:

@@ -36,7 +36,7 @@ from model.bundle import WEIGHTS_FILE
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
-PRECISIONS = ("int8", "int4", "fp32")
+PRECISIONS = ("int8", "int4", "fp32")  # the first is the default
 OPSET = 23  # the first with RMSNormalization
 _PARAMETERS = "kvasir.parameters"  # metadata: {decoder's parameter: graph's initializer}
 _TRANSPOSED = ".T"

@@ -6,7 +6,8 @@ which is computed many tokens at a time and read little, stays on rows of floats
     If(decode): attention over int8 rows; else: attention over rows of floats
 
 with both kinds of rows aliased as before. One step of int8 is worth, in each channel, a 127th of the largest magnitude
-that a sample of tokens had there; what lies beyond is clipped.
+that a sample of tokens had there; what lies beyond is clipped. A key's rotary pair counts as a whole, because the two
+channels trade places as positions grow.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from model.attention import LayerCache, StepInputs
 from model.bundle import DECODE_INPUT, KV_SCALES
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
-_SAMPLE = (4, 256)  # rows, tokens
+_SAMPLE = (8, 512)  # rows, tokens
 _SMALLEST_SCALE = 1e-8  # for a channel of zeros
 _N_INPUTS = 14  # of GroupQueryAttention; the last two are the scales of keys and values
 
@@ -47,8 +49,16 @@ def measure_scales(decoder: Decoder, token_ids: NDArray[np.int64] | None) -> Flo
     inputs = StepInputs(lengths - 1, lengths.max(), torch.arange(n_tokens).expand(n_rows, -1))
     caches = [LayerCache(empty, empty) for _ in range(config.n_layer)]
     _, presents = decoder.eval().step(ids, inputs, torch.arange(1), caches)
+    if config.position == "rotary":
+        presents = [LayerCache(_pair_lengths(present.key), present.value) for present in presents]
     largest = [rows.abs().amax(dim=(0, 2)) for present in presents for rows in (present.key, present.value)]
     return (torch.stack(largest) / 127.0).clamp(min=_SMALLEST_SCALE).numpy().astype(np.float32)
+
+
+def _pair_lengths(keys: Tensor) -> Tensor:
+    """sqrt(x_c² + x_c'²) for both channels c, c' of every rotary pair: keys and result [..., head_dim]."""
+    left, right = keys.chunk(2, dim=-1)
+    return torch.hypot(left, right).repeat(*[1] * (keys.dim() - 1), 2)
 
 
 def quantize_kv_cache(model: ir.Model, config: DecoderConfig, scales: Floats) -> None:

@@ -38,7 +38,7 @@ _PROMPT_TOKENS = 128
 _DECODE_STEPS = 48
 _PREFILL_ROUNDS = 5
 _COPY_BYTES = 2**28
-_WEIGHT_BYTES = {"fp32": 4, "int8": 1}
+_WEIGHT_BYTES = {"fp32": 4.0, "int8": 1.0, "int4": 0.625}  # int4 with a float32 scale for each 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +167,13 @@ def bytes_per_step(config: DecoderConfig, precision: str, batch: int) -> float:
     """Weights and, halfway through the measured steps, keys and values that one decode step has to read."""
     with torch.device("meta"):
         n_weights = Decoder(config).n_parameters
+    table = config.vocab_size * config.d_model
     if not config.tied_embeddings:
-        n_weights -= config.vocab_size * config.d_model  # a step looks up a row of it for each sequence
-    per_token = KVRows.bytes_per_token(config.n_layer, config.n_kv_head, config.head_dim)
-    return _WEIGHT_BYTES[precision] * n_weights + batch * per_token * (_PROMPT_TOKENS + _DECODE_STEPS / 2)
+        n_weights -= table  # a step looks up a row of it for each sequence
+    full = precision == "fp32"
+    per_token = KVRows.bytes_per_token(config.n_layer, config.n_kv_head, config.head_dim, itemsize=4 if full else 1)
+    weights = _WEIGHT_BYTES[precision] * (n_weights - table) + (4 if full else 1) * table
+    return weights + batch * per_token * (_PROMPT_TOKENS + _DECODE_STEPS / 2)
 
 
 def copy_bandwidth(threads: int) -> float:

@@ -32,7 +32,7 @@ def test_the_command_prints_and_writes_its_figures(tmp_path: Path, monkeypatch: 
     assert 0 < figures["outside_sampled"] < 1
     assert "of roofline" in result.stdout
 
-    graph = tmp_path / "cache/tiny-fp32/model.onnx"
+    graph = tmp_path / "cache/tiny-int8/model.onnx"
     written = graph.stat().st_mtime_ns
     assert CliRunner().invoke(app, [*arguments, str(tmp_path / "again.json")]).exit_code == 0
     assert graph.stat().st_mtime_ns == written, "the exported preset is kept"
@@ -54,5 +54,5 @@ def test_the_roofline_counts_what_a_step_has_to_read(precision: str, weight_byte
         n_parameters = Decoder(config).n_parameters
     measured = bench.bytes_per_step(config, precision, batch=3)
     tokens = 128 + bench._DECODE_STEPS / 2
-    cache = 3 * tokens * 2 * config.n_layer * config.n_kv_head * config.head_dim  # numbers of four bytes
-    assert measured == weight_bytes * (n_parameters - config.vocab_size * config.d_model) + 4 * cache
+    cache = 3 * tokens * 2 * config.n_layer * config.n_kv_head * config.head_dim  # numbers
+    assert measured == weight_bytes * (n_parameters - config.vocab_size * config.d_model + cache)

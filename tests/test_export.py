@@ -45,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("artifacts") / "tale"
-    export_checkpoint(run, out)
+    export_checkpoint(run, out, precision="fp32")
     return out
 
 
@@ -98,7 +98,7 @@ def test_a_wrong_graph_fails_the_export_and_leaves_nothing(
 
     monkeypatch.setattr(export_directory, "export_graph", export_something_else)
     with pytest.raises(VerificationError, match=r"logits differ from PyTorch's, .* more than 1e-03"):
-        export_checkpoint(run, tmp_path / "out")
+        export_checkpoint(run, tmp_path / "out", precision="fp32")
     assert not list(tmp_path.iterdir())
 
 
@@ -116,21 +116,21 @@ def test_int8_is_smaller_and_as_good(run: Path, exported: Path, tmp_path: Path) 
 def test_int8_beyond_its_limit_is_not_written(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(export_verify.MAX_PERPLEXITY_LOSS, "int8", -0.5)
     with pytest.raises(VerificationError, match=r"perplexity is above PyTorch's by .* must not be served"):
-        export_checkpoint(run, tmp_path / "out", precision="int8")
+        export_checkpoint(run, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
 def test_perplexity_can_be_measured_on_a_text_of_ones_own(run: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT[:3000])
-    figures = export_checkpoint(run, tmp_path / "out", text=text).verification
+    figures = export_checkpoint(run, tmp_path / "out", precision="fp32", text=text).verification
     assert re.fullmatch(r"text\.txt, \d+ x 96 tokens", figures.text or "")
     text.write_text("")
     with pytest.raises(ValueError, match=r"text\.txt has 0 tokens, too few"):
-        export_checkpoint(run, tmp_path / "other", text=text)
+        export_checkpoint(run, tmp_path / "other", precision="fp32", text=text)
     text.write_bytes(b"\xff")
     with pytest.raises(ValueError, match=r"text\.txt is not UTF-8"):
-        export_checkpoint(run, tmp_path / "other", text=text)
+        export_checkpoint(run, tmp_path / "other", precision="fp32", text=text)
     assert not (tmp_path / "other").exists()
 
 
@@ -142,14 +142,14 @@ def test_a_folder_that_happens_to_be_called_data_is_not_a_runs(exported: Path, t
     decoder, tokenizer = make_decoder(make_config()), train_tokenizer([TEXT], 300)
     checkpoint = save_checkpoint(tmp_path, 1, decoder, tokenizer, {}, {})
     (checkpoint / "training.json").unlink()  # as an imported checkpoint
-    assert export_checkpoint(checkpoint, tmp_path / "out").verification.text is None
+    assert export_checkpoint(checkpoint, tmp_path / "out", precision="fp32").verification.text is None
 
 
 def test_int8_without_text_to_measure_on_is_refused(tmp_path: Path) -> None:
     tokenizer = train_tokenizer([TEXT], 300)
     checkpoint = save_checkpoint(tmp_path, 1, make_decoder(make_config()), tokenizer, {}, {})
     with pytest.raises(VerificationError, match="has none; give --text FILE"):
-        export_checkpoint(checkpoint, tmp_path / "out", precision="int8")
+        export_checkpoint(checkpoint, tmp_path / "out")
 
 
 def test_commands_in_one_line_each(run: Path, exported: Path, tmp_path: Path) -> None:

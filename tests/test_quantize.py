@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 
-from export.quantize import quantize, quantize_columns
+from export.quantize import INT4_BLOCK, quantize, quantize_blocks, quantize_columns
 from export.verify import Verifier
 from tests.random_models import RandomModel, export_random
 
@@ -124,3 +124,34 @@ def test_every_kind_of_decoder_can_be_quantised(changes: dict[str, object], tmp_
     assert figures.greedy_agreement > 0.8
     operators = {node.op_type for node in ir.load(model.graph).graph}
     assert not operators & {"MatMul", "Gemm"}
+
+
+@pytest.mark.parametrize(("n_in", "n_out"), [(64, 5), (32, 1), (40, 7)])
+def test_blocks_are_what_matmulnbits_unpacks(n_in: int, n_out: int) -> None:
+    """Against ONNX Runtime on rows of the unit matrix, in full precision; zeros, and a short last block."""
+    matrix = np.random.default_rng(2).standard_normal((n_in, n_out), dtype=np.float32)
+    matrix[:32, 0] = 0.0
+    packed, scales = quantize_blocks(matrix)
+    x = ir.Value(name="x", shape=ir.Shape(["rows", n_in]), type=ir.TensorType(ir.DataType.FLOAT))
+    inputs = [x, value("packed", packed), value("scales", scales)]
+    sizes = {"K": n_in, "N": n_out, "bits": 4, "block_size": INT4_BLOCK}
+    node = ir.node("MatMulNBits", inputs, attributes=sizes, domain="com.microsoft")
+    node.outputs[0].name, node.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
+    opsets = {"": 23, "com.microsoft": 1}
+    graph = ir.Graph([x], node.outputs, nodes=[node], initializers=inputs[1:], opset_imports=opsets, name="blocks")
+    model = ir.serde.serialize_model(ir.Model(graph, ir_version=10)).SerializeToString()
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    (unpacked,) = session.run(None, {"x": np.eye(n_in, dtype=np.float32)})
+    steps = np.abs(scales).reshape(n_out, -1).repeat(INT4_BLOCK, axis=1)[:, :n_in].T
+    assert (np.abs(unpacked - matrix) <= steps * 1.001).all()  # half a step, or a whole one on the shorter side
+    assert np.abs(unpacked - matrix).mean() < 0.3 * steps.mean()
+
+
+def test_int4_stays_near_and_keeps_the_head_in_int8(tmp_path: Path) -> None:
+    model = export_random(tmp_path, "int4")
+    operators = [node.op_type for node in ir.load(model.graph).graph]
+    assert operators.count("MatMulIntegerToFloat") == 1
+    assert operators.count("MatMulNBits") == 4 * model.config.n_layer
+    figures = Verifier(model.decoder, model.graph, text=None).verify()
+    assert 0.01 < figures.max_logit_error < 1.5
+    assert figures.greedy_agreement > 0.6

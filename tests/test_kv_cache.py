@@ -1,0 +1,89 @@
+"""int8 keys and values for running sequences: their scales, and the graph that has two kinds of rows."""
+
+from __future__ import annotations
+
+from base64 import b64decode
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+
+from export.kv_cache import measure_scales
+from model.attention import rotary_table, rotate, split_heads
+from model.bundle import KV_SCALES
+from model.decoder import Decoder
+from server.engine.sampling import SamplingParams
+from server.engine.scheduler import Batch, Chunk
+from server.engine.sequence import SequenceStatus
+from tests.engine_driver import make_sequence
+from tests.random_models import RandomModel, make_config, make_decoder
+
+
+def keys_and_values(decoder: Decoder, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Of every layer, [rows, n_kv_head, tokens, head_dim]: heard at the projections, and rotated here."""
+    heard: list[torch.Tensor] = []
+    names = [f"blocks.{i}.attention.qkv" for i in range(decoder.config.n_layer)]
+    hooks = [decoder.get_submodule(n).register_forward_hook(lambda _m, _i, out: heard.append(out)) for n in names]
+    with torch.inference_mode():
+        decoder(ids)
+    for hook in hooks:
+        hook.remove()
+    result = []
+    for qkv in heard:
+        _, key, value = split_heads(qkv, decoder.config)
+        if decoder.config.position == "rotary":
+            key = rotate(key, rotary_table(decoder.config), torch.arange(ids.shape[1])[None])
+        result += [key, value]
+    return result
+
+
+@pytest.mark.parametrize("changes", [{}, {"position": "learned", "n_kv_head": 4}])
+def test_a_scale_reaches_as_far_as_the_sample(changes: dict[str, object]) -> None:
+    """No key or value of the sample is clipped, and none of the sample's channels has more than it needs."""
+    config = make_config(**changes, max_model_len=32)
+    decoder = make_decoder(config)
+    ids = np.random.default_rng(3).integers(config.vocab_size, size=8 * 32 + 5)
+    scales = measure_scales(decoder, ids)
+    assert scales.shape == (2 * config.n_layer, config.n_kv_head, config.head_dim)
+    seen = keys_and_values(decoder, torch.from_numpy(ids[: 8 * 32].reshape(8, 32)))
+    for block, tensor in enumerate(seen):
+        reach = tensor.abs().amax(dim=(0, 2)).numpy()
+        assert (scales[block] * 127 >= reach * 0.9999).all()
+        if block % 2 or config.position != "rotary":
+            assert np.allclose(scales[block] * 127, reach, rtol=1e-4)
+        else:  # a rotary pair turns: neither channel goes beyond the pair's length, at whatever position
+            left, right = np.split(scales[block], 2, axis=1)
+            assert (left == right).all()
+            assert (left * 127 <= 1.001 * np.hypot(*np.split(reach, 2, axis=1))).all()
+
+
+def test_the_graph_carries_its_scales(random_int8_model: RandomModel) -> None:
+    encoded = ir.load(random_int8_model.graph).metadata_props[KV_SCALES]
+    scales = np.frombuffer(b64decode(encoded), dtype=np.float32)
+    config = random_int8_model.config
+    assert scales.size == 2 * config.n_layer * config.n_kv_head * config.head_dim
+    assert (scales > 0).all()
+
+
+def test_decoding_writes_and_reads_rows_of_int8(random_int8_model: RandomModel) -> None:
+    """In place, in its own row, and nowhere else; and what it reads there matters."""
+    runner = random_int8_model.runner(max_num_seqs=3)
+    sequence = make_sequence(0, [5, 6, 7, 8], SamplingParams(max_tokens=4))
+    sequence.row = runner.rows.allocate(8)
+    assert sequence.row == 0
+    runner.run(Batch([], [], [Chunk(sequence, 0, 4, 1)]))
+    runner.rows.fill(0, 0, 4)
+    rows = runner.rows.running.array
+    assert rows.dtype == np.int8
+    before = rows.copy()
+    assert rows[:, 0, :, :4].any(axis=(1, 2, 3)).all()  # every layer's keys and values
+    assert not rows[:, 0, :, 4:].any()
+    sequence.status, sequence.n_computed = SequenceStatus.RUNNING, 4
+    sequence.output_ids.append(9)
+    logits = runner.run(Batch([Chunk(sequence, 4, 1, 1)], [sequence], [])).copy()
+    assert rows[:, 0, :, 4].any(axis=(1, 2)).all()
+    rows[:, 0, :, 4] = 0
+    assert (rows == before).all()
+    rows[0, 0, :, 1] = -rows[0, 0, :, 1]  # a key of the first layer
+    assert (runner.run(Batch([Chunk(sequence, 4, 1, 1)], [sequence], [])) != logits).any()
