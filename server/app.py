@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -19,6 +20,8 @@ from server.engine.prefix_cache import PrefixCache
 from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError
 from server.service import Service
 from server.settings import Settings
+
+logger = logging.getLogger("kvasir")
 
 
 def create_app(
@@ -70,7 +73,9 @@ def build_engine(settings: Settings, bundle: ModelBundle) -> Engine:
     runner.warm_up()
     budget = settings.prefix_cache_memory
     cache = PrefixCache(runner.rows, runner.kv_cache_bytes // 10 if budget is None else budget)
-    return Engine(runner, chunk_size=settings.chunk_size, prefix_cache=cache)
+    if settings.speculate:
+        logger.info("speculation is on: the load may change answers, by rounding")
+    return Engine(runner, chunk_size=settings.chunk_size, prefix_cache=cache, speculate=settings.speculate)
 
 
 async def _on_kvasir_error(request: Request, error: Exception) -> Response:

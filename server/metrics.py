@@ -66,6 +66,8 @@ class Metrics:
         self._wasted = self._counter("tokens_wasted", "Tokens generated for clients that left.")
         self._queried = self._counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.")
         self._hits = self._counter("prefix_cache_hits", "Prompt tokens that the prefix cache had.")
+        self._drafted = self._counter("spec_decode_draft_tokens", "Guessed tokens that were checked.")
+        self._accepted = self._counter("spec_decode_accepted_tokens", "Guessed tokens that saved a step.")
         self._finished = self._counter("request_success", "Requests that ended, by reason.", "finished_reason")
         self._rejected = self._counter("requests_rejected", "Requests answered with an error, by reason.", "reason")
 
@@ -95,6 +97,8 @@ class Metrics:
         self._step.labels(stats.kind).observe(stats.seconds)
         self._queried.inc(stats.n_queried)
         self._hits.inc(stats.n_cached)
+        self._drafted.inc(stats.n_drafted)
+        self._accepted.inc(stats.n_accepted)
         if stats.n_decode:
             self._batch.observe(stats.n_decode)
 

@@ -41,6 +41,11 @@ class Settings(BaseSettings):
         description="Memory beside kv_cache_memory for beginnings of prompts that are kept for reuse; 0 keeps none. "
         "Default: a tenth of kv_cache_memory.",
     )
+    speculate: bool = Field(
+        False,
+        description="Guess tokens from the text so far while few sequences run: faster where it repeats itself, but "
+        "rounding then depends on the load, and so may answers.",
+    )
     threads: int | None = Field(None, ge=1, description="Compute threads. Default: the CPUs this process may use.")
     spin_microseconds: int = Field(
         100, ge=0, le=1_000_000, description="How long an idle compute thread waits for more work before it sleeps."

@@ -15,7 +15,7 @@ import numpy as np
 from server.engine.kv_rows import KVRows
 from server.engine.sampling import Floats
 from server.engine.scheduler import Batch, Chunk
-from server.engine.sequence import Sequence, SequenceStatus
+from server.engine.sequence import SequenceStatus
 
 TIMEOUT = 30.0  # seconds until a test that waits for what never happens fails
 _FORCED = 50.0  # a logit that wins
@@ -51,7 +51,7 @@ class FakeRunner:
         )
         self.next_token = next_token
         self.error: Exception | None = None
-        self.batches: list[tuple[int, int]] = []  # (decodes, prefill tokens) of every run
+        self.batches: list[tuple[int, int]] = []  # (decodes and drafts, prefill tokens) of every run
         self._permits: int | None = None  # runs that may pass; None is all
         self._held = False
         self._changed = threading.Condition()
@@ -83,10 +83,12 @@ class FakeRunner:
         self._pass_gate()
         if self.error is not None:
             raise self.error
-        self.batches.append((len(batch.decodes), sum(chunk.count for chunk in batch.prefills)))
+        n_decode = len(batch.decodes) + len(batch.drafts)
+        self.batches.append((n_decode, sum(chunk.count for chunk in batch.prefills)))
         assert all(chunk.count >= min(2, len(chunk.sequence.prompt_ids)) for chunk in batch.prefills), "other bits"
-        self._scribble(batch.window)
-        logits = [row for chunk in (*batch.decodes, *batch.prefills) for row in self._run_chunk(chunk)]
+        self._scribble(batch)
+        chunks = (*batch.decodes, *batch.prefills, *batch.drafts)
+        logits = [row for chunk in chunks for row in self._run_chunk(chunk)]
         return np.array(logits, dtype=np.float32).reshape(-1, self.vocab_size)
 
     def logits(self, prefix: list[int]) -> Floats:
@@ -115,10 +117,11 @@ class FakeRunner:
             if self._permits is not None:
                 self._permits -= 1
 
-    def _scribble(self, window: list[Sequence | None]) -> None:
+    def _scribble(self, batch: Batch) -> None:
         """What the decode run does to dead rows: it writes one token past what they hold."""
-        for row, sequence in enumerate(window):
-            if sequence is None or sequence.status is not SequenceStatus.RUNNING:
+        decoding = {chunk.sequence for chunk in batch.decodes}
+        for row, sequence in enumerate(batch.window):
+            if sequence not in decoding:
                 self.rows.running.array[0, row, 0, sequence.n_computed if sequence else 0, 0] = -1
 
     def _run_chunk(self, chunk: Chunk) -> list[Floats]:
@@ -128,5 +131,5 @@ class FakeRunner:
             cache = self.rows.running.array[0, row, 0, :, 0]  # [n_positions]
         else:
             cache = self.rows.prompts.array[0, self.rows.prompt_row(row), 0, :, 0]
-        cache[chunk.start : chunk.end] = chunk.sequence.token_ids[chunk.start : chunk.end]
+        cache[chunk.start : chunk.end] = [*chunk.sequence.token_ids, *chunk.draft][chunk.start : chunk.end]
         return [self.logits([int(i) for i in cache[: p + 1]]) for p in range(chunk.end - chunk.n_logits, chunk.end)]

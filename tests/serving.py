@@ -100,7 +100,7 @@ def fake_app(runner: FakeRunner, cache_bytes: int = 0, **settings: Any) -> FastA
     known = load_settings(model=Path(MODEL), max_num_seqs=runner.rows.max_num_seqs, **settings)
     bundle = fake_bundle(max_model_len=runner.max_model_len)
     cache = PrefixCache(runner.rows, cache_bytes, block_size=4)
-    return create_app(known, bundle, Engine(runner, chunk_size=8, prefix_cache=cache))
+    return create_app(known, bundle, Engine(runner, chunk_size=8, prefix_cache=cache, speculate=known.speculate))
 
 
 @asynccontextmanager

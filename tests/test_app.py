@@ -6,15 +6,17 @@ import asyncio
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 
-from server.app import create_app
+from server.app import build_engine, create_app
 from server.engine.engine import Engine
 from server.settings import load_settings
 from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.random_models import RandomModel
 from tests.serving import MODEL, VOCAB_SIZE, fake_bundle
 
 
@@ -60,6 +62,13 @@ async def test_a_model_that_cannot_be_loaded_is_reported(monkeypatch: pytest.Mon
     app.state.service.on_load_failure = told.set_result
     async with app.router.lifespan_context(app):
         assert str(await asyncio.wait_for(told, TIMEOUT)) == "the graph is damaged"
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_speculation_reaches_the_engine(random_model: RandomModel, speculate: bool) -> None:
+    bundle = replace(fake_bundle(random_model.graph.parent), config=random_model.config)
+    settings = load_settings(model=bundle.path, kv_cache_memory=2**24, threads=1, speculate=speculate)
+    assert build_engine(settings, bundle).speculate is speculate
 
 
 def test_importing_the_server_loads_neither_torch_nor_a_runtime() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,15 +23,22 @@ EOS = 7
 BLOCK = 4  # tokens of a block of the prefix cache
 
 
-def make_engine(chunk_size: int = 8, cache_blocks: int = 0, **options: Any) -> tuple[Engine, FakeRunner]:
+def make_engine(
+    chunk_size: int = 8, cache_blocks: int = 0, speculate: bool = False, **options: Any
+) -> tuple[Engine, FakeRunner]:
     runner = FakeRunner(VOCAB, **options)
     cache = PrefixCache(runner.rows, cache_blocks * BLOCK * runner.rows.prompt_token_bytes, block_size=BLOCK)
-    return Engine(runner, chunk_size=chunk_size, prefix_cache=cache), runner
+    return Engine(runner, chunk_size=chunk_size, prefix_cache=cache, speculate=speculate), runner
 
 
 def greedy(sequence_id: int, prompt_ids: list[int], max_tokens: int, **params: Any) -> Sequence:
     eos = params.pop("eos", ())
     return make_sequence(sequence_id, prompt_ids, SamplingParams(max_tokens=max_tokens, temperature=0.0, **params), eos)
+
+
+def repeating(period: int) -> Callable[[list[int]], int | None]:
+    """A model that says again what stood `period` tokens before, but for every eighth token."""
+    return lambda prefix: prefix[-period] if len(prefix) >= period and sum(prefix) % 8 else None
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -43,10 +51,19 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         budget_tokens=st.sampled_from([40, 64, 400]),
         cache_blocks=st.sampled_from([0, 1, 3, 8, 100]),
+        period=st.sampled_from([None, None, 1, 2, 3]),  # with speculation, where it is one
     )
-    def start(self, chunk_size: int, max_num_seqs: int, budget_tokens: int, cache_blocks: int) -> None:
+    def start(
+        self, chunk_size: int, max_num_seqs: int, budget_tokens: int, cache_blocks: int, period: int | None
+    ) -> None:
         self.engine, self.runner = make_engine(
-            chunk_size, cache_blocks, max_model_len=40, max_num_seqs=max_num_seqs, budget_tokens=budget_tokens
+            chunk_size,
+            cache_blocks,
+            speculate=period is not None,
+            max_model_len=40,
+            max_num_seqs=max_num_seqs,
+            budget_tokens=budget_tokens,
+            next_token=None if period is None else repeating(period),
         )
         self.collector = Collector()
         self.requests: dict[int, Sequence] = {}
@@ -81,6 +98,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert stats.n_decode + (stats.n_prefill_tokens > 0) >= 1, "a step that does nothing would spin"
             assert stats.n_prefill_tokens <= self.engine.scheduler.chunk_size
             assert 0 <= stats.n_cached <= stats.n_queried
+            assert 0 <= stats.n_accepted <= stats.n_drafted
 
     @invariant()
     def rows_and_promises_belong_to_who_holds_them(self) -> None:
@@ -285,3 +303,56 @@ def test_what_was_generated_is_not_kept() -> None:
     second = greedy(1, first.token_ids, 1)
     run_to_end(engine, [second])
     assert second.n_cached == BLOCK
+
+
+def test_a_text_that_repeats_itself_takes_fewer_steps() -> None:
+    """The same tokens, at first one a step; every draft and every token in the figures."""
+    engine, runner = make_engine(speculate=True, next_token=lambda prefix: prefix[-3])
+    sequence = greedy(0, [1, 2, 3], 50)
+    stats = step_stats(engine, [sequence])
+    assert sequence.output_ids == runner.greedy([1, 2, 3], 50)
+    assert len(stats) < 12
+    assert sum(s.n_decode + s.n_accepted for s in stats) == 49
+    assert sum(s.n_drafted for s in stats) == sum(s.n_accepted for s in stats)
+
+
+@pytest.mark.parametrize("n", [4, 5])
+def test_drafts_stop_where_many_run(n: int) -> None:
+    engine, runner = make_engine(speculate=True, max_num_seqs=5, chunk_size=64, next_token=lambda prefix: prefix[-3])
+    sequences = [greedy(i, [i, 10 + i, 20 + i], 30) for i in range(n)]
+    stats = step_stats(engine, sequences)
+    assert all(s.output_ids == runner.greedy(s.prompt_ids, 30) for s in sequences)
+    assert (sum(s.n_drafted for s in stats) > 0) == (n == 4)
+
+
+def test_an_end_inside_a_draft_is_the_end() -> None:
+    """Would catch tokens after the terminal output, and one that is not shown."""
+    engine, _ = make_engine(16, speculate=True, next_token=lambda prefix: prefix[-5])
+    sequence = greedy(0, [1, 2, 3, EOS, 9, 1, 2, 3, EOS, 9, 1], 30, eos={EOS})
+    assert [(s.n_drafted, s.n_accepted) for s in step_stats(engine, [sequence])] == [(0, 0), (8, 1)]
+    assert sequence.output_ids == [2, 3, EOS]
+    assert sequence.finish_reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_sampled_tokens_and_logprobs_are_those_of_one_step_a_token(seed: int) -> None:
+    """Of several sequences, with penalties: would catch a random draw that is lost or made twice."""
+    results, drafted = [], 0
+    for speculate in (False, True):
+        engine, _ = make_engine(speculate=speculate, next_token=repeating(2 + seed % 3), max_num_seqs=3)
+        requests = []
+        for i in range(6):
+            params = SamplingParams(
+                max_tokens=25, temperature=0.9, top_p=0.9, presence_penalty=i / 6, seed=seed + i, logprobs=2
+            )
+            requests.append(make_sequence(i, [1 + i, 2, 3, 4] * 2, params, eos={EOS}))
+        collector = Collector()
+        for request in requests:
+            engine.add(request)
+        while engine.has_work:
+            outputs, stats = engine.step()
+            collector.take(outputs)
+            drafted += stats.n_drafted
+        results.append(collector.results)
+    assert results[0] == results[1]
+    assert drafted > 0

@@ -50,5 +50,5 @@ async def test_a_full_queue_is_ready_and_routers_see_it() -> None:
 async def test_the_version_says_what_runs() -> None:
     async with serving() as served:
         answer = (await served.client.get("/version")).json()
-    assert answer.keys() == {"version", "onnxruntime", "model", "precision", "device"}
+    assert answer.keys() == {"version", "onnxruntime", "model", "precision", "device", "speculate"}
     assert (answer["model"], answer["precision"], answer["device"]) == (MODEL, "fp32", "cpu")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.serving import serving
+from tests.fake_runner import FakeRunner
+from tests.serving import VOCAB_SIZE, serving, small_tokenizer
 
 NAMES = {
     "gauge": """num_requests_running num_requests_waiting kv_cache_usage_ratio build_info model_info""",
     "counter": """prompt_tokens generation_tokens request_success requests_rejected tokens_wasted
-        prefix_cache_queries prefix_cache_hits""",
+        prefix_cache_queries prefix_cache_hits spec_decode_draft_tokens spec_decode_accepted_tokens""",
     "histogram": """time_to_first_token_seconds inter_token_latency_seconds e2e_request_latency_seconds
         request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds engine_step_seconds
         batch_size request_prompt_tokens request_generation_tokens""",
@@ -63,3 +67,24 @@ async def test_two_apps_count_for_themselves() -> None:
         await one.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "ignore_eos": True})
         values = [s.service.metrics.registry.get_sample_value("kvasir_generation_tokens_total") for s in (one, other)]
     assert values == [1, 0]
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+async def test_several_tokens_of_a_step_are_counted_and_streamed_one_by_one(speculate: bool) -> None:
+    [a] = small_tokenizer().encode("a").ids
+    runner = FakeRunner(VOCAB_SIZE, next_token=lambda _: a)
+    async with serving(runner, speculate=speculate) as served:
+        body = {"prompt": [a] * 4, "max_tokens": 30, "stream": True}
+        text = (await served.client.post("/v1/completions", json=body)).text
+        assert (await served.client.get("/version")).json()["speculate"] is speculate
+        registry = served.service.metrics.registry
+    drafted, accepted, generated = (
+        registry.get_sample_value(f"kvasir_{name}_tokens_total")
+        for name in ("spec_decode_draft", "spec_decode_accepted", "generation")
+    )
+    assert (drafted or 0) == (accepted or 0)
+    assert ((drafted or 0) > 20) == speculate
+    assert generated == 30
+    assert registry.get_sample_value("kvasir_inter_token_latency_seconds_count") == 29
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    assert [event["choices"][0]["text"] for event in events] == ["a"] * 30

@@ -48,8 +48,8 @@ def test_prompts_of_nearly_one_length_in_neighbouring_rows_share_a_run(random_mo
     runner = random_model.runner(max_num_seqs=8)
     rows = [prompt_in_row(runner, [1] * n) for n in (9, 10, 10, 2, 2, 1, 8, 8)]
     runs: list[int] = []
-    run = runner._run_prompts
-    runner._run_prompts = lambda chunks, first_logit: runs.append(len(chunks)) or run(chunks, first_logit)  # type: ignore[method-assign, func-returns-value]
+    run = runner._run_chunks
+    runner._run_chunks = lambda chunks, first_logit: runs.append(len(chunks)) or run(chunks, first_logit)  # type: ignore[method-assign, func-returns-value]
     scored = Chunk(rows[7], 0, 8, 8)
     runner.run(Batch([], [], [*map(whole, rows[:7]), scored]))
     assert runs == [3, 2, 1, 1, 1]  # by length; one token is alone, and so is a prompt that wants logits of all of it

@@ -47,7 +47,12 @@ async def router_metrics(request: Request) -> Response:
 @router.get("/version")
 async def versions(request: Request) -> dict[str, Any]:
     service = service_of(request)
-    return {"version": version("kvasir-lm"), "onnxruntime": onnxruntime_version(), **service.describe_model()}
+    return {
+        "version": version("kvasir-lm"),
+        "onnxruntime": onnxruntime_version(),
+        **service.describe_model(),
+        "speculate": service.settings.speculate,
+    }
 
 
 def _health(good: bool) -> Response:

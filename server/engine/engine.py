@@ -11,6 +11,7 @@ from server.engine.prefix_cache import PrefixCache
 from server.engine.sampling import Floats, TokenLogprobs, sample, token_logprobs
 from server.engine.scheduler import Batch, Chunk, Scheduler
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus, SequenceTimes
+from server.engine.speculation import DraftPolicy, Speculation, verify
 
 SCORING_LOGITS_BYTES = 64 * 2**20  # bound on the logits of one chunk of a prompt that is scored
 
@@ -23,7 +24,10 @@ class Runner(Protocol):
     vocab_size: int
 
     def run(self, batch: Batch) -> Floats:
-        """Logits [n, vocab]: a row per decode, in order, then each prefill's, in order. Valid until the next run."""
+        """Logits [n, vocab]: a row per decode, then each prefill's, then each draft's, in order.
+
+        Valid until the next run.
+        """
         ...
 
 
@@ -47,14 +51,17 @@ class TokenOutput:
 class StepStats:
     """One step in figures.
 
-    n_prefill_tokens: prompt tokens that ran. n_queried: tokens of the prompts that were looked up in the prefix cache;
-    n_cached: those of them that it had.
+    n_decode: sequences that were continued. n_prefill_tokens: prompt tokens that ran. n_queried: tokens of the prompts
+    that were looked up in the prefix cache; n_cached: those of them that it had. n_drafted: guesses that were checked;
+    n_accepted: those of them that saved a step.
     """
 
     n_decode: int
     n_prefill_tokens: int
     n_queried: int
     n_cached: int
+    n_drafted: int
+    n_accepted: int
     seconds: float
 
     @property
@@ -68,13 +75,17 @@ class Engine:
     """Continuous batching over one model.
 
     chunk_size: most prompt tokens run in one step, at least 2. prefix_cache: over the runner's rows; None is without.
+    speculate: guess tokens where few sequences run; what a sequence gets then depends on the load, by rounding.
     """
 
-    def __init__(self, runner: Runner, *, chunk_size: int, prefix_cache: PrefixCache | None = None) -> None:
+    def __init__(
+        self, runner: Runner, *, chunk_size: int, prefix_cache: PrefixCache | None = None, speculate: bool = False
+    ) -> None:
         if chunk_size < 2:
             raise ValueError(f"chunk_size must be at least 2, not {chunk_size}: one-token runs are not bit-identical")
         scoring = max(2, min(chunk_size, SCORING_LOGITS_BYTES // (4 * runner.vocab_size)))
         self.runner = runner
+        self.speculate = speculate
         cache = PrefixCache(runner.rows, budget_bytes=0) if prefix_cache is None else prefix_cache
         self.scheduler = Scheduler(runner.rows, cache, chunk_size=chunk_size, scoring_chunk_size=scoring)
         self._sequences: dict[int, Sequence] = {}
@@ -97,6 +108,8 @@ class Engine:
             raise ValueError(
                 f"{len(sequence.prompt_ids)} prompt and {sequence.params.max_tokens} new tokens cannot fit"
             )
+        if self.speculate:
+            sequence.speculation = Speculation(DraftPolicy())
         self._sequences[sequence.id] = sequence
         self.scheduler.add(sequence)
 
@@ -110,17 +123,19 @@ class Engine:
         self.runner.rows.give_back()
 
     def step(self) -> tuple[list[TokenOutput], StepStats]:
-        """Schedule, run, sample, update: one token for every running sequence, and chunks of prompts."""
+        """Schedule, run, sample, update: a token for every running sequence, more after a draft; chunks of prompts."""
         started = perf_counter()
         batch = self.scheduler.schedule()
         logits = self.runner.run(batch)
         outputs = self._update(batch, logits)
         looked_up = [c.sequence for c in batch.prefills if c.begins_prompt and not c.sequence.is_scored]
         return outputs, StepStats(
-            n_decode=len(batch.decodes),
+            n_decode=len(batch.decodes) + len(batch.drafts),
             n_prefill_tokens=sum(chunk.count for chunk in batch.prefills),
             n_queried=sum(len(sequence.prompt_ids) for sequence in looked_up),
             n_cached=sum(sequence.n_cached for sequence in looked_up),
+            n_drafted=sum(len(chunk.draft) for chunk in batch.drafts),
+            n_accepted=sum(chunk.sequence.n_computed - chunk.start - 1 for chunk in batch.drafts),
             seconds=perf_counter() - started,
         )
 
@@ -147,7 +162,19 @@ class Engine:
             rows = logits[: len(places)] if adjacent else logits[places]
             tokens = sample(rows, ready)
             outputs += [self._append(s, t, row) for s, t, row in zip(ready, tokens, rows, strict=True)]
+        for chunk in batch.drafts:
+            outputs += self._verify(chunk, logits[n : n + chunk.n_logits])
+            n += chunk.n_logits
         return outputs
+
+    def _verify(self, chunk: Chunk, logits: Floats) -> list[TokenOutput]:
+        """As many tokens as the draft was right, and one more."""
+        sequence = chunk.sequence
+        assert sequence.speculation is not None
+        tokens = verify(logits, sequence, chunk.draft)
+        sequence.speculation.record(sequence, chunk.draft, tokens)
+        self.scheduler.computed(replace(chunk, count=len(tokens)))  # the keys of wrong guesses do not count
+        return [self._append(sequence, token, row) for token, row in zip(tokens, logits, strict=False)]
 
     def _score(self, chunk: Chunk, logits: Floats) -> None:
         """Log-probabilities of the prompt tokens that follow the chunk's positions."""

@@ -24,7 +24,8 @@ from server.engine.kv_rows import KVRows, RowMemory
 from server.engine.machine import available_memory, usable_cpus
 from server.engine.sampling import Floats, SamplingParams
 from server.engine.scheduler import Batch, Chunk
-from server.engine.sequence import Sequence, SequenceStatus, SequenceTimes
+from server.engine.sequence import Sequence, SequenceTimes
+from server.engine.speculation import DraftPolicy
 
 SPIN_MICROSECONDS = 100
 _PRESENT = {"past_key_values": "present", "prompt_key_values": "prompt_present"}  # rows come in and go out
@@ -61,9 +62,10 @@ class OnnxRunner:
         self.kv_cache_bytes = available_memory() // 2 if kv_cache_bytes is None else kv_cache_bytes
         self.rows = self._make_rows(config, max_num_seqs)
         n_scored = max(2, SCORING_LOGITS_BYTES // (4 * self.vocab_size))
-        self._logits: Floats = np.empty((max_num_seqs + n_scored, self.vocab_size), dtype=np.float32)
+        n_logits = max_num_seqs + n_scored + DraftPolicy().max_step  # untouched memory is not committed
+        self._logits: Floats = np.empty((n_logits, self.vocab_size), dtype=np.float32)
         self._decodes: dict[int, _Binding] = {}  # by rows in the window
-        self._chunks: dict[tuple[int, int], _Binding] = {}  # by first row, and rows
+        self._chunks: dict[tuple[RowMemory, int, int], _Binding] = {}  # by first row, and rows
 
     def _make_rows(self, config: DecoderConfig, max_num_seqs: int) -> KVRows:
         shape = {"n_layer": config.n_layer, "n_kv_head": config.n_kv_head, "head_dim": config.head_dim}
@@ -88,51 +90,54 @@ class OnnxRunner:
         row = self.rows.allocate(2)
         assert row is not None
         first = Sequence(-1, [0, 0], SamplingParams(max_tokens=0), frozenset(), SequenceTimes(0.0), row=row)
-        self._run_prompts([Chunk(first, start=0, count=2, n_logits=1)], first_logit=0)
-        self._run_window([None])
+        self._run_chunks([Chunk(first, start=0, count=2, n_logits=1)], first_logit=0)
+        self._run_window([None], live=[])
         self.rows.free(row)
 
     def run(self, batch: Batch) -> Floats:
-        """Logits [n, vocab]: a row per decode, in order, then each prefill's, in order. Valid until the next run."""
+        """Logits [n, vocab]: a row per decode, then each prefill's, then each draft's, in order.
+
+        Valid until the next run.
+        """
         n = len(batch.decodes)
         if batch.decodes:
-            self._run_window(batch.window)
-        for prompts in self._side_by_side(batch.prefills):
-            n += self._run_prompts(prompts, first_logit=n)
+            decoding = {chunk.sequence for chunk in batch.decodes}
+            self._run_window(batch.window, [row for row, holder in enumerate(batch.window) if holder in decoding])
+        for chunks in (*self._side_by_side(batch.prefills), *([chunk] for chunk in batch.drafts)):
+            n += self._run_chunks(chunks, first_logit=n)
         return self._logits[:n]
 
-    def _run_window(self, window: list[Sequence | None]) -> None:
-        """One token for every running sequence in rows 0..n-1.
+    def _run_window(self, window: list[Sequence | None], live: list[int]) -> None:
+        """One token for the sequences in rows `live` of 0..n-1.
 
-        A hole, and a row whose prompt is not finished, ride along: what they write at their own length is overwritten
-        by whatever comes next.
+        A hole, and a row whose prompt is not finished or that has a draft, ride along: what they write at their own
+        length is overwritten by whatever comes next, so this run is the first of a step.
         """
         n = len(window)
         if n not in self._decodes:
             self._decodes[n] = _Binding(self._session, self.rows.running, row=0, batch=n, capacity=1)
         binding = self._decodes[n]
-        live = [i for i, holder in enumerate(window) if holder and holder.status is SequenceStatus.RUNNING]
         lengths = [holder.n_computed if holder else 0 for holder in window]
         binding.input_ids[:] = [holder.last_token_id if holder else 0 for holder in window]
         binding.position_ids[:] = lengths
         self.model_seconds += binding.run(lengths, sequence=1, logits_indices=live, logits=self._logits)
 
-    def _run_prompts(self, chunks: list[Chunk], first_logit: int) -> int:
+    def _run_chunks(self, chunks: list[Chunk], first_logit: int) -> int:
         """A chunk over its own row, or whole prompts over neighbouring rows, padded on the right; returns n logits.
 
         What padding writes is overwritten by the row's next tokens.
         """
         batch, longest = len(chunks), max(chunk.count for chunk in chunks)
-        row = self._prompt_row(chunks[0])
-        binding = self._chunks.get((row, batch))
+        memory, row = self._place(chunks[0])
+        binding = self._chunks.get((memory, row, batch))
         if binding is None or binding.input_ids.size < batch * longest:
-            binding = _Binding(self._session, self.rows.prompts, row=row, batch=batch, capacity=longest)
-            self._chunks[row, batch] = binding
+            binding = _Binding(self._session, memory, row=row, batch=batch, capacity=longest)
+            self._chunks[memory, row, batch] = binding
         ids = binding.input_ids[: batch * longest].reshape(batch, longest)
         positions = binding.position_ids[: batch * longest].reshape(batch, longest)
         indices: list[int] = []
         for i, chunk in enumerate(chunks):
-            ids[i] = chunk.prompt_ids + [0] * (longest - chunk.count)
+            ids[i] = chunk.token_ids + [0] * (longest - chunk.count)
             positions[i] = np.arange(chunk.start, chunk.start + longest)
             end = i * longest + chunk.count
             indices += range(end - chunk.n_logits, end)
@@ -157,15 +162,17 @@ class OnnxRunner:
             longest = max(c.count for c in together)
             fits = longest * len(together) <= MOST_PADDED * sum(c.count for c in together)
             whole = all(c.start == 0 and c.count > 1 and c.n_logits <= 1 and c.completes_prompt for c in together)
-            if last and fits and whole and self._prompt_row(chunk) == self._prompt_row(last[-1]) + 1:
+            if last and fits and whole and self._place(chunk)[1] == self._place(last[-1])[1] + 1:
                 last.append(chunk)
             else:
                 runs.append([chunk])
         return runs
 
-    def _prompt_row(self, chunk: Chunk) -> int:
-        assert chunk.sequence.row is not None
-        return self.rows.prompt_row(chunk.sequence.row)
+    def _place(self, chunk: Chunk) -> tuple[RowMemory, int]:
+        """Where a chunk's tokens go: to the row of the running sequence whose draft it is, or to the prompt's."""
+        row = chunk.sequence.row
+        assert row is not None
+        return (self.rows.running, row) if chunk.draft else (self.rows.prompts, self.rows.prompt_row(row))
 
 
 class _Binding:

@@ -7,7 +7,7 @@ stream. First come, first served. A sequence that holds a row has its memory too
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 
 from server.engine.kv_rows import KVRows
@@ -20,12 +20,16 @@ _COPIES = 16  # tokens that the prefix cache copies in the time in which the mod
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens [start, start + count) of a sequence; the last `n_logits` of them want logits."""
+    """Tokens [start, start + count) of a sequence; the last `n_logits` of them want logits.
+
+    draft: guesses, which follow the sequence's last token as if they were its own, and are checked.
+    """
 
     sequence: Sequence
     start: int
     count: int
     n_logits: int
+    draft: list[int] = field(default_factory=list)
 
     @property
     def end(self) -> int:
@@ -41,20 +45,23 @@ class Chunk:
         return self.end == len(self.sequence.prompt_ids)
 
     @property
-    def prompt_ids(self) -> list[int]:
-        return self.sequence.prompt_ids[self.start : self.end]
+    def token_ids(self) -> list[int]:
+        sequence = self.sequence
+        return [sequence.last_token_id, *self.draft] if self.draft else sequence.prompt_ids[self.start : self.end]
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step's work. `window` is what sits in rows 0..n-1 of the decode run, None for a hole.
 
-    Every prefill but the last completes its prompt; only the last may want logits of more than one token.
+    Every prefill but the last completes its prompt; only the last may want logits of more than one token. Sequences
+    with a draft are not among the decodes; they come last, each in a run of its own.
     """
 
     decodes: list[Chunk]
     window: list[Sequence | None]
     prefills: list[Chunk]
+    drafts: list[Chunk] = field(default_factory=list)
 
 
 class Scheduler:
@@ -98,15 +105,15 @@ class Scheduler:
         prefills = self._next_chunks()
         if not self.waiting:
             self._fill_a_hole()
-        window = list(self._window)
-        while window and (window[-1] is None or window[-1].status is not SequenceStatus.RUNNING):
-            window.pop()
-        decodes = [
-            Chunk(sequence, sequence.n_computed, 1, 1)
-            for sequence in window
-            if sequence is not None and sequence.status is SequenceStatus.RUNNING
-        ]
-        return Batch(decodes, window, prefills)
+        running = self.running
+        decodes: list[Chunk] = []
+        drafts: list[Chunk] = []
+        for sequence in running:
+            draft = sequence.speculation.draft(sequence, len(running)) if sequence.speculation else []
+            count = 1 + len(draft)
+            (drafts if draft else decodes).append(Chunk(sequence, sequence.n_computed, count, count, draft))
+        window = self._window[: self._window.index(decodes[-1].sequence) + 1] if decodes else []
+        return Batch(decodes, window, prefills, drafts)
 
     def computed(self, chunk: Chunk) -> None:
         """Note that a chunk's keys and values are in its row."""

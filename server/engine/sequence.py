@@ -8,6 +8,7 @@ from enum import Enum, StrEnum
 import numpy as np
 
 from server.engine.sampling import Occurrences, SamplingParams, TokenLogprobs
+from server.engine.speculation import Speculation
 
 
 class SequenceStatus(Enum):
@@ -53,6 +54,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     occurrences: Occurrences | None = None  # the sampler's, for sequences with penalties
+    speculation: Speculation | None = None  # None is one token a step
     generator: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:

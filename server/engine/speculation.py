@@ -79,6 +79,11 @@ class DraftPolicy:
     max_speculating: int = 4
     max_draft: int = 8
 
+    @property
+    def max_step(self) -> int:
+        """Guesses in one step, of all sequences together."""
+        return self.max_speculating * self.max_draft
+
     def n_draft(self, hit_rate: float, n_running: int, room: int) -> int:
         """The number of guesses, at most `room`, that yields most tokens for the time (Leviathan et al. 2023, 3.3).
 
