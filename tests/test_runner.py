@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
+from server.engine.engine import Engine
 from server.engine.runner import OnnxRunner
 from server.engine.sampling import SamplingParams
 from server.engine.scheduler import Batch, Chunk
 from server.engine.sequence import Sequence
-from tests.engine_driver import make_sequence
+from server.engine.speculation import DraftPolicy, Speculation
+from tests.engine_driver import Collector, Result, make_sequence
 from tests.random_models import RandomModel
 
 
@@ -57,3 +61,53 @@ def test_prompts_of_nearly_one_length_in_neighbouring_rows_share_a_run(random_mo
     runs.clear()
     runner.run(Batch([], [], far))
     assert runs == [1, 1]
+
+
+class _Foreknowing(Speculation):
+    """Guesses what comes in two steps of three, and one guess in six is wrong."""
+
+    def __init__(self, token_ids: list[int], seed: int) -> None:
+        super().__init__(DraftPolicy())
+        self._token_ids = token_ids
+        self._random = np.random.default_rng(seed)
+
+    def draft(self, sequence: Sequence, n_running: int) -> list[int]:  # noqa: ARG002
+        done = len(sequence.output_ids)
+        n = min(int(self._random.integers(9)), len(self._token_ids) - done - 1) if self._random.random() < 0.67 else 0
+        return [t if self._random.random() < 0.83 else 7 for t in self._token_ids[done : done + n]]
+
+
+def generate(model: RandomModel, known: dict[int, Result] | None = None) -> dict[int, Result]:
+    """Four sequences of different lengths; with guesses, where the answers are known already."""
+    generator = np.random.default_rng(5)
+    sequences = []
+    for i, n_prompt in enumerate((9, 30, 70, 20)):
+        prompt_ids = generator.integers(model.config.vocab_size, size=n_prompt).tolist()
+        sequences.append(make_sequence(i, prompt_ids, SamplingParams(max_tokens=60, temperature=0.0, logprobs=0)))
+        if known:
+            sequences[-1].speculation = _Foreknowing(known[i].token_ids, seed=i)
+    engine, collector, stats = Engine(model.runner(), chunk_size=32), Collector(), []
+    for sequence in sequences:
+        engine.add(sequence)
+    while engine.has_work:
+        outputs, step = engine.step()
+        collector.take(outputs)
+        stats.append(step)
+    assert any(0 < s.n_accepted < s.n_drafted for s in stats) == bool(known)
+    return collector.results
+
+
+@pytest.mark.parametrize(("model", "error"), [("random_model", 1e-4), ("random_int8_model", 0.1)])
+def test_drafts_beside_decodes_give_the_same_tokens_but_for_rounding(
+    model: str, error: float, request: pytest.FixtureRequest
+) -> None:
+    """Would catch guesses that see too much or too little, wrong positions, keys that the decode run destroys."""
+    random: RandomModel = request.getfixturevalue(model)
+    expected = generate(random)
+    found = generate(random, expected)
+    for i in expected:
+        assert found[i].token_ids == expected[i].token_ids
+        for one, other in zip(found[i].logprobs, expected[i].logprobs, strict=True):
+            assert one is not None
+            assert other is not None
+            assert math.isclose(one.logprob, other.logprob, abs_tol=error)
