@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from export.kv_cache import measure_scales, quantize_kv_cache
+from export.kv_cache import measure_scales, quantize_kv_cache, scale_kv_channels
 from export.quantize import quantize
 from model.attention import LayerCache, StepInputs
 from model.bundle import WEIGHTS_FILE
@@ -100,8 +100,9 @@ def export_graph(
         node.doc_string = None
     if precision != "fp32":
         del program.model.metadata_props[_PARAMETERS]
+        scale_kv_channels(_writable(program.model.graph, names), config, measure_scales(decoder, sample))
         quantize(program.model, precision)
-        quantize_kv_cache(program.model, config, measure_scales(decoder, sample))
+        quantize_kv_cache(program.model, config)
     onnx_ir.save(program.model, path, external_data=WEIGHTS_FILE)
 
 
@@ -134,13 +135,21 @@ def _scale_queries(graph: onnx_ir.Graph, names: dict[str, str], config: DecoderC
     ONNX Runtime's product of one query and the cached keys reads the keys in place only where there is no scale to
     apply; otherwise it copies them first.
     """
-    for initializer in {names[name] for name in filter(_makes_queries, names)}:
+    queries = _writable(graph, {name: held for name, held in names.items() if _makes_queries(name)})
+    for array in {id(array): array for array in queries.values()}.values():
+        array[: config.n_head * config.head_dim] /= math.sqrt(config.head_dim)
+
+
+def _writable(graph: onnx_ir.Graph, names: dict[str, str]) -> dict[str, NDArray[np.float32]]:
+    """The graph's weights by the decoder's names and in its layout; to write to them is to change the graph."""
+    arrays: dict[str, NDArray[np.float32]] = {}
+    for initializer in set(names.values()):
         value = graph.initializers[initializer]
         assert value.const_value is not None
         array = value.const_value.numpy().copy()
-        outputs = array.T if initializer.endswith(_TRANSPOSED) else array  # [queries, keys and values; d_model]
-        outputs[: config.n_head * config.head_dim] /= math.sqrt(config.head_dim)
         value.const_value = onnx_ir.tensor(array, name=initializer)
+        arrays[initializer] = array.T if initializer.endswith(_TRANSPOSED) else array
+    return {name: arrays[initializer] for name, initializer in names.items()}
 
 
 def _makes_queries(parameter: str) -> bool:

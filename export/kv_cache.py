@@ -5,15 +5,15 @@ which is computed many tokens at a time and read little, stays on rows of floats
 
     If(decode): attention over int8 rows; else: attention over rows of floats
 
-with both kinds of rows aliased as before. One step of int8 is worth, in each channel, a 127th of the largest magnitude
-that a sample of tokens had there; what lies beyond is clipped. A key's rotary pair counts as a whole, because the two
-channels trade places as positions grow.
+with both kinds of rows aliased as before. One step of int8 is 1: what makes keys and values is divided, channel by
+channel, by a 127th of the largest magnitude that a sample of tokens had there, and what meets them (queries, and the
+projection of what was attended to) is multiplied by as much. What lies beyond the sample is clipped. A key's rotary
+pair counts as a whole, because its channels trade places as positions grow.
 """
 
 from __future__ import annotations
 
-from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from model.attention import LayerCache, StepInputs
-from model.bundle import DECODE_INPUT, KV_SCALES
+from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
@@ -51,7 +51,8 @@ def measure_scales(decoder: Decoder, token_ids: NDArray[np.int64] | None) -> Flo
     _, presents = decoder.eval().step(ids, inputs, torch.arange(1), caches)
     if config.position == "rotary":
         presents = [LayerCache(_pair_lengths(present.key), present.value) for present in presents]
-    largest = [rows.abs().amax(dim=(0, 2)) for present in presents for rows in (present.key, present.value)]
+    blocks = [rows for present in presents for rows in (present.key, present.value)]
+    largest = [rows.abs().nan_to_num(0.0, 0.0).amax(dim=(0, 2)) for rows in blocks]  # what is broken shows elsewhere
     return (torch.stack(largest) / 127.0).clamp(min=_SMALLEST_SCALE).numpy().astype(np.float32)
 
 
@@ -61,19 +62,41 @@ def _pair_lengths(keys: Tensor) -> Tensor:
     return torch.hypot(left, right).repeat(*[1] * (keys.dim() - 1), 2)
 
 
-def quantize_kv_cache(model: ir.Model, config: DecoderConfig, scales: Floats) -> None:
-    """Give every attention int8 rows beside its rows of floats, in place. scales: as from `measure_scales`."""
+def scale_kv_channels(parameters: Mapping[str, NDArray[np.float32]], config: DecoderConfig, scales: Floats) -> None:
+    """Divide keys and values by their scales, and multiply what meets them, in place; logits stay what they were.
+
+    parameters: the decoder's, by name, as arrays [out, in] or [out] that may be written. scales: of `measure_scales`.
+    Raises ValueError for layers that share weights, which would be scaled twice.
+    """
+    arrays = [array for name, array in parameters.items() if ".attention." in name and array.any()]
+    if len({id(array) for array in arrays}) < len(arrays):
+        raise ValueError("layers that share attention weights cannot have int8 keys and values; use --precision fp32")
+    for layer in range(config.n_layer):
+        keys, values = scales[2 * layer : 2 * layer + 2]  # [n_kv_head, head_dim]
+        for_queries, for_output = (x.repeat(config.n_groups, axis=0).reshape(-1) for x in (keys, values))
+        factors = np.concatenate([for_queries, 1 / keys.reshape(-1), 1 / values.reshape(-1)])
+        prefix = f"blocks.{layer}.attention"
+        parameters[f"{prefix}.qkv.weight"][:] *= factors[:, None]
+        if config.qkv_bias:
+            parameters[f"{prefix}.qkv.bias"][:] *= factors
+        parameters[f"{prefix}.output.weight"][:] *= for_output
+
+
+def quantize_kv_cache(model: ir.Model, config: DecoderConfig) -> None:
+    """Give every attention int8 rows beside its rows of floats, in place."""
     graph = model.graph
     decode = _value(DECODE_INPUT, ir.DataType.BOOL, [])
     graph.inputs.append(decode)
+    step = ir.tensor(np.ones(1, dtype=np.float32), name="kv_cache.step")
+    scale = ir.Value(name=step.name, type=ir.TensorType(step.dtype), const_value=step)
+    graph.register_initializer(scale)
     attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
     for layer, node in enumerate(attentions):
-        _replace(graph, node, layer, decode, config, scales[2 * layer : 2 * layer + 2])
-    model.metadata_props[KV_SCALES] = b64encode(np.ascontiguousarray(scales).tobytes()).decode()
+        _replace(graph, node, layer, decode, scale, config)
 
 
 def _replace(
-    graph: ir.Graph, node: ir.Node, layer: int, decode: ir.Value, config: DecoderConfig, scales: Floats
+    graph: ir.Graph, node: ir.Node, layer: int, decode: ir.Value, scale: ir.Value, config: DecoderConfig
 ) -> None:
     inputs = list(node.inputs) + [None] * (_N_INPUTS - len(node.inputs))
     in_floats = list(inputs)
@@ -84,14 +107,10 @@ def _replace(
         graph.inputs.append(floats)
         in_floats[position] = floats
         running.type = ir.TensorType(ir.DataType.INT8)
-        name = f"kv_cache.{layer}.{part}.scale"
-        tensor = ir.tensor(scales[position - 3].reshape(-1), name=name)
-        scale = ir.Value(name=name, type=ir.TensorType(tensor.dtype), const_value=tensor)
-        graph.register_initializer(scale)
-        inputs[9 + position] = scale
+    inputs[-2:] = [scale, scale]
     quantized: dict[str, str | int] = {
-        "k_quant_type": "PER_CHANNEL",
-        "v_quant_type": "PER_CHANNEL",
+        "k_quant_type": "PER_TENSOR",
+        "v_quant_type": "PER_TENSOR",
         "kv_cache_bit_width": 8,
     }
     branches = {

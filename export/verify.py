@@ -7,7 +7,6 @@ uncached forward.
 from __future__ import annotations
 
 import os
-from base64 import b64decode
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from export.graph import output_names, past_names, prompt_names
-from model.bundle import DECODE_INPUT, GRAPH_ENVIRONMENT, KV_SCALES, Verification
+from model.bundle import DECODE_INPUT, GRAPH_ENVIRONMENT, Verification
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from model.generate import generate
@@ -50,24 +49,18 @@ class SampleText:
 
 
 class GraphSession:
-    """The exported graph with its rows: `batch` rows of `n_positions` positions, run by run."""
+    """The exported graph with its rows: `batch` rows of `n_positions` positions, run by run.
+
+    rounds_cache: whether running sequences have rows of int8.
+    """
 
     def __init__(self, path: Path, config: DecoderConfig) -> None:
         os.environ.update(GRAPH_ENVIRONMENT)  # ONNX Runtime reads it when the session is built
         self._session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         self._config = config
-        encoded = self._session.get_modelmeta().custom_metadata_map.get(KV_SCALES)
-        self._scales: Floats | None = None  # [2 * n_layer, n_kv_head, 1, head_dim]
-        if encoded is not None:
-            scales = np.frombuffer(b64decode(encoded), dtype=np.float32)
-            self._scales = scales.reshape(-1, config.n_kv_head, 1, config.head_dim)
+        self.rounds_cache = any(value.name == DECODE_INPUT for value in self._session.get_inputs())
         self._running: list[NDArray[Any]] = []
         self._prompts: list[NDArray[Any]] = []
-
-    @property
-    def rounds_cache(self) -> bool:
-        """Whether running sequences have rows of int8."""
-        return self._scales is not None
 
     def clear(self, batch: int, n_positions: int) -> None:
         shape = (batch, self._config.n_kv_head, n_positions, self._config.head_dim)
@@ -98,13 +91,12 @@ class GraphSession:
         if self.rounds_cache and not decode:
             presents = [f"prompt_{name}" for name in presents]
         logits, *rows = self._session.run(["logits", *presents], feeds)
-        if self._scales is None or decode:
+        if decode or not self.rounds_cache:
             self._running = rows
         else:
             self._prompts = rows
-            scaled = [row / scale for row, scale in zip(rows, self._scales, strict=True)]
             with np.errstate(invalid="ignore"):  # what is no number shows in the logits
-                self._running = [np.clip(np.rint(row), -127, 127).astype(np.int8) for row in scaled]
+                self._running = [np.clip(np.rint(row), -127, 127).astype(np.int8) for row in rows]
         shaped: Floats = logits.reshape(batch, -1, self._config.vocab_size)
         return shaped
 

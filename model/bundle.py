@@ -24,10 +24,7 @@ GRAPH_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
 # How the graph must be run: attention's flash path gives other bits for other ways of cutting a prompt into chunks.
 GRAPH_ENVIRONMENT = {"ORT_GQA_DISABLE_FLASH_ATTENTION": "1"}
-# A graph with int8 rows for running sequences: the input that chooses them, and where it keeps their scales, base64 of
-# float32 [2 * n_layer, n_kv_head, head_dim].
-DECODE_INPUT = "decode"
-KV_SCALES = "kvasir.kv_scales"
+DECODE_INPUT = "decode"  # where running sequences have rows of int8: the input that chooses these
 REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
 
 

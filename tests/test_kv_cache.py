@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from base64 import b64decode
-
 import numpy as np
-import onnx_ir as ir
 import pytest
 import torch
 
-from export.kv_cache import measure_scales
+from export.kv_cache import measure_scales, scale_kv_channels
 from model.attention import rotary_table, rotate, split_heads
-from model.bundle import KV_SCALES
 from model.decoder import Decoder
 from server.engine.sampling import SamplingParams
 from server.engine.scheduler import Batch, Chunk
@@ -58,12 +54,32 @@ def test_a_scale_reaches_as_far_as_the_sample(changes: dict[str, object]) -> Non
             assert (left * 127 <= 1.001 * np.hypot(*np.split(reach, 2, axis=1))).all()
 
 
-def test_the_graph_carries_its_scales(random_int8_model: RandomModel) -> None:
-    encoded = ir.load(random_int8_model.graph).metadata_props[KV_SCALES]
-    scales = np.frombuffer(b64decode(encoded), dtype=np.float32)
-    config = random_int8_model.config
-    assert scales.size == 2 * config.n_layer * config.n_kv_head * config.head_dim
-    assert (scales > 0).all()
+def test_scaled_channels_leave_logits_as_they_were_and_fit_int8() -> None:
+    """In PyTorch, with grouped heads and biases: what divides keys and values multiplies what meets them."""
+    config = make_config(qkv_bias=True, max_model_len=32)
+    decoder = make_decoder(config)
+    ids = torch.from_numpy(np.random.default_rng(3).integers(config.vocab_size, size=(8, 32)))
+    with torch.inference_mode():
+        before = decoder(ids)
+        scales = measure_scales(decoder, ids.numpy().reshape(-1))
+        scale_kv_channels({name: p.numpy() for name, p in decoder.named_parameters()}, config, scales)
+        assert torch.allclose(decoder(ids), before, rtol=1e-3, atol=1e-3 * before.std().item())
+    reach = torch.stack([tensor.abs().amax() for tensor in keys_and_values(decoder, ids)])
+    assert (reach <= 127.01).all()
+    assert (reach > 60).all()
+
+
+def test_layers_that_share_weights_are_refused() -> None:
+    """They would be scaled twice; zeros may be shared."""
+    config = make_config(qkv_bias=True, n_layer=2)
+    parameters = {name: p.detach().numpy() for name, p in make_decoder(config).named_parameters()}
+    scales = np.ones((4, config.n_kv_head, config.head_dim), dtype=np.float32)
+    parameters["blocks.1.attention.qkv.bias"] = parameters["blocks.0.attention.qkv.bias"]
+    parameters["blocks.0.attention.qkv.bias"][:] = 0.0
+    scale_kv_channels(parameters, config, scales)
+    parameters["blocks.0.attention.qkv.bias"][:] = 1.0
+    with pytest.raises(ValueError, match="share attention weights"):
+        scale_kv_channels(parameters, config, scales)
 
 
 def test_decoding_writes_and_reads_rows_of_int8(random_int8_model: RandomModel) -> None:

@@ -18,8 +18,7 @@ SHAPE = {"n_layer": 2, "n_kv_head": 3, "head_dim": 8}
 
 def make_rows(*, int8: bool = False, **changes: int) -> KVRows:
     shape = {**SHAPE, "max_num_seqs": 4, "max_model_len": 50, "budget_tokens": 150, **changes}
-    scales = np.random.default_rng(1).uniform(0.01, 0.1, (2 * shape["n_layer"], shape["n_kv_head"], shape["head_dim"]))
-    return KVRows(**shape, scales=scales.astype(np.float32) if int8 else None)
+    return KVRows(**shape, dtype=np.int8 if int8 else np.float32)
 
 
 @given(st.integers(1, 9), st.sampled_from([8, 16, 64, 80, 128]), st.integers(1, 5000), st.booleans())
@@ -81,7 +80,7 @@ def test_a_row_is_filled_with_its_prompt_rounded_to_its_type(int8: bool) -> None
     row = rows.allocate(20)
     assert row == 1
     generator = np.random.default_rng(0)
-    rows.prompts.array[:] = generator.standard_normal(rows.prompts.array.shape) * 3
+    rows.prompts.array[:] = generator.standard_normal(rows.prompts.array.shape) * 70
     rows.fill(row, 4, 9)
     written = rows.running.array[:, 1, :, 4:9].copy()
     rows.running.array[:, 1, :, 4:9] = 0
@@ -90,11 +89,8 @@ def test_a_row_is_filled_with_its_prompt_rounded_to_its_type(int8: bool) -> None
     if not int8:
         assert (written == prompt).all()
         return
-    scales = np.random.default_rng(1).uniform(0.01, 0.1, (4, 3, 8)).astype(np.float32)
     for place in np.ndindex(*written.shape):
-        block, head, _, channel = place
-        exact = float(prompt[place]) / float(scales[block, head, channel])
-        assert abs(written[place] - min(max(exact, -127), 127)) <= 0.5001
+        assert abs(written[place] - min(max(float(prompt[place]), -127), 127)) <= 0.5
     assert {-127, 127} <= set(written.reshape(-1).tolist())
 
 

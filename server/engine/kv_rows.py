@@ -78,8 +78,8 @@ class RowMemory:
 class KVRows:
     """`max_num_seqs` rows of up to `max_model_len` tokens, of which at most `budget_tokens` are promised at once.
 
-    scales: float [2 * n_layer, n_kv_head, head_dim], what one step of int8 is worth in each channel; None is for rows
-    of float32. A row that has been allocated has a prompt row too, until `end_prompt`.
+    dtype: of running sequences' rows, float32 or int8. A row that has been allocated has a prompt row too, until
+    `end_prompt`.
     """
 
     def __init__(
@@ -91,17 +91,16 @@ class KVRows:
         max_num_seqs: int,
         max_model_len: int,
         budget_tokens: int,
-        scales: Floats | None = None,
+        dtype: type[Any] = np.float32,
     ) -> None:
         shape = {"n_layer": n_layer, "n_kv_head": n_kv_head, "head_dim": head_dim, "max_model_len": max_model_len}
         n_prompts = min(max_num_seqs, MOST_PROMPTS)
-        self.running = RowMemory(**shape, n_rows=max_num_seqs, dtype=np.float32 if scales is None else np.int8)
+        self.running = RowMemory(**shape, n_rows=max_num_seqs, dtype=dtype)
         self.prompts = RowMemory(**shape, n_rows=n_prompts, dtype=np.float32)
         self.max_num_seqs = max_num_seqs
         self.budget_tokens = budget_tokens
         self.reserved_tokens = 0
         self.prompt_token_bytes = self.bytes_per_token(n_layer, n_kv_head, head_dim)
-        self._steps = None if scales is None else np.float32(1) / scales[:, :, None]  # [block, head, 1, head_dim]
         self._free = set(range(max_num_seqs))
         self._free_prompts = set(range(n_prompts))
         self._prompt_rows: dict[int, int] = {}  # by row
@@ -139,15 +138,14 @@ class KVRows:
         """Copy a prompt's tokens [start, stop) to the row that its sequence will run on, rounded to its type."""
         source = self.prompts.array[:, self._prompt_rows[row], :, start:stop]
         target = self.running.array[:, row, :, start:stop]
-        if self._steps is None:
+        if target.dtype == source.dtype:
             target[:] = source
             return
-        for tokens, steps, rounded in zip(source, self._steps, target, strict=True):  # a block at a time, in the cache
-            scaled = tokens * steps
-            np.rint(scaled, out=scaled)
-            np.clip(scaled, -127, 127, out=scaled)
+        for tokens, rounded in zip(source, target, strict=True):  # a block at a time, in the cache
+            whole = np.rint(tokens)
+            np.clip(whole, -127, 127, out=whole)
             with np.errstate(invalid="ignore"):  # what is no number shows in the logits
-                np.copyto(rounded, scaled, casting="unsafe")
+                np.copyto(rounded, whole, casting="unsafe")
 
     def allocate(self, n_tokens: int) -> int | None:
         """The lowest free row with `n_tokens` promised to it; None when no row is free or the budget is spent."""

@@ -8,7 +8,6 @@ its own row alone. Past and present are the same memory; nothing is copied, padd
 from __future__ import annotations
 
 import os
-from base64 import b64decode
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 import onnxruntime
 from numpy.typing import NDArray
 
-from model.bundle import DECODE_INPUT, GRAPH_ENVIRONMENT, KV_SCALES
+from model.bundle import DECODE_INPUT, GRAPH_ENVIRONMENT
 from model.config import DecoderConfig
 from server.engine.engine import SCORING_LOGITS_BYTES
 from server.engine.kv_rows import KVRows, RowMemory
@@ -69,9 +68,9 @@ class OnnxRunner:
 
     def _make_rows(self, config: DecoderConfig, max_num_seqs: int) -> KVRows:
         shape = {"n_layer": config.n_layer, "n_kv_head": config.n_kv_head, "head_dim": config.head_dim}
-        encoded = self._session.get_modelmeta().custom_metadata_map.get(KV_SCALES)
-        scales = None if encoded is None else np.frombuffer(b64decode(encoded), dtype=np.float32)
-        per_token = KVRows.bytes_per_token(**shape, itemsize=4 if scales is None else 1)
+        rounded = any(value.name == DECODE_INPUT for value in self._session.get_inputs())
+        dtype = np.dtype(np.int8 if rounded else np.float32)
+        per_token = KVRows.bytes_per_token(**shape, itemsize=dtype.itemsize)
         budget_tokens = min(self.kv_cache_bytes // per_token, max_num_seqs * self.max_model_len)
         if budget_tokens < 2:
             raise ValueError(
@@ -82,7 +81,7 @@ class OnnxRunner:
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
             budget_tokens=budget_tokens,
-            scales=None if scales is None else scales.reshape(2 * config.n_layer, config.n_kv_head, config.head_dim),
+            dtype=dtype.type,
         )
 
     def warm_up(self) -> None:
