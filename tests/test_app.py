@@ -65,10 +65,15 @@ async def test_a_model_that_cannot_be_loaded_is_reported(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("speculate", [False, True])
-def test_speculation_reaches_the_engine(random_model: RandomModel, speculate: bool) -> None:
+def test_speculation_reaches_the_engine_and_the_log(
+    random_model: RandomModel, speculate: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVASIR_SPECULATE", str(speculate))
     bundle = replace(fake_bundle(random_model.graph.parent), config=random_model.config)
-    settings = load_settings(model=bundle.path, kv_cache_memory=2**24, threads=1, speculate=speculate)
-    assert build_engine(settings, bundle).speculate is speculate
+    settings = load_settings(model=bundle.path, kv_cache_memory=2**24, threads=1)
+    with caplog.at_level("INFO", logger="kvasir"):
+        assert build_engine(settings, bundle).speculate is speculate
+    assert ("speculation is on" in caplog.text) is speculate
 
 
 def test_importing_the_server_loads_neither_torch_nor_a_runtime() -> None:
