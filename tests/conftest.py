@@ -29,3 +29,8 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
 def random_int8_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
     """The same decoder, quantised."""
     return export_random(tmp_path_factory.mktemp("random_int8_model"), "int8", **SHAPE)
+
+
+@pytest.fixture(scope="session")
+def random_int4_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
+    return export_random(tmp_path_factory.mktemp("random_int4_model"), "int4", **SHAPE)

@@ -43,11 +43,10 @@ def make_request(model: RandomModel, i: int) -> Sequence:
     return make_sequence(i, prompt_ids, params)
 
 
-@pytest.fixture(scope="module", params=["fp32", "int8"])
+@pytest.fixture(scope="module", params=["model", "int8_model", "int4_model"])
 def model(request: pytest.FixtureRequest) -> RandomModel:
-    """int8 keeps the promise because each token has a scale of its own."""
-    name = "random_model" if request.param == "fp32" else "random_int8_model"
-    exported: RandomModel = request.getfixturevalue(name)
+    """Rounded models keep the promise because scales belong to single tokens."""
+    exported: RandomModel = request.getfixturevalue(f"random_{request.param}")
     return exported
 
 
