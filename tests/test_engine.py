@@ -107,7 +107,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert [sequence.row for sequence in held] == sorted({sequence.row for sequence in held})  # type: ignore[type-var]
         assert scheduler.rows.n_free == scheduler.rows.max_num_seqs - len(held)
         assert scheduler.rows.reserved_tokens == sum(sequence.n_reserved for sequence in held)
-        assert scheduler.rows.reserved_tokens <= scheduler.rows.budget_tokens
+        assert scheduler.rows.reserved_tokens <= scheduler.rows.committed_tokens <= scheduler.rows.budget_tokens
         prefilling = [sequence for sequence in held if sequence.status is SequenceStatus.PREFILLING]
         assert len(prefilling) <= 1
 

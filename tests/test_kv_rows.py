@@ -150,6 +150,23 @@ def test_what_free_rows_still_hold_stays_within_the_budget() -> None:
     assert process.memory_info().rss - before < 1.1 * whole
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
+def test_moving_takes_no_more_than_the_budget() -> None:
+    """Would catch a row that keeps its pages while the one it was moved to takes the same promise."""
+    rows = make_rows(n_layer=4, max_num_seqs=3, max_model_len=20000, budget_tokens=20000)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    whole = 8 * 3 * 20000 * 8 * 4
+    for n in (100, 100, 19800):
+        rows.allocate(n)
+    for leaver, source in ((0, 2), (1, 0)):
+        rows.free(leaver)
+        rows.running.array[:, source, :, :19800] = 1.0
+        assert rows.move(source, 100) == leaver
+        rows.running.array[:, leaver, :, :19800] = 1.0
+        assert process.memory_info().rss - before < 1.1 * whole
+
+
 def test_promises_are_bounded_by_rows_and_by_budget() -> None:
     rows = make_rows()
     assert [rows.allocate(n) for n in (60, 60, 40)] == [0, 1, None]  # 160 tokens are more than 150
@@ -165,7 +182,7 @@ def test_promises_are_bounded_by_rows_and_by_budget() -> None:
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_move_takes_the_tokens_and_the_promise_along(int8: bool) -> None:
-    rows = make_rows(max_model_len=200, budget_tokens=200, int8=int8)
+    rows = make_rows(max_model_len=200, budget_tokens=280, int8=int8)
     for n in (10, 20, 130):
         rows.allocate(n)
     rows.running.array[:] = np.random.default_rng(0).integers(-127, 127, rows.running.array.shape)
@@ -179,6 +196,17 @@ def test_a_move_takes_the_tokens_and_the_promise_along(int8: bool) -> None:
     rows.free(0)
     assert rows.reserved_tokens == 20
     assert rows.n_free == 3
+
+
+def test_a_move_waits_for_room_for_both_rows() -> None:
+    """Or what is copied is there twice, beside a budget that is spent."""
+    rows = make_rows(max_model_len=200, budget_tokens=200)
+    for n in (10, 20, 130):
+        rows.allocate(n)
+    rows.free(0)
+    assert rows.move(2, 51) is None
+    assert (rows.n_free, rows.reserved_tokens) == (2, 150)
+    assert rows.move(2, 50) == 0
 
 
 def test_bytes_per_token_counts_keys_and_values_of_every_layer() -> None:

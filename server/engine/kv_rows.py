@@ -39,6 +39,8 @@ class RowMemory:
         self, *, n_layer: int, n_kv_head: int, head_dim: int, n_rows: int, max_model_len: int, dtype: type[Any]
     ) -> None:
         self.dtype = np.dtype(dtype)
+        self.promised = [0] * n_rows  # tokens that a row's holder may write
+        self.warm = [0] * n_rows  # tokens whose pages a row still holds from before
         per_position = n_kv_head * head_dim * self.dtype.itemsize
         step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, per_position)
         self.n_positions = math.ceil(max_model_len / step) * step
@@ -53,6 +55,24 @@ class RowMemory:
     def address(self, block: int, row: int) -> int:
         """Where row `row` of block `block` starts."""
         return self._base + self._offset(block, row)
+
+    @property
+    def n_committed(self) -> int:
+        """Tokens that have memory, or may take it at any time."""
+        return sum(map(max, self.promised, self.warm))
+
+    def release(self, row: int) -> None:
+        """Take a row's promise back; its pages stay."""
+        self.warm[row] = max(self.warm[row], self.promised[row])
+        self.promised[row] = 0
+
+    def cool(self, row: int) -> int:
+        """Return what a row holds beyond its promise, and how many tokens that is."""
+        n_returned = max(0, self.warm[row] - self.promised[row])
+        if n_returned:
+            self.give_back(row, self.promised[row])
+            self.warm[row] = 0
+        return n_returned
 
     def give_back(self, row: int, n_kept: int = 0) -> None:
         """Return a row's pages to the operating system, but for those of its first `n_kept` tokens."""
@@ -99,13 +119,10 @@ class KVRows:
         self.prompts = RowMemory(**shape, n_rows=n_prompts, dtype=np.float32)
         self.max_num_seqs = max_num_seqs
         self.budget_tokens = budget_tokens
-        self.reserved_tokens = 0
         self.prompt_token_bytes = self.bytes_per_token(n_layer, n_kv_head, head_dim)
         self._free = set(range(max_num_seqs))
         self._free_prompts = set(range(n_prompts))
         self._prompt_rows: dict[int, int] = {}  # by row
-        self._promised = [0] * max_num_seqs
-        self._warm = [0] * max_num_seqs  # tokens whose pages a row still holds from before
 
     @staticmethod
     def bytes_per_token(n_layer: int, n_kv_head: int, head_dim: int, itemsize: int = 4) -> int:
@@ -114,6 +131,16 @@ class KVRows:
     @property
     def n_free(self) -> int:
         return len(self._free)
+
+    @property
+    def reserved_tokens(self) -> int:
+        """What is promised of the budget."""
+        return sum(self.running.promised)
+
+    @property
+    def committed_tokens(self) -> int:
+        """What is promised of the budget, and what free rows still hold."""
+        return self.running.n_committed
 
     def prompt_row(self, row: int) -> int:
         """Which row of `prompts` belongs to a row. Raises KeyError once its prompt has ended."""
@@ -155,12 +182,8 @@ class KVRows:
         self._free.remove(row)
         self._prompt_rows[row] = min(self._free_prompts)
         self._free_prompts.remove(self._prompt_rows[row])
-        self._promised[row] = n_tokens
-        self.reserved_tokens += n_tokens
-        for other in sorted(range(len(self._warm)), key=lambda r: (r in self._free, r), reverse=True):
-            if sum(map(max, self._promised, self._warm)) <= self.budget_tokens:
-                break
-            self._cool(other)
+        self.running.promised[row] = n_tokens
+        self._keep_to_budget()
         return row
 
     def end_prompt(self, row: int, n_tokens: int) -> None:
@@ -180,35 +203,43 @@ class KVRows:
         if row in self._prompt_rows:
             self.end_prompt(row, self.prompts.n_positions)
         self._free.add(row)
-        self.reserved_tokens -= self._promised[row]
-        self._warm[row] = max(self._warm[row], self._promised[row])
-        self._promised[row] = 0
+        self.running.release(row)
 
     def give_back(self) -> None:
         """Return the pages of all free rows to the operating system."""
         for row in self._free:
-            self._cool(row)
+            self.running.cool(row)
         for row in self._free_prompts:
             self.prompts.give_back(row)
 
-    def move(self, source: int, n_tokens: int) -> int:
-        """Move a row's first `n_tokens` tokens, and its promise, to the lowest free row, which is returned."""
+    def move(self, source: int, n_tokens: int) -> int | None:
+        """Move a row's first `n_tokens` tokens, and its promise, to the lowest free row, which is returned.
+
+        None when the budget has no room for the tokens in both rows, which hold them while they are copied.
+        """
+        if self.reserved_tokens + n_tokens > self.budget_tokens:
+            return None
         target = min(self._free)
+        self._free.remove(target)
+        self.running.promised[target] = n_tokens
+        self._keep_to_budget()
         tokens = self.running.array[:, :, :, :n_tokens]
         tokens[:, target] = tokens[:, source]
         if source in self._prompt_rows:
             self._prompt_rows[target] = self._prompt_rows.pop(source)
-        self._free.remove(target)
+        self.running.promised[target] = self.running.promised[source]
+        self.running.release(source)
         self._free.add(source)
-        self._promised[target], self._promised[source] = self._promised[source], 0
-        self._warm[source] = max(self._warm[source], self._promised[target])
+        self._keep_to_budget()
         return target
 
-    def _cool(self, row: int) -> None:
-        """Return what a row holds beyond its promise."""
-        if self._warm[row] > self._promised[row]:
-            self.running.give_back(row, self._promised[row])
-        self._warm[row] = 0
+    def _keep_to_budget(self) -> None:
+        """Return pages beyond what is promised until all fits: those of free rows first, the highest first."""
+        excess = self.committed_tokens - self.budget_tokens
+        for row in sorted(range(self.max_num_seqs), key=lambda r: (r in self._free, r), reverse=True):
+            if excess <= 0:
+                break
+            excess -= self.running.cool(row)
 
 
 def _reserve(size: int) -> mmap.mmap:

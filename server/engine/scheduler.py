@@ -207,6 +207,8 @@ class Scheduler:
         assert last.row is not None
         source = last.row
         target = self.rows.move(source, last.n_computed)
+        if target is None:
+            return
         self._window[source] = None
         self._place(last, target)
         self._trim()
