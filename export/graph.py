@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import warnings
 from pathlib import Path
 
@@ -93,6 +92,7 @@ def export_graph(
     program = _trace(ServingGraph(decoder).eval(), config)
     _name_dimensions(program.model.graph, config)
     names = _name_weights(program.model.graph, decoder)
+    _separate_head_norms(program.model.graph, names)
     _scale_queries(program.model.graph, names, config)
     program.model.metadata_props[_PARAMETERS] = json.dumps(names)
     for node in program.model.graph.all_nodes():
@@ -124,20 +124,22 @@ def load_decoder(config: DecoderConfig, path: Path) -> Decoder:
             assert stored is not None
             values = torch.from_numpy(stored.numpy().copy())
             parameters[name].copy_(values.T if initializer.endswith(_TRANSPOSED) else values)
-        for name in filter(_makes_queries, parameters):
-            parameters[name][: config.n_head * config.head_dim] *= math.sqrt(config.head_dim)
+        if any(node.attributes.get_float("scale", 0.0) == 1.0 for node in model.graph if _is_attention(node)):
+            for name, parameter in parameters.items():
+                if makes_queries(name, config):
+                    parameter[: config.n_head * config.head_dim] /= config.query_scale
     return decoder
 
 
 def _scale_queries(graph: onnx_ir.Graph, names: dict[str, str], config: DecoderConfig) -> None:
-    """Put attention's 1 / sqrt(head_dim) into the weights that make queries; the operator's own scale is 1.
+    """Put attention's scale into the weights that make queries; the operator's own is 1.
 
     ONNX Runtime's product of one query and the cached keys reads the keys in place only where there is no scale to
     apply; otherwise it copies them first.
     """
-    queries = _writable(graph, {name: held for name, held in names.items() if _makes_queries(name)})
+    queries = _writable(graph, {name: held for name, held in names.items() if makes_queries(name, config)})
     for array in {id(array): array for array in queries.values()}.values():
-        array[: config.n_head * config.head_dim] /= math.sqrt(config.head_dim)
+        array[: config.n_head * config.head_dim] *= config.query_scale
 
 
 def _writable(graph: onnx_ir.Graph, names: dict[str, str]) -> dict[str, NDArray[np.float32]]:
@@ -152,8 +154,35 @@ def _writable(graph: onnx_ir.Graph, names: dict[str, str]) -> dict[str, NDArray[
     return {name: arrays[initializer] for name, initializer in names.items()}
 
 
-def _makes_queries(parameter: str) -> bool:
-    return ".attention.qkv." in parameter
+def makes_queries(parameter: str, config: DecoderConfig) -> bool:
+    """Whether a parameter's first n_head · head_dim rows are what multiplies its input to become queries."""
+    return (".attention.query_norm." if config.qk_norm else ".attention.qkv.") in parameter
+
+
+def _is_attention(node: onnx_ir.Node) -> bool:
+    return node.op_type == "GroupQueryAttention"
+
+
+def _separate_head_norms(graph: onnx_ir.Graph, names: dict[str, str]) -> None:
+    """Give each layer's head norm a weight of its own, in place: the exporter keeps one copy of equal ones.
+
+    Uses of one weight come in the order of the layers, as the names do.
+    """
+    shared: dict[str, list[str]] = {}
+    for name, initializer in names.items():
+        if name.endswith("_norm.weight") and ".attention." in name:
+            shared.setdefault(initializer, []).append(name)
+    places = {node: place for place, node in enumerate(graph)}
+    for initializer, holders in shared.items():
+        value = graph.initializers[initializer]
+        assert value.const_value is not None
+        uses = sorted(value.uses(), key=lambda use: places[use[0]])
+        for name, (node, index) in zip(holders[1:], uses[1:], strict=True):
+            tensor = onnx_ir.tensor(value.const_value.numpy().copy(), name=name)
+            own = onnx_ir.Value(name=name, shape=value.shape, type=value.type, const_value=tensor)
+            graph.register_initializer(own)
+            node.replace_input_with(index, own)
+            names[name] = name
 
 
 def _name_weights(graph: onnx_ir.Graph, decoder: Decoder) -> dict[str, str]:

@@ -74,8 +74,12 @@ def scale_kv_channels(parameters: Mapping[str, NDArray[np.float32]], config: Dec
     for layer in range(config.n_layer):
         keys, values = scales[2 * layer : 2 * layer + 2]  # [n_kv_head, head_dim]
         for_queries, for_output = (x.repeat(config.n_groups, axis=0).reshape(-1) for x in (keys, values))
-        factors = np.concatenate([for_queries, 1 / keys.reshape(-1), 1 / values.reshape(-1)])
         prefix = f"blocks.{layer}.attention"
+        if config.qk_norm:
+            parameters[f"{prefix}.query_norm.weight"][:] *= keys.repeat(config.n_groups, axis=0)
+            parameters[f"{prefix}.key_norm.weight"][:] /= keys
+            keys, for_queries = np.ones_like(keys), np.ones_like(for_queries)
+        factors = np.concatenate([for_queries, 1 / keys.reshape(-1), 1 / values.reshape(-1)])
         parameters[f"{prefix}.qkv.weight"][:] *= factors[:, None]
         if config.qkv_bias:
             parameters[f"{prefix}.qkv.bias"][:] *= factors

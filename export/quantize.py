@@ -22,7 +22,7 @@ import onnx_ir as ir
 from numpy.typing import NDArray
 
 INT4_BLOCK = 32
-EMBEDDING = "embedding.weight"  # the decoder's name for it, which the exported graph keeps
+EMBEDDING, HEAD = "embedding.weight", "head.weight"  # the decoder's names, which the exported graph keeps
 _SMALLEST_SCALE = np.float32(1e-12)  # for a column of zeros
 _MICROSOFT = "com.microsoft"
 
@@ -224,7 +224,7 @@ def _gate_and_up(node: ir.Node) -> ir.Node | None:
 
 
 def _is_head(node: ir.Node) -> bool:
-    return node.outputs[0].name == "logits"
+    return _operands(node)[1].name in (EMBEDDING, HEAD)
 
 
 def _is_constant(value: ir.Value | None) -> bool:

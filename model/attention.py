@@ -1,20 +1,22 @@
 """Causal self-attention: over a whole sequence in training, over rows of cached keys and values in serving.
 
-softmax(Q Kᵀ / √d + M) V (Vaswani et al. 2017), with n_kv_head ≤ n_head key-value heads (Ainslie et al. 2023) and rotary
-positions (Su et al. 2021). `cached_attention` is the one seam that exports differently per device: its eager branch
-computes exactly what the operator it exports to does.
+softmax(s Q Kᵀ + M) V (Vaswani et al. 2017), s = 1 / √d unless the model says otherwise, with n_kv_head ≤ n_head
+key-value heads (Ainslie et al. 2023). `cached_attention` is the one seam that exports differently per device: its eager
+branch computes exactly what the operator it exports to does.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from model.config import DecoderConfig
+from model.norm import HeadNorm
+from model.positions import Positions, RotaryTable, rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,59 +41,61 @@ class LayerCache:
     value: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class RotaryTable:
-    """cos and sin of position · frequency, each [n_positions, head_dim / 2]."""
-
-    cos: Tensor
-    sin: Tensor
-
-
-def rotary_table(config: DecoderConfig) -> RotaryTable:
-    """Angles p · θ^(-2i/d) for every position p and pair i (Su et al. 2021, section 3.2.2)."""
-    pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
-    angles = torch.outer(torch.arange(config.max_model_len, dtype=torch.float64), config.rope_theta**-pairs)
-    return RotaryTable(angles.cos().float(), angles.sin().float())
-
-
-def rotate(x: Tensor, table: RotaryTable, position_ids: Tensor) -> Tensor:
-    """Rotate pairs (i, i + d/2) of heads x [batch, heads, sequence, head_dim] by their positions [batch, sequence]."""
-    cos = table.cos[position_ids][:, None]  # [batch, 1, sequence, head_dim / 2]
-    sin = table.sin[position_ids][:, None]
-    left, right = x.chunk(2, dim=-1)
-    return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-
-
 class Attention(nn.Module):
     """The attention sublayer: one projection to queries, keys and values, attention, one projection back."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
         self.config = config
-        n_projected = (config.n_head + 2 * config.n_kv_head) * config.head_dim
-        self.qkv = nn.Linear(config.d_model, n_projected, bias=config.qkv_bias)
-        self.output = nn.Linear(config.n_head * config.head_dim, config.d_model, bias=config.output_bias)
+        self.rotates = config.rotates(layer)
+        self.window = config.window_of(layer)
+        self.widths = [n * config.head_dim for n in (config.n_head, config.n_kv_head, config.n_kv_head)]
+        self.qkv = nn.Linear(config.d_model, sum(self.widths), bias=config.qkv_bias)
+        if config.qk_norm:
+            self.query_norm = HeadNorm(config.n_head, config.head_dim, config.norm_eps)
+            self.key_norm = HeadNorm(config.n_kv_head, config.head_dim, config.norm_eps)
+        self.output = nn.Linear(self.widths[0], config.d_model, bias=config.output_bias)
 
-    def forward(self, x: Tensor, table: RotaryTable | None) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """Attend over the whole of x [batch, sequence, d_model] at positions 0, 1, …, each blind to what follows it."""
-        query, key, value = split_heads(self.qkv(x), self.config)
-        if table is not None:
-            position_ids = torch.arange(x.shape[1], device=x.device)[None]
-            query, key = rotate(query, table, position_ids), rotate(key, table, position_ids)
+        query, key, value = split_heads(self._project(x), self.config)
+        place = torch.arange(x.shape[1], device=x.device)
+        if table := self._rotary(positions):
+            query, key = rotate(query, table, place[None]), rotate(key, table, place[None])
         dropout = self.config.attention_dropout if self.training else 0.0
-        grouped = self.config.n_groups > 1
-        attended = functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=grouped
-        )
+        plain = self.window is None and positions.bias is None and self.config.attention_softcap is None
+        if plain:
+            attended = functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                dropout_p=dropout,
+                is_causal=True,
+                scale=self.config.query_scale,
+                enable_gqa=self.config.n_groups > 1,
+            )
+        else:
+            visible = visible_keys(place[None], place, self.window)
+            attended = attend(query, key, value, visible, positions.bias, self.config, dropout)
         projected: Tensor = self.output(merge_heads(attended))
         return projected
 
-    def step(
-        self, x: Tensor, table: RotaryTable | None, inputs: StepInputs, cache: LayerCache
-    ) -> tuple[Tensor, LayerCache]:
+    def step(self, x: Tensor, positions: Positions, inputs: StepInputs, cache: LayerCache) -> tuple[Tensor, LayerCache]:
         """Append x [batch, sequence, d_model] to the rows of `cache` and attend over them."""
-        attended, present = cached_attention(self.qkv(x), table, inputs, cache, self.config)
+        known = Positions(self._rotary(positions), positions.bias)
+        attended, present = cached_attention(self._project(x), known, inputs, cache, self.config, self.window)
         return self.output(attended), present
+
+    def _project(self, x: Tensor) -> Tensor:
+        """Queries, keys and values of x, side by side: [batch, sequence, (n_head + 2 n_kv_head) · head_dim]."""
+        qkv: Tensor = self.qkv(x)
+        if not self.config.qk_norm:
+            return qkv
+        query, key, value = qkv.split(self.widths, dim=-1)
+        return torch.cat((self.query_norm(query), self.key_norm(key), value), dim=-1)
+
+    def _rotary(self, positions: Positions) -> RotaryTable | None:
+        return positions.rotary if self.rotates else None
 
 
 def split_heads(qkv: Tensor, config: DecoderConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,8 +110,49 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
+def visible_keys(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
+    """Which keys a query sees: bool [batch, sequence, n_keys], of positions [batch, sequence] and [n_keys]."""
+    distances = query_positions[..., None] - key_positions
+    visible = distances >= 0
+    return visible if window is None else visible & (distances < window)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor,
+    bias: Tensor | None,
+    config: DecoderConfig,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Attention in full: heads [batch, heads, …, head_dim], visible [batch, sequence, n_keys].
+
+    bias: [batch, n_head, sequence, n_keys], added to scores after they are capped. Returns what queries look like.
+    """
+    weights = attention_weights(query, key, visible, bias, config)
+    return functional.dropout(weights, dropout) @ value.repeat_interleave(config.n_groups, dim=1)
+
+
+def attention_weights(
+    query: Tensor, key: Tensor, visible: Tensor, bias: Tensor | None, config: DecoderConfig
+) -> Tensor:
+    """softmax over the visible keys: [batch, n_head, sequence, n_keys]; arguments as of `attend`."""
+    scores = query @ key.repeat_interleave(config.n_groups, dim=1).transpose(-1, -2) * config.query_scale
+    if config.attention_softcap is not None:
+        scores = config.attention_softcap * (scores / config.attention_softcap).tanh()
+    if bias is not None:
+        scores = scores + bias
+    return scores.masked_fill(~visible[:, None], -torch.inf).softmax(dim=-1)
+
+
 def cached_attention(
-    qkv: Tensor, table: RotaryTable | None, inputs: StepInputs, cache: LayerCache, config: DecoderConfig
+    qkv: Tensor,
+    positions: Positions,
+    inputs: StepInputs,
+    cache: LayerCache,
+    config: DecoderConfig,
+    window: int | None = None,
 ) -> tuple[Tensor, LayerCache]:
     """Attention of new tokens over cached rows, to which they are appended.
 
@@ -115,20 +160,16 @@ def cached_attention(
     or at 0 in a first prompt that is padded on the right. Returns [batch, sequence, n_head · head_dim] and the rows.
     """
     if torch.onnx.is_in_onnx_export():
-        return _group_query_attention(qkv, table, inputs, cache, config)
+        return _group_query_attention(qkv, positions, inputs, cache, config, window)
     query, key, value = split_heads(qkv, config)
-    if table is not None:
+    if table := positions.rotary:
         query, key = rotate(query, table, inputs.position_ids), rotate(key, table, inputs.position_ids)
     sequence = query.shape[2]
     starts = (inputs.seqlens_k.long() + 1 - sequence).clamp(min=0)
-    positions = starts[:, None] + torch.arange(sequence)  # [batch, sequence]
-    present = LayerCache(_append(cache.key, key, positions), _append(cache.value, value, positions))
-    visible = torch.arange(cache.key.shape[2]) <= positions[..., None]  # [batch, sequence, n_positions]
-    keys = present.key.repeat_interleave(config.n_groups, dim=1)
-    values = present.value.repeat_interleave(config.n_groups, dim=1)
-    scores = query @ keys.transpose(-1, -2) / math.sqrt(config.head_dim)
-    weights = scores.masked_fill(~visible[:, None], -torch.inf).softmax(dim=-1)
-    return merge_heads(weights @ values), present
+    places = starts[:, None] + torch.arange(sequence)  # [batch, sequence]
+    present = LayerCache(_append(cache.key, key, places), _append(cache.value, value, places))
+    visible = visible_keys(places, torch.arange(cache.key.shape[2]), window)
+    return merge_heads(attend(query, present.key, present.value, visible, positions.bias, config)), present
 
 
 def _append(rows: Tensor, new: Tensor, positions: Tensor) -> Tensor:
@@ -137,13 +178,38 @@ def _append(rows: Tensor, new: Tensor, positions: Tensor) -> Tensor:
     return rows.scatter(2, index, new)
 
 
+def cached_positions(inputs: StepInputs, cache: LayerCache) -> Tensor:
+    """int64, the positions 0, 1, … of a row's keys: of all that it has room for, or, exported, of those in use."""
+    if not torch.onnx.is_in_onnx_export():
+        return torch.arange(cache.key.shape[2])
+    zero, one = torch.tensor(0), torch.tensor(1)
+    total = inputs.total_sequence_length.long()
+    return torch.onnx.ops.symbolic("Range", [zero, total, one], dtype=torch.int64, shape=[cache.key.shape[2]])
+
+
 def _group_query_attention(
-    qkv: Tensor, table: RotaryTable | None, inputs: StepInputs, cache: LayerCache, config: DecoderConfig
+    qkv: Tensor,
+    positions: Positions,
+    inputs: StepInputs,
+    cache: LayerCache,
+    config: DecoderConfig,
+    window: int | None,
 ) -> tuple[Tensor, LayerCache]:
     """ONNX Runtime's com.microsoft.GroupQueryAttention: packed q, k, v; rotary inside; past and present aliased."""
+    table = positions.rotary
     attended = [*qkv.shape[:2], config.n_head * config.head_dim]
-    rotary = [table.cos, table.sin] if table else [None, None]
-    output, key, value = torch.onnx.ops.symbolic_multi_out(
+    attributes: dict[str, Any] = {
+        "num_heads": config.n_head,
+        "kv_num_heads": config.n_kv_head,
+        "scale": 1.0,  # the exporter has the scale in what makes queries
+        "do_rotary": int(table is not None),
+        "rotary_interleaved": 0,
+    }
+    if window is not None:
+        attributes["local_window_size"] = window
+    if config.attention_softcap is not None:
+        attributes["softcap"] = config.attention_softcap
+    output, keys, values = torch.onnx.ops.symbolic_multi_out(
         "com.microsoft::GroupQueryAttention",
         inputs=[
             qkv,
@@ -153,18 +219,14 @@ def _group_query_attention(
             cache.value,
             inputs.seqlens_k,
             inputs.total_sequence_length,
-            *rotary,
+            table.cos if table else None,
+            table.sin if table else None,
             inputs.position_ids if table else None,
+            positions.bias,
         ],
-        attrs={
-            "num_heads": config.n_head,
-            "kv_num_heads": config.n_kv_head,
-            "scale": 1.0,  # the exporter has 1 / sqrt(head_dim) in the queries' weights
-            "do_rotary": int(table is not None),
-            "rotary_interleaved": 0,
-        },
+        attrs=attributes,
         dtypes=(qkv.dtype, cache.key.dtype, cache.value.dtype),
         shapes=(attended, list(cache.key.shape), list(cache.value.shape)),
         version=1,
     )
-    return output, LayerCache(key, value)
+    return output, LayerCache(keys, values)

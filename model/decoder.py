@@ -1,107 +1,99 @@
-"""The decoder: norms, positions, feed-forward, blocks. Written once; trained, exported and checked from here."""
+"""The decoder: feed-forward, blocks, embeddings, head. Written once; trained, exported and checked from here."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.attention import Attention, LayerCache, RotaryTable, StepInputs, rotary_table
+from model.attention import Attention, LayerCache, StepInputs, cached_positions
 from model.config import DecoderConfig
+from model.norm import make_norm
+from model.positions import (
+    Positions,
+    RotaryTable,
+    alibi_table,
+    distances,
+    relative_buckets,
+    rotary_table,
+    sinusoidal_table,
+)
 
-
-class RMSNorm(nn.Module):
-    """x / √(mean(x²) + ε) · weight (Zhang & Sennrich 2019), exported as one operator."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.onnx.is_in_onnx_export():
-            return torch.onnx.ops.symbolic(
-                "RMSNormalization",
-                inputs=[x, self.weight],
-                attrs={"axis": -1, "epsilon": self.eps},
-                dtype=x.dtype,
-                shape=list(x.shape),
-                version=23,
-            )
-        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-def make_norm(config: DecoderConfig) -> nn.Module:
-    """RMSNorm, or LayerNorm with weight and bias (Ba et al. 2016)."""
-    if config.norm == "rmsnorm":
-        return RMSNorm(config.d_model, config.norm_eps)
-    return nn.LayerNorm(config.d_model, config.norm_eps)
-
-
-def sinusoidal_table(config: DecoderConfig) -> Tensor:
-    """[max_model_len, d_model]: sin and cos of p / 10000^(2i/d), interleaved (Vaswani et al. 2017, section 3.5)."""
-    pairs = torch.arange(0, config.d_model, 2, dtype=torch.float64) / config.d_model
-    angles = torch.outer(torch.arange(config.max_model_len, dtype=torch.float64), 10000.0**-pairs)
-    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)[:, : config.d_model].float()
+_FEED_FORWARDS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {  # the activation, and whether it gates
+    "swiglu": (functional.silu, True),
+    "geglu": (functional.gelu, True),
+    "geglu_tanh": (partial(functional.gelu, approximate="tanh"), True),
+    "gelu": (functional.gelu, False),
+    "gelu_tanh": (partial(functional.gelu, approximate="tanh"), False),
+    "relu": (functional.relu, False),
+}
 
 
 class FeedForward(nn.Module):
-    """down(act(up x)), or SwiGLU: down(silu(gate x) · up x) with gate and up in one projection (Shazeer 2020)."""
+    """down(act(up x)), or gated: down(act(gate x) · up x) with gate and up in one projection (Shazeer 2020)."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.kind = config.feed_forward
-        widened = 2 * config.d_ff if self.kind == "swiglu" else config.d_ff
+        self.activation, self.gated = _FEED_FORWARDS[config.feed_forward]
+        widened = 2 * config.d_ff if self.gated else config.d_ff
         self.up = nn.Linear(config.d_model, widened, bias=config.feed_forward_bias)
         self.down = nn.Linear(config.d_ff, config.d_model, bias=config.feed_forward_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.up(x)
-        if self.kind == "swiglu":
+        if self.gated:
             gate, hidden = hidden.chunk(2, dim=-1)
-            hidden = functional.silu(gate) * hidden
+            hidden = self.activation(gate) * hidden
         else:
-            hidden = functional.gelu(hidden) if self.kind == "gelu" else functional.relu(hidden)
+            hidden = self.activation(hidden)
         lowered: Tensor = self.down(hidden)
         return lowered
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each with a residual and a norm before it ("pre") or after the sum ("post")."""
+    """Attention and feed-forward, each with a residual and norms as `norm_placement` says."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, layer: int) -> None:
         super().__init__()
-        self.pre = config.norm_placement == "pre"
+        self.placement = config.norm_placement
+        self.parallel = config.parallel_residual
         self.attention_norm = make_norm(config)
-        self.attention = Attention(config)
+        self.attention = Attention(config, layer)
         self.feed_forward_norm = make_norm(config)
         self.feed_forward = FeedForward(config)
+        if self.placement == "both":
+            self.attention_output_norm = make_norm(config)
+            self.feed_forward_output_norm = make_norm(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, table: RotaryTable | None) -> Tensor:
-        attended = self.attention(self._before_attention(x), table)
-        return self._after_attention(x, attended)
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+        return self._after_attention(x, self.attention(self._before_attention(x), positions))
 
-    def step(
-        self, x: Tensor, table: RotaryTable | None, inputs: StepInputs, cache: LayerCache
-    ) -> tuple[Tensor, LayerCache]:
-        attended, present = self.attention.step(self._before_attention(x), table, inputs, cache)
+    def step(self, x: Tensor, positions: Positions, inputs: StepInputs, cache: LayerCache) -> tuple[Tensor, LayerCache]:
+        attended, present = self.attention.step(self._before_attention(x), positions, inputs, cache)
         return self._after_attention(x, attended), present
 
     def _before_attention(self, x: Tensor) -> Tensor:
-        normed: Tensor = self.attention_norm(x) if self.pre else x
+        normed: Tensor = x if self.placement == "post" else self.attention_norm(x)
         return normed
 
     def _after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
-        x = x + self.dropout(attended)
-        if self.pre:
-            x = x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
-        else:
-            x = self.attention_norm(x)
-            x = self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
-        return x
+        if self.placement == "post":
+            x = self.attention_norm(x + self.dropout(attended))
+            normed: Tensor = self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
+            return normed
+        if self.placement == "both":
+            attended = self.attention_output_norm(attended)
+        between = x + self.dropout(attended)
+        lowered = self.feed_forward(self.feed_forward_norm(x if self.parallel else between))
+        if self.placement == "both":
+            lowered = self.feed_forward_output_norm(lowered)
+        after: Tensor = between + self.dropout(lowered)
+        return after
 
 
 class Decoder(nn.Module):
@@ -110,13 +102,15 @@ class Decoder(nn.Module):
     rotary_cos: Tensor
     rotary_sin: Tensor
     sinusoids: Tensor
+    alibi: Tensor
+    buckets: Tensor
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.norm = make_norm(config) if config.norm_placement == "pre" else nn.Identity()
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
+        self.norm = nn.Identity() if config.norm_placement == "post" else make_norm(config)
         self.dropout = nn.Dropout(config.dropout)
         self.head = None if config.tied_embeddings else nn.Linear(config.d_model, config.vocab_size, bias=False)
         self._add_positions()
@@ -129,7 +123,12 @@ class Decoder(nn.Module):
             self.position_embedding = nn.Embedding(config.max_model_len, config.d_model)
         elif config.position == "sinusoidal":
             self.register_buffer("sinusoids", sinusoidal_table(config), persistent=False)
-        else:
+        elif config.position == "alibi":
+            self.register_buffer("alibi", alibi_table(config), persistent=False)
+        elif config.position == "relative":
+            self.relative_bias = nn.Embedding(config.relative_buckets, config.n_head)
+            self.register_buffer("buckets", relative_buckets(config), persistent=False)
+        elif config.position == "rotary":
             table = rotary_table(config)
             self.register_buffer("rotary_cos", table.cos, persistent=False)
             self.register_buffer("rotary_sin", table.sin, persistent=False)
@@ -154,10 +153,11 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[batch, sequence] at positions 0, 1, … → logits [batch, sequence, vocab]. Training, and the oracle."""
-        position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        x = self._embed(input_ids, position_ids)
+        place = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self._embed(input_ids, place[None])
+        positions = self._positions(place[None], place)
         for block in self.blocks:
-            x = block(x, self._rotary)
+            x = block(x, positions)
         return self._logits(x)
 
     def step(
@@ -169,19 +169,29 @@ class Decoder(nn.Module):
         Returns logits [rows, vocab] and the rows with the new keys and values appended.
         """
         x = self._embed(input_ids, inputs.position_ids)
+        positions = self._positions(inputs.position_ids, cached_positions(inputs, caches[0]))
         presents = []
         for block, cache in zip(self.blocks, caches, strict=True):
             assert isinstance(block, Block)
-            x, present = block.step(x, self._rotary, inputs, cache)
+            x, present = block.step(x, positions, inputs, cache)
             presents.append(present)
         return self._logits(x.flatten(0, 1).index_select(0, logits_indices)), presents
 
-    @property
-    def _rotary(self) -> RotaryTable | None:
-        return RotaryTable(self.rotary_cos, self.rotary_sin) if self.config.position == "rotary" else None
+    def _positions(self, query_positions: Tensor, key_positions: Tensor) -> Positions:
+        """What every layer is told: positions [batch, sequence] of new tokens, [n_keys] of what they may attend to."""
+        if self.config.position == "rotary":
+            return Positions(RotaryTable(self.rotary_cos, self.rotary_sin))
+        if self.config.position == "alibi":
+            return Positions(bias=self.alibi[:, distances(query_positions, key_positions)].transpose(0, 1))
+        if self.config.position == "relative":
+            bias = self.relative_bias(self.buckets[distances(query_positions, key_positions)])
+            return Positions(bias=bias.permute(0, 3, 1, 2))  # from [batch, sequence, n_keys, n_head]
+        return Positions()
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x: Tensor = self.embedding(input_ids)
+        if self.config.embedding_scale != 1.0:
+            x = x * self.config.embedding_scale
         if self.config.position == "learned":
             x = x + self.position_embedding(position_ids)
         elif self.config.position == "sinusoidal":
@@ -191,4 +201,7 @@ class Decoder(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         weight = self.embedding.weight if self.head is None else self.head.weight
-        return functional.linear(self.norm(x), weight)
+        logits = functional.linear(self.norm(x), weight)
+        if cap := self.config.logit_softcap:
+            logits = cap * (logits / cap).tanh()
+        return logits

@@ -50,8 +50,8 @@ def make_decoder(config: DecoderConfig, seed: int = 0) -> Decoder:
     torch.manual_seed(seed)
     decoder = Decoder(config).eval()
     with torch.no_grad():
-        for parameter in decoder.parameters():
-            if parameter.dim() > 1:
+        for name, parameter in decoder.named_parameters():
+            if "norm" not in name and parameter.dim() > 1:
                 parameter.mul_(4)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.1)

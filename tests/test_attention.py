@@ -13,15 +13,13 @@ from torch import Tensor
 from model.attention import (
     Attention,
     LayerCache,
-    RotaryTable,
     StepInputs,
     cached_attention,
     merge_heads,
-    rotary_table,
-    rotate,
     split_heads,
 )
 from model.config import DecoderConfig
+from model.positions import Positions, rotary_table, rotate
 from tests.random_models import make_config
 
 Floats = NDArray[np.float64]
@@ -67,8 +65,8 @@ def naive_attention(qkv: Floats, config: DecoderConfig) -> Floats:
     return output.reshape(sequence, -1)
 
 
-def table_of(config: DecoderConfig) -> RotaryTable | None:
-    return rotary_table(config) if config.position == "rotary" else None
+def positions_of(config: DecoderConfig) -> Positions:
+    return Positions(rotary_table(config) if config.position == "rotary" else None)
 
 
 def random_qkv(config: DecoderConfig, batch: int, sequence: int, seed: int = 0) -> Tensor:
@@ -108,10 +106,10 @@ def test_training_attention_is_the_formula(n_kv_head: int, position: str) -> Non
     """Which key-value head a query head reads, the scale, the mask: a mistake in any is far beyond the tolerance."""
     config = make_config(n_kv_head=n_kv_head, position=position, qkv_bias=True, output_bias=True)
     torch.manual_seed(1)
-    attention = Attention(config).eval()
+    attention = Attention(config, layer=0).eval()
     x = torch.randn(2, 9, config.d_model) * 3
     expected = attention.output(reference(attention.qkv(x).detach(), config))
-    close(attention(x, table_of(config)), expected)
+    close(attention(x, positions_of(config)), expected)
 
 
 @HEAD_SHARING
@@ -119,7 +117,7 @@ def test_training_attention_is_the_formula(n_kv_head: int, position: str) -> Non
 def test_cached_attention_of_a_first_prompt_is_the_formula(n_kv_head: int, position: str) -> None:
     config = make_config(n_kv_head=n_kv_head, position=position)
     qkv = random_qkv(config, batch=2, sequence=9)
-    attended, _ = cached_attention(qkv, table_of(config), step_inputs([9, 9], 9), garbage_cache(config, 2), config)
+    attended, _ = cached_attention(qkv, positions_of(config), step_inputs([9, 9], 9), garbage_cache(config, 2), config)
     close(attended, reference(qkv, config))
 
 
@@ -135,7 +133,7 @@ def test_any_cut_into_chunks_gives_the_uncached_result(n_kv_head: int, position:
     cache, pieces = garbage_cache(config, 1), []
     for start, end in zip([0, *ends[:-1]], ends, strict=True):
         inputs = step_inputs([end], end - start)
-        piece, cache = cached_attention(qkv[:, start:end], table_of(config), inputs, cache, config)
+        piece, cache = cached_attention(qkv[:, start:end], positions_of(config), inputs, cache, config)
         pieces.append(piece)
     close(torch.cat(pieces, dim=1), reference(qkv, config))
 
@@ -160,21 +158,21 @@ def test_ragged_rows_after_a_prompt_padded_on_the_right(n_kv_head: int, position
     inputs = StepInputs(
         inputs.seqlens_k, inputs.total_sequence_length, torch.arange(max(prompts)).repeat(len(prompts), 1)
     )
-    attended, cache = cached_attention(first, table_of(config), inputs, garbage_cache(config, len(prompts)), config)
+    attended, cache = cached_attention(first, positions_of(config), inputs, garbage_cache(config, len(prompts)), config)
     for row, length in enumerate(prompts):
         close(attended[row, :length], expected[row, :length])
     for step in range(grown):
         places = [length + step for length in prompts]
         tokens = torch.stack([qkv[row, place] for row, place in enumerate(places)])[:, None]
         inputs = step_inputs([place + 1 for place in places], 1)
-        attended, cache = cached_attention(tokens, table_of(config), inputs, cache, config)
+        attended, cache = cached_attention(tokens, positions_of(config), inputs, cache, config)
         close(attended[:, 0], torch.stack([expected[row, place] for row, place in enumerate(places)]))
 
 
 def test_a_run_changes_only_the_positions_it_appends() -> None:
     config = make_config()
     before = garbage_cache(config, 2)
-    _, after = cached_attention(random_qkv(config, 2, 3), table_of(config), step_inputs([5, 8], 3), before, config)
+    _, after = cached_attention(random_qkv(config, 2, 3), positions_of(config), step_inputs([5, 8], 3), before, config)
     for row, written in enumerate([range(2, 5), range(5, 8)]):
         untouched = [p for p in range(config.max_model_len) if p not in written]
         assert torch.equal(after.key[row, :, untouched], before.key[row, :, untouched])
@@ -185,7 +183,7 @@ def test_a_run_changes_only_the_positions_it_appends() -> None:
 def test_the_last_position_of_a_row_can_be_used() -> None:
     config = make_config(max_model_len=6)
     qkv = random_qkv(config, batch=1, sequence=6)
-    attended, _ = cached_attention(qkv, table_of(config), step_inputs([6], 6), garbage_cache(config, 1), config)
+    attended, _ = cached_attention(qkv, positions_of(config), step_inputs([6], 6), garbage_cache(config, 1), config)
     close(attended, reference(qkv, config))
 
 
@@ -235,17 +233,17 @@ def test_rotary_scores_depend_on_the_distance_alone() -> None:
 def test_attention_dropout_acts_in_training_only() -> None:
     config = make_config(attention_dropout=0.5)
     torch.manual_seed(1)
-    attention, without = Attention(config), Attention(make_config())
+    attention, without = Attention(config, layer=0), Attention(make_config(), layer=0)
     without.load_state_dict(attention.state_dict())
     x = torch.randn(2, 8, config.d_model)
-    table = table_of(config)
-    expected = without.eval()(x, table)
-    assert torch.equal(attention.eval()(x, table), expected)
+    positions = positions_of(config)
+    expected = without.eval()(x, positions)
+    assert torch.equal(attention.eval()(x, positions), expected)
     inputs, cache = step_inputs([8, 8], 8), garbage_cache(config, 2)
     attention.train()
     torch.manual_seed(0)
-    dropped = attention(x, table)
+    dropped = attention(x, positions)
     assert not torch.allclose(dropped, expected, atol=1e-3)
     torch.manual_seed(0)
-    assert torch.equal(attention(x, table), dropped)
-    close(attention.step(x, table, inputs, cache)[0], expected)  # serving never drops
+    assert torch.equal(attention(x, positions), dropped)
+    close(attention.step(x, positions, inputs, cache)[0], expected)  # serving never drops

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from model.config import PRESETS, ConfigError, DecoderConfig, preset
+from model.config import PRESETS, ConfigError, DecoderConfig, RopeScaling, preset
 from model.decoder import Decoder
 
 VALID: dict[str, Any] = {
@@ -71,19 +71,70 @@ def test_a_switch_must_be_true_or_false(name: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("name", "choices"),
     [
-        ("position", "rotary, learned, sinusoidal"),
+        ("position", "rotary, learned, sinusoidal, alibi, relative, none"),
         ("norm", "rmsnorm, layernorm"),
-        ("norm_placement", "pre, post"),
-        ("feed_forward", "swiglu, gelu, relu"),
+        ("norm_placement", "pre, post, both"),
+        ("feed_forward", "swiglu, geglu, geglu_tanh, gelu, gelu_tanh, relu"),
     ],
 )
-@pytest.mark.parametrize("value", ["alibi", None, 3, ["rotary"]])
+@pytest.mark.parametrize("value", ["other", None, 3, ["rotary"]])
 def test_a_choice_must_be_one_of_those_that_exist(name: str, choices: str, value: object) -> None:
     with pytest.raises(ConfigError) as caught:
         DecoderConfig(**{**VALID, name: value})
     assert str(caught.value) == f"{name} must be one of {choices}, not {value!r}"
     for choice in choices.split(", "):
         DecoderConfig(**{**VALID, name: choice})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rotary_dim": 3}, "rotary_dim must be an even number up to head_dim, 16, not 3"),
+        ({"rotary_dim": 18}, "rotary_dim must be an even number up to head_dim, 16, not 18"),
+        ({"position": "alibi", "rotary_dim": 8}, "rotary_dim must be left out with alibi positions, not 8"),
+        ({"position": "none", "layers_without_rotary": (0,)}, "must be left out with none positions"),
+        ({"layers_without_rotary": (2,)}, r"layers_without_rotary must be layers below 2, not \(2,\)"),
+        ({"sliding_window": 0}, "sliding_window must be a positive whole number, not 0"),
+        ({"sliding_window_layers": (0,)}, "sliding_window_layers must be left out without a window"),
+        ({"sliding_window": 4, "sliding_window_layers": ("0",)}, "sliding_window_layers must be layers below 2"),
+        ({"attention_scale": 0.0}, "attention_scale must be a positive number, not 0.0"),
+        ({"logit_softcap": math.nan}, "logit_softcap must be a positive number, not nan"),
+        ({"qk_norm": 1}, "qk_norm must be true or false, not 1"),
+        ({"relative_buckets": 0}, "relative_buckets must be a whole number of at least 2, not 0"),
+        ({"position": "relative", "relative_max_distance": 16}, r"relative_max_distance \(16\) must be more than half"),
+        ({"parallel_residual": True, "norm_placement": "post"}, "parallel_residual needs norm_placement pre"),
+    ],
+)
+def test_attention_that_cannot_be_computed_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DecoderConfig(**{**VALID, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "longrope"}, "rope_scaling's kind must be linear, llama3 or yarn, not 'longrope'"),
+        ({"factor": 0.0}, "rope_scaling's factor must be a positive number, not 0.0"),
+        ({"attention_factor": -1.0}, "rope_scaling's attention_factor must be a positive number"),
+        ({"kind": "yarn"}, "rope_scaling yarn needs original_max_model_len, a positive whole number, not None"),
+        (
+            {"kind": "llama3", "original_max_model_len": 8, "low_freq_factor": 4.0},
+            "low_freq_factor must be less than its high_freq_factor",
+        ),
+    ],
+)
+def test_rope_scaling_that_has_no_meaning_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RopeScaling(**{"kind": "linear", "factor": 2.0, **changes})
+    with pytest.raises(ConfigError, match="rope_scaling must be an object, not 7"):
+        DecoderConfig.from_dict({**VALID, "rope_scaling": 7})
+
+
+def test_layers_differ_in_windows_and_positions() -> None:
+    config = DecoderConfig(**VALID, sliding_window=4, sliding_window_layers=(1,), layers_without_rotary=(0,))
+    assert [(config.window_of(i), config.rotates(i)) for i in range(2)] == [(None, False), (4, True)]
+    everywhere = DecoderConfig(**VALID, sliding_window=4)
+    assert [(everywhere.window_of(i), everywhere.rotates(i)) for i in range(2)] == [(4, True)] * 2
 
 
 def test_query_heads_must_share_key_value_heads_evenly() -> None:
@@ -94,7 +145,7 @@ def test_query_heads_must_share_key_value_heads_evenly() -> None:
         assert config.n_groups * config.n_kv_head == config.n_head
 
 
-@pytest.mark.parametrize(("position", "multiple"), [("rotary", 16), ("learned", 8), ("sinusoidal", 8)])
+@pytest.mark.parametrize(("position", "multiple"), [("rotary", 16), ("learned", 8), ("alibi", 8), ("none", 8)])
 def test_head_dim_must_be_what_the_served_operator_takes(position: str, multiple: int) -> None:
     for head_dim in range(1, 33):
         values = {**VALID, "position": position, "head_dim": head_dim}
@@ -141,6 +192,21 @@ def test_special_tokens_must_lie_in_the_vocabulary(name: str, value: object) -> 
             bos_token_id=0,
             eos_token_ids=(0, 299),
         ),
+        DecoderConfig(
+            **VALID,
+            rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_max_model_len=32, attention_factor=1.2),
+            rotary_dim=8,
+            layers_without_rotary=(1,),
+            sliding_window=8,
+            sliding_window_layers=(0,),
+            qk_norm=True,
+            attention_scale=0.1,
+            attention_softcap=50.0,
+            logit_softcap=30.0,
+            embedding_scale=7.0,
+            norm_placement="both",
+        ),
+        DecoderConfig(**VALID, position="relative", relative_buckets=16, sliding_window=3, parallel_residual=True),
     ],
 )
 def test_saving_and_loading_gives_an_equal_configuration(tmp_path: Path, config: DecoderConfig) -> None:
@@ -158,8 +224,11 @@ def test_a_missing_field_is_named(missing: str) -> None:
 
 def test_an_unknown_field_is_named() -> None:
     """A field of a newer version that is passed over would build another decoder than the one that was trained."""
-    with pytest.raises(ConfigError, match="unknown field 'sliding_window'"):
-        DecoderConfig.from_dict({**VALID, "sliding_window": 4096})
+    with pytest.raises(ConfigError, match="unknown field 'n_experts'"):
+        DecoderConfig.from_dict({**VALID, "n_experts": 8})
+    scaling = {"kind": "linear", "factor": 2.0, "mscale": 1.0}
+    with pytest.raises(ConfigError, match="unknown field 'mscale' in rope_scaling"):
+        DecoderConfig.from_dict({**VALID, "rope_scaling": scaling})
 
 
 @pytest.mark.parametrize("value", [None, 7, "12"])

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model.attention import LayerCache, RotaryTable, StepInputs
-from model.config import DecoderConfig
-from model.decoder import Block, Decoder, FeedForward, RMSNorm, make_norm, sinusoidal_table
+from model.attention import LayerCache, StepInputs
+from model.config import DecoderConfig, RopeScaling
+from model.decoder import Block, Decoder, FeedForward
+from model.norm import RMSNorm, make_norm
+from model.positions import Positions, RotaryTable, sinusoidal_table
 from tests.random_models import make_config, make_decoder
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -44,6 +46,29 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rmsnorm, post": {"norm_placement": "post", "tied_embeddings": False},
     "wide heads": {"n_head": 2, "n_kv_head": 1, "head_dim": 32, "feed_forward": "relu"},
     "one layer": {"n_layer": 1},
+    "alibi": {"position": "alibi", "n_kv_head": 4},
+    "relative": {"position": "relative", "head_dim": 24},
+    "no positions": {"position": "none", "feed_forward": "geglu"},
+    "windows": {"sliding_window": 5, "sliding_window_layers": (1,), "layers_without_rotary": (0,)},
+    "neox": {
+        "parallel_residual": True,
+        "rotary_dim": 4,
+        "norm": "layernorm",
+        "feed_forward": "gelu",
+        "qkv_bias": True,
+        "tied_embeddings": False,
+    },
+    "qwen3": {"qk_norm": True, "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_model_len=24)},
+    "gemma2": {
+        "attention_softcap": 5.0,
+        "logit_softcap": 3.0,
+        "norm_placement": "both",
+        "feed_forward": "geglu_tanh",
+        "embedding_scale": 6.9,
+        "attention_scale": 0.3,
+        "sliding_window": 5,
+        "sliding_window_layers": (0,),
+    },
 }
 EVERY_VARIANT = pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
 
@@ -144,21 +169,28 @@ def test_feed_forward_by_formula(kind: str, act: Callable[[Tensor], Tensor], bia
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
-@pytest.mark.parametrize("placement", ["pre", "post"])
+@pytest.mark.parametrize("placement", ["pre", "post", "both", "parallel"])
 def test_block_normalises_before_or_after(norm: str, placement: str) -> None:
-    config = make_config(norm=norm, norm_placement=placement, position="learned")
+    parallel = placement == "parallel"
+    changes = {"norm_placement": "pre" if parallel else placement, "parallel_residual": parallel}
+    config = make_config(norm=norm, position="none", **changes)
     torch.manual_seed(0)
-    block = Block(config).eval()
-    for layer in (block.attention_norm, block.feed_forward_norm):
-        randomise(layer)
+    block = Block(config, layer=0).eval()
+    for name, layer in block.named_children():
+        if name.endswith("_norm"):
+            randomise(layer)
     x = torch.randn(2, 5, config.d_model)
-    if placement == "pre":
-        middle = x + block.attention(block.attention_norm(x), None)
-        expected = middle + block.feed_forward(block.feed_forward_norm(middle))
-    else:
-        middle = block.attention_norm(x + block.attention(x, None))
+    nowhere = Positions()
+    if placement == "post":
+        middle = block.attention_norm(x + block.attention(x, nowhere))
         expected = block.feed_forward_norm(middle + block.feed_forward(middle))
-    torch.testing.assert_close(block(x, None), expected)
+    elif placement == "both":
+        middle = x + block.attention_output_norm(block.attention(block.attention_norm(x), nowhere))
+        expected = middle + block.feed_forward_output_norm(block.feed_forward(block.feed_forward_norm(middle)))
+    else:
+        middle = x + block.attention(block.attention_norm(x), nowhere)
+        expected = middle + block.feed_forward(block.feed_forward_norm(x if parallel else middle))
+    torch.testing.assert_close(block(x, nowhere), expected)
 
 
 @EVERY_VARIANT
@@ -171,13 +203,33 @@ def test_the_decoder_is_its_embedding_its_blocks_and_its_head(changes: dict[str,
         x = x + decoder.position_embedding.weight[:7]
     if config.position == "sinusoidal":  # section 3.4 scales the embedding by √d_model
         x = x * config.d_model**0.5 + sinusoidal_table(config)[:7]
-    table = RotaryTable(decoder.rotary_cos, decoder.rotary_sin) if config.position == "rotary" else None
+    x = x * config.embedding_scale
     for block in decoder.blocks:
-        x = block(x, table)
-    if config.norm_placement == "pre":
+        x = block(x, known_positions(decoder, 7))
+    if config.norm_placement != "post":
         x = decoder.norm(x)
     head = decoder.embedding.weight if decoder.head is None else decoder.head.weight
-    torch.testing.assert_close(decoder(tokens), x @ head.T, rtol=1e-4, atol=1e-4)
+    logits = x @ head.T
+    if config.logit_softcap:
+        logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+    torch.testing.assert_close(decoder(tokens), logits, rtol=1e-4, atol=1e-4)
+
+
+def known_positions(decoder: Decoder, length: int) -> Positions:
+    """What the blocks are told of positions 0 … length - 1, biases written one at a time."""
+    config = decoder.config
+    if config.position == "rotary":
+        return Positions(RotaryTable(decoder.rotary_cos, decoder.rotary_sin))
+    if config.position not in ("alibi", "relative"):
+        return Positions()
+    bias = torch.zeros(1, config.n_head, length, length)
+    for head, query, key in np.ndindex(config.n_head, length, length):
+        distance = max(0, query - key)
+        if config.position == "alibi":
+            bias[0, head, query, key] = -(2 ** (-8 * (head + 1) / config.n_head)) * distance
+        else:  # all of these distances are buckets of their own
+            bias[0, head, query, key] = decoder.relative_bias.weight[distance, head]
+    return Positions(bias=bias)
 
 
 def test_tied_embeddings_are_one_tensor_that_both_ends_train() -> None:

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from export.kv_cache import measure_scales, scale_kv_channels
-from model.attention import rotary_table, rotate, split_heads
+from model.attention import split_heads
 from model.decoder import Decoder
+from model.positions import rotary_table, rotate
 from server.engine.sampling import SamplingParams
 from server.engine.scheduler import Batch, Chunk
 from server.engine.sequence import SequenceStatus
@@ -17,10 +18,13 @@ from tests.random_models import RandomModel, make_config, make_decoder
 
 
 def keys_and_values(decoder: Decoder, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Of every layer, [rows, n_kv_head, tokens, head_dim]: heard at the projections, and rotated here."""
+    """Of every layer, [rows, n_kv_head, tokens, head_dim]: what each attention hears, projected and rotated here."""
     heard: list[torch.Tensor] = []
-    names = [f"blocks.{i}.attention.qkv" for i in range(decoder.config.n_layer)]
-    hooks = [decoder.get_submodule(n).register_forward_hook(lambda _m, _i, out: heard.append(out)) for n in names]
+    attentions = [decoder.get_submodule(f"blocks.{i}.attention") for i in range(decoder.config.n_layer)]
+    hooks = [
+        attention.register_forward_pre_hook(lambda module, inputs: heard.append(module._project(inputs[0])))
+        for attention in attentions
+    ]
     with torch.inference_mode():
         decoder(ids)
     for hook in hooks:
@@ -54,9 +58,10 @@ def test_a_scale_reaches_as_far_as_the_sample(changes: dict[str, object]) -> Non
             assert (left * 127 <= 1.001 * np.hypot(*np.split(reach, 2, axis=1))).all()
 
 
-def test_scaled_channels_leave_logits_as_they_were_and_fit_int8() -> None:
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_scaled_channels_leave_logits_as_they_were_and_fit_int8(qk_norm: bool) -> None:
     """In PyTorch, with grouped heads and biases: what divides keys and values multiplies what meets them."""
-    config = make_config(qkv_bias=True, max_model_len=32)
+    config = make_config(qkv_bias=True, qk_norm=qk_norm, max_model_len=32)
     decoder = make_decoder(config)
     ids = torch.from_numpy(np.random.default_rng(3).integers(config.vocab_size, size=(8, 32)))
     with torch.inference_mode():

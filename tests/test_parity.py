@@ -11,6 +11,7 @@ import torch
 
 from export.graph import export_graph, load_decoder
 from export.verify import VerificationError, Verifier, check
+from model.config import RopeScaling
 from model.generate import generate
 from server.engine.engine import Engine
 from server.engine.sampling import SamplingParams
@@ -41,6 +42,33 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "post-norm rotary": {"norm_placement": "post", "feed_forward": "relu", "tied_embeddings": False},
     "layernorm swiglu": {"norm": "layernorm", "feed_forward": "swiglu", "feed_forward_bias": True, "n_kv_head": 4},
     "learned rmsnorm": {"position": "learned", "norm": "rmsnorm", "norm_placement": "post", "n_kv_head": 1},
+    "neox": {
+        "parallel_residual": True,
+        "rotary_dim": 4,
+        "norm": "layernorm",
+        "feed_forward": "gelu",
+        "tied_embeddings": False,
+        "n_kv_head": 4,
+        **BIASES,
+    },
+    "qwen3": {
+        "qk_norm": True,
+        "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_model_len=24),
+        "layers_without_rotary": (0,),
+    },
+    "gemma2": {
+        "attention_softcap": 5.0,
+        "logit_softcap": 3.0,
+        "norm_placement": "both",
+        "feed_forward": "geglu_tanh",
+        "embedding_scale": 6.9,
+        "attention_scale": 0.3,
+        "sliding_window": 9,
+        "sliding_window_layers": (0,),
+    },
+    "alibi": {"position": "alibi", "n_kv_head": 4, "head_dim": 24, "sliding_window": 20},
+    "relative": {"position": "relative", "n_kv_head": 1, "relative_max_distance": 40},
+    "no positions": {"position": "none", "feed_forward": "geglu"},
     "sinusoidal gelu": {"position": "sinusoidal", "feed_forward": "gelu", "output_bias": True},
 }
 
@@ -68,7 +96,7 @@ def test_the_graph_computes_what_pytorch_does(changes: dict[str, Any], tmp_path:
         assert results[i].token_ids == generate(model.decoder, prompt, max_tokens=n, **sampled)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3", "relative"])
 def test_the_graph_carries_its_decoder(name: str, tmp_path: Path) -> None:
     """Every parameter, transposed back, though the exporter renames them and keeps one copy of equal ones."""
     model = export_random(tmp_path, **VARIANTS[name])

@@ -1,0 +1,57 @@
+"""Norms: RMSNorm and LayerNorm over a token, RMSNorm over each of its heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from model.config import DecoderConfig
+
+
+class RMSNorm(nn.Module):
+    """x / √(mean(x²) + ε) · weight (Zhang & Sennrich 2019), exported as one operator."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _rms_norm(x, self.weight, self.eps)
+
+
+class HeadNorm(nn.Module):
+    """RMSNorm over each head of queries or keys (Henry et al. 2020), with a weight [n_heads, head_dim]."""
+
+    def __init__(self, n_heads: int, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(n_heads, head_dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [batch, sequence, n_heads · head_dim]"""
+        heads = x.unflatten(-1, self.weight.shape)  # [batch, sequence, n_heads, head_dim]
+        ones = torch.ones(self.weight.shape[1], dtype=x.dtype, device=x.device)
+        return (_rms_norm(heads, ones, self.eps) * self.weight).flatten(2)
+
+
+def make_norm(config: DecoderConfig) -> nn.Module:
+    """RMSNorm, or LayerNorm with weight and bias (Ba et al. 2016)."""
+    if config.norm == "rmsnorm":
+        return RMSNorm(config.d_model, config.norm_eps)
+    return nn.LayerNorm(config.d_model, config.norm_eps)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Over the last dimension, which is weight's: torch's own would be exported as five operators."""
+    if torch.onnx.is_in_onnx_export():
+        return torch.onnx.ops.symbolic(
+            "RMSNormalization",
+            inputs=[x, weight],
+            attrs={"axis": -1, "epsilon": eps},
+            dtype=x.dtype,
+            shape=list(x.shape),
+            version=23,
+        )
+    return functional.rms_norm(x, weight.shape, weight, eps)
