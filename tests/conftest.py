@@ -34,3 +34,23 @@ def random_int8_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
 @pytest.fixture(scope="session")
 def random_int4_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
     return export_random(tmp_path_factory.mktemp("random_int4_model"), "int4", **SHAPE)
+
+
+@pytest.fixture(scope="session")
+def random_windowed_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
+    """What published decoders add to attention, over int8 rows: windows, soft caps, head norms, layers differing."""
+    changes: dict[str, Any] = {"sliding_window": 40, "sliding_window_layers": (0, 2), "layers_without_rotary": (1,)}
+    changes |= {"attention_softcap": 20.0, "logit_softcap": 30.0, "qk_norm": True, "norm_placement": "both"}
+    return export_random(tmp_path_factory.mktemp("random_windowed_model"), "int8", **SHAPE, **changes)
+
+
+@pytest.fixture(scope="session")
+def random_biased_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
+    """Scores with a learned bias by distance, over int8 rows; both sublayers read one input."""
+    changes: dict[str, Any] = {
+        "position": "relative",
+        "parallel_residual": True,
+        "norm": "layernorm",
+        "feed_forward": "geglu_tanh",
+    }
+    return export_random(tmp_path_factory.mktemp("random_biased_model"), "int8", **SHAPE, **changes)

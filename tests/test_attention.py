@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,15 +27,24 @@ Floats = NDArray[np.float64]
 
 HEADS = {"multi-head": 4, "grouped": 2, "multi-query": 1}
 HEAD_SHARING = pytest.mark.parametrize("n_kv_head", HEADS.values(), ids=HEADS.keys())
-POSITIONS = pytest.mark.parametrize("position", ["rotary", "learned"])
+KINDS: dict[str, dict[str, Any]] = {
+    "rotary": {},
+    "learned": {"position": "learned"},
+    "partial rotary": {"rotary_dim": 4},
+    "window": {"sliding_window": 3},
+    "window of one": {"position": "none", "sliding_window": 1},
+    "capped": {"attention_softcap": 1.5, "attention_scale": 0.7, "sliding_window": 6},
+}
+KIND = pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS.keys())
 
 
-def naive_rotate(vector: Floats, position: int, theta: float) -> Floats:
-    """Pair (i, i + d/2) turned by position · θ^(-2i/d)."""
+def naive_rotate(vector: Floats, position: int, theta: float, rotary_dim: int | None = None) -> Floats:
+    """Pair (i, i + d/2) turned by position · θ^(-2i/r), for the r/2 pairs that turn."""
     d = len(vector)
     rotated = np.empty(d)
+    r = rotary_dim or d
     for i in range(d // 2):
-        angle = position * theta ** (-2 * i / d)
+        angle = position * theta ** (-2 * i / r) if i < r // 2 else 0.0
         a, b = vector[i], vector[i + d // 2]
         rotated[i] = a * math.cos(angle) - b * math.sin(angle)
         rotated[i + d // 2] = a * math.sin(angle) + b * math.cos(angle)
@@ -54,11 +64,15 @@ def naive_attention(qkv: Floats, config: DecoderConfig) -> Floats:
         for t in range(sequence):
             scores = np.full(sequence, -np.inf)
             for s in range(t + 1):
+                if config.sliding_window and t - s >= config.sliding_window:
+                    continue
                 query, key = queries[t, head], keys[s, shared]
                 if config.position == "rotary":
-                    query = naive_rotate(query, t, config.rope_theta)
-                    key = naive_rotate(key, s, config.rope_theta)
-                scores[s] = query @ key / math.sqrt(d)
+                    query = naive_rotate(query, t, config.rope_theta, config.rotary_dim)
+                    key = naive_rotate(key, s, config.rope_theta, config.rotary_dim)
+                scores[s] = query @ key * (config.attention_scale or 1 / math.sqrt(d))
+                if cap := config.attention_softcap:
+                    scores[s] = cap * math.tanh(scores[s] / cap)
             weights = np.exp(scores - scores.max())
             for s in range(t + 1):
                 output[t, head] += weights[s] / weights.sum() * values[s, shared]
@@ -67,6 +81,10 @@ def naive_attention(qkv: Floats, config: DecoderConfig) -> Floats:
 
 def positions_of(config: DecoderConfig) -> Positions:
     return Positions(rotary_table(config) if config.position == "rotary" else None)
+
+
+def cached(qkv: Tensor, inputs: StepInputs, cache: LayerCache, config: DecoderConfig) -> tuple[Tensor, LayerCache]:
+    return cached_attention(qkv, positions_of(config), inputs, cache, config, config.sliding_window)
 
 
 def random_qkv(config: DecoderConfig, batch: int, sequence: int, seed: int = 0) -> Tensor:
@@ -101,10 +119,10 @@ def close(actual: Tensor, expected: Tensor) -> None:
 
 
 @HEAD_SHARING
-@POSITIONS
-def test_training_attention_is_the_formula(n_kv_head: int, position: str) -> None:
+@KIND
+def test_training_attention_is_the_formula(n_kv_head: int, changes: dict[str, Any]) -> None:
     """Which key-value head a query head reads, the scale, the mask: a mistake in any is far beyond the tolerance."""
-    config = make_config(n_kv_head=n_kv_head, position=position, qkv_bias=True, output_bias=True)
+    config = make_config(n_kv_head=n_kv_head, **changes, qkv_bias=True, output_bias=True)
     torch.manual_seed(1)
     attention = Attention(config, layer=0).eval()
     x = torch.randn(2, 9, config.d_model) * 3
@@ -113,19 +131,19 @@ def test_training_attention_is_the_formula(n_kv_head: int, position: str) -> Non
 
 
 @HEAD_SHARING
-@POSITIONS
-def test_cached_attention_of_a_first_prompt_is_the_formula(n_kv_head: int, position: str) -> None:
-    config = make_config(n_kv_head=n_kv_head, position=position)
+@KIND
+def test_cached_attention_of_a_first_prompt_is_the_formula(n_kv_head: int, changes: dict[str, Any]) -> None:
+    config = make_config(n_kv_head=n_kv_head, **changes)
     qkv = random_qkv(config, batch=2, sequence=9)
-    attended, _ = cached_attention(qkv, positions_of(config), step_inputs([9, 9], 9), garbage_cache(config, 2), config)
+    attended, _ = cached(qkv, step_inputs([9, 9], 9), garbage_cache(config, 2), config)
     close(attended, reference(qkv, config))
 
 
 @HEAD_SHARING
-@POSITIONS
+@KIND
 @pytest.mark.parametrize("seed", range(4))
-def test_any_cut_into_chunks_gives_the_uncached_result(n_kv_head: int, position: str, seed: int) -> None:
-    config = make_config(n_kv_head=n_kv_head, position=position)
+def test_any_cut_into_chunks_gives_the_uncached_result(n_kv_head: int, changes: dict[str, Any], seed: int) -> None:
+    config = make_config(n_kv_head=n_kv_head, **changes)
     length = 14
     qkv = random_qkv(config, batch=1, sequence=length, seed=seed)
     cuts = np.random.default_rng(seed).choice(np.arange(1, length), size=seed + 1, replace=False)
@@ -133,19 +151,19 @@ def test_any_cut_into_chunks_gives_the_uncached_result(n_kv_head: int, position:
     cache, pieces = garbage_cache(config, 1), []
     for start, end in zip([0, *ends[:-1]], ends, strict=True):
         inputs = step_inputs([end], end - start)
-        piece, cache = cached_attention(qkv[:, start:end], positions_of(config), inputs, cache, config)
+        piece, cache = cached(qkv[:, start:end], inputs, cache, config)
         pieces.append(piece)
     close(torch.cat(pieces, dim=1), reference(qkv, config))
 
 
 @HEAD_SHARING
-@POSITIONS
-def test_ragged_rows_after_a_prompt_padded_on_the_right(n_kv_head: int, position: str) -> None:
+@KIND
+def test_ragged_rows_after_a_prompt_padded_on_the_right(n_kv_head: int, changes: dict[str, Any]) -> None:
     """Prompts of 3, 9, 1 and 8 tokens share a first run of 9, then every row grows by one token at its own place.
 
     What padding wrote behind a row's end must be overwritten before anyone reads it.
     """
-    config = make_config(n_kv_head=n_kv_head, position=position)
+    config = make_config(n_kv_head=n_kv_head, **changes)
     prompts, grown = [3, 9, 1, 8], 4
     qkv = random_qkv(config, batch=len(prompts), sequence=max(prompts) + grown)
     padding = random_qkv(config, batch=len(prompts), sequence=max(prompts), seed=1) * 100
@@ -158,21 +176,21 @@ def test_ragged_rows_after_a_prompt_padded_on_the_right(n_kv_head: int, position
     inputs = StepInputs(
         inputs.seqlens_k, inputs.total_sequence_length, torch.arange(max(prompts)).repeat(len(prompts), 1)
     )
-    attended, cache = cached_attention(first, positions_of(config), inputs, garbage_cache(config, len(prompts)), config)
+    attended, cache = cached(first, inputs, garbage_cache(config, len(prompts)), config)
     for row, length in enumerate(prompts):
         close(attended[row, :length], expected[row, :length])
     for step in range(grown):
         places = [length + step for length in prompts]
         tokens = torch.stack([qkv[row, place] for row, place in enumerate(places)])[:, None]
         inputs = step_inputs([place + 1 for place in places], 1)
-        attended, cache = cached_attention(tokens, positions_of(config), inputs, cache, config)
+        attended, cache = cached(tokens, inputs, cache, config)
         close(attended[:, 0], torch.stack([expected[row, place] for row, place in enumerate(places)]))
 
 
 def test_a_run_changes_only_the_positions_it_appends() -> None:
     config = make_config()
     before = garbage_cache(config, 2)
-    _, after = cached_attention(random_qkv(config, 2, 3), positions_of(config), step_inputs([5, 8], 3), before, config)
+    _, after = cached(random_qkv(config, 2, 3), step_inputs([5, 8], 3), before, config)
     for row, written in enumerate([range(2, 5), range(5, 8)]):
         untouched = [p for p in range(config.max_model_len) if p not in written]
         assert torch.equal(after.key[row, :, untouched], before.key[row, :, untouched])
@@ -183,7 +201,7 @@ def test_a_run_changes_only_the_positions_it_appends() -> None:
 def test_the_last_position_of_a_row_can_be_used() -> None:
     config = make_config(max_model_len=6)
     qkv = random_qkv(config, batch=1, sequence=6)
-    attended, _ = cached_attention(qkv, positions_of(config), step_inputs([6], 6), garbage_cache(config, 1), config)
+    attended, _ = cached(qkv, step_inputs([6], 6), garbage_cache(config, 1), config)
     close(attended, reference(qkv, config))
 
 

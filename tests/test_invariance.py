@@ -43,7 +43,7 @@ def make_request(model: RandomModel, i: int) -> Sequence:
     return make_sequence(i, prompt_ids, params)
 
 
-@pytest.fixture(scope="module", params=["model", "int8_model", "int4_model"])
+@pytest.fixture(scope="module", params=["model", "int8_model", "int4_model", "windowed_model", "biased_model"])
 def model(request: pytest.FixtureRequest) -> RandomModel:
     """Rounded models keep the promise because scales belong to single tokens."""
     exported: RandomModel = request.getfixturevalue(f"random_{request.param}")
