@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from enum import Enum
 from time import monotonic
 
+from server.engine.engine import Engine
 from server.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
 
 _REMEMBERED = 64  # ends of sequences from which throughput is measured
@@ -85,20 +86,22 @@ def check_prompt_length(n_prompt: int, max_model_len: int) -> None:
         )
 
 
-def check_length(n_prompt: int, max_tokens: int, *, max_model_len: int, kv_budget_tokens: int) -> None:
+def check_length(n_prompt: int, max_tokens: int, engine: Engine) -> None:
     """Raises ContextLengthError or InvalidRequestError for a sequence that could never run."""
     if not n_prompt:
         raise InvalidRequestError("the prompt is empty: it needs at least one token", param="prompt")
     total = n_prompt + max_tokens
-    if total > max_model_len:
+    if total > engine.max_model_len:
         raise ContextLengthError(
-            f"the model takes at most {max_model_len} tokens, but {total} were asked for: "
+            f"the model takes at most {engine.max_model_len} tokens, but {total} were asked for: "
             f"{n_prompt} in the prompt and {max_tokens} to generate",
             param="max_tokens",
         )
-    if total > kv_budget_tokens:
+    needed = engine.kv_tokens_needed(n_prompt, max_tokens)
+    if needed > engine.kv_budget_tokens:
         raise InvalidRequestError(
-            f"{total} tokens ({n_prompt} in the prompt and {max_tokens} to generate) do not fit the server's key-value "
-            f"memory of {kv_budget_tokens} tokens; ask for fewer, or raise KVASIR_KV_CACHE_MEMORY",
+            f"{total} tokens ({n_prompt} in the prompt and {max_tokens} to generate) take the key-value memory of "
+            f"{needed} tokens while the prompt is computed, but the server has that of {engine.kv_budget_tokens}; "
+            "ask for fewer, or raise KVASIR_KV_CACHE_MEMORY",
             param="max_tokens",
         )

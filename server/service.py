@@ -139,9 +139,8 @@ class Service:
         engine = self.engine.engine
         if engine is None:  # closed while it loaded
             raise UnavailableError(Phase.LOADING.value)
-        limits = {"max_model_len": engine.max_model_len, "kv_budget_tokens": engine.kv_budget_tokens}
         for prompt in request.prompts:
-            check_length(len(prompt.ids), request.params.max_tokens, **limits)
+            check_length(len(prompt.ids), request.params.max_tokens, engine)
         self._check_endings(request)
         left = None if request.deadline is None else request.deadline - perf_counter()
         if left is not None and left <= 0:

@@ -16,8 +16,7 @@ from server.engine.sequence import FinishReason, Sequence, SequenceTimes
 def generate(engine: Engine, bundle: ModelBundle, prompt: str, params: SamplingParams) -> Iterator[str]:
     """Pieces of the completion as they come. Raises the errors of the door for a prompt that cannot fit."""
     prompt_ids = bundle.tokenizer.encode(prompt).ids
-    limits = {"max_model_len": engine.max_model_len, "kv_budget_tokens": engine.kv_budget_tokens}
-    check_length(len(prompt_ids), params.max_tokens, **limits)
+    check_length(len(prompt_ids), params.max_tokens, engine)
     ending_ids = frozenset(bundle.config.eos_token_ids)
     engine.add(Sequence(0, prompt_ids, params, ending_ids, SequenceTimes(perf_counter())))
     text = Detokenizer(bundle.tokenizer, prompt_ids)

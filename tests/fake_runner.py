@@ -26,6 +26,7 @@ class FakeRunner:
 
     Like the real model, it must not be given a chunk of one token unless that is the prompt.
 
+    budget_tokens: None is enough for whatever the rows can hold. int8: round what runs; for ids below 128.
     next_token: given a prefix, the id to make the likeliest by far, or None to leave the logits as drawn.
     error: raised by the next run, when set.
     """
@@ -37,6 +38,7 @@ class FakeRunner:
         max_model_len: int = 64,
         max_num_seqs: int = 4,
         budget_tokens: int | None = None,
+        int8: bool = False,
         next_token: Callable[[list[int]], int | None] | None = None,
     ) -> None:
         self.vocab_size = vocab_size
@@ -47,7 +49,8 @@ class FakeRunner:
             head_dim=1,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            budget_tokens=max_num_seqs * max_model_len if budget_tokens is None else budget_tokens,
+            budget_tokens=5 * max_num_seqs * max_model_len if budget_tokens is None else budget_tokens,
+            dtype=np.int8 if int8 else np.float32,
         )
         self.next_token = next_token
         self.error: Exception | None = None

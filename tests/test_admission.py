@@ -7,7 +7,9 @@ import asyncio
 import pytest
 
 from server.admission import Admission, Phase, check_length
+from server.engine.engine import Engine
 from server.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
+from tests.fake_runner import FakeRunner
 
 
 def opened(**limits: int) -> Admission:
@@ -66,11 +68,15 @@ async def test_the_time_to_come_back_follows_the_measured_rate(monkeypatch: pyte
 
 
 def test_lengths_that_can_never_run_are_refused_with_the_numbers() -> None:
-    check_length(6, 4, max_model_len=10, kv_budget_tokens=10)
+    """A prompt is there twice while it is computed, here in rows of one type."""
+    long, small = (Engine(FakeRunner(9, max_model_len=10, budget_tokens=n), chunk_size=2) for n in (16, 15))
+    check_length(6, 4, long)
     with pytest.raises(ContextLengthError, match="at most 10 tokens, but 11") as caught:
-        check_length(6, 5, max_model_len=10, kv_budget_tokens=100)
+        check_length(6, 5, long)
     assert "6 in the prompt and 5 to generate" in caught.value.message
-    with pytest.raises(InvalidRequestError, match=r"10 tokens .* memory of 9"):
-        check_length(6, 4, max_model_len=10, kv_budget_tokens=9)
+    check_length(6, 3, small)
+    with pytest.raises(InvalidRequestError, match=r"6 in the prompt and 4 to .* 16 tokens .* of 15;") as refused:
+        check_length(6, 4, small)
+    assert "KVASIR_KV_CACHE_MEMORY" in refused.value.message
     with pytest.raises(InvalidRequestError, match="prompt is empty"):
-        check_length(0, 4, max_model_len=10, kv_budget_tokens=10)
+        check_length(0, 4, long)

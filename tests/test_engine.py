@@ -49,20 +49,23 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(
         chunk_size=st.sampled_from([2, 3, 8, 64]),
         max_num_seqs=st.integers(1, 5),
-        budget_tokens=st.sampled_from([40, 64, 400]),
+        room=st.sampled_from([0, 30, 400]),
+        int8=st.booleans(),
         cache_blocks=st.sampled_from([0, 1, 3, 8, 100]),
         period=st.sampled_from([None, None, 1, 2, 3]),  # with speculation, where it is one
     )
     def start(
-        self, chunk_size: int, max_num_seqs: int, budget_tokens: int, cache_blocks: int, period: int | None
+        self, chunk_size: int, max_num_seqs: int, room: int, int8: bool, cache_blocks: int, period: int | None
     ) -> None:
+        n_needed = 30 * (5 if int8 else 2) + 10  # by the longest request: its prompt twice, once in floats
         self.engine, self.runner = make_engine(
             chunk_size,
             cache_blocks,
             speculate=period is not None,
             max_model_len=40,
             max_num_seqs=max_num_seqs,
-            budget_tokens=budget_tokens,
+            budget_tokens=n_needed + room,
+            int8=int8,
             next_token=None if period is None else repeating(period),
         )
         self.collector = Collector()
@@ -106,9 +109,10 @@ class EngineMachine(RuleBasedStateMachine):
         held = scheduler.held
         assert [sequence.row for sequence in held] == sorted({sequence.row for sequence in held})  # type: ignore[type-var]
         assert scheduler.rows.n_free == scheduler.rows.max_num_seqs - len(held)
-        assert scheduler.rows.reserved_tokens == sum(sequence.n_reserved for sequence in held)
-        assert scheduler.rows.reserved_tokens <= scheduler.rows.committed_tokens <= scheduler.rows.budget_tokens
         prefilling = [sequence for sequence in held if sequence.status is SequenceStatus.PREFILLING]
+        floats = sum(len(sequence.prompt_ids) for sequence in prefilling) * (4 // scheduler.rows.running.dtype.itemsize)
+        assert scheduler.rows.reserved_tokens == sum(sequence.n_reserved for sequence in held) + floats
+        assert scheduler.rows.reserved_tokens <= scheduler.rows.committed_tokens <= scheduler.rows.budget_tokens
         assert len(prefilling) <= 1
 
     def teardown(self) -> None:
@@ -172,7 +176,7 @@ def test_first_come_first_served() -> None:
 
 def test_a_large_request_at_the_head_is_not_overtaken() -> None:
     """Would catch admission that skips ahead and starves it."""
-    engine, _ = make_engine(max_num_seqs=4, budget_tokens=64)
+    engine, _ = make_engine(max_num_seqs=4, budget_tokens=80)
     engine.add(greedy(0, [1] * 10, 20))
     engine.step()
     engine.add(greedy(1, [2] * 20, 30))
@@ -222,12 +226,19 @@ def test_holes_are_filled_when_nobody_waits() -> None:
     assert collector.results[3].token_ids == runner.greedy([3], 30)
 
 
-@pytest.mark.parametrize(("n_prompt", "max_tokens"), [(0, 4), (60, 5), (40, 30)])
+@pytest.mark.parametrize(("n_prompt", "max_tokens"), [(0, 4), (60, 5), (40, 30), (21, 16), (23, 6)])
 def test_what_can_never_run_is_refused(n_prompt: int, max_tokens: int) -> None:
-    engine, _ = make_engine(max_model_len=64, max_num_seqs=1, budget_tokens=60)
+    engine, _ = make_engine(max_model_len=64, max_num_seqs=1, budget_tokens=120, int8=True)
     with pytest.raises(ValueError, match=f"{n_prompt} prompt and {max_tokens} new tokens"):
         engine.add(greedy(0, [1] * n_prompt, max_tokens))
     assert not engine.has_work
+
+
+@pytest.mark.parametrize(("n_prompt", "max_tokens"), [(2, 62), (21, 15), (22, 10)])
+def test_what_just_fits_runs_alone(n_prompt: int, max_tokens: int) -> None:
+    engine, runner = make_engine(max_model_len=64, budget_tokens=120, int8=True)
+    results = run_to_end(engine, [greedy(i, [1] * n_prompt, max_tokens) for i in range(3)])
+    assert [results[i].token_ids for i in range(3)] == [runner.greedy([1] * n_prompt, max_tokens)] * 3
 
 
 def test_a_chunk_size_of_one_is_refused() -> None:

@@ -26,7 +26,8 @@ async def test_each_probe_answers_its_own_question() -> None:
 
 
 async def test_a_full_queue_is_ready_and_routers_see_it() -> None:
-    async with serving(FakeRunner(VOCAB_SIZE, max_num_seqs=1), max_queue=1) as served:
+    runner = FakeRunner(VOCAB_SIZE, max_num_seqs=1, budget_tokens=66)  # a prompt of one token, in two rows, and 31 more
+    async with serving(runner, max_queue=1) as served:
         served.runner.hold()
         body = {"prompt": "a", "max_tokens": 31, "ignore_eos": True}
         posts = [asyncio.create_task(served.client.post("/v1/completions", json=body)) for _ in range(2)]

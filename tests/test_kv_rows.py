@@ -17,7 +17,7 @@ SHAPE = {"n_layer": 2, "n_kv_head": 3, "head_dim": 8}
 
 
 def make_rows(*, int8: bool = False, **changes: int) -> KVRows:
-    shape = {**SHAPE, "max_num_seqs": 4, "max_model_len": 50, "budget_tokens": 150, **changes}
+    shape = {**SHAPE, "max_num_seqs": 4, "max_model_len": 50, "budget_tokens": 400, **changes}
     return KVRows(**shape, dtype=np.int8 if int8 else np.float32)
 
 
@@ -99,8 +99,9 @@ def test_rows_of_floats_are_for_prompts_only() -> None:
     rows = make_rows(max_num_seqs=12, budget_tokens=600)
     held = [rows.allocate(20) for _ in range(9)]
     assert held == [*range(8), None]
-    assert rows.reserved_tokens == 160
-    rows.end_prompt(3, 20)
+    assert rows.reserved_tokens == 320
+    rows.end_prompt(3)
+    assert rows.reserved_tokens == 300
     assert rows.allocate(20) == 8
     assert rows.prompt_row(8) == 3
     with pytest.raises(KeyError):
@@ -113,7 +114,7 @@ def test_rows_of_floats_are_for_prompts_only() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
 def test_only_touched_tokens_take_memory_and_giving_back_returns_it() -> None:
     """Would catch a shared mapping, which MADV_DONTNEED does not free, and huge pages."""
-    rows = make_rows(n_layer=4, max_num_seqs=8, max_model_len=20000, budget_tokens=160000)
+    rows = make_rows(n_layer=4, max_num_seqs=8, max_model_len=20000, budget_tokens=40000)
     process = psutil.Process()
     before = process.memory_info().rss
     row = rows.allocate(20000)
@@ -135,7 +136,7 @@ def test_what_free_rows_still_hold_stays_within_the_budget() -> None:
     whole = 8 * 3 * 20000 * 8 * 4  # bytes of the budget
 
     def fill(n_tokens: int) -> int:
-        row = rows.allocate(n_tokens)
+        row = rows.allocate(0, n_tokens)
         assert row is not None
         rows.running.array[:, row, :, :n_tokens] = 1.0
         return row
@@ -158,7 +159,7 @@ def test_moving_takes_no_more_than_the_budget() -> None:
     before = process.memory_info().rss
     whole = 8 * 3 * 20000 * 8 * 4
     for n in (100, 100, 19800):
-        rows.allocate(n)
+        rows.allocate(0, n)
     for leaver, source in ((0, 2), (1, 0)):
         rows.free(leaver)
         rows.running.array[:, source, :, :19800] = 1.0
@@ -167,14 +168,78 @@ def test_moving_takes_no_more_than_the_budget() -> None:
         assert process.memory_info().rss - before < 1.1 * whole
 
 
+@pytest.mark.parametrize(("int8", "weight"), [(False, 1), (True, 4)])
+def test_the_floats_of_a_prompt_are_promised_until_it_ends(int8: bool, weight: int) -> None:
+    """In tokens of running rows, whose memory is the budget's measure."""
+    rows = make_rows(int8=int8, budget_tokens=12 + 10 * weight)
+    assert rows.n_needed(10, 2) == rows.budget_tokens
+    assert rows.allocate(10, 3) is None
+    assert rows.allocate(10, 2) == 0
+    assert rows.reserved_tokens == rows.budget_tokens
+    rows.end_prompt(0)
+    assert rows.reserved_tokens == 12
+    assert rows.allocate(5) == 1
+    rows.free(1)
+    rows.free(0)
+    assert rows.reserved_tokens == 0
+    assert rows.allocate(10, 2) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
+@pytest.mark.parametrize(("int8", "n_prompt"), [(False, 9000), (True, 4000)])
+def test_prompts_and_what_they_leave_stay_within_the_budget(int8: bool, n_prompt: int) -> None:
+    """One prompt of nearly all of it, many short ones on all rows, and the long one again; counted in pages."""
+    shape = {"n_layer": 8, "n_kv_head": 1, "head_dim": 64}  # pages are of few tokens
+    rows = make_rows(**shape, max_num_seqs=8, max_model_len=20000, budget_tokens=20000, int8=int8)
+    whole = rows.bytes_per_token(**shape, itemsize=rows.running.dtype.itemsize) * rows.budget_tokens
+    process = psutil.Process()
+    before = process.memory_info().rss
+
+    def fill(n_prompt: int, max_tokens: int) -> int:
+        row = rows.allocate(n_prompt, max_tokens)
+        assert row is not None
+        rows.prompts.array[:, rows.prompt_row(row), :, :n_prompt] = 1.0
+        rows.running.array[:, row, :, : n_prompt + max_tokens] = 1
+        assert process.memory_info().rss - before < 1.1 * whole
+        return row
+
+    for _ in range(2):
+        row = fill(n_prompt, 0)
+        rows.end_prompt(row)
+        other = fill(0, 20000 - n_prompt)
+        rows.free(row)
+        rows.free(other)
+        short = [fill(400, 0) for _ in range(8)]
+        for row in short:
+            rows.end_prompt(row)
+        left = 20000 - rows.reserved_tokens
+        rows.free(short[0])
+        fill(0, left)
+        for row in range(8):
+            rows.free(row)
+
+
+def test_padding_is_promised_or_refused() -> None:
+    rows = make_rows(int8=True, budget_tokens=100)
+    assert [rows.allocate(7), rows.allocate(9)] == [0, 1]
+    assert not rows.pad([0, 1], 12)
+    assert rows.reserved_tokens == 5 * 16
+    assert rows.pad([0, 1], 10)
+    assert rows.reserved_tokens == 16 + 4 * 20
+    assert rows.pad([0], 5)
+    rows.end_prompt(0)
+    rows.end_prompt(1)
+    assert rows.reserved_tokens == 16
+
+
 def test_promises_are_bounded_by_rows_and_by_budget() -> None:
-    rows = make_rows()
-    assert [rows.allocate(n) for n in (60, 60, 40)] == [0, 1, None]  # 160 tokens are more than 150
-    assert rows.allocate(30) == 2
+    rows = make_rows(budget_tokens=150)
+    assert [rows.allocate(10, n) for n in (40, 40, 20)] == [0, 1, None]  # 160 tokens are more than 150
+    assert rows.allocate(10, 10) == 2
     assert rows.reserved_tokens == 150
     rows.free(0)
     assert rows.reserved_tokens == 90
-    assert rows.allocate(10) == 0  # the lowest free row
+    assert rows.allocate(5) == 0  # the lowest free row
     assert [rows.allocate(1), rows.allocate(1)] == [3, None]
     with pytest.raises(ValueError, match="free already"):
         make_rows().free(0)
@@ -184,7 +249,7 @@ def test_promises_are_bounded_by_rows_and_by_budget() -> None:
 def test_a_move_takes_the_tokens_and_the_promise_along(int8: bool) -> None:
     rows = make_rows(max_model_len=200, budget_tokens=280, int8=int8)
     for n in (10, 20, 130):
-        rows.allocate(n)
+        rows.allocate(0, n)
     rows.running.array[:] = np.random.default_rng(0).integers(-127, 127, rows.running.array.shape)
     moved = rows.running.array[:, 2, :, :130].copy()
     prompt_row = rows.prompt_row(2)
@@ -202,7 +267,7 @@ def test_a_move_waits_for_room_for_both_rows() -> None:
     """Or what is copied is there twice, beside a budget that is spent."""
     rows = make_rows(max_model_len=200, budget_tokens=200)
     for n in (10, 20, 130):
-        rows.allocate(n)
+        rows.allocate(0, n)
     rows.free(0)
     assert rows.move(2, 51) is None
     assert (rows.n_free, rows.reserved_tokens) == (2, 150)

@@ -18,7 +18,7 @@ LENGTH = 24
 
 
 def make_cache(n_blocks: float) -> tuple[PrefixCache, KVRows]:
-    rows = KVRows(n_layer=2, n_kv_head=3, head_dim=8, max_num_seqs=2, max_model_len=LENGTH, budget_tokens=2 * LENGTH)
+    rows = KVRows(n_layer=2, n_kv_head=3, head_dim=8, max_num_seqs=2, max_model_len=LENGTH, budget_tokens=4 * LENGTH)
     assert [rows.allocate(LENGTH) for _ in range(2)] == [0, 1]
     return PrefixCache(rows, int(n_blocks * BLOCK * rows.prompt_token_bytes), block_size=BLOCK), rows
 

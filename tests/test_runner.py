@@ -19,7 +19,7 @@ from tests.random_models import RandomModel
 
 def prompt_in_row(runner: OnnxRunner, prompt_ids: list[int]) -> Sequence:
     sequence = make_sequence(0, prompt_ids, SamplingParams(max_tokens=1))
-    sequence.row = runner.rows.allocate(len(prompt_ids) + 1)
+    sequence.row = runner.rows.allocate(len(prompt_ids), 1)
     return sequence
 
 
@@ -61,6 +61,43 @@ def test_prompts_of_nearly_one_length_in_neighbouring_rows_share_a_run(random_mo
     runs.clear()
     runner.run(Batch([], [], far))
     assert runs == [1, 1]
+
+
+@pytest.mark.parametrize(("n_spare", "runs"), [(0, [1, 1]), (3, [2])])
+def test_prompts_are_padded_where_the_budget_has_room(
+    random_int8_model: RandomModel, n_spare: int, runs: list[int]
+) -> None:
+    """Padding is written to memory like any other token."""
+    lengths = (17, 20)
+    runner = random_int8_model.runner(kv_cache_bytes=2 * 3 * 2 * 32 * (sum(lengths) * 5 + 2 + n_spare * 4))
+    chunks = [whole(prompt_in_row(runner, [1] * n)) for n in lengths]
+    assert [len(together) for together in runner._side_by_side(chunks)] == runs
+
+
+@pytest.mark.parametrize(("model", "weight"), [("random_model", 1), ("random_int8_model", 4)])
+def test_the_budget_is_of_bytes_and_a_prompts_floats_count(
+    model: str, weight: int, request: pytest.FixtureRequest
+) -> None:
+    random: RandomModel = request.getfixturevalue(model)
+    token_bytes = 2 * 3 * 2 * 32 * 4 // weight  # keys and values of 3 layers, 2 heads, 32 numbers
+    budget = token_bytes * (50 + 40 * weight)
+    engine = Engine(random.runner(kv_cache_bytes=budget), chunk_size=32)
+    engine.add(make_sequence(0, [1] * 40, SamplingParams(max_tokens=10)))
+    with pytest.raises(ValueError, match="40 prompt and 11 new tokens cannot fit"):
+        engine.add(make_sequence(1, [1] * 40, SamplingParams(max_tokens=11)))
+    rows = engine.runner.rows
+    while engine.has_work:
+        engine.step()
+        assert rows.committed_tokens * token_bytes <= budget
+    assert rows.committed_tokens == 50 + 40 * weight
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 16])
+def test_a_prompt_of_full_length_fits_the_default_budget(random_int8_model: RandomModel, max_num_seqs: int) -> None:
+    """Which is no more than the rows can hold, however much memory is free."""
+    runner = random_int8_model.runner(max_num_seqs=max_num_seqs, kv_cache_bytes=None)
+    assert runner.rows.allocate(runner.max_model_len) == 0
+    assert runner.rows.budget_tokens == (max_num_seqs + 4) * runner.max_model_len
 
 
 class _Foreknowing(Speculation):

@@ -98,16 +98,20 @@ class Engine:
     def kv_budget_tokens(self) -> int:
         return self.runner.rows.budget_tokens
 
+    def kv_tokens_needed(self, n_prompt: int, max_tokens: int) -> int:
+        """What a sequence takes of the budget at its most."""
+        return self.runner.rows.n_needed(n_prompt, max_tokens)
+
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError for one that could never run; the API refuses such at the door."""
-        if not sequence.prompt_ids or sequence.n_reserved > min(self.max_model_len, self.kv_budget_tokens):
-            raise ValueError(
-                f"{len(sequence.prompt_ids)} prompt and {sequence.params.max_tokens} new tokens cannot fit"
-            )
+        n_prompt, max_tokens = len(sequence.prompt_ids), sequence.params.max_tokens
+        n_needed = self.kv_tokens_needed(n_prompt, max_tokens)
+        if not n_prompt or sequence.n_reserved > self.max_model_len or n_needed > self.kv_budget_tokens:
+            raise ValueError(f"{n_prompt} prompt and {max_tokens} new tokens cannot fit")
         if self.speculate:
             sequence.speculation = Speculation(DraftPolicy())
         self._sequences[sequence.id] = sequence

@@ -5,8 +5,8 @@ float32, which is filled as its prompt is computed. So prompts attend to exact k
 quarter of the bytes.
 
 Address space is reserved for the worst case; the operating system commits a page when a token is first written to it:
-the page table is the block table (the idea of vAttention, arXiv 2405.04437). How many tokens may be promised at once is
-the budget, kept here too.
+the page table is the block table (the idea of vAttention, arXiv 2405.04437). How much may be promised at once is the
+budget, kept here too, in tokens of running rows: a prompt's token on a row of floats counts for four of int8.
 """
 
 from __future__ import annotations
@@ -66,12 +66,13 @@ class RowMemory:
         self.warm[row] = max(self.warm[row], self.promised[row])
         self.promised[row] = 0
 
-    def cool(self, row: int) -> int:
-        """Return what a row holds beyond its promise, and how many tokens that is."""
-        n_returned = max(0, self.warm[row] - self.promised[row])
+    def cool(self, row: int, n_kept: int = 0) -> int:
+        """Return what a row holds beyond its promise and its first `n_kept` tokens, and how many tokens that is."""
+        n_kept = max(n_kept, self.promised[row])
+        n_returned = max(0, self.warm[row] - n_kept)
         if n_returned:
-            self.give_back(row, self.promised[row])
-            self.warm[row] = 0
+            self.give_back(row, n_kept)
+            self.warm[row] = n_kept
         return n_returned
 
     def give_back(self, row: int, n_kept: int = 0) -> None:
@@ -96,10 +97,10 @@ class RowMemory:
 
 
 class KVRows:
-    """`max_num_seqs` rows of up to `max_model_len` tokens, of which at most `budget_tokens` are promised at once.
+    """`max_num_seqs` rows of up to `max_model_len` tokens, and rows for prompts, within one budget.
 
-    dtype: of running sequences' rows, float32 or int8. A row that has been allocated has a prompt row too, until
-    `end_prompt`.
+    budget_tokens: most tokens that have memory at once; one of a prompt's row counts as `prompt_weight`. dtype: of
+    running sequences' rows, float32 or int8. A row that has been allocated has a prompt row too, until `end_prompt`.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class KVRows:
         self.prompts = RowMemory(**shape, n_rows=n_prompts, dtype=np.float32)
         self.max_num_seqs = max_num_seqs
         self.budget_tokens = budget_tokens
+        self.prompt_weight = self.prompts.dtype.itemsize // self.running.dtype.itemsize
         self.prompt_token_bytes = self.bytes_per_token(n_layer, n_kv_head, head_dim)
         self._free = set(range(max_num_seqs))
         self._free_prompts = set(range(n_prompts))
@@ -135,12 +137,16 @@ class KVRows:
     @property
     def reserved_tokens(self) -> int:
         """What is promised of the budget."""
-        return sum(self.running.promised)
+        return sum(self.running.promised) + self.prompt_weight * sum(self.prompts.promised)
 
     @property
     def committed_tokens(self) -> int:
         """What is promised of the budget, and what free rows still hold."""
-        return self.running.n_committed
+        return self.running.n_committed + self.prompt_weight * self.prompts.n_committed
+
+    def n_needed(self, n_prompt: int, max_tokens: int) -> int:
+        """What a sequence takes of the budget while its prompt is computed, which is when it takes most."""
+        return n_prompt + max_tokens + self.prompt_weight * n_prompt
 
     def prompt_row(self, row: int) -> int:
         """Which row of `prompts` belongs to a row. Raises KeyError once its prompt has ended."""
@@ -174,24 +180,36 @@ class KVRows:
             with np.errstate(invalid="ignore"):  # what is no number shows in the logits
                 np.copyto(rounded, whole, casting="unsafe")
 
-    def allocate(self, n_tokens: int) -> int | None:
-        """The lowest free row with `n_tokens` promised to it; None when no row is free or the budget is spent."""
-        if not self._free or not self._free_prompts or self.reserved_tokens + n_tokens > self.budget_tokens:
+    def allocate(self, n_prompt: int, max_tokens: int = 0) -> int | None:
+        """The lowest free row, for a prompt and new tokens; None when no row is free or the budget is spent."""
+        n_needed = self.n_needed(n_prompt, max_tokens)
+        if not self._free or not self._free_prompts or self.reserved_tokens + n_needed > self.budget_tokens:
             return None
-        row = min(self._free)
+        row, prompt_row = min(self._free), min(self._free_prompts)
         self._free.remove(row)
-        self._prompt_rows[row] = min(self._free_prompts)
-        self._free_prompts.remove(self._prompt_rows[row])
-        self.running.promised[row] = n_tokens
+        self._free_prompts.remove(prompt_row)
+        self._prompt_rows[row] = prompt_row
+        self.running.promised[row] = n_prompt + max_tokens
+        self.prompts.promised[prompt_row] = n_prompt
         self._keep_to_budget()
         return row
 
-    def end_prompt(self, row: int, n_tokens: int) -> None:
-        """A prompt of `n_tokens` is computed, and its row filled: let another have the row of floats."""
+    def pad(self, prompt_rows: list[int], n_tokens: int) -> bool:
+        """Promise each of these rows `n_tokens`, for a run that pads its prompts; False when the budget has no room."""
+        n_missing = sum(max(0, n_tokens - self.prompts.promised[row]) for row in prompt_rows)
+        if self.reserved_tokens + self.prompt_weight * n_missing > self.budget_tokens:
+            return False
+        for row in prompt_rows:
+            self.prompts.promised[row] = max(n_tokens, self.prompts.promised[row])
+        self._keep_to_budget()
+        return True
+
+    def end_prompt(self, row: int) -> None:
+        """A prompt is computed, and its row filled: let another have the row of floats, and its promise."""
         prompt_row = self._prompt_rows.pop(row)
         self._free_prompts.add(prompt_row)
-        if n_tokens > _WARM_PROMPT:
-            self.prompts.give_back(prompt_row, _WARM_PROMPT)
+        self.prompts.release(prompt_row)
+        self.prompts.cool(prompt_row, _WARM_PROMPT)
 
     def free(self, row: int) -> None:
         """Take the row's promise back. Its pages stay, as far as the budget goes, so that the next sequence finds them.
@@ -201,16 +219,15 @@ class KVRows:
         if row in self._free:
             raise ValueError(f"row {row} is free already")
         if row in self._prompt_rows:
-            self.end_prompt(row, self.prompts.n_positions)
+            self.end_prompt(row)
         self._free.add(row)
         self.running.release(row)
 
     def give_back(self) -> None:
         """Return the pages of all free rows to the operating system."""
-        for row in self._free:
-            self.running.cool(row)
-        for row in self._free_prompts:
-            self.prompts.give_back(row)
+        for memory, free in ((self.running, self._free), (self.prompts, self._free_prompts)):
+            for row in free:
+                memory.cool(row)
 
     def move(self, source: int, n_tokens: int) -> int | None:
         """Move a row's first `n_tokens` tokens, and its promise, to the lowest free row, which is returned.
@@ -234,12 +251,19 @@ class KVRows:
         return target
 
     def _keep_to_budget(self) -> None:
-        """Return pages beyond what is promised until all fits: those of free rows first, the highest first."""
+        """Return pages beyond what is promised until all fits: those of free rows first, the highest first.
+
+        Those of prompts come last: they are few, and the next prompt has a use for them.
+        """
         excess = self.committed_tokens - self.budget_tokens
         for row in sorted(range(self.max_num_seqs), key=lambda r: (r in self._free, r), reverse=True):
             if excess <= 0:
-                break
+                return
             excess -= self.running.cool(row)
+        for prompt_row in reversed(range(len(self.prompts.warm))):
+            if excess <= 0:
+                return
+            excess -= self.prompt_weight * self.prompts.cool(prompt_row)
 
 
 def _reserve(size: int) -> mmap.mmap:

@@ -71,11 +71,12 @@ class OnnxRunner:
         rounded = any(value.name == DECODE_INPUT for value in self._session.get_inputs())
         dtype = np.dtype(np.int8 if rounded else np.float32)
         per_token = KVRows.bytes_per_token(**shape, itemsize=dtype.itemsize)
-        budget_tokens = min(self.kv_cache_bytes // per_token, max_num_seqs * self.max_model_len)
-        if budget_tokens < 2:
-            raise ValueError(
-                f"kv_cache_memory of {self.kv_cache_bytes} bytes holds no sequence: a token takes {per_token} bytes"
-            )
+        per_prompt_token = KVRows.bytes_per_token(**shape)
+        least = 2 * (per_token + per_prompt_token)
+        if self.kv_cache_bytes < least:
+            raise ValueError(f"kv_cache_memory of {self.kv_cache_bytes} bytes holds no prompt: two tokens take {least}")
+        most = self.max_model_len * (max_num_seqs * per_token + per_prompt_token)  # every row full, and a prompt's
+        budget_tokens = min(self.kv_cache_bytes, most) // per_token
         return KVRows(
             **shape,
             max_num_seqs=max_num_seqs,
@@ -161,7 +162,9 @@ class OnnxRunner:
             longest = max(c.count for c in together)
             fits = longest * len(together) <= MOST_PADDED * sum(c.count for c in together)
             whole = all(c.start == 0 and c.count > 1 and c.n_logits <= 1 and c.completes_prompt for c in together)
-            if last and fits and whole and self._place(chunk)[1] == self._place(last[-1])[1] + 1:
+            rows = [self._place(c)[1] for c in together]
+            adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
+            if last and fits and whole and adjacent and self.rows.pad(rows, longest):
                 last.append(chunk)
             else:
                 runs.append([chunk])

@@ -125,7 +125,7 @@ class Scheduler:
         self.cache.keep(sequence.row, sequence.block_keys[: chunk.end // self.cache.block_size])
         self.rows.fill(sequence.row, chunk.start, chunk.end)
         if chunk.completes_prompt:
-            self.rows.end_prompt(sequence.row, chunk.end)
+            self.rows.end_prompt(sequence.row)
             sequence.status = SequenceStatus.RUNNING
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -164,7 +164,7 @@ class Scheduler:
         sequence = self.waiting[0] if self.waiting else None
         if sequence is None or room < min(2, len(sequence.prompt_ids)) or self._is_computed_by(chunks, sequence):
             return None
-        row = self.rows.allocate(sequence.n_reserved)
+        row = self.rows.allocate(len(sequence.prompt_ids), sequence.params.max_tokens)
         if row is None:
             return None
         self.waiting.popleft()
