@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from model.train import train
 from server.settings import PREFIX, Settings
 
 if TYPE_CHECKING:
@@ -39,107 +40,7 @@ def fail(error: object) -> NoReturn:
     raise typer.Exit(1)
 
 
-def parse_changes(changes: list[str]) -> dict[str, Any]:
-    """`name=value` pairs for the decoder's configuration; whole numbers, numbers, true and false are recognised."""
-    parsed: dict[str, Any] = {}
-    for change in changes:
-        name, equals, value = change.partition("=")
-        if not equals:
-            fail(f"--set takes name=value, not {change!r}")
-        try:
-            parsed[name] = json.loads(value)
-        except ValueError:
-            parsed[name] = value
-    return parsed
-
-
-def refuse_changes_to_a_run(invocation: typer.Context) -> None:
-    """A resumed run keeps its text and settings: what would change them is refused, not passed over."""
-    given = []
-    for parameter in invocation.command.params:
-        source = invocation.get_parameter_source(parameter.name or "")
-        if source is not None and source.name == "COMMANDLINE" and parameter.name not in {"out", "resume"}:
-            given.append(parameter.opts[0])
-    if given:
-        fail(f"--resume continues the run with its own text and settings; leave out {', '.join(given)}")
-
-
-def refuse_fields_of_the_tokenizer(changes: dict[str, Any], tokenizer: Path | None) -> None:
-    """Fields that the tokenizer decides would be overwritten."""
-    decided = {"bos_token_id", "eos_token_ids"} | ({"vocab_size"} if tokenizer else set())
-    for name in sorted(decided & changes.keys()):
-        fail(f"{name} follows from the tokenizer; leave it out of --set")
-
-
-@app.command()
-def train(
-    invocation: typer.Context,
-    out: Annotated[Path, typer.Option(help="Folder of the run; checkpoints, metrics.csv and loss.png go there.")],
-    corpus: Annotated[list[Path] | None, typer.Argument(help="Text files, or folders of them.")] = None,
-    preset: Annotated[str, typer.Option(help="Shape of the decoder.")] = "tiny",
-    changes: Annotated[
-        list[str] | None, typer.Option("--set", help="Change a field of the preset: name=value.")
-    ] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Use this tokenizer.json instead of training one.")] = None,
-    include: Annotated[list[str] | None, typer.Option(help="Only files of folders whose path matches.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="No files of folders whose path matches.")] = None,
-    held_out: Annotated[float, typer.Option(min=0.0, max=0.5, help="Share of the text kept for evaluation.")] = 0.05,
-    steps: Annotated[int, typer.Option(min=1)] = 2000,
-    context: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 256,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences in memory at once.")] = 16,
-    accumulate: Annotated[int, typer.Option(min=1, help="Batches a step.")] = 1,
-    learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps until the full learning rate.")] = 100,
-    weight_decay: Annotated[float, typer.Option(min=0.0)] = 0.1,
-    evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 250,
-    checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 250,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with its settings.")] = False,
-) -> None:
-    """Train a decoder on text: files, or folders of them."""
-    from model import run
-    from model.checkpoint import CheckpointError
-    from model.config import ConfigError
-    from model.config import preset as find_preset
-    from model.data import CorpusError
-    from model.tokenizer import TokenizerError
-    from model.train import DivergedError, TrainSettings
-
-    console = Console()
-    try:
-        if resume:
-            refuse_changes_to_a_run(invocation)
-            trainer = run.resume_run(out, console)
-        elif not corpus:
-            fail("name at least one file or folder to train on, or give --resume")
-        else:
-            fields = parse_changes(changes or [])
-            refuse_fields_of_the_tokenizer(fields, tokenizer)
-            config = find_preset(preset, **fields)
-            settings = TrainSettings(
-                steps=steps,
-                context=context,
-                batch_size=batch_size,
-                accumulate=accumulate,
-                learning_rate=learning_rate,
-                warmup=warmup,
-                weight_decay=weight_decay,
-                seed=seed,
-                evaluate_every=evaluate_every,
-                checkpoint_every=checkpoint_every,
-            )
-            text = run.CorpusSettings(
-                paths=corpus,
-                include=include or ("*",),
-                exclude=exclude or (),
-                held_out=held_out,
-                tokenizer=tokenizer,
-            )
-            trainer = run.start_run(out, text, config, settings, console)
-        if not run.train(out, trainer, console):
-            raise typer.Exit(130)
-    except (CheckpointError, ConfigError, CorpusError, DivergedError, OSError, TokenizerError) as error:
-        fail(error)
+app.command()(train)
 
 
 @app.command()

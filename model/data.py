@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from model.tokenizer import END_OF_TEXT, TokenizerError, vocabulary_size
 
 DATA_FOLDER = "data"  # of a training run, where its token shards are
+IGNORED = -100  # a target that is not learnt, as cross-entropy has it
 SHARD_TOKENS = 2**26
 _ENCODE_BATCH = 256  # documents tokenised at once
 
@@ -99,60 +100,132 @@ def _read_text(path: Path) -> str | None:
         return None
 
 
+class Batch(NamedTuple):
+    """inputs: token ids [rows, context]. targets: the token that follows each, or IGNORED where none is learnt."""
+
+    inputs: NDArray[np.int64]
+    targets: NDArray[np.int64]
+
+    @property
+    def n_targets(self) -> int:
+        return int((self.targets != IGNORED).sum())
+
+    def share(self, rank: int, size: int) -> Batch:
+        """Every size-th row from rank on; as many for each rank, the last ones made up with rows without targets."""
+        missing = -len(self.inputs) % size
+        inputs = np.pad(self.inputs, ((0, missing), (0, 0)))
+        targets = np.pad(self.targets, ((0, missing), (0, 0)), constant_values=IGNORED)
+        return Batch(inputs[rank::size], targets[rank::size])
+
+    def split(self, n_rows: int) -> Iterator[Batch]:
+        """Parts of at most n_rows."""
+        for start in range(0, len(self.inputs), n_rows):
+            yield Batch(self.inputs[start : start + n_rows], self.targets[start : start + n_rows])
+
+
 @dataclass(frozen=True, slots=True)
 class TokenData:
-    """Token ids on disk: shards to train on, and the end of the corpus, which training never sees."""
+    """Token ids on disk: shards to train on, and the end of the corpus, which training never sees.
+
+    Text may be cut anywhere. Chats come in rows of `row` tokens (None: text), context + 1 of the run, beside a bit for
+    each token in `masks`, uint8 [rows, ⌈row / 8⌉] a shard: whether it is learnt.
+    """
 
     folder: Path
     shards: list[NDArray[np.unsignedinteger]]
     held_out: NDArray[np.unsignedinteger]
+    row: int | None = None
+    masks: list[NDArray[np.uint8]] = field(default_factory=list)
+    held_out_mask: NDArray[np.uint8] | None = None
 
     @property
     def n_train(self) -> int:
         return sum(len(shard) for shard in self.shards)
 
-    def batch(self, *, seed: int, step: int, batch_size: int, context: int) -> NDArray[np.int64]:
-        """[batch_size, context + 1] tokens of random places, a function of (seed, step) alone: resuming needs no state.
+    @property
+    def prompt_length(self) -> int | None:
+        """How many held-out tokens come before the first that is learnt; None: of text, any number is a prompt."""
+        return None if self.held_out_mask is None else int(np.unpackbits(self.held_out_mask[0]).argmax())
+
+    def batch(self, *, seed: int, step: int, batch_size: int, context: int, rows: range | None = None) -> Batch:
+        """`batch_size` rows of random places, a function of (seed, step) alone: resuming needs no state. Only `rows` of
+        them are read (None: all).
 
         Shards are drawn by their number of possible places, so every place is equally likely.
         """
         generator = np.random.Generator(np.random.Philox(key=np.array([seed, step], dtype=np.uint64)))
-        places = np.cumsum([max(0, len(shard) - context) for shard in self.shards])
-        rows = []
-        for place in generator.integers(places[-1], size=batch_size):
+        stride = self.row or 1
+        places = np.cumsum([max(0, (len(shard) - context - 1) // stride + 1) for shard in self.shards])
+        drawn = generator.integers(places[-1], size=batch_size)
+        chosen = []
+        for place in drawn if rows is None else drawn[rows.start : rows.stop]:
             shard = int(np.searchsorted(places, place, side="right"))
-            start = int(place) - (int(places[shard - 1]) if shard else 0)
-            rows.append(self.shards[shard][start : start + context + 1])
-        return np.stack(rows).astype(np.int64)
+            index = int(place) - (int(places[shard - 1]) if shard else 0)
+            mask = self.masks[shard] if self.masks else None
+            chosen.append(self._row(self.shards[shard], mask, index * stride, context))
+        return _stack(chosen)
 
-    def held_out_rows(self, context: int, n_rows: int) -> NDArray[np.int64]:
-        """[rows, context + 1]: the first `n_rows` stretches of held-out text that overlap by one token."""
-        n_rows = min(n_rows, (len(self.held_out) - 1) // context)
-        return np.stack([self.held_out[i * context : (i + 1) * context + 1] for i in range(n_rows)]).astype(np.int64)
+    def held_out_rows(self, context: int, n_rows: int) -> Batch:
+        """The first `n_rows` rows of held-out text, which overlap by one token; or of chats, which do not."""
+        stride = self.row or context
+        n_rows = min(n_rows, (len(self.held_out) - context - 1) // stride + 1)
+        return _stack([self._row(self.held_out, self.held_out_mask, i * stride, context) for i in range(n_rows)])
+
+    def _row(
+        self, tokens: NDArray[np.unsignedinteger], mask: NDArray[np.uint8] | None, start: int, context: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        row = tokens[start : start + context + 1].astype(np.int64)
+        targets = row[1:]
+        if mask is not None and self.row is not None:
+            learnt = np.unpackbits(mask[start // self.row], count=self.row).astype(bool)
+            targets = np.where(learnt[1:], targets, IGNORED)
+        return row[:-1], targets
 
 
-def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, held_out: float, context: int) -> TokenData:
+def _stack(rows: list[tuple[NDArray[np.int64], NDArray[np.int64]]]) -> Batch:
+    return Batch(np.stack([inputs for inputs, _ in rows]), np.stack([targets for _, targets in rows]))
+
+
+def write_tokens(
+    corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, held_out: float, context: int, end_id: int | None = None
+) -> TokenData:
     """Tokenise the corpus into `folder`: shard-00000.bin …, held_out.bin (the last share of it) and data.json.
 
-    Every document is followed by the end-of-text token, where the tokenizer has one. Raises CorpusError when the
-    training or the held-out part is shorter than one context, and TokenizerError when the tokenizer does not take the
-    text, before anything is written.
+    Every document is followed by `end_id`, or the end-of-text token where the tokenizer has one. Raises CorpusError
+    when the training or the held-out part is shorter than one context, and TokenizerError when the tokenizer does not
+    take the text, before anything is written.
     """
-    dtype = np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32
-    tokens = np.concatenate([np.array(ids, dtype=dtype) for ids in _encode(corpus.texts, tokenizer)])
+    dtype = token_type(tokenizer)
+    end = tokenizer.token_to_id(END_OF_TEXT) if end_id is None else end_id
+    tokens = np.concatenate([np.array(ids, dtype=dtype) for ids in _encode(corpus.texts, tokenizer, end)])
     n_held_out = max(int(len(tokens) * held_out), context + 1)
     n_train = len(tokens) - n_held_out
     if n_train <= context:
         mend = f"add text, or use a context of at most {len(tokens) // 2 - 1}" if len(tokens) >= 4 else "add text"
         raise CorpusError(f"the corpus has {len(tokens)} tokens, too few for a context of {context}; {mend}")
+    shards = {
+        f"shard-{i:05d}.bin": tokens[start : min(start + SHARD_TOKENS, n_train)]
+        for i, start in enumerate(range(0, n_train, SHARD_TOKENS))
+    }
+    return write_shards(folder, {**shards, "held_out.bin": tokens[n_train:]}, {"dtype": np.dtype(dtype).name})
+
+
+def token_type(tokenizer: Tokenizer) -> type[np.unsignedinteger]:
+    """The narrowest type that holds every token id."""
+    return np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32
+
+
+def write_shards(
+    folder: Path, files: Mapping[str, NDArray[np.unsignedinteger]], description: dict[str, Any]
+) -> TokenData:
+    """Write arrays by file name, and data.json, which `open_tokens` needs to read them: all of it or nothing."""
     part = folder.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
-        for i, start in enumerate(range(0, n_train, SHARD_TOKENS)):
-            tokens[start : min(start + SHARD_TOKENS, n_train)].tofile(part / f"shard-{i:05d}.bin")
-        tokens[n_train:].tofile(part / "held_out.bin")
-        (part / "data.json").write_text(json.dumps({"dtype": np.dtype(dtype).name}) + "\n", encoding="utf-8")
+        for name, array in files.items():
+            array.tofile(part / name)
+        (part / "data.json").write_text(json.dumps(description) + "\n", encoding="utf-8")
         part.rename(folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -160,17 +233,28 @@ def write_tokens(corpus: Corpus, tokenizer: Tokenizer, folder: Path, *, held_out
 
 
 def open_tokens(folder: Path) -> TokenData:
-    """Map what `write_tokens` wrote. Raises CorpusError when it is not there."""
-    description = folder / "data.json"
-    if not description.is_file():
+    """Map what `write_shards` wrote. Raises CorpusError when it is not there."""
+    path = folder / "data.json"
+    if not path.is_file():
         raise CorpusError(f"{folder} holds no token shards; start the training again without --resume")
-    dtype = np.dtype(json.loads(description.read_text(encoding="utf-8"))["dtype"])
-    shards = [np.memmap(path, dtype=dtype, mode="r") for path in sorted(folder.glob("shard-*.bin"))]
-    return TokenData(folder, list(shards), np.memmap(folder / "held_out.bin", dtype=dtype, mode="r"))
+    description = json.loads(path.read_text(encoding="utf-8"))
+    dtype, row = np.dtype(description["dtype"]), description.get("row")
+
+    def map_tokens(file: Path) -> NDArray[np.unsignedinteger]:
+        return np.memmap(file, dtype=dtype, mode="r")
+
+    def map_mask(file: Path) -> NDArray[np.uint8]:
+        return np.memmap(file, dtype=np.uint8, mode="r").reshape(-1, (row + 7) // 8)
+
+    shards = [map_tokens(file) for file in sorted(folder.glob("shard-*.bin"))]
+    held_out = map_tokens(folder / "held_out.bin")
+    if row is None:
+        return TokenData(folder, shards, held_out)
+    masks = [map_mask(file) for file in sorted(folder.glob("shard-*.mask"))]
+    return TokenData(folder, shards, held_out, row, masks, map_mask(folder / "held_out.mask"))
 
 
-def _encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    end = tokenizer.token_to_id(END_OF_TEXT)
+def _encode(texts: Iterable[str], tokenizer: Tokenizer, end: int | None) -> Iterator[list[int]]:
     batch: list[str] = []
     for text in texts:
         batch.append(text)

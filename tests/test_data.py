@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from model import data
-from model.data import Corpus, CorpusError, TokenData, open_tokens, read_corpus, write_tokens
+from model.data import IGNORED, Batch, Corpus, CorpusError, TokenData, open_tokens, read_corpus, write_tokens
 from model.tokenizer import TokenizerError, train_tokenizer
 
 TEXTS = [f"document {i}: " + "abc " * i for i in range(1, 30)]
@@ -37,6 +38,12 @@ def write_files(folder: Path, contents: Mapping[str, bytes | str]) -> Path:
 
 def encoded(corpus: Corpus) -> list[int]:
     return [token for text in corpus.texts for token in [*tokenizer.encode(text).ids, 0]]
+
+
+def rows_of(batch: Batch) -> NDArray[np.int64]:
+    """[rows, context + 1] of text, where every token is a target: inputs, and the last target."""
+    assert (batch.inputs[:, 1:] == batch.targets[:, :-1]).all()
+    return np.concatenate([batch.inputs, batch.targets[:, -1:]], axis=1)
 
 
 def tokens_in(data: TokenData) -> list[int]:
@@ -221,7 +228,7 @@ def test_tokens_are_as_wide_as_the_largest_id_needs(tmp_path: Path, largest: int
     written = write_tokens(Corpus(["a b " * 40], 0), words, tmp_path / "data", held_out=0.2, context=5)
     assert tokens_in(written) == [0, largest] * 40
     assert written.held_out.dtype == dtype
-    assert written.batch(seed=0, step=0, batch_size=2, context=5).max() == largest
+    assert rows_of(written.batch(seed=0, step=0, batch_size=2, context=5)).max() == largest
 
 
 @pytest.mark.parametrize("context", [60, 500])
@@ -246,10 +253,10 @@ def test_the_context_that_the_error_advises_is_one_that_works(n_words: int, held
             assert not advice[1] or int(advice[2]) < context
             if advice[1]:
                 written = write_tokens(corpus, tokenizer, folder, held_out=held_out, context=int(advice[2]))
-                assert written.batch(seed=0, step=0, batch_size=1, context=int(advice[2])).shape[0] == 1
+                assert len(written.batch(seed=0, step=0, batch_size=1, context=int(advice[2])).inputs) == 1
         else:
-            assert written.batch(seed=0, step=0, batch_size=2, context=context).shape == (2, context + 1)
-            assert written.held_out_rows(context, 3).shape[1] == context + 1
+            assert written.batch(seed=0, step=0, batch_size=2, context=context).inputs.shape == (2, context)
+            assert written.held_out_rows(context, 3).targets.shape[1] == context
 
 
 def test_a_failure_while_writing_leaves_no_half_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +295,7 @@ def test_a_batch_is_a_function_of_seed_and_step() -> None:
     one, other = counting(500, 300), counting(500, 300)
 
     def batch(data: TokenData, seed: int, step: int) -> list[list[int]]:
-        rows: list[list[int]] = data.batch(seed=seed, step=step, batch_size=8, context=10).tolist()
+        rows: list[list[int]] = rows_of(data.batch(seed=seed, step=step, batch_size=8, context=10)).tolist()
         return rows
 
     wanted = batch(one, 1, 5)
@@ -303,7 +310,7 @@ def test_a_batch_is_a_function_of_seed_and_step() -> None:
 def test_rows_are_contiguous_stretches_of_one_shard() -> None:
     data = counting(40, 11, 25)
     for step in range(50):
-        rows = data.batch(seed=0, step=step, batch_size=4, context=10)
+        rows = rows_of(data.batch(seed=0, step=step, batch_size=4, context=10))
         assert rows.shape == (4, 11)
         assert rows.dtype == np.int64
         assert (np.diff(rows) == 1).all()
@@ -316,7 +323,7 @@ def test_every_place_is_reached_and_equally_often() -> None:
     context = 4
     data = counting(9, 5, 4, 3, 12)  # the third and fourth are shorter than a row
     starts = np.concatenate(
-        [data.batch(seed=0, step=step, batch_size=50, context=context)[:, 0] for step in range(200)]
+        [data.batch(seed=0, step=step, batch_size=50, context=context).inputs[:, 0] for step in range(200)]
     )
     places = {*range(5), 9, *range(21, 29)}
     counts = {place: int((starts == place).sum()) for place in places}
@@ -327,7 +334,7 @@ def test_every_place_is_reached_and_equally_often() -> None:
 
 
 def test_a_shard_of_exactly_one_row_can_be_drawn() -> None:
-    assert counting(11).batch(seed=0, step=0, batch_size=2, context=10).tolist() == [list(range(11))] * 2
+    assert rows_of(counting(11).batch(seed=0, step=0, batch_size=2, context=10)).tolist() == [list(range(11))] * 2
 
 
 @pytest.mark.parametrize(
@@ -336,6 +343,35 @@ def test_a_shard_of_exactly_one_row_can_be_drawn() -> None:
 def test_held_out_rows_overlap_by_the_token_that_is_predicted(held_out: int, n_rows: int, expected: list[int]) -> None:
     """Each held-out token is predicted once, the first one never."""
     data = counting(50, held_out=held_out)
-    rows = data.held_out_rows(context=10, n_rows=n_rows)
+    rows = rows_of(data.held_out_rows(context=10, n_rows=n_rows))
     assert (rows - 50).tolist() == [list(range(start, start + 11)) for start in expected]
     assert rows.dtype == np.int64
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_processes_read_the_parts_of_one_batch(size: int) -> None:
+    """Batches drawn apart would train on other text than one process does."""
+    data = counting(500, 300)
+
+    def read(rows: range | None) -> NDArray[np.int64]:
+        return rows_of(data.batch(seed=3, step=7, batch_size=6, context=10, rows=rows))
+
+    parts = [read(range(first, first + 6 // size)) for first in range(0, 6, 6 // size)]
+    assert np.concatenate(parts).tolist() == read(None).tolist()
+
+
+@pytest.mark.parametrize(("n_rows", "size"), [(5, 1), (5, 2), (5, 3), (1, 4), (6, 3)])
+def test_shares_of_a_batch_are_even_and_hold_each_target_once(n_rows: int, size: int) -> None:
+    """Uneven ones would leave one process waiting for another in an evaluation that shards take part in."""
+    batch = counting(50, held_out=99).held_out_rows(context=10, n_rows=n_rows)
+    shares = [batch.share(rank, size) for rank in range(size)]
+    assert len({share.inputs.shape for share in shares}) == 1
+    assert sum(share.n_targets for share in shares) == batch.n_targets == 10 * n_rows
+    learnt = np.concatenate([share.targets[share.targets != IGNORED] for share in shares])
+    assert sorted(learnt) == sorted(batch.targets.flatten())
+
+
+def test_a_batch_is_split_without_remainder() -> None:
+    parts = list(counting(50, held_out=99).held_out_rows(context=10, n_rows=5).split(2))
+    assert [len(part.inputs) for part in parts] == [2, 2, 1]
+    assert np.concatenate([part.inputs[:, 0] for part in parts]).tolist() == [50, 60, 70, 80, 90]

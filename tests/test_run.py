@@ -41,7 +41,7 @@ def files() -> set[str]:
 
 def metrics(folder: str) -> list[list[str]]:
     with Path(folder, "metrics.csv").open(newline="") as file:
-        return [row[:-1] for row in csv.reader(file)]  # the last column is seconds
+        return [row[:-2] for row in csv.reader(file)]  # the last columns are of time: seconds, and MFU
 
 
 def refused(*arguments: str) -> str:
@@ -178,8 +178,8 @@ def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Press Ctrl-C while the progress bar is told of a step."""
     report = run.ProgressBar.step
 
-    def report_and_press(bar: run.ProgressBar, at: int, loss: float, tokens_per_second: float) -> None:
-        report(bar, at, loss, tokens_per_second)
+    def report_and_press(bar: run.ProgressBar, at: int, loss: float, tokens_per_second: float, mfu: float) -> None:
+        report(bar, at, loss, tokens_per_second, mfu)
         if at == step:
             signal.raise_signal(signal.SIGINT)
 

@@ -6,7 +6,6 @@ import csv
 import math
 import signal
 from collections.abc import Callable
-from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model import train
+from model import trainer as training
 from model.checkpoint import load_checkpoint
-from model.data import Corpus, TokenData, open_tokens, write_tokens
+from model.data import Batch, Corpus, TokenData, open_tokens, write_tokens
 from model.decoder import Decoder
+from model.metrics import plot_losses
 from model.tokenizer import train_tokenizer
-from model.train import Trainer, TrainSettings, plot_losses
+from model.trainer import Trainer, TrainSettings
 from tests.random_models import make_config
 
 TEXTS = [f"The {animal} sat on the {place}.\n" * 6 for animal in ("cat", "dog", "hen") for place in ("mat", "log")]
@@ -42,8 +42,9 @@ class Recorder:
         self.losses: list[float] = []
         self.evaluations: list[tuple[int, float, str, str]] = []
 
-    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
+    def step(self, step: int, loss: float, tokens_per_second: float, mfu: float) -> None:
         assert tokens_per_second > 0
+        assert mfu > 0
         self.losses.append(loss)
         self.at.get(step, lambda: None)()
 
@@ -86,12 +87,17 @@ def resume(folder: Path, data: TokenData) -> Trainer:
 
 
 def metrics(folder: Path) -> list[dict[str, str]]:
-    """metrics.csv as written, apart from the one column that cannot repeat."""
+    """metrics.csv as written, apart from the columns that cannot repeat."""
     with (folder / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
-        del row["seconds"]
+        del row["seconds"], row["mfu"]
     return rows
+
+
+def rows_of(batch: Batch) -> Tensor:
+    """[rows, context + 1]: inputs, and the last target."""
+    return torch.cat([torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets[:, -1:])], dim=1)
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -158,19 +164,16 @@ def adamw_by_formula(decoder: Decoder, batches: list[Tensor], settings: TrainSet
 
 @pytest.mark.parametrize("clip", [0.1, 100.0])
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_steps_are_adamw_on_all_their_rows_at_once(
-    data: TokenData, monkeypatch: pytest.MonkeyPatch, accumulate: int, clip: float
-) -> None:
+def test_steps_are_adamw_on_all_their_rows_at_once(data: TokenData, accumulate: int, clip: float) -> None:
     """In float64. A loss not divided by `accumulate`, a gradient clipped per batch or one not reset would show."""
-    monkeypatch.setattr(train, "mixed_precision", lambda _: nullcontext())
-    settings = replace(SETTINGS, accumulate=accumulate, clip=clip, learning_rate=0.01)
+    settings = replace(SETTINGS, accumulate=accumulate, clip=clip, learning_rate=0.01, mixed_precision=False)
     trainer = make_trainer(data, settings, qkv_bias=True)
     trainer.decoder.double()
     expected = deepcopy(trainer.decoder)
     batches = [
         torch.cat(
             [
-                torch.from_numpy(data.batch(seed=1, step=step * accumulate + i, batch_size=2, context=CONTEXT))
+                rows_of(data.batch(seed=1, step=step * accumulate + i, batch_size=2, context=CONTEXT))
                 for i in range(accumulate)
             ]
         )
@@ -186,13 +189,12 @@ def test_steps_are_adamw_on_all_their_rows_at_once(
         torch.testing.assert_close(actual_p, expected_p, rtol=1e-6, atol=1e-7)
 
 
-def test_held_out_loss_is_the_mean_over_every_token(data: TokenData, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_out_loss_is_the_mean_over_every_token(data: TokenData) -> None:
     """Three rows in batches of two: a mean of the batches' means would weigh the last row twice."""
-    monkeypatch.setattr(train, "mixed_precision", lambda _: nullcontext())
-    trainer = make_trainer(data, dropout=0.5)
+    trainer = make_trainer(data, replace(SETTINGS, mixed_precision=False), dropout=0.5)
     losses = []
     decoder = trainer.decoder.eval()
-    for row in torch.from_numpy(data.held_out_rows(CONTEXT, 3)):
+    for row in rows_of(data.held_out_rows(CONTEXT, 3)):
         log_probabilities = decoder(row[None, :-1])[0].log_softmax(dim=-1).detach()
         losses += [-float(log_probabilities[t, token]) for t, token in enumerate(row[1:])]
     assert len(losses) == 3 * CONTEXT
@@ -226,16 +228,15 @@ def test_evaluating_and_saving_change_nothing(data: TokenData, tmp_path: Path) -
     assert losses[0] == losses[1]
 
 
-def test_dropout_differs_between_steps_and_seeds(data: TokenData) -> None:
+def test_dropout_differs_between_steps_seeds_and_processes(data: TokenData) -> None:
     """Seeded by step so that resuming repeats it; seeded the same at every step, it would prune the network instead."""
     trainer = make_trainer(data, dropout=0.5)
     drops = []
-    for seed, step in ((1, 0), (1, 1), (2, 0), (1, 0)):
-        train.seed_dropout(seed, step)
+    for seed, step, rank in ((1, 0, 0), (1, 1, 0), (2, 0, 0), (1, 0, 1), (1, 0, 0)):
+        training.seed_dropout(seed, step, rank)
         drops.append(trainer.decoder.train().dropout(torch.ones(64)))
-    assert torch.equal(drops[0], drops[3])
-    assert not torch.equal(drops[0], drops[1])
-    assert not torch.equal(drops[0], drops[2])
+    assert torch.equal(drops[0], drops[4])
+    assert not any(torch.equal(drops[0], other) for other in drops[1:4])
 
 
 def test_metrics_have_a_row_for_every_step(data: TokenData, tmp_path: Path) -> None:
@@ -396,7 +397,7 @@ def test_a_loss_that_is_no_number_ends_training_and_keeps_the_last_checkpoint(da
         with torch.no_grad():
             trainer.decoder.embedding.weight[:] = torch.nan
 
-    with pytest.raises(train.DivergedError, match=r"became nan at step 6, .* learning rate below"):
+    with pytest.raises(training.DivergedError, match=r"became nan at step 6, .* learning rate below"):
         trainer.run(tmp_path, Recorder({5: spoil}))
     assert load_checkpoint(tmp_path).progress["step"] == 4
     assert all(weight.isfinite().all() for weight in weights(tmp_path).values())

@@ -1,0 +1,64 @@
+"""Model FLOPs utilisation: how much of what a device could compute goes into the model (Chowdhery et al. 2022)."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+
+import torch
+from torch import nn
+
+from model.decoder import Decoder
+
+# FLOP/s of dense bfloat16 products, by a part of the name that CUDA gives a GPU: NVIDIA's data sheets.
+_PEAKS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "RTX 4090": 165e12,
+}
+_REPETITIONS = 3
+
+
+def flops_per_token(decoder: Decoder, context: int) -> int:
+    """6 N + 12 · n_layer · n_head · head_dim · context: forward and backward pass (Chowdhery et al. 2022, appendix B).
+
+    N is the number of parameters without embedding tables, which are looked up and not multiplied; a tied embedding
+    counts, once, as the output projection that it also is. Attention counts as if it were not causal, as in the paper.
+    """
+    config = decoder.config
+    looked_up = sum(table.weight.numel() for table in decoder.modules() if isinstance(table, nn.Embedding))
+    output = decoder.embedding.weight.numel() if config.tied_embeddings else 0
+    multiplied = decoder.n_parameters - looked_up + output
+    return 6 * multiplied + 12 * config.n_layer * config.n_head * config.head_dim * context
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the device: a known GPU's by its data sheet, in bfloat16; otherwise those of a large matrix product in
+    this precision, measured now.
+    """
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        for part, peak in _PEAKS.items():
+            if part in name:
+                return peak
+    return _measure(device, dtype)
+
+
+@cache
+def _measure(device: torch.device, dtype: torch.dtype) -> float:
+    """The fastest of a few square products: what the library makes of this machine, threads included."""
+    size = 8192 if device.type == "cuda" else 1024
+    matrix = torch.ones(size, size, device=device, dtype=dtype)
+    fastest = float("inf")
+    for _ in range(1 + _REPETITIONS):  # the first one warms up
+        started = time.perf_counter()
+        matrix @ matrix
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        fastest = min(fastest, time.perf_counter() - started)
+    return 2 * size**3 / fastest
