@@ -96,13 +96,18 @@ class Manifest(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ModelBundle:
-    """A model directory that has been read and found whole."""
+    """A model directory that has been read and found whole.
+
+    chat_template: Jinja's. special_tokens: the texts of bos_token, eos_token and others that it may name.
+    """
 
     path: Path
     config: DecoderConfig
     manifest: Manifest
     tokenizer: Tokenizer
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
+    chat_template: str | None = None
+    special_tokens: dict[str, str] = field(default_factory=dict)
 
     @property
     def graph_path(self) -> Path:
@@ -140,6 +145,11 @@ def _load(directory: Path) -> ModelBundle:
         config = DecoderConfig.load(directory / CONFIG_FILE)
         tokenizer = load_tokenizer(directory / TOKENIZER_FILE)
         generation = GenerationDefaults.load(directory / GENERATION_FILE)
+        special_tokens = _load_special_tokens(directory / SPECIAL_TOKENS_FILE)
+        template = directory / CHAT_TEMPLATE_FILE
+        chat_template = template.read_text(encoding="utf-8") if template.is_file() else None
+    except UnicodeDecodeError:
+        raise BundleError(f"{directory / CHAT_TEMPLATE_FILE} is not UTF-8 text; export the model again") from None
     except ValidationError as error:
         raise BundleError(f"{directory / GENERATION_FILE}: {_first(error)}; export the model again") from None
     except (ConfigError, TokenizerError) as error:
@@ -149,7 +159,19 @@ def _load(directory: Path) -> ModelBundle:
             f"{directory / TOKENIZER_FILE} has token ids up to {known - 1}, but the model only {config.vocab_size} "
             "tokens; export it again with its own tokenizer"
         )
-    return ModelBundle(directory, config, manifest, tokenizer, generation)
+    return ModelBundle(directory, config, manifest, tokenizer, generation, chat_template, special_tokens)
+
+
+def _load_special_tokens(path: Path) -> dict[str, str]:
+    """Texts by name: those of an optional file, whose values are texts or objects that hold one as "content"."""
+    try:
+        values = json.loads(path.read_bytes()) if path.is_file() else {}
+    except ValueError as error:
+        raise BundleError(f"{path} is damaged: {error}; export the model again") from None
+    if not isinstance(values, dict):
+        raise BundleError(f"{path} does not hold an object; export the model again")
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _read_manifest(directory: Path) -> Manifest:

@@ -105,6 +105,33 @@ def test_advice_on_sampling_travels_with_the_model(directory: Path) -> None:
         load_bundle(directory)
 
 
+def test_a_chat_template_and_the_tokens_it_names_travel_with_the_model(directory: Path) -> None:
+    assert load_bundle(directory).chat_template is None
+    assert load_bundle(directory).special_tokens == {}
+    (directory / "chat_template.jinja").write_text("{{ bos_token }}é", encoding="utf-8")
+    tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}, "additional_special_tokens": ["x"]}
+    (directory / "special_tokens_map.json").write_text(json.dumps(tokens))
+    write_manifest(directory)
+    assert load_bundle(directory).chat_template == "{{ bos_token }}é"
+    assert load_bundle(directory).special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat_template.jinja", b"\xff"),
+        ("special_tokens_map.json", b"["),
+        ("special_tokens_map.json", b"[]"),
+        ("special_tokens_map.json", b"\xff"),
+    ],
+)
+def test_a_damaged_chat_file_is_named(directory: Path, name: str, content: bytes) -> None:
+    (directory / name).write_bytes(content)
+    write_manifest(directory)
+    with pytest.raises(BundleError, match=rf"{name} .*; export the model again"):
+        load_bundle(directory)
+
+
 def test_a_configuration_that_hashes_well_but_is_wrong_is_refused(directory: Path) -> None:
     (directory / "config.json").write_text('{"vocab_size": -3}')
     write_manifest(directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +259,32 @@ def test_an_optimizer_continues_from_its_restored_state() -> None:
     update(copy, restored, [7, 8, 9])
     assert weights_equal(copy, decoder)
     assert optimizer_state(copy, restored).keys() == state.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_16_bits_make_a_decoder_of_32(dtype: torch.dtype, tmp_path: Path) -> None:
+    """As imported checkpoints have them."""
+    path = save(tmp_path, 1)
+    weights = {name: tensor.to(dtype) for name, tensor in load_file(path / "model.safetensors").items()}
+    save_file(weights, path / "model.safetensors")
+    loaded = load_checkpoint(path).decoder.state_dict()
+    assert all(tensor.dtype == torch.float32 for tensor in loaded.values())
+    assert all(torch.equal(loaded[name], tensor.float()) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("position", ["rotary", "learned", "relative"])
+def test_a_shorter_decoder_computes_the_same(position: str, tmp_path: Path) -> None:
+    decoder = make_decoder(make_config(position=position, n_kv_head=4))
+    save_checkpoint(tmp_path, 1, decoder, tokenizer, STATE, {})
+    shorter = load_checkpoint(tmp_path, max_model_len=24).decoder
+    assert shorter.config == replace(decoder.config, max_model_len=24)
+    input_ids = torch.randint(decoder.config.vocab_size, (1, 24))
+    with torch.inference_mode():
+        torch.testing.assert_close(shorter(input_ids), decoder(input_ids))
+
+
+@pytest.mark.parametrize("length", [1, 97])
+def test_a_length_that_the_decoder_cannot_have_is_refused(length: int, tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="max_model_len must be from 2 to the model's own 96"):
+        load_checkpoint(tmp_path, max_model_len=length)
