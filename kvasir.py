@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from model.train import train
@@ -163,6 +164,44 @@ def generate(
     except (BundleError, KvasirError, StartupError, ValueError) as error:
         fail(error)
     typer.echo()
+
+
+@app.command()
+def explain(
+    directory: Annotated[Path, typer.Argument(help="A model directory.")],
+    text: Annotated[str, typer.Argument(help="What the model is to read.")],
+    layer: Annotated[int, typer.Option(min=0, help="Which layer's attention.")] = 0,
+    head: Annotated[int | None, typer.Option(min=0, help="Which of its heads. Default: all, side by side.")] = None,
+    top_k: Annotated[int, typer.Option(min=1, help="How many of the likeliest next tokens.")] = 10,
+    out: Annotated[Path | None, typer.Option(help="Draw the weights: a PNG.")] = None,
+    output: Annotated[Path | None, typer.Option("--json", help="Write tokens, weights and next tokens here.")] = None,
+) -> None:
+    """Show what the exported model attends to in a text, and what it would say next."""
+    from model.bundle import BundleError, load_bundle
+    from server.errors import KvasirError
+    from server.explain import Explainer, check_index
+
+    try:
+        bundle = load_bundle(directory)
+        if head is not None:
+            check_index("head", head, bundle.config.n_head)
+        explanation = Explainer(bundle).explain(text, [layer], top_k=top_k)
+        heads = list(range(bundle.config.n_head)) if head is None else [head]
+        if out is not None:
+            from server.heatmap import draw_attention
+
+            window = bundle.config.window_of(layer)
+            draw_attention(explanation, directory.name, layer, heads, out, window)
+        if output is not None:
+            output.write_text(json.dumps(explanation.as_json(layer, heads)) + "\n", encoding="utf-8")
+    except (BundleError, KvasirError, OSError) as error:
+        fail(error)
+    table = Table(title=f"after {len(explanation.tokens)} tokens")
+    for column in ("next token", "id", "probability"):
+        table.add_column(column, justify="left" if column == "next token" else "right")
+    for token in explanation.next_tokens:
+        table.add_row(escape(repr(token.text)), str(token.token_id), f"{token.probability:.4f}")
+    Console().print(table)
 
 
 def parse_object(option: str, text: str) -> dict[str, Any]:

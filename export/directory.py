@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir
 
+from export.attention_graph import write_attention_graph
 from export.graph import PRECISIONS, export_graph, load_decoder
 from export.verify import SampleText, Verifier, check
 from model.bundle import (
@@ -64,6 +65,7 @@ def export_checkpoint(
         if generation is not None and generation.given():
             (part / GENERATION_FILE).write_text(json.dumps(generation.given(), indent=2) + "\n", encoding="utf-8")
         export_graph(checkpoint.decoder, part / GRAPH_FILE, precision, None if sample is None else sample.token_ids)
+        write_attention_graph(part)
         verification = Verifier(checkpoint.decoder, part / GRAPH_FILE, sample).verify()
         check(verification, precision)
         manifest = make_manifest(checkpoint.decoder, part, precision, _describe_source(checkpoint), verification)

@@ -39,7 +39,7 @@ PRECISIONS = ("int8", "int4", "fp32")  # the first is the default
 OPSET = 23  # the first with RMSNormalization
 _PARAMETERS = "kvasir.parameters"  # metadata: {decoder's parameter: graph's initializer}
 _TRANSPOSED = ".T"
-_STEP_INPUTS = ["input_ids", "seqlens_k", "total_sequence_length", "position_ids", "logits_indices"]
+STEP_INPUTS = ["input_ids", "seqlens_k", "total_sequence_length", "position_ids", "logits_indices"]
 
 
 def past_names(config: DecoderConfig) -> list[str]:
@@ -51,7 +51,7 @@ def prompt_names(config: DecoderConfig) -> list[str]:
 
 
 def input_names(config: DecoderConfig) -> list[str]:
-    return [*_STEP_INPUTS, *past_names(config)]
+    return [*STEP_INPUTS, *past_names(config)]
 
 
 def output_names(config: DecoderConfig) -> list[str]:

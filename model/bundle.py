@@ -24,6 +24,7 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"  # bos_token, eos_token and othe
 MANIFEST_FILE = "manifest.json"
 GRAPH_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
+ATTENTION_GRAPH_FILE = "attention.onnx"  # the same weights; returns what attention weighs
 # How the graph must be run: attention's flash path gives other bits for other ways of cutting a prompt into chunks.
 GRAPH_ENVIRONMENT = {"ORT_GQA_DISABLE_FLASH_ATTENTION": "1"}
 DECODE_INPUT = "decode"  # where running sequences have rows of int8: the input that chooses these

@@ -57,7 +57,7 @@ class OnnxRunner:
             )
         self.vocab_size = config.vocab_size
         self.model_seconds = 0.0  # spent inside ONNX Runtime so far
-        self._session = _open_session(graph, threads or usable_cpus(), spin_microseconds)
+        self._session = open_session(graph, threads or usable_cpus(), spin_microseconds)
         self.kv_cache_bytes = available_memory() // 2 if kv_cache_bytes is None else kv_cache_bytes
         self.rows = self._make_rows(config, max_num_seqs)
         n_scored = max(2, SCORING_LOGITS_BYTES // (4 * self.vocab_size))
@@ -245,7 +245,7 @@ class _Binding:
         self._io.bind_input(name, "cpu", 0, buffer.dtype.type, shape, buffer.ctypes.data)
 
 
-def _open_session(graph: Path, threads: int, spin_microseconds: int) -> onnxruntime.InferenceSession:
+def open_session(graph: Path, threads: int, spin_microseconds: int) -> onnxruntime.InferenceSession:
     os.environ.update(GRAPH_ENVIRONMENT)  # ONNX Runtime reads it when the session is built
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
