@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import onnx_ir
+from pydantic import ValidationError
 
 from export.attention_graph import write_attention_graph
 from export.graph import PRECISIONS, export_graph, load_decoder
-from export.verify import SampleText, Verifier, check
+from export.verify import MAX_PERPLEXITY_LOSS, SampleText, Verifier, check
 from model.bundle import (
     CONFIG_FILE,
     FORMAT_VERSION,
@@ -29,9 +28,10 @@ from model.bundle import (
     load_bundle,
     sha256,
 )
-from model.checkpoint import WEIGHTS_FILE, Checkpoint, load_checkpoint
+from model.checkpoint import WEIGHTS_FILE, Checkpoint, CheckpointError, load_checkpoint
 from model.data import DATA_FOLDER, open_tokens
 from model.decoder import Decoder
+from model.new_directory import new_directory
 
 _VERSIONS = ("torch", "onnx", "onnxruntime", "kvasir-lm")
 
@@ -47,23 +47,28 @@ def export_checkpoint(
     precision: str = PRECISIONS[0],
     text: Path | None = None,
     generation: GenerationDefaults | None = None,
+    max_model_len: int | None = None,
 ) -> Manifest:
     """Export a checkpoint, or a training run's newest, to a model directory for the CPU.
 
-    text: what perplexity is measured on; None is the run's held-out text. generation: how requests to the model are
-    sampled unless they say otherwise. Written beside `out` and renamed into place, so a failure leaves nothing. Raises
-    CheckpointError, VerificationError, FileExistsError when `out` is in use, and ValueError for text or a precision
-    that cannot be used.
+    text: what perplexity is measured on; None is the run's held-out text, or English prose where a precision has to be
+    measured and there is none. generation: how requests to the model are sampled unless they say otherwise, over the
+    checkpoint's own advice field by field. max_model_len: the longest row; None is the checkpoint's. Written beside
+    `out` and renamed into place, so a failure leaves nothing. Raises CheckpointError, VerificationError,
+    FileExistsError when `out` is in use, and ValueError for text or a precision that cannot be used.
     """
     if precision not in PRECISIONS:
         raise ValueError(f"no precision {precision!r}; there are {', '.join(PRECISIONS)}")
-    checkpoint = load_checkpoint(source)
-    sample = sample_text(checkpoint, text)
-    with _directory(out) as part:
+    checkpoint = load_checkpoint(source, max_model_len)
+    sample = sample_text(checkpoint, text, precision)
+    files = dict(checkpoint.extra_files)
+    if advice := _advice(checkpoint, generation):
+        files[GENERATION_FILE] = json.dumps(advice, indent=2).encode() + b"\n"
+    with new_directory(out) as part:
         checkpoint.decoder.config.save(part / CONFIG_FILE)
         checkpoint.tokenizer.save(str(part / TOKENIZER_FILE))
-        if generation is not None and generation.given():
-            (part / GENERATION_FILE).write_text(json.dumps(generation.given(), indent=2) + "\n", encoding="utf-8")
+        for name, content in files.items():
+            (part / name).write_bytes(content)
         export_graph(checkpoint.decoder, part / GRAPH_FILE, precision, None if sample is None else sample.token_ids)
         write_attention_graph(part)
         verification = Verifier(checkpoint.decoder, part / GRAPH_FILE, sample).verify()
@@ -86,10 +91,11 @@ def verify_directory(
         rebuilt = load_decoder(bundle.config, bundle.graph_path)
         checkpoint = Checkpoint(directory, rebuilt, bundle.tokenizer, {})
     else:
-        checkpoint = load_checkpoint(source)
+        checkpoint = load_checkpoint(source, bundle.config.max_model_len)
         if sha256(checkpoint.path / WEIGHTS_FILE) != bundle.manifest.source.get("sha256"):
             raise SourceMismatchError(f"{directory} was not exported from {checkpoint.path}: the hashes differ")
-    measured = Verifier(checkpoint.decoder, bundle.graph_path, sample_text(checkpoint, text)).verify()
+    sample = sample_text(checkpoint, text, bundle.manifest.precision)
+    measured = Verifier(checkpoint.decoder, bundle.graph_path, sample).verify()
     check(measured, bundle.manifest.precision)
     return bundle.manifest.verification, measured
 
@@ -119,23 +125,50 @@ def make_manifest(
     )
 
 
-def sample_text(checkpoint: Checkpoint, file: Path | None) -> SampleText | None:
-    """A file's text, or what the run's training never saw, where a training run wrote the checkpoint.
+def sample_text(checkpoint: Checkpoint, file: Path | None, precision: str) -> SampleText | None:
+    """A file's text, or what the run's training never saw, or, where a precision is measured on text, English prose.
 
     Raises ValueError for a file that is not UTF-8 text of two tokens at least.
     """
     if file is not None:
         try:
-            token_ids = checkpoint.tokenizer.encode(file.read_text(encoding="utf-8")).ids
+            text = file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise ValueError(f"{file} is not UTF-8 text") from None
-        if len(token_ids) < 2:
-            raise ValueError(f"{file} has {len(token_ids)} tokens, too few to measure on")
-        return SampleText(file.name, np.array(token_ids, dtype=np.int64))
+        return _tokenised(checkpoint, file.name, text)
     run = checkpoint.path.parent
-    if not checkpoint.progress or not (run / DATA_FOLDER).is_dir():
+    if checkpoint.progress and (run / DATA_FOLDER).is_dir():
+        return SampleText(f"held-out text of {run.name}", open_tokens(run / DATA_FOLDER).held_out.astype(np.int64))
+    if precision in MAX_PERPLEXITY_LOSS and (prose := _english_prose()):
+        return _tokenised(checkpoint, f"Python {sys.version_info[0]}.{sys.version_info[1]}'s pydoc topics", prose)
+    return None
+
+
+def _tokenised(checkpoint: Checkpoint, name: str, text: str) -> SampleText:
+    token_ids = checkpoint.tokenizer.encode(text).ids
+    if len(token_ids) < 2:
+        raise ValueError(f"{name} has {len(token_ids)} tokens, too few to measure on")
+    return SampleText(name, np.array(token_ids, dtype=np.int64))
+
+
+def _english_prose() -> str | None:
+    """Topics of the language's reference, half a million characters; some distributions of Python leave them out."""
+    try:
+        from pydoc_data.topics import topics  # noqa: PLC0415
+    except ImportError:
         return None
-    return SampleText(f"held-out text of {run.name}", open_tokens(run / DATA_FOLDER).held_out.astype(np.int64))
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def _advice(checkpoint: Checkpoint, generation: GenerationDefaults | None) -> dict[str, float]:
+    """How requests are sampled: what is asked for, over what the checkpoint brings."""
+    try:
+        own = GenerationDefaults.model_validate_json(checkpoint.extra_files.get(GENERATION_FILE, b"{}"))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = f"{checkpoint.path / GENERATION_FILE}: {'.'.join(map(str, first['loc'])) or 'the file'}"
+        raise CheckpointError(f"{where}: {first['msg']}") from None
+    return own.given() | (generation.given() if generation is not None else {})
 
 
 def _describe_source(checkpoint: Checkpoint) -> dict[str, str | int | float]:
@@ -148,20 +181,3 @@ def _describe_source(checkpoint: Checkpoint) -> dict[str, str | int | float]:
         if checkpoint.progress.get(key) is not None:
             source[f"training_{key}" if key in ("step", "seconds") else key] = checkpoint.progress[key]
     return source
-
-
-@contextmanager
-def _directory(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that becomes it when all went well, and vanishes when not."""
-    if out.exists() and any(out.iterdir()):
-        raise FileExistsError(f"{out} is not empty; choose another --out or remove it")
-    part = out.with_name(out.name + ".part")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
-        yield part
-        if out.exists():
-            out.rmdir()
-        part.rename(out)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)

@@ -37,13 +37,14 @@ Floats = NDArray[np.float32]
 def measure_scales(decoder: Decoder, token_ids: NDArray[np.int64] | None) -> Floats:
     """What one step of int8 is worth: float [2 * n_layer, n_kv_head, head_dim], keys and values of each layer in turn.
 
-    token_ids: a text, of which the beginning is taken; None, or one that is too short, is random tokens instead.
+    token_ids: a text, of which the end is taken, for verification measures on the beginning; None, or one that is too
+    short, is random tokens instead.
     """
     config = decoder.config
     n_rows, n_tokens = _SAMPLE[0], min(_SAMPLE[1], config.max_model_len)
     if token_ids is None or len(token_ids) < n_rows * n_tokens:
         token_ids = np.random.default_rng(0).integers(config.vocab_size, size=n_rows * n_tokens)
-    ids = torch.from_numpy(token_ids[: n_rows * n_tokens].reshape(n_rows, n_tokens))
+    ids = torch.from_numpy(token_ids[-n_rows * n_tokens :].reshape(n_rows, n_tokens))
     empty = torch.zeros(n_rows, config.n_kv_head, n_tokens, config.head_dim)
     lengths = torch.full((n_rows,), n_tokens, dtype=torch.int32)
     inputs = StepInputs(lengths - 1, lengths.max(), torch.arange(n_tokens).expand(n_rows, -1))

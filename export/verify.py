@@ -29,6 +29,7 @@ _PROMPT = 37
 _CHUNK = 64
 _GREEDY_PROMPTS = 4
 _GREEDY_TOKENS = 32
+_LONGEST = 2048  # tokens of a row that is run to its end
 _PERPLEXITY_ROWS = 16
 _PERPLEXITY_CONTEXT = 1024
 
@@ -129,7 +130,7 @@ class Verifier:
         return figures.model_copy(update={"perplexity_torch": in_torch, "perplexity_onnx": in_onnx, "text": text})
 
     def _errors(self) -> list[float]:
-        longest = self._config.max_model_len
+        longest = min(self._config.max_model_len, _LONGEST)
         short = min(_PROMPT, longest)
         prompt, full = self._tokens(short), self._tokens(longest)
         odd = sorted({end for end in (short // 3, short // 3 + 2, short) if 0 < end <= short})
@@ -137,7 +138,7 @@ class Verifier:
             self._chunk_error(prompt, [short]),  # the whole prompt at once
             self._chunk_error(prompt, odd),  # chunks at odd boundaries
             self._chunk_error(prompt[:1], [1]),
-            self._chunk_error(full, [*range(_CHUNK, longest, _CHUNK), longest]),  # to the row's last position
+            self._chunk_error(full, [*range(_CHUNK, longest, _CHUNK), longest]),  # to the row's last position, or far
             self._ragged_error(),
         ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import onnx_ir
@@ -18,8 +19,8 @@ from export.directory import export_checkpoint, verify_directory
 from export.graph import export_graph, input_names, output_names
 from export.verify import VerificationError, Verifier
 from kvasir import app
-from model.bundle import load_bundle
-from model.checkpoint import save_checkpoint
+from model.bundle import GenerationDefaults, load_bundle
+from model.checkpoint import CheckpointError, save_checkpoint
 from model.data import Corpus, write_tokens
 from model.tokenizer import train_tokenizer
 from server.engine.engine import Engine
@@ -145,11 +146,43 @@ def test_a_folder_that_happens_to_be_called_data_is_not_a_runs(exported: Path, t
     assert export_checkpoint(checkpoint, tmp_path / "out", precision="fp32").verification.text is None
 
 
-def test_int8_without_text_to_measure_on_is_refused(tmp_path: Path) -> None:
+def test_int8_without_text_to_measure_on_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     tokenizer = train_tokenizer([TEXT], 300)
     checkpoint = save_checkpoint(tmp_path, 1, make_decoder(make_config()), tokenizer, {}, {})
     with pytest.raises(VerificationError, match="has none; give --text FILE"):
         export_checkpoint(checkpoint, tmp_path / "out")
+
+
+def test_a_checkpoint_of_ones_own_is_exported_as_it_is(tmp_path: Path) -> None:
+    """Nothing but the checkpoint: int8 measured on English prose, the checkpoint's own files, shorter rows."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    files = {
+        "chat_template.jinja": b"{{ bos_token }}",
+        "special_tokens_map.json": b'{"bos_token": "<s>"}',
+        "generation_config.json": b'{"temperature": 0.6, "top_k": 40}',
+    }
+    decoder = make_decoder(make_config(position="learned", n_layer=1))
+    checkpoint = save_checkpoint(run, 1, decoder, train_tokenizer([TEXT], 300), {}, {}, extra_files=files)
+    advised = GenerationDefaults(temperature=0.3, top_p=0.9)
+    manifest = export_checkpoint(checkpoint, out, generation=advised, max_model_len=40)
+    python = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
+    assert manifest.verification.text == f"{python}'s pydoc topics, 16 x 40 tokens"
+    bundle = load_bundle(out)
+    assert bundle.config.max_model_len == bundle.manifest.max_model_len == 40
+    assert bundle.chat_template == "{{ bos_token }}"
+    assert bundle.special_tokens == {"bos_token": "<s>"}
+    assert bundle.generation.given() == {"temperature": 0.3, "top_k": 40, "top_p": 0.9}
+    assert verify_directory(out, checkpoint)[1] == manifest.verification
+
+
+def test_bad_advice_in_a_checkpoint_is_named(tmp_path: Path) -> None:
+    files = {"generation_config.json": b'{"temperature": -1}'}
+    decoder, tokenizer = make_decoder(make_config()), train_tokenizer([TEXT], 300)
+    save_checkpoint(tmp_path / "run", 1, decoder, tokenizer, {}, {}, extra_files=files)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature: .* greater than or equal to 0"):
+        export_checkpoint(tmp_path / "run", tmp_path / "out", precision="fp32")
+    assert not (tmp_path / "out").exists()
 
 
 def test_commands_in_one_line_each(run: Path, exported: Path, tmp_path: Path) -> None:
