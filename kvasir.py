@@ -1,4 +1,4 @@
-"""The command: train, export, verify, serve, generate, bench. Each calls its room, imported when it is needed."""
+"""The command: train, import, export, verify, serve, generate, bench. Each calls its room, imported when needed."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 import json
 import secrets
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -44,15 +45,61 @@ def fail(error: object) -> NoReturn:
 app.command()(train)
 
 
+@app.command("import")
+def import_(
+    folder: Annotated[
+        Path, typer.Argument(help="A Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json.")
+    ],
+    out: Annotated[Path, typer.Option(help="The checkpoint directory to write.")],
+) -> None:
+    """Make a checkpoint directory of a Hugging Face checkpoint, to export, to serve or to train on."""
+    from model.huggingface import HuggingFaceError, import_checkpoint
+
+    started = time.monotonic()
+    try:
+        imported = import_checkpoint(folder, out)
+    except (HuggingFaceError, OSError) as error:
+        fail(error)
+    config = imported.config
+    rows = {
+        "family": imported.family,
+        "layers": str(config.n_layer),
+        "parameters": f"{imported.n_parameters:,}",
+        "weights": imported.dtype,
+        "vocabulary": f"{config.vocab_size:,}",
+        "max model len": f"{config.max_model_len:,}",
+        "chat template": "yes" if imported.has_chat_template else "no",
+        "seconds": f"{time.monotonic() - started:.1f}",
+        "peak memory": f"{peak_memory() / 2**20:,.0f} MiB",
+    }
+    table = Table(title=out.name, show_header=False)
+    for row in rows.items():
+        table.add_row(*row)
+    Console().print(table)
+
+
+def peak_memory() -> int:
+    """Bytes that this process has had in memory at most."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
 @app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A training run, or a checkpoint directory.")],
     out: Annotated[Path, typer.Option(help="The model directory to write.")],
     precision: Annotated[str, typer.Option(help="int8; int4: for one stream at a time; or fp32.")] = "int8",
-    text: Annotated[Path | None, typer.Option(help="Measure perplexity on this; default: held-out text.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Measure perplexity on this; default: held-out, or English.")
+    ] = None,
     temperature: Annotated[float | None, typer.Option(min=0.0, max=100.0, help="Served requests' default.")] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="Served requests' default.")] = None,
     top_p: Annotated[float | None, typer.Option(min=1e-6, max=1.0, help="Served requests' default.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=2, help="The longest row; default: the checkpoint's.")
+    ] = None,
 ) -> None:
     """Export a checkpoint to a model directory, and prove that it computes what PyTorch does."""
     from export.directory import export_checkpoint
@@ -62,7 +109,9 @@ def export(
 
     generation = GenerationDefaults(temperature=temperature, top_k=top_k, top_p=top_p)
     try:
-        manifest = export_checkpoint(checkpoint, out, precision=precision, text=text, generation=generation)
+        manifest = export_checkpoint(
+            checkpoint, out, precision=precision, text=text, generation=generation, max_model_len=max_model_len
+        )
     except (CheckpointError, VerificationError, OSError, ValueError) as error:
         fail(error)
     Console().print(verification_table(out.name, exported=manifest.verification))
