@@ -1,14 +1,15 @@
 """Causal self-attention: over a whole sequence in training, over rows of cached keys and values in serving.
 
 softmax(s Q Kᵀ + M) V (Vaswani et al. 2017), s = 1 / √d unless the model says otherwise, with n_kv_head ≤ n_head
-key-value heads (Ainslie et al. 2023). `cached_attention` is the one seam that exports differently per device: its eager
-branch computes exactly what the operator it exports to does.
+key-value heads (Ainslie et al. 2023). What a run
+over cached keys and values is given (`RunInputs`) is the one seam that exports differently per device: each kind of it
+computes eagerly exactly what the operator that it exports to does.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,35 @@ from model.positions import Positions, RotaryTable, rotate
 
 
 @dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's keys and values: rows [batch, n_kv_head, n_positions, head_dim], or blocks of them."""
+
+    key: Tensor
+    value: Tensor
+
+
+class RunInputs(Protocol):
+    """What one run over cached keys and values needs besides the tokens, and how attention is computed over them."""
+
+    @property
+    def position_ids(self) -> Tensor:
+        """int64, shaped as the tokens; absolute."""
+        ...
+
+    def key_positions(self, cache: LayerCache) -> Tensor:
+        """int64 [n_keys]: the positions that a token may attend to."""
+        ...
+
+    def attend(
+        self, qkv: Tensor, positions: Positions, cache: LayerCache, config: DecoderConfig, window: int | None
+    ) -> tuple[Tensor, LayerCache]:
+        """Attention of new tokens [..., (n_head + 2 n_kv_head) · head_dim] over a cache, to which they are appended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What one run over cached rows needs besides the tokens.
+    """A run over rows, one for each sequence.
 
     seqlens_k: int32 [batch], tokens in each row after this run, minus one.
     total_sequence_length: int32 scalar, the largest of them (plus one).
@@ -32,13 +60,17 @@ class StepInputs:
     total_sequence_length: Tensor
     position_ids: Tensor
 
+    def key_positions(self, cache: LayerCache) -> Tensor:
+        """0, 1, … of all that a row has room for, or, exported, of what is in use."""
+        if not torch.onnx.is_in_onnx_export():
+            return torch.arange(cache.key.shape[2])
+        limits = [torch.tensor(0), self.total_sequence_length.long(), torch.tensor(1)]
+        return torch.onnx.ops.symbolic("Range", limits, dtype=torch.int64, shape=[cache.key.shape[2]])
 
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """One layer's rows, each [batch, n_kv_head, n_positions, head_dim]."""
-
-    key: Tensor
-    value: Tensor
+    def attend(
+        self, qkv: Tensor, positions: Positions, cache: LayerCache, config: DecoderConfig, window: int | None
+    ) -> tuple[Tensor, LayerCache]:
+        return cached_attention(qkv, positions, self, cache, config, window)
 
 
 class Attention(nn.Module):
@@ -80,14 +112,14 @@ class Attention(nn.Module):
         projected: Tensor = self.output(merge_heads(attended))
         return projected
 
-    def step(self, x: Tensor, positions: Positions, inputs: StepInputs, cache: LayerCache) -> tuple[Tensor, LayerCache]:
-        """Append x [batch, sequence, d_model] to the rows of `cache` and attend over them."""
+    def step(self, x: Tensor, positions: Positions, inputs: RunInputs, cache: LayerCache) -> tuple[Tensor, LayerCache]:
+        """Append x [..., d_model] to `cache` and attend over it."""
         known = Positions(self._rotary(positions), positions.bias)
-        attended, present = cached_attention(self._project(x), known, inputs, cache, self.config, self.window)
+        attended, present = inputs.attend(self._project(x), known, cache, self.config, self.window)
         return self.output(attended), present
 
     def _project(self, x: Tensor) -> Tensor:
-        """Queries, keys and values of x, side by side: [batch, sequence, (n_head + 2 n_kv_head) · head_dim]."""
+        """Queries, keys and values of x, side by side: [..., (n_head + 2 n_kv_head) · head_dim]."""
         qkv: Tensor = self.qkv(x)
         if not self.config.qk_norm:
             return qkv
@@ -176,15 +208,6 @@ def _append(rows: Tensor, new: Tensor, positions: Tensor) -> Tensor:
     """rows [batch, heads, n_positions, head_dim] with `new` written at `positions` [batch, sequence]; a copy."""
     index = positions[:, None, :, None].expand_as(new)
     return rows.scatter(2, index, new)
-
-
-def cached_positions(inputs: StepInputs, cache: LayerCache) -> Tensor:
-    """int64, the positions 0, 1, … of a row's keys: of all that it has room for, or, exported, of those in use."""
-    if not torch.onnx.is_in_onnx_export():
-        return torch.arange(cache.key.shape[2])
-    zero, one = torch.tensor(0), torch.tensor(1)
-    total = inputs.total_sequence_length.long()
-    return torch.onnx.ops.symbolic("Range", [zero, total, one], dtype=torch.int64, shape=[cache.key.shape[2]])
 
 
 def _group_query_attention(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.attention import Attention, LayerCache, StepInputs, cached_positions
+from model.attention import Attention, LayerCache, RunInputs
 from model.config import DecoderConfig
 from model.norm import make_norm
 from model.positions import (
@@ -73,7 +73,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         return self._after_attention(x, self.attention(self._before_attention(x), positions))
 
-    def step(self, x: Tensor, positions: Positions, inputs: StepInputs, cache: LayerCache) -> tuple[Tensor, LayerCache]:
+    def step(self, x: Tensor, positions: Positions, inputs: RunInputs, cache: LayerCache) -> tuple[Tensor, LayerCache]:
         attended, present = self.attention.step(self._before_attention(x), positions, inputs, cache)
         return self._after_attention(x, attended), present
 
@@ -155,38 +155,44 @@ class Decoder(nn.Module):
         """[batch, sequence] at positions 0, 1, … → logits [batch, sequence, vocab]. Training, and the oracle."""
         place = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self._embed(input_ids, place[None])
-        positions = self._positions(place[None], place)
+        positions = Positions(self._rotary, self._bias(place[None], place) if self._biased else None)
         for block in self.blocks:
             x = block(x, positions)
         return self._logits(x)
 
     def step(
-        self, input_ids: Tensor, inputs: StepInputs, logits_indices: Tensor, caches: list[LayerCache]
+        self, input_ids: Tensor, inputs: RunInputs, logits_indices: Tensor, caches: list[LayerCache]
     ) -> tuple[Tensor, list[LayerCache]]:
-        """The serving graph: run new tokens over cached rows.
+        """The serving graph: run new tokens over cached keys and values.
 
-        input_ids: [batch, sequence]. logits_indices: int64 [rows], which of the batch · sequence positions want logits.
-        Returns logits [rows, vocab] and the rows with the new keys and values appended.
+        input_ids: [batch, sequence] over rows, or [tokens] over blocks. logits_indices: int64 [rows], which of them
+        want logits. Returns logits [rows, vocab] and the caches with the new keys and values.
         """
         x = self._embed(input_ids, inputs.position_ids)
-        positions = self._positions(inputs.position_ids, cached_positions(inputs, caches[0]))
+        bias = self._bias(inputs.position_ids, inputs.key_positions(caches[0])) if self._biased else None
+        positions = Positions(self._rotary, bias)
         presents = []
         for block, cache in zip(self.blocks, caches, strict=True):
             assert isinstance(block, Block)
             x, present = block.step(x, positions, inputs, cache)
             presents.append(present)
-        return self._logits(x.flatten(0, 1).index_select(0, logits_indices)), presents
+        return self._logits(x.flatten(0, -2).index_select(0, logits_indices)), presents
 
-    def _positions(self, query_positions: Tensor, key_positions: Tensor) -> Positions:
-        """What every layer is told: positions [batch, sequence] of new tokens, [n_keys] of what they may attend to."""
-        if self.config.position == "rotary":
-            return Positions(RotaryTable(self.rotary_cos, self.rotary_sin))
+    @property
+    def _rotary(self) -> RotaryTable | None:
+        return RotaryTable(self.rotary_cos, self.rotary_sin) if self.config.position == "rotary" else None
+
+    @property
+    def _biased(self) -> bool:
+        return self.config.position in ("alibi", "relative")
+
+    def _bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """On scores: [batch, n_head, sequence, n_keys], of positions [batch, sequence] and [n_keys]."""
+        apart = distances(query_positions, key_positions)
         if self.config.position == "alibi":
-            return Positions(bias=self.alibi[:, distances(query_positions, key_positions)].transpose(0, 1))
-        if self.config.position == "relative":
-            bias = self.relative_bias(self.buckets[distances(query_positions, key_positions)])
-            return Positions(bias=bias.permute(0, 3, 1, 2))  # from [batch, sequence, n_keys, n_head]
-        return Positions()
+            return self.alibi[:, apart].transpose(0, 1)
+        learned: Tensor = self.relative_bias(self.buckets[apart])  # [batch, sequence, n_keys, n_head]
+        return learned.permute(0, 3, 1, 2)
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x: Tensor = self.embedding(input_ids)

@@ -30,10 +30,10 @@ class HeadNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [batch, sequence, n_heads · head_dim]"""
-        heads = x.unflatten(-1, self.weight.shape)  # [batch, sequence, n_heads, head_dim]
+        """x: [..., n_heads · head_dim]"""
+        heads = x.unflatten(-1, self.weight.shape)
         ones = torch.ones(self.weight.shape[1], dtype=x.dtype, device=x.device)
-        return (_rms_norm(heads, ones, self.eps) * self.weight).flatten(2)
+        return (_rms_norm(heads, ones, self.eps) * self.weight).flatten(-2)
 
 
 def make_norm(config: DecoderConfig) -> nn.Module:
