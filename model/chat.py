@@ -39,16 +39,24 @@ class ChatTemplate:
     @classmethod
     def load(cls, directory: Path) -> ChatTemplate | None:
         """The template of a checkpoint or model directory, if it has one. Raises ChatTemplateError for a bad file."""
-        path, tokens = directory / CHAT_TEMPLATE_FILE, directory / SPECIAL_TOKENS_FILE
-        if not path.is_file():
+        paths = [directory / name for name in (CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE)]
+        return cls.parse({path.name: path.read_bytes() for path in paths if path.is_file()})
+
+    @classmethod
+    def parse(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
+        """The same of the contents of these files, by name."""
+        if CHAT_TEMPLATE_FILE not in files:
             return None
         try:
-            special_tokens = json.loads(tokens.read_text(encoding="utf-8")) if tokens.is_file() else {}
-            source = path.read_text(encoding="utf-8")
+            source = files[CHAT_TEMPLATE_FILE].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ChatTemplateError(f"{CHAT_TEMPLATE_FILE} is not UTF-8 text: {error}") from None
+        try:
+            special_tokens = json.loads(files.get(SPECIAL_TOKENS_FILE, b"{}"))
         except ValueError as error:
-            raise ChatTemplateError(f"{directory}: {CHAT_TEMPLATE_FILE} or {SPECIAL_TOKENS_FILE}: {error}") from None
+            raise ChatTemplateError(f"{SPECIAL_TOKENS_FILE} is not JSON: {error}") from None
         if not isinstance(special_tokens, dict):
-            raise ChatTemplateError(f"{tokens} must hold a JSON object")
+            raise ChatTemplateError(f"{SPECIAL_TOKENS_FILE} must hold a JSON object")
         return cls(source, special_tokens)
 
     def render(

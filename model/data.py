@@ -8,12 +8,13 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from model.tokenizer import END_OF_TEXT, TokenizerError, vocabulary_size
 
@@ -191,13 +192,15 @@ def write_tokens(
 ) -> TokenData:
     """Tokenise the corpus into `folder`: shard-00000.bin …, held_out.bin (the last share of it) and data.json.
 
-    Every document is followed by `end_id`, or the end-of-text token where the tokenizer has one. Raises CorpusError
+    Every document is followed by the end-of-text token, or by `end_id` where the tokenizer has none. Raises CorpusError
     when the training or the held-out part is shorter than one context, and TokenizerError when the tokenizer does not
     take the text, before anything is written.
     """
     dtype = token_type(tokenizer)
-    end = tokenizer.token_to_id(END_OF_TEXT) if end_id is None else end_id
-    tokens = np.concatenate([np.array(ids, dtype=dtype) for ids in _encode(corpus.texts, tokenizer, end)])
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    ending = [token_id for token_id in (end, end_id) if token_id is not None][:1]
+    documents = [np.array([*text.ids, *ending], dtype=dtype) for text in encode(corpus.texts, tokenizer)]
+    tokens = np.concatenate(documents)
     n_held_out = max(int(len(tokens) * held_out), context + 1)
     n_train = len(tokens) - n_held_out
     if n_train <= context:
@@ -254,20 +257,16 @@ def open_tokens(folder: Path) -> TokenData:
     return TokenData(folder, shards, held_out, row, masks, map_mask(folder / "held_out.mask"))
 
 
-def _encode(texts: Iterable[str], tokenizer: Tokenizer, end: int | None) -> Iterator[list[int]]:
-    batch: list[str] = []
-    for text in texts:
-        batch.append(text)
-        if len(batch) == _ENCODE_BATCH:
-            yield from _encode_batch(batch, tokenizer, end)
-            batch = []
-    yield from _encode_batch(batch, tokenizer, end)
+def encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Encoding]:
+    """Tokenise text as it stands. Raises TokenizerError."""
+    for batch in _batched(texts, _ENCODE_BATCH):
+        try:
+            yield from tokenizer.encode_batch(batch, add_special_tokens=False)
+        except Exception as error:  # tokenizers raises bare Exception
+            raise TokenizerError(f"the tokenizer cannot encode the corpus: {error}") from None
 
 
-def _encode_batch(batch: list[str], tokenizer: Tokenizer, end: int | None) -> Iterator[list[int]]:
-    try:
-        encodings = tokenizer.encode_batch(batch, add_special_tokens=False)
-    except Exception as error:  # tokenizers raises bare Exception
-        raise TokenizerError(f"the tokenizer cannot encode the corpus: {error}") from None
-    for encoding in encodings:
-        yield encoding.ids if end is None else [*encoding.ids, end]
+def _batched(texts: Iterable[str], size: int) -> Iterator[list[str]]:
+    left = iter(texts)
+    while batch := list(islice(left, size)):
+        yield batch

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Tokenizer
 
+from model.bundle import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE
+from model.chat import ChatTemplate
 from model.checkpoint import Checkpoint, CheckpointError, load_checkpoint, sync
-from model.config import DecoderConfig
-from model.data import DATA_FOLDER, Corpus, open_tokens, read_corpus, write_tokens
+from model.config import ConfigError, DecoderConfig
+from model.conversations import Chats, Conversation, are_chats, pack, read_conversations, write_chats
+from model.data import DATA_FOLDER, Corpus, CorpusError, open_tokens, read_corpus, write_tokens
 from model.decoder import Decoder
 from model.distributed import Processes
 from model.metrics import METRICS_FILE, plot_losses
@@ -24,13 +29,18 @@ PICTURE_FILE = "loss.png"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusSettings:
-    """Which text to train on, and how it becomes tokens. held_out: the share that training never sees."""
+    """Which text or chats to train on, and how they become tokens. held_out: the share that training never sees.
+
+    tokenizer, chat_template: files to use instead of what is trained, and of the template that the checkpoint to begin
+    with brings.
+    """
 
     paths: Sequence[Path]
     include: Sequence[str] = ("*",)
     exclude: Sequence[str] = ()
     held_out: float = 0.05
     tokenizer: Path | None = None
+    chat_template: Path | None = None
 
 
 class ProgressBar:
@@ -68,38 +78,97 @@ class ProgressBar:
 
 
 def prepare_run(
-    folder: Path, corpus: CorpusSettings, config: DecoderConfig, settings: TrainSettings, console: Console
+    folder: Path,
+    corpus: CorpusSettings,
+    config: DecoderConfig,
+    settings: TrainSettings,
+    console: Console,
+    init: Checkpoint | None = None,
 ) -> None:
-    """Write what a run starts from: token shards, and a checkpoint of step 0 with tokenizer and random weights.
+    """Write what a run starts from: token shards, and a checkpoint of step 0 with tokenizer and weights.
 
-    `config.vocab_size` is the size to train the tokenizer to; the decoder gets the size it came to. Raises CorpusError
-    or TokenizerError before anything is written, and FileExistsError when the folder is in use.
+    The weights, tokenizer and extra files are those of `init`, whose positions the context must not exceed; or random,
+    and trained: then `config.vocab_size` is the size to train the tokenizer to, and the decoder gets the size it came
+    to. Raises ChatTemplateError, ConfigError, CorpusError or TokenizerError before anything is written, and
+    FileExistsError when the folder is in use.
     """
     if folder.exists() and any(folder.iterdir()):
         raise FileExistsError(f"{folder} is not empty; continue it with --resume or choose another --out")
-    documents = read_corpus(corpus.paths, corpus.include, corpus.exclude, settings.seed)
+    if init is not None and settings.context > config.max_model_len:
+        raise ConfigError(
+            f"{init.path} has positions for {config.max_model_len} tokens, fewer than a context of {settings.context}; "
+            f"use --context {config.max_model_len} or less"
+        )
+    extra_files = _extra_files(corpus, init)
+    documents = _read_documents(corpus, extra_files, settings.seed)
     console.print(_describe(documents))
-    if corpus.tokenizer is None:
-        tokenizer = train_tokenizer(documents.texts, config.vocab_size)
+    tokenizer = init.tokenizer if init is not None else _make_tokenizer(corpus, documents, config.vocab_size)
+    if init is None:
+        end = tokenizer.token_to_id(END_OF_TEXT)
+        config = replace(
+            config,
+            vocab_size=vocabulary_size(tokenizer),
+            max_model_len=max(config.max_model_len, settings.context),
+            bos_token_id=end,
+            eos_token_ids=() if end is None else (end,),
+        )
+    data_folder, share, context = folder / DATA_FOLDER, corpus.held_out, settings.context
+    if isinstance(documents, Corpus):
+        end = next(iter(config.eos_token_ids), None)
+        data = write_tokens(documents, tokenizer, data_folder, held_out=share, context=context, end_id=end)
     else:
-        tokenizer = load_tokenizer(corpus.tokenizer)
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    config = replace(
-        config,
-        vocab_size=vocabulary_size(tokenizer),
-        max_model_len=max(config.max_model_len, settings.context),
-        bos_token_id=end,
-        eos_token_ids=() if end is None else (end,),
-    )
+        chats = pack(documents, tokenizer, held_out=share, context=context)
+        console.print(_describe_packing(chats, context), soft_wrap=True)
+        # What ends an answer is to end generation, too.
+        endings = dict.fromkeys((*config.eos_token_ids, *sorted(chats.ending_ids)))
+        config = replace(config, eos_token_ids=tuple(endings))
+        data = write_chats(chats, data_folder)
     torch.manual_seed(settings.seed)
     decoder = Decoder(config)
-    data = write_tokens(documents, tokenizer, folder / DATA_FOLDER, held_out=corpus.held_out, context=settings.context)
+    if init is not None:
+        decoder.load_state_dict(init.decoder.state_dict())
     console.print(
         f"{data.n_train:,} tokens to train on, {len(data.held_out):,} held out; vocabulary {config.vocab_size:,}; "
         f"{decoder.n_parameters:,} parameters"
     )
     sync(*data.folder.iterdir(), data.folder)
-    Trainer(decoder, tokenizer, data, settings).save(folder)  # from here on, whatever ends the run, it can be resumed
+    # From here on, whatever ends the run, it can be resumed.
+    Trainer(decoder, tokenizer, data, settings, extra_files=extra_files).save(folder)
+
+
+def _extra_files(corpus: CorpusSettings, init: Checkpoint | None) -> dict[str, bytes]:
+    """What travels along beside the weights; a given chat template replaces the one that was there."""
+    files = {} if init is None else dict(init.extra_files)
+    if corpus.chat_template is not None:
+        files[CHAT_TEMPLATE_FILE] = corpus.chat_template.read_bytes()
+        if SPECIAL_TOKENS_FILE not in files:
+            names: dict[str, str | None] = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+            if init is not None:
+                config = init.decoder.config
+                ids = {"bos_token": config.bos_token_id, "eos_token": next(iter(config.eos_token_ids), None)}
+                names = {name: init.tokenizer.id_to_token(i) for name, i in ids.items() if i is not None}
+            files[SPECIAL_TOKENS_FILE] = json.dumps(names).encode()
+    return files
+
+
+def _read_documents(corpus: CorpusSettings, files: Mapping[str, bytes], seed: int) -> Corpus | list[Conversation]:
+    """Chats where the corpus is JSONL files, else text."""
+    if not are_chats(corpus.paths):
+        return read_corpus(corpus.paths, corpus.include, corpus.exclude, seed)
+    template = ChatTemplate.parse(files)
+    if template is None:
+        raise CorpusError(
+            "chats need a chat template, and there is none; give one with --chat-template FILE, or begin with a "
+            "checkpoint that has one: --init DIR"
+        )
+    return read_conversations(corpus.paths, template, seed)
+
+
+def _make_tokenizer(corpus: CorpusSettings, documents: Corpus | list[Conversation], vocab_size: int) -> Tokenizer:
+    if corpus.tokenizer is not None:
+        return load_tokenizer(corpus.tokenizer)
+    texts = documents.texts if isinstance(documents, Corpus) else [conversation.text for conversation in documents]
+    return train_tokenizer(texts, vocab_size)
 
 
 def open_run(folder: Path, processes: Processes, *, shard: bool = False) -> Trainer:
@@ -150,6 +219,15 @@ def train(folder: Path, trainer: Trainer, console: Console) -> bool:
     return complete
 
 
-def _describe(corpus: Corpus) -> str:
-    skipped = f" ({corpus.n_skipped} files are not text and were passed over)" if corpus.n_skipped else ""
-    return f"{len(corpus.texts):,} documents, {corpus.n_bytes / 1e6:.1f} MB of text{skipped}"
+def _describe(documents: Corpus | list[Conversation]) -> str:
+    if not isinstance(documents, Corpus):
+        return f"{len(documents):,} conversations"
+    skipped = f" ({documents.n_skipped} files are not text and were passed over)" if documents.n_skipped else ""
+    return f"{len(documents.texts):,} documents, {documents.n_bytes / 1e6:.1f} MB of text{skipped}"
+
+
+def _describe_packing(chats: Chats, context: int) -> str:
+    return (
+        f"{len(chats.ids):,} rows, {chats.learnt.mean():.0%} of their tokens learnt; {chats.n_cut} conversations "
+        f"longer than {context} tokens were cut, {chats.n_without_answer} without an answer in them left out"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,6 +48,14 @@ def refuse_changes_to_a_run(given: dict[str, str]) -> None:
         raise OptionError(f"--resume continues the run with its own text and settings; leave out {', '.join(refused)}")
 
 
+def refuse_another_shape(given: dict[str, str], changes: dict[str, Any]) -> None:
+    """A checkpoint's weights fit its own shape and tokenizer only."""
+    refused = [given[name] for name in ("preset", "tokenizer") if name in given]
+    refused += [f"--set {name}" for name in changes if name not in {"dropout", "attention_dropout"}]
+    if refused:
+        raise OptionError(f"--init brings the checkpoint's own shape and tokenizer; leave out {', '.join(refused)}")
+
+
 def refuse_fields_of_the_tokenizer(changes: dict[str, Any], tokenizer: Path | None) -> None:
     """Fields that the tokenizer decides would be overwritten."""
     decided = {"bos_token_id", "eos_token_ids"} | ({"vocab_size"} if tokenizer else set())
@@ -57,12 +66,20 @@ def refuse_fields_of_the_tokenizer(changes: dict[str, Any], tokenizer: Path | No
 def train(
     invocation: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the run; checkpoints, metrics.csv and loss.png go there.")],
-    corpus: Annotated[list[Path] | None, typer.Argument(help="Text files, or folders of them.")] = None,
+    corpus: Annotated[
+        list[Path] | None, typer.Argument(help="Text files, or folders of them; or chats: *.jsonl files.")
+    ] = None,
+    init: Annotated[
+        Path | None, typer.Option(help="Begin with the weights and tokenizer of this run or checkpoint.")
+    ] = None,
     preset: Annotated[str, typer.Option(help="Shape of the decoder.")] = "tiny",
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change a field of the preset: name=value.")
     ] = None,
     tokenizer: Annotated[Path | None, typer.Option(help="Use this tokenizer.json instead of training one.")] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="Jinja template for chats. Default: the one that --init brings.")
+    ] = None,
     include: Annotated[list[str] | None, typer.Option(help="Only files of folders whose path matches.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="No files of folders whose path matches.")] = None,
     held_out: Annotated[float, typer.Option(min=0.0, max=0.5, help="Share of the text kept for evaluation.")] = 0.05,
@@ -76,19 +93,21 @@ def train(
     evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 250,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 250,
     mixed_precision: Annotated[bool, typer.Option(help="Products in bfloat16 where hardware has it.")] = True,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write event files, too.")] = False,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with its settings.")] = False,
     shard: Annotated[
         bool, typer.Option("--shard", help="Spread weights and optimizer over torchrun's processes (FSDP2).")
     ] = False,
 ) -> None:
-    """Train a decoder on text: files, or folders of them.
+    """Train a decoder on text, or on chats: lines of {"messages": [{"role": …, "content": …}, …]}.
 
     By several processes, with the same options: torchrun --nproc-per-node N -m model.train …
     """
     from model import run
-    from model.checkpoint import CheckpointError
-    from model.config import ConfigError
+    from model.chat import ChatTemplateError
+    from model.checkpoint import CheckpointError, load_checkpoint
+    from model.config import ConfigError, DecoderConfig
     from model.config import preset as find_preset
     from model.data import CorpusError
     from model.distributed import DistributedError, PeerError, join
@@ -106,8 +125,14 @@ def train(
                     raise OptionError("name at least one file or folder to train on, or give --resume")
                 elif processes.is_first:
                     fields = parse_changes(changes or [])
-                    refuse_fields_of_the_tokenizer(fields, tokenizer)
                     processes.share(batch_size)
+                    if init is None:
+                        refuse_fields_of_the_tokenizer(fields, tokenizer)
+                        beginning, config = None, find_preset(preset, **fields)
+                    else:
+                        refuse_another_shape(given_options(invocation), fields)
+                        beginning = load_checkpoint(init)
+                        config = DecoderConfig.from_dict({**asdict(beginning.decoder.config), **fields})
                     settings = TrainSettings(
                         steps=steps,
                         context=context,
@@ -120,6 +145,7 @@ def train(
                         evaluate_every=evaluate_every,
                         checkpoint_every=checkpoint_every,
                         mixed_precision=mixed_precision,
+                        tensorboard=tensorboard,
                     )
                     text = run.CorpusSettings(
                         paths=corpus,
@@ -127,8 +153,9 @@ def train(
                         exclude=exclude or (),
                         held_out=held_out,
                         tokenizer=tokenizer,
+                        chat_template=chat_template,
                     )
-                    run.prepare_run(out, text, find_preset(preset, **fields), settings, console)
+                    run.prepare_run(out, text, config, settings, console, beginning)
             trainer = run.open_run(out, processes, shard=shard)
             if resume:
                 message = f"resuming {out} at step {trainer.step} of {trainer.settings.steps}"
@@ -138,6 +165,7 @@ def train(
         except PeerError:
             raise typer.Exit(1) from None
         except (
+            ChatTemplateError,
             CheckpointError,
             ConfigError,
             CorpusError,

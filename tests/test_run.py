@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import csv
+import json
+import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from kvasir import app
@@ -109,6 +113,11 @@ def test_a_corpus_that_cannot_be_trained_on(prepare: Callable[[], None], message
         ("--tokenizer nowhere.json", "nowhere.json does not exist"),
         ("--tokenizer texts/one.txt", "texts/one.txt is not a tokenizer: expected value at line 1 column 1"),
         ("--include *.rs", "no text in texts"),
+        ("--init nowhere", "nowhere holds no checkpoint; make one with: kvasir train CORPUS --out nowhere"),
+        (
+            "--init x --preset tiny --tokenizer t --set dropout=0.1 --set n_layer=2",
+            "--init brings the checkpoint's own shape and tokenizer; leave out --preset, --tokenizer, --set n_layer",
+        ),
     ],
 )
 def test_settings_that_cannot_be_used(arguments: str, message: str) -> None:
@@ -235,3 +244,103 @@ def test_resume_names_what_a_run_has_lost() -> None:
     assert "training.json is not whole ('settings'); it cannot be resumed" in refused("--resume", "--out", "run")
     Path("run/step-00000001/training.json").unlink()
     assert "was not written by a training run, so there is nothing to resume" in refused("--resume", "--out", "run")
+
+
+# From a checkpoint, and on chats
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def write_chats(n: int = 8) -> None:
+    turns = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "one fish"}]
+    Path("chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * n)
+    Path("template.jinja").write_text(TEMPLATE)
+
+
+def test_a_run_begins_with_the_weights_tokenizer_and_files_of_another() -> None:
+    assert kvasir_train("texts", "--out", "base", *SMALL, "--steps", "2").exit_code == 0
+    base = load_checkpoint(Path("base"))
+    (base.path / "generation_config.json").write_text('{"temperature": 0.5}')
+    (base.path / "chat_template.jinja").write_text("{{ messages }}")
+    tuning = ["--context=8", "--batch-size=2", "--steps=1", "--learning-rate=0", "--set", "dropout=0.25"]
+    for start in ("base", str(base.path)):  # a run stands for its newest checkpoint
+        result = kvasir_train("texts/one.txt", "--out", f"tuned/{start}", "--init", start, *tuning)
+        assert result.exit_code == 0, result.stderr
+        tuned = load_checkpoint(Path("tuned", start))
+        assert tuned.decoder.config == replace(base.decoder.config, dropout=0.25)
+        assert tuned.tokenizer.to_str() == base.tokenizer.to_str()
+        assert tuned.extra_files == {
+            "generation_config.json": b'{"temperature": 0.5}',
+            "chat_template.jinja": b"{{ messages }}",
+        }
+        assert tuned.progress["step"] == 1
+        before = base.decoder.state_dict()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in tuned.decoder.state_dict().items())
+
+
+def test_a_run_from_a_checkpoint_resumes_without_it() -> None:
+    assert kvasir_train("texts", "--out", "base", *SMALL, "--steps", "1").exit_code == 0
+    tuning = ["--init=base", "--context=8", "--batch-size=2", "--steps=2"]
+    assert kvasir_train("texts", "--out", "tuned", *tuning).exit_code == 0
+    shutil.rmtree("base")
+    assert kvasir_train("--resume", "--out", "tuned").exit_code == 0
+
+
+def test_a_context_beyond_the_positions_of_the_checkpoint_is_refused() -> None:
+    assert kvasir_train("texts", "--out", "base", *SMALL, "--set=max_model_len=8", "--steps=1").exit_code == 0
+    message = refused("texts", "--out", "run", "--init", "base", "--context=9")
+    assert message.endswith("positions for 8 tokens, fewer than a context of 9; use --context 8 or less")
+
+
+def test_chats_are_learnt_from_a_template_that_travels_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_chats()
+    shape = [*SMALL, "--context=40", "--set", "dropout=0.2", "--evaluate-every=2"]
+    arguments = ["chats.jsonl", "--chat-template", "template.jinja", *shape, "--steps=4"]
+    result = kvasir_train(*arguments, "--out", "whole")
+    assert result.exit_code == 0, result.stderr
+    assert "8 conversations" in result.stdout
+    assert "0 conversations longer than 40 tokens were cut, 0 without an answer in them left out" in result.stdout
+    checkpoint = load_checkpoint(Path("whole"))
+    assert checkpoint.extra_files["chat_template.jinja"].decode() == TEMPLATE
+    tokens = json.loads(checkpoint.extra_files["special_tokens_map.json"])
+    assert tokens == dict.fromkeys(("bos_token", "eos_token"), "<|endoftext|>")
+    assert checkpoint.decoder.config.eos_token_ids == (0,)
+
+    with monkeypatch.context() as patch:
+        interrupt_at(2, patch)
+        assert kvasir_train(*arguments, "--out", "stopped").exit_code == 130
+    assert kvasir_train("--resume", "--out", "stopped").exit_code == 0
+    assert metrics("stopped") == metrics("whole")
+
+    tuning = ["chats.jsonl", "--init", "whole", "--context=40", "--batch-size=2", "--steps=1"]
+    assert kvasir_train(*tuning, "--out", "tuned").exit_code == 0  # with the template that it brings
+    assert load_checkpoint(Path("tuned")).extra_files == checkpoint.extra_files
+
+
+def test_what_ends_an_answer_ends_generation_from_then_on() -> None:
+    """A base model's own end of text would never come after an answer."""
+    write_chats()
+    Path("template.jinja").write_text(TEMPLATE.replace("eos_token", "'<|im_end|>'"))
+    given = train_tokenizer(["who? one fish user assistant"], 262)
+    given.add_special_tokens(["<|im_end|>"])
+    given.save("given.json")
+    options = ["--chat-template", "template.jinja", "--tokenizer", "given.json", *QUICK, "--context=60", "--steps=1"]
+    assert kvasir_train("chats.jsonl", "--out", "run", *options).exit_code == 0
+    assert load_checkpoint(Path("run")).decoder.config.eos_token_ids == (0, given.token_to_id("<|im_end|>"))
+
+
+def test_chats_that_cannot_be_trained_on() -> None:
+    write_chats()
+    message = "chats need a chat template, and there is none; give one with --chat-template FILE, or begin with a "
+    assert refused("chats.jsonl", "--out", "run", *SMALL) == message + "checkpoint that has one: --init DIR"
+    Path("template.jinja").write_text("{% if %}")
+    given = ["--chat-template", "template.jinja"]
+    assert refused("chats.jsonl", "--out", "run", *SMALL, *given).startswith("the chat template is not valid: ")
+    Path("template.jinja").write_text(TEMPLATE)
+    with Path("chats.jsonl").open("a") as file:
+        file.write("{}\n")
+    assert refused("chats.jsonl", "--out", "run", *SMALL, *given).startswith("chats.jsonl:9: not a chat, ")
+    assert "nowhere.jinja" in refused("chats.jsonl", "--out", "run", *SMALL, "--chat-template", "nowhere.jinja")
