@@ -129,7 +129,10 @@ def _check_tokenizer(path: Path, config: DecoderConfig) -> None:
 def _chat_template(source: Path) -> str | None:
     """chat_template.jinja, or tokenizer_config.json's only or default one."""
     if (path := source / CHAT_TEMPLATE_FILE).is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise UnsupportedError(f"{CHAT_TEMPLATE_FILE} is not UTF-8 text") from None
     template = _read_object(source / _TOKENIZER_CONFIG_FILE).get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
