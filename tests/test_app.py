@@ -14,6 +14,7 @@ import pytest
 
 from server.app import build_engine, create_app
 from server.engine.engine import Engine
+from server.engine.runner import OnnxRunner
 from server.settings import load_settings
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.random_models import RandomModel
@@ -74,6 +75,33 @@ def test_speculation_reaches_the_engine_and_the_log(
     with caplog.at_level("INFO", logger="kvasir"):
         assert build_engine(settings, bundle).speculate is speculate
     assert ("speculation is on" in caplog.text) is speculate
+
+
+@pytest.mark.parametrize(
+    ("size", "n_bytes"), [(None, 2**24 // 10), ("0", 0), ("3MiB", 3 * 2**20)], ids=["default", "off", "size"]
+)
+def test_the_prefix_cache_gets_the_memory_that_was_set(
+    random_model: RandomModel, size: str | None, n_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default a tenth of what keys and values have."""
+    if size is not None:
+        monkeypatch.setenv("KVASIR_PREFIX_CACHE_MEMORY", size)
+    bundle = replace(fake_bundle(random_model.graph.parent), config=random_model.config)
+    engine = build_engine(load_settings(model=bundle.path, kv_cache_memory=2**24, threads=1), bundle)
+    block_bytes = 64 * 2 * 3 * 2 * 32 * 4  # keys and values of 3 layers, 2 heads, 32 floats
+    assert engine.scheduler.cache.capacity == n_bytes // block_bytes
+
+
+@pytest.mark.parametrize(("microseconds", "allowed"), [(None, "1"), (7, "1"), (0, "0")])
+def test_threads_spin_as_long_as_was_set(random_model: RandomModel, microseconds: int | None, allowed: str) -> None:
+    """Read from the session that runs the model."""
+    bundle = replace(fake_bundle(random_model.graph.parent), config=random_model.config)
+    settings = load_settings(model=bundle.path, kv_cache_memory=2**24, threads=1, spin_microseconds=microseconds)
+    runner = build_engine(settings, bundle).runner
+    assert isinstance(runner, OnnxRunner)
+    entry = runner._session.get_session_options().get_session_config_entry
+    assert entry("session.intra_op.allow_spinning") == allowed
+    assert entry("session.intra_op.spin_duration_us") == str(max(1, settings.spin_microseconds))
 
 
 def test_importing_the_server_loads_neither_torch_nor_a_runtime() -> None:

@@ -238,6 +238,29 @@ async def test_a_step_that_hangs_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -
         await collect(stream, 1)
 
 
+async def test_memory_goes_back_when_nothing_comes_and_the_next_request_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("server.async_engine._IDLE_SECONDS", 0.0)
+    runner = FakeRunner(VOCAB_SIZE)
+    loop, returned = asyncio.get_running_loop(), asyncio.Queue[tuple[int, int]]()
+    give_back = runner.rows.give_back
+
+    def noting() -> None:
+        before = runner.rows.committed_tokens
+        give_back()
+        loop.call_soon_threadsafe(returned.put_nowait, (before, runner.rows.committed_tokens))
+
+    monkeypatch.setattr(runner.rows, "give_back", noting)
+    async with running(runner) as engine:
+        for _ in range(2):
+            await collect(engine.submit(sequences(engine, [1, 2, 3])), 1)
+            async with asyncio.timeout(30):
+                while (held := await returned.get())[0] == 0:  # before the request came
+                    pass
+            assert held == (3 + 4 + 3, 0)  # the sequence, and its prompt's floats
+
+
 @pytest.mark.parametrize("seed", range(5))
 async def test_random_leaving_stopping_and_expiring_leaks_nothing(seed: int) -> None:
     chance = random.Random(seed)

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from server.engine.engine import Engine, StepStats
+from server.engine.kv_rows import MOST_PROMPTS
 from server.engine.prefix_cache import PrefixCache
 from server.engine.sampling import SamplingParams, token_logprobs
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus
@@ -47,8 +48,8 @@ class EngineMachine(RuleBasedStateMachine):
     live = Bundle("live")
 
     @initialize(
-        chunk_size=st.sampled_from([2, 3, 8, 64]),
-        max_num_seqs=st.integers(1, 5),
+        chunk_size=st.sampled_from([2, 3, 8, 15, 64]),  # of 15 a step takes more prompts than there are rows for them
+        max_num_seqs=st.one_of(st.integers(1, 5), st.just(12)),
         room=st.sampled_from([0, 30, 400]),
         int8=st.booleans(),
         cache_blocks=st.sampled_from([0, 1, 3, 8, 100]),
@@ -83,6 +84,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.add(sequence)
         return sequence.id
 
+    @rule(target=live, n=st.integers(2, 12), token_id=st.integers(0, VOCAB - 1))
+    def add_several_short_ones(self, n: int, token_id: int) -> Any:
+        sequences = [greedy(len(self.requests) + i, [token_id], 2, eos={EOS}) for i in range(n)]
+        for sequence in sequences:
+            self.requests[sequence.id] = sequence
+            self.engine.add(sequence)
+        return multiple(*(sequence.id for sequence in sequences))
+
     @rule(sequence_id=consumes(live))
     def abort(self, sequence_id: int) -> None:
         output = self.engine.abort(sequence_id)
@@ -114,12 +123,13 @@ class EngineMachine(RuleBasedStateMachine):
         assert scheduler.rows.reserved_tokens == sum(sequence.n_reserved for sequence in held) + floats
         assert scheduler.rows.reserved_tokens <= scheduler.rows.committed_tokens <= scheduler.rows.budget_tokens
         assert len(prefilling) <= 1
+        assert len(scheduler.rows._free_prompts) == min(scheduler.rows.max_num_seqs, MOST_PROMPTS) - len(prefilling)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
         while self.engine.has_work:
-            self.collector.take(self.engine.step()[0])
+            self.step(1)
         self.rows_and_promises_belong_to_who_holds_them()
         assert self.engine.scheduler.rows.reserved_tokens == 0
         for sequence_id, sequence in self.requests.items():
