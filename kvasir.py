@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 _RANDOM_MODELS = Path("artifacts/bench")
 # What is missing where only a part of Kvasir is installed, and the extra that brings it.
-_EXTRAS = {"onnxruntime": "cpu"} | dict.fromkeys(("torch", "onnx", "onnx_ir", "safetensors", "matplotlib"), "train")
+_EXTRAS = {"onnxruntime": "cpu", "tensorboard": "tensorboard"} | dict.fromkeys(
+    ("torch", "onnx", "onnx_ir", "safetensors", "matplotlib"), "train"
+)
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -114,6 +115,8 @@ def train(
     from model.tokenizer import TokenizerError
     from model.trainer import DivergedError, TrainSettings
 
+    if tensorboard:
+        import_module("tensorboard")  # so that a missing package shows before the corpus is prepared
     with join() as processes:
         console = Console(quiet=not processes.is_first)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -160,6 +161,42 @@ def test_saving_the_same_step_twice_keeps_the_first(tmp_path: Path) -> None:
     save(tmp_path, 5)
     assert load_checkpoint(tmp_path).progress["step"] == 5
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_takes_the_place_of_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of power right after the renaming would otherwise leave empty files, and the one before is gone."""
+    synced: set[int] = set()
+    fsync, rename = os.fsync, Path.rename
+
+    def note(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def check(source: Path, target: Path) -> Path:
+        if target.name == "step-00000006":
+            assert {path.stat().st_ino for path in (source, *source.rglob("*"))} <= synced
+        return rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "rename", check)
+    save(tmp_path, 5)
+    shards = tmp_path / "step-00000006.training.part"
+    shards.mkdir()
+    save_file(STATE, shards / "shard.safetensors")
+    path = save_checkpoint(tmp_path, 6, make_decoder(make_config()), tokenizer, shards, {})
+    assert (path / "training" / "shard.safetensors").is_file()
+    assert tmp_path.stat().st_ino in synced
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_extra_files_travel_along(tmp_path: Path) -> None:
+    files = {"chat_template.jinja": b"{{ x }}", "special_tokens_map.json": b"{}", "generation_config.json": b"{ }"}
+    save_checkpoint(tmp_path, 1, make_decoder(make_config()), tokenizer, STATE, {}, extra_files=files)
+    assert load_checkpoint(tmp_path).extra_files == files
+    save(tmp_path, 2)
+    assert load_checkpoint(tmp_path).extra_files == {}
 
 
 def change_weights(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import signal
 import subprocess
@@ -107,13 +108,24 @@ def one(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_processes_train_as_one(corpus: Path, one: Path, tmp_path: Path) -> None:
-    """Each with its own half of a batch; a mean of means, or both with the same half, would show."""
-    with torchrun(str(corpus), f"--out={tmp_path / 'two'}", *OPTIONS) as process:
+def test_two_processes_train_on_chats_as_one(tmp_path: Path) -> None:
+    """Each with its own half of a batch, in which more or less is learnt; a mean of means would weigh that alike."""
+    chats = tmp_path / "chats.jsonl"
+    answers = ["yes", "no, the sea is blue and the fish is red and the sea", "one"] * 12
+    turns = [[{"role": "user", "content": "red?"}, {"role": "assistant", "content": answer}] for answer in answers]
+    chats.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    options = [str(chats), f"--chat-template={template}", *OPTIONS, "--context=48", "--steps=10"]
+    one_process(*options, f"--out={tmp_path / 'one'}")
+    with torchrun(*options, f"--out={tmp_path / 'two'}") as process:
         output = finish(process)
     assert output.count("held out; vocabulary") == output.count("step 8 ") == 1  # only the first one speaks
-    assert_same_losses(metrics(tmp_path / "two"), metrics(one))
-    weights = load_checkpoint(one).decoder.state_dict()
+    assert_same_losses(metrics(tmp_path / "two"), metrics(tmp_path / "one"))
+    weights = load_checkpoint(tmp_path / "one").decoder.state_dict()
     for name, tensor in load_checkpoint(tmp_path / "two").decoder.state_dict().items():
         torch.testing.assert_close(tensor, weights[name], rtol=1e-4, atol=1e-5)
 

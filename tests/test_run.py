@@ -167,6 +167,13 @@ def test_a_fresh_run_writes_what_resuming_and_exporting_need() -> None:
     assert "held-out loss" in result.stdout
 
 
+def test_events_for_tensorboard_are_written_when_wanted() -> None:
+    assert kvasir_train("texts", "--out", "run", *SMALL, "--steps", "2", "--tensorboard").exit_code == 0
+    assert len(list(Path("run/tensorboard").glob("events.*"))) == 1
+    assert kvasir_train("--resume", "--out", "run").exit_code == 0  # which keeps to it
+    assert len(list(Path("run/tensorboard").glob("events.*"))) == 2
+
+
 def test_a_given_tokenizer_is_used_as_it_is() -> None:
     given = train_tokenizer(["quite other words"], 262)
     given.save("given.json")

@@ -40,11 +40,11 @@ class Recorder:
     def __init__(self, at: dict[int, Callable[[], None]] | None = None) -> None:
         self.at = at or {}
         self.losses: list[float] = []
+        self.speeds: list[tuple[float, float]] = []
         self.evaluations: list[tuple[int, float, str, str]] = []
 
     def step(self, step: int, loss: float, tokens_per_second: float, mfu: float) -> None:
-        assert tokens_per_second > 0
-        assert mfu > 0
+        self.speeds.append((tokens_per_second, mfu))
         self.losses.append(loss)
         self.at.get(step, lambda: None)()
 
@@ -252,6 +252,18 @@ def test_metrics_have_a_row_for_every_step(data: TokenData, tmp_path: Path) -> N
     assert held_out == {step: loss for step, loss, *_ in recorder.evaluations}
     assert list(held_out) == [3, 6, 8]  # every so often, and at the end
     assert all(float(row["gradient_norm"]) > 0 for row in rows)
+
+
+def test_utilisation_is_of_the_peak(data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "peak_flops", lambda *_: 1e12)
+    recorder = Recorder()
+    trainer = make_trainer(data)
+    trainer.run(tmp_path, recorder)
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        written = [float(row["mfu"]) for row in csv.DictReader(file)]
+    assert written == [mfu for _, mfu in recorder.speeds]
+    for speed, mfu in recorder.speeds:
+        assert mfu == pytest.approx(speed * trainer.flops_per_token / 1e12)
 
 
 def test_an_evaluation_shows_the_held_out_text_and_a_continuation(data: TokenData, tmp_path: Path) -> None:
