@@ -232,6 +232,25 @@ def test_padding_is_promised_or_refused() -> None:
     assert rows.reserved_tokens == 16
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
+def test_what_a_hole_has_written_is_given_back() -> None:
+    """A decode run writes a token to every free row before the last that runs, whether or not one ever held it."""
+    rows = make_rows(int8=True)
+    assert [rows.allocate(1), rows.allocate(1)] == [0, 1]
+    rows.running.array[:, :, :, 0] = 1
+    rows.free(0)
+    rows.give_back()
+    assert (rows.running.array.any(axis=(0, 2, 3, 4)) == [False, True, False, False]).all()
+
+
+def test_padding_is_kept_no_longer_than_a_prompts_own_tokens() -> None:
+    rows = make_rows(max_model_len=3000, budget_tokens=4000)
+    rows.allocate(1000)
+    assert rows.pad([0], 1500)
+    rows.end_prompt(0)
+    assert rows.committed_tokens == 1000 + 1024
+
+
 def test_promises_are_bounded_by_rows_and_by_budget() -> None:
     rows = make_rows(budget_tokens=150)
     assert [rows.allocate(10, n) for n in (40, 40, 20)] == [0, 1, None]  # 160 tokens are more than 150

@@ -224,10 +224,11 @@ class KVRows:
         self.running.release(row)
 
     def give_back(self) -> None:
-        """Return the pages of all free rows to the operating system."""
+        """Return the pages of all free rows to the operating system, those that only a hole was written to included."""
         for memory, free in ((self.running, self._free), (self.prompts, self._free_prompts)):
             for row in free:
-                memory.cool(row)
+                memory.give_back(row)
+                memory.warm[row] = 0
 
     def move(self, source: int, n_tokens: int) -> int | None:
         """Move a row's first `n_tokens` tokens, and its promise, to the lowest free row, which is returned.
