@@ -110,6 +110,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert stats.n_decode + (stats.n_prefill_tokens > 0) >= 1, "a step that does nothing would spin"
             assert stats.n_prefill_tokens <= self.engine.scheduler.chunk_size
             assert 0 <= stats.n_cached <= stats.n_queried
+            assert self.engine.scheduler.cache.capacity or not stats.n_queried
             assert 0 <= stats.n_accepted <= stats.n_drafted
 
     @invariant()

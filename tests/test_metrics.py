@@ -62,6 +62,14 @@ async def test_the_prefix_cache_is_counted_in_tokens() -> None:
     assert registry.get_sample_value("kvasir_prefix_cache_hits_total") == 20 + 8
 
 
+async def test_a_cache_that_is_off_is_not_queried() -> None:
+    """Or its hit rate is one of zero, where there is none."""
+    async with serving(cache_bytes=0) as served:
+        await served.client.post("/v1/completions", json={"prompt": [5] * 23, "max_tokens": 1})
+        registry = served.service.metrics.registry
+    assert registry.get_sample_value("kvasir_prefix_cache_queries_total") == 0
+
+
 async def test_two_apps_count_for_themselves() -> None:
     async with serving() as one, serving() as other:
         await one.client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "ignore_eos": True})

@@ -132,7 +132,8 @@ class Engine:
         batch = self.scheduler.schedule()
         logits = self.runner.run(batch)
         outputs = self._update(batch, logits)
-        looked_up = [c.sequence for c in batch.prefills if c.begins_prompt and not c.sequence.is_scored]
+        begun = [c.sequence for c in batch.prefills if c.begins_prompt and not c.sequence.is_scored]
+        looked_up = begun if self.scheduler.cache.capacity else []
         return outputs, StepStats(
             n_decode=len(batch.decodes) + len(batch.drafts),
             n_prefill_tokens=sum(chunk.count for chunk in batch.prefills),
