@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ByteSize, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from server.engine.machine import SPIN_MICROSECONDS
 from server.errors import StartupError
 
 PREFIX = "KVASIR_"
@@ -48,7 +49,10 @@ class Settings(BaseSettings):
     )
     threads: int | None = Field(None, ge=1, description="Compute threads. Default: the CPUs this process may use.")
     spin_microseconds: int = Field(
-        100, ge=0, le=1_000_000, description="How long an idle compute thread waits for more work before it sleeps."
+        SPIN_MICROSECONDS,
+        ge=0,
+        le=1_000_000,
+        description="How long an idle compute thread waits for more work before it sleeps.",
     )
     max_queue: int | None = Field(
         None, ge=0, description="Sequences that may wait beyond those that run. Default: 4 x max_num_seqs."

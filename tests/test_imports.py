@@ -23,7 +23,7 @@ ALLOWED = {
     "model": ("model",),
     "export": ("model", "export"),
     "server.errors": (),
-    "server.settings": ("server.errors",),
+    "server.settings": ("server.errors", "server.engine.machine"),
     "server.engine.speculation": ("server.engine.sampling", "server.engine.sequence"),
     "server.engine": (*NO_TORCH, "server.engine"),
     "server.metrics": (*LEAVES, "server.engine"),

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+SPIN_MICROSECONDS = 100  # that a thread with nothing to compute keeps its processor, unless told otherwise
+
 _CGROUP = Path("/sys/fs/cgroup")
 
 

@@ -2,7 +2,8 @@
 onnxruntime.
 
 A run binds raw addresses, so a batch is a window onto the rows: all decodes run over rows 0..n-1, a prompt's chunk over
-its own row alone. Past and present are the same memory; nothing is copied, padded or concatenated.
+its own row, whole prompts of nearly one length over neighbouring rows, padded on the right. Past and present are the
+same memory; nothing is copied or concatenated.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ from model.bundle import DECODE_INPUT, GRAPH_ENVIRONMENT
 from model.config import DecoderConfig
 from server.engine.engine import SCORING_LOGITS_BYTES
 from server.engine.kv_rows import KVRows, RowMemory
-from server.engine.machine import available_memory, usable_cpus
+from server.engine.machine import SPIN_MICROSECONDS, available_memory, usable_cpus
 from server.engine.sampling import Floats, SamplingParams
 from server.engine.scheduler import Batch, Chunk
 from server.engine.sequence import Sequence, SequenceTimes
 from server.engine.speculation import DraftPolicy
 
-SPIN_MICROSECONDS = 100
 _PRESENT = {"past_key_values": "present", "prompt_key_values": "prompt_present"}  # rows come in and go out
 MOST_PADDED = 1.25  # tokens that a run of several prompts may have for each that it needs
 
