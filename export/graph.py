@@ -16,10 +16,7 @@ prompts beside them: prompt_key_values.{i}.key, .value and prompt_present.{i}.ke
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -30,15 +27,14 @@ from torch import Tensor, nn
 
 from export.kv_cache import measure_scales, quantize_kv_cache, scale_kv_channels
 from export.quantize import quantize
+from export.trace import TRANSPOSED, name_dimensions, name_weights, trace
 from model.attention import LayerCache, StepInputs
 from model.bundle import WEIGHTS_FILE
 from model.config import DecoderConfig
 from model.decoder import Decoder
 
 PRECISIONS = ("int8", "int4", "fp32")  # the first is the default
-OPSET = 23  # the first with RMSNormalization
 _PARAMETERS = "kvasir.parameters"  # metadata: {decoder's parameter: graph's initializer}
-_TRANSPOSED = ".T"
 STEP_INPUTS = ["input_ids", "seqlens_k", "total_sequence_length", "position_ids", "logits_indices"]
 
 
@@ -89,21 +85,19 @@ def export_graph(
     rounded; None is random tokens.
     """
     config = decoder.config
-    program = _trace(ServingGraph(decoder).eval(), config)
-    _name_dimensions(program.model.graph, config)
-    names = _name_weights(program.model.graph, decoder)
-    _separate_head_norms(program.model.graph, names)
-    _scale_queries(program.model.graph, names, config)
-    program.model.metadata_props[_PARAMETERS] = json.dumps(names)
-    for node in program.model.graph.all_nodes():
-        node.metadata_props.clear()  # stack traces, with paths of this machine
-        node.doc_string = None
-    if precision != "fp32":
-        del program.model.metadata_props[_PARAMETERS]
-        scale_kv_channels(_writable(program.model.graph, names), config, measure_scales(decoder, sample))
-        quantize(program.model, precision)
-        quantize_kv_cache(program.model, config)
-    onnx_ir.save(program.model, path, external_data=WEIGHTS_FILE)
+    model = _trace(ServingGraph(decoder).eval(), config)
+    names = name_weights(model.graph, decoder)
+    missing = dict(decoder.named_parameters()).keys() - names
+    assert not missing, f"parameters {sorted(missing)} are not in the graph"
+    _separate_head_norms(model.graph, names)
+    _scale_queries(model.graph, names, config)
+    if precision == "fp32":
+        model.metadata_props[_PARAMETERS] = json.dumps(names)
+    else:
+        scale_kv_channels(_writable(model.graph, names), config, measure_scales(decoder, sample))
+        quantize(model, precision)
+        quantize_kv_cache(model, config)
+    onnx_ir.save(model, path, external_data=WEIGHTS_FILE)
 
 
 def load_decoder(config: DecoderConfig, path: Path) -> Decoder:
@@ -123,7 +117,7 @@ def load_decoder(config: DecoderConfig, path: Path) -> Decoder:
             stored = model.graph.initializers[initializer].const_value
             assert stored is not None
             values = torch.from_numpy(stored.numpy().copy())
-            parameters[name].copy_(values.T if initializer.endswith(_TRANSPOSED) else values)
+            parameters[name].copy_(values.T if initializer.endswith(TRANSPOSED) else values)
         if any(node.attributes.get_float("scale", 0.0) == 1.0 for node in model.graph if _is_attention(node)):
             for name, parameter in parameters.items():
                 if makes_queries(name, config):
@@ -150,7 +144,7 @@ def _writable(graph: onnx_ir.Graph, names: dict[str, str]) -> dict[str, NDArray[
         assert value.const_value is not None
         array = value.const_value.numpy().copy()
         value.const_value = onnx_ir.tensor(array, name=initializer)
-        arrays[initializer] = array.T if initializer.endswith(_TRANSPOSED) else array
+        arrays[initializer] = array.T if initializer.endswith(TRANSPOSED) else array
     return {name: arrays[initializer] for name, initializer in names.items()}
 
 
@@ -185,34 +179,8 @@ def _separate_head_norms(graph: onnx_ir.Graph, names: dict[str, str]) -> None:
             names[name] = name
 
 
-def _name_weights(graph: onnx_ir.Graph, decoder: Decoder) -> dict[str, str]:
-    """Call each initializer after the parameter it holds, perhaps transposed; which parameter is where.
-
-    The exporter transposes linear layers' weights, numbers them, and keeps one copy of equal ones.
-    """
-    by_content: dict[bytes, list[str]] = {}
-    for name, parameter in decoder.named_parameters():
-        by_content.setdefault(_fingerprint(parameter.detach().numpy()), []).append(name)
-    names: dict[str, str] = {}
-    for value in list(graph.initializers.values()):
-        assert value.const_value is not None
-        array = value.const_value.numpy()
-        for content, suffix in ((array, ""), (array.T, _TRANSPOSED)):
-            if held := by_content.get(_fingerprint(content)):
-                value.name = held[0] + suffix
-                names |= dict.fromkeys(held, value.name)
-                break
-    missing = dict(decoder.named_parameters()).keys() - names
-    assert not missing, f"parameters {sorted(missing)} are not in the graph"
-    return names
-
-
-def _fingerprint(array: NDArray[np.generic]) -> bytes:
-    return hashlib.sha256(str(array.shape).encode() + np.ascontiguousarray(array).tobytes()).digest()
-
-
-def _trace(graph: ServingGraph, config: DecoderConfig) -> torch.onnx.ONNXProgram:
-    batch, sequence, n_positions = 2, 3, 4  # tracing would take a 0 or a 1 for a constant
+def _trace(graph: ServingGraph, config: DecoderConfig) -> onnx_ir.Model:
+    batch, sequence, n_positions = 2, 3, 4
     rows = [torch.zeros(batch, config.n_kv_head, n_positions, config.head_dim) for _ in past_names(config)]
     arguments = (
         torch.zeros(batch, sequence, dtype=torch.int64),
@@ -224,32 +192,8 @@ def _trace(graph: ServingGraph, config: DecoderConfig) -> torch.onnx.ONNXProgram
     )
     free = torch.export.Dim.DYNAMIC
     tokens = {0: free, 1: free}
-    shapes = (tokens, {0: free}, None, tokens, {0: free}, tuple({0: free, 2: free} for _ in rows))
-    exporter_log = logging.getLogger("torch.onnx")
-    level = exporter_log.level
-    exporter_log.setLevel(logging.ERROR)  # it warns of torchvision, which is not used
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch's own use of its own deprecated names
-            program = torch.onnx.export(
-                graph,
-                arguments,
-                dynamo=True,
-                dynamic_shapes=shapes,
-                opset_version=OPSET,
-                input_names=input_names(config),
-                output_names=output_names(config),
-                verbose=False,
-            )
-    finally:
-        exporter_log.setLevel(level)
-    assert program is not None
-    return program
-
-
-def _name_dimensions(graph: onnx_ir.Graph, config: DecoderConfig) -> None:
-    """Replace the exporter's symbols (s72, …), one for each dimension it saw, by the contract's names."""
-    row: list[int | str] = ["batch", config.n_kv_head, "n_positions", config.head_dim]
+    dynamic = (tokens, {0: free}, None, tokens, {0: free}, tuple({0: free, 2: free} for _ in rows))
+    model = trace(graph, arguments, dynamic, input_names(config), output_names(config))
     shapes: dict[str, list[int | str]] = {
         "input_ids": ["batch", "sequence"],
         "position_ids": ["batch", "sequence"],
@@ -258,10 +202,5 @@ def _name_dimensions(graph: onnx_ir.Graph, config: DecoderConfig) -> None:
         "logits_indices": ["rows"],
         "logits": ["rows", config.vocab_size],
     }
-    for value in (*graph.inputs, *graph.outputs):
-        assert value.name is not None
-        value.shape = onnx_ir.Shape(shapes.get(value.name, row))
-    for node in graph:
-        for output in node.outputs:
-            if output not in graph.outputs:
-                output.shape = None
+    name_dimensions(model.graph, shapes, cache=["batch", config.n_kv_head, "n_positions", config.head_dim])
+    return model

@@ -21,7 +21,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-INT4_BLOCK = 32
+from export.block_weights import BLOCK, quantize_blocks
+
 EMBEDDING, HEAD = "embedding.weight", "head.weight"  # the decoder's names, which the exported graph keeps
 _SMALLEST_SCALE = np.float32(1e-12)  # for a column of zeros
 _MICROSOFT = "com.microsoft"
@@ -122,7 +123,7 @@ class _Quantizer:
         packed, scales = quantize_blocks(weight.const_value.numpy())
         name = weight.name
         inputs = [x, self._constant(f"{name}.int4", packed), self._constant(f"{name}.scales", scales)]
-        attributes = {"K": _width(node), "N": len(packed), "bits": 4, "block_size": INT4_BLOCK}
+        attributes = {"K": _width(node), "N": len(packed), "bits": 4, "block_size": BLOCK}
         attributes["accuracy_level"] = 4  # activations in int8
         self._replace(node, self._before(node, "MatMulNBits", inputs, domain=_MICROSOFT, **attributes))
 
@@ -175,22 +176,6 @@ def quantize_columns(matrix: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDA
     """Symmetric int8 of each column: matrix [in, out] is nearly int8 [in, out] · scales [out]."""
     scales = np.maximum(np.abs(matrix).max(axis=0) / 127.0, _SMALLEST_SCALE).astype(np.float32)
     return np.rint(matrix / scales).astype(np.int8), scales
-
-
-def quantize_blocks(matrix: NDArray[np.float32]) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Symmetric int4 of blocks of INT4_BLOCK rows of each column, as MatMulNBits stores them.
-
-    matrix [in, out] → uint8 [out, blocks, INT4_BLOCK / 2], the lower half first, each half 8 more than its integer in
-    [-8, 7]; and scales [out · blocks]. A block's value of largest magnitude becomes -8: the side that reaches further.
-    """
-    n_in, n_out = matrix.shape
-    padded = np.pad(matrix, ((0, -n_in % INT4_BLOCK), (0, 0)))
-    blocks = padded.T.reshape(n_out, -1, INT4_BLOCK)
-    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1)[..., None], axis=-1)
-    scales = np.where(largest == 0.0, _SMALLEST_SCALE, largest / -8.0).astype(np.float32)
-    integers = np.clip(np.rint(blocks / scales), -8, 7).astype(np.int8) + 8
-    halves = integers.astype(np.uint8)
-    return halves[..., ::2] | halves[..., 1::2] << 4, scales.reshape(-1)
 
 
 def _operands(node: ir.Node) -> tuple[ir.Value, ir.Value]:

@@ -41,9 +41,9 @@ class RunInputs(Protocol):
         ...
 
     def attend(
-        self, qkv: Tensor, positions: Positions, cache: LayerCache, config: DecoderConfig, window: int | None
+        self, attention: Attention, x: Tensor, positions: Positions, cache: LayerCache
     ) -> tuple[Tensor, LayerCache]:
-        """Attention of new tokens [..., (n_head + 2 n_kv_head) · head_dim] over a cache, to which they are appended."""
+        """What new tokens x [..., d_model] gather from a cache, to which they are added: [..., n_head · head_dim]."""
         ...
 
 
@@ -68,9 +68,9 @@ class StepInputs:
         return torch.onnx.ops.symbolic("Range", limits, dtype=torch.int64, shape=[cache.key.shape[2]])
 
     def attend(
-        self, qkv: Tensor, positions: Positions, cache: LayerCache, config: DecoderConfig, window: int | None
+        self, attention: Attention, x: Tensor, positions: Positions, cache: LayerCache
     ) -> tuple[Tensor, LayerCache]:
-        return cached_attention(qkv, positions, self, cache, config, window)
+        return cached_attention(attention.project(x), positions, self, cache, attention.config, attention.window)
 
 
 class Attention(nn.Module):
@@ -86,11 +86,12 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.query_norm = HeadNorm(config.n_head, config.head_dim, config.norm_eps)
             self.key_norm = HeadNorm(config.n_kv_head, config.head_dim, config.norm_eps)
+        self.shares_head_norms = False  # the exporter notes here that all heads have one weight, as published ones do
         self.output = nn.Linear(self.widths[0], config.d_model, bias=config.output_bias)
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """Attend over the whole of x [batch, sequence, d_model] at positions 0, 1, …, each blind to what follows it."""
-        query, key, value = split_heads(self._project(x), self.config)
+        query, key, value = split_heads(self.project(x), self.config)
         place = torch.arange(x.shape[1], device=x.device)
         if table := self._rotary(positions):
             query, key = rotate(query, table, place[None]), rotate(key, table, place[None])
@@ -115,10 +116,10 @@ class Attention(nn.Module):
     def step(self, x: Tensor, positions: Positions, inputs: RunInputs, cache: LayerCache) -> tuple[Tensor, LayerCache]:
         """Append x [..., d_model] to `cache` and attend over it."""
         known = Positions(self._rotary(positions), positions.bias)
-        attended, present = inputs.attend(self._project(x), known, cache, self.config, self.window)
+        attended, present = inputs.attend(self, x, known, cache)
         return self.output(attended), present
 
-    def _project(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor) -> Tensor:
         """Queries, keys and values of x, side by side: [..., (n_head + 2 n_kv_head) · head_dim]."""
         qkv: Tensor = self.qkv(x)
         if not self.config.qk_norm:

@@ -27,6 +27,7 @@ WEIGHTS_FILE = "model.onnx.data"
 ATTENTION_GRAPH_FILE = "attention.onnx"  # the same weights; returns what attention weighs
 # How the graph must be run: attention's flash path gives other bits for other ways of cutting a prompt into chunks.
 GRAPH_ENVIRONMENT = {"ORT_GQA_DISABLE_FLASH_ATTENTION": "1"}
+KV_BLOCK_SIZE = 256  # tokens, on CUDA: PagedAttention wants a multiple of this for heads of up to 64 channels
 DECODE_INPUT = "decode"  # where running sequences have rows of int8: the input that chooses these
 REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.attention import LayerCache, attend, merge_heads, split_heads, visible_keys
+from model.attention import Attention, LayerCache, attend, merge_heads, split_heads, visible_keys
 from model.config import DecoderConfig
 from model.positions import Positions, rotate
 
@@ -40,14 +40,20 @@ class PagedInputs:
         raise ValueError(f"scores over {list(cache.key.shape)} blocks of keys cannot be biased")
 
     def attend(
-        self, qkv: Tensor, positions: Positions, cache: LayerCache, config: DecoderConfig, window: int | None
+        self, attention: Attention, x: Tensor, positions: Positions, cache: LayerCache
     ) -> tuple[Tensor, LayerCache]:
-        """qkv: [tokens, (n_head + 2 n_kv_head) · head_dim]; cache: [blocks, block size, n_kv_head, head_dim] each.
+        """x: [tokens, d_model]; cache: [blocks, block size, n_kv_head, head_dim] each.
 
         Returns [tokens, n_head · head_dim] and the blocks with what is new.
         """
         if torch.onnx.is_in_onnx_export():
-            return self._exported(qkv, positions, cache, config, window)
+            return self._exported(attention, x, positions, cache)
+        return self._attend_eagerly(attention.project(x), positions, cache, attention.config, attention.window)
+
+    def _attend_eagerly(
+        self, qkv: Tensor, positions: Positions, cache: LayerCache, config: DecoderConfig, window: int | None
+    ) -> tuple[Tensor, LayerCache]:
+        """The same of queries, keys and values side by side, [tokens, (n_head + 2 n_kv_head) · head_dim]."""
         query, key, value = (part[0] for part in split_heads(qkv[None], config))  # [heads, tokens, head_dim]
         if table := positions.rotary:
             places = self.position_ids[None]
@@ -78,10 +84,17 @@ class PagedInputs:
         return blocks.flatten(0, 1)[slots].transpose(0, 1)
 
     def _exported(
-        self, qkv: Tensor, positions: Positions, cache: LayerCache, config: DecoderConfig, window: int | None
+        self, attention: Attention, x: Tensor, positions: Positions, cache: LayerCache
     ) -> tuple[Tensor, LayerCache]:
-        """ONNX Runtime's com.microsoft.PagedAttention: packed q, k, v; rotary inside; the blocks aliased."""
-        table = positions.rotary
+        """ONNX Runtime's com.microsoft.PagedAttention: packed q, k, v; rotary inside; the blocks aliased.
+
+        The operator normalises heads itself where all heads of a layer share a weight.
+        """
+        config, table = attention.config, positions.rotary
+        qkv = attention.qkv(x) if attention.shares_head_norms else attention.project(x)
+        norms: list[Tensor | None] = [None, None]
+        if attention.shares_head_norms:
+            norms = [attention.query_norm.weight[0], attention.key_norm.weight[0]]
         attributes: dict[str, Any] = {
             "num_heads": config.n_head,
             "kv_num_heads": config.n_kv_head,
@@ -89,8 +102,10 @@ class PagedInputs:
             "do_rotary": int(table is not None),
             "rotary_interleaved": 0,
         }
-        if window is not None:
-            attributes["local_window_size"] = window
+        if attention.shares_head_norms:
+            attributes["qk_norm_epsilon"] = config.norm_eps
+        if attention.window is not None:
+            attributes["local_window_size"] = attention.window
         if config.attention_softcap is not None:
             attributes["softcap"] = config.attention_softcap
         output, keys, values = torch.onnx.ops.symbolic_multi_out(
@@ -108,8 +123,7 @@ class PagedInputs:
                 table.sin if table else None,
                 self.slot_mapping,
                 None,  # head_sink
-                None,  # q_norm_weight
-                None,  # k_norm_weight
+                *norms,
                 None,  # k_scale
                 None,  # v_scale
                 self.attention_metadata,

@@ -22,7 +22,7 @@ def keys_and_values(decoder: Decoder, ids: torch.Tensor) -> list[torch.Tensor]:
     heard: list[torch.Tensor] = []
     attentions = [decoder.get_submodule(f"blocks.{i}.attention") for i in range(decoder.config.n_layer)]
     hooks = [
-        attention.register_forward_pre_hook(lambda module, inputs: heard.append(module._project(inputs[0])))
+        attention.register_forward_pre_hook(lambda module, inputs: heard.append(module.project(inputs[0])))
         for attention in attentions
     ]
     with torch.inference_mode():

@@ -10,7 +10,8 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 
-from export.quantize import INT4_BLOCK, quantize, quantize_blocks, quantize_columns
+from export.block_weights import BLOCK, quantize_blocks
+from export.quantize import quantize, quantize_columns
 from export.verify import Verifier
 from tests.random_models import RandomModel, export_random
 
@@ -134,7 +135,7 @@ def test_blocks_are_what_matmulnbits_unpacks(n_in: int, n_out: int) -> None:
     packed, scales = quantize_blocks(matrix)
     x = ir.Value(name="x", shape=ir.Shape(["rows", n_in]), type=ir.TensorType(ir.DataType.FLOAT))
     inputs = [x, value("packed", packed), value("scales", scales)]
-    sizes = {"K": n_in, "N": n_out, "bits": 4, "block_size": INT4_BLOCK}
+    sizes = {"K": n_in, "N": n_out, "bits": 4, "block_size": BLOCK}
     node = ir.node("MatMulNBits", inputs, attributes=sizes, domain="com.microsoft")
     node.outputs[0].name, node.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
     opsets = {"": 23, "com.microsoft": 1}
@@ -142,7 +143,7 @@ def test_blocks_are_what_matmulnbits_unpacks(n_in: int, n_out: int) -> None:
     model = ir.serde.serialize_model(ir.Model(graph, ir_version=10)).SerializeToString()
     session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
     (unpacked,) = session.run(None, {"x": np.eye(n_in, dtype=np.float32)})
-    steps = np.abs(scales).reshape(n_out, -1).repeat(INT4_BLOCK, axis=1)[:, :n_in].T
+    steps = np.abs(scales).reshape(n_out, -1).repeat(BLOCK, axis=1)[:, :n_in].T
     assert (np.abs(unpacked - matrix) <= steps * 1.001).all()  # half a step, or a whole one on the shorter side
     assert np.abs(unpacked - matrix).mean() < 0.3 * steps.mean()
 
