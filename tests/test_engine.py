@@ -115,16 +115,15 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def rows_and_promises_belong_to_who_holds_them(self) -> None:
-        scheduler = self.engine.scheduler
-        held = scheduler.held
+        rows, held = self.runner.rows, self.engine.scheduler.held
         assert [sequence.row for sequence in held] == sorted({sequence.row for sequence in held})  # type: ignore[type-var]
-        assert scheduler.rows.n_free == scheduler.rows.max_num_seqs - len(held)
+        assert rows.n_free == rows.max_num_seqs - len(held)
         prefilling = [sequence for sequence in held if sequence.status is SequenceStatus.PREFILLING]
-        floats = sum(len(sequence.prompt_ids) for sequence in prefilling) * (4 // scheduler.rows.running.dtype.itemsize)
-        assert scheduler.rows.reserved_tokens == sum(sequence.n_reserved for sequence in held) + floats
-        assert scheduler.rows.reserved_tokens <= scheduler.rows.committed_tokens <= scheduler.rows.budget_tokens
+        floats = sum(len(sequence.prompt_ids) for sequence in prefilling) * (4 // rows.running.dtype.itemsize)
+        assert rows.reserved_tokens == sum(sequence.n_reserved for sequence in held) + floats
+        assert rows.reserved_tokens <= rows.committed_tokens <= rows.budget_tokens
         assert len(prefilling) <= 1
-        assert len(scheduler.rows._free_prompts) == min(scheduler.rows.max_num_seqs, MOST_PROMPTS) - len(prefilling)
+        assert len(rows._free_prompts) == min(rows.max_num_seqs, MOST_PROMPTS) - len(prefilling)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

@@ -81,15 +81,15 @@ def test_the_budget_is_of_bytes_and_a_prompts_floats_count(
     random: RandomModel = request.getfixturevalue(model)
     token_bytes = 2 * 3 * 2 * 32 * 4 // weight  # keys and values of 3 layers, 2 heads, 32 numbers
     budget = token_bytes * (50 + 40 * weight)
-    engine = Engine(random.runner(kv_cache_bytes=budget), chunk_size=32)
+    runner = random.runner(kv_cache_bytes=budget)
+    engine = Engine(runner, chunk_size=32)
     engine.add(make_sequence(0, [1] * 40, SamplingParams(max_tokens=10)))
     with pytest.raises(ValueError, match="40 prompt and 11 new tokens cannot fit"):
         engine.add(make_sequence(1, [1] * 40, SamplingParams(max_tokens=11)))
-    rows = engine.runner.rows
     while engine.has_work:
         engine.step()
-        assert rows.committed_tokens * token_bytes <= budget
-    assert rows.committed_tokens == 50 + 40 * weight
+        assert runner.rows.committed_tokens * token_bytes <= budget
+    assert runner.rows.committed_tokens == 50 + 40 * weight
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 16])
