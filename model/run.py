@@ -132,8 +132,9 @@ def prepare_run(
         f"{decoder.n_parameters:,} parameters"
     )
     sync(*data.folder.iterdir(), data.folder)
+    here = Processes(0, 1, torch.device("cpu"))  # a GPU may not hold the whole of what is to be sharded
     # From here on, whatever ends the run, it can be resumed.
-    Trainer(decoder, tokenizer, data, settings, extra_files=extra_files).save(folder)
+    Trainer(decoder, tokenizer, data, settings, extra_files=extra_files, processes=here).save(folder)
 
 
 def _extra_files(corpus: CorpusSettings, init: Checkpoint | None) -> dict[str, bytes]:
@@ -174,7 +175,8 @@ def _make_tokenizer(corpus: CorpusSettings, documents: Corpus | list[Conversatio
 def open_run(folder: Path, processes: Processes, *, shard: bool = False) -> Trainer:
     """Continue a run where its newest checkpoint left it, with the settings it was started with.
 
-    Raises CheckpointError, CorpusError or DistributedError, or PeerError where another of the processes does.
+    Every process reads the folder, and holds the whole decoder in its CPU's memory until it is spread. Raises
+    CheckpointError, CorpusError or DistributedError, or PeerError where another of the processes does.
     """
     with processes.together():
         checkpoint = load_checkpoint(folder)
@@ -227,7 +229,13 @@ def _describe(documents: Corpus | list[Conversation]) -> str:
 
 
 def _describe_packing(chats: Chats, context: int) -> str:
-    return (
+    description = (
         f"{len(chats.ids):,} rows, {chats.learnt.mean():.0%} of their tokens learnt; {chats.n_cut} conversations "
         f"longer than {context} tokens were cut, {chats.n_without_answer} without an answer in them left out"
+    )
+    if chats.ending_ids:
+        return description
+    return (
+        f"{description}\nno answer ends in a special token of the tokenizer, so generation will not know where to "
+        "stop; a chat template can end answers with eos_token"
     )

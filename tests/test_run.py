@@ -334,8 +334,12 @@ def test_what_ends_an_answer_ends_generation_from_then_on() -> None:
     given = train_tokenizer(["who? one fish user assistant"], 262)
     given.add_special_tokens(["<|im_end|>"])
     given.save("given.json")
-    options = ["--chat-template", "template.jinja", "--tokenizer", "given.json", *QUICK, "--context=60", "--steps=1"]
-    assert kvasir_train("chats.jsonl", "--out", "run", *options).exit_code == 0
+    options = ["--chat-template", "template.jinja", *QUICK, "--context=60", "--steps=1"]
+    warning = "no answer ends in a special token of the tokenizer"
+    assert warning in kvasir_train("chats.jsonl", "--out", "endless", "--set=vocab_size=270", *options).stdout
+    result = kvasir_train("chats.jsonl", "--out", "run", "--tokenizer", "given.json", *options)
+    assert result.exit_code == 0
+    assert warning not in result.stdout
     assert load_checkpoint(Path("run")).decoder.config.eos_token_ids == (0, given.token_to_id("<|im_end|>"))
 
 
