@@ -62,11 +62,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "yarn": (
         "Llama",
-        _GROUPED | _rope("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=4.0, mscale=1.5),
+        _GROUPED | _rope("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=1.5, mscale=1.5),
     ),
     "yarn with two weights": (
         "Llama",
-        _GROUPED | _rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=1.5, mscale_all_dim=0.5),
+        _GROUPED
+        | _rope(
+            "yarn", factor=4.0, original_max_position_embeddings=32, truncate=False, mscale=1.5, mscale_all_dim=0.5
+        ),
     ),
     "smollm3": ("SmolLM3", _GROUPED | {"no_rope_layer_interval": 2}),
     "mistral": ("Mistral", _GROUPED | {"head_dim": 16, "sliding_window": WINDOW}),
