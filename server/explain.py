@@ -12,8 +12,8 @@ import numpy as np
 
 from model.bundle import ATTENTION_GRAPH_FILE, ModelBundle
 from server.engine.machine import usable_cpus
-from server.engine.runner import open_session
 from server.engine.sampling import Floats
+from server.engine.session import open_session
 from server.errors import ContextLengthError, InvalidRequestError, NotFoundError
 
 MAX_TOKENS = 512  # a head's map of n tokens has n² weights

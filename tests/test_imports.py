@@ -58,7 +58,7 @@ SERVER_ORDER = (
     "server.app",
     "server.serve",
 )
-ONLY_IMPORTER = {"onnxruntime": "server/engine/runner.py", "prometheus_client": "server/metrics.py"}
+ONLY_IMPORTER = {"onnxruntime": "server/engine/session.py", "prometheus_client": "server/metrics.py"}
 
 
 def module_name(path: Path) -> str:

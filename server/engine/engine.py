@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Protocol
 
+from server.engine.kv_blocks import KVBlocks
 from server.engine.kv_rows import KVRows
 from server.engine.prefix_cache import PrefixCache
 from server.engine.sampling import Floats, TokenLogprobs, sample, token_logprobs
@@ -19,9 +20,11 @@ SCORING_LOGITS_BYTES = 64 * 2**20  # bound on the logits of one chunk of a promp
 class Runner(Protocol):
     """What the engine needs of a model: `server.engine.runner.OnnxRunner`, or a function of token ids in tests."""
 
-    rows: KVRows
     max_model_len: int
     vocab_size: int
+
+    @property
+    def rows(self) -> KVRows | KVBlocks: ...
 
     def run(self, batch: Batch) -> Floats:
         """Logits [n, vocab]: a row per decode, then each prefill's, then each draft's, in order.
@@ -86,8 +89,9 @@ class Engine:
         scoring = max(2, min(chunk_size, SCORING_LOGITS_BYTES // (4 * runner.vocab_size)))
         self.runner = runner
         self.speculate = speculate
-        cache = PrefixCache(runner.rows, budget_bytes=0) if prefix_cache is None else prefix_cache
-        self.scheduler = Scheduler(runner.rows, cache, chunk_size=chunk_size, scoring_chunk_size=scoring)
+        rows = runner.rows
+        cache = rows if isinstance(rows, KVBlocks) else prefix_cache or PrefixCache(rows, budget_bytes=0)
+        self.scheduler = Scheduler(rows, cache, chunk_size=chunk_size, scoring_chunk_size=scoring)
         self._sequences: dict[int, Sequence] = {}
 
     @property

@@ -7,11 +7,11 @@ automatic prefix caching). Only what prefill wrote is kept, never a decoded toke
 from __future__ import annotations
 
 from collections import OrderedDict
-from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
+from server.engine.block_names import name_blocks
 from server.engine.kv_rows import KVRows
 
 BLOCK_SIZE = 64  # tokens
@@ -33,18 +33,26 @@ class PrefixCache:
         self._spare: list[NDArray[np.float32]] = []
 
     def keys(self, prompt_ids: list[int]) -> list[bytes]:
-        """Names of the prompt's whole blocks, as many as could be kept; 128 bits, so that a collision is no concern."""
-        keys: list[bytes] = []
-        n_blocks = min(len(prompt_ids) // self.block_size, self.capacity)
-        blocks = np.array(prompt_ids[: n_blocks * self.block_size], dtype=np.int64).reshape(n_blocks, self.block_size)
-        for block in blocks:
-            parent = keys[-1] if keys else b""
-            keys.append(blake2b(parent + block.tobytes(), digest_size=16).digest())
-        return keys
+        """Names of the prompt's whole blocks, as many as could be kept."""
+        return name_blocks(prompt_ids, self.block_size, self.capacity)
 
     def count(self, keys: list[bytes]) -> int:
         """How many blocks of a chain are kept, from its first on."""
         return next((n for n, key in enumerate(keys) if key not in self._blocks), len(keys))
+
+    def admit(self, n_prompt: int, max_tokens: int, keys: list[bytes]) -> tuple[int, int] | None:
+        """A row with what is kept of a prompt, and how many tokens that is; None when it has to wait for one."""
+        row = self._rows.allocate(n_prompt, max_tokens)
+        if row is None:
+            return None
+        n_cached = self.restore(row, keys)
+        self._rows.fill(row, 0, n_cached)
+        return row, n_cached
+
+    def computed(self, row: int, start: int, end: int, keys: list[bytes]) -> None:
+        """A prompt's tokens [start, end) are in its row of floats: keep its blocks, whose names are `keys`."""
+        self.keep(row, keys)
+        self._rows.fill(row, start, end)
 
     def restore(self, row: int, keys: list[bytes]) -> int:
         """Copy what is kept of a chain to the start of a row; how many tokens that is."""

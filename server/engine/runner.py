@@ -1,5 +1,4 @@
-"""The model on ONNX Runtime: turns a batch into runs over rows of keys and values. The server's only import of
-onnxruntime.
+"""The model on ONNX Runtime: turns a batch into runs over rows of keys and values.
 
 A run binds raw addresses, so a batch is a window onto the rows: all decodes run over rows 0..n-1, a prompt's chunk over
 its own row, whole prompts of nearly one length over neighbouring rows, padded on the right. Past and present are the
@@ -8,16 +7,14 @@ same memory; nothing is copied or concatenated.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import numpy as np
-import onnxruntime
 from numpy.typing import NDArray
 
-from model.bundle import DECODE_INPUT, GRAPH_ENVIRONMENT
+from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig
 from server.engine.engine import SCORING_LOGITS_BYTES
 from server.engine.kv_rows import KVRows, RowMemory
@@ -25,6 +22,7 @@ from server.engine.machine import SPIN_MICROSECONDS, available_memory, usable_cp
 from server.engine.sampling import Floats, SamplingParams
 from server.engine.scheduler import Batch, Chunk
 from server.engine.sequence import Sequence, SequenceTimes
+from server.engine.session import InferenceSession, open_session
 from server.engine.speculation import DraftPolicy
 
 _PRESENT = {"past_key_values": "present", "prompt_key_values": "prompt_present"}  # rows come in and go out
@@ -185,9 +183,7 @@ class _Binding:
     run takes the first batch · sequence.
     """
 
-    def __init__(
-        self, session: onnxruntime.InferenceSession, memory: RowMemory, *, row: int, batch: int, capacity: int
-    ) -> None:
+    def __init__(self, session: InferenceSession, memory: RowMemory, *, row: int, batch: int, capacity: int) -> None:
         self._session = session
         self._n_positions = memory.n_positions
         self._batch = batch
@@ -243,13 +239,3 @@ class _Binding:
 
     def _bind_input(self, name: str, buffer: NDArray[Any], shape: tuple[int, ...]) -> None:
         self._io.bind_input(name, "cpu", 0, buffer.dtype.type, shape, buffer.ctypes.data)
-
-
-def open_session(graph: Path, threads: int, spin_microseconds: int) -> onnxruntime.InferenceSession:
-    os.environ.update(GRAPH_ENVIRONMENT)  # ONNX Runtime reads it when the session is built
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spin_microseconds > 0)))
-    options.add_session_config_entry("session.intra_op.spin_duration_us", str(max(1, spin_microseconds)))
-    options.add_session_config_entry("session.force_spinning_stop", "1")  # nobody spins between two runs
-    return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])

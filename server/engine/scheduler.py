@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from server.engine.kv_blocks import KVBlocks
 from server.engine.kv_rows import KVRows
 from server.engine.prefix_cache import PrefixCache
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus
@@ -47,7 +48,9 @@ class Chunk:
     @property
     def token_ids(self) -> list[int]:
         sequence = self.sequence
-        return [sequence.last_token_id, *self.draft] if self.draft else sequence.prompt_ids[self.start : self.end]
+        if sequence.status is SequenceStatus.RUNNING:
+            return [sequence.last_token_id, *self.draft]
+        return sequence.prompt_ids[self.start : self.end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +70,13 @@ class Batch:
 class Scheduler:
     """Waiting, prefilling, running: who holds which row, and what each step runs.
 
-    chunk_size: most prompt tokens in a step. scoring_chunk_size: most of a prompt whose every position wants logits,
-    whose buffer is bounded.
+    cache: of prompts; blocks are their own. chunk_size: most prompt tokens in a step. scoring_chunk_size: most of a
+    prompt whose every position wants logits, whose buffer is bounded.
     """
 
-    def __init__(self, rows: KVRows, cache: PrefixCache, *, chunk_size: int, scoring_chunk_size: int) -> None:
+    def __init__(
+        self, rows: KVRows | KVBlocks, cache: PrefixCache | KVBlocks, *, chunk_size: int, scoring_chunk_size: int
+    ) -> None:
         self.rows = rows
         self.cache = cache
         self.chunk_size = chunk_size
@@ -122,8 +127,8 @@ class Scheduler:
         if sequence.status is not SequenceStatus.PREFILLING:
             return
         assert sequence.row is not None
-        self.cache.keep(sequence.row, sequence.block_keys[: chunk.end // self.cache.block_size])
-        self.rows.fill(sequence.row, chunk.start, chunk.end)
+        names = sequence.block_keys[: chunk.end // self.cache.block_size]
+        self.cache.computed(sequence.row, chunk.start, chunk.end, names)
         if chunk.completes_prompt:
             self.rows.end_prompt(sequence.row)
             sequence.status = SequenceStatus.RUNNING
@@ -164,15 +169,15 @@ class Scheduler:
         sequence = self.waiting[0] if self.waiting else None
         if sequence is None or room < min(2, len(sequence.prompt_ids)) or self._is_computed_by(chunks, sequence):
             return None
-        row = self.rows.allocate(len(sequence.prompt_ids), sequence.params.max_tokens)
-        if row is None:
+        admitted = self.cache.admit(len(sequence.prompt_ids), sequence.params.max_tokens, self._reusable(sequence))
+        if admitted is None:
             return None
+        row, sequence.n_cached = admitted
         self.waiting.popleft()
         self._place(sequence, row)
         sequence.status = SequenceStatus.PREFILLING
         sequence.times.scheduled = perf_counter()
-        sequence.n_cached = sequence.n_computed = self.cache.restore(row, self._reusable(sequence))
-        self.rows.fill(row, 0, sequence.n_cached)
+        sequence.n_computed = sequence.n_cached
         return sequence
 
     def _is_computed_by(self, chunks: list[Chunk], sequence: Sequence) -> bool:
