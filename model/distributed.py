@@ -42,6 +42,10 @@ class PeerError(Exception):
     """Another process failed, and says why itself."""
 
 
+class ShardError(CheckpointError):
+    """Slices that could not be written or read; every process raises it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Processes:
     """The processes that train together, seen from one of them. control: None where there is only this one."""
@@ -117,18 +121,18 @@ class Processes:
 
     def save_shards(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Each process writes its slices of the tensors, with torch.distributed.checkpoint, as safetensors files whose
-        headers say where in the whole the slices belong: nothing is pickled.
+        headers say where in the whole the slices belong: nothing is pickled. Raises ShardError.
         """
-        save(
-            state,
-            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
-            process_group=self.control,
-        )
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        try:
+            save(state, storage_writer=writer, process_group=self.control)
+        except CheckpointException as error:
+            raise ShardError(f"{folder} cannot be written: {_cause(error)}") from None
 
     def load_shards(self, folder: Path, decoder: Decoder) -> dict[str, Tensor]:
         """Tensors "parameter/key" from what any number of processes wrote, each spread as its parameter is here.
 
-        Raises CheckpointError when they cannot be read.
+        Raises ShardError.
         """
         reader = HuggingFaceStorageReader(str(folder))
         parameters = dict(decoder.named_parameters())
@@ -143,8 +147,13 @@ class Processes:
                 if state:
                     load(state, storage_reader=reader, process_group=self.control, no_dist=self.control is None)
         except (SafetensorError, CheckpointException) as error:
-            raise CheckpointError(f"{folder} cannot be loaded: {error}") from None
+            raise ShardError(f"{folder} cannot be loaded: {_cause(error)}") from None
         return state
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What the first process that failed failed with."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 
 def find_device() -> torch.device:

@@ -111,7 +111,7 @@ def train(
     from model.config import ConfigError, DecoderConfig
     from model.config import preset as find_preset
     from model.data import CorpusError
-    from model.distributed import DistributedError, PeerError, join
+    from model.distributed import DistributedError, PeerError, ShardError, join
     from model.tokenizer import TokenizerError
     from model.trainer import DivergedError, TrainSettings
 
@@ -178,7 +178,7 @@ def train(
             OSError,
             TokenizerError,
         ) as error:
-            if processes.is_first or not isinstance(error, DivergedError):  # which all raise at once
+            if processes.is_first or not isinstance(error, DivergedError | ShardError):  # which all raise at once
                 typer.echo(f"kvasir: {error}", err=True)
             raise typer.Exit(1) from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 from kvasir import app
-from model.checkpoint import load_checkpoint
+from model.checkpoint import load_checkpoint, load_state
 from model.distributed import DistributedError, PeerError, Processes, alone
 
 ROOT = Path(__file__).parent.parent
@@ -53,7 +54,7 @@ def torchrun(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 def kill(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
-        for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+        for one in [process, *psutil.Process(process.pid).children(recursive=True)]:  # the list is made before
             one.kill()
 
 
@@ -166,6 +167,26 @@ def test_an_error_of_the_first_process_ends_all_with_one_line(tmp_path: Path) ->
 
 
 # Without processes
+
+
+def test_shards_are_read_by_any_number_and_damage_to_them_is_named(one: Path, tmp_path: Path) -> None:
+    """A whole tensor is a single slice."""
+    folder = tmp_path / "run"
+    shutil.copytree(one, folder)
+    checkpoint = load_checkpoint(folder)
+    state = load_state(checkpoint.path)
+    shards = checkpoint.path / "training"
+    shards.mkdir()
+    (checkpoint.path / "training.safetensors").rename(shards / "shard.safetensors")
+    loaded = alone().load_shards(shards, checkpoint.decoder)
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.items())
+
+    (shards / "shard.safetensors").write_bytes(b"\0" * 9)
+    result = CliRunner().invoke(app, ["train", "--resume", f"--out={folder}"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"kvasir: {shards} cannot be loaded: ")
+    assert result.stderr.count("\n") == 1
 
 
 def test_shards_need_several_processes(tmp_path: Path) -> None:
