@@ -11,17 +11,23 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from model.bundle import ModelBundle
+from model.bundle import KV_BLOCK_SIZE, ModelBundle
 from server.api import generate, health, openai
 from server.api.middleware import ApiKeys, BodyLimit, RequestContext
 from server.api.responses import error_response
-from server.engine.engine import Engine
+from server.engine.cuda_runtime import free_memory
+from server.engine.engine import Engine, check_max_model_len
+from server.engine.kv_blocks import KVBlocks
+from server.engine.paged_runner import PagedRunner
 from server.engine.prefix_cache import PrefixCache
 from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError
 from server.service import Service
 from server.settings import Settings
 
 logger = logging.getLogger("kvasir")
+
+CPU_CHUNK, CUDA_CHUNK = 256, 2048  # prompt tokens in a step, unless set
+_GPU_SHARE = 0.9  # of the memory that is free once the model is loaded, for blocks: runs need some too
 
 
 def create_app(
@@ -58,7 +64,13 @@ def create_app(
 
 
 def build_engine(settings: Settings, bundle: ModelBundle) -> Engine:
-    """Load the model and warm it up, which takes a while."""
+    """Load the model and warm it up, which takes a while. Raises ValueError for what cannot be had here."""
+    if settings.speculate:
+        logger.info("speculation is on: the load may change answers, by rounding")
+    return (_build_on_cuda if bundle.manifest.device == "cuda" else _build_on_cpu)(settings, bundle)
+
+
+def _build_on_cpu(settings: Settings, bundle: ModelBundle) -> Engine:
     from server.engine.runner import OnnxRunner  # noqa: PLC0415  imports ONNX Runtime
 
     runner = OnnxRunner(
@@ -73,9 +85,27 @@ def build_engine(settings: Settings, bundle: ModelBundle) -> Engine:
     runner.warm_up()
     budget = settings.prefix_cache_memory
     cache = PrefixCache(runner.rows, runner.kv_cache_bytes // 10 if budget is None else budget)
-    if settings.speculate:
-        logger.info("speculation is on: the load may change answers, by rounding")
-    return Engine(runner, chunk_size=settings.chunk_size, prefix_cache=cache, speculate=settings.speculate)
+    chunk_size = settings.chunk_size or CPU_CHUNK
+    return Engine(runner, chunk_size=chunk_size, prefix_cache=cache, speculate=settings.speculate)
+
+
+def _build_on_cuda(settings: Settings, bundle: ModelBundle) -> Engine:
+    from server.engine.session import DeviceModel, block_bytes, open_cuda_session  # noqa: PLC0415  as above
+
+    session = open_cuda_session(bundle.graph_path)
+    max_model_len = check_max_model_len(settings.max_model_len, bundle.config)
+    budget = int(_GPU_SHARE * free_memory()) if settings.kv_cache_memory is None else settings.kv_cache_memory
+    blocks = KVBlocks(
+        n_blocks=budget // block_bytes(session),
+        block_size=KV_BLOCK_SIZE,
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=max_model_len,
+        keep_prompts=settings.prefix_cache_memory != 0,
+    )
+    model = DeviceModel(session, blocks.n_blocks)
+    runner = PagedRunner(model, blocks, max_model_len=max_model_len, vocab_size=bundle.config.vocab_size)
+    runner.warm_up()
+    return Engine(runner, chunk_size=settings.chunk_size or CUDA_CHUNK, speculate=settings.speculate)
 
 
 async def _on_kvasir_error(request: Request, error: Exception) -> Response:

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from model.bundle import BundleError, ModelBundle, load_bundle
 from server.app import create_app
+from server.engine.cuda_runtime import NoDeviceError
 from server.errors import StartupError
 from server.service import Service, onnxruntime_version
 from server.settings import Settings
@@ -194,11 +195,13 @@ def check_model(settings: Settings) -> ModelBundle:
         bundle = load_bundle(settings.model)
     except BundleError as error:
         raise StartupError(str(error)) from None
-    if bundle.manifest.device != "cpu":
-        raise StartupError(
-            f"{settings.model} was exported for {bundle.manifest.device}, which this server cannot run; "
-            "export it again for cpu"
-        )
+    if bundle.manifest.device == "cuda":
+        from server.engine.session import require_cuda  # noqa: PLC0415  imports ONNX Runtime
+
+        try:
+            require_cuda()
+        except NoDeviceError as error:
+            raise StartupError(f"{settings.model} was exported for cuda: {error}") from None
     return bundle
 
 

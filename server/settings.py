@@ -32,15 +32,19 @@ class Settings(BaseSettings):
     max_model_len: int | None = Field(
         None, ge=2, description="Most tokens of a prompt and its completion. Default: the model's own limit."
     )
-    chunk_size: int = Field(256, ge=2, description="Most prompt tokens that are run in one step.")
+    chunk_size: int | None = Field(
+        None, ge=2, description="Most prompt tokens that are run in one step. Default: 256; on a GPU 2048."
+    )
     kv_cache_memory: ByteSize | None = Field(
-        None, gt=0, description="Memory for keys and values, such as 2GiB. Default: half of what is free."
+        None,
+        gt=0,
+        description="Memory for keys and values, such as 2GiB. Default: half of what is free; on a GPU 90 %.",
     )
     prefix_cache_memory: ByteSize | None = Field(
         None,
         ge=0,
         description="Memory beside kv_cache_memory for beginnings of prompts that are kept for reuse; 0 keeps none. "
-        "Default: a tenth of kv_cache_memory.",
+        "Default: a tenth of kv_cache_memory. On a GPU they stay in the blocks that nobody needs; 0 shares none.",
     )
     speculate: bool = Field(
         False,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Protocol
 
+from model.config import DecoderConfig
 from server.engine.kv_blocks import KVBlocks
 from server.engine.kv_rows import KVRows
 from server.engine.prefix_cache import PrefixCache
@@ -15,6 +16,14 @@ from server.engine.sequence import FinishReason, Sequence, SequenceStatus, Seque
 from server.engine.speculation import DraftPolicy, Speculation, verify
 
 SCORING_LOGITS_BYTES = 64 * 2**20  # bound on the logits of one chunk of a prompt that is scored
+
+
+def check_max_model_len(wanted: int | None, config: DecoderConfig) -> int:
+    """The model's own limit, or a lower one. Raises ValueError for one that the model cannot meet."""
+    limit = config.max_model_len if wanted is None else wanted
+    if not 2 <= limit <= config.max_model_len:
+        raise ValueError(f"max_model_len {limit} must be between 2 and the model's {config.max_model_len}")
+    return limit
 
 
 class Runner(Protocol):

@@ -20,12 +20,15 @@ class KVBlocks:
 
     table: int32 [max_num_seqs, blocks of the longest sequence]; a row holds its sequence's blocks in order, from when
     it is admitted: all that it may ever need, so that nothing that runs has to wait. keep_prompts: whether named blocks
-    outlive their sequences, and are shared.
+    outlive their sequences, and are shared. Raises ValueError for no block.
     """
 
     def __init__(
         self, *, n_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int, keep_prompts: bool = True
     ) -> None:
+        if n_blocks < 1:
+            raise ValueError(f"kv_cache_memory holds no block of {block_size} tokens")
+        self.n_blocks = n_blocks
         self.max_num_seqs = max_num_seqs
         self.block_size = block_size
         self.budget_tokens = n_blocks * block_size

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig
-from server.engine.engine import SCORING_LOGITS_BYTES
+from server.engine.engine import SCORING_LOGITS_BYTES, check_max_model_len
 from server.engine.kv_rows import KVRows, RowMemory
 from server.engine.machine import SPIN_MICROSECONDS, available_memory, usable_cpus
 from server.engine.sampling import Floats, SamplingParams
@@ -48,11 +48,7 @@ class OnnxRunner:
         threads: int | None = None,
         spin_microseconds: int = SPIN_MICROSECONDS,
     ) -> None:
-        self.max_model_len = config.max_model_len if max_model_len is None else max_model_len
-        if not 2 <= self.max_model_len <= config.max_model_len:
-            raise ValueError(
-                f"max_model_len {self.max_model_len} must be between 2 and the model's {config.max_model_len}"
-            )
+        self.max_model_len = check_max_model_len(max_model_len, config)
         self.vocab_size = config.vocab_size
         self.model_seconds = 0.0  # spent inside ONNX Runtime so far
         self._session = open_session(graph, threads or usable_cpus(), spin_microseconds)

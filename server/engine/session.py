@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import onnxruntime
 from onnxruntime import InferenceSession, OrtValue, SessionOptions
 
 from model.bundle import GRAPH_ENVIRONMENT
+from server.engine.cuda_runtime import NoDeviceError, fill_with_zeros
+from server.engine.paged_runner import Inputs
+from server.engine.sampling import Floats
 
-__all__ = ["InferenceSession", "OrtValue", "open_session"]
+__all__ = ["DeviceModel", "InferenceSession", "block_bytes", "open_cuda_session", "open_session", "require_cuda"]
+
+_CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+_BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16: numpy has no such type
+_TYPES: dict[str, tuple[Any, int]] = {  # what OrtValue takes, and bytes
+    "tensor(float)": (np.float32, 4),
+    "tensor(float16)": (np.float16, 2),
+    "tensor(bfloat16)": (_BFLOAT16, 2),
+}
 
 
 def open_session(graph: Path, threads: int, spin_microseconds: int) -> InferenceSession:
@@ -20,4 +35,57 @@ def open_session(graph: Path, threads: int, spin_microseconds: int) -> Inference
     options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spin_microseconds > 0)))
     options.add_session_config_entry("session.intra_op.spin_duration_us", str(max(1, spin_microseconds)))
     options.add_session_config_entry("session.force_spinning_stop", "1")  # nobody spins between two runs
-    return InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    return InferenceSession(graph, options, providers=[_CPU])
+
+
+def require_cuda() -> None:
+    """Raises NoDeviceError where the installed ONNX Runtime cannot use a GPU at all."""
+    if _CUDA not in onnxruntime.get_available_providers():
+        raise NoDeviceError("the installed ONNX Runtime is the one for the CPU; install the extra cuda in its place")
+
+
+def open_cuda_session(graph: Path) -> InferenceSession:
+    """A session on the first NVIDIA GPU. Raises NoDeviceError, where ONNX Runtime would go on without, on the CPU."""
+    require_cuda()
+    onnxruntime.preload_dlls()
+    session = InferenceSession(graph, SessionOptions(), providers=[_CUDA, _CPU])
+    if _CUDA not in session.get_providers():
+        raise NoDeviceError(
+            "ONNX Runtime finds no NVIDIA GPU that it can use; look for the driver, and for the packages of the extra "
+            "cuda, or export the model for the CPU"
+        )
+    return session
+
+
+class DeviceModel:
+    """A graph over blocks, which stay on a device: ids go in, logits come out. device: "cuda", or "cpu" in tests."""
+
+    def __init__(self, session: InferenceSession, n_blocks: int, device: str = "cuda") -> None:
+        self._session = session
+        self._io = session.io_binding()
+        self._n_outputs = 0
+        for value in session.get_inputs():
+            if value.name.startswith("past_key_values."):
+                dtype, itemsize = _TYPES[value.type]
+                shape = [n_blocks, *value.shape[1:]]
+                blocks = OrtValue.ortvalue_from_shape_and_type(shape, dtype, device, 0)
+                if device == "cuda":
+                    fill_with_zeros(blocks.data_ptr(), math.prod(shape) * itemsize)
+                self._io.bind_ortvalue_input(value.name, blocks)
+                self._io.bind_ortvalue_output(value.name.replace("past_key_values", "present"), blocks)
+                self._n_outputs += 1
+
+    def run(self, inputs: Inputs) -> Floats:
+        """Logits [rows, vocab], on the CPU."""
+        for name, array in inputs.items():
+            self._io.bind_cpu_input(name, np.ascontiguousarray(array))
+        self._io.bind_output("logits", "cpu")
+        self._session.run_with_iobinding(self._io)
+        logits: Floats = self._io.get_outputs()[self._n_outputs].numpy()  # the output that was bound last
+        return logits
+
+
+def block_bytes(session: InferenceSession) -> int:
+    """Of one block's keys and values, in all layers."""
+    blocks = [value for value in session.get_inputs() if value.name.startswith("past_key_values.")]
+    return sum(math.prod(value.shape[1:]) * _TYPES[value.type][1] for value in blocks)

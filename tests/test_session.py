@@ -1,0 +1,79 @@
+"""What of the path to a GPU can be run without one: the binding, on the CPU, and what is said where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from server.engine.cuda_runtime import NoDeviceError, free_memory
+from server.engine.session import DeviceModel, block_bytes, open_cuda_session, open_session, require_cuda
+
+
+def write_graph(path: Path, dtype: ir.DataType) -> None:
+    """A graph over blocks [n, 2, 1, 3]: logits are the ids, and present is past with the first id everywhere."""
+    ids = ir.Value(name="input_ids", shape=ir.Shape(["tokens"]), type=ir.TensorType(ir.DataType.INT64))
+    past, present, nodes = [], [], []
+    first = ir.tensor(np.array(0), name="first")
+    index = ir.Value(name="first", type=ir.TensorType(ir.DataType.INT64), const_value=first)
+    for part in ("key", "value"):
+        blocks = ir.Value(name=f"past_key_values.0.{part}", shape=ir.Shape(["n", 2, 1, 3]), type=ir.TensorType(dtype))
+        taken = ir.node("Gather", [ids, index], attributes={"axis": 0})
+        cast = ir.node("Cast", [taken.outputs[0]], attributes={"to": dtype.value})
+        shape = ir.node("Shape", [blocks])
+        expanded = ir.node("Expand", [cast.outputs[0], shape.outputs[0]])
+        out = expanded.outputs[0]
+        out.name, out.shape, out.type = f"present.0.{part}", blocks.shape, blocks.type
+        past.append(blocks)
+        present.append(out)
+        nodes += [taken, cast, shape, expanded]
+    floats = ir.node("Cast", [ids], attributes={"to": ir.DataType.FLOAT.value})
+    logits = floats.outputs[0]
+    logits.name, logits.shape, logits.type = "logits", ir.Shape(["tokens"]), ir.TensorType(ir.DataType.FLOAT)
+    graph = ir.Graph(
+        [ids, *past],
+        [logits, *present],
+        nodes=[*nodes, floats],
+        initializers=[index],
+        opset_imports={"": 23},
+        name="blocks",
+    )
+    ir.save(ir.Model(graph, ir_version=10), path)
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [(ir.DataType.FLOAT, 4), (ir.DataType.FLOAT16, 2)])
+def test_ids_go_in_logits_come_out_and_blocks_stay(dtype: ir.DataType, itemsize: int, tmp_path: Path) -> None:
+    write_graph(tmp_path / "model.onnx", dtype)
+    session = open_session(tmp_path / "model.onnx", threads=1, spin_microseconds=0)
+    assert block_bytes(session) == 2 * 2 * 3 * itemsize
+    model = DeviceModel(session, n_blocks=5, device="cpu")
+    for ids in ([7, 8, 9], [4], [5, 6]):
+        logits = model.run({"input_ids": np.array(ids)})
+        assert logits.tolist() == ids
+        blocks = [value.numpy() for value in model._io.get_outputs()[:2]]
+        assert all(block.shape == (5, 2, 1, 3) and (block == ids[0]).all() for block in blocks)
+    assert len(model._io.get_outputs()) == 3  # the same buffers, bound once
+
+
+def test_no_gpu_is_said_and_not_replaced_by_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that can be installed beside these tests is for the CPU; one for GPUs finds none and goes on without."""
+    write_graph(tmp_path / "model.onnx", ir.DataType.FLOAT)
+    with pytest.raises(NoDeviceError, match="is the one for the CPU; install the extra cuda in its place"):
+        open_cuda_session(tmp_path / "model.onnx")
+    available = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: available)
+    monkeypatch.setattr(onnxruntime, "preload_dlls", lambda: None)
+    require_cuda()
+    with (
+        pytest.warns(UserWarning, match="CUDAExecutionProvider"),
+        pytest.raises(NoDeviceError, match="finds no NVIDIA GPU that it can use"),
+    ):
+        open_cuda_session(tmp_path / "model.onnx")
+
+
+def test_the_memory_of_no_gpu_cannot_be_read() -> None:
+    with pytest.raises(NoDeviceError, match="CUDA's runtime cannot be"):
+        free_memory()
