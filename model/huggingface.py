@@ -66,7 +66,7 @@ def import_checkpoint(source: Path, out: Path) -> Imported:
             SPECIAL_TOKENS_FILE: _special_tokens(source),
             GENERATION_FILE: _generation(source),
         }
-        config, weights = _plan(family, config, stored_tensors(source))
+        config, weights = _plan(family, config, stored_tensors(source, _BUFFERS))
     except (ConfigError, SafetensorError, TokenizerError, UnsupportedError, WeightsError) as error:
         raise HuggingFaceError(f"{source} cannot be imported: {error}") from None
     with new_directory(out) as part:
@@ -174,10 +174,9 @@ def _plan(family: Family, config: DecoderConfig, stored: Iterable[Stored]) -> tu
     """
     held: dict[str, Stored] = {}
     for tensor in stored:
-        if not _BUFFERS.search(tensor.name):
-            if (name := family.plain_name(tensor.name)) in held:
-                raise UnsupportedError(f"tensors {held[name].name!r} and {tensor.name!r} are the same parameter")
-            held[name] = tensor
+        if (name := family.plain_name(tensor.name)) in held:
+            raise UnsupportedError(f"tensors {held[name].name!r} and {tensor.name!r} are the same parameter")
+        held[name] = tensor
     embedding, head = (f"{family.modules[module].modules[0]}.weight" for module in ("embedding", "head"))
     if config.tied_embeddings and head in held:
         config = _settle_head(config, held, embedding, head)

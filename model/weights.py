@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,11 +56,16 @@ class Written:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-def stored_tensors(folder: Path) -> Iterator[Stored]:
-    """Every tensor of a checkpoint in one file or in several, from their headers. Raises WeightsError."""
+def stored_tensors(folder: Path, ignored: re.Pattern[str]) -> Iterator[Stored]:
+    """Every tensor of a checkpoint in one file or in several, from their headers, but those with ignored names.
+
+    Raises WeightsError.
+    """
     for path in _files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
+                if ignored.search(name):
+                    continue
                 tensor = file.get_slice(name)
                 if (dtype := tensor.get_dtype()) not in _DTYPES:
                     raise WeightsError(f"tensor {name!r} in {path.name} is {dtype}; there are {', '.join(_DTYPES)}")

@@ -69,7 +69,7 @@ def renamed(old: str, new: str) -> Callable[[dict[str, Tensor]], dict[str, Tenso
 
 
 def with_buffers(*names: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
-    return lambda tensors: tensors | {name: torch.ones(3) for name in names}
+    return lambda tensors: tensors | {name: torch.ones(3, dtype=torch.bool) for name in names}
 
 
 SAME: dict[str, tuple[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]]] = {
