@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from model.bundle import Device
 from model.train import train
 from server.settings import PREFIX, Settings
 
@@ -92,7 +93,10 @@ def peak_memory() -> int:
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A training run, or a checkpoint directory.")],
     out: Annotated[Path, typer.Option(help="The model directory to write.")],
-    precision: Annotated[str, typer.Option(help="int8; int4: for one stream at a time; or fp32.")] = "int8",
+    device: Annotated[Device, typer.Option(help="What it is to run on.")] = "cpu",
+    precision: Annotated[
+        str | None, typer.Option(help="int8 (default), int4 or fp32; for cuda bf16 (default), fp16, int8 or int4.")
+    ] = None,
     text: Annotated[
         Path | None, typer.Option(help="Measure perplexity on this; default: held-out, or English.")
     ] = None,
@@ -112,7 +116,13 @@ def export(
     generation = GenerationDefaults(temperature=temperature, top_k=top_k, top_p=top_p)
     try:
         manifest = export_checkpoint(
-            checkpoint, out, precision=precision, text=text, generation=generation, max_model_len=max_model_len
+            checkpoint,
+            out,
+            device=device,
+            precision=precision,
+            text=text,
+            generation=generation,
+            max_model_len=max_model_len,
         )
     except (CheckpointError, VerificationError, OSError, ValueError) as error:
         fail(error)

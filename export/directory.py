@@ -9,10 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir
+import torch
 from pydantic import ValidationError
 
 from export.attention_graph import write_attention_graph
-from export.graph import PRECISIONS, export_graph, load_decoder
+from export.graph import PRECISIONS as CPU_PRECISIONS
+from export.graph import export_graph, load_decoder
+from export.paged_graph import DTYPES, check_pageable, export_paged_graph
+from export.paged_session import PagedSession
 from export.verify import MAX_PERPLEXITY_LOSS, SampleText, Verifier, check
 from model.bundle import (
     CONFIG_FILE,
@@ -21,6 +25,7 @@ from model.bundle import (
     GRAPH_FILE,
     MANIFEST_FILE,
     TOKENIZER_FILE,
+    Device,
     GenerationDefaults,
     Manifest,
     Verification,
@@ -33,6 +38,7 @@ from model.data import DATA_FOLDER, open_tokens
 from model.decoder import Decoder
 from model.new_directory import new_directory
 
+PRECISIONS = {"cpu": CPU_PRECISIONS, "cuda": tuple(DTYPES)}  # by device; the first is the default
 _VERSIONS = ("torch", "onnx", "onnxruntime", "kvasir-lm")
 
 
@@ -44,22 +50,27 @@ def export_checkpoint(
     source: Path,
     out: Path,
     *,
-    precision: str = PRECISIONS[0],
+    device: Device = "cpu",
+    precision: str | None = None,
     text: Path | None = None,
     generation: GenerationDefaults | None = None,
     max_model_len: int | None = None,
 ) -> Manifest:
-    """Export a checkpoint, or a training run's newest, to a model directory for the CPU.
+    """Export a checkpoint, or a training run's newest, to a model directory.
 
-    text: what perplexity is measured on; None is the run's held-out text, or English prose where a precision has to be
+    device: a graph for cuda is verified on a GPU, so there must be one. precision: None is the device's first. text:
+    what perplexity is measured on; None is the run's held-out text, or English prose where a precision has to be
     measured and there is none. generation: how requests to the model are sampled unless they say otherwise, over the
     checkpoint's own advice field by field. max_model_len: the longest row; None is the checkpoint's. Written beside
     `out` and renamed into place, so a failure leaves nothing. Raises CheckpointError, VerificationError,
-    FileExistsError when `out` is in use, and ValueError for text or a precision that cannot be used.
+    FileExistsError when `out` is in use, and ValueError for text, a precision, a device or a decoder that cannot be
+    used with the others.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"no precision {precision!r}; there are {', '.join(PRECISIONS)}")
+    precision = _check_precision(device, precision)
     checkpoint = load_checkpoint(source, max_model_len)
+    if device == "cuda":
+        check_pageable(checkpoint.decoder.config)
+        PagedSession.require()
     sample = sample_text(checkpoint, text, precision)
     files = dict(checkpoint.extra_files)
     if advice := _advice(checkpoint, generation):
@@ -69,11 +80,15 @@ def export_checkpoint(
         checkpoint.tokenizer.save(str(part / TOKENIZER_FILE))
         for name, content in files.items():
             (part / name).write_bytes(content)
-        export_graph(checkpoint.decoder, part / GRAPH_FILE, precision, None if sample is None else sample.token_ids)
-        write_attention_graph(part)
-        verification = Verifier(checkpoint.decoder, part / GRAPH_FILE, sample).verify()
+        if device == "cuda":
+            export_paged_graph(checkpoint.decoder, part / GRAPH_FILE, precision)
+        else:
+            export_graph(checkpoint.decoder, part / GRAPH_FILE, precision, sample.token_ids if sample else None)
+            write_attention_graph(part)
+        verification = _verifier(checkpoint.decoder, part / GRAPH_FILE, sample, device).verify()
         check(verification, precision)
-        manifest = make_manifest(checkpoint.decoder, part, precision, _describe_source(checkpoint), verification)
+        source_of = _describe_source(checkpoint)
+        manifest = make_manifest(checkpoint.decoder, part, precision, source_of, verification, device)
         manifest.save(part / MANIFEST_FILE)
     return manifest
 
@@ -95,9 +110,24 @@ def verify_directory(
         if sha256(checkpoint.path / WEIGHTS_FILE) != bundle.manifest.source.get("sha256"):
             raise SourceMismatchError(f"{directory} was not exported from {checkpoint.path}: the hashes differ")
     sample = sample_text(checkpoint, text, bundle.manifest.precision)
-    measured = Verifier(checkpoint.decoder, bundle.graph_path, sample).verify()
+    measured = _verifier(checkpoint.decoder, bundle.graph_path, sample, bundle.manifest.device).verify()
     check(measured, bundle.manifest.precision)
     return bundle.manifest.verification, measured
+
+
+def _check_precision(device: Device, precision: str | None) -> str:
+    if precision is None:
+        return PRECISIONS[device][0]
+    if precision not in PRECISIONS[device]:
+        raise ValueError(f"no precision {precision!r} for {device}; there are {', '.join(PRECISIONS[device])}")
+    return precision
+
+
+def _verifier(decoder: Decoder, path: Path, sample: SampleText | None, device: str) -> Verifier:
+    if device == "cpu":
+        return Verifier(decoder, path, sample)
+    on_gpu = decoder.to("cuda") if torch.cuda.is_available() else decoder
+    return Verifier(on_gpu, path, sample, PagedSession.open(path, decoder.config))
 
 
 def make_manifest(
@@ -106,6 +136,7 @@ def make_manifest(
     precision: str,
     source: dict[str, str | int | float],
     verification: Verification,
+    device: Device = "cpu",
 ) -> Manifest:
     """The manifest of a directory whose other files are all written."""
     config, graph = decoder.config, onnx_ir.load(directory / GRAPH_FILE).graph
@@ -113,7 +144,7 @@ def make_manifest(
         format_version=FORMAT_VERSION,
         architecture="kvasir-decoder",
         parameters=decoder.n_parameters,
-        device="cpu",
+        device=device,
         precision=precision,
         max_model_len=config.max_model_len,
         graph_inputs=[str(value.name) for value in graph.inputs],

@@ -19,13 +19,14 @@ import torch
 from numpy.typing import NDArray
 
 from export.graph import output_names, past_names, prompt_names
+from export.paged_session import PagedSession
 from model.bundle import DECODE_INPUT, GRAPH_ENVIRONMENT, Verification
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from model.generate import generate
 
 MAX_LOGIT_ERROR = 1e-3  # fp32, relative to the standard deviation of the logits
-MAX_PERPLEXITY_LOSS = {"int8": 0.01, "int4": 0.05}  # relative
+MAX_PERPLEXITY_LOSS = {"bf16": 0.01, "fp16": 0.01, "int8": 0.01, "int4": 0.05}  # relative
 _PROMPT = 37
 _CHUNK = 64
 _GREEDY_PROMPTS = 4
@@ -110,12 +111,17 @@ class GraphSession:
 
 
 class Verifier:
-    """Compares one exported graph with the decoder it came from."""
+    """Compares one exported graph with the decoder it came from, on whatever device that is.
 
-    def __init__(self, decoder: Decoder, path: Path, text: SampleText | None) -> None:
+    session: of a graph for another device; None is the CPU's.
+    """
+
+    def __init__(
+        self, decoder: Decoder, path: Path, text: SampleText | None, session: PagedSession | None = None
+    ) -> None:
         self._decoder = decoder.eval()
         self._config = decoder.config
-        self._session = GraphSession(path, decoder.config)
+        self._session = session or GraphSession(path, decoder.config)
         self._text = text
         self._generator = np.random.default_rng(0)
 
@@ -215,7 +221,8 @@ class Verifier:
 
     @torch.inference_mode()
     def _reference(self, tokens: Ids) -> Floats:
-        logits: Floats = self._decoder(torch.from_numpy(tokens)[None])[0].numpy()
+        ids = torch.from_numpy(tokens)[None].to(self._decoder.embedding.weight.device)
+        logits: Floats = self._decoder(ids)[0].cpu().numpy()
         return logits
 
     def _tokens(self, count: int) -> Ids:

@@ -29,6 +29,7 @@ ATTENTION_GRAPH_FILE = "attention.onnx"  # the same weights; returns what attent
 GRAPH_ENVIRONMENT = {"ORT_GQA_DISABLE_FLASH_ATTENTION": "1"}
 KV_BLOCK_SIZE = 256  # tokens, on CUDA: PagedAttention wants a multiple of this for heads of up to 64 channels
 DECODE_INPUT = "decode"  # where running sequences have rows of int8: the input that chooses these
+Device = Literal["cpu", "cuda"]
 REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
 
 
@@ -82,7 +83,7 @@ class Manifest(BaseModel):
     format_version: int
     architecture: str
     parameters: int
-    device: Literal["cpu", "cuda"]
+    device: Device
     precision: str
     max_model_len: int
     graph_inputs: list[str]

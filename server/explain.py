@@ -63,7 +63,8 @@ class Explainer:
     def __init__(self, bundle: ModelBundle, threads: int | None = None) -> None:
         path = bundle.path / ATTENTION_GRAPH_FILE
         if not path.is_file():
-            raise NotFoundError(f"{bundle.path} has no {ATTENTION_GRAPH_FILE}; export the model again")
+            mend = "export the model again" if bundle.manifest.device == "cpu" else "export the model for the CPU"
+            raise NotFoundError(f"{bundle.path} has no {ATTENTION_GRAPH_FILE}; {mend}")
         self._bundle = bundle
         self._session = open_session(path, threads or usable_cpus(), spin_microseconds=0)
 

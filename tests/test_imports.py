@@ -21,6 +21,7 @@ ALLOWED = {
     "model.bundle": ("model.config", "model.tokenizer"),
     "model.chat": ("model.bundle",),
     "model": ("model",),
+    "export.paged_session": ("model", "export", "server.engine"),  # verified as it is served
     "export": ("model", "export"),
     "server.errors": (),
     "server.settings": ("server.errors", "server.engine.machine"),
