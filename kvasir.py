@@ -113,6 +113,7 @@ def export(
     from model.bundle import GenerationDefaults
     from model.checkpoint import CheckpointError
 
+    started = time.monotonic()
     generation = GenerationDefaults(temperature=temperature, top_k=top_k, top_p=top_p)
     try:
         manifest = export_checkpoint(
@@ -127,6 +128,7 @@ def export(
     except (CheckpointError, VerificationError, OSError, ValueError) as error:
         fail(error)
     Console().print(verification_table(out.name, exported=manifest.verification))
+    Console().print(f"{time.monotonic() - started:.0f} seconds, {peak_memory() / 2**20:,.0f} MiB of memory at most")
 
 
 @app.command()
