@@ -41,6 +41,12 @@ bench: $(VENV)/.train  ## Measure engine and server on this machine with random 
 	$(BIN)/kvasir bench engine --preset $(PRESET) --precision int8
 	$(BIN)/kvasir bench serve $(ARGS) "$$($(BIN)/kvasir bench model --preset $(PRESET) --precision int8)"
 
+gpu-check:  ## With an NVIDIA GPU and no network: check and measure; WHEELS=folder with all wheels it needs
+	$(PYTHON) -m venv build/gpu
+	build/gpu/bin/pip install --quiet --no-index --find-links $(WHEELS) setuptools wheel
+	build/gpu/bin/pip install --quiet --no-index --find-links $(WHEELS) --no-build-isolation -e '.[cuda,train]' transformers
+	build/gpu/bin/python -m loadtest.gpu_check artifacts/gpu build/gpu-check.json
+
 example: $(VENV)/.train  ## Train the example model again on the standard library (an hour) and replace it
 	if test -d runs/stdlib; then $(BIN)/kvasir train --resume --out runs/stdlib; else \
 		$(BIN)/kvasir train $(STDLIB) --out runs/stdlib --include '*.py' $(NOT_CODE) \
@@ -65,4 +71,4 @@ $(VENV)/.dev: $(BIN)/pip pyproject.toml constraints.txt
 	$(INSTALL) -e '.[cpu,train,dev]'
 	@touch $@
 
-.PHONY: help serve test lint train export bench example
+.PHONY: help serve test lint train export bench gpu-check example

@@ -303,19 +303,20 @@ def bench_model(
 @bench.command("engine")
 def bench_engine(
     preset: Annotated[str, typer.Option(help="Shape of the decoder; its weights are random.")] = "smollm2-135m",
-    precision: Annotated[str, typer.Option(help="int8, int4 or fp32.")] = "int8",
+    device: Annotated[Device, typer.Option(help="Where it runs.")] = "cpu",
+    precision: Annotated[str | None, typer.Option(help="As of kvasir export.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Default: every processor this process may use.")] = None,
     output: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
     cache: Annotated[Path, typer.Option(help="Where random models are kept.")] = _RANDOM_MODELS,
 ) -> None:
     """Measure the engine in this process, without HTTP."""
+    from export.directory import PRECISIONS
     from export.verify import VerificationError
     from loadtest.bench_engine import bench_engine as measure
-    from model.config import ConfigError
 
     try:
-        figures = measure(preset, precision, threads, cache)
-    except (ConfigError, OSError, VerificationError) as error:
+        figures = measure(preset, precision or PRECISIONS[device][0], threads, cache, device)
+    except (OSError, ValueError, VerificationError) as error:
         fail(error)
     Console().print(*figures.tables(), sep="\n")
     if output is not None:

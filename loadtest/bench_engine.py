@@ -7,10 +7,9 @@ has to read every weight that takes part and the keys and values of every sequen
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -18,27 +17,40 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+import onnxruntime
 import torch
 from rich.table import Table
 
 from loadtest.random_model import make_random_model
-from model.bundle import GRAPH_FILE
+from model.bundle import GRAPH_FILE, Device
 from model.config import DecoderConfig, preset
 from model.decoder import Decoder
+from server.engine.cuda import open_cuda_runner
 from server.engine.engine import Engine
 from server.engine.kv_rows import KVRows
 from server.engine.machine import usable_cpus
+from server.engine.paged_runner import PagedRunner
 from server.engine.runner import OnnxRunner
 from server.engine.sampling import SamplingParams
 from server.engine.sequence import Sequence, SequenceTimes
 
-DECODE_BATCHES = (1, 4, 16)
-PREFILL_TOKENS = (128, 512)
+DECODE_BATCHES: dict[Device, tuple[int, ...]] = {"cpu": (1, 4, 16), "cuda": (1, 8, 32, 128)}
+PREFILL_TOKENS: dict[Device, tuple[int, ...]] = {"cpu": (128, 512), "cuda": (512, 2048)}
+_CHUNK: dict[Device, int] = {"cpu": 256, "cuda": 2048}
 _PROMPT_TOKENS = 128
 _DECODE_STEPS = 48
 _PREFILL_ROUNDS = 5
 _COPY_BYTES = 2**28
-_WEIGHT_BYTES = {"fp32": 4.0, "int8": 1.0, "int4": 0.625}  # int4 with a float32 scale for each 32
+# Of a layer's weight, the head's, and of a key or value; int4 with a scale for each 32, in float32, or on CUDA in half.
+_BYTES: dict[tuple[Device, str], tuple[float, float, int]] = {
+    ("cpu", "fp32"): (4.0, 4.0, 4),
+    ("cpu", "int8"): (1.0, 1.0, 1),
+    ("cpu", "int4"): (0.625, 1.0, 1),
+    ("cuda", "bf16"): (2.0, 2.0, 2),
+    ("cuda", "fp16"): (2.0, 2.0, 2),
+    ("cuda", "int8"): (1.0625, 1.0625, 2),
+    ("cuda", "int4"): (0.5625, 0.5625, 2),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +65,14 @@ class DecodeFigures:
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """What `kvasir bench engine` measures. outside: share of a batch-16 step that is not spent inside ONNX Runtime."""
+    """What `kvasir bench engine` measures. outside: share of the largest step that is not spent inside ONNX Runtime.
+
+    threads: on the CPU. peak_teraflops: of a large product in bfloat16, measured on the GPU; prefill_of_peak: the share
+    of it that a prompt's two operations a weight and token are.
+    """
 
     preset: str
+    device: str
     precision: str
     threads: int
     versions: dict[str, str]
@@ -64,12 +81,15 @@ class EngineFigures:
     prefill_tokens_per_second: dict[int, float]
     outside_greedy: float
     outside_sampled: float
+    peak_teraflops: float | None = None
+    prefill_of_peak: dict[int, float] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def tables(self) -> list[str | Table]:
-        machine = f"{self.threads} threads; a copy moves {self.copy_gigabytes_per_second:.1f} GB/s"
+        machine = f"{self.threads} threads" if self.device == "cpu" else "one GPU"
+        machine += f"; a copy moves {self.copy_gigabytes_per_second:.1f} GB/s"
         decode = Table(title="decode")
         for name in ("batch", "tokens/s", "step, ms", "of batch 1", "of roofline"):
             decode.add_column(name, justify="right")
@@ -80,53 +100,68 @@ class EngineFigures:
         prefill = Table(title="prefill")
         prefill.add_column("prompt tokens", justify="right")
         prefill.add_column("tokens/s", justify="right")
+        if self.prefill_of_peak:
+            prefill.add_column(f"of {self.peak_teraflops:.0f} TFLOP/s", justify="right")
         for tokens, speed in self.prefill_tokens_per_second.items():
-            prefill.add_row(str(tokens), f"{speed:.0f}")
-        outside = Table(title=f"batch-{DECODE_BATCHES[-1]} step, share outside the model")
+            share = [f"{self.prefill_of_peak[tokens]:.0%}"] if self.prefill_of_peak else []
+            prefill.add_row(str(tokens), f"{speed:.0f}", *share)
+        outside = Table(title=f"batch-{self.decode[-1].batch} step, share outside the model")
         outside.add_column("greedy", justify="right")
         outside.add_column("temperature 0.8, top-p 0.95", justify="right")
         outside.add_row(f"{self.outside_greedy:.1%}", f"{self.outside_sampled:.1%}")
         return [f"{self.preset}, {self.precision}, {machine}", decode, prefill, outside]
 
 
-def bench_engine(name: str, precision: str, threads: int | None, cache: Path) -> EngineFigures:
+def bench_engine(name: str, precision: str, threads: int | None, cache: Path, device: Device = "cpu") -> EngineFigures:
     """Measure the engine on a preset with random weights, which is kept in `cache` for the next time.
 
     Raises ConfigError for an unknown preset or precision, and the errors of make_random_model.
     """
-    graph = make_random_model(name, precision, cache / f"{name}-{precision}") / GRAPH_FILE
-    config = preset(name)
-    threads = threads or usable_cpus()
-    runner = OnnxRunner(graph, config, max_num_seqs=DECODE_BATCHES[-1], threads=threads)
-    runner.warm_up()
-    bench = _EngineBench(runner, config)
-    bandwidth = copy_bandwidth(threads)
-    prefill = {tokens: bench.prefill(tokens) for tokens in PREFILL_TOKENS}
+    folder = f"{name}-{precision}" if device == "cpu" else f"{name}-{device}-{precision}"
+    graph = make_random_model(name, precision, cache / folder, device) / GRAPH_FILE
+    config, batches, threads = preset(name), DECODE_BATCHES[device], threads or usable_cpus()
+    runner = _open_runner(graph, config, device, threads)
+    bench = _EngineBench(runner, config, _CHUNK[device])
+    bandwidth = copy_bandwidth(threads) if device == "cpu" else device_bandwidth()
+    prefill = {tokens: bench.prefill(tokens) for tokens in PREFILL_TOKENS[device]}
     decode = []
-    for batch in DECODE_BATCHES:
+    for batch in batches:
         seconds, _ = bench.decode(batch, temperature=0.0)
-        floor = bytes_per_step(config, precision, batch) / bandwidth
+        floor = bytes_per_step(config, precision, batch, device) / bandwidth
         decode.append(DecodeFigures(batch, batch / seconds, seconds * 1e3, floor / seconds))
+    peak = device_flops() if device == "cuda" else None
     return EngineFigures(
         preset=name,
+        device=device,
         precision=precision,
         threads=threads,
-        versions={"onnxruntime": version("onnxruntime"), "python": platform.python_version()},
+        versions={"onnxruntime": onnxruntime.__version__, "python": platform.python_version()},
         copy_gigabytes_per_second=bandwidth / 1e9,
         decode=decode,
         prefill_tokens_per_second=prefill,
-        outside_greedy=bench.decode(DECODE_BATCHES[-1], temperature=0.0)[1],
-        outside_sampled=bench.decode(DECODE_BATCHES[-1], temperature=0.8)[1],
+        outside_greedy=bench.decode(batches[-1], temperature=0.0)[1],
+        outside_sampled=bench.decode(batches[-1], temperature=0.8)[1],
+        peak_teraflops=peak and peak / 1e12,
+        prefill_of_peak={n: 2 * n_weights(config) * speed / peak for n, speed in prefill.items()} if peak else {},
     )
+
+
+def _open_runner(graph: Path, config: DecoderConfig, device: Device, threads: int) -> OnnxRunner | PagedRunner:
+    most = DECODE_BATCHES[device][-1]
+    if device == "cuda":
+        return open_cuda_runner(graph, config, max_num_seqs=most, keep_prompts=False)
+    runner = OnnxRunner(graph, config, max_num_seqs=most, threads=threads)
+    runner.warm_up()
+    return runner
 
 
 class _EngineBench:
     """One engine under test."""
 
-    def __init__(self, runner: OnnxRunner, config: DecoderConfig) -> None:
+    def __init__(self, runner: OnnxRunner | PagedRunner, config: DecoderConfig, chunk_size: int) -> None:
         self._runner = runner
         self._config = config
-        self._engine = Engine(runner, chunk_size=256)
+        self._engine = Engine(runner, chunk_size=chunk_size)
         self._ids: Iterator[int] = count()
         self._generator = np.random.default_rng(0)
 
@@ -163,16 +198,19 @@ class _EngineBench:
         self._engine.add(Sequence(next(self._ids), prompt_ids, params, frozenset(), SequenceTimes(perf_counter())))
 
 
-def bytes_per_step(config: DecoderConfig, precision: str, batch: int) -> float:
-    """Weights and, halfway through the measured steps, keys and values that one decode step has to read."""
+def n_weights(config: DecoderConfig) -> int:
+    """Parameters that a token is multiplied by: of an embedding that is not the head, a step looks up a row."""
     with torch.device("meta"):
-        n_weights = Decoder(config).n_parameters
-    table = config.vocab_size * config.d_model
-    if not config.tied_embeddings:
-        n_weights -= table  # a step looks up a row of it for each sequence
-    full = precision == "fp32"
-    per_token = KVRows.bytes_per_token(config.n_layer, config.n_kv_head, config.head_dim, itemsize=4 if full else 1)
-    weights = _WEIGHT_BYTES[precision] * (n_weights - table) + (4 if full else 1) * table
+        n_parameters = Decoder(config).n_parameters
+    return n_parameters if config.tied_embeddings else n_parameters - config.vocab_size * config.d_model
+
+
+def bytes_per_step(config: DecoderConfig, precision: str, batch: int, device: Device = "cpu") -> float:
+    """Weights and, halfway through the measured steps, keys and values that one decode step has to read."""
+    of_weight, of_head, of_key = _BYTES[device, precision]
+    head = config.vocab_size * config.d_model
+    per_token = KVRows.bytes_per_token(config.n_layer, config.n_kv_head, config.head_dim, itemsize=of_key)
+    weights = of_weight * (n_weights(config) - head) + of_head * head
     return weights + batch * per_token * (_PROMPT_TOKENS + _DECODE_STEPS / 2)
 
 
@@ -187,3 +225,24 @@ def copy_bandwidth(threads: int) -> float:
             list(pool.map(np.copyto, targets, sources))
             speeds.append(2 * _COPY_BYTES / (perf_counter() - started))
     return median(speeds)
+
+
+def device_bandwidth() -> float:
+    """Bytes that the GPU reads and writes per second when it copies; the median of nine."""
+    source = torch.ones(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return median(2 * source.numel() / _gpu_seconds(lambda: target.copy_(source)) for _ in range(9))
+
+
+def device_flops() -> float:
+    """Operations per second of a large product in bfloat16 on the GPU; the median of nine."""
+    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    return median(2 * 8192**3 / _gpu_seconds(lambda: a @ a) for _ in range(9))
+
+
+def _gpu_seconds(work: Callable[[], object]) -> float:
+    torch.cuda.synchronize()
+    started = perf_counter()
+    work()
+    torch.cuda.synchronize()
+    return perf_counter() - started

@@ -16,9 +16,8 @@ from tokenizers import Tokenizer, models
 
 import export
 import model
-from export.directory import export_checkpoint
-from export.graph import PRECISIONS
-from model.bundle import MANIFEST_FILE
+from export.directory import PRECISIONS, export_checkpoint
+from model.bundle import MANIFEST_FILE, Device
 from model.checkpoint import save_checkpoint
 from model.config import ConfigError, DecoderConfig, preset
 from model.decoder import Decoder
@@ -27,15 +26,15 @@ from model.tokenizer import train_tokenizer
 _PREFIX = "random"
 
 
-def make_random_model(name: str, precision: str, out: Path) -> Path:
+def make_random_model(name: str, precision: str, out: Path, device: Device = "cpu") -> Path:
     """Write a preset's model directory to `out`, unless it is there already; one of an older exporter is replaced.
 
     Raises ConfigError for an unknown preset or precision, and FileExistsError where `out` holds something else.
     """
-    if precision not in PRECISIONS:
-        raise ConfigError(f"no precision {precision!r}; there are {', '.join(PRECISIONS)}")
+    if precision not in PRECISIONS[device]:
+        raise ConfigError(f"no precision {precision!r} for {device}; there are {', '.join(PRECISIONS[device])}")
     config = preset(name)
-    source = f"{_PREFIX}-{name}-{precision}-{_fingerprint(config)}"
+    source = f"{_PREFIX}-{name}-{device}-{precision}-{_fingerprint(config)}"
     found = _source(out)
     if found == source:
         return out
@@ -46,7 +45,7 @@ def make_random_model(name: str, precision: str, out: Path) -> Path:
         run, text = Path(folder) / source, Path(folder) / "text.txt"
         text.write_text(str(__doc__), encoding="utf-8")  # int8 is verified on text; to random weights any is the same
         save_checkpoint(run, 0, Decoder(config), dummy_tokenizer(config.vocab_size), {}, {})
-        export_checkpoint(run, out, precision=precision, text=text)
+        export_checkpoint(run, out, device=device, precision=precision, text=text)
     return out
 
 
@@ -70,7 +69,8 @@ def _source(directory: Path) -> str:
 def _fingerprint(config: DecoderConfig) -> str:
     """Changes with the shape, and with every source file that decides what the graph looks like."""
     digest = hashlib.sha256(json.dumps(asdict(config)).encode())
-    files = [Path(model.__path__[0]) / name for name in ("attention.py", "decoder.py")]
+    names = ("attention.py", "decoder.py", "norm.py", "paged_attention.py", "positions.py")
+    files = [Path(model.__path__[0]) / name for name in names]
     for file in (*files, *sorted(Path(export.__path__[0]).glob("*.py"))):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:12]

@@ -11,14 +11,11 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from model.bundle import KV_BLOCK_SIZE, ModelBundle
+from model.bundle import ModelBundle
 from server.api import generate, health, openai
 from server.api.middleware import ApiKeys, BodyLimit, RequestContext
 from server.api.responses import error_response
-from server.engine.cuda_runtime import free_memory
-from server.engine.engine import Engine, check_max_model_len
-from server.engine.kv_blocks import KVBlocks
-from server.engine.paged_runner import PagedRunner
+from server.engine.engine import Engine
 from server.engine.prefix_cache import PrefixCache
 from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError
 from server.service import Service
@@ -27,7 +24,6 @@ from server.settings import Settings
 logger = logging.getLogger("kvasir")
 
 CPU_CHUNK, CUDA_CHUNK = 256, 2048  # prompt tokens in a step, unless set
-_GPU_SHARE = 0.9  # of the memory that is free once the model is loaded, for blocks: runs need some too
 
 
 def create_app(
@@ -90,21 +86,16 @@ def _build_on_cpu(settings: Settings, bundle: ModelBundle) -> Engine:
 
 
 def _build_on_cuda(settings: Settings, bundle: ModelBundle) -> Engine:
-    from server.engine.session import DeviceModel, block_bytes, open_cuda_session  # noqa: PLC0415  as above
+    from server.engine.cuda import open_cuda_runner  # noqa: PLC0415  as above
 
-    session = open_cuda_session(bundle.graph_path)
-    max_model_len = check_max_model_len(settings.max_model_len, bundle.config)
-    budget = int(_GPU_SHARE * free_memory()) if settings.kv_cache_memory is None else settings.kv_cache_memory
-    blocks = KVBlocks(
-        n_blocks=budget // block_bytes(session),
-        block_size=KV_BLOCK_SIZE,
+    runner = open_cuda_runner(
+        bundle.graph_path,
+        bundle.config,
         max_num_seqs=settings.max_num_seqs,
-        max_model_len=max_model_len,
+        max_model_len=settings.max_model_len,
+        kv_cache_bytes=settings.kv_cache_memory,
         keep_prompts=settings.prefix_cache_memory != 0,
     )
-    model = DeviceModel(session, blocks.n_blocks)
-    runner = PagedRunner(model, blocks, max_model_len=max_model_len, vocab_size=bundle.config.vocab_size)
-    runner.warm_up()
     return Engine(runner, chunk_size=settings.chunk_size or CUDA_CHUNK, speculate=settings.speculate)
 
 

@@ -42,7 +42,7 @@ def test_the_command_prints_and_writes_its_figures(tmp_path: Path, monkeypatch: 
 def test_unknown_names_are_one_line(option: str, value: str, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", "engine", option, value, "--cache", str(tmp_path)])
     assert result.exit_code == 1
-    assert result.stderr.startswith(f"kvasir: no {option.removeprefix('--')} '{value}'; there")
+    assert result.stderr.startswith(f"kvasir: no {option.removeprefix('--')} '{value}'")
     assert result.stderr.count("\n") == 1
 
 
@@ -56,3 +56,11 @@ def test_the_roofline_counts_what_a_step_has_to_read(precision: str, weight_byte
     tokens = 128 + bench._DECODE_STEPS / 2
     cache = 3 * tokens * 2 * config.n_layer * config.n_kv_head * config.head_dim  # numbers
     assert measured == weight_bytes * (n_parameters - config.vocab_size * config.d_model + cache)
+
+
+def test_a_gpu_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", "engine", "--device", "cuda", "--cache", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "install the extra cuda in its place" in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())

@@ -45,6 +45,7 @@ ALLOWED = {
     "server": (*NO_TORCH, "server"),
     "loadtest.bench_engine": (*NO_TORCH, "model.decoder", "server.engine", "loadtest.random_model"),
     "loadtest.random_model": ("model", "export"),
+    "loadtest.gpu_check": ("model", "export", "server.engine", "loadtest"),
     "loadtest.sse_client": (),
     "loadtest": ("loadtest.sse_client", "loadtest.load", "loadtest.local_server", "loadtest.serve_figures"),
     "kvasir": ROOMS,

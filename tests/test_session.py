@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -67,13 +69,26 @@ def test_no_gpu_is_said_and_not_replaced_by_the_cpu(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: available)
     monkeypatch.setattr(onnxruntime, "preload_dlls", lambda: None)
     require_cuda()
-    with (
-        pytest.warns(UserWarning, match="CUDAExecutionProvider"),
-        pytest.raises(NoDeviceError, match="finds no NVIDIA GPU that it can use"),
-    ):
+    with pytest.raises(NoDeviceError, match="finds no NVIDIA GPU that it can use"):
         open_cuda_session(tmp_path / "model.onnx")
 
 
 def test_the_memory_of_no_gpu_cannot_be_read() -> None:
     with pytest.raises(NoDeviceError, match="CUDA's runtime cannot be"):
         free_memory()
+
+
+def test_the_extra_for_gpus_brings_what_onnxruntime_links_and_nothing_else() -> None:
+    """What `readelf -d libonnxruntime_providers_cuda.so` needs of CUDA: cublas (and cublasLt), curand, cudart.
+
+    The wheel's own extra lacks cuBLAS, and both ONNX Runtimes in one environment would overwrite each other.
+    """
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {
+        extra: {re.split(r"[<>=\[]", requirement)[0] for requirement in requirements}
+        for extra, requirements in project["optional-dependencies"].items()
+    }
+    assert names["cuda"] == {"nvidia-cublas", "nvidia-cuda-runtime", "nvidia-curand", "onnxruntime-gpu"}
+    assert names["cpu"] == {"onnxruntime"}
+    others = set().union(*(brought for extra, brought in names.items() if extra not in {"cpu", "cuda"}))
+    assert not {"onnxruntime", "onnxruntime-gpu"} & others

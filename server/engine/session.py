@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from server.engine.sampling import Floats
 __all__ = ["DeviceModel", "InferenceSession", "block_bytes", "open_cuda_session", "open_session", "require_cuda"]
 
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+_WARNING, _FATAL = 2, 4  # ONNX Runtime's severities; the first is its default
 _BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16: numpy has no such type
 _TYPES: dict[str, tuple[Any, int]] = {  # what OrtValue takes, and bytes
     "tensor(float)": (np.float32, 4),
@@ -48,7 +50,12 @@ def open_cuda_session(graph: Path) -> InferenceSession:
     """A session on the first NVIDIA GPU. Raises NoDeviceError, where ONNX Runtime would go on without, on the CPU."""
     require_cuda()
     onnxruntime.preload_dlls()
-    session = InferenceSession(graph, SessionOptions(), providers=[_CUDA, _CPU])
+    onnxruntime.set_default_logger_severity(_FATAL)  # why there is no GPU is said below, in one line
+    try:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            session = InferenceSession(graph, SessionOptions(), providers=[_CUDA, _CPU])
+    finally:
+        onnxruntime.set_default_logger_severity(_WARNING)
     if _CUDA not in session.get_providers():
         raise NoDeviceError(
             "ONNX Runtime finds no NVIDIA GPU that it can use; look for the driver, and for the packages of the extra "

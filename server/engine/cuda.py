@@ -1,0 +1,44 @@
+"""A model directory's graph for CUDA, ready to run: session, blocks on the GPU, runner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from model.bundle import KV_BLOCK_SIZE
+from model.config import DecoderConfig
+from server.engine.cuda_runtime import free_memory
+from server.engine.engine import check_max_model_len
+from server.engine.kv_blocks import KVBlocks
+from server.engine.paged_runner import PagedRunner
+from server.engine.session import DeviceModel, block_bytes, open_cuda_session
+
+_MEMORY_SHARE = 0.9  # of what is free once the model is loaded, for blocks: runs need some too
+
+
+def open_cuda_runner(
+    graph: Path,
+    config: DecoderConfig,
+    *,
+    max_num_seqs: int,
+    max_model_len: int | None = None,
+    kv_cache_bytes: int | None = None,
+    keep_prompts: bool = True,
+) -> PagedRunner:
+    """Load the graph and warm it up. kv_cache_bytes: for blocks; None is nine tenths of the memory that is left.
+
+    Raises NoDeviceError where there is no GPU, and ValueError for a limit that cannot be met.
+    """
+    longest = check_max_model_len(max_model_len, config)
+    session = open_cuda_session(graph)
+    budget = int(_MEMORY_SHARE * free_memory()) if kv_cache_bytes is None else kv_cache_bytes
+    blocks = KVBlocks(
+        n_blocks=budget // block_bytes(session),
+        block_size=KV_BLOCK_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_model_len=longest,
+        keep_prompts=keep_prompts,
+    )
+    model = DeviceModel(session, blocks.n_blocks)
+    runner = PagedRunner(model, blocks, max_model_len=longest, vocab_size=config.vocab_size)
+    runner.warm_up()
+    return runner
