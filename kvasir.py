@@ -97,6 +97,7 @@ def export(
     precision: Annotated[
         str | None, typer.Option(help="int8 (default), int4 or fp32; for cuda bf16 (default), fp16, int8 or int4.")
     ] = None,
+    kv_cache: Annotated[str | None, typer.Option(help="Keys and values on cuda: int8 or fp8.")] = None,
     text: Annotated[
         Path | None, typer.Option(help="Measure perplexity on this; default: held-out, or English.")
     ] = None,
@@ -121,6 +122,7 @@ def export(
             out,
             device=device,
             precision=precision,
+            kv_cache=kv_cache,
             text=text,
             generation=generation,
             max_model_len=max_model_len,

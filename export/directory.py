@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from export.attention_graph import write_attention_graph
 from export.graph import PRECISIONS as CPU_PRECISIONS
 from export.graph import export_graph, load_decoder
-from export.paged_graph import DTYPES, check_pageable, export_paged_graph
+from export.paged_graph import DTYPES, KV_DTYPES, check_pageable, export_paged_graph
 from export.paged_session import PagedSession
 from export.verify import MAX_PERPLEXITY_LOSS, SampleText, Verifier, check
 from model.bundle import (
@@ -52,21 +52,24 @@ def export_checkpoint(
     *,
     device: Device = "cpu",
     precision: str | None = None,
+    kv_cache: str | None = None,
     text: Path | None = None,
     generation: GenerationDefaults | None = None,
     max_model_len: int | None = None,
 ) -> Manifest:
     """Export a checkpoint, or a training run's newest, to a model directory.
 
-    device: a graph for cuda is verified on a GPU, so there must be one. precision: None is the device's first. text:
-    what perplexity is measured on; None is the run's held-out text, or English prose where a precision has to be
-    measured and there is none. generation: how requests to the model are sampled unless they say otherwise, over the
-    checkpoint's own advice field by field. max_model_len: the longest row; None is the checkpoint's. Written beside
-    `out` and renamed into place, so a failure leaves nothing. Raises CheckpointError, VerificationError,
-    FileExistsError when `out` is in use, and ValueError for text, a precision, a device or a decoder that cannot be
-    used with the others.
+    device: a graph for cuda is verified on a GPU, so there must be one. precision: None is the device's first.
+    kv_cache: on cuda, one of KV_DTYPES; None is the type of activations. text: what perplexity is measured on; None is
+    the run's held-out text, or English prose where a precision has to be measured and there is none. generation: how
+    requests to the model are sampled unless they say otherwise, over the checkpoint's own advice field by field.
+    max_model_len: the longest row; None is the checkpoint's. Written beside `out` and renamed into place, so a failure
+    leaves nothing. Raises CheckpointError, VerificationError, FileExistsError when `out` is in use, and ValueError for
+    text, a precision, a device or a decoder that cannot be used with the others.
     """
     precision = _check_precision(device, precision)
+    if kv_cache is not None and (device != "cuda" or kv_cache not in KV_DTYPES):
+        raise ValueError(f"no kv cache {kv_cache!r} on {device}; on cuda there are {', '.join(KV_DTYPES)}")
     checkpoint = load_checkpoint(source, max_model_len)
     if device == "cuda":
         check_pageable(checkpoint.decoder.config)
@@ -80,10 +83,11 @@ def export_checkpoint(
         checkpoint.tokenizer.save(str(part / TOKENIZER_FILE))
         for name, content in files.items():
             (part / name).write_bytes(content)
+        tokens = sample.token_ids if sample else None
         if device == "cuda":
-            export_paged_graph(checkpoint.decoder, part / GRAPH_FILE, precision)
+            export_paged_graph(checkpoint.decoder, part / GRAPH_FILE, precision, kv_cache, tokens)
         else:
-            export_graph(checkpoint.decoder, part / GRAPH_FILE, precision, sample.token_ids if sample else None)
+            export_graph(checkpoint.decoder, part / GRAPH_FILE, precision, tokens)
             write_attention_graph(part)
         verification = _verifier(checkpoint.decoder, part / GRAPH_FILE, sample, device).verify()
         check(verification, precision)

@@ -19,12 +19,15 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+import numpy as np
 import onnx_ir
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from export.block_weights import quantize_weights
 from export.graph import output_names, past_names
+from export.kv_cache import measure_scales, scale_kv_channels
 from export.trace import name_dimensions, name_weights, trace
 from model.attention import Attention, LayerCache
 from model.bundle import KV_BLOCK_SIZE, WEIGHTS_FILE
@@ -34,6 +37,7 @@ from model.paged_attention import PagedInputs
 
 # Of activations, keys and values; weights of int8 and int4 are rounded on top of that.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.bfloat16, "int4": torch.bfloat16}
+KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # half of the memory for keys and values, rounded
 RUN_INPUTS = [
     "input_ids",
     "position_ids",
@@ -81,17 +85,28 @@ def check_pageable(config: DecoderConfig) -> None:
         )
 
 
-def export_paged_graph(decoder: Decoder, path: Path, precision: str = "bf16") -> None:
+def export_paged_graph(
+    decoder: Decoder,
+    path: Path,
+    precision: str = "bf16",
+    kv_cache: str | None = None,
+    sample: NDArray[np.int64] | None = None,
+) -> None:
     """Write the graph to `path` and its weights beside it, as external data.
 
-    precision: one of DTYPES. Raises ConfigError as `check_pageable`.
+    precision: one of DTYPES. kv_cache: one of KV_DTYPES; None is the activations' own type. sample: as of
+    `export.graph.export_graph`. Raises ConfigError as `check_pageable`.
     """
     config, dtype = decoder.config, DTYPES[precision]
     check_pageable(config)
-    rounded = copy.deepcopy(decoder).to(dtype).eval()
+    rounded = copy.deepcopy(decoder).eval()
+    if kv_cache is not None:
+        parameters = {name: parameter.detach().numpy() for name, parameter in rounded.named_parameters()}
+        scale_kv_channels(parameters, config, measure_scales(decoder, sample))
+    rounded = rounded.to(dtype)
     if config.qk_norm:
         _note_shared_norms(rounded)
-    model = _trace(PagedGraph(rounded).eval(), config, dtype)
+    model = _trace(PagedGraph(rounded).eval(), config, dtype if kv_cache is None else KV_DTYPES[kv_cache])
     name_weights(model.graph, rounded)
     if precision in ("int8", "int4"):
         quantize_weights(model, bits=8 if precision == "int8" else 4)
@@ -105,10 +120,11 @@ def _note_shared_norms(decoder: Decoder) -> None:
             module.shares_head_norms = all(bool((weight == weight[0]).all()) for weight in weights)
 
 
-def _trace(graph: PagedGraph, config: DecoderConfig, dtype: torch.dtype) -> onnx_ir.Model:
+def _trace(graph: PagedGraph, config: DecoderConfig, kv_dtype: torch.dtype) -> onnx_ir.Model:
     tokens, batch, n_blocks = 5, 2, 3
     blocks = [
-        torch.zeros(n_blocks, KV_BLOCK_SIZE, config.n_kv_head, config.head_dim, dtype=dtype) for _ in past_names(config)
+        torch.zeros(n_blocks, KV_BLOCK_SIZE, config.n_kv_head, config.head_dim, dtype=kv_dtype)
+        for _ in past_names(config)
     ]
     arguments = (
         torch.zeros(tokens, dtype=torch.int64),

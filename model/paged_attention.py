@@ -88,7 +88,8 @@ class PagedInputs:
     ) -> tuple[Tensor, LayerCache]:
         """ONNX Runtime's com.microsoft.PagedAttention: packed q, k, v; rotary inside; the blocks aliased.
 
-        The operator normalises heads itself where all heads of a layer share a weight.
+        The operator normalises heads itself where all heads of a layer share a weight. In blocks of 8 bits a step is
+        worth 1: the exporter has put scales into the weights around them.
         """
         config, table = attention.config, positions.rotary
         qkv = attention.qkv(x) if attention.shares_head_norms else attention.project(x)
@@ -102,6 +103,10 @@ class PagedInputs:
             "do_rotary": int(table is not None),
             "rotary_interleaved": 0,
         }
+        scales: list[Tensor | None] = [None, None]
+        if cache.key.element_size() == 1:
+            scales = [torch.ones(1), torch.ones(1)]
+            attributes |= {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR"}
         if attention.shares_head_norms:
             attributes["qk_norm_epsilon"] = config.norm_eps
         if attention.window is not None:
@@ -124,8 +129,7 @@ class PagedInputs:
                 self.slot_mapping,
                 None,  # head_sink
                 *norms,
-                None,  # k_scale
-                None,  # v_scale
+                *scales,
                 self.attention_metadata,
             ],
             attrs=attributes,

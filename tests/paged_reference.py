@@ -51,8 +51,10 @@ class PagedAttention(OpRun):
         local_window_size: int = -1,
         softcap: float = 0.0,
         qk_norm_epsilon: float = 1e-6,
+        k_quant_type: str = "NONE",
+        v_quant_type: str = "NONE",
     ):
-        assert key is value is head_sink is k_scale is v_scale is None
+        assert key is value is head_sink is None
         assert slot_mapping is not None
         assert attention_metadata is not None
         assert not rotary_interleaved
@@ -72,8 +74,14 @@ class PagedAttention(OpRun):
             assert sin_cache is not None
             assert positions.max() < len(cos_cache)
             queries, keys = (_rotate(x, cos_cache[positions], sin_cache[positions]) for x in (queries, keys))
-        for cache, new in ((key_cache, keys), (value_cache, values)):  # in place, as the operator does
-            cache.reshape(-1, kv_num_heads, head_dim)[slot_mapping] = new.astype(cache.dtype)
+        for cache, new, scale_of, kind in (
+            (key_cache, keys, k_scale, k_quant_type),
+            (value_cache, values, v_scale, v_quant_type),
+        ):  # in place, as the operator does
+            assert (kind == "PER_TENSOR") == (scale_of is not None) == (cache.dtype.itemsize == 1)
+            assert scale_of is None or scale_of.tolist() == [1.0]
+            rounded = np.clip(np.rint(new), -128, 127) if cache.dtype == np.int8 else new
+            cache.reshape(-1, kv_num_heads, head_dim)[slot_mapping] = rounded.astype(cache.dtype)
         output = np.zeros((n_tokens, num_heads, head_dim))
         shared = num_heads // kv_num_heads
         for row, first in enumerate(starts[:-1]):

@@ -62,7 +62,7 @@ def make_caches(path: Path, n_blocks: int) -> dict[str, Any]:
             assert value.shape is not None
             assert value.dtype is not None
             shape = (n_blocks, *(int(str(size)) for size in value.shape[1:]))
-            caches[str(value.name)] = np.full(shape, 1e3, dtype=value.dtype.numpy())
+            caches[str(value.name)] = np.full(shape, 100, dtype=value.dtype.numpy())
     return caches
 
 
@@ -86,6 +86,24 @@ def test_the_graph_computes_what_pytorch_does(changes: dict[str, Any], precision
         error = np.abs(actual - wanted).mean() / wanted.std()
         assert error < {"fp16": 0.005, "bf16": 0.03, "int8": 0.03, "int4": 0.4}[precision]
         assert error > 0.0
+
+
+@pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True, "qkv_bias": True}], ids=["llama", "qk norm, biases"])
+def test_keys_and_values_of_8_bits_stay_near(changes: dict[str, Any], kv_cache: str, tmp_path: Path) -> None:
+    """Scales are in the weights: nothing overflows, and what is rounded is far from lost."""
+    decoder = make_decoder(make_config(**changes, max_model_len=64))
+    path = tmp_path / "model.onnx"
+    export_paged_graph(decoder, path, "fp16", kv_cache)
+    ids = np.random.default_rng(1).integers(300, size=40).tolist()
+    caches = make_caches(path, 1)
+    assert {cache.dtype.itemsize for cache in caches.values()} == {1}
+    found = np.concatenate((run(path, [(ids[:39], 0)], caches, [[0]]), run(path, [(ids[39:], 39)], caches, [[0]])))
+    with torch.inference_mode():
+        expected = decoder(torch.tensor([ids]))[0].numpy()
+    error = np.abs(found - expected).mean() / expected.std()
+    assert 0.001 < error < {"int8": 0.03, "fp8": 0.1}[kv_cache]
+    assert np.abs(caches["past_key_values.0.key"][0, :40].astype(np.float32)).max() > 60
 
 
 def test_head_norms_that_all_heads_share_go_into_the_operator(tmp_path: Path) -> None:

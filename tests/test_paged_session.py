@@ -40,6 +40,7 @@ def test_a_graph_for_cuda_is_verified_as_one_for_the_cpu(tmp_path: Path, monkeyp
     [
         ({}, {}, "install the extra cuda"),
         ({}, {"precision": "fp32"}, "no precision 'fp32' for cuda; there are bf16, fp16, int8, int4"),
+        ({}, {"kv_cache": "int4"}, "no kv cache 'int4' on cuda; on cuda there are int8, fp8"),
         ({"position": "alibi"}, {}, "alibi positions bias scores"),
     ],
 )

@@ -21,11 +21,13 @@ __all__ = ["DeviceModel", "InferenceSession", "block_bytes", "open_cuda_session"
 
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 _WARNING, _FATAL = 2, 4  # ONNX Runtime's severities; the first is its default
-_BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16: numpy has no such type
+_BFLOAT16, _FLOAT8E4M3FN = 16, 17  # in onnx.TensorProto: numpy has no such types
 _TYPES: dict[str, tuple[Any, int]] = {  # what OrtValue takes, and bytes
     "tensor(float)": (np.float32, 4),
     "tensor(float16)": (np.float16, 2),
     "tensor(bfloat16)": (_BFLOAT16, 2),
+    "tensor(int8)": (np.int8, 1),
+    "tensor(float8e4m3fn)": (_FLOAT8E4M3FN, 1),
 }
 
 
