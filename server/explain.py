@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from model.bundle import ATTENTION_GRAPH_FILE, ModelBundle
 from server.engine.machine import usable_cpus
@@ -85,12 +86,9 @@ class Explainer:
         likeliest = np.argsort(-probabilities, kind="stable")[:top_k].tolist()
         return Explanation(
             token_ids,
-            [tokenizer.decode([token_id], skip_special_tokens=False) for token_id in token_ids],
+            [token_text(tokenizer, token_id) for token_id in token_ids],
             {layer: of_layer[0] for layer, of_layer in zip(layers, weights, strict=True)},
-            [
-                NextToken(i, tokenizer.decode([i], skip_special_tokens=False), float(probabilities[i]))
-                for i in likeliest
-            ],
+            [NextToken(i, token_text(tokenizer, i), float(probabilities[i])) for i in likeliest],
         )
 
     def _run(self, token_ids: list[int], layers: list[int]) -> list[Floats]:
@@ -105,6 +103,17 @@ class Explainer:
         }
         outputs: list[Floats] = self._session.run(["logits", *(f"attention.{layer}" for layer in layers)], feeds)
         return outputs
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """What a token adds to a text; its name in the vocabulary where it is a part of a character.
+
+    Asked after itself, because decoders drop the space before a first word.
+    """
+    alone, twice = (tokenizer.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
+    added = twice[len(alone) :]
+    name: str | None = tokenizer.id_to_token(token_id)
+    return name or "" if "\ufffd" in added or not added else added
 
 
 def check_index(name: str, index: int, count: int) -> None:

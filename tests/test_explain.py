@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from typer.testing import CliRunner
 
 from export.attention_graph import write_attention_graph
 from export.directory import make_manifest
 from export.graph import export_graph
+from export.verify import GraphSession
 from kvasir import app
 from model.attention import Attention, attention_weights, split_heads, visible_keys
 from model.bundle import GRAPH_FILE, ModelBundle, Verification, load_bundle
@@ -23,7 +25,7 @@ from model.decoder import Decoder
 from model.positions import Positions, rotate
 from model.tokenizer import train_tokenizer
 from server.errors import ContextLengthError, InvalidRequestError, NotFoundError
-from server.explain import Explainer
+from server.explain import Explainer, token_text
 from tests.random_models import make_config, make_decoder
 
 TEXT = "The studious student graduated with honors."
@@ -92,6 +94,15 @@ def test_the_exported_models_weights_are_pytorchs(changes: dict[str, Any], preci
 
     with torch.inference_mode():
         logits = decoder(torch.tensor([explanation.token_ids]))[0, -1]
+    served, n_tokens = GraphSession(bundle.graph_path, bundle.config), len(explanation.token_ids)
+    served.clear(1, n_tokens)
+    answered = served.run(np.array([explanation.token_ids]), [n_tokens])[0, -1].astype(np.float64)
+    answered = np.exp(answered - answered.max())
+    likeliest_served = np.argsort(-answered, kind="stable")[:4]
+    assert [token.token_id for token in explanation.next_tokens] == likeliest_served.tolist()
+    np.testing.assert_allclose(
+        [t.probability for t in explanation.next_tokens], (answered / answered.sum())[likeliest_served], rtol=1e-6
+    )
     if precision == "fp32":
         likeliest = logits.softmax(0).topk(4)
         assert [token.token_id for token in explanation.next_tokens] == likeliest.indices.tolist()
@@ -103,6 +114,25 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("explained") / "model"
     make_directory(folder, "int8")
     return folder
+
+
+def test_tokens_of_any_tokenizer_spell_the_text() -> None:
+    """A decoder that drops the space before a first word, and characters in parts."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))  # noqa: S106  of a vocabulary
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    parts = [f"<0x{i:02X}>" for i in range(256)]
+    tokenizer.train_from_iterator([" a bat sat"], trainers.BpeTrainer(vocab_size=280, special_tokens=["<unk>", *parts]))
+    ids = tokenizer.encode(" a bat sat☃").ids
+    texts = [token_text(tokenizer, token_id) for token_id in ids]
+    assert "".join(texts[:-3]) == " a bat sat"
+    assert texts[-3:] == ["<0xE2>", "<0x98>", "<0x83>"]
+    bytewise = train_tokenizer([], 257)
+    texts = [token_text(bytewise, token_id) for token_id in bytewise.encode("a\n b☃").ids]
+    assert texts[:4] == list("a\n b")
+    assert texts[4:] == ["â", "ĺ", "ĥ"]  # the bytes by their names in byte-level vocabularies
 
 
 def test_texts_and_layers_that_cannot_be_explained(directory: Path, tmp_path: Path) -> None:
