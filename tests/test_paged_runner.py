@@ -5,9 +5,11 @@ The graph is traced in float32, so that tokens can be equal: the operator in num
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import onnx_ir
 import pytest
@@ -17,13 +19,16 @@ from export import paged_graph
 from export.paged_graph import export_paged_graph
 from model.decoder import Decoder
 from model.generate import generate
+from server.app import create_app
 from server.engine.engine import Engine
 from server.engine.kv_blocks import KVBlocks
 from server.engine.paged_runner import Inputs, PagedRunner
 from server.engine.sampling import Floats, SamplingParams
+from server.settings import load_settings
 from tests import paged_reference
 from tests.engine_driver import Collector, make_sequence, run_to_end
 from tests.random_models import make_config, make_decoder
+from tests.serving import MODEL, fake_bundle
 
 BLOCK = 8  # the graph does not know: it is in the shape of the blocks that it is given
 
@@ -137,3 +142,29 @@ def test_scores_of_a_prompt_are_those_of_the_decoder(exported: tuple[Decoder, Pa
     assert len(found) == len(prompt) - 1
     for position, entry in enumerate(found):
         assert entry.logprob == pytest.approx(float(logprobs[position, prompt[position + 1]]), abs=1e-3)
+
+
+async def test_the_api_over_blocks_is_the_same_api(exported: tuple[Decoder, Path]) -> None:
+    """Two streams at once over HTTP, and what /metrics says when they are done."""
+    engine, _ = make_engine(exported)
+    decoder = exported[0]
+    bundle = fake_bundle(max_model_len=decoder.config.max_model_len)
+    app = create_app(load_settings(model=Path(MODEL), max_num_seqs=4), bundle, engine)
+    prompts = [[5, 6, 7], list(range(8, 30))]
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+    ):
+        body = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+        answers = await asyncio.gather(
+            *(client.post("/v1/completions", json={**body, "prompt": prompt}) for prompt in prompts)
+        )
+        metrics = (await client.get("/metrics")).text
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.status_code == 200, answer.text
+        expected = generate(decoder, prompt, max_tokens=6)
+        assert answer.json()["choices"][0]["text"] == bundle.tokenizer.decode(expected)
+        assert answer.json()["usage"]["completion_tokens"] == 6
+    assert "kvasir_kv_cache_usage_ratio 0.0" in metrics
+    assert "kvasir_generation_tokens_total 12.0" in metrics
