@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from importlib.metadata import version
+from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from pydantic import ValidationError
 from export.attention_graph import write_attention_graph
 from export.graph import PRECISIONS as CPU_PRECISIONS
 from export.graph import export_graph, load_decoder
+from export.kv_cache import sample_rows
 from export.paged_graph import DTYPES, KV_DTYPES, check_pageable, export_paged_graph
 from export.paged_session import PagedSession
 from export.verify import MAX_PERPLEXITY_LOSS, SampleText, Verifier, check
@@ -83,11 +86,11 @@ def export_checkpoint(
         checkpoint.tokenizer.save(str(part / TOKENIZER_FILE))
         for name, content in files.items():
             (part / name).write_bytes(content)
-        tokens = sample.token_ids if sample else None
+        rows = sample_rows(checkpoint.decoder.config, sample.token_ids, sample.prefix) if sample else None
         if device == "cuda":
-            export_paged_graph(checkpoint.decoder, part / GRAPH_FILE, precision, kv_cache, tokens)
+            export_paged_graph(checkpoint.decoder, part / GRAPH_FILE, precision, kv_cache, rows)
         else:
-            export_graph(checkpoint.decoder, part / GRAPH_FILE, precision, tokens)
+            export_graph(checkpoint.decoder, part / GRAPH_FILE, precision, rows)
             write_attention_graph(part)
         verification = _verifier(checkpoint.decoder, part / GRAPH_FILE, sample, device).verify()
         check(verification, precision)
@@ -173,17 +176,25 @@ def sample_text(checkpoint: Checkpoint, file: Path | None, precision: str) -> Sa
         return _tokenised(checkpoint, file.name, text)
     run = checkpoint.path.parent
     if checkpoint.progress and (run / DATA_FOLDER).is_dir():
-        return SampleText(f"held-out text of {run.name}", open_tokens(run / DATA_FOLDER).held_out.astype(np.int64))
+        held_out = open_tokens(run / DATA_FOLDER).held_out.astype(np.int64)
+        return SampleText(f"held-out text of {run.name}", held_out, _prefix(checkpoint))
     if precision in MAX_PERPLEXITY_LOSS and (prose := _english_prose()):
         return _tokenised(checkpoint, f"Python {sys.version_info[0]}.{sys.version_info[1]}'s pydoc topics", prose)
     return None
 
 
 def _tokenised(checkpoint: Checkpoint, name: str, text: str) -> SampleText:
-    token_ids = checkpoint.tokenizer.encode(text).ids
+    token_ids = checkpoint.tokenizer.encode(text, add_special_tokens=False).ids
     if len(token_ids) < 2:
         raise ValueError(f"{name} has {len(token_ids)} tokens, too few to measure on")
-    return SampleText(name, np.array(token_ids, dtype=np.int64))
+    return SampleText(name, np.array(token_ids, dtype=np.int64), _prefix(checkpoint))
+
+
+def _prefix(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """The tokens that the tokenizer puts before any text, such as BOS."""
+    encoding = checkpoint.tokenizer.encode("a")
+    pairs = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+    return tuple(token_id for token_id, _ in takewhile(itemgetter(1), pairs))
 
 
 def _english_prose() -> str | None:

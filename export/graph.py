@@ -81,8 +81,8 @@ def export_graph(
 ) -> None:
     """Write the graph to `path` and its weights beside it, as external data.
 
-    precision: one of PRECISIONS. sample: tokens of a text that shows how far keys and values reach, where they are
-    rounded; None is random tokens.
+    precision: one of PRECISIONS. sample: [rows, tokens] of a text that shows how far keys and values reach, where they
+    are rounded; None is random tokens.
     """
     config = decoder.config
     model = _trace(ServingGraph(decoder).eval(), config)

@@ -31,20 +31,34 @@ _SMALLEST_SCALE = 1e-8  # for a channel of zeros
 _N_INPUTS = 14  # of GroupQueryAttention; the last two are the scales of keys and values
 
 Floats = NDArray[np.float32]
+Ids = NDArray[np.int64]
+
+
+def sample_rows(config: DecoderConfig, token_ids: Ids, prefix: Sequence[int]) -> Ids | None:
+    """[rows, tokens] of the end of a text, for verification measures on the beginning; None where it is too short.
+
+    prefix: what every row begins with. Keys of the tokens that open a text can be many times as large as others.
+    """
+    n_rows, n_tokens = _SAMPLE[0], min(_SAMPLE[1], config.max_model_len)
+    first = np.array(prefix[: n_tokens - 1], dtype=np.int64)
+    n_end = n_rows * (n_tokens - len(first))
+    if len(token_ids) < n_end:
+        return None
+    return np.hstack((np.tile(first, (n_rows, 1)), token_ids[-n_end:].reshape(n_rows, -1)))
 
 
 @torch.inference_mode()
-def measure_scales(decoder: Decoder, token_ids: NDArray[np.int64] | None) -> Floats:
+def measure_scales(decoder: Decoder, sample: Ids | None) -> Floats:
     """What one step of int8 is worth: float [2 * n_layer, n_kv_head, head_dim], keys and values of each layer in turn.
 
-    token_ids: a text, of which the end is taken, for verification measures on the beginning; None, or one that is too
-    short, is random tokens instead.
+    sample: [rows, tokens], as of `sample_rows`; None is random tokens.
     """
     config = decoder.config
-    n_rows, n_tokens = _SAMPLE[0], min(_SAMPLE[1], config.max_model_len)
-    if token_ids is None or len(token_ids) < n_rows * n_tokens:
-        token_ids = np.random.default_rng(0).integers(config.vocab_size, size=n_rows * n_tokens)
-    ids = torch.from_numpy(token_ids[-n_rows * n_tokens :].reshape(n_rows, n_tokens))
+    if sample is None:
+        shape = (_SAMPLE[0], min(_SAMPLE[1], config.max_model_len))
+        sample = np.random.default_rng(0).integers(config.vocab_size, size=shape)
+    ids = torch.from_numpy(sample)
+    n_rows, n_tokens = ids.shape
     empty = torch.zeros(n_rows, config.n_kv_head, n_tokens, config.head_dim)
     lengths = torch.full((n_rows,), n_tokens, dtype=torch.int32)
     inputs = StepInputs(lengths - 1, lengths.max(), torch.arange(n_tokens).expand(n_rows, -1))

@@ -45,10 +45,11 @@ class VerificationError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SampleText:
-    """Tokens to verify on, and what to call them in the manifest."""
+    """Tokens to verify on, and what to call them in the manifest. prefix: what the tokenizer puts before any text."""
 
     name: str
     token_ids: Ids
+    prefix: tuple[int, ...] = ()
 
 
 class GraphSession:
@@ -130,8 +131,8 @@ class Verifier:
         figures = Verification(max_logit_error=_largest(self._errors()), greedy_agreement=self._greedy_agreement())
         if self._text is None:
             return figures
-        rows = self._rows(self._text.token_ids)
-        in_torch, in_onnx = self._perplexities(rows)
+        rows, n_prefix = self._rows(self._text)
+        in_torch, in_onnx = self._perplexities(rows, n_prefix)
         text = f"{self._text.name}, {len(rows)} x {rows.shape[1] - 1} tokens"
         return figures.model_copy(update={"perplexity_torch": in_torch, "perplexity_onnx": in_onnx, "text": text})
 
@@ -188,24 +189,34 @@ class Verifier:
                 logits = self._session.run(np.array([[token]]), [len(prompt) + i + 1], decode=True)
         return equal / total
 
-    def _rows(self, token_ids: Ids) -> Ids:
-        """[rows, context + 1]: the first stretches of a text, which overlap by one token."""
-        context = min(_PERPLEXITY_CONTEXT, self._config.max_model_len, len(token_ids) - 1)
-        n_rows = min(_PERPLEXITY_ROWS, (len(token_ids) - 1) // context)
-        return np.stack([token_ids[i * context : (i + 1) * context + 1] for i in range(n_rows)])
+    def _rows(self, text: SampleText) -> tuple[Ids, int]:
+        """[rows, context + 1]: the first stretches of a text, which overlap by one token, each after the prefix; and
+        how many tokens that has, cut where a row would hold nothing else.
+        """
+        longest = min(_PERPLEXITY_CONTEXT, self._config.max_model_len)
+        prefix = np.array(text.prefix[: longest - 1], dtype=np.int64)
+        token_ids, step = text.token_ids, min(longest - len(prefix), len(text.token_ids) - 1)
+        n_rows = min(_PERPLEXITY_ROWS, (len(token_ids) - 1) // step)
+        stretches = (token_ids[i * step : (i + 1) * step + 1] for i in range(n_rows))
+        return np.stack([np.concatenate((prefix, stretch)) for stretch in stretches]), len(prefix)
 
-    def _perplexities(self, rows: Ids) -> tuple[float, float]:
+    def _perplexities(self, rows: Ids, n_prefix: int) -> tuple[float, float]:
         """exp of the mean next-token cross-entropy, in PyTorch and in ONNX Runtime, on the same rows.
 
-        Where running sequences have rows of int8, the first half of each row is a prompt, and the second is measured.
+        Neither the prefix nor the token after it is measured. Where running sequences have rows of int8, the first
+        half of each row is a prompt, and the second is measured.
         """
-        n_prompt = (rows.shape[1] - 1) // 2 if self._session.rounds_cache else 0
-        in_torch = [_cross_entropy(self._reference(row[:-1])[n_prompt:], row[n_prompt + 1 :]) for row in rows]
-        if n_prompt:
-            in_onnx = self._decoding_losses(rows, n_prompt)
+        half = (rows.shape[1] - 1) // 2 if self._session.rounds_cache else 0
+        n_given = max(half, n_prefix)
+        in_torch = [_cross_entropy(self._reference(row[:-1])[n_given:], row[n_given + 1 :]) for row in rows]
+        if half:
+            in_onnx = self._decoding_losses(rows, n_given)
         else:
             logits = (self._session.run_in_chunks(row[:-1], [len(row) - 1]) for row in rows)
-            in_onnx = [_cross_entropy(next(of_row), row[1:]) for of_row, row in zip(logits, rows, strict=True)]
+            in_onnx = [
+                _cross_entropy(next(of_row)[n_given:], row[n_given + 1 :])
+                for of_row, row in zip(logits, rows, strict=True)
+            ]
         return float(np.exp(np.mean(in_torch))), float(np.exp(np.mean(in_onnx)))
 
     def _decoding_losses(self, rows: Ids, n_prompt: int) -> list[float]:
@@ -226,11 +237,12 @@ class Verifier:
         return logits
 
     def _tokens(self, count: int) -> Ids:
-        """A random stretch of the sample text, or random ids when there is none or too little."""
+        """A random stretch of the sample text after its prefix, or random ids when there is none or too little."""
         if self._text is None or len(self._text.token_ids) < count:
             return self._generator.integers(self._config.vocab_size, size=count)
         start = self._generator.integers(len(self._text.token_ids) - count + 1)
-        return self._text.token_ids[start : start + count]
+        stretch = self._text.token_ids[start : start + count]
+        return np.concatenate((np.array(self._text.prefix, dtype=np.int64), stretch))[:count]
 
 
 def check(verification: Verification, precision: str) -> None:
