@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
-from model.tokenizer import END_OF_TEXT, TokenizerError, vocabulary_size
+from model.tokenizer import END_OF_TEXT, TokenizerError, leading_ids, vocabulary_size
 
 DATA_FOLDER = "data"  # of a training run, where its token shards are
 IGNORED = -100  # a target that is not learnt, as cross-entropy has it
@@ -192,14 +192,16 @@ def write_tokens(
 ) -> TokenData:
     """Tokenise the corpus into `folder`: shard-00000.bin …, held_out.bin (the last share of it) and data.json.
 
-    Every document is followed by the end-of-text token, or by `end_id` where the tokenizer has none. Raises CorpusError
-    when the training or the held-out part is shorter than one context, and TokenizerError when the tokenizer does not
-    take the text, before anything is written.
+    Every document begins with the special tokens that the tokenizer puts in front of text, as prompts do, and is
+    followed by the end-of-text token, or by `end_id` where the tokenizer has none. Raises CorpusError when the training
+    or the held-out part is shorter than one context, and TokenizerError when the tokenizer does not take the text,
+    before anything is written.
     """
     dtype = token_type(tokenizer)
     end = tokenizer.token_to_id(END_OF_TEXT)
     ending = [token_id for token_id in (end, end_id) if token_id is not None][:1]
-    documents = [np.array([*text.ids, *ending], dtype=dtype) for text in encode(corpus.texts, tokenizer)]
+    beginning = leading_ids(tokenizer)
+    documents = [np.array([*beginning, *text.ids, *ending], dtype=dtype) for text in encode(corpus.texts, tokenizer)]
     tokens = np.concatenate(documents)
     n_held_out = max(int(len(tokens) * held_out), context + 1)
     n_train = len(tokens) - n_held_out

@@ -62,3 +62,12 @@ def load_tokenizer(path: Path) -> Tokenizer:
 def vocabulary_size(tokenizer: Tokenizer) -> int:
     """One more than the largest token id; ids may have gaps, so this can exceed the number of tokens."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def leading_ids(tokenizer: Tokenizer) -> list[int]:
+    """The special tokens that the tokenizer's post-processor puts in front of any text, such as Llama's BOS."""
+    mark = 2**32 - 1  # no token's id: stands for the text, so that what follows it is not taken for what leads
+    text = tokenizer.encode("", add_special_tokens=False)
+    text.pad(len(text.ids) + 1, direction="left", pad_id=mark)
+    ids = tokenizer.post_process(text).ids
+    return ids[: ids.index(mark)]

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from model import data
 from model.data import IGNORED, Batch, Corpus, CorpusError, TokenData, open_tokens, read_corpus, write_tokens
@@ -211,6 +211,20 @@ def test_a_tokenizer_without_an_end_of_text_token_adds_nothing(tmp_path: Path) -
     plain.pre_tokenizer = pre_tokenizers.Whitespace()
     written = write_tokens(Corpus(TEXTS, 0), plain, tmp_path / "data", held_out=0.1, context=5)
     assert tokens_in(written) == [token for text in TEXTS for token in plain.encode(text).ids]
+
+
+@pytest.mark.parametrize(("form", "leading"), [("<s> $A", [3]), ("$A </s>", []), ("<s> </s> $A </s>", [3, 4])])
+def test_documents_begin_with_what_the_tokenizer_puts_in_front_of_prompts(
+    tmp_path: Path, form: str, leading: list[int]
+) -> None:
+    """A model trained with a BOS would be tuned on text without, and then served with it."""
+    llama = Tokenizer(models.WordLevel({"abc": 0, "document": 1, "<unk>": 2, "<s>": 3, "</s>": 4}))
+    llama.pre_tokenizer = pre_tokenizers.Whitespace()
+    special_tokens = [("<s>", 3), ("</s>", 4)]
+    llama.post_processor = processors.TemplateProcessing(single=form, special_tokens=special_tokens)
+    written = write_tokens(Corpus(TEXTS, 0), llama, tmp_path / "data", held_out=0.1, context=5, end_id=4)
+    texts = [llama.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    assert tokens_in(written) == [token for ids in texts for token in [*leading, *ids, 4]]
 
 
 def test_a_tokenizer_that_cannot_encode_the_corpus_is_named_in_one_line(tmp_path: Path) -> None:
