@@ -30,6 +30,8 @@ _TYPES: dict[str, tuple[Any, int]] = {  # what OrtValue takes, and bytes
     "tensor(float8e4m3fn)": (_FLOAT8E4M3FN, 1),
 }
 
+onnxruntime.disable_telemetry_events()  # what is served, and where, is nobody's business
+
 
 def open_session(graph: Path, threads: int, spin_microseconds: int) -> InferenceSession:
     """A session on the CPU. spin_microseconds: how long a thread with nothing to compute keeps its processor."""

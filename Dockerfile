@@ -1,0 +1,37 @@
+# Two images: `docker build --target cpu .` and `docker build --target cuda .`; cpu is what is built without --target.
+ARG BASE=python:3.11-slim
+
+FROM ${BASE} AS packages
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+RUN python3 -m venv /opt/kvasir
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md kvasir.py ./
+
+# The heavy wheels first: they change less often than the source, which is copied last.
+FROM packages AS packages-cpu
+RUN mkdir model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[cpu]' \
+    && rm /opt/kvasir/lib/python3*/site-packages/kvasir.py && /opt/kvasir/bin/pip uninstall --yes pip setuptools
+
+FROM packages AS packages-cuda
+RUN mkdir model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[cuda]' \
+    && rm /opt/kvasir/lib/python3*/site-packages/kvasir.py && /opt/kvasir/bin/pip uninstall --yes pip setuptools
+
+FROM ${BASE} AS runtime
+ENV PATH=/opt/kvasir/bin:$PATH PYTHONPATH=/opt/kvasir/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
+    KVASIR_HOST=0.0.0.0 KVASIR_MODEL=/models/example
+WORKDIR /opt/kvasir/app
+COPY examples/stdlib /models/example
+COPY kvasir.py ./
+COPY model ./model
+COPY server ./server
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+USER 10001:10001
+ENTRYPOINT ["kvasir"]
+CMD ["serve"]
+
+FROM runtime AS cuda
+COPY --from=packages-cuda /opt/kvasir /opt/kvasir
+
+FROM runtime AS cpu
+COPY --from=packages-cpu /opt/kvasir /opt/kvasir
