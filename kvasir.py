@@ -79,6 +79,8 @@ def import_(
     for row in rows.items():
         table.add_row(*row)
     Console().print(table)
+    for note in imported.notes:
+        typer.echo(f"note: {note}")
 
 
 def peak_memory() -> int:

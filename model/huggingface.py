@@ -32,7 +32,8 @@ from model.tokenizer import TokenizerError, load_tokenizer, vocabulary_size
 from model.weights import Shape, Stored, WeightsError, Written, stored_tensors, write_safetensors
 
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_CHAT_TEMPLATES = "additional_chat_templates"
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias))$")  # computed, not learned
 _LAYER = re.compile(r"(?<=^blocks\.)\d+")
 
@@ -43,13 +44,14 @@ class HuggingFaceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What `import_checkpoint` wrote. dtype: of most of the weights."""
+    """What `import_checkpoint` wrote. dtype: of most of the weights. notes: what it left out of the folder."""
 
     family: str
     config: DecoderConfig
     n_parameters: int
     dtype: str
     has_chat_template: bool
+    notes: tuple[str, ...]
 
 
 def import_checkpoint(source: Path, out: Path) -> Imported:
@@ -58,13 +60,14 @@ def import_checkpoint(source: Path, out: Path) -> Imported:
     Weights keep their types, and one parameter at a time is in memory. Raises HuggingFaceError naming the file, key or
     tensor that is missing, unknown or does not fit, before anything is written; FileExistsError when `out` is in use.
     """
+    notes: list[str] = []
     try:
         family, config = _read_config(source)
-        _check_tokenizer(source / TOKENIZER_FILE, config)
+        _check_tokenizer(source, config)
         texts = {
-            CHAT_TEMPLATE_FILE: _chat_template(source),
+            CHAT_TEMPLATE_FILE: _chat_template(source, notes),
             SPECIAL_TOKENS_FILE: _special_tokens(source),
-            GENERATION_FILE: _generation(source),
+            GENERATION_FILE: _generation(source, notes),
         }
         config, weights = _plan(family, config, stored_tensors(source, _BUFFERS))
     except (ConfigError, SafetensorError, TokenizerError, UnsupportedError, WeightsError) as error:
@@ -80,7 +83,7 @@ def import_checkpoint(source: Path, out: Path) -> Imported:
     for weight in weights:
         counts[weight.dtype] += torch.Size(weight.shape).numel()
     dtype = str(counts.most_common(1)[0][0]).removeprefix("torch.")
-    return Imported(family.title, config, counts.total(), dtype, texts[CHAT_TEMPLATE_FILE] is not None)
+    return Imported(family.title, config, counts.total(), dtype, texts[CHAT_TEMPLATE_FILE] is not None, tuple(notes))
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -114,56 +117,97 @@ def _read_config(source: Path) -> tuple[Family, DecoderConfig]:
     return family, family.config(values, bos_token_id=bos, eos_token_ids=ends)
 
 
-def _check_tokenizer(path: Path, config: DecoderConfig) -> None:
-    if not path.is_file():
+def _check_tokenizer(source: Path, config: DecoderConfig) -> None:
+    mend = (
+        "write one from its other tokenizer files with transformers: "
+        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    )
+    if not (source / TOKENIZER_FILE).is_file():
+        raise UnsupportedError(f"it has no {TOKENIZER_FILE}; {mend}")
+    tokenizer = load_tokenizer(source / TOKENIZER_FILE)
+    if (known := vocabulary_size(tokenizer)) > config.vocab_size:
         raise UnsupportedError(
-            f"it has no {TOKENIZER_FILE}; write one from its other tokenizer files with transformers: "
-            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            f"{TOKENIZER_FILE} has token ids up to {known - 1}, but the decoder {config.vocab_size} tokens"
         )
-    if (known := vocabulary_size(load_tokenizer(path))) > config.vocab_size:
-        raise UnsupportedError(
-            f"{path.name} has token ids up to {known - 1}, but the decoder {config.vocab_size} tokens"
-        )
+    wanted = _read_object(source / _TOKENIZER_CONFIG_FILE).get("added_tokens_decoder", {})
+    if not isinstance(wanted, dict):
+        raise UnsupportedError(f"{_TOKENIZER_CONFIG_FILE}'s added_tokens_decoder is {wanted!r}, not an object")
+    added = {str(token_id): token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+    for token_id, token in wanted.items():  # transformers adds those that are missing
+        content = token.get("content") if isinstance(token, dict) else token
+        if added.get(token_id) != content:
+            raise UnsupportedError(
+                f"{_TOKENIZER_CONFIG_FILE} adds the token {content!r} as {token_id}, which {TOKENIZER_FILE} does not "
+                f"have; {mend}"
+            )
 
 
-def _chat_template(source: Path) -> str | None:
-    """chat_template.jinja, or tokenizer_config.json's only or default one."""
-    if (path := source / CHAT_TEMPLATE_FILE).is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise UnsupportedError(f"{CHAT_TEMPLATE_FILE} is not UTF-8 text") from None
-    template = _read_object(source / _TOKENIZER_CONFIG_FILE).get("chat_template")
-    if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise UnsupportedError(f"{_TOKENIZER_CONFIG_FILE}'s chat_template is neither a text nor a list of named ones")
-    return template
+def _chat_template(source: Path, notes: list[str]) -> str | None:
+    """The default one. transformers has others by name, and takes tool_use where there are tools."""
+    templates = _chat_templates(source)
+    if others := sorted(templates.keys() - {"default"}):
+        without = "" if "default" in templates else "; none of them is the default"
+        notes.append(f"chat templates left out: {', '.join(others)}{without}")
+    return templates.get("default")
+
+
+def _chat_templates(source: Path) -> dict[str, str]:
+    """By name: files, of which the folder's go before the single one, or else what tokenizer_config.json holds."""
+    more = sorted((source / _CHAT_TEMPLATES).glob("*.jinja"))
+    files = {"default": source / CHAT_TEMPLATE_FILE} | {path.stem: path for path in more}
+    if templates := {name: _read_text(path) for name, path in files.items() if path.is_file()}:
+        return templates
+    given = _read_object(source / _TOKENIZER_CONFIG_FILE).get("chat_template")
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        return {"default": given}
+    pairs: list[tuple[Any, Any]] = [(None, given)]
+    if isinstance(given, list):
+        pairs = [(one.get("name"), one.get("template")) if isinstance(one, dict) else (None, one) for one in given]
+    elif isinstance(given, dict):
+        pairs = list(given.items())
+    if not all(isinstance(name, str) and isinstance(text, str) for name, text in pairs):
+        raise UnsupportedError(f"{_TOKENIZER_CONFIG_FILE}'s chat_template is neither a text nor texts by name")
+    return dict(pairs)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise UnsupportedError(f"{path.name} is not UTF-8 text") from None
 
 
 def _special_tokens(source: Path) -> str | None:
-    """special_tokens_map.json: the texts of the tokens that a chat template may name."""
-    tokens: dict[str, str] = {}
-    for file in (SPECIAL_TOKENS_FILE, _TOKENIZER_CONFIG_FILE):  # the second overrides the first
-        values = _read_object(source / file)
-        for name in _SPECIAL_TOKENS:
-            token = values.get(name)
-            text = token.get("content") if isinstance(token, dict) else token
-            if isinstance(text, str):
-                tokens[name] = text
-    return json.dumps(tokens, indent=2, ensure_ascii=False) + "\n" if tokens else None
+    """special_tokens_map.json: the texts of the tokens that a chat template may name, as transformers finds them.
+
+    That file of the source's is of an older form, and counts where tokenizer_config.json lacks added_tokens_decoder: it
+    overrides the usual names, but not a model's own.
+    """
+    values, older = (_read_object(source / file) for file in (_TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE))
+    if "added_tokens_decoder" in values:
+        older = {}
+    usual, own = values | older, older | values
+    tokens = {name: usual.get(name) for name in _SPECIAL_TOKENS}
+    tokens |= {name: token for name, token in own.items() if name.endswith("_token") and name not in tokens}
+    for extra in (values.get("extra_special_tokens"), older.get("extra_special_tokens")):
+        tokens |= extra if isinstance(extra, dict) else {}  # a list gives no names
+    contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
+    texts = {name: text for name, text in contents.items() if isinstance(text, str)}
+    return json.dumps(texts, indent=2, ensure_ascii=False) + "\n" if texts else None
 
 
-def _generation(source: Path) -> str | None:
+def _generation(source: Path, notes: list[str]) -> str | None:
     """Advice on sampling. Without do_sample the file's temperature and its like mean nothing; the penalty does."""
     given = _read_object(source / GENERATION_FILE)
-    names = GenerationDefaults.model_fields if given.get("do_sample") else ("repetition_penalty",)
-    try:
-        advice = GenerationDefaults.model_validate({name: given[name] for name in names if name in given}).given()
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise UnsupportedError(f"{GENERATION_FILE}'s {first['loc'][0]} is {first['input']!r}: {first['msg']}") from None
+    advice: dict[str, float] = {}
+    for name in GenerationDefaults.model_fields if given.get("do_sample") else ("repetition_penalty",):
+        try:
+            advice |= GenerationDefaults.model_validate({name: given.get(name)}).given()
+        except ValidationError as error:
+            reason = error.errors()[0]["msg"]
+            notes.append(f"{GENERATION_FILE}'s {name} is left out: {given[name]!r}: {reason}")
     return json.dumps(advice, indent=2) + "\n" if advice else None
 
 

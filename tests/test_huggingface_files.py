@@ -19,11 +19,12 @@ from torch import Tensor
 
 from export.directory import export_checkpoint
 from model.bundle import load_bundle
+from model.chat import ChatTemplate
 from model.checkpoint import load_checkpoint
 from model.config import DecoderConfig
 from model.huggingface import Imported, import_checkpoint
 from model.weights import Stored
-from tests.huggingface_checkpoints import BOS, CHAT_TEMPLATE, EOS, TEXT, make_model, save_checkpoint
+from tests.huggingface_checkpoints import BOS, CHAT_TEMPLATE, EOS, TEXT, make_model, make_tokenizer, save_checkpoint
 
 ROOT = Path(__file__).parent.parent
 
@@ -234,39 +235,79 @@ def imported_with(folder: Path, tmp_path: Path, file: str, **values: object) -> 
     return import_checkpoint(copy, tmp_path / "ours"), tmp_path / "ours"
 
 
+MESSAGES = [{"role": "user", "content": "hello"}]
+NAMED = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
+
+
 @pytest.mark.parametrize(
-    ("template", "expected"),
+    ("template", "files", "left_out"),
     [
-        ("{{ messages }}", "{{ messages }}"),
-        ([{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}], "yes"),
-        ([{"name": "rag", "template": "no"}], None),
-        (None, None),
+        ("{{ messages }}", {}, None),
+        (NAMED, {}, "rag"),
+        ({"tool_use": "no", "default": "yes", "rag": "no"}, {}, "rag, tool_use"),
+        (None, {}, None),
+        (NAMED, {"chat_template.jinja": "file"}, None),
+        ("old", {"additional_chat_templates/default.jinja": "yes"}, None),
+        (None, {"chat_template.jinja": "no", "additional_chat_templates/default.jinja": "yes"}, None),
+        ("old", {"chat_template.jinja": "yes", "additional_chat_templates/rag.jinja": "no"}, "rag"),
+        ("old", {"additional_chat_templates/rag.jinja": "no"}, "rag; none of them is the default"),
+        ([{"name": "rag", "template": "no"}], {}, "rag; none of them is the default"),
+        ({"rag": "no"}, {}, "rag; none of them is the default"),
     ],
 )
-def test_the_chat_template_may_be_in_the_tokenizers_configuration(
-    template: object, expected: str | None, folders: Callable[[str], Path], tmp_path: Path
+def test_the_chat_template_is_the_one_that_transformers_renders(
+    template: object, files: dict[str, str], left_out: str | None, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
+    """Wherever it is; the others by name are left out, which is said."""
     folder = with_values(folders("llama"), tmp_path / "theirs", "tokenizer_config.json", chat_template=template)
     (folder / "chat_template.jinja").unlink()
-    assert import_checkpoint(folder, tmp_path / "ours").has_chat_template == (expected is not None)
-    written = tmp_path / "ours" / "chat_template.jinja"
-    assert (written.read_text() if written.is_file() else None) == expected
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    imported = import_checkpoint(folder, tmp_path / "ours")
+    assert imported.notes == (() if left_out is None else (f"chat templates left out: {left_out}",))
+    theirs: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    ours = ChatTemplate.load(tmp_path / "ours")
+    assert imported.has_chat_template == (ours is not None)
+    if ours is None:
+        with pytest.raises(ValueError, match=r"no default specified|chat_template is not set"):
+            theirs.apply_chat_template(MESSAGES, tokenize=False)
+    else:
+        assert ours.render(MESSAGES) == theirs.apply_chat_template(MESSAGES, tokenize=False)
 
 
-def test_special_tokens_may_be_texts_or_objects_in_either_file(folders: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = with_values(
-        folders("llama"),
-        tmp_path / "theirs",
-        "special_tokens_map.json",
-        bos_token="old",  # noqa: S106
-        unk_token={"content": "?"},
-    )
-    config = folder / "tokenizer_config.json"
-    tokens = {"bos_token": {"content": BOS, "lstrip": False}, "eos_token": EOS, "pad_token": None}
-    config.write_text(json.dumps(tokens))
+def added(content: str) -> dict[str, object]:
+    return {"__type": "AddedToken", "content": content, "lstrip": False, "rstrip": False, "normalized": False}
+
+
+WITHOUT = {"added_tokens_decoder": None}  # as a folder has it whose special tokens are in the map
+
+
+@pytest.mark.parametrize(
+    ("config", "in_map"),
+    [
+        ({}, {"bos_token": "old", "sep_token": "old"}),
+        ({"sep_token": "a", "cls_token": added("b"), "mask_token": "c", "pad_token": None}, {"pad_token": "old"}),
+        ({"image_token": "a", "extra_special_tokens": {"audio_token": "b", "eoi": "c"}}, {}),
+        ({"extra_special_tokens": ["a", "b"]}, {}),
+        (WITHOUT | {"bos_token": "old", "sep_token": "a"}, {"bos_token": BOS, "unk_token": added("?")}),
+        (WITHOUT | {"pad_token": "old"}, {"pad_token": None, "additional_special_tokens": ["a"]}),
+        (WITHOUT | {"image_token": "a"}, {"image_token": "old", "audio_token": "b"}),
+        (WITHOUT | {"extra_special_tokens": {"eoi": "old"}}, {"extra_special_tokens": {"eoi": "a", "boi": "b"}}),
+    ],
+)
+def test_special_tokens_are_those_that_transformers_gives_a_template(
+    config: dict[str, object], in_map: dict[str, object], folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """special_tokens_map.json counts only where tokenizer_config.json lacks added_tokens_decoder, and then more."""
+    folder = with_values(folders("llama"), tmp_path / "theirs", "special_tokens_map.json", **in_map)
+    path = folder / "tokenizer_config.json"
+    decoder = {str(make_tokenizer().token_to_id(token)): {"content": token, "special": True} for token in (BOS, EOS)}
+    values = json.loads(path.read_text()) | {"added_tokens_decoder": decoder} | config
+    path.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
     import_checkpoint(folder, tmp_path / "ours")
-    written = json.loads((tmp_path / "ours" / "special_tokens_map.json").read_text())
-    assert written == {"bos_token": BOS, "eos_token": EOS, "unk_token": "?"}
+    theirs: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    assert json.loads((tmp_path / "ours" / "special_tokens_map.json").read_text()) == theirs.special_tokens_map
 
 
 @pytest.mark.parametrize(
@@ -311,6 +352,7 @@ def test_ends_of_text_come_from_generation_config_first(
         ({"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
         ({"do_sample": False, "temperature": 0.6}, {}),
         ({"do_sample": True, "typical_p": 0.5, "max_length": 20, "cache_implementation": "hybrid"}, {"typical_p": 0.5}),
+        ({"do_sample": True, "top_p": None}, {}),
     ],
 )
 def test_advice_on_sampling_is_taken_where_it_means_something(
@@ -319,6 +361,17 @@ def test_advice_on_sampling_is_taken_where_it_means_something(
     _, ours = imported_with(folders("llama"), tmp_path, "generation_config.json", **given)
     written = ours / "generation_config.json"
     assert (json.loads(written.read_text()) if written.is_file() else {}) == expected
+
+
+def test_advice_that_we_cannot_follow_is_left_out_and_named(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """Off in other words, or no number: the rest of the checkpoint is as good as any."""
+    given = {"do_sample": True, "temperature": 0.6, "top_k": -1, "top_p": 0, "min_p": "x", "repetition_penalty": [1]}
+    imported, ours = imported_with(folders("llama"), tmp_path, "generation_config.json", **given)
+    assert json.loads((ours / "generation_config.json").read_text()) == {"temperature": 0.6}
+    left_out = {"top_k": -1, "top_p": 0, "min_p": "x", "repetition_penalty": [1]}
+    assert len(imported.notes) == len(left_out)
+    for note, (name, value) in zip(imported.notes, left_out.items(), strict=True):
+        assert note.startswith(f"generation_config.json's {name} is left out: {value!r}: Input should be ")
 
 
 def test_everything_travels_into_the_model_directory(folders: Callable[[str], Path], tmp_path: Path) -> None:

@@ -123,17 +123,36 @@ REFUSALS: dict[str, tuple[Break, str]] = {
             remove("chat_template.jinja")(folder),
             set_values("tokenizer_config.json", chat_template={"a": 1})(folder),
         ),
-        r"tokenizer_config\.json's chat_template is neither a text nor a list",
+        r"tokenizer_config\.json's chat_template is neither a text nor texts by name",
+    ),
+    "chat templates without names": (
+        lambda folder: (
+            remove("chat_template.jinja")(folder),
+            set_values("tokenizer_config.json", chat_template=[{"name": [], "template": "x"}])(folder),
+        ),
+        r"tokenizer_config\.json's chat_template is neither a text nor texts by name",
+    ),
+    "token that only transformers adds": (
+        set_values("tokenizer_config.json", added_tokens_decoder={"302": {"content": "<tool>", "special": True}}),
+        r"tokenizer_config\.json adds the token '<tool>' as 302, which tokenizer\.json does not have.* AutoTokenizer",
+    ),
+    "token under another id": (
+        set_values("tokenizer_config.json", added_tokens_decoder={"5": {"content": "<s>", "special": True}}),
+        r"adds the token '<s>' as 5, which",
+    ),
+    "token that is no added one": (
+        set_values("tokenizer_config.json", added_tokens_decoder={"65": {"content": "a"}}),
+        r"adds the token 'a' as 65, which",
+    ),
+    "added token that is no object": (
+        set_values("tokenizer_config.json", added_tokens_decoder={"300": ["<s>"]}),
+        r"adds the token \['<s>'\] as 300, which",
+    ),
+    "added tokens that are no object": (
+        set_values("tokenizer_config.json", added_tokens_decoder=["<s>"]),
+        r"tokenizer_config\.json's added_tokens_decoder is \['<s>'\], not an object",
     ),
     "chat template in another encoding": (write("chat_template.jinja", b"\xff"), r"chat_template\.jinja is not UTF-8"),
-    "temperature beyond the range": (
-        set_values("generation_config.json", do_sample=True, temperature=-1.0),
-        r"generation_config\.json's temperature is -1\.0: Input should be greater than or equal to 0",
-    ),
-    "penalty beyond the range": (
-        set_values("generation_config.json", repetition_penalty=0.0),
-        r"generation_config\.json's repetition_penalty is 0\.0",
-    ),
     "only PyTorch's file": (
         as_pytorch,
         r"neither model\.safetensors nor .* save that as safetensors with transformers",
@@ -187,9 +206,11 @@ def test_a_folder_is_refused_in_one_line_and_nothing_is_written(name: str, folde
 
 
 def test_the_command_says_what_it_made_or_why_not(folder: Path, tmp_path: Path) -> None:
+    set_values("generation_config.json", repetition_penalty=0)(folder)
     arguments = ["import", str(folder), "--out", str(tmp_path / "ours")]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
+    assert "\nnote: generation_config.json's repetition_penalty is left out: 0: Input" in result.stdout
     for row in (r"family .* Llama", r"parameters .* 71,872", r"weights .* float32", r"chat template .* yes"):
         assert re.search(row, result.stdout), result.stdout
     again = CliRunner().invoke(app, arguments)
