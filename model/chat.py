@@ -18,7 +18,7 @@ from jinja2.utils import Namespace
 from model.bundle import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE
 
 # Names that templates and clients give to a message's reasoning; transformers fills the first from the others.
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplateError(ValueError):
@@ -30,6 +30,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any] | None = None) -> None:
         """Raises ChatTemplateError when it is no template."""
+        self.source = source
         self.special_tokens = dict(special_tokens or {})
         try:
             self._template = _environment().from_string(source)
@@ -87,7 +88,7 @@ class ChatTemplate:
 def _prepare(message: Mapping[str, Any]) -> dict[str, Any]:
     """As transformers does: null is absent, and reasoning goes by the name that templates read."""
     given = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((given[key] for key in _REASONING if key in given), None)
+    reasoning = next((given[key] for key in REASONING if key in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 

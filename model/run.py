@@ -168,7 +168,7 @@ def _read_documents(corpus: CorpusSettings, files: Mapping[str, bytes], seed: in
 def _make_tokenizer(corpus: CorpusSettings, documents: Corpus | list[Conversation], vocab_size: int) -> Tokenizer:
     if corpus.tokenizer is not None:
         return load_tokenizer(corpus.tokenizer)
-    texts = documents.texts if isinstance(documents, Corpus) else [conversation.text for conversation in documents]
+    texts = documents.texts if isinstance(documents, Corpus) else [part.text for parts in documents for part in parts]
     return train_tokenizer(texts, vocab_size)
 
 

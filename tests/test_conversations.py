@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers, processors, trainers
 from torch.nn import functional
 
 from model import conversations
 from model.chat import ChatTemplate
-from model.conversations import are_chats, pack, read_conversations, write_chats
+from model.conversations import Rendering, are_chats, pack, read_conversations, write_chats
 from model.data import IGNORED, CorpusError, TokenData, open_tokens
 from model.tokenizer import train_tokenizer
 from model.trainer import Trainer, TrainSettings
@@ -36,6 +37,19 @@ LLAMA = """\
 PLAIN = """\
 {% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}
 {% if add_generation_prompt %}assistant:{% endif %}
+"""
+# As Qwen3's does: thoughts stay in the turns after the last question, where an answer without any gets empty ones.
+QWEN = """\
+{% set ns = namespace(asked=0) %}
+{% for message in messages %}{% if message.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}
+{% for message in messages %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' and loop.index0 > ns.asked %}
+{{- '<think>\\n' + (message.reasoning_content or '') + '\\n</think>\\n\\n' }}
+{%- endif %}
+{{- message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
 """
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<s>", "</s>")
 ENDINGS = {CHATML: "<|im_end|>", LLAMA: "</s>", PLAIN: "\n"}
@@ -58,13 +72,13 @@ def make_chats(n: int, n_turns: int = 3, seed: int = 0) -> list[list[dict[str, s
     ]
 
 
-def write_jsonl(path: Path, chats: list[list[dict[str, str]]]) -> Path:
+def write_jsonl(path: Path, chats: Sequence[Sequence[Mapping[str, Any]]]) -> Path:
     path.write_text("".join(json.dumps({"messages": messages}) + "\n\n" for messages in chats), encoding="utf-8")
     return path
 
 
 def make_data(
-    folder: Path, chats: list[list[dict[str, str]]], template: str = CHATML, held_out: float = 0.2
+    folder: Path, chats: Sequence[Sequence[Mapping[str, Any]]], template: str = CHATML, held_out: float = 0.2
 ) -> TokenData:
     path = write_jsonl(folder / "chats.jsonl", chats)
     read = read_conversations([path], ChatTemplate(template), seed=0)
@@ -168,6 +182,14 @@ def test_long_and_answerless_conversations_are_counted() -> None:
         pack(read[1:3], tokenizer, held_out=0.0, context=CONTEXT)
 
 
+def message(**fields: Any) -> str:
+    return json.dumps({"messages": [fields]})
+
+
+def weighted(role: str, weight: object) -> str:
+    return message(role=role, content="x", weight=weight)
+
+
 GOOD = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
 
 
@@ -182,7 +204,17 @@ GOOD = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assi
         ('{"messages": [{"role": 1, "content": "x"}]}', "message 0 must be {"),
         ('{"messages": [{"role": "user"}]}', "message 0's content must be text, not None"),
         ('{"messages": [{"role": "user", "content": 3}]}', "message 0's content must be text, not 3"),
-        ('{"messages": [{"role": "assistant", "content": "x"}]}', "the chat template cannot render this: "),
+        ('{"messages": [{"role": "assistant", "content": "x"}]}', "message 0 is the assistant's, and nothing comes "),
+        (weighted("assistant", 0.5), "message 0's weight must be 0 (do not learn it) or 1, not 0.5"),
+        (weighted("assistant", False), "message 0's weight must be 0 (do not learn it) or 1, not False"),
+        (weighted("assistant", "0"), "message 0's weight must be 0 (do not learn it) or 1, not '0'"),
+        (weighted("user", 1), "message 0 has weight 1, but only what the assistant says is learnt"),
+        (
+            message(role="user", content="x", train=False),
+            "message 0 has 'train', which the chat template does not read",
+        ),
+        (message(role="assistant", content="x", thinking="y"), "message 0 has 'thinking', which the chat template "),
+        (message(role="assistant", tool_calls=[{}]), "message 0 has 'tool_calls', which the chat template does not "),
     ],
 )
 def test_a_line_that_is_no_chat_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -199,7 +231,7 @@ def test_a_line_that_is_no_chat_is_named(tmp_path: Path, line: str, message: str
         "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
         "{% for m in messages %}{{ m.content }}{% if not loop.last %}-{% endif %}!{% endfor %}",
     ],
-    ids=["the answer does not begin as it was asked for", "later messages change it"],
+    ids=["the answer does not begin as it was asked for", "the answer changes what asked for it"],
 )
 def test_a_template_that_hides_what_the_assistant_says_is_refused(tmp_path: Path, template: str) -> None:
     """Learning what is left after the shorter text would learn something else."""
@@ -226,11 +258,92 @@ def test_chats_are_jsonl_files_named_outright(tmp_path: Path) -> None:
         are_chats([tmp_path / "a.jsonl", tmp_path / "b.txt"])
 
 
-def test_a_token_that_the_question_and_the_answer_share_is_not_learnt() -> None:
-    """Most of it may be the question's."""
-    words = Tokenizer(models.WordLevel({"ab": 0, "c": 1}))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    read = [conversations.Conversation("c ab c", [(3, 6)])] * 2
-    packed = pack(read, words, held_out=0.5, context=2)
-    assert packed.ids.tolist() == [[1, 0, 1]] * 2
-    assert packed.learnt.tolist() == [[False, False, True]] * 2
+@pytest.mark.parametrize("trim_offsets", [False, True])
+def test_an_answer_that_the_tokenizer_joins_with_what_asks_for_it_is_refused(trim_offsets: bool) -> None:
+    """Its first word went unlearnt; learnt as " blue", it would never follow the prompt "assistant: " of a server."""
+    gpt2 = Tokenizer.from_str(tokenizer.to_str())
+    gpt2.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    gpt2.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
+    trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    gpt2.train_from_iterator(["the sea is blue assistant:\n\n"] * 3, trainer)
+    for prompt in ("assistant: ", "assistant:", "assistant:\n\n"):
+        read = [[Rendering(f"the sea {prompt}blue\n", [(len(prompt) + 8, len(prompt) + 13)])]] * 2
+        if prompt.endswith(" "):
+            message = r"joins the beginning of an answer, 'blue\\n', with the end .*, 'the sea assistant: '; use a "
+            with pytest.raises(CorpusError, match=message):
+                pack(read, gpt2, held_out=0.0, context=CONTEXT)
+        else:
+            packed = pack(read, gpt2, held_out=0.0, context=CONTEXT)
+            assert gpt2.decode(packed.ids[0][packed.learnt[0]].tolist()) == "blue\n"
+    # Before a word, this kind of tokenizer cuts line breaks otherwise than at the end; they join nothing.
+    assert gpt2.encode("\n\nblue").tokens[0] != gpt2.encode("\n\n").tokens[0]
+
+
+# What is learnt, as text
+
+
+def learnt_texts(data: TokenData) -> list[tuple[str, str]]:
+    """Every stretch of learnt tokens: the text of its row before it, and its own."""
+    stretches = []
+    assert data.held_out_mask is not None
+    for tokens, masks in zip([*data.shards, data.held_out], [*data.masks, data.held_out_mask], strict=True):
+        for row, bits in zip(tokens.reshape(-1, CONTEXT + 1), masks, strict=True):
+            edges = np.flatnonzero(np.diff(np.unpackbits(bits, count=CONTEXT + 1), prepend=0, append=0))
+            for start, end in edges.reshape(-1, 2):
+                before, own = (tokenizer.decode(ids.tolist(), False) for ids in (row[:start], row[start:end]))
+                stretches.append((before, own))
+    return sorted(stretches)
+
+
+def turn(role: str, content: str, **fields: object) -> dict[str, Any]:
+    return {"role": role, "content": content, **fields}
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN], ids=["chatml", "qwen"])
+@pytest.mark.parametrize(("weights", "learnt"), [((0, 1), "b"), ((1, 0), "a"), ((None, 1), "ab"), ((0, 0), "")])
+def test_an_answer_of_weight_0_is_read_and_not_learnt(
+    tmp_path: Path, template: str, weights: tuple[int | None, int | None], learnt: str
+) -> None:
+    first, second = weights
+    one = turn("user", "1", weight=0), turn("assistant", "a", weight=first)
+    chat = [*one, turn("user", "2"), turn("assistant", "b", weight=second)]
+    other = [turn("user", "3"), turn("assistant", "c")]
+    said = [own for _, own in learnt_texts(make_data(tmp_path, [chat, other, other], template))]
+    thought = "<think>\n\n</think>\n\n" if template == QWEN else ""
+    assert sorted(said) == [f"{thought}{answer}<|im_end|>" for answer in [*learnt, "c", "c"]]
+
+
+def test_where_a_template_rewrites_earlier_turns_each_answer_is_learnt_as_it_is_asked_for(tmp_path: Path) -> None:
+    """Qwen3's template takes thoughts out of earlier turns: one chat of two turns used to stop the run."""
+    chat = [turn("user", "1"), turn("assistant", "a", thinking="x"), turn("user", "2"), turn("assistant", "b")]
+    stretches = learnt_texts(make_data(tmp_path, [chat, chat], QWEN))
+    asked = "<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n"
+    again = f"{asked}a<|im_end|>\n<|im_start|>user\n2<|im_end|>\n<|im_start|>assistant\n"
+    assert len(stretches) == 4
+    for before, said in stretches:
+        if said == "<think>\nx\n</think>\n\na<|im_end|>":
+            assert before == asked
+        else:
+            assert said == "<think>\n\n</think>\n\nb<|im_end|>"
+            assert before.endswith(again)
+
+
+def test_no_answer_of_a_conversation_that_is_held_out_is_trained_on(tmp_path: Path) -> None:
+    """Cut by answers, one would be in both parts, and the held-out loss would flatter."""
+    chats = [
+        [turn("user", "1"), turn("assistant", f"a{i}"), turn("user", "2"), turn("assistant", f"b{i}")] for i in range(6)
+    ]
+    data = make_data(tmp_path, chats, QWEN, held_out=0.1)
+    names = [
+        {token for token in tokenizer.decode(part.tolist()).replace("\n", " ").split() if token[0] in "ab"}
+        for part in (np.concatenate(data.shards), data.held_out)
+    ]
+    held_out = {name[1:] for name in names[1] if name[1:].isdigit()}
+    trained = {name[1:] for name in names[0] if name[1:].isdigit()}
+    assert len(held_out) == 1
+    assert not held_out & trained
+
+
+def test_an_assistant_that_speaks_first_is_read_where_it_is_not_to_be_learnt(tmp_path: Path) -> None:
+    chat = [turn("assistant", "hi", weight=0), turn("user", "1"), turn("assistant", "a")]
+    assert {own for _, own in learnt_texts(make_data(tmp_path, [chat, chat]))} == {"a<|im_end|>"}
