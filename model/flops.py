@@ -10,16 +10,21 @@ from torch import nn
 
 from model.decoder import Decoder
 
-# FLOP/s of dense bfloat16 products, by a part of the name that CUDA gives a GPU: NVIDIA's data sheets.
+# FLOP/s of dense bfloat16 products, by the name that CUDA gives a GPU: NVIDIA's data sheets. The whole name, because
+# those that begin alike (L40, H100 NVL, a slice by MIG) have other peaks.
 _PEAKS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "RTX 4090": 165e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA A10": 125e12,
+    "NVIDIA A10G": 70e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
 }
 _REPETITIONS = 3
 
@@ -42,10 +47,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     this precision, measured now.
     """
     if device.type == "cuda" and dtype == torch.bfloat16:
-        name = torch.cuda.get_device_name(device)
-        for part, peak in _PEAKS.items():
-            if part in name:
-                return peak
+        peak = _PEAKS.get(torch.cuda.get_device_name(device))
+        if peak is not None:
+            return peak
     return _measure(device, dtype)
 
 

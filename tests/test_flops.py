@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from model import flops
 from model.flops import flops_per_token, peak_flops
 from tests.random_models import make_config, make_decoder
 
@@ -43,12 +44,24 @@ def test_a_token_costs_three_times_what_pytorch_counts_forwards(changes: dict[st
         ("NVIDIA A100-SXM4-40GB", 312e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA L4", 121e12),
-        ("NVIDIA A10G", 125e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", 70e12),
     ],
 )
 def test_a_known_gpu_has_the_peak_of_its_data_sheet(name: str, peak: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
     assert peak_flops(torch.device("cuda", 0), torch.bfloat16) == peak
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"],
+)
+def test_a_gpu_with_a_like_name_is_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An L40 was held to the peak of an L4, and a slice of a GPU to that of the whole."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(flops, "_measure", lambda *_: 1.0)
+    assert peak_flops(torch.device("cuda", 0), torch.bfloat16) == 1.0
 
 
 def test_another_device_is_measured_once() -> None:
