@@ -6,6 +6,7 @@ What the decoder does not compute is refused by the key of config.json and its v
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,14 +20,16 @@ _PLAIN = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu"
 _TANH = dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh"), "gelu_tanh")
 _ACTIVATIONS = _PLAIN | _TANH
 _GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
+_LARGEST = 2**31 - 1
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _ROPE_KEYS = {
     *("type", "rope_type", "rope_theta", "partial_rotary_factor", "factor", "original_max_position_embeddings"),
     *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"),
     *("truncate", "short_factor", "long_factor"),
+    "finetuned",  # a note of how yarn was made, which nothing computes with
 }
 # Keys that change what is computed, with the values that do not; a family that reads one decides for itself.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "alibi": (False,),
     "attn_logit_softcapping": (),
@@ -83,7 +86,9 @@ class Family:
         Raises UnsupportedError, and ConfigError for a decoder that cannot be built.
         """
         options: Options = {**self.defaults, **values}
-        neutral = {key: (None, *allowed) for key, allowed in _NEUTRAL.items() if key not in self.defaults}
+        neutral = {key: (None, *allowed) for key, allowed in NEUTRAL.items() if key not in self.defaults}
+        if options.get("use_sliding_window") is False:
+            neutral.pop("sliding_window", None)  # of a window that is off
         for key, allowed in {**neutral, **self.only}.items():
             if options.get(key) not in allowed:
                 raise refuse(key, options[key], f"{self.title} without it" if key in neutral else _listed(allowed))
@@ -104,14 +109,14 @@ def _listed(values: tuple[Any, ...]) -> str:
 
 def whole(options: Options, key: str, least: int = 1) -> int:
     value = options[key]
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise UnsupportedError(f"config.json's {key} must be a whole number of at least {least}, not {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST:
+        raise UnsupportedError(f"config.json's {key} must be a whole number from {least} to {_LARGEST}, not {value!r}")
     return value
 
 
 def number(options: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = default if options.get(key) is None else options[key]
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
         raise UnsupportedError(f"config.json's {key} must be a positive number, not {value!r}")
     return value
 
@@ -128,7 +133,7 @@ def head_dim(options: Options) -> int:
 
 def activation(key: str, *, gated: bool) -> Callable[[Options], str]:
     def derive(options: Options) -> str:
-        ours = _ACTIVATIONS.get(options[key])
+        ours = _ACTIVATIONS.get(options[key]) if isinstance(options[key], str) else None
         if gated:
             ours = _GATED.get(ours or "")
         elif ours == "silu":
@@ -174,12 +179,13 @@ def rope_scaling(options: Options) -> dict[str, Any] | None:
         raise refuse("rope_scaling", kind, "default, linear, llama3 and yarn")
     if kind == "linear":
         return {"kind": kind, "factor": number(rope, "factor")}
-    length = options.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
-    length = length or options["max_position_embeddings"]
+    key = "original_max_position_embeddings"
+    own = options.get(key) or rope.get(key)
+    length = whole({key: own}, key) if own else whole(options, "max_position_embeddings")
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
         return {"kind": kind, "original_max_model_len": length} | {name: number(rope, name) for name in names}
-    factor = number(rope, "factor", options["max_position_embeddings"] / length)
+    factor = number(rope, "factor", whole(options, "max_position_embeddings") / length)
     return {
         "kind": kind,
         "factor": factor,
@@ -187,7 +193,7 @@ def rope_scaling(options: Options) -> dict[str, Any] | None:
         "beta_fast": number(rope, "beta_fast", 32.0),
         "beta_slow": number(rope, "beta_slow", 1.0),
         "attention_factor": _yarn_amplitude(rope, factor),
-        "truncate": rope.get("truncate", True),
+        "truncate": bool(rope.get("truncate", True)),
     }
 
 

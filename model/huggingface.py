@@ -104,10 +104,12 @@ def _read_config(source: Path) -> tuple[Family, DecoderConfig]:
         raise UnsupportedError(f"it has no {CONFIG_FILE}; name a folder with that, *.safetensors and {TOKENIZER_FILE}")
     values, generation = _read_object(source / CONFIG_FILE), _read_object(source / GENERATION_FILE)
     kind, architectures = values.get("model_type"), values.get("architectures") or ()
+    if not isinstance(architectures, list | tuple) or not all(isinstance(name, str) for name in architectures):
+        raise UnsupportedError(f"{CONFIG_FILE}'s architectures is {architectures!r}, not a list of names")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None or not set(architectures) <= set(family.architectures):
         supported = ", ".join(f"{known.architectures[0]} ({name})" for name, known in FAMILIES.items())
-        named = f"{' '.join(map(str, architectures)) or 'a model'} of model_type {kind!r}"
+        named = f"{' '.join(architectures) or 'a model'} of model_type {kind!r}"
         raise UnsupportedError(f"{CONFIG_FILE} describes {named}; supported are {supported}")
     options = {**family.defaults, **values}
     bos, eos = (

@@ -86,7 +86,7 @@ def _files(folder: Path) -> list[Path]:
     except (ValueError, LookupError, TypeError, AttributeError):
         raise WeightsError(f"{INDEX_FILE} has no weight_map of tensors to files; copy it again") from None
     for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
+        if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
             raise WeightsError(f"{INDEX_FILE} names {name!r}, which is not in the folder; copy it again")
     return [folder / name for name in names]
 

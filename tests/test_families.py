@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from model.config import ConfigError, DecoderConfig, RopeScaling, preset
 from model.families import FAMILIES
-from model.family import UnsupportedError
+from model.family import NEUTRAL, UnsupportedError
 from tests.huggingface_checkpoints import FAMILIES as CHECKPOINTS
 
 
@@ -178,6 +179,8 @@ def test_what_a_file_leaves_out_is_the_familys_default(family: str, field: str, 
             {"sliding_window": 64, "sliding_window_layers": tuple(range(3, 36, 4))},
         ),
         ("smollm3", {"no_rope_layers": [1] * 35 + [0]}, {"layers_without_rotary": (35,)}),
+        ("llama", {"sliding_window": 4096, "use_sliding_window": False}, {}),
+        ("mistral", {"sliding_window": 64, "use_sliding_window": False}, {"sliding_window": 64}),  # it has no switch
         ("llama", {"attention_dropout": 0.1, "torch_dtype": "bfloat16", "use_cache": True, "pad_token_id": 0}, {}),
     ],
 )
@@ -200,7 +203,14 @@ def test_a_key_changes_what_it_should(family: str, values: dict[str, Any], chang
             RopeScaling(kind="yarn", factor=4.0, original_max_model_len=512, attention_factor=1.5),
         ),
         (
-            {"type": "yarn", "factor": 2.0, "attention_factor": 1.0, "beta_fast": 16, "truncate": False},
+            {
+                "type": "yarn",
+                "factor": 2.0,
+                "attention_factor": 1.0,
+                "beta_fast": 16,
+                "truncate": False,
+                "finetuned": True,
+            },
             RopeScaling(
                 kind="yarn", factor=2.0, original_max_model_len=2048, attention_factor=1, beta_fast=16, truncate=False
             ),
@@ -235,9 +245,22 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
     ("llama", {"sliding_window": 64}, "sliding_window is 64"),
+    ("llama", {"sliding_window": 64, "use_sliding_window": True}, "sliding_window is 64"),
+    ("llama", {"hidden_act": ["silu"]}, r"hidden_act is \['silu'\]"),
+    ("llama", {"rope_scaling": {"type": ["yarn"]}}, r"rope_scaling is \['yarn'\]"),
+    (
+        "llama",
+        {"rope_scaling": {"type": "yarn"}, "max_position_embeddings": "x"},
+        "max_position_embeddings must be a whole number from 1 to 2147483647, not 'x'",
+    ),
+    (
+        "llama",
+        {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": "x"}},
+        "original_max_position_embeddings must be a whole number from 1 to 2147483647, not 'x'",
+    ),
     ("llama", {"num_local_experts": 8}, "num_local_experts is 8"),
     ("llama", {"num_hidden_layers": "many"}, "n_layer must be a positive whole number, not 'many'"),
-    ("llama", {"num_attention_heads": 0}, "num_attention_heads must be a whole number of at least 1, not 0"),
+    ("llama", {"num_attention_heads": 0}, "num_attention_heads must be a whole number from 1 to 2147483647, not 0"),
     ("llama", {"hidden_size": 40, "num_attention_heads": 1}, "head_dim must be a multiple of 16"),
     ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types is"),
     ("qwen2", {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 32}, "layer_types is .*chunked"),
@@ -257,3 +280,27 @@ def test_what_the_decoder_does_not_compute_is_refused_by_key_and_value(
 ) -> None:
     with pytest.raises((UnsupportedError, ConfigError), match=message):
         config_of(family, **values)
+
+
+WRONG: list[Any] = [None, True, False, "x", "", [], {}, ["x"], {"x": 1}, [[]], [None], 0, -1, 1.5, math.nan, math.inf]
+WRONG += [2**31, 10**400, -(10**400)]
+ROPE = [
+    *("rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
+    *("low_freq_factor", "high_freq_factor", "mscale", "mscale_all_dim", "truncate", "partial_rotary_factor", "type"),
+]
+YARN = {"type": "yarn", "original_max_position_embeddings": 512, "mscale": 1.0, "mscale_all_dim": 0.5}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_value_that_makes_no_sense_is_refused_and_nothing_worse(family: str) -> None:
+    """Every key that is read, every wrong type; with windows on, so that all of their keys are read."""
+    keys = {*FAMILIES[family].defaults, *NEUTRAL, "rope_scaling", "rope_parameters"}
+    changes = [{key: wrong} for key in sorted(keys) for wrong in WRONG]
+    kinds: list[dict[str, Any]] = [YARN, YARN | {"factor": 2.0}, {"type": "linear", "factor": 2.0}]
+    kinds += [{"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, {}]
+    changes += [{"rope_scaling": kind | {key: wrong}} for kind in kinds for key in ROPE for wrong in WRONG]
+    changes += [{"rope_scaling": YARN, "max_position_embeddings": wrong} for wrong in WRONG]
+    for change in changes:
+        for switch in ({}, {"use_sliding_window": True}):
+            with contextlib.suppress(UnsupportedError, ConfigError):
+                config_of(family, **{**switch, **change})

@@ -205,6 +205,33 @@ def test_a_folder_is_refused_in_one_line_and_nothing_is_written(name: str, folde
     assert list(tmp_path.iterdir()) == [folder]
 
 
+KEYS = {
+    "config.json": ("architectures", "model_type", "bos_token_id", "eos_token_id", "hidden_act", "rope_parameters"),
+    "generation_config.json": ("bos_token_id", "eos_token_id", "temperature", "top_k", "repetition_penalty"),
+    "tokenizer_config.json": ("chat_template", "added_tokens_decoder", "bos_token", "extra_special_tokens"),
+    "special_tokens_map.json": ("bos_token", "image_token", "extra_special_tokens"),
+    f"{WEIGHTS}.index.json": ("weight_map",),
+}
+WRONG: list[Any] = [None, True, "x", [], {}, ["x"], {"x": 1}, {"1": []}, {"x": WEIGHTS}, [[]], [{}], [None], -1, 1.5]
+
+
+@pytest.mark.parametrize("file", KEYS)
+def test_whatever_a_file_holds_ends_in_a_checkpoint_or_in_one_line(file: str, folder: Path, tmp_path: Path) -> None:
+    """Every key that is read here, every wrong type; what `model.family` reads is tried with it."""
+    remove("chat_template.jinja")(folder)
+    if file.endswith(".index.json"):
+        index()(folder)
+    path = folder / file
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    for key in KEYS[file]:
+        for number, wrong in enumerate(WRONG):
+            path.write_text(json.dumps({**known, "do_sample": True, key: wrong}))
+            try:
+                import_checkpoint(folder, tmp_path / key / str(number))
+            except HuggingFaceError as error:
+                assert "\n" not in str(error)  # noqa: PT017
+
+
 def test_the_command_says_what_it_made_or_why_not(folder: Path, tmp_path: Path) -> None:
     set_values("generation_config.json", repetition_penalty=0)(folder)
     arguments = ["import", str(folder), "--out", str(tmp_path / "ours")]
