@@ -223,7 +223,9 @@ def token_type(tokenizer: Tokenizer) -> type[np.unsignedinteger]:
 def write_shards(
     folder: Path, files: Mapping[str, NDArray[np.unsignedinteger]], description: dict[str, Any]
 ) -> TokenData:
-    """Write arrays by file name, and data.json, which `open_tokens` needs to read them: all of it or nothing."""
+    """Write arrays by file name, and data.json, which `open_tokens` needs to read them: all of it or nothing, in place
+    of what is there.
+    """
     part = folder.with_suffix(".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -231,6 +233,7 @@ def write_shards(
         for name, array in files.items():
             array.tofile(part / name)
         (part / "data.json").write_text(json.dumps(description) + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)

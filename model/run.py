@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,8 @@ from model.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer, vocabu
 from model.trainer import Trainer, TrainSettings
 
 PICTURE_FILE = "loss.png"
+# All that the preparation of a run writes before its checkpoint of step 0 is in place.
+_LEFT_OVER = re.compile(rf"{DATA_FOLDER}(\.part)?/(data\.json|(held_out|shard-\d+)\.(bin|mask))|step-0+\.part/[\w.]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +92,10 @@ def prepare_run(
 
     The weights, tokenizer and extra files are those of `init`, whose positions the context must not exceed; or random,
     and trained: then `config.vocab_size` is the size to train the tokenizer to, and the decoder gets the size it came
-    to. Raises ChatTemplateError, ConfigError, CorpusError or TokenizerError before anything is written, and
-    FileExistsError when the folder is in use.
+    to. What a preparation that was killed has left is replaced. Raises ChatTemplateError, ConfigError, CorpusError or
+    TokenizerError before anything is written, and FileExistsError when the folder is in use.
     """
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and any(folder.iterdir()) and not _is_left_over(folder):
         raise FileExistsError(f"{folder} is not empty; continue it with --resume or choose another --out")
     if init is not None and settings.context > config.max_model_len:
         raise ConfigError(
@@ -135,6 +138,15 @@ def prepare_run(
     here = Processes(0, 1, torch.device("cpu"))  # a GPU may not hold the whole of what is to be sharded
     # From here on, whatever ends the run, it can be resumed.
     Trainer(decoder, tokenizer, data, settings, extra_files=extra_files, processes=here).save(folder)
+
+
+def _is_left_over(folder: Path) -> bool:
+    """Whether a folder holds nothing but what a preparation that was killed leaves."""
+    files = [path.relative_to(folder) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    telling = not files or any(
+        file.name == "shard-00000.bin" for file in files
+    )  # written first; data.json may be theirs
+    return telling and all(_LEFT_OVER.fullmatch(file.as_posix()) for file in files)
 
 
 def _extra_files(corpus: CorpusSettings, init: Checkpoint | None) -> dict[str, bytes]:

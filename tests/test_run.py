@@ -231,6 +231,38 @@ def test_a_run_that_died_before_its_first_step_can_be_resumed(monkeypatch: pytes
     assert metrics("died") == metrics("whole")
 
 
+@pytest.mark.parametrize(
+    "left",
+    [
+        ["data.part/shard-00000.bin"],
+        ["data/data.json", "data/held_out.bin", "data/shard-00000.bin"],
+        ["data/data.json", "data/held_out.bin", "data/shard-00000.bin", "step-00000000.part/config.json"],
+    ],
+)
+def test_a_run_that_died_while_it_was_prepared_starts_over(left: list[str]) -> None:
+    """A fresh run said to use --resume, and --resume that there was no checkpoint."""
+    assert kvasir_train("texts", "--out", "whole", *SMALL, "--steps", "2").exit_code == 0
+    for name in left:
+        Path("died", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("died", name).write_text("half of it")
+    message = "died holds no checkpoint; make one with: kvasir train CORPUS --out died"
+    assert refused("--resume", "--out", "died") == message
+    result = kvasir_train("texts", "--out", "died", *SMALL, "--steps", "2")
+    assert result.exit_code == 0, result.stderr
+    assert metrics("died") == metrics("whole")
+    assert {path.name for path in Path("died").iterdir()} == {path.name for path in Path("whole").iterdir()}
+
+
+@pytest.mark.parametrize("other", ["data/data.json", "data/notes.txt", "shard-00000.bin", "step-00000000.part/a/b"])
+def test_a_folder_that_looks_like_a_preparation_is_not_written_to(other: str) -> None:
+    """`--out .` beside one's own `data` would lose it."""
+    for name in [other] if other == "data/data.json" else ["data/shard-00000.bin", other]:
+        Path("mine", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("mine", name).write_text("text")
+    message = "mine is not empty; continue it with --resume or choose another --out"
+    assert refused("texts", "--out", "mine", *SMALL) == message
+
+
 def test_resume_refuses_what_it_would_not_heed() -> None:
     """More steps, another rate or text given with --resume used to be passed over in silence."""
     assert kvasir_train("texts", "--out", "run", *SMALL, "--steps", "1").exit_code == 0
