@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-# May be given with --resume: where the run is, and how it is spread over this session's processes.
-_OF_THE_SESSION = {"out", "resume", "shard"}
+# May be given with --resume: where the run is, and how it is spread over the processes that continue it.
+_WITH_RESUME = {"out", "resume", "shard"}
 
 
 class OptionError(ValueError):
@@ -45,7 +45,7 @@ def given_options(invocation: typer.Context) -> dict[str, str]:
 
 def refuse_changes_to_a_run(given: dict[str, str]) -> None:
     """A resumed run keeps its text and settings: what would change them is refused, not passed over."""
-    if refused := [option for name, option in given.items() if name not in _OF_THE_SESSION]:
+    if refused := [option for name, option in given.items() if name not in _WITH_RESUME]:
         raise OptionError(f"--resume continues the run with its own text and settings; leave out {', '.join(refused)}")
 
 

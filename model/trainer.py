@@ -120,7 +120,7 @@ class Trainer:
         self.settings = settings
         self.extra_files = extra_files or {}
         self.step = 0
-        self.seconds = 0.0  # of training, over all sessions of the run
+        self.seconds = 0.0  # of training, since the run began
         self.held_out_loss = math.nan
         matrices = [p for p in decoder.parameters() if p.dim() >= 2]
         others = [p for p in decoder.parameters() if p.dim() < 2]
