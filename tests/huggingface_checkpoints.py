@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ BOS, EOS = "<s>", "</s>"
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% endfor %}"
 LENGTH = 128  # of a row
 WINDOW = 12
+_EMBEDDING = re.compile(r"\b(embed_\w+|wte|wpe)\.weight$")
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
@@ -88,22 +90,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2",
         _GEMMA
         | {"query_pre_attn_scalar": 24, "sliding_window": WINDOW}
-        | {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 4.0},
+        | {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 12.0},
     ),
 }
 
 
 def make_model(name: str, **changes: Any) -> nn.Module:
-    """Weights wide enough for attention to matter; norms and biases uneven enough for mistakes to show."""
+    """Weights wide enough for attention to matter; norms and biases uneven enough for mistakes to show.
+
+    Embeddings are narrower: beside wide ones, above all where the head is the same, a token's successor is itself.
+    """
     architecture, values = FAMILIES[name]
     config = getattr(transformers, f"{architecture}Config")(**(values | changes))
     torch.manual_seed(0)
     kind = {"GPT2": "GPT2LMHeadModel"}.get(architecture, f"{architecture}ForCausalLM")
     model: nn.Module = getattr(transformers, kind)._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter_name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(std=0.14)
+                parameter.normal_(std=0.07 if _EMBEDDING.search(parameter_name) else 0.22)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
     return model

@@ -29,11 +29,13 @@ def test_family(name: str, tmp_path: Path) -> None:
     input_ids = torch.randint(decoder.config.vocab_size, (2, LENGTH))
     with torch.inference_mode():
         theirs, ours = model(input_ids).logits, decoder(input_ids)
-    assert (ours - theirs).abs().max() < 1e-4 * theirs.std()
+    assert (ours - theirs).abs().max() < 2e-4 * theirs.std()  # sharp attention makes much of a last bit
 
     prompt = input_ids[:1, : LENGTH - N_NEW - 2]
-    expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=N_NEW, do_sample=False)
+    generated = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=N_NEW, do_sample=False)
+    expected = generated[0, prompt.shape[1] :].tolist()
+    assert len(set(expected)) >= 12  # a text of few tokens would agree with much that is wrong
     export_graph(decoder, tmp_path / "model.onnx")
     engine = Engine(RandomModel(decoder, tmp_path / "model.onnx").runner(max_num_seqs=1), chunk_size=16)
     sequence = make_sequence(0, prompt[0].tolist(), SamplingParams(max_tokens=N_NEW, temperature=0.0))
-    assert run_to_end(engine, [sequence])[0].token_ids == expected[0, prompt.shape[1] :].tolist()
+    assert run_to_end(engine, [sequence])[0].token_ids == expected
