@@ -42,9 +42,11 @@ bench: $(VENV)/.train  ## Measure engine and server on this machine with random 
 	$(BIN)/kvasir bench serve $(ARGS) "$$($(BIN)/kvasir bench model --preset $(PRESET) --precision int8)"
 
 gpu-check:  ## With an NVIDIA GPU and no network: check and measure; WHEELS=folder with all wheels it needs
+	@test -d "$(WHEELS)" || { echo "make gpu-check WHEELS=folder: a folder with the wheels of .[cuda,train] and transformers"; exit 1; }
 	$(PYTHON) -m venv build/gpu
 	build/gpu/bin/pip install --quiet --no-index --find-links $(WHEELS) setuptools wheel
-	build/gpu/bin/pip install --quiet --no-index --find-links $(WHEELS) --no-build-isolation -e '.[cuda,train]' transformers
+	build/gpu/bin/pip install --quiet --no-index --find-links $(WHEELS) -c constraints.txt --no-build-isolation \
+		-e '.[cuda,train]' transformers
 	build/gpu/bin/python -m loadtest.gpu_check artifacts/gpu build/gpu-check.json
 
 example: $(VENV)/.train  ## Train the example model again on the standard library (an hour) and replace it

@@ -7,7 +7,7 @@
 | past_seqlens | int32 [batch] | tokens in each sequence's blocks before the run |
 | block_table | int32 [batch, blocks] | which blocks are whose, in order |
 | slot_mapping | int32 [tokens] | block · KV_BLOCK_SIZE + place, where each token's key and value go |
-| attention_metadata | int32 [2], on the CPU | most new tokens of a sequence, most tokens of one in all |
+| attention_metadata | int32 [3], on the CPU | most new tokens of a sequence, and twice the most of one in all |
 | logits_indices | int64 [rows] | which of the tokens want logits |
 | past_key_values.{i}.key, .value | [num_blocks, KV_BLOCK_SIZE, n_kv_head, head_dim] | aliased with `present` |
 | output logits | float [rows, vocab_size] | |
@@ -133,7 +133,7 @@ def _trace(graph: PagedGraph, config: DecoderConfig, kv_dtype: torch.dtype) -> o
         torch.zeros(batch, dtype=torch.int32),
         torch.zeros(batch, n_blocks, dtype=torch.int32),
         torch.arange(tokens, dtype=torch.int32),
-        torch.tensor([3, 3], dtype=torch.int32),
+        torch.tensor([3, 3, 3], dtype=torch.int32),
         torch.arange(batch),
         *blocks,
     )
@@ -154,7 +154,7 @@ def _trace(graph: PagedGraph, config: DecoderConfig, kv_dtype: torch.dtype) -> o
         "past_seqlens": ["batch"],
         "block_table": ["batch", "blocks"],
         "slot_mapping": ["tokens"],
-        "attention_metadata": [2],
+        "attention_metadata": [3],
         "logits_indices": ["rows"],
         "logits": ["rows", config.vocab_size],
     }

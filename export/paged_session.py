@@ -68,7 +68,7 @@ class PagedSession:
                 "past_seqlens": starts.astype(np.int32),
                 "block_table": self._table,
                 "slot_mapping": slots.astype(np.int32),
-                "attention_metadata": np.array([counts.max(), max(lengths)], dtype=np.int32),
+                "attention_metadata": np.array([counts.max(), max(lengths), max(lengths)], dtype=np.int32),
                 "logits_indices": np.arange(len(rows) if with_logits else 1),
             }
         )

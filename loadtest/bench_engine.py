@@ -55,12 +55,17 @@ _BYTES: dict[tuple[Device, str], tuple[float, float, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class DecodeFigures:
-    """Steps in which `batch` sequences decode. roofline: the share of the speed at which memory could feed the step."""
+    """Steps in which `batch` sequences decode.
+
+    roofline: the share of the speed at which memory, as fast as in a copy, could feed the step. outside: the share of
+    the step that is not spent inside ONNX Runtime.
+    """
 
     batch: int
     tokens_per_second: float
     step_milliseconds: float
     roofline: float
+    outside: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ class EngineFigures:
     """What `kvasir bench engine` measures. outside: share of the largest step that is not spent inside ONNX Runtime.
 
     threads: on the CPU. peak_teraflops: of a large product in bfloat16, measured on the GPU; prefill_of_peak: the share
-    of it that a prompt's two operations a weight and token are.
+    of it that a prompt's two operations a token and weight of the layers are (its last token alone meets the head).
     """
 
     preset: str
@@ -91,12 +96,12 @@ class EngineFigures:
         machine = f"{self.threads} threads" if self.device == "cpu" else "one GPU"
         machine += f"; a copy moves {self.copy_gigabytes_per_second:.1f} GB/s"
         decode = Table(title="decode")
-        for name in ("batch", "tokens/s", "step, ms", "of batch 1", "of roofline"):
+        for name in ("batch", "tokens/s", "step, ms", "of batch 1", "of roofline", "outside the model"):
             decode.add_column(name, justify="right")
         for row in self.decode:
             speed_up = row.tokens_per_second / self.decode[0].tokens_per_second
             cells = (row.batch, f"{row.tokens_per_second:.0f}", f"{row.step_milliseconds:.1f}", f"{speed_up:.1f} x")
-            decode.add_row(*map(str, cells), f"{row.roofline:.0%}")
+            decode.add_row(*map(str, cells), f"{row.roofline:.0%}", f"{row.outside:.1%}")
         prefill = Table(title="prefill")
         prefill.add_column("prompt tokens", justify="right")
         prefill.add_column("tokens/s", justify="right")
@@ -126,10 +131,11 @@ def bench_engine(name: str, precision: str, threads: int | None, cache: Path, de
     prefill = {tokens: bench.prefill(tokens) for tokens in PREFILL_TOKENS[device]}
     decode = []
     for batch in batches:
-        seconds, _ = bench.decode(batch, temperature=0.0)
+        seconds, outside = bench.decode(batch, temperature=0.0)
         floor = bytes_per_step(config, precision, batch, device) / bandwidth
-        decode.append(DecodeFigures(batch, batch / seconds, seconds * 1e3, floor / seconds))
+        decode.append(DecodeFigures(batch, batch / seconds, seconds * 1e3, floor / seconds, outside))
     peak = device_flops() if device == "cuda" else None
+    in_layers = n_weights(config) - config.vocab_size * config.d_model
     return EngineFigures(
         preset=name,
         device=device,
@@ -142,7 +148,7 @@ def bench_engine(name: str, precision: str, threads: int | None, cache: Path, de
         outside_greedy=bench.decode(batches[-1], temperature=0.0)[1],
         outside_sampled=bench.decode(batches[-1], temperature=0.8)[1],
         peak_teraflops=peak and peak / 1e12,
-        prefill_of_peak={n: 2 * n_weights(config) * speed / peak for n, speed in prefill.items()} if peak else {},
+        prefill_of_peak={n: 2 * in_layers * speed / peak for n, speed in prefill.items()} if peak else {},
     )
 
 

@@ -10,7 +10,7 @@ import json
 import platform
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -21,7 +21,6 @@ import onnxruntime
 import torch
 import transformers
 from rich.console import Console
-from rich.table import Table
 
 from export.directory import PRECISIONS
 from loadtest.bench_engine import DECODE_BATCHES, bench_engine
@@ -38,25 +37,20 @@ _PROMPT, _NEW = 128, 64  # tokens of the peer's sequences
 _ROUNDS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Parity:
-    """What export measured on the GPU, against PyTorch in float32; see `model.bundle.Verification`."""
-
-    preset: str
-    precision: str
-    max_logit_error: float
-    greedy_agreement: float
-    perplexity_loss: float
+# Largest difference of logits, relative to their standard deviation, and smallest share of greedy tokens that are
+# PyTorch's in float32. Perplexity says nothing of random weights: a graph without attention would pass.
+_LIMITS = {"bf16": (0.25, 0.97), "fp16": (0.05, 0.99), "int8": (0.35, 0.95), "int4": (3.0, 0.5)}
+_MIN_EQUAL = 0.9  # of tokens beside others that are those of the sequence alone; after one that differs, all may
 
 
-def check_parity(cache: Path, name: str, precision: str) -> Parity:
-    """Export a preset, which is verified on the GPU. Raises VerificationError for one that computes something else."""
+def check_parity(cache: Path, name: str, precision: str) -> dict[str, float]:
+    """Export a preset, which is verified on the GPU. Raises AssertionError for one that computes something else."""
     folder = make_random_model(name, precision, cache / f"{name}-cuda-{precision}", "cuda")
     figures = load_bundle(folder).manifest.verification
-    assert figures.perplexity_onnx is not None
-    assert figures.perplexity_torch is not None
-    loss = figures.perplexity_onnx / figures.perplexity_torch - 1
-    return Parity(name, precision, figures.max_logit_error, figures.greedy_agreement, loss)
+    largest, smallest = _LIMITS[precision]
+    assert figures.max_logit_error < largest, f"logits differ by {figures.max_logit_error:.3f} deviations"
+    assert figures.greedy_agreement >= smallest, f"only {figures.greedy_agreement:.1%} of greedy tokens are PyTorch's"
+    return {"max_logit_error": figures.max_logit_error, "greedy_agreement": figures.greedy_agreement}
 
 
 def check_engine(cache: Path, name: str, precision: str) -> float:
@@ -87,15 +81,37 @@ def check_engine(cache: Path, name: str, precision: str) -> float:
             assert len(found) == len(expected) or i in {3, 7}, "a sequence ended early"
             equal += sum(a == b for a, b in zip(found, expected, strict=False))
             total += len(found)
+    assert equal >= _MIN_EQUAL * total, f"only {equal / total:.1%} of tokens are those of the sequence alone"
     return equal / total
 
 
-def _run(engine: Engine, prompts: list[list[int]], aborted: set[int]) -> list[list[int]]:
+def measure_engine(cache: Path, name: str, precision: str, batch: int) -> float:
+    """New tokens per second of `batch` prompts that come at once, prefill and all, as the peer's are counted."""
+    bundle = load_bundle(cache / f"{name}-cuda-{precision}")
+    generator = np.random.default_rng(0)
+    runner = open_cuda_runner(
+        bundle.graph_path,
+        bundle.config,
+        max_num_seqs=batch,
+        max_model_len=_PROMPT + _NEW,
+        kv_cache_bytes=2**32,
+        keep_prompts=False,
+    )
+    engine = Engine(runner, chunk_size=2048)
+
+    def run() -> None:
+        prompts = generator.integers(bundle.config.vocab_size, size=(batch, _PROMPT)).tolist()
+        assert all(len(tokens) == _NEW for tokens in _run(engine, prompts, set(), _NEW))
+
+    return batch * _NEW / _median_seconds(run)
+
+
+def _run(engine: Engine, prompts: list[list[int]], aborted: set[int], n_new: int = 32) -> list[list[int]]:
     """Greedy tokens of every prompt; those that are aborted are cut off after some."""
     tokens: list[list[int]] = [[] for _ in prompts]
     ended: set[int] = set()
     for i, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=32, temperature=0.0)
+        params = SamplingParams(max_tokens=n_new, temperature=0.0)
         engine.add(Sequence(i, prompt, params, frozenset(), SequenceTimes(perf_counter())))
     while engine.has_work:
         for output in engine.step()[0]:
@@ -135,27 +151,36 @@ class Peer:
         self._generator = np.random.default_rng(0)
         self._vocab_size = config.vocab_size
 
+    @property
+    def attention(self) -> str:
+        """Which implementation transformers has chosen."""
+        return str(self._model.config._attn_implementation)
+
     def static(self, batch: int) -> float:
-        """Decoded tokens per second of `generate` with a static cache, a batch of equal prompts."""
+        """New tokens per second of `generate` with a static cache, a batch of equal prompts, prefill and all."""
         ids = torch.from_numpy(self._prompts(batch)).to(self._device)
 
-        def run(n_new: int) -> None:
-            options: dict[str, Any] = {"do_sample": False, "cache_implementation": "static"}
-            self._model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=n_new, **options)
+        def run() -> None:
+            options: dict[str, Any] = {"do_sample": False, "cache_implementation": "static", "max_new_tokens": _NEW}
+            found = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+            assert found.shape[1] == _PROMPT + _NEW, "generate ended early"
 
-        return batch * (_NEW - 1) / (_median_seconds(lambda: run(_NEW)) - _median_seconds(lambda: run(1)))
+        return batch * _NEW / _median_seconds(run)
 
     def continuous(self, batch: int) -> float:
-        """Decoded tokens per second of `generate_batch`, as many prompts at once."""
+        """New tokens per second of `generate_batch`, as many prompts at once, prefill and all."""
         prompts = self._prompts(batch).tolist()
+        limits = transformers.GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=_NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
+        )
 
-        def run(n_new: int) -> None:
-            limits = transformers.GenerationConfig(  # type: ignore[no-untyped-call]
-                max_new_tokens=n_new, do_sample=False, eos_token_id=-1, pad_token_id=0
-            )
-            self._model.generate_batch(inputs=prompts, generation_config=limits, progress_bar=False)
+        def run() -> None:
+            options = {"generation_config": limits, "progress_bar": False, "persistent_manager": True}
+            found = self._model.generate_batch(inputs=prompts, **options)
+            lengths = [len(result.generated_tokens) for result in found.values()]
+            assert lengths == [_NEW] * batch, "generate_batch ended early"  # it returns what it has when it fails
 
-        return batch * (_NEW - 1) / (_median_seconds(lambda: run(_NEW)) - _median_seconds(lambda: run(1)))
+        return batch * _NEW / _median_seconds(run)
 
     def _prompts(self, batch: int) -> Any:
         return self._generator.integers(self._vocab_size, size=(batch, _PROMPT))
@@ -174,39 +199,61 @@ def _median_seconds(work: Callable[[], None]) -> float:
     return median(seconds)
 
 
-def main(cache: Path, output: Path) -> None:
-    """Check, measure, print; the figures go to `output`, too."""
-    console = Console()
+class Report:
+    """Figures as they come, on the screen and in a file: a failure costs its own, and none of the others."""
+
+    def __init__(self, output: Path) -> None:
+        self._output = output
+        self._console = Console()
+        self.figures: dict[str, Any] = {}
+        self.failures: list[str] = []
+
+    def note(self, name: str, measure: Callable[[], Any]) -> None:
+        """Measure something, or note why it could not be."""
+        try:
+            found = measure()
+        except Exception as error:  # whatever a card, a driver or a peer comes up with
+            self.failures.append(name)
+            found = {"failed": f"{type(error).__name__}: {error}"}
+        self.figures[name] = found
+        self._console.print(name, found, markup=False)
+        self._output.parent.mkdir(parents=True, exist_ok=True)
+        self._output.write_text(json.dumps(self.figures, indent=2) + "\n", encoding="utf-8")
+
+
+def main(cache: Path, output: Path) -> int:
+    """Check and measure, what matters most first. Returns how many of the parts failed."""
+    report, first = Report(output), PRECISIONS["cuda"][0]
     versions = {"onnxruntime": onnxruntime.__version__, "torch": torch.__version__}
     versions |= {"transformers": transformers.__version__, "python": platform.python_version()}
-    card = torch.cuda.get_device_name()
-    console.print(card, versions)
-    figures: dict[str, Any] = {"card": card, "versions": versions, "parity": [], "engine": {}, "speed": [], "peer": {}}
-    for name in PRESETS:
-        for precision in PRECISIONS["cuda"]:
-            parity = check_parity(cache, name, precision)
-            console.print(parity)
-            figures["parity"].append(asdict(parity))
-        figures["engine"][name] = check_engine(cache, name, PRECISIONS["cuda"][0])
-        console.print(f"{name}: {figures['engine'][name]:.1%} of tokens are those of each sequence alone")
-        for precision in PRECISIONS["cuda"]:
-            speed = bench_engine(name, precision, None, cache, "cuda")
-            console.print(*speed.tables(), sep="\n")
-            figures["speed"].append(speed.as_json())
-        peer, table = Peer(preset(name)), Table(title=f"transformers, {name}, bf16: decoded tokens/s")
-        for column in ("batch", "static", "continuous"):
-            table.add_column(column, justify="right")
-        figures["peer"][name] = {}
-        for batch in DECODE_BATCHES["cuda"]:
-            measured = {"static": peer.static(batch), "continuous": peer.continuous(batch)}
-            figures["peer"][name][batch] = measured
-            table.add_row(str(batch), *(f"{value:.0f}" for value in measured.values()))
-        console.print(table)
-        del peer
+    report.note("machine", lambda: {"card": torch.cuda.get_device_name(), **versions})
+    for precision in (first, *PRECISIONS["cuda"][1:]):
+        for name in PRESETS:
+            report.note(f"{name} {precision}: parity", partial(check_parity, cache, name, precision))
+            report.note(f"{name} {precision}: engine alone", partial(_figures, name, precision, cache))
+            if precision != first:
+                continue
+            report.note(f"{name} {precision}: tokens as alone", partial(check_engine, cache, name, precision))
+            for batch in DECODE_BATCHES["cuda"]:
+                ours = partial(measure_engine, cache, name, precision, batch)
+                report.note(f"{name} {precision}, batch {batch}: kvasir", ours)
+            _measure_peer(report, name)
+    return len(report.failures)
+
+
+def _figures(name: str, precision: str, cache: Path) -> dict[str, Any]:
+    return bench_engine(name, precision, None, cache, "cuda").as_json()
+
+
+def _measure_peer(report: Report, name: str) -> None:
+    for batch in DECODE_BATCHES["cuda"]:
+        peer = Peer(preset(name))  # a new one each time: its manager is sized for the first requests that it gets
+        report.note(f"{name}, batch {batch}: transformers, {peer.attention}, static", partial(peer.static, batch))
+        report.note(
+            f"{name}, batch {batch}: transformers, {peer.attention}, continuous", partial(peer.continuous, batch)
+        )
         torch.cuda.empty_cache()
-        output.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    console.print(f"written to {output}")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))

@@ -25,7 +25,8 @@ class PagedInputs:
     position_ids: int64 [tokens], absolute. cumulative_sequence_length: int32 [batch + 1], where each sequence's tokens
     begin, and the end. past_seqlens: int32 [batch], tokens in the blocks before this run. block_table: int32 [batch,
     blocks]. slot_mapping: int32 [tokens], block · block size + place in it, of where a token's key and value go; -1 is
-    nowhere. attention_metadata: int32 [2], on the CPU: no sequence has more new tokens, and none more in all.
+    nowhere. attention_metadata: int32 [3], on the CPU: no sequence has more new tokens than the first, none more in all
+    than the second, and one has the third at least.
     """
 
     position_ids: Tensor

@@ -114,7 +114,7 @@ class PagedAttention(OpRun):
         lengths = np.diff(starts)
         assert (lengths > 0).all()
         assert metadata[0] >= lengths.max()
-        assert metadata[1] >= (past + lengths).max()
+        assert metadata[1] >= (past + lengths).max() >= metadata[2]
         n_blocks, block_size = cache.shape[:2]
         assert (slots >= 0).all()
         assert (slots < n_blocks * block_size).all()

@@ -126,6 +126,8 @@ def test_sequences_wait_for_blocks_and_for_rows() -> None:
     assert blocks.admit(1, 0, []) is None
     blocks.free(0)
     assert [blocks.admit(1, 0, []), blocks.admit(1, 0, []), blocks.admit(1, 0, [])] == [(0, 0), (1, 0), None]
+    with pytest.raises(ValueError, match="a row of 1 blocks cannot hold 5 tokens"):
+        blocks.slots(1, 4, 5)
     blocks.free(1)
     with pytest.raises(ValueError, match="row 1 is free already"):
         blocks.free(1)

@@ -49,7 +49,7 @@ def packed(chunks: list[tuple[int, int]], blocks: list[list[int]]) -> PagedInput
         past_seqlens=tensor([start for start, _ in chunks]),
         block_table=tensor([b + [0] * (widest - len(b)) for b in blocks]),
         slot_mapping=tensor(np.concatenate(slots)),
-        attention_metadata=tensor([max(map(len, places)), max(end for _, end in chunks)]),
+        attention_metadata=tensor([max(map(len, places)), *[max(end for _, end in chunks)] * 2]),
     )
 
 

@@ -46,7 +46,7 @@ def run(path: Path, chunks: list[tuple[list[int], int]], caches: dict[str, Any],
         "past_seqlens": np.array([past for _, past in chunks], dtype=np.int32),
         "block_table": np.array(blocks, dtype=np.int32),
         "slot_mapping": np.concatenate(slots).astype(np.int32),
-        "attention_metadata": np.array([max(map(len, places)), 500], dtype=np.int32),
+        "attention_metadata": np.array([max(map(len, places)), 500, 1], dtype=np.int32),
         "logits_indices": np.arange(len(tokens)),
     }
     assert list(feeds) == RUN_INPUTS

@@ -18,6 +18,7 @@ from model.tokenizer import train_tokenizer
 from server.engine.cuda_runtime import NoDeviceError
 from tests.random_models import make_config, make_decoder
 from tests.test_paged_runner import BLOCK, NumpyModel
+from tests.test_session import NO_GPU
 
 
 def test_a_graph_for_cuda_is_verified_as_one_for_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,6 +36,7 @@ def test_a_graph_for_cuda_is_verified_as_one_for_the_cpu(tmp_path: Path, monkeyp
     assert Verifier(decoder, path, text=None, session=session).verify().max_logit_error > 1e-3
 
 
+@NO_GPU
 @pytest.mark.parametrize(
     ("changes", "options", "message"),
     [

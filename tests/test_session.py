@@ -11,8 +11,22 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
+from export.paged_graph import export_paged_graph
+from server.engine import session as session_module
 from server.engine.cuda_runtime import NoDeviceError, free_memory
 from server.engine.session import DeviceModel, block_bytes, open_cuda_session, open_session, require_cuda
+from tests.random_models import make_config, make_decoder
+
+
+class HostBuffer:
+    def __init__(self, n_bytes: int) -> None:
+        self.array = np.zeros(n_bytes, dtype=np.uint8)
+        self.address = self.array.ctypes.data
+
+
+NO_GPU = pytest.mark.skipif(
+    "CUDAExecutionProvider" in onnxruntime.get_available_providers(), reason="says what is said where there is none"
+)
 
 
 def write_graph(path: Path, dtype: ir.DataType) -> None:
@@ -51,28 +65,50 @@ def test_ids_go_in_logits_come_out_and_blocks_stay(dtype: ir.DataType, itemsize:
     write_graph(tmp_path / "model.onnx", dtype)
     session = open_session(tmp_path / "model.onnx", threads=1, spin_microseconds=0)
     assert block_bytes(session) == 2 * 2 * 3 * itemsize
-    model = DeviceModel(session, n_blocks=5, device="cpu")
+    buffers: list[HostBuffer] = []
+
+    def allocate(n_bytes: int) -> HostBuffer:
+        buffers.append(HostBuffer(n_bytes))
+        return buffers[-1]
+
+    model = DeviceModel(session, n_blocks=5, device="cpu", buffer=allocate)
     for ids in ([7, 8, 9], [4], [5, 6]):
         logits = model.run({"input_ids": np.array(ids)})
         assert logits.tolist() == ids
-        blocks = [value.numpy() for value in model._io.get_outputs()[:2]]
-        assert all(block.shape == (5, 2, 1, 3) and (block == ids[0]).all() for block in blocks)
-    assert len(model._io.get_outputs()) == 3  # the same buffers, bound once
+        held = [buffer.array.view(np.float32 if itemsize == 4 else np.float16) for buffer in buffers]
+        assert len(held) == 2
+        assert all(blocks.size == 5 * 2 * 3 and (blocks == ids[0]).all() for blocks in held)
 
 
-def test_no_gpu_is_said_and_not_replaced_by_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that can be installed beside these tests is for the CPU; one for GPUs finds none and goes on without."""
-    write_graph(tmp_path / "model.onnx", ir.DataType.FLOAT)
+@NO_GPU
+def test_no_gpu_is_said_and_not_replaced_by_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With the ONNX Runtime for the CPU; with the one for GPUs where no driver is, and where the driver is no use.
+
+    The graph is a real one, for which the CPU has no kernels.
+    """
+    graph = tmp_path / "model.onnx"
+    export_paged_graph(make_decoder(make_config(n_layer=1)), graph, "bf16")
     with pytest.raises(NoDeviceError, match="is the one for the CPU; install the extra cuda in its place"):
-        open_cuda_session(tmp_path / "model.onnx")
+        open_cuda_session(graph)
     available = ["CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: available)
-    monkeypatch.setattr(onnxruntime, "preload_dlls", lambda: None)
+    monkeypatch.setattr(onnxruntime, "preload_dlls", lambda: print("libcublas.so not found"))  # noqa: T201
     require_cuda()
+    with pytest.raises(NoDeviceError, match="CUDA's runtime cannot be"):
+        open_cuda_session(graph)
+    monkeypatch.setattr(session_module, "free_memory", lambda: 2**30)
+    with pytest.raises(NoDeviceError, match=r"cannot run the model on this GPU: .*implementation") as caught:
+        open_cuda_session(graph)
+    assert "\n" not in str(caught.value)
+    write_graph(graph, ir.DataType.FLOAT)  # this one the CPU could run
     with pytest.raises(NoDeviceError, match="finds no NVIDIA GPU that it can use"):
-        open_cuda_session(tmp_path / "model.onnx")
+        open_cuda_session(graph)
+    assert capfd.readouterr() == ("", "")
 
 
+@NO_GPU
 def test_the_memory_of_no_gpu_cannot_be_read() -> None:
     with pytest.raises(NoDeviceError, match="CUDA's runtime cannot be"):
         free_memory()

@@ -116,7 +116,12 @@ class KVBlocks:
         """The device's memory is held as long as the process lives."""
 
     def slots(self, row: int, start: int, end: int) -> NDArray[np.int32]:
-        """block · block_size + place in it, of a sequence's tokens [start, end)."""
+        """block · block_size + place in it, of a sequence's tokens [start, end).
+
+        Raises ValueError beyond what the sequence was admitted for: those blocks are somebody else's.
+        """
+        if end > len(self._held[row]) * self.block_size:
+            raise ValueError(f"a row of {len(self._held[row])} blocks cannot hold {end} tokens")
         places = np.arange(start, end, dtype=np.int32)
         slots: NDArray[np.int32] = self.table[row, places // self.block_size] * self.block_size
         return slots + places % self.block_size

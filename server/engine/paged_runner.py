@@ -71,7 +71,8 @@ class PagedRunner:
             "slot_mapping": np.concatenate(
                 [self.rows.slots(row, chunk.start, chunk.end) for row, chunk in zip(rows, chunks, strict=True)]
             ),
-            "attention_metadata": np.array([max(chunk.count for chunk in chunks), longest], dtype=np.int32),
+            # Upper bounds, and a lower one, without which long contexts of few sequences are not split over the GPU.
+            "attention_metadata": np.array([max(chunk.count for chunk in chunks), longest, longest], dtype=np.int32),
             # A product of no rows is not put to the test: a row that nobody asked for is dropped again.
             "logits_indices": logits_indices if len(logits_indices) else np.zeros(1, dtype=np.int64),
         }

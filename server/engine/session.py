@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import onnxruntime
-from onnxruntime import InferenceSession, OrtValue, SessionOptions
+from onnxruntime import InferenceSession, SessionOptions
 
 from model.bundle import GRAPH_ENVIRONMENT
-from server.engine.cuda_runtime import NoDeviceError, fill_with_zeros
+from server.engine.cuda_runtime import DeviceBuffer, NoDeviceError, free_memory
 from server.engine.paged_runner import Inputs
 from server.engine.sampling import Floats
 
@@ -21,13 +24,12 @@ __all__ = ["DeviceModel", "InferenceSession", "block_bytes", "open_cuda_session"
 
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 _WARNING, _FATAL = 2, 4  # ONNX Runtime's severities; the first is its default
-_BFLOAT16, _FLOAT8E4M3FN = 16, 17  # in onnx.TensorProto: numpy has no such types
-_TYPES: dict[str, tuple[Any, int]] = {  # what OrtValue takes, and bytes
-    "tensor(float)": (np.float32, 4),
-    "tensor(float16)": (np.float16, 2),
-    "tensor(bfloat16)": (_BFLOAT16, 2),
-    "tensor(int8)": (np.int8, 1),
-    "tensor(float8e4m3fn)": (_FLOAT8E4M3FN, 1),
+_TYPES = {  # numbers of onnx.TensorProto, and bytes
+    "tensor(float)": (1, 4),
+    "tensor(float16)": (10, 2),
+    "tensor(bfloat16)": (16, 2),
+    "tensor(int8)": (3, 1),
+    "tensor(float8e4m3fn)": (17, 1),
 }
 
 onnxruntime.disable_telemetry_events()  # what is served, and where, is nobody's business
@@ -51,13 +53,20 @@ def require_cuda() -> None:
 
 
 def open_cuda_session(graph: Path) -> InferenceSession:
-    """A session on the first NVIDIA GPU. Raises NoDeviceError, where ONNX Runtime would go on without, on the CPU."""
+    """A session on the first NVIDIA GPU.
+
+    Raises NoDeviceError, where ONNX Runtime would go on without, on the CPU, or fail for want of kernels there.
+    """
     require_cuda()
-    onnxruntime.preload_dlls()
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find
+        onnxruntime.preload_dlls()
+    free_memory()  # says what is missing
     onnxruntime.set_default_logger_severity(_FATAL)  # why there is no GPU is said below, in one line
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             session = InferenceSession(graph, SessionOptions(), providers=[_CUDA, _CPU])
+    except Exception as error:  # ONNX Runtime's own are many, and have no base of their own
+        raise NoDeviceError(f"ONNX Runtime cannot run the model on this GPU: {str(error).splitlines()[0]}") from None
     finally:
         onnxruntime.set_default_logger_severity(_WARNING)
     if _CUDA not in session.get_providers():
@@ -68,23 +77,37 @@ def open_cuda_session(graph: Path) -> InferenceSession:
     return session
 
 
-class DeviceModel:
-    """A graph over blocks, which stay on a device: ids go in, logits come out. device: "cuda", or "cpu" in tests."""
+class Buffer(Protocol):
+    """Memory on a device."""
 
-    def __init__(self, session: InferenceSession, n_blocks: int, device: str = "cuda") -> None:
+    address: int
+
+
+class DeviceModel:
+    """A graph over blocks, which stay on a device: ids go in, logits come out.
+
+    device, buffer: where the blocks are, and how so many bytes of zeros are had there.
+    """
+
+    def __init__(
+        self,
+        session: InferenceSession,
+        n_blocks: int,
+        device: str = "cuda",
+        buffer: Callable[[int], Buffer] = DeviceBuffer,
+    ) -> None:
         self._session = session
         self._io = session.io_binding()
-        self._n_outputs = 0
+        self._blocks: list[Buffer] = []
         for value in session.get_inputs():
             if value.name.startswith("past_key_values."):
-                dtype, itemsize = _TYPES[value.type]
-                shape = [n_blocks, *value.shape[1:]]
-                blocks = OrtValue.ortvalue_from_shape_and_type(shape, dtype, device, 0)
-                if device == "cuda":
-                    fill_with_zeros(blocks.data_ptr(), math.prod(shape) * itemsize)
-                self._io.bind_ortvalue_input(value.name, blocks)
-                self._io.bind_ortvalue_output(value.name.replace("past_key_values", "present"), blocks)
-                self._n_outputs += 1
+                kind, itemsize = _TYPES[value.type]
+                shape = (n_blocks, *value.shape[1:])
+                blocks = buffer(math.prod(shape) * itemsize)
+                present = value.name.replace("past_key_values", "present")
+                self._io.bind_input(value.name, device, 0, kind, shape, blocks.address)
+                self._io.bind_output(present, device, 0, kind, shape, blocks.address)
+                self._blocks.append(blocks)
 
     def run(self, inputs: Inputs) -> Floats:
         """Logits [rows, vocab], on the CPU."""
@@ -92,7 +115,7 @@ class DeviceModel:
             self._io.bind_cpu_input(name, np.ascontiguousarray(array))
         self._io.bind_output("logits", "cpu")
         self._session.run_with_iobinding(self._io)
-        logits: Floats = self._io.get_outputs()[self._n_outputs].numpy()  # the output that was bound last
+        logits: Floats = self._io.get_outputs()[len(self._blocks)].numpy()  # the output that was bound last
         return logits
 
 
