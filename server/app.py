@@ -23,7 +23,7 @@ from server.settings import Settings
 
 logger = logging.getLogger("kvasir")
 
-CPU_CHUNK, CUDA_CHUNK = 256, 2048  # prompt tokens in a step, unless set
+CPU_CHUNK = 256  # prompt tokens in a step, unless set
 
 
 def create_app(
@@ -86,7 +86,7 @@ def _build_on_cpu(settings: Settings, bundle: ModelBundle) -> Engine:
 
 
 def _build_on_cuda(settings: Settings, bundle: ModelBundle) -> Engine:
-    from server.engine.cuda import open_cuda_runner  # noqa: PLC0415  as above
+    from server.engine.cuda import LONGEST_CHUNK, open_cuda_runner  # noqa: PLC0415  as above
 
     runner = open_cuda_runner(
         bundle.graph_path,
@@ -96,7 +96,7 @@ def _build_on_cuda(settings: Settings, bundle: ModelBundle) -> Engine:
         kv_cache_bytes=settings.kv_cache_memory,
         keep_prompts=settings.prefix_cache_memory != 0,
     )
-    return Engine(runner, chunk_size=settings.chunk_size or CUDA_CHUNK, speculate=settings.speculate)
+    return Engine(runner, chunk_size=settings.chunk_size or LONGEST_CHUNK, speculate=settings.speculate)
 
 
 async def _on_kvasir_error(request: Request, error: Exception) -> Response:

@@ -73,7 +73,8 @@ def make_engine(
         n_blocks=n_blocks, block_size=BLOCK, max_num_seqs=max_num_seqs, max_model_len=config.max_model_len
     )
     runner = PagedRunner(model, blocks, max_model_len=config.max_model_len, vocab_size=config.vocab_size)
-    runner.warm_up()
+    runner.warm_up(30)
+    assert model.n_tokens == [30, 1]
     model.n_tokens.clear()
     return Engine(runner, **{"chunk_size": 16, **options}), model
 

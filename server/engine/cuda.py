@@ -12,7 +12,8 @@ from server.engine.kv_blocks import KVBlocks
 from server.engine.paged_runner import PagedRunner
 from server.engine.session import DeviceModel, block_bytes, open_cuda_session
 
-_MEMORY_SHARE = 0.9  # of what is free once the model is loaded, for blocks: runs need some too
+LONGEST_CHUNK = 2048  # prompt tokens in a step, unless set
+_MEMORY_SHARE = 0.9
 
 
 def open_cuda_runner(
@@ -24,21 +25,28 @@ def open_cuda_runner(
     kv_cache_bytes: int | None = None,
     keep_prompts: bool = True,
 ) -> PagedRunner:
-    """Load the graph and warm it up. kv_cache_bytes: for blocks; None is nine tenths of the memory that is left.
+    """Load the graph and warm it up. kv_cache_bytes: for blocks; None is nine tenths of what is left, once the longest
+    chunk of a prompt has run and ONNX Runtime holds the memory that this takes.
 
     Raises NoDeviceError where there is no GPU, and ValueError for a limit that cannot be met.
     """
     longest = check_max_model_len(max_model_len, config)
     session = open_cuda_session(graph)
+
+    def make_runner(n_blocks: int, max_num_seqs: int) -> PagedRunner:
+        blocks = KVBlocks(
+            n_blocks=n_blocks,
+            block_size=KV_BLOCK_SIZE,
+            max_num_seqs=max_num_seqs,
+            max_model_len=longest,
+            keep_prompts=keep_prompts,
+        )
+        model = DeviceModel(session, n_blocks)
+        return PagedRunner(model, blocks, max_model_len=longest, vocab_size=config.vocab_size)
+
+    chunk = min(LONGEST_CHUNK, longest - 1)
+    make_runner(-(-(chunk + 1) // KV_BLOCK_SIZE), max_num_seqs=1).warm_up(chunk)
     budget = int(_MEMORY_SHARE * free_memory()) if kv_cache_bytes is None else kv_cache_bytes
-    blocks = KVBlocks(
-        n_blocks=budget // block_bytes(session),
-        block_size=KV_BLOCK_SIZE,
-        max_num_seqs=max_num_seqs,
-        max_model_len=longest,
-        keep_prompts=keep_prompts,
-    )
-    model = DeviceModel(session, blocks.n_blocks)
-    runner = PagedRunner(model, blocks, max_model_len=longest, vocab_size=config.vocab_size)
+    runner = make_runner(budget // block_bytes(session), max_num_seqs)
     runner.warm_up()
     return runner

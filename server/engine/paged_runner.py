@@ -35,13 +35,14 @@ class PagedRunner:
         self.model_seconds = 0.0  # spent inside ONNX Runtime so far
         self._model = model
 
-    def warm_up(self) -> None:
-        """Run a chunk and a decode step once, so that the first request pays for neither."""
-        admitted = self.rows.admit(1, 1, [])
+    def warm_up(self, n_tokens: int = 1) -> None:
+        """Run a chunk of so many tokens and a decode step, so that the first request pays for neither."""
+        admitted = self.rows.admit(n_tokens, 1, [])
         assert admitted is not None
-        first = Sequence(-1, [0], SamplingParams(max_tokens=1), frozenset(), SequenceTimes(0.0), row=admitted[0])
-        for start in range(2):
-            self._run([Chunk(first, start=start, count=1, n_logits=1)], [[0]])
+        params = SamplingParams(max_tokens=1)
+        first = Sequence(-1, [0] * n_tokens, params, frozenset(), SequenceTimes(0.0), row=admitted[0])
+        self._run([Chunk(first, start=0, count=n_tokens, n_logits=1)], [first.prompt_ids])
+        self._run([Chunk(first, start=n_tokens, count=1, n_logits=1)], [[0]])
         self.rows.free(admitted[0])
 
     def run(self, batch: Batch) -> Floats:
