@@ -14,7 +14,7 @@ import pytest
 from export.paged_graph import export_paged_graph
 from server.engine import session as session_module
 from server.engine.cuda_runtime import NoDeviceError, free_memory
-from server.engine.session import DeviceModel, block_bytes, open_cuda_session, open_session, require_cuda
+from server.engine.session import DeviceModel, block_bytes, open_cuda_session, open_session
 from tests.random_models import make_config, make_decoder
 
 
@@ -95,8 +95,7 @@ def test_no_gpu_is_said_and_not_replaced_by_the_cpu(
     available = ["CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: available)
     monkeypatch.setattr(onnxruntime, "preload_dlls", lambda: print("libcublas.so not found"))  # noqa: T201
-    require_cuda()
-    with pytest.raises(NoDeviceError, match="CUDA's runtime cannot be"):
+    with pytest.raises(NoDeviceError, match=r"CUDA's runtime cannot be loaded|no NVIDIA GPU can be used"):
         open_cuda_session(graph)
     monkeypatch.setattr(session_module, "free_memory", lambda: 2**30)
     with pytest.raises(NoDeviceError, match=r"cannot run the model on this GPU: .*implementation") as caught:
@@ -110,7 +109,7 @@ def test_no_gpu_is_said_and_not_replaced_by_the_cpu(
 
 @NO_GPU
 def test_the_memory_of_no_gpu_cannot_be_read() -> None:
-    with pytest.raises(NoDeviceError, match="CUDA's runtime cannot be"):
+    with pytest.raises(NoDeviceError, match=r"CUDA's runtime cannot be loaded|no NVIDIA GPU can be used"):
         free_memory()
 
 

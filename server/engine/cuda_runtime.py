@@ -35,8 +35,10 @@ class DeviceBuffer:
 
 def _call(function: str, *arguments: object) -> None:
     try:
-        code = getattr(ctypes.CDLL(_LIBRARY), function)(*arguments)
+        library = ctypes.CDLL(_LIBRARY)
     except OSError as error:
         raise NoDeviceError(f"CUDA's runtime cannot be loaded: {error}; install the extra cuda") from None
-    if code:
-        raise NoDeviceError(f"CUDA's runtime cannot be used: {function} returned error {code}")
+    if code := getattr(library, function)(*arguments):
+        library.cudaGetErrorString.restype = ctypes.c_char_p
+        why = library.cudaGetErrorString(code).decode()
+        raise NoDeviceError(f"no NVIDIA GPU can be used: {why}; look for the driver, or export the model for the CPU")

@@ -47,9 +47,12 @@ def open_session(graph: Path, threads: int, spin_microseconds: int) -> Inference
 
 
 def require_cuda() -> None:
-    """Raises NoDeviceError where the installed ONNX Runtime cannot use a GPU at all."""
+    """Load CUDA's libraries. Raises NoDeviceError where ONNX Runtime is the one for the CPU, or no GPU answers."""
     if _CUDA not in onnxruntime.get_available_providers():
         raise NoDeviceError("the installed ONNX Runtime is the one for the CPU; install the extra cuda in its place")
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find
+        onnxruntime.preload_dlls()
+    free_memory()  # says what is missing
 
 
 def open_cuda_session(graph: Path) -> InferenceSession:
@@ -58,9 +61,6 @@ def open_cuda_session(graph: Path) -> InferenceSession:
     Raises NoDeviceError, where ONNX Runtime would go on without, on the CPU, or fail for want of kernels there.
     """
     require_cuda()
-    with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find
-        onnxruntime.preload_dlls()
-    free_memory()  # says what is missing
     onnxruntime.set_default_logger_severity(_FATAL)  # why there is no GPU is said below, in one line
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):
