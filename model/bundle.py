@@ -166,13 +166,23 @@ def _load(directory: Path) -> ModelBundle:
 
 
 def _load_special_tokens(path: Path) -> dict[str, str]:
-    """Texts by name: those of an optional file, whose values are texts or objects that hold one as "content"."""
     try:
-        values = json.loads(path.read_bytes()) if path.is_file() else {}
+        return parse_special_tokens(path.read_bytes()) if path.is_file() else {}
     except ValueError as error:
-        raise BundleError(f"{path} is damaged: {error}; export the model again") from None
+        raise BundleError(f"{path} {error}; export the model again") from None
+
+
+def parse_special_tokens(content: bytes) -> dict[str, str]:
+    """Texts by name, of special_tokens_map.json, whose values are texts or objects that hold one as "content".
+
+    Raises ValueError, whose message goes on after the file's name.
+    """
+    try:
+        values = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise BundleError(f"{path} does not hold an object; export the model again")
+        raise ValueError("does not hold a JSON object")
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 

@@ -15,7 +15,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from model.bundle import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE
+from model.bundle import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE, parse_special_tokens
 
 # Names that templates and clients give to a message's reasoning; transformers fills the first from the others.
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -53,11 +53,9 @@ class ChatTemplate:
         except UnicodeDecodeError as error:
             raise ChatTemplateError(f"{CHAT_TEMPLATE_FILE} is not UTF-8 text: {error}") from None
         try:
-            special_tokens = json.loads(files.get(SPECIAL_TOKENS_FILE, b"{}"))
+            special_tokens = parse_special_tokens(files.get(SPECIAL_TOKENS_FILE, b"{}"))
         except ValueError as error:
-            raise ChatTemplateError(f"{SPECIAL_TOKENS_FILE} is not JSON: {error}") from None
-        if not isinstance(special_tokens, dict):
-            raise ChatTemplateError(f"{SPECIAL_TOKENS_FILE} must hold a JSON object")
+            raise ChatTemplateError(f"{SPECIAL_TOKENS_FILE} {error}") from None
         return cls(source, special_tokens)
 
     def render(

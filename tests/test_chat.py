@@ -186,6 +186,10 @@ def test_a_directory_may_hold_a_template_and_its_tokens(tmp_path: Path) -> None:
     template = ChatTemplate.load(tmp_path)
     assert template is not None
     assert template.render([{"role": "user", "content": "x"}]) == "<s>xé"
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<b>", "lstrip": False}}))
+    template = ChatTemplate.load(tmp_path)  # as published files have it, too
+    assert template is not None
+    assert template.render([{"role": "user", "content": "x"}]) == "<b>xé"
 
 
 @pytest.mark.parametrize("content", ["{", "[1]"])
