@@ -23,6 +23,8 @@ class KVBlocks:
     outlive their sequences, and are shared. Raises ValueError for no block.
     """
 
+    runs_apart = False  # all tokens of a step are one run, and what prompts share is not copied
+
     def __init__(
         self, *, n_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int, keep_prompts: bool = True
     ) -> None:

@@ -103,6 +103,8 @@ class KVRows:
     running sequences' rows, float32 or int8. A row that has been allocated has a prompt row too, until `end_prompt`.
     """
 
+    runs_apart = True  # a chunk of a prompt may be a run of its own, and what prompts share is copied
+
     def __init__(
         self,
         *,

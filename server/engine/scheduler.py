@@ -162,7 +162,7 @@ class Scheduler:
 
     def _cost(self, chunk: Chunk) -> int:
         """What a chunk takes of a step's room: over blocks its tokens, over rows also a run and what is copied."""
-        if isinstance(self.rows, KVBlocks):
+        if not self.rows.runs_apart:
             return chunk.count
         n_copied = chunk.sequence.n_cached if chunk.begins_prompt else 0
         return max(chunk.count, self.chunk_size // _MOST_CHUNKS) + n_copied // _COPIES
@@ -201,7 +201,7 @@ class Scheduler:
         n_prompt = len(sequence.prompt_ids)
         start = sequence.n_computed
         end = min(start + (min(room, self.scoring_chunk_size) if sequence.is_scored else room), n_prompt)
-        if end - start == 1 and start > 0 and isinstance(self.rows, KVRows):
+        if end - start == 1 and start > 0 and self.rows.runs_apart:
             start -= 1  # one-token runs take another kernel: begin a token earlier and write the same bits again
         last = int(end == n_prompt and sequence.params.max_tokens > 0)
         return Chunk(sequence, start, end - start, end - start if sequence.is_scored else last)
