@@ -202,7 +202,16 @@ def check_model(settings: Settings) -> ModelBundle:
             require_cuda()
         except NoDeviceError as error:
             raise StartupError(f"{settings.model} was exported for cuda: {error}") from None
+        _refuse_settings_of_the_cpu(settings)
     return bundle
+
+
+def _refuse_settings_of_the_cpu(settings: Settings) -> None:
+    for name in ("threads", "spin_microseconds"):
+        if name in settings.model_fields_set:
+            raise StartupError(f"setting {name} is for the CPU; leave it out for a model on a GPU")
+    if settings.prefix_cache_memory:
+        raise StartupError("setting prefix_cache_memory can only be 0 on a GPU: blocks are kept in kv_cache_memory")
 
 
 def _compare_runtimes(bundle: ModelBundle) -> None:

@@ -22,7 +22,7 @@ import pytest
 
 from model.bundle import CONFIG_FILE, GRAPH_FILE, MANIFEST_FILE, TOKENIZER_FILE, WEIGHTS_FILE, hash_files
 from server.errors import StartupError
-from server.serve import bind, configure, run
+from server.serve import bind, check_model, configure, run
 from server.settings import load_settings
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.serving import VOCAB_SIZE, fake_app, fake_bundle
@@ -274,6 +274,25 @@ def test_a_model_for_another_device_is_refused(directory: Path) -> None:
     path.write_text(path.read_text().replace('"device": "cpu"', '"device": "cuda"'))
     with pytest.raises(StartupError, match="exported for cuda"):
         run(load_settings(model=directory))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threads": 2}, "setting threads is for the CPU"),
+        ({"spin_microseconds": 0}, "setting spin_microseconds is for the CPU"),
+        ({"prefix_cache_memory": "1MiB"}, "prefix_cache_memory can only be 0 on a GPU"),
+    ],
+)
+def test_settings_that_a_gpu_would_pass_over_are_refused(
+    directory: Path, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = directory / MANIFEST_FILE
+    path.write_text(path.read_text().replace('"device": "cpu"', '"device": "cuda"'))
+    monkeypatch.setattr("server.engine.session.require_cuda", lambda: None)
+    assert check_model(load_settings(model=directory, prefix_cache_memory=0)).manifest.device == "cuda"
+    with pytest.raises(StartupError, match=message):
+        check_model(load_settings(model=directory, **options))
 
 
 def test_a_directory_that_is_none_is_refused(tmp_path: Path) -> None:
