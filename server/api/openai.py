@@ -1,231 +1,32 @@
-"""OpenAI's routes: completions and models."""
+"""What OpenAI's routes have in common: the model's name, usage, log-probabilities that JSON can hold."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
-from time import time
 from typing import Any
 
-from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
-
-from server.api.responses import service_of, unless_disconnected
-from server.api.schemas import CompletionsBody, parse
-from server.api.sse import DONE, KEEP_ALIVE, EventStream, compact, event
-from server.completion import Choice, Completion, CompletionRequest, Delta, draw_seed
-from server.detokenizer import Detokenizer, token_text
-from server.engine.sampling import TokenLogprobs
+from server.completion import Completion
 from server.errors import ModelNotFoundError
 from server.service import Service
 
-router = APIRouter()
-
-DEFAULT_MAX_TOKENS = 16
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 
 
-@router.post("/v1/completions")
-async def completions(request: Request) -> Response:
-    service = service_of(request)
-    body = parse(CompletionsBody, await request.body())
-    _check_model(service, body.model)
-    wanted = await _completion_request(service, body, request.state.arrived)
-    answer = _Answer(service, body, request.state.request_id)
-    if body.stream:
-        return EventStream(_events(request, wanted, answer), last_words=DONE)
-    return await unless_disconnected(request.receive, _whole(request, wanted, answer))
-
-
-@router.get("/v1/models")
-async def models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_model_card(service_of(request))]}
-
-
-@router.get("/v1/models/{model_id:path}")
-async def model(request: Request, model_id: str) -> dict[str, Any]:
-    service = service_of(request)
-    _check_model(service, model_id)
-    return _model_card(service)
-
-
-def _model_card(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.settings.model_name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "kvasir",
-        "max_model_len": service.max_model_len,
-    }
-
-
-def _check_model(service: Service, name: str | None) -> None:
+def check_model(service: Service, name: str | None) -> None:
+    """Raises ModelNotFoundError for a name other than that of the model that is served."""
     served = service.settings.model_name
     if name not in (None, served):
         raise ModelNotFoundError(f"the model {name!r} is not served here; {served!r} is", param="model")
-
-
-async def _completion_request(service: Service, body: CompletionsBody, arrived: float) -> CompletionRequest:
-    service.admission.check_size(len(body.prompt) * body.n)  # before a million prompts are tokenised
-    service.check_token_ids(body.stop_token_ids, "stop_token_ids")
-    service.check_token_ids(map(int, body.logit_bias), "logit_bias")
-    prompts = [await service.prompt(source, keep_last=body.truncate_prompt_tokens) for source in body.prompt]
-    max_tokens = body.tokens_wanted
-    if max_tokens is None:
-        max_tokens = service.default_max_tokens(prompts, DEFAULT_MAX_TOKENS)
-    params = body.sampling_params(
-        service.bundle.generation.given(),
-        max_tokens=max_tokens,
-        seed=draw_seed() if body.seed is None else body.seed,
-        logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
-    )
-    deadline = service.deadline(arrived, body.timeout_ms)
-    return CompletionRequest(prompts=prompts, params=params, n=body.n, stops=tuple(body.stop), deadline=deadline)
-
-
-@dataclass(slots=True)
-class _Logprobs:
-    """OpenAI's four parallel lists. `offset` is where generated text starts: behind the prompt where it is echoed."""
-
-    tokens: list[str] = field(default_factory=list)
-    token_logprobs: list[float | None] = field(default_factory=list)
-    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
-    text_offset: list[int] = field(default_factory=list)
-
-    def extend(self, other: _Logprobs) -> None:
-        self.tokens += other.tokens
-        self.token_logprobs += other.token_logprobs
-        self.top_logprobs += other.top_logprobs
-        self.text_offset += other.text_offset
-
-    def json(self, *, with_top: bool) -> dict[str, Any]:
-        return {
-            "tokens": self.tokens,
-            "token_logprobs": self.token_logprobs,
-            "top_logprobs": self.top_logprobs if with_top else None,
-            "text_offset": self.text_offset,
-        }
-
-
-class _Answer:
-    """The shape of one request's answer, whole or in chunks."""
-
-    def __init__(self, service: Service, body: CompletionsBody, request_id: str) -> None:
-        self.service = service
-        self.tokenizer = service.bundle.tokenizer
-        self.body = body
-        self.head = {
-            "id": f"cmpl-{request_id}",
-            "object": "text_completion",
-            "created": int(time()),
-            "model": service.settings.model_name,
-        }
-        self._prefix = compact(self.head)[:-1]
-        self._with_usage = body.stream_options is not None and body.stream_options.include_usage
-        self._echoed: set[int] = set()
-
-    def text_of(self, delta: Delta) -> str:
-        """What the delta adds to the text, with the echoed prompt before the first."""
-        if not self.body.echo or delta.choice.index in self._echoed:
-            return delta.text
-        self._echoed.add(delta.choice.index)
-        return delta.choice.prompt.text + delta.text
-
-    def logprobs_of(self, delta: Delta) -> _Logprobs | None:
-        if self.body.logprobs is None:
-            return None
-        entries = _Logprobs()
-        prompt = delta.choice.prompt
-        if delta.prompt_logprobs is not None:
-            self._add_prompt(entries, prompt.ids, delta.prompt_logprobs)
-        if delta.logprobs is not None:
-            self._add(entries, delta.logprobs, delta.offset + (len(prompt.text) if self.body.echo else 0))
-        return entries
-
-    def chunk(self, delta: Delta) -> bytes:
-        """An event for one delta; none where it has nothing to show."""
-        text, logprobs = self.text_of(delta), self.logprobs_of(delta)
-        if not text and logprobs is None and delta.finish_reason is None:
-            return b""
-        shown = "null" if logprobs is None else compact(logprobs.json(with_top=bool(self.body.logprobs)))
-        reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
-        usage = ',"usage":null' if self._with_usage else ""
-        return event(
-            f'{self._prefix},"choices":[{{"index":{delta.choice.index},"text":{compact(text)},'
-            f'"logprobs":{shown},"finish_reason":{reason}}}]{usage}}}'
-        )
-
-    def tail(self, completion: Completion) -> bytes:
-        if not self._with_usage:
-            return DONE
-        return event(compact({**self.head, "choices": [], "usage": _usage(completion)})) + DONE
-
-    def _add_prompt(self, entries: _Logprobs, ids: list[int], scored: list[TokenLogprobs]) -> None:
-        text = Detokenizer(self.tokenizer)
-        for position, token_id in enumerate(ids):
-            if position:
-                self._add(entries, scored[position - 1], text.n_chars)
-            else:
-                entries.extend(_Logprobs([token_text(self.tokenizer, token_id)], [None], [None], [0]))
-            text.push(token_id)
-
-    def _add(self, entries: _Logprobs, scored: TokenLogprobs, offset: int) -> None:
-        entries.tokens.append(token_text(self.tokenizer, scored.token_id))
-        entries.token_logprobs.append(finite(scored.logprob))
-        top: dict[str, float] = {}
-        for token_id, logprob in (*scored.top, (scored.token_id, scored.logprob)):
-            top.setdefault(token_text(self.tokenizer, token_id), finite(logprob))
-        entries.top_logprobs.append(top)
-        entries.text_offset.append(offset)
 
 
 def finite(logprob: float) -> float:
     return max(_LOWEST_LOGPROB, logprob)  # in this order NaN is replaced too
 
 
-def _usage(completion: Completion) -> dict[str, Any]:
+def usage(completion: Completion) -> dict[str, Any]:
     prompt, generated = completion.n_prompt_tokens, completion.n_completion_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": completion.n_cached_tokens},
-    }
-
-
-async def _events(request: Request, wanted: CompletionRequest, answer: _Answer) -> AsyncGenerator[bytes, None]:
-    service = answer.service
-    with service.complete(wanted) as completion:
-        request.state.completion = completion
-        async for deltas in completion.deltas(service.settings.keep_alive_interval):
-            if chunk := b"".join(map(answer.chunk, deltas)):
-                yield chunk
-            elif not deltas:
-                yield KEEP_ALIVE
-        yield answer.tail(completion)
-
-
-async def _whole(request: Request, wanted: CompletionRequest, answer: _Answer) -> Response:
-    texts: dict[int, list[str]] = {}
-    logprobs: dict[int, _Logprobs] = {}
-    with answer.service.complete(wanted) as completion:
-        request.state.completion = completion
-        async for deltas in completion.deltas():
-            for delta in deltas:
-                index = delta.choice.index
-                texts.setdefault(index, []).append(answer.text_of(delta))
-                if (entries := answer.logprobs_of(delta)) is not None:
-                    logprobs.setdefault(index, _Logprobs()).extend(entries)
-    choices = [_choice(choice, "".join(texts[choice.index]), logprobs, answer.body) for choice in completion.choices]
-    return JSONResponse({**answer.head, "choices": choices, "usage": _usage(completion)})
-
-
-def _choice(choice: Choice, text: str, logprobs: dict[int, _Logprobs], body: CompletionsBody) -> dict[str, Any]:
-    entries = logprobs.get(choice.index)
-    return {
-        "index": choice.index,
-        "text": text,
-        "logprobs": None if entries is None else entries.json(with_top=bool(body.logprobs)),
-        "finish_reason": choice.finish_reason,
     }
