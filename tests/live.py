@@ -1,0 +1,106 @@
+"""A real uvicorn in a thread, on a fake runner and a free port, for tests that talk over real sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+
+from server.async_engine import AsyncEngine, OutputStream
+from server.engine.sequence import Sequence
+from server.serve import bind, configure
+from server.service import Service
+from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.serving import VOCAB_SIZE, fake_app
+
+KEY = "a-key"
+
+
+class Live:
+    """A server in a thread. What happens inside is announced by semaphores, for tests that wait for it."""
+
+    def __init__(self, runner: FakeRunner, **settings: Any) -> None:
+        self.runner = runner
+        self.submitted = threading.Semaphore(0)
+        self.left = threading.Semaphore(0)
+        self.freed = threading.Semaphore(0)
+        app = fake_app(runner, api_key=KEY, **settings)
+        self.service: Service = app.state.service
+        self._announce(self.service.engine)
+        listener = bind("127.0.0.1", 0)
+        self.port: int = listener.getsockname()[1]
+        self.server = uvicorn.Server(configure(app))
+        self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
+        self.thread.start()
+
+    def _announce(self, engine: AsyncEngine) -> None:
+        submit, leave, free = engine.submit, engine.leave, self.runner.rows.free
+
+        def submitting(sequences: list[Sequence]) -> OutputStream:
+            stream = submit(sequences)
+            self.submitted.release()
+            return stream
+
+        def leaving(*arguments: Any) -> None:
+            leave(*arguments)
+            self.left.release()
+
+        def freeing(row: int) -> None:
+            free(row)
+            self.freed.release()
+
+        engine.submit = submitting  # type: ignore[method-assign]
+        engine.leave = leaving  # type: ignore[assignment,method-assign]
+        self.runner.rows.free = freeing  # type: ignore[method-assign]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=TIMEOUT)
+
+    def post_raw(self, **body: Any) -> socket.socket:
+        """A request on a socket of its own, which the test may close whenever it likes."""
+        content = json.dumps({"prompt": "a", "logit_bias": {"66": 100}} | body).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(content)}"
+        )
+        connection = socket.socket()
+        connection.settimeout(TIMEOUT)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", self.port))
+        connection.sendall(head.encode() + b"\r\n\r\n" + content)
+        return connection
+
+    def value(self, name: str, **labels: str) -> float:
+        return self.service.metrics.registry.get_sample_value(f"kvasir_{name}", labels) or 0.0
+
+    def close(self) -> None:
+        self.runner.release()
+        self.server.should_exit = True
+        self.thread.join(TIMEOUT)
+        assert not self.thread.is_alive()
+
+
+def wait(semaphore: threading.Semaphore) -> None:
+    assert semaphore.acquire(timeout=TIMEOUT)
+
+
+@contextmanager
+def live(runner: FakeRunner | None = None, **settings: Any) -> Iterator[Live]:
+    started = Live(runner or FakeRunner(VOCAB_SIZE), **settings)
+    try:
+        yield started
+    finally:
+        started.close()
