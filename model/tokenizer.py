@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -71,3 +73,25 @@ def leading_ids(tokenizer: Tokenizer) -> list[int]:
     text.pad(len(text.ids) + 1, direction="left", pad_id=mark)
     ids = tokenizer.post_process(text).ids
     return ids[: ids.index(mark)]
+
+
+def keep_spaces_in_offsets(tokenizer: Tokenizer) -> None:
+    """Let a token's offsets cover all that it stands for: some post-processors, such as GPT-2's, leave spaces out."""
+    processor = tokenizer.post_processor
+    if processor is None:
+        return
+    state = json.loads(processor.__getstate__())
+    _keep_spaces(state)
+    processor.__setstate__(json.dumps(state).encode())
+    tokenizer.post_processor = processor
+
+
+def _keep_spaces(state: Any) -> None:
+    if isinstance(state, dict):
+        if "trim_offsets" in state:
+            state["trim_offsets"] = False
+        for value in state.values():
+            _keep_spaces(value)
+    elif isinstance(state, list):
+        for value in state:
+            _keep_spaces(value)

@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter, time
+from typing import TypeVar
 
 from model.bundle import ModelBundle
+from model.tokenizer import keep_spaces_in_offsets
 from server.admission import Admission, Phase, check_length, check_prompt_length
 from server.async_engine import AsyncEngine
 from server.completion import Completion, CompletionRequest, Prompt, make_choices
@@ -19,6 +21,8 @@ from server.settings import Settings
 
 logger = logging.getLogger("kvasir")
 
+T = TypeVar("T")
+
 _SHORT_TEXT = 4096  # characters that are tokenised at once, without leaving the event loop
 _ABORT_SECONDS = 5.0  # for the engine to come out of its step and end the last requests
 
@@ -27,6 +31,7 @@ class Service:
     def __init__(self, settings: Settings, bundle: ModelBundle) -> None:
         self.settings = settings
         self.bundle = bundle
+        keep_spaces_in_offsets(bundle.tokenizer)
         self.created = int(time())
         self.on_load_failure: Callable[[Exception], None] = _report
         added = bundle.tokenizer.get_added_tokens_decoder()
@@ -105,6 +110,10 @@ class Service:
             return tokenizer.encode(text).ids
         # In a thread `encode` would still keep the interpreter to itself; of a batch, also of one, it lets go.
         return await asyncio.to_thread(lambda: tokenizer.encode_batch_fast([text])[0].ids)
+
+    async def aside(self, size: int, work: Callable[[], T]) -> T:
+        """The result of work on `size` characters or tokens, done in a thread where they are many."""
+        return work() if size <= _SHORT_TEXT else await asyncio.to_thread(work)
 
     def default_max_tokens(self, prompts: list[Prompt], usual: int) -> int:
         """The usual number of new tokens, or what the longest prompt leaves room for, if that is any."""

@@ -1,0 +1,107 @@
+"""POST /tokenize and /detokenize as vLLM has them; TGI's form of /tokenize."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic_core import from_json, to_json
+from starlette.responses import Response
+from tokenizers import Encoding
+
+from server.api.openai import check_model
+from server.api.responses import service_of
+from server.api.schemas import Body, Count, parse
+from server.service import Service
+
+router = APIRouter()
+
+
+class TokenizeBody(Body):
+    """POST /tokenize of a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeInputsBody(Body):
+    """The same in TGI's words."""
+
+    inputs: str
+    add_special_tokens: bool = True
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Count]
+
+
+_FORMS: dict[str, type[Body]] = {"inputs": TokenizeInputsBody}
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request) -> Response:
+    service = service_of(request)
+    raw = await request.body()
+    body = parse(_form(raw), raw)
+    if isinstance(body, TokenizeInputsBody):
+        return _json(await service.aside(len(body.inputs), lambda: to_json(_simple_tokens(service, body))))
+    assert isinstance(body, TokenizeBody)
+    check_model(service, body.model)
+    return _json(await service.aside(len(body.prompt), lambda: to_json(_tokens(service, body))))
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request) -> Response:
+    service = service_of(request)
+    body = parse(DetokenizeBody, await request.body())
+    check_model(service, body.model)
+    service.check_token_ids(body.tokens, "tokens")
+    tokenizer = service.bundle.tokenizer
+    decode = partial(tokenizer.decode_batch, [body.tokens], skip_special_tokens=False)
+    (text,) = await service.aside(len(body.tokens), decode)
+    return _json(to_json({"prompt": text}))
+
+
+def _form(raw: bytes) -> type[Body]:
+    """Which of the bodies it is meant to be, by the field that holds the text."""
+    fields: Any = None
+    with suppress(ValueError):  # the parser says what is wrong with it
+        fields = from_json(raw)
+    given = fields if isinstance(fields, dict) else {}
+    return next((form for name, form in _FORMS.items() if given.get(name) is not None), TokenizeBody)
+
+
+def _encode(service: Service, text: str, add_special_tokens: bool) -> Encoding:
+    """As a batch of one, which leaves the interpreter to others meanwhile."""
+    encodings: list[Encoding] = service.bundle.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+    return encodings[0]
+
+
+def _tokens(service: Service, body: TokenizeBody) -> dict[str, Any]:
+    encoding = _encode(service, body.prompt, body.add_special_tokens)
+    return {
+        "count": len(encoding.ids),
+        "max_model_len": service.max_model_len,
+        "tokens": encoding.ids,
+        "token_strs": encoding.tokens if body.return_token_strs else None,
+        "offsets": encoding.offsets,
+    }
+
+
+def _simple_tokens(service: Service, body: TokenizeInputsBody) -> list[dict[str, Any]]:
+    encoding = _encode(service, body.inputs, body.add_special_tokens)
+    return [
+        {"id": token_id, "text": body.inputs[start:stop], "start": start, "stop": stop}
+        for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
+    ]
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
