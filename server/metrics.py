@@ -13,6 +13,7 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    ProcessCollector,
     disable_created_metrics,
     generate_latest,
 )
@@ -51,6 +52,7 @@ class Metrics:
 
     def __init__(self, load: Callable[[], tuple[float, float, float]]) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # memory, file descriptors, processor time, start
         self._load = load
         for index, (name, text) in enumerate(_LOAD.items()):
             Gauge(name, text, registry=self.registry).set_function(partial(self._read, index))

@@ -18,13 +18,22 @@ NAMES = {
         request_queue_time_seconds request_prefill_time_seconds request_decode_time_seconds engine_step_seconds
         batch_size request_prompt_tokens request_generation_tokens""",
 }
+PROCESS = {
+    "gauge": "virtual_memory_bytes resident_memory_bytes start_time_seconds open_fds max_fds",
+    "counter": "cpu_seconds",
+}
 
 
 async def test_every_promised_metric_is_there_with_its_kind_and_nothing_else() -> None:
     async with serving() as served:
         text = (await served.client.get("/metrics")).text
     found = {(family.type, family.name) for family in text_string_to_metric_families(text)}
-    assert found == {(kind, f"kvasir_{name}") for kind, names in NAMES.items() for name in names.split()}
+    assert found == {
+        (kind, prefix + name)
+        for prefix, kinds in (("kvasir_", NAMES), ("process_", PROCESS))
+        for kind, names in kinds.items()
+        for name in names.split()
+    }
 
 
 async def test_the_figures_of_a_known_load() -> None:
