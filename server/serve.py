@@ -14,7 +14,8 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from model.bundle import BundleError, ModelBundle, load_bundle
 from server.app import create_app
@@ -50,10 +51,23 @@ class PatientProtocol(HttpToolsProtocol):
 
     To the application the client has then left. A whole answer holds no place any more, so its client may take its
     time, as long as it takes something.
+
+    A client may send its next request early. uvicorn's `cycle` is then that one's: a connection that is lost has to be
+    told to the one that is being answered.
     """
 
     send_timeout: float
+    _answering: RequestResponseCycle | None = None
     _timer: asyncio.TimerHandle | None = None
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def send_400_response(self, msg: str) -> None:
+        """What follows a request is not HTTP: the connection is closed at once, so the request has lost it too."""
+        self._tell_answering()
+        super().send_400_response(msg)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -65,7 +79,13 @@ class PatientProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
+        self._tell_answering()
         super().connection_lost(exc)
+
+    def _tell_answering(self) -> None:
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
 
     @property
     def is_stalled(self) -> bool:
@@ -85,7 +105,8 @@ class PatientProtocol(HttpToolsProtocol):
             self._timer = None
 
     def _check(self, n_left: int) -> None:
-        if self.cycle.response_complete and self.transport.get_write_buffer_size() < n_left:
+        is_whole = self._answering is not None and self._answering.response_complete
+        if is_whole and self.transport.get_write_buffer_size() < n_left:
             self._watch()
         else:
             self.cut()

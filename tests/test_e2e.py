@@ -157,6 +157,28 @@ def test_a_client_that_leaves_a_stream_frees_its_row_within_one_step() -> None:
         assert 2 <= served.value("tokens_wasted_total") <= 3
 
 
+@pytest.mark.parametrize("farewell", [b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n", b"\0\r\n\r\n"])
+def test_a_client_that_has_sent_more_than_its_request_is_missed_too(
+    farewell: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its next request, or what is none, and then the connection is lost."""
+    with live(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
+        served.runner.hold()
+        leaving = served.post_raw(max_tokens=50, stream=True)
+        served.runner.allow(2)
+        wait(served.submitted)
+        served.runner.wait_until_held()
+        assert leaving.recv(4096).startswith(b"HTTP/1.1 200")
+        leaving.sendall(farewell)
+        leaving.close()
+        served.runner.allow(10)
+        wait(served.left)
+        served.runner.release()
+        wait(served.freed)
+    assert served.value("request_success_total", finished_reason="abort") == 1
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 def test_a_client_that_leaves_an_unstreamed_answer_frees_its_row_too() -> None:
     with live(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
         served.runner.hold()

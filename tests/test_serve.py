@@ -192,7 +192,7 @@ async def test_only_a_whole_answer_may_be_read_slowly(is_whole: bool, n_taken: i
     clock = Mock()
     kind: Any = configure(fake_app(FakeRunner(VOCAB_SIZE))).http
     protocol = kind(Mock(), Mock(), {}, clock)
-    protocol.flow, protocol.transport, protocol.cycle = Mock(), Transport(), Mock(response_complete=is_whole)
+    protocol.flow, protocol.transport, protocol._answering = Mock(), Transport(), Mock(response_complete=is_whole)
     protocol.pause_writing()
     protocol.transport.n_left -= n_taken
     seconds, check, *arguments = clock.call_later.call_args.args
