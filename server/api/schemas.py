@@ -7,7 +7,7 @@ turns up; `user`, `store` and `metadata` are accepted without effect.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
@@ -133,22 +133,19 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class CompletionsBody(SamplingFields):
-    """POST /v1/completions."""
+class OpenAIBody(SamplingFields):
+    """What OpenAI's routes call by the same name."""
 
     model: str | None = None
-    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_as_prompts)]
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     n: int = Field(1, ge=1, le=MAX_N)
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
-    def _fields_agree(self) -> CompletionsBody:
+    def _fields_agree(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options may be given only where stream is true")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -158,6 +155,18 @@ class CompletionsBody(SamplingFields):
     @property
     def tokens_wanted(self) -> int | None:
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    @property
+    def wants_usage_chunk(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionsBody(OpenAIBody):
+    """POST /v1/completions."""
+
+    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_as_prompts)]
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    echo: bool = False
 
 
 class GenerateParameters(SamplingFields):
