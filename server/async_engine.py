@@ -105,6 +105,11 @@ class AsyncEngine:
         running = len(self.engine.scheduler.held)
         return running, max(0, len(self._live) - running), rows.reserved_tokens / rows.budget_tokens
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Those that have not ended, in the order of their arrival. The engine's thread goes on changing them."""
+        return [live.sequence for live in self._live.values()]
+
     async def start(self, build: Callable[[], Engine]) -> None:
         """Start the thread, whose first work is to build the engine; returns when it has, raises what it raised."""
         loop = asyncio.get_running_loop()

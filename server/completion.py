@@ -32,6 +32,7 @@ class CompletionRequest:
 
     prompts: list[Prompt]
     params: SamplingParams
+    request_id: str = ""
     n: int = 1
     stops: tuple[str, ...] = ()
     deadline: float | None = None
@@ -86,7 +87,7 @@ def make_choices(
     for index in range(request.n_sequences):
         prompt = request.prompts[index // request.n]
         own = replace(request.params, sample_index=index % request.n)
-        sequence = Sequence(first_id + index, prompt.ids, own, ending_ids, SequenceTimes(arrived))
+        sequence = Sequence(first_id + index, prompt.ids, own, ending_ids, SequenceTimes(arrived), request.request_id)
         text = Detokenizer(tokenizer, prompt.ids)
         choices.append(Choice(index, prompt, sequence, text, StopChecker(request.stops)))
     return choices

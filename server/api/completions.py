@@ -8,6 +8,7 @@ from time import time
 from typing import Any
 
 from fastapi import APIRouter, Request
+from starlette.datastructures import State
 from starlette.responses import JSONResponse, Response
 
 from server.api.openai import check_model, finite, usage
@@ -29,14 +30,14 @@ async def completions(request: Request) -> Response:
     service = service_of(request)
     body = parse(CompletionsBody, await request.body())
     check_model(service, body.model)
-    wanted = await _completion_request(service, body, request.state.arrived)
+    wanted = await _completion_request(service, body, request.state)
     answer = _Answer(service, body, request.state.request_id)
     if body.stream:
         return EventStream(_events(request, wanted, answer), last_words=DONE)
     return await unless_disconnected(request.receive, _whole(request, wanted, answer))
 
 
-async def _completion_request(service: Service, body: CompletionsBody, arrived: float) -> CompletionRequest:
+async def _completion_request(service: Service, body: CompletionsBody, state: State) -> CompletionRequest:
     service.admission.check_size(len(body.prompt) * body.n)  # before a million prompts are tokenised
     service.check_token_ids(body.stop_token_ids, "stop_token_ids")
     service.check_token_ids(map(int, body.logit_bias), "logit_bias")
@@ -51,8 +52,15 @@ async def _completion_request(service: Service, body: CompletionsBody, arrived: 
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    deadline = service.deadline(arrived, body.timeout_ms)
-    return CompletionRequest(prompts=prompts, params=params, n=body.n, stops=tuple(body.stop), deadline=deadline)
+    deadline = service.deadline(state.arrived, body.timeout_ms)
+    return CompletionRequest(
+        prompts=prompts,
+        params=params,
+        request_id=state.request_id,
+        n=body.n,
+        stops=tuple(body.stop),
+        deadline=deadline,
+    )
 
 
 @dataclass(slots=True)

@@ -1,8 +1,9 @@
-"""TGI's routes (Hugging Face text-generation-inference): /generate and /generate_stream."""
+"""TGI's routes (Hugging Face text-generation-inference): /generate, /generate_stream, POST / and /info."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -10,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 
 from server.api.openai import finite
 from server.api.responses import service_of, unless_disconnected
-from server.api.schemas import GenerateBody, parse
+from server.api.schemas import MAX_STOPS, GenerateBody, parse
 from server.api.sse import KEEP_ALIVE, EventStream, compact, tight_event
 from server.completion import Choice, CompletionRequest, Delta, draw_seed
 from server.detokenizer import token_text
@@ -24,25 +25,67 @@ router = APIRouter()
 DEFAULT_MAX_NEW_TOKENS = 100
 
 
+class CompatibleBody(GenerateBody):
+    """POST /, where clients that know only a base URL send everything."""
+
+    stream: bool = False
+
+
 @router.post("/generate")
 async def generate(request: Request) -> Response:
-    answer = await _read(request)
-    return await unless_disconnected(request.receive, _whole(request, answer))
+    answer = await _read(request, parse(GenerateBody, await request.body()))
+    return JSONResponse(await unless_disconnected(request.receive, _whole(request, answer)))
 
 
 @router.post("/generate_stream")
 async def generate_stream(request: Request) -> Response:
-    answer = await _read(request)
-    if answer.parameters.decoder_input_details:
+    return await _stream(request, parse(GenerateBody, await request.body()))
+
+
+@router.post("/")
+async def generate_either(request: Request) -> Response:
+    body = parse(CompatibleBody, await request.body())
+    if body.stream:
+        return await _stream(request, body)
+    answer = await _read(request, body)
+    return JSONResponse([await unless_disconnected(request.receive, _whole(request, answer))])
+
+
+@router.get("/info")
+async def info(request: Request) -> dict[str, Any]:
+    service = service_of(request)
+    model = service.describe_model()
+    n_sequences = service.settings.max_num_seqs + service.settings.queue_limit
+    return {
+        "model_id": model["model"],
+        "model_sha": None,
+        "model_dtype": model["precision"],
+        "model_device_type": model["device"],
+        "model_pipeline_tag": "text-generation",
+        "max_concurrent_requests": n_sequences,
+        "max_best_of": 1,
+        "max_stop_sequences": MAX_STOPS,
+        "max_input_tokens": service.max_model_len - 1,
+        "max_total_tokens": service.max_model_len,
+        "validation_workers": 1,
+        "max_client_batch_size": n_sequences,
+        "router": "kvasir",
+        "version": version("kvasir-lm"),
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+async def _stream(request: Request, body: GenerateBody) -> Response:
+    if body.parameters.decoder_input_details:
         raise InvalidRequestError(
             "decoder_input_details is not available on a stream; use /generate", param="parameters"
         )
-    return EventStream(_events(request, answer))
+    return EventStream(_events(request, await _read(request, body)))
 
 
-async def _read(request: Request) -> _Answer:
+async def _read(request: Request, body: GenerateBody) -> _Answer:
     service = service_of(request)
-    body = parse(GenerateBody, await request.body())
     parameters = body.parameters
     service.check_token_ids(parameters.stop_token_ids, "parameters.stop_token_ids")
     service.check_token_ids(map(int, parameters.logit_bias), "parameters.logit_bias")
@@ -60,7 +103,13 @@ async def _read(request: Request) -> _Answer:
         **changes,
     )
     deadline = service.deadline(request.state.arrived, parameters.timeout_ms)
-    wanted = CompletionRequest(prompts=prompts, params=params, stops=tuple(parameters.stop), deadline=deadline)
+    wanted = CompletionRequest(
+        prompts=prompts,
+        params=params,
+        request_id=request.state.request_id,
+        stops=tuple(parameters.stop),
+        deadline=deadline,
+    )
     return _Answer(service, body, wanted)
 
 
@@ -139,7 +188,7 @@ async def _events(request: Request, answer: _Answer) -> AsyncGenerator[bytes, No
                 yield KEEP_ALIVE
 
 
-async def _whole(request: Request, answer: _Answer) -> Response:
+async def _whole(request: Request, answer: _Answer) -> dict[str, Any]:
     with answer.service.complete(answer.wanted) as completion:
         request.state.completion = completion
         async for deltas in completion.deltas():
@@ -148,7 +197,7 @@ async def _whole(request: Request, answer: _Answer) -> Response:
     shown: dict[str, Any] = {"generated_text": answer.text}
     if answer.parameters.details or answer.parameters.decoder_input_details:
         shown["details"] = answer.details(completion.choices[0])
-    return JSONResponse(shown)
+    return shown
 
 
 def _finish_reason(choice: Choice) -> str:

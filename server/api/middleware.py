@@ -21,6 +21,7 @@ logger = logging.getLogger("kvasir")
 _OPEN_PATHS = frozenset(
     {"/", "/health", "/health/live", "/health/ready", "/health/startup", "/metrics", "/metrics/router"}
 )
+_READING = frozenset({"GET", "HEAD"})
 _CLIENT_LEFT = 499  # nginx's status for the log: no answer was sent
 
 
@@ -75,7 +76,7 @@ class ApiKeys:
 
     def _is_open(self, scope: Scope) -> bool:
         path: str = scope["path"]
-        return path.removeprefix(scope.get("root_path", "")) in _OPEN_PATHS
+        return scope["method"] in _READING and path.removeprefix(scope.get("root_path", "")) in _OPEN_PATHS
 
     def _is_known(self, scope: Scope) -> bool:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")

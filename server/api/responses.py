@@ -15,7 +15,7 @@ from server.service import Service
 
 T = TypeVar("T")
 
-_TGI_PATHS = ("/generate", "/generate_stream")
+_TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"})
 _TGI_TYPES = {"invalid_request_error": "validation", "internal_error": "generation"}
 
 
@@ -29,7 +29,7 @@ def error_body(scope: Scope, error: KvasirError) -> dict[str, Any]:
     message = error.message
     if error.status == 500:
         message = f"{message}; request id {scope['state']['request_id']}"
-    if scope["path"].endswith(_TGI_PATHS):
+    if scope["path"].removeprefix(scope.get("root_path", "")) in _TGI_PATHS:
         return {"error": message, "error_type": _TGI_TYPES.get(error.type, error.type)}
     return {"error": {"message": message, "type": error.type, "param": error.param, "code": error.code}}
 

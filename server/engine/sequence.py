@@ -45,6 +45,7 @@ class Sequence:
     params: SamplingParams
     ending_ids: frozenset[int]  # tokens that end it: its stop ids, and the model's unless it ignores them
     times: SequenceTimes
+    request_id: str = ""
     status: SequenceStatus = SequenceStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
     row: int | None = None
