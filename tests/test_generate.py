@@ -129,3 +129,38 @@ async def test_prompt_details_are_refused_on_a_stream_and_no_ops_accepted() -> N
         response = await served.client.post("/generate_stream", json={"inputs": "a", "parameters": parameters})
         assert response.status_code == 400
         await generate(served, "a", max_new_tokens=1, best_of=1, watermark=False, grammar=None, adapter_id=None)
+
+
+async def test_the_base_url_takes_whatever_a_client_sends_there() -> None:
+    """As huggingface_hub's InferenceClient(URL): the same answers, in a list or as a stream."""
+    parameters = {"max_new_tokens": 4, "adapter_id": None, "best_of": 1, "watermark": False, "details": True}
+    body = {"inputs": "def", "parameters": parameters}
+    async with serving() as served:
+        expected = await generate(served, "def", max_new_tokens=4, details=True)
+        whole = await served.client.post("/", json=body | {"stream": False})
+        streamed = await served.client.post("/", json=body | {"stream": True})
+        usual = await served.client.post("/generate_stream", json=body)
+        wrong = await served.client.post("/", json=body | {"parameters": {"best_of": 2}})
+    assert whole.json() == [expected]
+    assert streamed.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert streamed.text == usual.text
+    assert (wrong.status_code, wrong.json()["error_type"]) == (400, "validation")
+    assert "parameters.best_of" in wrong.json()["error"]
+
+
+async def test_the_base_url_generates_only_with_a_key() -> None:
+    async with serving(api_key="right") as served:
+        refused = await served.client.post("/", json={"inputs": "a"})
+        assert (refused.status_code, refused.json().keys()) == (401, {"error", "error_type"})
+        headers = {"authorization": "Bearer right"}
+        assert (await served.client.post("/", json={"inputs": "a"}, headers=headers)).status_code == 200
+
+
+async def test_info_tells_the_limits() -> None:
+    async with serving() as served:
+        answer = (await served.client.get("/info")).json()
+        longest = {"inputs": "x" * answer["max_input_tokens"], "parameters": {"max_new_tokens": 1}}
+        assert (await served.client.post("/generate", json=longest)).status_code == 200
+        longest["inputs"] += "x"
+        assert (await served.client.post("/generate", json=longest)).status_code == 400
+    assert (answer["model_id"], answer["max_total_tokens"], answer["model_device_type"]) == ("fake-model", 64, "cpu")
