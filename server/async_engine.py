@@ -156,9 +156,14 @@ class AsyncEngine:
 
     def give_up(self) -> None:
         """The engine has failed, or hangs: end every sequence from here, and listen to it no more."""
-        ended = [TokenOutput(i, None, finish_reason=FinishReason.ERROR) for i in self._live]
-        self._deliver(ended, None)
         self.failed = True
+        ended, self._live = list(self._live.values()), {}
+        for live in ended:
+            if live.left_as is None:
+                live.queue.put_nowait(TokenOutput(live.sequence.id, None, finish_reason=FinishReason.ERROR))
+        for live in ended:  # only when all have been told
+            self._record_end(live, FinishReason.ERROR)
+        self._inbox.put(self._stop)
 
     def leave(self, ids: Iterable[int], reason: FinishReason) -> None:
         """End sequences to which nobody listens any more."""
@@ -220,21 +225,28 @@ class AsyncEngine:
     # In the event loop's thread again
 
     def _deliver(self, outputs: list[TokenOutput], stats: StepStats | None) -> None:
+        """Where handing them out fails, the rest is lost: nobody may wait for it."""
         if self.failed:
             return
+        try:
+            self._hand_out(outputs, stats)
+        except Exception:
+            logger.exception("the engine's outputs are lost")
+            self.give_up()
+
+    def _hand_out(self, outputs: list[TokenOutput], stats: StepStats | None) -> None:
         if stats is not None:
             self.metrics.step(stats)
         now = perf_counter()
         for output in outputs:
-            self._record(output, now)
             live = self._live[output.sequence_id]
-            if output.finish_reason is not None:
-                del self._live[output.sequence_id]
             if live.left_as is None:
                 live.queue.put_nowait(output)
+            if output.finish_reason is not None:
+                del self._live[output.sequence_id]
+            self._record(live, output, now)
 
-    def _record(self, output: TokenOutput, now: float) -> None:
-        live = self._live[output.sequence_id]
+    def _record(self, live: _Live, output: TokenOutput, now: float) -> None:
         if output.token_id is not None:
             self.metrics.tokens()
         if live.last_output is not None and output.token_id is not None:
@@ -243,8 +255,10 @@ class AsyncEngine:
             self.metrics.first_token(live.sequence, now)
         live.last_output = now
         if output.finish_reason is not None:
-            wasted = live.left_as is FinishReason.ABORT
-            self.metrics.finished(live.sequence, live.left_as or output.finish_reason, wasted=wasted)
+            self._record_end(live, output.finish_reason)
+
+    def _record_end(self, live: _Live, reason: FinishReason) -> None:
+        self.metrics.finished(live.sequence, live.left_as or reason, wasted=live.left_as is FinishReason.ABORT)
 
 
 def _add(engine: Engine, sequences: list[Sequence]) -> list[TokenOutput]:

@@ -166,6 +166,17 @@ async def test_a_failing_step_ends_everything_and_whoever_comes_later_is_told(
         assert engine.load()[1] == 0
 
 
+async def test_outputs_that_cannot_be_handed_out_leave_nobody_waiting(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(FakeRunner(VOCAB_SIZE, max_num_seqs=2)) as engine:
+        monkeypatch.setattr(engine.metrics, "next_token", lambda _: 1 / 0)
+        with caplog.at_level(logging.CRITICAL, logger="kvasir"):
+            outputs = await collect(engine.submit(sequences(engine, [1], [2], [3], max_tokens=9)), 3)
+        assert reasons(outputs) == [FinishReason.ERROR] * 3
+        assert not engine.is_healthy
+
+
 async def test_stopping_ends_what_runs_and_what_waits() -> None:
     runner = FakeRunner(VOCAB_SIZE, max_num_seqs=1)
     async with running(runner) as engine:
