@@ -14,10 +14,11 @@ from tokenizers import Tokenizer
 
 from server.async_engine import OutputStream
 from server.detokenizer import Detokenizer, StopChecker
+from server.engine.constraints import Constraint, Grammar
 from server.engine.engine import TokenOutput
 from server.engine.sampling import SamplingParams, TokenLogprobs
 from server.engine.sequence import FinishReason, Sequence, SequenceTimes
-from server.errors import DeadlineExceededError, EngineError, KvasirError, UnavailableError
+from server.errors import DeadlineExceededError, EngineError, InvalidRequestError, KvasirError, UnavailableError
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """What a client asks for. `n` samples of each prompt; `deadline` in seconds of `perf_counter`."""
+    """What a client asks for. `n` samples of each prompt; `deadline` in seconds of `perf_counter`.
+
+    grammar: what each text has to be; None is anything.
+    """
 
     prompts: list[Prompt]
     params: SamplingParams
@@ -36,6 +40,7 @@ class CompletionRequest:
     n: int = 1
     stops: tuple[str, ...] = ()
     deadline: float | None = None
+    grammar: Grammar | None = None
 
     @property
     def n_sequences(self) -> int:
@@ -78,9 +83,13 @@ class Delta:
 
 
 def make_choices(
-    request: CompletionRequest, tokenizer: Tokenizer, first_id: int, eos_token_ids: Items[int]
+    request: CompletionRequest,
+    tokenizer: Tokenizer,
+    first_id: int,
+    eos_token_ids: Items[int],
+    constraint: Constraint | None = None,
 ) -> list[Choice]:
-    """The sequences of a request, with ids from `first_id` on. Without a seed of its own, one from the system."""
+    """The sequences of a request, with ids from `first_id` on, each with a copy of the constraint."""
     ending_ids = request.ending_ids(eos_token_ids)
     arrived = perf_counter()
     choices = []
@@ -88,6 +97,7 @@ def make_choices(
         prompt = request.prompts[index // request.n]
         own = replace(request.params, sample_index=index % request.n)
         sequence = Sequence(first_id + index, prompt.ids, own, ending_ids, SequenceTimes(arrived), request.request_id)
+        sequence.constraint = constraint.copy() if constraint else None
         text = Detokenizer(tokenizer, prompt.ids)
         choices.append(Choice(index, prompt, sequence, text, StopChecker(request.stops)))
     return choices
@@ -161,12 +171,12 @@ class Completion:
             limit = silence
 
     def _advance(self, choice: Choice, output: TokenOutput) -> Delta:
-        self._check(output)
+        self._check(choice, output)
         reason, offset, text = output.finish_reason, choice.text.n_chars, ""
         if output.token_id is not None:
             self.started = True
             choice.n_tokens += 1
-            if reason is not FinishReason.STOP:  # a token that ends the text is not part of it
+            if output.token_id not in choice.sequence.ending_ids:  # these are not part of the text
                 text = self._show(choice, choice.text.push(output.token_id))
         if reason is not None:
             text += self._show(choice, choice.text.flush())
@@ -184,8 +194,11 @@ class Completion:
             return piece  # it may not stop yet
         return choice.stops.push(piece)
 
-    def _check(self, output: TokenOutput) -> None:
+    def _check(self, choice: Choice, output: TokenOutput) -> None:
         if output.finish_reason is FinishReason.ERROR:
+            constraint = choice.sequence.constraint
+            if constraint is not None and constraint.error:
+                raise InvalidRequestError(f"the grammar cannot be followed any further: {constraint.error}")
             raise EngineError("the engine failed")
         if output.finish_reason is FinishReason.ABORT:
             raise UnavailableError("the server is shutting down; try again", retry_after=1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter, time
 from typing import TypeVar
@@ -17,6 +17,7 @@ from server.async_engine import AsyncEngine
 from server.completion import Completion, CompletionRequest, Prompt, make_choices
 from server.engine.engine import Engine
 from server.errors import DeadlineExceededError, InvalidRequestError, UnavailableError
+from server.grammars import Grammars
 from server.settings import Settings
 
 logger = logging.getLogger("kvasir")
@@ -36,6 +37,7 @@ class Service:
         self.on_load_failure: Callable[[Exception], None] = _report
         added = bundle.tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.grammars = Grammars(bundle)
         self.engine = AsyncEngine()
         self.metrics = self.engine.metrics
         self.admission = Admission(max_num_seqs=settings.max_num_seqs, max_queue=settings.queue_limit)
@@ -141,8 +143,8 @@ class Service:
                 param="stop_token_ids",
             )
 
-    @contextmanager
-    def complete(self, request: CompletionRequest) -> Iterator[Completion]:
+    @asynccontextmanager
+    async def complete(self, request: CompletionRequest) -> AsyncIterator[Completion]:
         """Run a request; leaving the block ends it, however far it is. Raises the errors of admission."""
         self.admission.check_open()
         engine = self.engine.engine
@@ -151,12 +153,16 @@ class Service:
         for prompt in request.prompts:
             check_length(len(prompt.ids), request.params.max_tokens, engine)
         self._check_endings(request)
+        constraint = await self.grammars.constraint(request)
+        self.admission.check_open()  # it may have closed meanwhile
         left = None if request.deadline is None else request.deadline - perf_counter()
         if left is not None and left <= 0:
             raise DeadlineExceededError("the deadline passed while the prompt was read; allow more time, or try later")
         with self.admission.admit(request.n_sequences):
             first_id = self.engine.new_ids(request.n_sequences)
-            choices = make_choices(request, self.bundle.tokenizer, first_id, self.bundle.config.eos_token_ids)
+            choices = make_choices(
+                request, self.bundle.tokenizer, first_id, self.bundle.config.eos_token_ids, constraint
+            )
             stream = self.engine.submit([choice.sequence for choice in choices])
             timer = None
             if left is not None:

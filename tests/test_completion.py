@@ -22,7 +22,7 @@ async def request(service: Service, *, n: int = 1, seed: int = 0, ignore_eos: bo
 async def test_silence_is_told_once_the_first_output_has_come() -> None:
     async with serving() as served:
         served.runner.hold()
-        with served.service.complete(await request(served.service, ignore_eos=True)) as completion:
+        async with served.service.complete(await request(served.service, ignore_eos=True)) as completion:
             deltas = completion.deltas(0.001)
             waiting = asyncio.ensure_future(anext(deltas))
             served.runner.allow(1)
@@ -39,7 +39,7 @@ async def test_silence_is_told_once_the_first_output_has_come() -> None:
 async def test_what_came_before_a_failure_is_given_out_before_it_is_raised() -> None:
     async with serving() as served:
         served.runner.hold()
-        with served.service.complete(await request(served.service, ignore_eos=True)) as completion:
+        async with served.service.complete(await request(served.service, ignore_eos=True)) as completion:
             served.runner.allow(2)
             await asyncio.to_thread(served.runner.wait_until_held)
             served.service.engine.give_up()  # by now both outputs and the failure wait to be received
@@ -52,11 +52,11 @@ async def test_what_came_before_a_failure_is_given_out_before_it_is_raised() -> 
 async def test_leaving_the_block_early_ends_the_request() -> None:
     async with serving() as served:
         served.runner.hold()
-        with served.service.complete(await request(served.service, n=3)):
+        async with served.service.complete(await request(served.service, n=3)):
             assert served.service.admission.n_inside == 3
         assert served.service.admission.n_inside == 0
         served.runner.release()
-        with served.service.complete(await request(served.service)) as last:
+        async with served.service.complete(await request(served.service)) as last:
             assert [delta async for batch in last.deltas() for delta in batch]
         registry = served.service.metrics.registry
         assert registry.get_sample_value("kvasir_request_success_total", {"finished_reason": "abort"}) == 3

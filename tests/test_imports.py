@@ -34,6 +34,7 @@ ALLOWED = {
     "server.completion": (*LEAVES, *NO_TORCH, "server.engine", "server.async_engine", "server.detokenizer"),
     "server.service": (
         "server.completion",
+        "server.grammars",
         *LEAVES,
         *NO_TORCH,
         "server.engine",
@@ -60,7 +61,11 @@ SERVER_ORDER = (
     "server.app",
     "server.serve",
 )
-ONLY_IMPORTER = {"onnxruntime": "server/engine/session.py", "prometheus_client": "server/metrics.py"}
+ONLY_IMPORTER = {
+    "onnxruntime": "server/engine/session.py",
+    "prometheus_client": "server/metrics.py",
+    "llguidance": "server/engine/constraints.py",
+}
 
 
 def module_name(path: Path) -> str:

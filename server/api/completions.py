@@ -60,6 +60,7 @@ async def _completion_request(service: Service, body: CompletionsBody, state: St
         n=body.n,
         stops=tuple(body.stop),
         deadline=deadline,
+        grammar=body.grammar_wanted(),
     )
 
 
@@ -161,7 +162,7 @@ class _Answer:
 
 async def _events(request: Request, wanted: CompletionRequest, answer: _Answer) -> AsyncGenerator[bytes, None]:
     service = answer.service
-    with service.complete(wanted) as completion:
+    async with service.complete(wanted) as completion:
         request.state.completion = completion
         async for deltas in completion.deltas(service.settings.keep_alive_interval):
             if chunk := b"".join(map(answer.chunk, deltas)):
@@ -174,7 +175,7 @@ async def _events(request: Request, wanted: CompletionRequest, answer: _Answer) 
 async def _whole(request: Request, wanted: CompletionRequest, answer: _Answer) -> Response:
     texts: dict[int, list[str]] = {}
     logprobs: dict[int, _Logprobs] = {}
-    with answer.service.complete(wanted) as completion:
+    async with answer.service.complete(wanted) as completion:
         request.state.completion = completion
         async for deltas in completion.deltas():
             for delta in deltas:

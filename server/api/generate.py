@@ -178,7 +178,7 @@ class _Answer:
 
 
 async def _events(request: Request, answer: _Answer) -> AsyncGenerator[bytes, None]:
-    with answer.service.complete(answer.wanted) as completion:
+    async with answer.service.complete(answer.wanted) as completion:
         request.state.completion = completion
         async for deltas in completion.deltas(answer.service.settings.keep_alive_interval):
             for delta in deltas:
@@ -189,7 +189,7 @@ async def _events(request: Request, answer: _Answer) -> AsyncGenerator[bytes, No
 
 
 async def _whole(request: Request, answer: _Answer) -> dict[str, Any]:
-    with answer.service.complete(answer.wanted) as completion:
+    async with answer.service.complete(answer.wanted) as completion:
         request.state.completion = completion
         async for deltas in completion.deltas():
             for delta in deltas:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
+from server.engine.constraints import Grammar
 from server.engine.sampling import MAX_LOGPROBS, SamplingParams
 from server.errors import InvalidRequestError
 
@@ -133,7 +134,52 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
-class OpenAIBody(SamplingFields):
+class JSONSchema(Body):
+    """`strict` and `description` change nothing: every answer is held to the schema, and to it alone."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool = False
+    description: str | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_goes_with_its_type(self) -> Self:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError("json_schema is given with type json_schema, and only then")
+        return self
+
+
+class StructuredFields(Body):
+    """What OpenAI's routes take to say what the text has to be: `grammar` is Lark's notation."""
+
+    response_format: ResponseFormat | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _one_grammar_at_most(self) -> Self:
+        is_free = self.response_format is None or self.response_format.type == "text"
+        if [is_free, self.regex is None, self.grammar is None].count(False) > 1:
+            raise ValueError("response_format, regex and grammar each say what the text has to be; give one of them")
+        return self
+
+    def grammar_wanted(self) -> Grammar | None:
+        if self.regex is not None:
+            return Grammar.regex(self.regex)
+        if self.grammar is not None:
+            return Grammar.lark(self.grammar)
+        if self.response_format is None or self.response_format.type == "text":
+            return None
+        schema = self.response_format.json_schema
+        return Grammar.json_object() if schema is None else Grammar.json_schema(schema.schema_)
+
+
+class OpenAIBody(SamplingFields, StructuredFields):
     """What OpenAI's routes call by the same name."""
 
     model: str | None = None

@@ -7,6 +7,7 @@ from time import perf_counter
 from typing import Protocol
 
 from model.config import DecoderConfig
+from server.engine.constraints import TokenMasks
 from server.engine.kv_blocks import KVBlocks
 from server.engine.kv_rows import KVRows
 from server.engine.prefix_cache import PrefixCache
@@ -98,6 +99,7 @@ class Engine:
         scoring = max(2, min(chunk_size, SCORING_LOGITS_BYTES // (4 * runner.vocab_size)))
         self.runner = runner
         self.speculate = speculate
+        self.masks = TokenMasks(runner.vocab_size)
         rows = runner.rows
         cache = rows if isinstance(rows, KVBlocks) else prefix_cache or PrefixCache(rows, budget_bytes=0)
         self.scheduler = Scheduler(rows, cache, chunk_size=chunk_size, scoring_chunk_size=scoring)
@@ -125,7 +127,7 @@ class Engine:
         n_needed = self.kv_tokens_needed(n_prompt, max_tokens)
         if not n_prompt or sequence.n_reserved > self.max_model_len or n_needed > self.kv_budget_tokens:
             raise ValueError(f"{n_prompt} prompt and {max_tokens} new tokens cannot fit")
-        if self.speculate:
+        if self.speculate and sequence.constraint is None:  # a guess would need a mask of its own
             sequence.speculation = Speculation(DraftPolicy())
         self._sequences[sequence.id] = sequence
         self.scheduler.add(sequence)
@@ -143,7 +145,9 @@ class Engine:
         """Schedule, run, sample, update: a token for every running sequence, more after a draft; chunks of prompts."""
         started = perf_counter()
         batch = self.scheduler.schedule()
+        finish_masks = self.masks.begin(_continued(batch))
         logits = self.runner.run(batch)
+        finish_masks()
         outputs = self._update(batch, logits)
         begun = [c.sequence for c in batch.prefills if c.begins_prompt and not c.sequence.is_scored]
         looked_up = begun if self.scheduler.cache.capacity else []
@@ -222,6 +226,12 @@ class Engine:
         )
         if token_id in sequence.ending_ids:
             return self._finish(sequence, FinishReason.STOP, output)
+        if sequence.constraint is not None:
+            sequence.constraint.advance(token_id)
+            if sequence.constraint.error:
+                return self._finish(sequence, FinishReason.ERROR, TokenOutput(sequence.id, None))
+            if sequence.constraint.is_complete:
+                return self._finish(sequence, FinishReason.STOP, output)
         if len(sequence.output_ids) >= params.max_tokens:
             return self._finish(sequence, FinishReason.LENGTH, output)
         return output
@@ -231,3 +241,9 @@ class Engine:
         self.scheduler.finish(sequence, reason)
         del self._sequences[sequence.id]
         return replace(output, finish_reason=reason, times=sequence.times)
+
+
+def _continued(batch: Batch) -> list[Sequence]:
+    """Sequences that get one token from a batch: all that do, but those with a draft."""
+    complete = (chunk for chunk in batch.prefills if chunk.completes_prompt)
+    return [c.sequence for c in (*batch.decodes, *complete) if c.sequence.params.max_tokens]

@@ -128,7 +128,7 @@ def token_logprobs(row: Floats, token_id: int, alternatives: int) -> TokenLogpro
 
 def _choose(row: Floats, sequence: Sequence) -> int | None:
     params = sequence.params
-    if params.reshapes_logits:
+    if params.reshapes_logits or sequence.constraint is not None:
         row = row.copy()
         _adjust(row, sequence)
     likeliest = int(row.argmax())  # a NaN, where there is one
@@ -140,7 +140,7 @@ def _choose(row: Floats, sequence: Sequence) -> int | None:
 
 
 def _adjust(row: Floats, sequence: Sequence) -> None:
-    """Penalties, bias and the ban on ending too early."""
+    """Penalties, bias, the ban on ending too early, and what a grammar bans."""
     params = sequence.params
     if params.penalises:
         if sequence.occurrences is None:
@@ -152,6 +152,8 @@ def _adjust(row: Floats, sequence: Sequence) -> None:
         row[ids] += values
     if len(sequence.output_ids) < params.min_tokens:
         row[list(sequence.ending_ids)] = -np.inf
+    if sequence.constraint is not None:
+        np.copyto(row, -np.inf, where=sequence.constraint.banned)
 
 
 def _penalise(row: Floats, params: SamplingParams, occurrences: Occurrences) -> None:

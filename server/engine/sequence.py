@@ -7,6 +7,7 @@ from enum import Enum, StrEnum
 
 import numpy as np
 
+from server.engine.constraints import Constraint
 from server.engine.sampling import Occurrences, SamplingParams, TokenLogprobs
 from server.engine.speculation import Speculation
 
@@ -56,6 +57,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     occurrences: Occurrences | None = None  # the sampler's, for sequences with penalties
     speculation: Speculation | None = None  # None is one token a step
+    constraint: Constraint | None = None  # what its text has to be
     generator: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,183 @@
+"""Structured output: grammars compiled by llguidance, and masks of the tokens that may come next.
+
+The only file that imports llguidance. Ending tokens never reach a grammar: they may come where the text may end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+    from server.engine.sequence import Sequence
+
+MAX_GRAMMAR_CHARS = 2**17
+
+# One way to write each value, spaced as in most JSON that models have read: left to themselves, small ones put
+# whitespace between two tokens without end. `lenient` would pass over keywords that cannot be held.
+_JSON_OPTIONS: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "whitespace_pattern": None,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "coerce_one_of": False,
+    "lenient": False,
+}
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be compiled, or that no text satisfies; the message is for whoever wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a text has to be. `param`: the field of the request that says so."""
+
+    kind: Literal["json", "regex", "lark"]
+    source: str
+    param: str = field(compare=False)
+
+    @classmethod
+    def json_object(cls, param: str = "response_format") -> Grammar:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"}, param)
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any], param: str = "response_format") -> Grammar:
+        """JSON that a schema allows, with properties in the schema's order."""
+        return cls("json", json.dumps(schema, ensure_ascii=False), param)
+
+    @classmethod
+    def regex(cls, pattern: str, param: str = "regex") -> Grammar:
+        """Text that a regular expression matches from end to end."""
+        return cls("regex", pattern, param)
+
+    @classmethod
+    def lark(cls, text: str, param: str = "grammar") -> Grammar:
+        """Text that the rule `start` of a context-free grammar in Lark's notation derives."""
+        return cls("lark", text, param)
+
+
+class Constraint:
+    """Where one text is in its grammar.
+
+    banned: bool [vocab], the tokens that may not come next. error: why the text cannot go on, where it cannot.
+    """
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+        self.banned: NDArray[np.bool_] | None = None
+        self.error: str | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the text satisfies the grammar, and nothing may follow."""
+        return self.matcher.is_stopped() and not self.error
+
+    def copy(self) -> Constraint:
+        return Constraint(self.matcher.deep_copy())
+
+    def advance(self, token_id: int) -> None:
+        """Take a token of the text."""
+        if not self.matcher.consume_token(token_id):
+            self.error = _first_line(self.matcher.get_error())
+        elif self.matcher.is_stopped() and not self.matcher.is_accepting():
+            self.error = "nothing that begins like the text so far satisfies it"
+
+    def take_mask(self, words: NDArray[np.int32], vocab_size: int, ending_ids: frozenset[int]) -> None:
+        """Take the bits [vocab / 32] of what may come next. Where the text may end, any ending token may end it."""
+        if self.matcher.is_error():
+            self.error = _first_line(self.matcher.get_error())
+            words[:] = 0
+        bits = np.unpackbits(~words.view(np.uint8), count=vocab_size, bitorder="little")
+        self.banned = bits.view(np.bool_)
+        ending = list(ending_ids)
+        if not self.banned[ending].all():
+            self.banned[ending] = False
+
+
+class GrammarCompiler:
+    """Grammars for one model's tokens. For one thread, as compiling can take a second."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+
+    def compile(self, grammar: Grammar) -> Constraint:
+        """The constraint of a text that has not begun. Raises GrammarError."""
+        if (n := len(grammar.source)) > MAX_GRAMMAR_CHARS:
+            raise GrammarError(f"{n} characters are too long: at most {MAX_GRAMMAR_CHARS} may be given")
+        matcher = LLMatcher(self._tokens, _translate(grammar), log_level=0, limits=_limits())
+        if matcher.is_error():
+            raise GrammarError(_first_line(matcher.get_error()))
+        if not any(matcher.compute_bitmask()):
+            raise GrammarError("no text satisfies it")
+        return Constraint(matcher)
+
+    @cached_property
+    def _tokens(self) -> LLTokenizer:
+        try:
+            return LLTokenizer(
+                self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
+            )
+        except ValueError as error:
+            raise GrammarError(f"this model's tokenizer allows no structured output: {error}") from None
+
+
+class TokenMasks:
+    """Masks of a step's constrained sequences, computed in llguidance's threads while the model runs."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._executor = LLExecutor()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
+        self._words = allocate_token_bitmask(0, vocab_size)  # int32 [n, vocab / 32]
+
+    def begin(self, sequences: list[Sequence]) -> Callable[[], None]:
+        """Start on what may come next in each of the sequences that are constrained; call the result to have it."""
+        constrained = [(s.constraint, s.ending_ids) for s in sequences if s.constraint is not None]
+        if not constrained:
+            return lambda: None
+        if len(self._words) < len(constrained):
+            self._words = allocate_token_bitmask(len(constrained), self._vocab_size)
+        matchers = [(constraint.matcher, i) for i, (constraint, _) in enumerate(constrained)]
+        filled = self._thread.submit(fill_next_token_bitmask_par, self._executor, matchers, self._words)
+
+        def finish() -> None:
+            filled.result()
+            for words, (constraint, ending_ids) in zip(self._words, constrained, strict=False):
+                constraint.take_mask(words, self._vocab_size, ending_ids)
+
+        return finish
+
+
+def _translate(grammar: Grammar) -> str:
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.source)
+    if grammar.kind == "lark":
+        return LLMatcher.grammar_from_lark(grammar.source)
+    try:
+        return LLMatcher.grammar_from_json_schema(grammar.source, overrides=_JSON_OPTIONS)
+    except ValueError as error:
+        raise GrammarError(_first_line(str(error))) from None
+
+
+def _limits() -> LLParserLimits:
+    return LLParserLimits(verbose_errors=False)
+
+
+def _first_line(message: str) -> str:
+    return message.strip().partition("\n")[0][:300]
