@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from model.bundle import ModelBundle
-from server.api import completions, debug, generate, health, models, tokenize
+from server.api import completions, debug, explain, generate, health, models, tokenize
 from server.api.middleware import ApiKeys, BodyLimit, RequestContext
 from server.api.responses import error_response
 from server.engine.engine import Engine
@@ -49,7 +49,8 @@ def create_app(
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service
-    for module in (completions, models, generate, tokenize, health, debug):
+    app.state.explanations = explain.Explanations(bundle)
+    for module in (completions, models, generate, tokenize, explain, health, debug):
         app.include_router(module.router)
     app.add_exception_handler(KvasirError, _on_kvasir_error)
     app.add_exception_handler(HTTPException, _on_http_exception)

@@ -12,6 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from model.bundle import ATTENTION_GRAPH_FILE, ModelBundle
+from model.config import DecoderConfig
 from server.engine.machine import usable_cpus
 from server.engine.sampling import Floats
 from server.engine.session import open_session
@@ -65,21 +66,20 @@ class Explainer:
         path = bundle.path / ATTENTION_GRAPH_FILE
         if not path.is_file():
             mend = "export the model again" if bundle.manifest.device == "cpu" else "export the model for the CPU"
-            raise NotFoundError(f"{bundle.path} has no {ATTENTION_GRAPH_FILE}; {mend}")
+            raise NotFoundError(f"{bundle.path.name} has no {ATTENTION_GRAPH_FILE}; {mend}")
         self._bundle = bundle
         self._session = open_session(path, threads or usable_cpus(), spin_microseconds=0)
 
     def explain(self, text: str, layers: list[int], *, top_k: int = 10) -> Explanation:
         """Raises InvalidRequestError for no text or a layer that does not exist, ContextLengthError for too much."""
+        return self.explain_tokens(self._bundle.tokenizer.encode(text).ids, layers, top_k=top_k)
+
+    def explain_tokens(self, token_ids: list[int], layers: list[int], *, top_k: int = 10) -> Explanation:
+        """The same of a text that has been tokenised."""
         for layer in layers:
             check_index("layer", layer, self._bundle.config.n_layer)
+        check_length(len(token_ids), self._bundle.config)
         tokenizer = self._bundle.tokenizer
-        token_ids = tokenizer.encode(text).ids
-        longest = min(MAX_TOKENS, self._bundle.config.max_model_len)
-        if not token_ids:
-            raise InvalidRequestError("there is no token in the text; give at least one", param="text")
-        if len(token_ids) > longest:
-            raise ContextLengthError(f"the text has {len(token_ids)} tokens; at most {longest} can be explained")
         logits, *weights = self._run(token_ids, layers)
         probabilities = np.exp(logits[0] - logits[0].max(), dtype=np.float64)
         probabilities /= probabilities.sum()
@@ -114,6 +114,15 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     added = twice[len(alone) :]
     name: str | None = tokenizer.id_to_token(token_id)
     return name or "" if "\ufffd" in added or not added else added
+
+
+def check_length(n_tokens: int, config: DecoderConfig) -> None:
+    """Raises InvalidRequestError for no token at all, ContextLengthError for more than can be explained."""
+    longest = min(MAX_TOKENS, config.max_model_len)
+    if not n_tokens:
+        raise InvalidRequestError("there is no token in the text; give at least one", param="text")
+    if n_tokens > longest:
+        raise ContextLengthError(f"the text has {n_tokens} tokens; at most {longest} can be explained")
 
 
 def check_index(name: str, index: int, count: int) -> None:

@@ -1,0 +1,127 @@
+"""POST /explain: what the model attends to in a text, and what it would say next."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from typing import TYPE_CHECKING
+
+from fastapi import APIRouter, Request
+from pydantic import Field, model_validator
+from pydantic_core import to_json
+from starlette.responses import Response
+
+from model.bundle import ModelBundle
+from server.api.openai import check_model
+from server.api.responses import service_of, unless_disconnected
+from server.api.schemas import Body, Count, parse
+from server.errors import InvalidRequestError, OverloadedError
+
+if TYPE_CHECKING:
+    from server.explain import Explainer, Explanation
+
+router = APIRouter()
+
+MAX_WEIGHTS = 2**20  # in an answer, some 12 bytes each: four heads' maps of 512 tokens
+_MAX_INSIDE = 2  # explanations that run or wait
+_THREADS = 1  # what runs beside the engine is to leave it the other processors
+
+
+class ExplainBody(Body):
+    """POST /explain. `text` may be called `prompt`; layers and heads are counted from 0, and no heads are all."""
+
+    model: str | None = None
+    text: str | None = None
+    prompt: str | None = None
+    layers: list[Count] = Field([0], min_length=1)
+    heads: list[Count] | None = Field(None, min_length=1)
+    top_k: int = Field(10, ge=0, le=1000)
+
+    @model_validator(mode="after")
+    def _one_text(self) -> ExplainBody:
+        if (self.text is None) == (self.prompt is None):
+            raise ValueError("give either text or prompt; they are the same")
+        return self
+
+    @property
+    def source(self) -> str:
+        return self.text or self.prompt or ""
+
+
+class Explanations:
+    """The explainer of a server, loaded when it is first asked, in a thread that takes one explanation at a time.
+
+    It holds the model's weights a second time from then on.
+    """
+
+    def __init__(self, bundle: ModelBundle) -> None:
+        self._bundle = bundle
+        self._explainer: Explainer | None = None
+        self._thread = ThreadPoolExecutor(1, "explain")
+        self._n_inside = 0
+
+    async def answer(self, token_ids: list[int], layers: list[int], heads: list[int], top_k: int) -> bytes:
+        """The JSON of an explanation. Raises OverloadedError where others are before it."""
+        if self._n_inside >= _MAX_INSIDE:
+            raise OverloadedError("other texts are being explained; try again", retry_after=1)
+        self._n_inside += 1
+        work = asyncio.get_running_loop().run_in_executor(self._thread, self._explain, token_ids, layers, heads, top_k)
+        work.add_done_callback(
+            self._leave
+        )  # a client that left makes room: of what it asked, no more runs than it has begun
+        return await work
+
+    def _leave(self, _work: asyncio.Future[bytes]) -> None:
+        self._n_inside -= 1
+
+    def _explain(self, token_ids: list[int], layers: list[int], heads: list[int], top_k: int) -> bytes:
+        if self._explainer is None:
+            from server.explain import Explainer  # noqa: PLC0415  imports ONNX Runtime
+
+            self._explainer = Explainer(self._bundle, _THREADS)
+        explanation = self._explainer.explain_tokens(token_ids, layers, top_k=top_k)
+        return b"".join(_json(explanation, heads))
+
+
+@router.post("/explain")
+async def explain(request: Request) -> Response:
+    service = service_of(request)
+    body = parse(ExplainBody, await request.body())
+    check_model(service, body.model)
+    service.admission.check_open()
+    from server.explain import check_index, check_length  # noqa: PLC0415  imports ONNX Runtime
+
+    config = service.bundle.config
+    layers = sorted(set(body.layers))
+    heads = sorted(set(range(config.n_head) if body.heads is None else body.heads))
+    for layer in layers:
+        check_index("layer", layer, config.n_layer)
+    for head in heads:
+        check_index("head", head, config.n_head)
+    prompt = await service.prompt(body.source)
+    n_tokens = len(prompt.ids)
+    check_length(n_tokens, config)
+    n_weights = len(layers) * len(heads) * n_tokens**2
+    if n_weights > MAX_WEIGHTS:
+        raise InvalidRequestError(
+            f"{len(layers)} layers and {len(heads)} heads of {n_tokens} tokens are {n_weights} weights, more than "
+            f"the {MAX_WEIGHTS} that an answer may have; ask for fewer heads or layers, or of a shorter text",
+            param="heads",
+        )
+    explanations: Explanations = request.app.state.explanations
+    work = explanations.answer(prompt.ids, layers, heads, body.top_k)
+    return Response(await unless_disconnected(request.receive, work), media_type="application/json")
+
+
+def _json(explanation: Explanation, heads: list[int]) -> Iterator[bytes]:
+    """Row by row, so that the interpreter is free for the streams in between."""
+    known = {"tokens": explanation.tokens, "token_ids": explanation.token_ids, "next_tokens": explanation.next_tokens}
+    yield to_json(known)[:-1] + b',"attention":['
+    for i, (layer, head) in enumerate(product(explanation.weights, heads)):
+        yield b'%s{"layer":%d,"head":%d,"weights":[' % (b"," if i else b"", layer, head)
+        for row, weights in enumerate(explanation.weights[layer][head]):
+            yield (b"," if row else b"") + to_json(weights.tolist())
+        yield b"]}"
+    yield b"]}"
