@@ -11,6 +11,7 @@ from tests.fake_runner import FakeRunner
 from tests.serving import EOS, VOCAB_SIZE, Served, saying, serving, small_tokenizer
 
 tokenizer = small_tokenizer()
+SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 
 
 async def generate(served: Served, inputs: str, **parameters: Any) -> dict[str, Any]:
@@ -108,6 +109,9 @@ async def test_a_prompt_is_cut_to_its_last_tokens() -> None:
         ({"inputs": "a", "parameters": []}, "parameters"),
         ({"inputs": "a", "parameters": {"max_new_tokens": 0}}, "parameters.max_new_tokens"),
         ({"inputs": "a", "parameters": {"grammar": {"type": "json"}}}, "parameters.grammar"),
+        ({"inputs": "a", "parameters": {"grammar": {"type": "regex", "value": "("}}}, "parameters.grammar"),
+        ({"inputs": "a", "parameters": {"grammar": {"type": "json", "value": "[1]"}}}, "parameters.grammar"),
+        ({"inputs": "a", "parameters": {"grammar": {"type": "lark", "value": "a"}}}, "parameters.grammar"),
         ({"inputs": "a", "parameters": {"best_of": 2}}, "parameters.best_of"),
         ({"inputs": "a", "parameters": {"watermark": True}}, "parameters.watermark"),
         ({"inputs": "a", "parameters": {"max_new_tokens": 64}}, "max_model_len|at most 64 tokens"),
@@ -121,6 +125,23 @@ async def test_mistakes_have_tgis_body(path: str, body: dict[str, Any], place: s
     assert answer.keys() == {"error", "error_type"}
     assert answer["error_type"] == "validation"
     assert any(part in answer["error"] for part in place.split("|"))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        {"type": "regex", "value": r'\{"a": (true|false)\}'},
+        {"type": "json", "value": SCHEMA},
+        {"type": "json", "value": json.dumps(SCHEMA)},
+        {"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}},
+        {"type": "json_schema", "value": {"schema": SCHEMA}},
+    ],
+)
+async def test_a_grammar_holds(grammar: dict[str, Any]) -> None:
+    async with serving() as served:
+        answer = await generate(served, "a", grammar=grammar, max_new_tokens=20, details=True, do_sample=True, seed=3)
+    assert json.loads(answer["generated_text"]) in ({"a": True}, {"a": False})
+    assert answer["details"]["finish_reason"] == "eos_token"
 
 
 async def test_prompt_details_are_refused_on_a_stream_and_no_ops_accepted() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails
+from pydantic_core import ErrorDetails, from_json
 
 from server.engine.constraints import Grammar
 from server.engine.sampling import MAX_LOGPROBS, SamplingParams
@@ -215,6 +215,41 @@ class CompletionsBody(OpenAIBody):
     echo: bool = False
 
 
+def _from_text(value: object) -> object:
+    return from_json(value, allow_inf_nan=False) if isinstance(value, str) else value
+
+
+class TGIJSON(Body):
+    """`value`: a schema, or its JSON in a string."""
+
+    type: Literal["json"]
+    value: Annotated[dict[str, Any], BeforeValidator(_from_text)]
+
+    def wanted(self, param: str) -> Grammar:
+        return Grammar.json_schema(self.value, param)
+
+
+class TGINamedSchema(Body):
+    name: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class TGIJSONSchema(Body):
+    type: Literal["json_schema"]
+    value: TGINamedSchema
+
+    def wanted(self, param: str) -> Grammar:
+        return Grammar.json_schema(self.value.schema_, param)
+
+
+class TGIRegex(Body):
+    type: Literal["regex"]
+    value: str
+
+    def wanted(self, param: str) -> Grammar:
+        return Grammar.regex(self.value, param)
+
+
 class GenerateParameters(SamplingFields):
     """`parameters` of TGI's routes. It samples where `do_sample`, or any field that only matters then, says so."""
 
@@ -225,11 +260,15 @@ class GenerateParameters(SamplingFields):
     decoder_input_details: bool = False
     top_n_tokens: int = Field(0, ge=0, le=MAX_LOGPROBS)
     truncate: int | None = Field(None, ge=1)
+    grammar: Annotated[TGIJSON | TGIJSONSchema | TGIRegex, Field(discriminator="type")] | None = None
 
     @property
     def samples(self) -> bool:
         shapes = (self.top_k > 0, self.top_p < 1.0, self.typical_p < 1.0, self.min_p > 0.0, self.temperature != 1.0)
         return (self.do_sample or any(shapes)) and self.temperature > 0.0
+
+    def grammar_wanted(self) -> Grammar | None:
+        return None if self.grammar is None else self.grammar.wanted("parameters.grammar")
 
 
 class GenerateBody(Body):
