@@ -31,7 +31,7 @@ class Prompt:
 class CompletionRequest:
     """What a client asks for. `n` samples of each prompt; `deadline` in seconds of `perf_counter`.
 
-    grammar: what each text has to be; None is anything.
+    priority: lower is earlier. grammar: what each text has to be; None is anything.
     """
 
     prompts: list[Prompt]
@@ -40,6 +40,7 @@ class CompletionRequest:
     n: int = 1
     stops: tuple[str, ...] = ()
     deadline: float | None = None
+    priority: int = 0
     grammar: Grammar | None = None
 
     @property
@@ -97,6 +98,7 @@ def make_choices(
         prompt = request.prompts[index // request.n]
         own = replace(request.params, sample_index=index % request.n)
         sequence = Sequence(first_id + index, prompt.ids, own, ending_ids, SequenceTimes(arrived), request.request_id)
+        sequence.priority = request.priority
         sequence.constraint = constraint.copy() if constraint else None
         text = Detokenizer(tokenizer, prompt.ids)
         choices.append(Choice(index, prompt, sequence, text, StopChecker(request.stops)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from server.engine.kv_rows import KVRows
 from server.engine.prefix_cache import PrefixCache
 from server.engine.sampling import SamplingParams
 from server.engine.scheduler import Chunk, Scheduler
-from server.engine.sequence import FinishReason, Sequence, SequenceStatus
+from server.engine.sequence import LEVEL_SECONDS, FinishReason, Sequence, SequenceStatus
 from tests.engine_driver import make_sequence
 
 BLOCK = 4
@@ -137,3 +138,61 @@ def test_a_row_in_prefill_is_no_decode_and_an_abort_frees_it() -> None:
     assert [chunk.sequence for chunk in batch.decodes] == [sequences[0]]
     assert batch.prefills == [Chunk(sequences[2], 0, 4, 1)]
     assert sequences[2].row == 1
+
+
+def oldest(waiting: list[Sequence], now: float) -> Sequence:
+    """The oracle: priorities less what waiting has earned, as they are now; ties by arrival, then by id."""
+    return min(waiting, key=lambda s: (s.priority - (now - s.times.arrived) / LEVEL_SECONDS, s.id))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_priorities_age_whatever_the_moment(seed: int) -> None:
+    """Arrivals, leavers and starts at random moments; times are sums of powers of two, so that ages are exact."""
+    chance = random.Random(seed)
+    scheduler = make_scheduler(chunk_size=8, max_num_seqs=1)
+    waiting: list[Sequence] = []
+    now = 0.0
+    for sequence_id in range(300):
+        now += chance.choice([0.0, 0.5, 4.0]) * LEVEL_SECONDS
+        sequence = make_sequence(sequence_id, [1, 2], SamplingParams(max_tokens=9))
+        sequence.priority, sequence.times.arrived = chance.randint(-3, 3), now
+        waiting.append(sequence)
+        scheduler.add(sequence)
+        if chance.random() < 0.3:
+            waiting.remove(left := chance.choice(waiting))
+            scheduler.finish(left, FinishReason.ABORT)
+        while waiting and chance.random() < 0.4:
+            expected = oldest(waiting, now + chance.choice([0.0, 1000.0]) * LEVEL_SECONDS)
+            (chunk,) = scheduler.schedule().prefills
+            assert chunk.sequence is expected
+            waiting.remove(expected)
+            scheduler.computed(chunk)
+            scheduler.finish(expected, FinishReason.LENGTH)
+
+
+def test_the_last_priority_is_served_in_bounded_time_under_a_flood_of_the_first() -> None:
+    scheduler = make_scheduler(max_num_seqs=1)
+    last = make_sequence(0, [1, 2], SamplingParams(max_tokens=9))
+    last.priority = 3
+    scheduler.add(last)
+    for n in range(1, 100):  # one comes and one is served in half the time in which a level is earned
+        sequence = make_sequence(n, [1, 2], SamplingParams(max_tokens=9))
+        sequence.priority, sequence.times.arrived = -3, n * LEVEL_SECONDS / 2
+        scheduler.add(sequence)
+        (chunk,) = scheduler.schedule().prefills
+        scheduler.computed(chunk)
+        scheduler.finish(chunk.sequence, FinishReason.LENGTH)
+        if chunk.sequence is last:
+            break
+    assert n == 6 * 2  # levels between them, and half levels to a level; the tie is the elder's
+
+
+def test_what_has_a_row_keeps_it_whatever_comes() -> None:
+    scheduler = make_scheduler(chunk_size=8, max_num_seqs=1)
+    (first,) = add(scheduler, [1] * 20)
+    step(scheduler)
+    urgent = make_sequence(9, [2, 2], SamplingParams(max_tokens=9))
+    urgent.priority = -100
+    scheduler.add(urgent)
+    assert step(scheduler) == [(0, 8, 16)]
+    assert first.status is SequenceStatus.PREFILLING

@@ -60,6 +60,7 @@ async def _completion_request(service: Service, body: CompletionsBody, state: St
         n=body.n,
         stops=tuple(body.stop),
         deadline=deadline,
+        priority=body.priority,
         grammar=body.grammar_wanted(),
     )
 

@@ -109,6 +109,7 @@ async def _read(request: Request, body: GenerateBody) -> _Answer:
         request_id=request.state.request_id,
         stops=tuple(parameters.stop),
         deadline=deadline,
+        priority=parameters.priority,
         grammar=parameters.grammar_wanted(),
     )
     return _Answer(service, body, wanted)

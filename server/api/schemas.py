@@ -18,13 +18,13 @@ from server.errors import InvalidRequestError
 
 MAX_N = 16
 MAX_STOPS = 16
+MAX_PRIORITY = 100
 MAX_TOKENS_NAMED = 1024  # in stop_token_ids and logit_bias: each costs time in everybody's step
 _GREEDY_BELOW = 1e-5  # a smaller temperature would overflow float32
 _WITHOUT_EFFECT = frozenset({"user", "store", "metadata"})
 _NO_OPS: dict[str, Any] = {
     "best_of": 1,
     "watermark": False,
-    "priority": 0,
     "response_format": {"type": "text"},
     "suffix": "",
     "prompt_logprobs": False,
@@ -91,6 +91,7 @@ class SamplingFields(Body):
     min_tokens: Count = 0
     ignore_eos: bool = False
     timeout_ms: int | None = Field(None, ge=1, le=86_400_000)
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
     @field_validator("logit_bias")
     @classmethod

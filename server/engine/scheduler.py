@@ -1,12 +1,13 @@
 """Which tokens run next: every running sequence once, beside a bounded number of prompt tokens.
 
 Iteration-level scheduling (Orca, OSDI '22) with chunked prefill (Sarathi-Serve, OSDI '24): prompts never stall a
-stream. First come, first served. A sequence that holds a row has its memory too, so nothing that runs is preempted.
+stream. First come, first served, but for priorities, which age. A sequence that holds a row has its memory too, so
+nothing that runs is preempted.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -81,7 +82,7 @@ class Scheduler:
         self.cache = cache
         self.chunk_size = chunk_size
         self.scoring_chunk_size = scoring_chunk_size
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []  # in the order of their turns
         self._window: list[Sequence | None] = []  # by row: whoever holds it
 
     @property
@@ -104,7 +105,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         sequence.block_keys = self.cache.keys(sequence.prompt_ids)
-        self.waiting.append(sequence)
+        insort(self.waiting, sequence, key=lambda waiting: waiting.turn)
 
     def schedule(self) -> Batch:
         prefills = self._next_chunks()
@@ -147,7 +148,7 @@ class Scheduler:
         sequence.times.finished = perf_counter()
 
     def _next_chunks(self) -> list[Chunk]:
-        """As many prompt tokens as a step may run, first come, first served; a scored prompt ends the list."""
+        """As many prompt tokens as a step may run, in the order of their turns; a scored prompt ends the list."""
         chunks: list[Chunk] = []
         room = self.chunk_size
         sequence = self.prefilling or self._admit(room, chunks)
@@ -179,7 +180,7 @@ class Scheduler:
         if admitted is None:
             return None
         row, sequence.n_cached = admitted
-        self.waiting.popleft()
+        del self.waiting[0]
         self._place(sequence, row)
         sequence.status = SequenceStatus.PREFILLING
         sequence.times.scheduled = perf_counter()

@@ -12,6 +12,9 @@ from server.engine.sampling import Occurrences, SamplingParams, TokenLogprobs
 from server.engine.speculation import Speculation
 
 
+LEVEL_SECONDS = 10.0  # of waiting are worth one level of priority
+
+
 class SequenceStatus(Enum):
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -47,6 +50,7 @@ class Sequence:
     ending_ids: frozenset[int]  # tokens that end it: its stop ids, and the model's unless it ignores them
     times: SequenceTimes
     request_id: str = ""
+    priority: int = 0  # lower is earlier
     status: SequenceStatus = SequenceStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
     row: int | None = None
@@ -62,6 +66,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.generator = self.params.generator()
+
+    @property
+    def turn(self) -> tuple[float, int]:
+        """Whose is lower is earlier. All that wait age alike, so their order never changes, and nobody starves."""
+        return self.times.arrived + self.priority * LEVEL_SECONDS, self.id
 
     @property
     def token_ids(self) -> list[int]:
