@@ -11,7 +11,6 @@ from server.engine.constraints import Constraint
 from server.engine.sampling import Occurrences, SamplingParams, TokenLogprobs
 from server.engine.speculation import Speculation
 
-
 LEVEL_SECONDS = 10.0  # of waiting are worth one level of priority
 
 
