@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -21,7 +21,7 @@ class Detokenizer:
     Special tokens have no text, except those in `kept`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), kept: frozenset[int] = frozenset()) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), kept: Container[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._kept = kept
         self.n_chars = 0  # of text that has been given out

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter, time
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from model.bundle import ModelBundle
 from model.tokenizer import keep_spaces_in_offsets
@@ -94,9 +95,31 @@ class Service:
             return False
         return True
 
-    async def prompt(self, source: str | list[int], *, keep_last: int | None = None) -> Prompt:
-        """A prompt from text or token ids, cut to its last `keep_last` tokens. Raises InvalidRequestError."""
-        ids = source if isinstance(source, list) else await self._tokenise(source)
+    async def prompt(self, source: str | list[int], **options: Any) -> Prompt:
+        """One of `prompts`."""
+        (prompt,) = await self.prompts([source], **options)
+        return prompt
+
+    async def prompts(
+        self, sources: Sequence[str | list[int]], *, keep_last: int | None = None, add_special_tokens: bool = True
+    ) -> list[Prompt]:
+        """Prompts from texts or token ids, each cut to its last `keep_last` tokens. Raises InvalidRequestError.
+
+        add_special_tokens: those that the tokenizer puts around a text, such as BOS.
+        """
+        texts = [source for source in sources if isinstance(source, str)]
+        encoded = iter(await self._tokenise(texts, add_special_tokens))
+        return [self._prompt(s, next(encoded) if isinstance(s, str) else s, keep_last) for s in sources]
+
+    async def _tokenise(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        tokenizer = self.bundle.tokenizer
+        if sum(map(len, texts)) <= _SHORT_TEXT:
+            return [tokenizer.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
+        # In a thread `encode` would still keep the interpreter to itself; of a batch, also of one, it lets go.
+        encode = partial(tokenizer.encode_batch_fast, texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in await asyncio.to_thread(encode)]
+
+    def _prompt(self, source: str | list[int], ids: list[int], keep_last: int | None) -> Prompt:
         is_cut = keep_last is not None and len(ids) > keep_last
         if keep_last is not None and is_cut:
             ids = ids[-keep_last:]
@@ -105,13 +128,6 @@ class Service:
             return Prompt(ids, source)
         self.check_token_ids(ids, "prompt")
         return Prompt(ids, self.bundle.tokenizer.decode(ids))
-
-    async def _tokenise(self, text: str) -> list[int]:
-        tokenizer = self.bundle.tokenizer
-        if len(text) <= _SHORT_TEXT:
-            return tokenizer.encode(text).ids
-        # In a thread `encode` would still keep the interpreter to itself; of a batch, also of one, it lets go.
-        return await asyncio.to_thread(lambda: tokenizer.encode_batch_fast([text])[0].ids)
 
     async def aside(self, size: int, work: Callable[[], T]) -> T:
         """The result of work on `size` characters or tokens, done in a thread where they are many."""

@@ -34,7 +34,7 @@ class Watched:
         return self._watching(name, real) if name.startswith(("encode", "decode")) else real
 
     def _watching(self, name: str, real: Any) -> Any:
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             go, went = threading.Lock(), threading.Event()
             go.acquire()
 
@@ -46,7 +46,7 @@ class Watched:
             thread.start()
             with uninterrupted():
                 go.release()
-                result = real(*arguments)
+                result = real(*arguments, **options)
                 self.calls.append((name, went.is_set()))
             thread.join(TIMEOUT)
             return result
@@ -77,6 +77,15 @@ async def test_other_threads_run_while_a_long_prompt_is_tokenised() -> None:
     assert [released for _, released in watched.calls] == [True]
     assert prompt.ids == tokenizer.encode(text).ids
     assert prompt.text == text
+
+
+async def test_other_threads_run_while_many_short_prompts_are_tokenised() -> None:
+    texts = [f"def read_{i}(path):\n" for i in range(5000)]
+    service, watched = watched_service(max_model_len=64)
+    prompts = await service.prompts([*texts, [5, 66]])
+    assert [(name, released) for name, released in watched.calls if name != "decode"] == [("encode_batch_fast", True)]
+    assert [prompt.ids for prompt in prompts] == [*(tokenizer.encode(text).ids for text in texts), [5, 66]]
+    assert [prompt.text for prompt in prompts] == [*texts, tokenizer.decode([5, 66])]
 
 
 async def test_a_long_text_means_the_same_as_in_short_with_its_special_tokens() -> None:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from time import time
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.datastructures import State
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from server.api.openai import check_model, finite, usage
-from server.api.responses import service_of, unless_disconnected
+from server.api.openai import Answer, check_body, completion_request, finite, respond
+from server.api.responses import service_of
 from server.api.schemas import CompletionsBody, parse
-from server.api.sse import DONE, KEEP_ALIVE, EventStream, compact, event
-from server.completion import Choice, Completion, CompletionRequest, Delta, draw_seed
+from server.api.sse import compact
+from server.completion import Choice, Completion, Delta
 from server.detokenizer import Detokenizer, token_text
 from server.engine.sampling import TokenLogprobs
 from server.service import Service
@@ -29,40 +26,17 @@ DEFAULT_MAX_TOKENS = 16
 async def completions(request: Request) -> Response:
     service = service_of(request)
     body = parse(CompletionsBody, await request.body())
-    check_model(service, body.model)
-    wanted = await _completion_request(service, body, request.state)
-    answer = _Answer(service, body, request.state.request_id)
-    if body.stream:
-        return EventStream(_events(request, wanted, answer), last_words=DONE)
-    return await unless_disconnected(request.receive, _whole(request, wanted, answer))
-
-
-async def _completion_request(service: Service, body: CompletionsBody, state: State) -> CompletionRequest:
-    service.admission.check_size(len(body.prompt) * body.n)  # before a million prompts are tokenised
-    service.check_token_ids(body.stop_token_ids, "stop_token_ids")
-    service.check_token_ids(map(int, body.logit_bias), "logit_bias")
-    prompts = [await service.prompt(source, keep_last=body.truncate_prompt_tokens) for source in body.prompt]
-    max_tokens = body.tokens_wanted
-    if max_tokens is None:
-        max_tokens = service.default_max_tokens(prompts, DEFAULT_MAX_TOKENS)
-    params = body.sampling_params(
-        service.bundle.generation.given(),
-        max_tokens=max_tokens,
-        seed=draw_seed() if body.seed is None else body.seed,
+    check_body(service, body, len(body.prompt))
+    wanted = completion_request(
+        service,
+        body,
+        await service.prompts(body.prompt, keep_last=body.truncate_prompt_tokens),
+        request.state,
+        usual_tokens=DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
     )
-    deadline = service.deadline(state.arrived, body.timeout_ms)
-    return CompletionRequest(
-        prompts=prompts,
-        params=params,
-        request_id=state.request_id,
-        n=body.n,
-        stops=tuple(body.stop),
-        deadline=deadline,
-        priority=body.priority,
-        grammar=body.grammar_wanted(),
-    )
+    return await respond(request, wanted, _Answer(service, body, request.state.request_id))
 
 
 @dataclass(slots=True)
@@ -89,58 +63,56 @@ class _Logprobs:
         }
 
 
-class _Answer:
-    """The shape of one request's answer, whole or in chunks."""
-
+class _Answer(Answer):
     def __init__(self, service: Service, body: CompletionsBody, request_id: str) -> None:
-        self.service = service
-        self.tokenizer = service.bundle.tokenizer
-        self.body = body
-        self.head = {
-            "id": f"cmpl-{request_id}",
-            "object": "text_completion",
-            "created": int(time()),
-            "model": service.settings.model_name,
-        }
-        self._prefix = compact(self.head)[:-1]
-        self._with_usage = body.stream_options is not None and body.stream_options.include_usage
+        super().__init__(service, body, f"cmpl-{request_id}", "text_completion")
+        self._body = body
         self._echoed: set[int] = set()
+        self._texts: dict[int, list[str]] = {}
+        self._logprobs: dict[int, _Logprobs] = {}
 
-    def text_of(self, delta: Delta) -> str:
+    def chunk(self, _completion: Completion, delta: Delta) -> bytes:
+        text, logprobs = self._text_of(delta), self._logprobs_of(delta)
+        if not text and logprobs is None and delta.finish_reason is None:
+            return b""
+        shown = "null" if logprobs is None else compact(logprobs.json(with_top=bool(self._body.logprobs)))
+        reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
+        return self.event(
+            f'{{"index":{delta.choice.index},"text":{compact(text)},"logprobs":{shown},"finish_reason":{reason}}}'
+        )
+
+    def add(self, _completion: Completion, delta: Delta) -> None:
+        index = delta.choice.index
+        self._texts.setdefault(index, []).append(self._text_of(delta))
+        if (entries := self._logprobs_of(delta)) is not None:
+            self._logprobs.setdefault(index, _Logprobs()).extend(entries)
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        entries = self._logprobs.get(choice.index)
+        return {
+            "index": choice.index,
+            "text": "".join(self._texts[choice.index]),
+            "logprobs": None if entries is None else entries.json(with_top=bool(self._body.logprobs)),
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _text_of(self, delta: Delta) -> str:
         """What the delta adds to the text, with the echoed prompt before the first."""
-        if not self.body.echo or delta.choice.index in self._echoed:
+        if not self._body.echo or delta.choice.index in self._echoed:
             return delta.text
         self._echoed.add(delta.choice.index)
         return delta.choice.prompt.text + delta.text
 
-    def logprobs_of(self, delta: Delta) -> _Logprobs | None:
-        if self.body.logprobs is None:
+    def _logprobs_of(self, delta: Delta) -> _Logprobs | None:
+        if self._body.logprobs is None:
             return None
         entries = _Logprobs()
         prompt = delta.choice.prompt
         if delta.prompt_logprobs is not None:
             self._add_prompt(entries, prompt.ids, delta.prompt_logprobs)
         if delta.logprobs is not None:
-            self._add(entries, delta.logprobs, delta.offset + (len(prompt.text) if self.body.echo else 0))
+            self._add(entries, delta.logprobs, delta.offset + (len(prompt.text) if self._body.echo else 0))
         return entries
-
-    def chunk(self, delta: Delta) -> bytes:
-        """An event for one delta; none where it has nothing to show."""
-        text, logprobs = self.text_of(delta), self.logprobs_of(delta)
-        if not text and logprobs is None and delta.finish_reason is None:
-            return b""
-        shown = "null" if logprobs is None else compact(logprobs.json(with_top=bool(self.body.logprobs)))
-        reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
-        usage = ',"usage":null' if self._with_usage else ""
-        return event(
-            f'{self._prefix},"choices":[{{"index":{delta.choice.index},"text":{compact(text)},'
-            f'"logprobs":{shown},"finish_reason":{reason}}}]{usage}}}'
-        )
-
-    def tail(self, completion: Completion) -> bytes:
-        if not self._with_usage:
-            return DONE
-        return event(compact({**self.head, "choices": [], "usage": usage(completion)})) + DONE
 
     def _add_prompt(self, entries: _Logprobs, ids: list[int], scored: list[TokenLogprobs]) -> None:
         text = Detokenizer(self.tokenizer)
@@ -159,40 +131,3 @@ class _Answer:
             top.setdefault(token_text(self.tokenizer, token_id), finite(logprob))
         entries.top_logprobs.append(top)
         entries.text_offset.append(offset)
-
-
-async def _events(request: Request, wanted: CompletionRequest, answer: _Answer) -> AsyncGenerator[bytes, None]:
-    service = answer.service
-    async with service.complete(wanted) as completion:
-        request.state.completion = completion
-        async for deltas in completion.deltas(service.settings.keep_alive_interval):
-            if chunk := b"".join(map(answer.chunk, deltas)):
-                yield chunk
-            elif not deltas:
-                yield KEEP_ALIVE
-        yield answer.tail(completion)
-
-
-async def _whole(request: Request, wanted: CompletionRequest, answer: _Answer) -> Response:
-    texts: dict[int, list[str]] = {}
-    logprobs: dict[int, _Logprobs] = {}
-    async with answer.service.complete(wanted) as completion:
-        request.state.completion = completion
-        async for deltas in completion.deltas():
-            for delta in deltas:
-                index = delta.choice.index
-                texts.setdefault(index, []).append(answer.text_of(delta))
-                if (entries := answer.logprobs_of(delta)) is not None:
-                    logprobs.setdefault(index, _Logprobs()).extend(entries)
-    choices = [_choice(choice, "".join(texts[choice.index]), logprobs, answer.body) for choice in completion.choices]
-    return JSONResponse({**answer.head, "choices": choices, "usage": usage(completion)})
-
-
-def _choice(choice: Choice, text: str, logprobs: dict[int, _Logprobs], body: CompletionsBody) -> dict[str, Any]:
-    entries = logprobs.get(choice.index)
-    return {
-        "index": choice.index,
-        "text": text,
-        "logprobs": None if entries is None else entries.json(with_top=bool(body.logprobs)),
-        "finish_reason": choice.finish_reason,
-    }
