@@ -9,12 +9,14 @@ from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from model.bundle import ModelBundle
-from server.api import completions, debug, explain, generate, health, models, tokenize
-from server.api.middleware import ApiKeys, BodyLimit, RequestContext
+from server.api import completions, debug, explain, generate, health, models, openapi, tokenize
+from server.api.middleware import BodyLimit, ErrorAnswers, KeyCheck, RequestContext
 from server.api.responses import error_response
+from server.api_keys import ApiKeys
 from server.engine.engine import Engine
 from server.engine.prefix_cache import PrefixCache
 from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError
@@ -34,8 +36,11 @@ def create_app(
     """The server as an ASGI application; `app.state.service` is what it runs on.
 
     A ready engine serves from the first request. Without one the model is loaded once the application is up, and until
-    then requests get 503; should that fail, the service's `on_load_failure` is told why.
+    then requests get 503; should that fail, the service's `on_load_failure` is told why. Raises StartupError for a
+    file of keys that gives none.
     """
+    key = settings.api_key.get_secret_value() if settings.api_key else None
+    keys = ApiKeys(key, settings.api_key_file)
     service = Service(settings, bundle)
 
     @asynccontextmanager
@@ -50,12 +55,21 @@ def create_app(
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service
     app.state.explanations = explain.Explanations(bundle)
-    for module in (completions, models, generate, tokenize, explain, health, debug):
+    for module in (completions, models, generate, tokenize, explain, health, debug, openapi):
         app.include_router(module.router)
     app.add_exception_handler(KvasirError, _on_kvasir_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(ApiKeys, keys=settings.api_keys())
+    app.add_middleware(KeyCheck, keys=keys, most=settings.max_concurrency_per_key)
+    app.add_middleware(ErrorAnswers)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     app.add_middleware(RequestContext)  # the last one added is the outermost
     return app
 

@@ -9,8 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails, from_json
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, ErrorDetails, from_json
 
 from server.engine.constraints import Grammar
 from server.engine.sampling import MAX_LOGPROBS, SamplingParams
@@ -31,6 +41,9 @@ _NO_OPS: dict[str, Any] = {
 }
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Stop = Annotated[str, Field(min_length=1)]
+Several = Field(min_length=1)
+Prompts = str | Annotated[list[str], Several] | Annotated[list[int], Several] | Annotated[list[list[int]], Several]
 
 
 def _few(value: object) -> object:
@@ -46,7 +59,7 @@ def _as_list(value: object) -> object:
 def _as_prompts(value: object) -> object:
     """A list of texts, or of lists of token ids, from any of the four forms that OpenAI takes."""
     items: list[object] = value if isinstance(value, list) else [value]
-    if all(type(item) is int for item in items):
+    if isinstance(value, list) and all(type(item) is int for item in items):
         items = [items]
     texts = all(isinstance(item, str) for item in items)
     if items and (texts or all(isinstance(item, list) and all(type(i) is int for i in item) for item in items)):
@@ -66,6 +79,28 @@ class Body(BaseModel):
         idle = {name for name in unknown if name in _WITHOUT_EFFECT or _is_no_op(name, values[name])}
         return {name: value for name, value in values.items() if value is not None and name not in idle}
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """The same as a schema: what may be left out may be null, and so may any other name."""
+        schema = handler.resolve_ref_schema(handler(core))
+        null = {"type": "null"}
+        fields = {
+            name: known
+            if name in schema.get("required", ()) or null in known.get("anyOf", ())
+            else _either(known, null)
+            for name, known in schema["properties"].items()
+        }
+        idle = {name: {"enum": [no_op, None]} for name, no_op in _NO_OPS.items()}
+        schema["properties"] = idle | dict.fromkeys(sorted(_WITHOUT_EFFECT), True) | fields
+        schema["additionalProperties"] = null
+        return schema
+
+
+def _either(schema: JsonSchemaValue, other: JsonSchemaValue) -> JsonSchemaValue:
+    """One schema or the other, with what the first says about its field."""
+    about = {key: schema[key] for key in ("title", "description", "default") if key in schema}
+    return {"anyOf": [{key: value for key, value in schema.items() if key not in about}, other]} | about
+
 
 def _is_no_op(name: str, value: object) -> bool:
     return name in _NO_OPS and type(value) is type(_NO_OPS[name]) and value == _NO_OPS[name]
@@ -82,12 +117,18 @@ class SamplingFields(Body):
     repetition_penalty: float = Field(1.0, ge=0.01, le=100.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], BeforeValidator(_few)] = {}
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], BeforeValidator(_few)] = Field(
+        {}, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}, "maxProperties": MAX_TOKENS_NAMED}
+    )
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]], BeforeValidator(_as_list), Field(max_length=MAX_STOPS)
+        list[Stop],
+        Field(max_length=MAX_STOPS),
+        BeforeValidator(_as_list, json_schema_input_type=Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)]),
     ] = []
-    stop_token_ids: Annotated[list[Count], BeforeValidator(_few)] = []
+    stop_token_ids: Annotated[list[Count], BeforeValidator(_few)] = Field(
+        [], json_schema_extra={"maxItems": MAX_TOKENS_NAMED}
+    )
     min_tokens: Count = 0
     ignore_eos: bool = False
     timeout_ms: int | None = Field(None, ge=1, le=86_400_000)
@@ -211,7 +252,10 @@ class OpenAIBody(SamplingFields, StructuredFields):
 class CompletionsBody(OpenAIBody):
     """POST /v1/completions."""
 
-    prompt: Annotated[list[str] | list[list[int]], BeforeValidator(_as_prompts)]
+    prompt: Annotated[
+        list[str] | list[list[int]],
+        BeforeValidator(_as_prompts, json_schema_input_type=Prompts),
+    ]
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
 
@@ -224,7 +268,7 @@ class TGIJSON(Body):
     """`value`: a schema, or its JSON in a string."""
 
     type: Literal["json"]
-    value: Annotated[dict[str, Any], BeforeValidator(_from_text)]
+    value: Annotated[dict[str, Any], BeforeValidator(_from_text, json_schema_input_type=dict[str, Any] | str)]
 
     def wanted(self, param: str) -> Grammar:
         return Grammar.json_schema(self.value, param)
