@@ -31,7 +31,8 @@ class Prompt:
 class CompletionRequest:
     """What a client asks for. `n` samples of each prompt; `deadline` in seconds of `perf_counter`.
 
-    priority: lower is earlier. grammar: what each text has to be; None is anything.
+    priority: lower is earlier. grammar: what each text has to be; None is anything. kept_ids: special tokens that show
+    in the text.
     """
 
     prompts: list[Prompt]
@@ -42,6 +43,7 @@ class CompletionRequest:
     deadline: float | None = None
     priority: int = 0
     grammar: Grammar | None = None
+    kept_ids: frozenset[int] = frozenset()
 
     @property
     def n_sequences(self) -> int:
@@ -100,7 +102,7 @@ def make_choices(
         sequence = Sequence(first_id + index, prompt.ids, own, ending_ids, SequenceTimes(arrived), request.request_id)
         sequence.priority = request.priority
         sequence.constraint = constraint.copy() if constraint else None
-        text = Detokenizer(tokenizer, prompt.ids)
+        text = Detokenizer(tokenizer, prompt.ids, request.kept_ids)
         choices.append(Choice(index, prompt, sequence, text, StopChecker(request.stops)))
     return choices
 
@@ -171,6 +173,12 @@ class Completion:
                     raise
             yield ready
             limit = silence
+
+    def stop(self, choice: Choice) -> None:
+        """End a choice whose text has all that was wanted of it; outputs that came with its last ones still show."""
+        if choice.finish_reason is None:
+            choice.finish_reason = FinishReason.STOP
+            self.stream.stop(choice.sequence.id)
 
     def _advance(self, choice: Choice, output: TokenOutput) -> Delta:
         self._check(choice, output)

@@ -27,7 +27,7 @@ MAX_GRAMMAR_CHARS = 2**17
 
 # One way to write each value, spaced as in most JSON that models have read: left to themselves, small ones put
 # whitespace between two tokens without end. `lenient` would pass over keywords that cannot be held.
-_JSON_OPTIONS: JsonCompileOptions = {
+JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_flexible": False,
     "whitespace_pattern": None,
     "item_separator": ", ",
@@ -170,7 +170,7 @@ def _translate(grammar: Grammar) -> str:
     if grammar.kind == "lark":
         return LLMatcher.grammar_from_lark(grammar.source)
     try:
-        return LLMatcher.grammar_from_json_schema(grammar.source, overrides=_JSON_OPTIONS)
+        return LLMatcher.grammar_from_json_schema(grammar.source, overrides=JSON_OPTIONS)
     except ValueError as error:
         raise GrammarError(_first_line(str(error))) from None
 
