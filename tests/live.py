@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -59,6 +60,11 @@ class Live:
         engine.submit = submitting  # type: ignore[method-assign]
         engine.leave = leaving  # type: ignore[assignment,method-assign]
         self.runner.rows.free = freeing  # type: ignore[method-assign]
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The server's, once it has answered a request."""
+        return self.service.engine._loop
 
     @property
     def url(self) -> str:

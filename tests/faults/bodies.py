@@ -1,0 +1,132 @@
+"""Request bodies that no client should send: valid ones with something wrong, and what is no JSON at all."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_TGI = {"max_new_tokens": 3, "top_n_tokens": 2, "stop": ["stop"], "seed": 1, "temperature": 0.5, "timeout_ms": 60_000}
+
+# By route, a body without fault that names as many fields as go together.
+VALID: dict[str, dict[str, Any]] = {
+    "/v1/completions": {
+        "model": "fake-model",
+        "prompt": "def read",
+        "max_tokens": 3,
+        "n": 2,
+        "echo": True,
+        "logprobs": 2,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.01,
+        "typical_p": 0.9,
+        "seed": 1,
+        "stop": ["stop", "end"],
+        "stop_token_ids": [7],
+        "logit_bias": {"5": 1.5},
+        "repetition_penalty": 1.1,
+        "frequency_penalty": 0.1,
+        "presence_penalty": 0.1,
+        "min_tokens": 1,
+        "ignore_eos": True,
+        "truncate_prompt_tokens": 20,
+        "timeout_ms": 60_000,
+        "user": "somebody",
+    },
+    "/generate": {
+        "inputs": "def read",
+        "parameters": {"details": True, "decoder_input_details": True, "return_full_text": True, "truncate": 20} | _TGI,
+    },
+    "/generate_stream": {"inputs": "def read", "parameters": _TGI},
+    "/": {"inputs": "def read", "parameters": _TGI, "stream": True},
+    "/tokenize": {"model": "fake-model", "prompt": "def read", "add_special_tokens": True, "return_token_strs": True},
+    "/detokenize": {"model": "fake-model", "tokens": [5, 6, 7]},
+    "/explain": {"model": "fake-model", "text": "def read", "layers": [0], "heads": [0], "top_k": 3},
+}
+
+_NUMBERS = (0, 1, -1, 0.1, -0.0, 300, 2**31, 2**53 + 1, 2**63, -(2**63) - 1, 2**64, 10**400, 1e308, -1e308, 5e-324)
+_TEXTS = ("", "x", "\0\1\x1f\x7f", "\ud800", "\udfff\ud800", "\ufffe\u202e", "\U0001f600", "{{x}}", "{%", "x" * 5000)
+_LISTS: tuple[Any, ...] = ([], [[]], [None], [-1], [300], [2**40], [1, 2, 3], [[1], [2]], [[300]], ["a"] * 20, [1, "a"])
+_OBJECTS: tuple[Any, ...] = ({}, {"": None}, {"type": "json_object"}, {"type": "x"}, {"role": "user", "content": "x"})
+_VALUES = (None, True, False, *_NUMBERS, *_TEXTS, *_LISTS, *_OBJECTS)
+_RAW = (b"NaN", b"-Infinity", b"1e999", b"01", b"0x1", b'"\xff"', b'"\xed\xa0\x80"', b'"\n"', b"", b",", b"[" * 300)
+_HERE = "\u2620here"  # where raw bytes go
+
+
+def wrong_types(valid: dict[str, Any], names: set[str]) -> Iterator[bytes]:
+    """Every hostile value in every place of a valid body, and in every one of the named fields."""
+    for place in [*_places(valid), *((name,) for name in sorted(names - valid.keys()))]:
+        for value in _VALUES:
+            yield json.dumps(_put(valid, place, value)).encode()
+        encoded = json.dumps(_put(valid, place, _HERE)).encode()
+        for raw in _RAW:
+            yield encoded.replace(json.dumps(_HERE).encode(), raw)
+
+
+def random_body(chance: random.Random, valid: dict[str, Any]) -> bytes:
+    """One of all the other kinds."""
+    kinds: tuple[Callable[[random.Random, dict[str, Any]], bytes], ...] = (_noise, _deep, _damaged, _several, _grown)
+    weights = (2, 1, 6, 6, 0.2)
+    return chance.choices(kinds, weights)[0](chance, valid)
+
+
+def _noise(chance: random.Random, _valid: dict[str, Any]) -> bytes:
+    return chance.randbytes(chance.randrange(200))
+
+
+def _deep(chance: random.Random, _valid: dict[str, Any]) -> bytes:
+    depth = chance.choice((10, 100, 1000, 100_000))
+    opening, closing = chance.choice(((b"[", b"]"), (b'{"prompt":', b"}"), (b'{"parameters":', b"}")))
+    return opening * depth + b"1" + closing * chance.choice((0, depth))
+
+
+def _damaged(chance: random.Random, valid: dict[str, Any]) -> bytes:
+    """A valid body after a few accidents to its bytes."""
+    body = bytearray(json.dumps(valid).encode())
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(len(body) + 1)
+        span = body[at : at + chance.randint(1, 12)]
+        new = chance.choice((b"", bytes(span) * 2, chance.randbytes(1), chance.choice(_RAW)))
+        body[at : at + len(span)] = new
+    return bytes(body)
+
+
+def _several(chance: random.Random, valid: dict[str, Any]) -> bytes:
+    """A valid body with hostile values in a few places, or without what was there."""
+    body: Any = valid
+    for place in chance.sample(_places(valid), min(3, len(_places(valid)))):
+        body = _put(body, place, chance.choice(_VALUES))
+    return json.dumps(body).encode()
+
+
+def _grown(chance: random.Random, valid: dict[str, Any]) -> bytes:
+    """A megabyte in one place."""
+    million = 10**6
+    entries = {str(i): i for i in range(million // 16)}
+    value = chance.choice(("x" * million, "\ud800" * (million // 6), [1] * (million // 3), entries))
+    return json.dumps(_put(valid, chance.choice(_places(valid)), value)).encode()
+
+
+def _places(value: Any) -> list[tuple[str | int, ...]]:
+    """Paths to everything inside."""
+    if not isinstance(value, dict | list):
+        return []
+    items: Any = value.items() if isinstance(value, dict) else enumerate(value)
+    return [path for key, inner in items for path in [(key,), *((key, *deeper) for deeper in _places(inner))]]
+
+
+def _put(body: Any, place: tuple[str | int, ...], value: Any) -> Any:
+    """A copy with a value put in a place; as it was where the place is no more."""
+    if not place:
+        return value
+    first, rest = place[0], place[1:]
+    if isinstance(body, dict):
+        return {**body, first: _put(body.get(first), rest, value)}
+    if isinstance(body, list) and isinstance(first, int) and first < len(body):
+        return [*body[:first], _put(body[first], rest, value), *body[first + 1 :]]
+    return body

@@ -1,0 +1,89 @@
+"""Malformed bodies to every route that takes one: each is refused in words, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Iterator
+
+import httpx
+from fastapi import FastAPI
+
+from server.api.schemas import Body
+from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.faults.bodies import VALID, random_body, wrong_types
+from tests.faults.report import Report, errors_logged
+from tests.live import KEY, Live, live
+from tests.serving import VOCAB_SIZE
+
+_AT_ONCE = 8
+_VARYING = re.compile(r'"(id|created)":[^,]*')
+
+
+def malformed_bodies(n: int, seed: int = 0) -> Report:
+    """n bodies: half of them with hostile values in the fields of valid ones, half of all other kinds."""
+    report = Report("malformed bodies")
+    with errors_logged() as errors, live(FakeRunner(VOCAB_SIZE), max_queue=1000) as served:
+        asyncio.run(_send_all(served, n, seed, report))
+        report.lost += errors
+        report.check(served.service.engine.load() == (0, 0, 0.0), "rows or memory are still held")
+        report.check(served.service.admission.n_inside == 0, "places are still held")
+    return report
+
+
+def post_routes(app: FastAPI) -> set[str]:
+    return {path for path, operations in app.openapi()["paths"].items() if "post" in operations}
+
+
+async def _send_all(served: Live, n: int, seed: int, report: Report) -> None:
+    requests = _requests(n, seed)
+    headers = {"authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(base_url=served.url, headers=headers, timeout=TIMEOUT) as client:
+
+        async def send() -> None:
+            for path, body in requests:
+                await _send(client, path, body, report)
+
+        usual = [(await client.post(path, json=body)).text for path, body in VALID.items()]
+        await asyncio.gather(*(send() for _ in range(_AT_ONCE)))
+        later = [(await client.post(path, json=body)).text for path, body in VALID.items()]
+        for path, one, other in zip(VALID, usual, later, strict=True):
+            same = _VARYING.sub("", one) == _VARYING.sub("", other)
+            report.check(same, f"{path} answered a valid body with {one}, and afterwards with {other}")
+
+
+def _requests(n: int, seed: int) -> Iterator[tuple[str, bytes]]:
+    chance = random.Random(seed)
+    fields = _all_fields(Body)
+    wrong = [(path, body) for path, valid in VALID.items() for body in wrong_types(valid, fields)]
+    yield from chance.sample(wrong, min(n // 2, len(wrong)))
+    for _ in range(n - min(n // 2, len(wrong))):
+        path = chance.choice(list(VALID))
+        yield path, random_body(chance, VALID[path])
+
+
+def _all_fields(kind: type[Body]) -> set[str]:
+    return set(kind.model_fields).union(*map(_all_fields, kind.__subclasses__()))
+
+
+async def _send(client: httpx.AsyncClient, path: str, body: bytes, report: Report) -> None:
+    report.tried += 1
+    shown = f"{path} {body[:300]!r}"
+    try:
+        answer = await client.post(path, content=body)
+    except httpx.HTTPError as error:
+        report.check(False, f"{shown}: {error!r}")
+        return
+    if answer.status_code == 200:
+        report.check(_is_whole(answer), f"{shown}: an answer without an end: {answer.text[-300:]}")
+    elif not (answer.status_code == 504 and b"timeout_ms" in body):
+        is_refusal = 400 <= answer.status_code < 500 and "error" in answer.json()
+        report.check(is_refusal, f"{shown}: {answer.status_code} {answer.text[:300]}")
+
+
+def _is_whole(answer: httpx.Response) -> bool:
+    if not answer.headers["content-type"].startswith("text/event-stream"):
+        return isinstance(answer.json(), dict)
+    last = [line for line in answer.text.split("\n") if line][-1]
+    return last == "data: [DONE]" or '"generated_text":"' in last

@@ -1,0 +1,122 @@
+"""Bytes on a socket that are no HTTP, or HTTP that no client should speak."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+
+import httpx
+
+from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.faults.report import Report, errors_logged
+from tests.live import KEY, Live, live
+from tests.serving import VOCAB_SIZE
+
+BODY = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
+_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n"
+_LENGTH = b"Content-Length: %d\r\n" % len(BODY)
+_CLOSE = b"Connection: close\r\n"
+_CHUNKED = b"Transfer-Encoding: chunked\r\n"
+
+
+def _with(headers: bytes, body: bytes = BODY) -> bytes:
+    return _HEAD + headers + _CLOSE + b"\r\n" + body
+
+
+def _get(target: bytes, version: bytes = b"HTTP/1.1") -> bytes:
+    return b"GET " + target + b" " + version + b"\r\nHost: x\r\n" + _CLOSE + b"\r\n"
+
+
+# What is sent, and the statuses of the answers before the server closes the connection.
+CASES: dict[str, tuple[bytes, list[int]]] = {
+    "a valid request": (_with(_LENGTH), [200]),
+    "three requests in one packet": ((_HEAD + _LENGTH + b"\r\n" + BODY) * 2 + _with(_LENGTH), [200, 200, 200]),
+    "a request, then garbage": (_HEAD + _LENGTH + b"\r\n" + BODY + b"\0\1\2\r\n\r\n", [400]),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", [400]),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200), [400]),
+    "HTTP/9.9": (_get(b"/version", b"HTTP/9.9"), [400]),
+    "a path that is not ASCII": (_get("/é".encode()), [400]),
+    "a path of bad escapes": (_get(b"/%zz%00%ff%c0%80"), [401]),
+    "a path of 60,000 characters": (_get(b"/" + b"x" * 60_000), [401]),
+    "CONNECT": (b"CONNECT example.org:443 HTTP/1.1\r\nHost: x\r\n" + _CLOSE + b"\r\n", [400]),
+    "a header without a colon": (_with(_LENGTH + b"nonsense\r\n"), [400]),
+    "a header with a null byte": (_with(_LENGTH + b"X-A: \0\r\n"), [400]),
+    "a key that is not ASCII": (_get(b"/v1/models").replace(b"Host: x", b"Authorization: Bearer \xff\xfe"), [401]),
+    "an id that is not ASCII": (_with(_LENGTH + b"X-Request-Id: \xff\x80\r\n"), [200]),
+    "no length": (_with(b"", b""), [400]),
+    "a length below zero": (_with(b"Content-Length: -1\r\n"), [400]),
+    "a length that is none": (_with(b"Content-Length: ten\r\n"), [400]),
+    "two lengths": (_with(_LENGTH + b"Content-Length: 5\r\n"), [400]),
+    "a length of a terabyte": (_with(b"Content-Length: 1000000000000\r\n", b""), [413]),
+    "a length beyond 64 bits": (_with(b"Content-Length: 99999999999999999999\r\n"), [400]),
+    "a length and chunks": (_with(_LENGTH + _CHUNKED), [400]),
+    "a length that is too short": (_HEAD + b"Content-Length: 5\r\n\r\n" + BODY, [400]),
+    "a chunk whose size is none": (_with(_CHUNKED, b"zz\r\nx\r\n0\r\n\r\n"), [400]),
+    "a chunk longer than its size": (_with(_CHUNKED, b"2\r\n{}}}\r\n0\r\n\r\n"), [400]),
+    "chunks without an end": (_with(_CHUNKED, (b"fffff\r\n" + b" " * 0xFFFFF + b"\r\n") * 5), [413]),
+    "an encoding that is unknown": (_with(b"Transfer-Encoding: gzip\r\n"), [400]),
+    "a body that is compressed": (_with(b"Content-Encoding: gzip\r\n" + _LENGTH), [200]),
+    "a websocket": (_HEAD + b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\r\n", [400]),
+    "10,000 headers": (_with(_LENGTH + b"".join(b"X-%d: x\r\n" % i for i in range(10_000))), [200]),
+    "a header of 10 MB": (_with(_LENGTH + b"X-A: " + b"x" * 10**7 + b"\r\n"), [431]),
+}
+
+
+def malformed_http(n: int, seed: int = 0) -> Report:
+    """Every case, and n requests to which accidents have happened, on connections that then break off."""
+    report = Report("malformed HTTP")
+    with errors_logged() as errors, live(FakeRunner(VOCAB_SIZE)) as served:
+        asyncio.run(_try_all(served, n, seed, report))
+        with served.http() as client:
+            report.check(_is_served(client), "afterwards a valid request is not answered")
+        report.lost += errors
+        report.check(served.service.admission.n_inside == 0, "places are still held")
+    return report
+
+
+def _is_served(client: httpx.Client) -> bool:
+    return client.post("/v1/completions", content=BODY).status_code == 200
+
+
+async def _try_all(served: Live, n: int, seed: int, report: Report) -> None:
+    for name, (sent, expected) in CASES.items():
+        report.tried += 1
+        statuses = await _statuses(served.port, sent, breaks_off=False)
+        report.check(statuses == expected, f"{name}: {statuses}, not {expected}")
+    chance = random.Random(seed)
+    valid = [sent for sent, _ in CASES.values() if len(sent) < 10_000]
+    for _ in range(n):
+        report.tried += 1
+        sent = _damaged(chance, chance.choice(valid))
+        statuses = await _statuses(served.port, sent, breaks_off=True)
+        report.check(all(status < 500 for status in statuses), f"{sent[:300]!r}: {statuses}")
+
+
+async def _statuses(port: int, sent: bytes, *, breaks_off: bool) -> list[int]:
+    """Those of all answers until the server closes the connection; 599 where it does not."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    answers = b""
+    try:
+        writer.write(sent)
+        if breaks_off:
+            writer.write_eof()
+        async with asyncio.timeout(TIMEOUT):
+            while piece := await reader.read(2**16):
+                answers += piece
+    except TimeoutError:
+        return [599]
+    except ConnectionError:  # closed with bytes of ours unread
+        pass
+    finally:
+        writer.close()
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", answers)]
+
+
+def _damaged(chance: random.Random, request: bytes) -> bytes:
+    damaged = bytearray(request)
+    for _ in range(chance.randint(1, 6)):
+        at = chance.randrange(len(damaged) + 1)
+        damaged[at : at + chance.choice((0, 1, 1, 8))] = chance.choice((b"", b"\r\n", b"\0", b"9", chance.randbytes(2)))
+    return bytes(damaged)

@@ -1,0 +1,54 @@
+"""Clients that never read their answers: they slow nobody, take bounded memory, and are cut off."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+from tests.fake_runner import FakeRunner
+from tests.faults.leaks import check_nothing_leaked, held
+from tests.faults.report import Report, errors_logged
+from tests.live import Live, live, wait
+from tests.serving import VOCAB_SIZE
+
+_NAME = "x" * 20_000  # as the model's, it makes an answer too large for the buffers on the way
+_TOKENS = 500
+
+
+def slow_readers(n: int, _seed: int = 0) -> Report:
+    """n clients that read nothing, and n beside them that do."""
+    report = Report("clients that do not read", n)
+    runner = FakeRunner(VOCAB_SIZE, max_model_len=_TOKENS + 10, max_num_seqs=n + 2)
+    with errors_logged() as errors, live(runner, served_model_name=_NAME, send_timeout=1.0, max_queue=n) as served:
+        _stand_still(served, n, report)
+        before = held(served)
+        most = _stand_still(served, n, report)
+        report.note = f"at most {most / 2**20:.1f} of {_TOKENS * len(_NAME) / 2**20:.1f} MiB waited for one, "
+        check_nothing_leaked(report, before, held(served))
+        report.lost += errors
+    return report
+
+
+def _stand_still(served: Live, n: int, report: Report) -> int:
+    """Bytes that waited for one client at most; the clients leave when they have been cut off."""
+    with ExitStack() as stack, ThreadPoolExecutor(8) as pool:
+        for _ in range(n):
+            stack.enter_context(served.post_raw(max_tokens=_TOKENS, stream=True, ignore_eos=True))
+            wait(served.submitted)
+        statuses = list(pool.map(lambda _: _ask(served), range(n)))
+        report.check(statuses == [200] * n, f"those beside them got {statuses}")
+        most = asyncio.run_coroutine_threadsafe(_most_buffered(served), served.loop).result()
+        rest = held(served)["rows, promises and places"]
+        report.check(rest == 0, f"they were not cut off: {rest} rows, promises and places are held")
+    return most
+
+
+def _ask(served: Live) -> int:
+    with served.http() as client:
+        return client.post("/v1/completions", json={"prompt": "a", "max_tokens": 5, "ignore_eos": True}).status_code
+
+
+async def _most_buffered(served: Live) -> int:
+    transports = [getattr(one, "transport", None) for one in served.server.server_state.connections]
+    return max((one.get_write_buffer_size() for one in transports if one), default=0)

@@ -1,0 +1,139 @@
+"""An exception at any line of a step: every request ends in words, and the server says that it is ill."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import httpx
+
+import server.async_engine
+import server.engine
+from server.async_engine import AsyncEngine
+from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.faults.report import Report
+from tests.serving import VOCAB_SIZE, Served, serving
+
+Line = tuple[str, str, int]  # file, function, line
+
+_ENGINE = str(Path(server.engine.__file__ or "").parent)
+_ASYNC_ENGINE = server.async_engine.__file__
+_STEP = ("_turn", "_commands", "_hand_out", "_record", "_record_end", "_add", "_abort")
+
+# What runs while the exception strikes: most of what a step can meet.
+_BODIES: list[dict[str, Any]] = [
+    {"max_tokens": 9, "stream": True, "temperature": 0},
+    {"max_tokens": 3, "n": 2, "logprobs": 2, "echo": True},
+    {"max_tokens": 6, "prompt": "a a a a a a", "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 2},
+    {"max_tokens": 0, "echo": True, "logprobs": 0, "prompt": "def read_json(path):"},
+    {"max_tokens": 9, "stream": True, "logit_bias": {"5": 1}, "top_p": 0.5, "typical_p": 0.5, "timeout_ms": 1},
+]
+
+
+class InjectedError(Exception):
+    """The fault."""
+
+
+class Tracer:
+    """Counts the lines of steps, and raises at the n-th time that one of them is reached."""
+
+    def __init__(self, line: Line | None = None, nth: int = 1) -> None:
+        self.hits: Counter[Line] = Counter()
+        self.has_struck = False
+        self._line, self._nth = line, nth
+
+    def install(self, engine: AsyncEngine) -> None:
+        """Trace both sides: the engine's thread, and the event loop while it hands out."""
+        turn, hand_out = engine._turn, engine._hand_out
+
+        def traced(function: Callable[..., None]) -> Callable[..., None]:
+            def call(*arguments: Any) -> None:
+                sys.settrace(self._on_call)
+                try:
+                    function(*arguments)
+                finally:
+                    sys.settrace(None)
+
+            return call
+
+        engine._turn = traced(turn)  # type: ignore[method-assign]
+        engine._hand_out = traced(hand_out)  # type: ignore[method-assign]
+
+    def _on_call(self, frame: FrameType, _event: str, _argument: Any) -> Any:
+        code = frame.f_code
+        of_step = code.co_filename == _ASYNC_ENGINE and code.co_name in _STEP
+        return self._on_line if of_step or code.co_filename.startswith(_ENGINE) else None
+
+    def _on_line(self, frame: FrameType, event: str, _argument: Any) -> Any:
+        if event == "line" and not self.has_struck:
+            line = (frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno)
+            self.hits[line] += 1
+            if line == self._line and self.hits[line] == self._nth:
+                self.has_struck = True
+                raise InjectedError
+        return self._on_line
+
+
+def step_exceptions(n: int, seed: int = 0) -> Report:
+    """n lines of steps, each the first time it is reached or a later time; no more than there are."""
+    report = Report("exceptions in a step")
+    every = Tracer()
+    report.lost += asyncio.run(_serve(every))
+    chance = random.Random(seed)
+    lines = sorted(every.hits)
+    for line in chance.sample(lines, min(n, len(lines))):
+        tracer = Tracer(line, chance.randint(1, 1 + every.hits[line] // 2))
+        wrong = asyncio.run(_serve(tracer))
+        report.tried += tracer.has_struck
+        report.check(not wrong, f"{Path(line[0]).name}:{line[2]} in {line[1]}: {'; '.join(wrong)}")
+    report.note = f"of {len(lines)} lines"
+    return report
+
+
+async def _serve(tracer: Tracer) -> list[str]:
+    """What is wrong after a few requests, during which the tracer may strike."""
+    runner = FakeRunner(VOCAB_SIZE, max_num_seqs=3)
+    async with serving(runner, cache_bytes=2**12, speculate=True, max_queue=100) as served:
+        await _post(served, _BODIES[0])  # the engine's thread looks up what to run next only now
+        tracer.install(served.service.engine)
+        try:
+            async with asyncio.timeout(TIMEOUT):
+                answers = await asyncio.gather(*(_post(served, body) for body in _BODIES), _leave(served))
+        except TimeoutError:
+            return ["a request hangs"]
+        whole = [answer for answer in answers if answer]
+        wrong = [f"{answer.status_code} {answer.text[-200:]}" for answer in whole if not _has_ended(answer)]
+        if served.service.admission.n_inside:
+            wrong.append("places are still held")
+    engine = served.service.engine
+    if engine.is_healthy is tracer.has_struck:
+        wrong.append(f"the engine's health is {engine.is_healthy}")
+    if engine.is_running:
+        wrong.append("the engine's thread does not end")
+    return wrong
+
+
+async def _post(served: Served, body: dict[str, Any]) -> httpx.Response:
+    return await served.client.post("/v1/completions", json={"prompt": "def a", "seed": 1, "ignore_eos": True} | body)
+
+
+async def _leave(served: Served) -> None:
+    """A client that goes as soon as the engine has its request."""
+    leaving = asyncio.create_task(_post(served, {"max_tokens": 30}))
+    submitted = asyncio.create_task(served.submitted.acquire())
+    await asyncio.wait((leaving, submitted), return_when=asyncio.FIRST_COMPLETED)
+    submitted.cancel()
+    leaving.cancel()
+    await asyncio.wait((leaving,))
+
+
+def _has_ended(answer: httpx.Response) -> bool:
+    if answer.headers["content-type"].startswith("text/event-stream"):
+        return answer.text.endswith("data: [DONE]\n\n")
+    return answer.status_code in (200, 504) or (answer.status_code == 500 and "internal_error" in answer.text)

@@ -1,0 +1,39 @@
+"""Faults, a few of each: `make faults` tries many more. Each report says what was lost; it must be nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.fake_runner import FakeRunner
+from tests.faults.bodies import VALID
+from tests.faults.clock_jumps import clock_jumps
+from tests.faults.disconnects import disconnects
+from tests.faults.malformed import malformed_bodies, post_routes
+from tests.faults.raw_http import malformed_http
+from tests.faults.report import Report
+from tests.faults.slow_readers import slow_readers
+from tests.faults.step_exceptions import step_exceptions
+from tests.serving import VOCAB_SIZE, fake_app
+
+
+@pytest.mark.parametrize(
+    ("fault", "n"),
+    [
+        (malformed_bodies, 1500),
+        (malformed_http, 200),
+        (disconnects, 200),
+        (slow_readers, 4),
+        (step_exceptions, 80),
+        (clock_jumps, 30),
+    ],
+)
+def test_nothing_is_lost_by(fault: Callable[[int], Report], n: int) -> None:
+    report = fault(n)
+    assert report.lost == []
+    assert report.tried >= 0.8 * n  # some lines are reached less often the second time
+
+
+def test_every_route_that_takes_a_body_gets_malformed_ones() -> None:
+    assert post_routes(fake_app(FakeRunner(VOCAB_SIZE))) == VALID.keys()
