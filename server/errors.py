@@ -9,6 +9,7 @@ KvasirError
 ├── MethodNotAllowedError       405 method_not_allowed
 ├── RequestTooLargeError        413 request_too_large
 ├── OverloadedError             429 overloaded
+├── HeadTooLargeError           431 request_head_too_large
 ├── UnavailableError            503 unavailable
 ├── DeadlineExceededError       504 deadline_exceeded
 └── EngineError                 500 internal_error
@@ -84,8 +85,24 @@ class RequestTooLargeError(KvasirError):
 
 
 class OverloadedError(KvasirError):
+    """`limit` tells those limits apart, in metrics, that are not the queue's: tokens, deadline or key."""
+
     status = 429
     type = "overloaded"
+
+    def __init__(self, message: str, *, retry_after: int, limit: str | None = None) -> None:
+        super().__init__(message, retry_after=retry_after)
+        self.limit = limit
+
+    @property
+    def reason(self) -> str:
+        return f"{self.type}_{self.limit}" if self.limit else self.type
+
+
+class HeadTooLargeError(KvasirError):
+    status = 431
+    type = "invalid_request_error"
+    code = "request_head_too_large"
 
 
 class UnavailableError(KvasirError):

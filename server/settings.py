@@ -6,14 +6,20 @@ import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ByteSize, Field, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationError
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from server.engine.machine import SPIN_MICROSECONDS
 from server.errors import StartupError
 
 PREFIX = "KVASIR_"
 
+
+def _split(value: object) -> object:
+    return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s,]+)$")]  # as browsers send it: no path, no slash
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -61,17 +67,37 @@ class Settings(BaseSettings):
     max_queue: int | None = Field(
         None, ge=0, description="Sequences that may wait beyond those that run. Default: 4 x max_num_seqs."
     )
+    max_queue_tokens: int | None = Field(
+        None,
+        ge=0,
+        description="Prompt tokens of the sequences that may wait; one that waits alone may have more. "
+        "Default: 4096 for each of max_queue.",
+    )
+    max_concurrency_per_key: int | None = Field(
+        None, ge=1, description="Requests that each API key may have in flight. Default: no limit."
+    )
+    max_header_bytes: ByteSize = Field(
+        ByteSize(32 * 2**10), ge=1024, description="Longest head of a request: its URL and its headers."
+    )
     max_body_bytes: ByteSize = Field(ByteSize(4 * 2**20), gt=0, description="Largest request body, such as 4MiB.")
     default_timeout_ms: int | None = Field(
         None, ge=1, le=86_400_000, description="Deadline of a request that names none. Default: none."
     )
     drain_timeout: Seconds = Field(45.0, description="Seconds that running requests get to finish at shutdown.")
+    receive_timeout: Seconds = Field(
+        30.0, description="Seconds in which a request has to come, or at least 500 bytes of its body for each of them."
+    )
     send_timeout: Seconds = Field(
         60.0, description="Seconds after which a client that does not read its answer counts as gone."
     )
     keep_alive_interval: Seconds = Field(15.0, description="Seconds of silence before a stream gets a comment line.")
     api_key: SecretStr | None = Field(None, min_length=1, description="The key that clients must send.")
-    api_key_file: Path | None = Field(None, description="File of keys that clients may send, one on each line.")
+    api_key_file: Path | None = Field(
+        None, description="File of keys that clients may send, one on each line; read again when it changes."
+    )
+    cors_origins: Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_split)] | None = Field(
+        None, description="Origins of pages that browsers may call from, with commas between; * is all. Default: none."
+    )
     root_path: str = Field(
         "", pattern=r"^(/[^/]+)*$", description="Path that a proxy in front takes off, such as /llm."
     )
@@ -82,21 +108,12 @@ class Settings(BaseSettings):
         return 4 * self.max_num_seqs if self.max_queue is None else self.max_queue
 
     @property
+    def queue_tokens_limit(self) -> int:
+        return 4096 * self.queue_limit if self.max_queue_tokens is None else self.max_queue_tokens
+
+    @property
     def model_name(self) -> str:
         return self.served_model_name or self.model.resolve().name
-
-    def api_keys(self) -> tuple[str, ...]:
-        """The keys that open the API; none is an open server. Raises StartupError for a file without keys."""
-        keys = [self.api_key.get_secret_value()] if self.api_key else []
-        if self.api_key_file is not None:
-            try:
-                lines = self.api_key_file.read_text(encoding="utf-8").split()
-            except (OSError, UnicodeDecodeError) as error:
-                raise StartupError(f"api_key_file {self.api_key_file} cannot be read: {error}") from None
-            if not lines:
-                raise StartupError(f"api_key_file {self.api_key_file} holds no key; write one on each line")
-            keys += lines
-        return tuple(keys)
 
 
 def load_settings(**options: Any) -> Settings:
@@ -105,9 +122,12 @@ def load_settings(**options: Any) -> Settings:
     if unknown := sorted(name for name in os.environ if name.upper().startswith(PREFIX) and name.upper() not in known):
         raise StartupError(f"unknown setting {unknown[0]} in the environment; there are {', '.join(sorted(known))}")
     try:
-        return Settings(**{name: value for name, value in options.items() if value is not None})
+        settings = Settings(**{name: value for name, value in options.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else "settings"
         given = "" if first["type"] == "missing" or name == "api_key" else f" = {first['input']!r}"
         raise StartupError(f"setting {name} ({PREFIX}{name.upper()}){given}: {first['msg']}") from None
+    if settings.max_concurrency_per_key is not None and settings.api_key is None and settings.api_key_file is None:
+        raise StartupError("setting max_concurrency_per_key needs keys; set api_key_file or api_key too")
+    return settings

@@ -27,6 +27,7 @@ ALLOWED = {
     "server.settings": ("server.errors", "server.engine.machine"),
     "server.engine.speculation": ("server.engine.sampling", "server.engine.sequence"),
     "server.engine": (*NO_TORCH, "server.engine"),
+    "server.api_keys": LEAVES,
     "server.metrics": (*LEAVES, "server.engine"),
     "server.detokenizer": NO_TORCH,
     "server.admission": (*LEAVES, *NO_TORCH, "server.engine", "server.metrics"),

@@ -1,13 +1,16 @@
-"""Around every request: ids, keys, the limit on bodies, one line in the log."""
+"""Around every request: ids, keys and their limits, pages of other origins, the limit on bodies, a line in the log."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator
+from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.serving import serving
+from tests.serving import Served, serving
 
 
 @pytest.mark.parametrize("given", ["abc-123", "x" * 128, "with space", '"}{'])
@@ -47,6 +50,67 @@ async def test_without_a_valid_key_only_health_and_metrics_answer(header: str | 
 async def test_a_valid_key_opens_everything(header: str) -> None:
     async with serving(api_key="one") as served:
         assert (await served.client.get("/v1/models", headers={"authorization": header})).status_code == 200
+
+
+def complete(served: Served, key: str, **fields: object) -> asyncio.Task[httpx.Response]:
+    body = {"prompt": "a"} | fields
+    return asyncio.create_task(
+        served.client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_key_has_so_many_requests_in_flight(tmp_path: Path, stream: bool) -> None:
+    """Whatever ends one gives its place back: an answer, an error, a client that leaves."""
+    path = tmp_path / "keys"
+    path.write_text("one\ntwo\n")
+    async with serving(api_key_file=path, max_concurrency_per_key=2) as served:
+        served.runner.hold()
+        running = [complete(served, key, stream=stream) for key in ("one", "one", "two")]
+        for _ in running:
+            await served.submitted.acquire()
+        refused = await complete(served, "one")
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "overloaded")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "2 requests with this API key" in refused.json()["error"]["message"]
+        assert "one" not in refused.json()["error"]["message"].replace("one to end", "")
+        assert (await complete(served, "two", top_p=7)).status_code == 400
+        running[0].cancel()
+        await asyncio.gather(running[0], return_exceptions=True)
+        running[0] = complete(served, "one")
+        await served.submitted.acquire()
+        served.runner.release()
+        assert [response.status_code for response in await asyncio.gather(*running)] == [200] * 3
+        for _ in range(5):
+            assert (await complete(served, "one")).status_code == 200
+        rejected = served.service.metrics.registry.get_sample_value(
+            "kvasir_requests_rejected_total", {"reason": "overloaded_key"}
+        )
+    assert rejected == 1
+
+
+async def test_pages_of_other_origins_are_served_only_where_that_is_set() -> None:
+    preflight = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,x-any"}
+    origin = {"origin": "https://a.example"}
+    async with serving(api_key="one") as served:
+        answers = [await served.client.options("/v1/completions", headers=origin | preflight)]
+        answers += [await served.client.get("/health", headers=origin)]
+        assert not any(name.startswith("access-control") for answer in answers for name in answer.headers)
+        assert answers[0].status_code == 401
+    async with serving(api_key="one", cors_origins="https://a.example,https://b.example") as served:
+        asked = await served.client.options("/v1/completions", headers=origin | preflight)
+        assert asked.status_code == 200  # without a key: browsers send none
+        assert asked.headers["access-control-allow-origin"] == "https://a.example"
+        assert "x-any" in asked.headers["access-control-allow-headers"]
+        assert asked.headers["x-request-id"]
+        key = {"authorization": "Bearer one"}
+        for headers, body, status in (({}, {}, 401), (key, {"prompt": 1.5}, 400), (key, {"prompt": "a"}, 200)):
+            answer = await served.client.post("/v1/completions", json=body, headers=origin | headers)
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == "https://a.example"
+            assert "retry-after" in answer.headers["access-control-expose-headers"]
+        stranger = await served.client.options("/v1/completions", headers={"origin": "https://c.example"} | preflight)
+        assert "access-control-allow-origin" not in stranger.headers
 
 
 @pytest.mark.parametrize("root_path", ["", "/llm"])
@@ -98,7 +162,7 @@ async def test_a_mistake_of_ours_is_a_500_with_the_request_id_and_no_trace(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving() as served:
-        monkeypatch.setattr(served.service, "prompt", None)
+        monkeypatch.setattr(served.service, "complete", None)
         response = await served.client.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "mine"})
     assert response.status_code == 500
     assert response.json()["error"]["message"] == "internal error; request id mine"

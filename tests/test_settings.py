@@ -42,6 +42,10 @@ def test_every_knob_is_documented() -> None:
         ("PREFIX_CACHE_MEMORY", "-1"),
         ("DRAIN_TIMEOUT", "nan"),
         ("SEND_TIMEOUT", "0"),
+        ("RECEIVE_TIMEOUT", "-1"),
+        ("MAX_HEADER_BYTES", "10"),
+        ("CORS_ORIGINS", "https://a.example/"),
+        ("CORS_ORIGINS", "a.example"),
         ("LOG_LEVEL", "loud"),
         ("ROOT_PATH", "llm/"),
     ],
@@ -69,21 +73,23 @@ def test_a_missing_model_and_an_unknown_option_are_named() -> None:
         load_settings(model="m", prot=1)
 
 
-def test_keys_come_from_the_setting_and_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    path.write_text("two\n\nthree\n")
-    assert load_settings(model="m", api_key="one", api_key_file=path).api_keys() == ("one", "two", "three")
-    assert load_settings(model="m").api_keys() == ()
-
-
-def test_a_key_file_without_keys_does_not_leave_the_server_open(tmp_path: Path) -> None:
-    path = tmp_path / "keys"
-    with pytest.raises(StartupError, match="cannot be read"):
-        load_settings(model="m", api_key_file=path).api_keys()
-    path.write_text("\n")
-    with pytest.raises(StartupError, match="holds no key"):
-        load_settings(model="m", api_key_file=path).api_keys()
-
-
 def test_a_key_is_not_shown() -> None:
     assert "secret" not in repr(load_settings(model="m", api_key="secret"))
+
+
+def test_origins_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVASIR_CORS_ORIGINS", "https://a.example, http://localhost:3000")
+    assert load_settings(model="m").cors_origins == ("https://a.example", "http://localhost:3000")
+    assert load_settings(model="m", cors_origins="*").cors_origins == ("*",)
+
+
+def test_a_limit_for_each_key_needs_keys() -> None:
+    assert load_settings(model="m", api_key="one", max_concurrency_per_key=2).max_concurrency_per_key == 2
+    with pytest.raises(StartupError, match="max_concurrency_per_key needs keys"):
+        load_settings(model="m", max_concurrency_per_key=2)
+
+
+def test_the_queues_bounds_follow_one_another() -> None:
+    assert load_settings(model="m", max_num_seqs=2).queue_tokens_limit == 2 * 4 * 4096
+    assert load_settings(model="m", max_queue=3).queue_tokens_limit == 3 * 4096
+    assert load_settings(model="m", max_queue_tokens=5).queue_tokens_limit == 5

@@ -1,9 +1,15 @@
-"""Around every request: its id, its line in the log, errors as answers; the key; the limit on the body."""
+"""Around every request: its id, its line in the log, errors as answers; the key; the limit on the body.
+
+From the outside in: RequestContext, CORS where it is wanted, ErrorAnswers, KeyCheck, BodyLimit. A browser shows a page
+only what CORS's headers allow, errors too, so those are answered inside; a preflight request brings no key.
+"""
 
 from __future__ import annotations
 
-import hmac
 import logging
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 from uuid import uuid4
@@ -13,8 +19,9 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.responses import error_response
+from server.api_keys import ApiKeys
 from server.completion import Completion
-from server.errors import AuthenticationError, EngineError, KvasirError, RequestTooLargeError
+from server.errors import AuthenticationError, EngineError, KvasirError, OverloadedError, RequestTooLargeError
 
 logger = logging.getLogger("kvasir")
 
@@ -26,7 +33,7 @@ _CLIENT_LEFT = 499  # nginx's status for the log: no answer was sent
 
 
 class RequestContext:
-    """Outermost. Sets `request_id` and `arrived` in the scope's state, where routes leave their `completion`."""
+    """Sets `request_id` and `arrived` in the scope's state, where routes leave their `completion`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -36,7 +43,7 @@ class RequestContext:
             await self.app(scope, receive, send)
             return
         state = scope.setdefault("state", {})
-        state["request_id"] = _request_id(Headers(scope=scope).get("x-request-id"))
+        state["request_id"] = request_id(Headers(scope=scope).get("x-request-id"))
         state["arrived"] = perf_counter()
         status = 0
 
@@ -51,38 +58,80 @@ class RequestContext:
             await self.app(scope, receive, send_with_id)
         except ClientDisconnect:
             status = _CLIENT_LEFT
-        except Exception as error:
-            if status:  # too late to answer: the server cuts the connection
-                raise
-            if not isinstance(error, KvasirError):
-                logger.exception("request %s failed", state["request_id"])
-                error = EngineError("internal error")
-            await error_response(scope, error)(scope, receive, send_with_id)
         finally:
-            _log(scope, status, perf_counter() - state["arrived"])
+            log_request(scope, status, perf_counter() - state["arrived"])
 
 
-class ApiKeys:
-    """401 without one of the keys, but for health, metrics and the front page; with no keys, everything is open."""
+class ErrorAnswers:
+    """What is raised before an answer has begun becomes the answer."""
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
-        self.keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self.keys and not self._is_open(scope) and not self._is_known(scope):
+        has_begun = False
+
+        async def noting(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, noting)
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            if has_begun or scope["type"] != "http":  # too late to answer: the server cuts the connection
+                raise
+            if not isinstance(error, KvasirError):
+                logger.exception("request %s failed", scope["state"]["request_id"])
+                error = EngineError("internal error")
+            await error_response(scope, error)(scope, receive, send)
+
+
+class KeyCheck:
+    """401 without one of the keys, but for health, metrics and the front page; with no keys, everything is open.
+
+    most: requests that one key may have in flight; None is any number. One more is a 429.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, most: int | None) -> None:
+        self.app = app
+        self.keys = keys
+        self.most = most
+        self._in_flight = Counter[bytes]()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or self.keys.is_open or self._is_open(scope):
+            await self.app(scope, receive, send)
+            return
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        key = await self.keys.find(given.strip(" \t").encode("latin-1")) if scheme.lower() == "bearer" else None
+        if key is None:
             raise AuthenticationError("no valid API key; send one as: Authorization: Bearer KEY")
-        await self.app(scope, receive, send)
+        with self._place(key, scope):
+            await self.app(scope, receive, send)
+
+    @contextmanager
+    def _place(self, key: bytes, scope: Scope) -> Iterator[None]:
+        """Hold one of the key's places for as long as its request lasts. Raises OverloadedError."""
+        if self.most is not None and self._in_flight[key] >= self.most:
+            raise OverloadedError(
+                f"{self.most} requests with this API key are in flight, which is its limit; wait for one to end",
+                retry_after=scope["app"].state.service.admission.retry_after(1),
+                limit="key",
+            )
+        self._in_flight[key] += 1
+        try:
+            yield
+        finally:
+            self._in_flight[key] -= 1
+            if not self._in_flight[key]:
+                del self._in_flight[key]
 
     def _is_open(self, scope: Scope) -> bool:
         path: str = scope["path"]
         return scope["method"] in _READING and path.removeprefix(scope.get("root_path", "")) in _OPEN_PATHS
-
-    def _is_known(self, scope: Scope) -> bool:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = key.strip().encode("latin-1")
-        matches = [hmac.compare_digest(given, known) for known in self.keys]  # all of them: time tells nothing
-        return scheme.lower() == "bearer" and any(matches)
 
 
 class BodyLimit:
@@ -114,14 +163,14 @@ class BodyLimit:
             raise RequestTooLargeError(f"the body has more than {self.max_bytes} bytes, which is the limit")
 
 
-def _request_id(given: str | None) -> str:
+def request_id(given: str | None) -> str:
     """The caller's, if it is printable ASCII of at most 128 characters; otherwise a new one."""
     if given and len(given) <= 128 and given.isascii() and given.isprintable():
         return given
     return uuid4().hex
 
 
-def _log(scope: Scope, status: int, seconds: float) -> None:
+def log_request(scope: Scope, status: int, seconds: float) -> None:
     """One line for each request. What was asked and answered stays out of it."""
     state = scope["state"]
     fields: dict[str, Any] = {"request_id": state["request_id"], "method": scope["method"], "route": scope["path"]}
