@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from model.bundle import load_bundle
+from server.api.answers import Explanation
 from server.app import create_app
 from server.engine.engine import Engine
-from server.explain import Explainer, Explanation
+from server.explain import Explainer
+from server.explain import Explanation as Explained
 from server.settings import load_settings
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.serving import serving
@@ -44,6 +46,7 @@ async def test_the_numbers_are_the_explainers(directory: Path) -> None:
     async with explaining(directory) as client:
         some = await client.post("/explain", json={"text": TEXT, "layers": [1, 0, 1], "heads": [2, 0], "top_k": 3})
         usual = await client.post("/explain", json={"prompt": TEXT})
+    Explanation.model_validate_json(some.content)
     answer = some.json()
     assert answer["tokens"] == expected.tokens
     assert answer["token_ids"] == expected.token_ids
@@ -92,7 +95,7 @@ async def test_one_is_explained_one_waits_and_others_are_refused(
     loop, explain = asyncio.get_running_loop(), Explainer.explain_tokens
     built: list[Explainer] = []
 
-    def held(explainer: Explainer, *arguments: Any, **options: Any) -> Explanation:
+    def held(explainer: Explainer, *arguments: Any, **options: Any) -> Explained:
         built.append(explainer)
         loop.call_soon_threadsafe(begun.set)
         assert may_finish.wait(TIMEOUT)

@@ -56,7 +56,7 @@ def session() -> Iterator[requests.Session]:
 
 
 @api.parametrize()
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_every_answer_is_as_described(case: schemathesis.Case[Any], server: Live, session: requests.Session) -> None:
     case.call_and_validate(
         base_url=server.url, session=session, headers={"authorization": f"Bearer {KEY}"}, checks=CHECKS

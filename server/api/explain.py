@@ -32,12 +32,12 @@ _THREADS = 1  # what runs beside the engine is to leave it the other processors
 class ExplainBody(Body):
     """POST /explain. `text` may be called `prompt`; layers and heads are counted from 0, and no heads are all."""
 
-    model: str | None = None
-    text: str | None = None
-    prompt: str | None = None
-    layers: list[Count] = Field([0], min_length=1)
-    heads: list[Count] | None = Field(None, min_length=1)
-    top_k: int = Field(10, ge=0, le=1000)
+    model: str | None = Field(None, description="The served model's name; another is 404.")
+    text: str | None = Field(None, description="What the model is to read.")
+    prompt: str | None = Field(None, description="Another name for `text`.")
+    layers: list[Count] = Field([0], min_length=1, description="Which layers' attention, from 0.")
+    heads: list[Count] | None = Field(None, min_length=1, description="Which of their heads, from 0. Default: all.")
+    top_k: int = Field(10, ge=0, le=1000, description="How many of the likeliest next tokens.")
 
     @model_validator(mode="after")
     def _one_text(self) -> ExplainBody:

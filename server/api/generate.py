@@ -7,6 +7,7 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from server.api.openai import finite
@@ -28,7 +29,7 @@ DEFAULT_MAX_NEW_TOKENS = 100
 class CompatibleBody(GenerateBody):
     """POST /, where clients that know only a base URL send everything."""
 
-    stream: bool = False
+    stream: bool = Field(False, description="Server-sent events, as /generate_stream sends them.")
 
 
 @router.post("/generate")

@@ -109,30 +109,45 @@ def _is_no_op(name: str, value: object) -> bool:
 class SamplingFields(Body):
     """What every protocol calls by the same name. See SamplingParams for what each does."""
 
-    temperature: float = Field(1.0, ge=0.0, le=100.0)
-    top_k: int = Field(0, ge=-1, le=2**31 - 1)
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
-    typical_p: float = Field(1.0, gt=0.0, le=1.0)
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100.0)
-    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], BeforeValidator(_few)] = Field(
-        {}, json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}, "maxProperties": MAX_TOKENS_NAMED}
+    temperature: float = Field(1.0, ge=0.0, le=100.0, description="0 takes the likeliest token each time.")
+    top_k: int = Field(0, ge=-1, le=2**31 - 1, description="Only that many of the likeliest tokens; 0 and -1 are all.")
+    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Only the likeliest tokens that have this share together.")
+    min_p: float = Field(0.0, ge=0.0, le=1.0, description="Only tokens with this share of the likeliest's probability.")
+    typical_p: float = Field(1.0, gt=0.0, le=1.0, description="Only the most typical tokens that have this share.")
+    repetition_penalty: float = Field(
+        1.0, ge=0.01, le=100.0, description="Divides the logits of tokens in the prompt or the text; 1 is off."
     )
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    frequency_penalty: float = Field(
+        0.0, ge=-2.0, le=2.0, description="Taken from a token's logit for each time that the text has it."
+    )
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="Taken once from those that the text has.")
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], BeforeValidator(_few)] = Field(
+        {},
+        description="By token id, what is added to its logit.",
+        json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}, "maxProperties": MAX_TOKENS_NAMED},
+    )
+    seed: int | None = Field(
+        None, ge=-(2**63), lt=2**64, description="The same seed gives the same text. Default: another one each time."
+    )
     stop: Annotated[
         list[Stop],
         Field(max_length=MAX_STOPS),
         BeforeValidator(_as_list, json_schema_input_type=Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)]),
-    ] = []
+    ] = Field([], description="Strings that end the text; they are not part of it.")
     stop_token_ids: Annotated[list[Count], BeforeValidator(_few)] = Field(
-        [], json_schema_extra={"maxItems": MAX_TOKENS_NAMED}
+        [], description="Tokens that end the text.", json_schema_extra={"maxItems": MAX_TOKENS_NAMED}
     )
-    min_tokens: Count = 0
-    ignore_eos: bool = False
-    timeout_ms: int | None = Field(None, ge=1, le=86_400_000)
-    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    min_tokens: Count = Field(0, description="Tokens before which nothing ends the text.")
+    ignore_eos: bool = Field(False, description="Go on after the model's own end of the text.")
+    timeout_ms: int | None = Field(
+        None, ge=1, le=86_400_000, description="Time from arrival to the last token. Default: `default_timeout_ms`."
+    )
+    priority: int = Field(
+        0,
+        ge=-MAX_PRIORITY,
+        le=MAX_PRIORITY,
+        description="Lower is sooner, as long as it waits; waiting makes up for it.",
+    )
 
     @field_validator("logit_bias")
     @classmethod
@@ -173,7 +188,7 @@ class SamplingFields(Body):
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
+    include_usage: bool = Field(False, description="A last event with the usage.")
 
 
 class JSONSchema(Body):
@@ -199,9 +214,11 @@ class ResponseFormat(Body):
 class StructuredFields(Body):
     """What OpenAI's routes take to say what the text has to be: `grammar` is Lark's notation."""
 
-    response_format: ResponseFormat | None = None
-    regex: str | None = None
-    grammar: str | None = None
+    response_format: ResponseFormat | None = Field(
+        None, description="`text`; `json_object`; or `json_schema`, with `json_schema.schema`."
+    )
+    regex: str | None = Field(None, description="A regular expression that the whole text matches.")
+    grammar: str | None = Field(None, description="A grammar in Lark's notation, whose rule `start` derives the text.")
 
     @model_validator(mode="after")
     def _one_grammar_at_most(self) -> Self:
@@ -224,13 +241,13 @@ class StructuredFields(Body):
 class OpenAIBody(SamplingFields, StructuredFields):
     """What OpenAI's routes call by the same name."""
 
-    model: str | None = None
-    max_tokens: Count | None = None
-    max_completion_tokens: Count | None = None
-    n: int = Field(1, ge=1, le=MAX_N)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    truncate_prompt_tokens: int | None = Field(None, ge=1)
+    model: str | None = Field(None, description="The served model's name; another is 404.")
+    max_tokens: Count | None = Field(None, description="Most tokens to generate.")
+    max_completion_tokens: Count | None = Field(None, description="Another name for `max_tokens`.")
+    n: int = Field(1, ge=1, le=MAX_N, description="Answers to each prompt.")
+    stream: bool = Field(False, description="Server-sent events instead of one answer.")
+    stream_options: StreamOptions | None = Field(None, description="`include_usage`: a last event with the usage.")
+    truncate_prompt_tokens: int | None = Field(None, ge=1, description="Keep that many of the prompt's last tokens.")
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
@@ -255,9 +272,11 @@ class CompletionsBody(OpenAIBody):
     prompt: Annotated[
         list[str] | list[list[int]],
         BeforeValidator(_as_prompts, json_schema_input_type=Prompts),
-    ]
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: bool = False
+    ] = Field(description="Text, token ids, or a list of either.")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_LOGPROBS, description="Log-probability of each token, and of that many likelier ones."
+    )
+    echo: bool = Field(False, description="Begin the text, and its log-probabilities, with the prompt.")
 
 
 def _from_text(value: object) -> object:
@@ -298,14 +317,16 @@ class TGIRegex(Body):
 class GenerateParameters(SamplingFields):
     """`parameters` of TGI's routes. It samples where `do_sample`, or any field that only matters then, says so."""
 
-    max_new_tokens: Count | None = Field(None, ge=1)
-    do_sample: bool = False
-    return_full_text: bool = False
-    details: bool = False
-    decoder_input_details: bool = False
-    top_n_tokens: int = Field(0, ge=0, le=MAX_LOGPROBS)
-    truncate: int | None = Field(None, ge=1)
-    grammar: Annotated[TGIJSON | TGIJSONSchema | TGIRegex, Field(discriminator="type")] | None = None
+    max_new_tokens: Count | None = Field(None, ge=1, description="Most tokens to generate. Default: 100, or the room.")
+    do_sample: bool = Field(False, description="Sample, also where no other field asks for it.")
+    return_full_text: bool = Field(False, description="Begin the text with the prompt.")
+    details: bool = Field(False, description="Tokens, their log-probabilities, and how it ended.")
+    decoder_input_details: bool = Field(False, description="The prompt's too; not on a stream.")
+    top_n_tokens: int = Field(0, ge=0, le=MAX_LOGPROBS, description="That many alternatives to each token.")
+    truncate: int | None = Field(None, ge=1, description="Keep that many of the prompt's last tokens.")
+    grammar: Annotated[TGIJSON | TGIJSONSchema | TGIRegex, Field(discriminator="type")] | None = Field(
+        None, description="`type` is `json` or `regex` and `value` that; or `json_schema` and `value.schema`."
+    )
 
     @property
     def samples(self) -> bool:
@@ -319,8 +340,10 @@ class GenerateParameters(SamplingFields):
 class GenerateBody(Body):
     """POST /generate and /generate_stream."""
 
-    inputs: str
-    parameters: GenerateParameters = Field(default_factory=lambda: GenerateParameters.model_validate({}))
+    inputs: str = Field(description="The text to continue.")
+    parameters: GenerateParameters = Field(
+        default_factory=lambda: GenerateParameters.model_validate({}), description="See below."
+    )
 
 
 B = TypeVar("B", bound=Body)

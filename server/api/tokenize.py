@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 from pydantic_core import from_json, to_json
 from starlette.responses import Response
 from tokenizers import Encoding
@@ -22,24 +23,24 @@ router = APIRouter()
 class TokenizeBody(Body):
     """POST /tokenize of a text."""
 
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
+    model: str | None = Field(None, description="The served model's name; another is 404.")
+    prompt: str = Field(description="The text.")
+    add_special_tokens: bool = Field(True, description="Those that the tokenizer puts around a text.")
+    return_token_strs: bool = Field(False, description="The tokens' names in the vocabulary too.")
 
 
 class TokenizeInputsBody(Body):
     """The same in TGI's words."""
 
-    inputs: str
-    add_special_tokens: bool = True
+    inputs: str = Field(description="The text.")
+    add_special_tokens: bool = Field(True, description="Those that the tokenizer puts around a text.")
 
 
 class DetokenizeBody(Body):
     """POST /detokenize."""
 
-    model: str | None = None
-    tokens: list[Count]
+    model: str | None = Field(None, description="The served model's name; another is 404.")
+    tokens: list[Count] = Field(description="Token ids; special tokens are written out.")
 
 
 _FORMS: dict[str, type[Body]] = {"inputs": TokenizeInputsBody}
