@@ -10,7 +10,6 @@ import requests
 import schemathesis
 from hypothesis import HealthCheck, settings
 from pydantic import TypeAdapter
-from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     allow_header_conformance,
     content_type_conformance,
@@ -29,7 +28,6 @@ from tests.serving import VOCAB_SIZE, fake_app
 
 # Without positive_data_acceptance: what fits a schema may be longer than the model takes, or name tokens it lacks.
 CHECKS = [
-    not_a_server_error,
     status_code_conformance,
     content_type_conformance,
     response_headers_conformance,
@@ -58,9 +56,9 @@ def session() -> Iterator[requests.Session]:
 @api.parametrize()
 @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_every_answer_is_as_described(case: schemathesis.Case[Any], server: Live, session: requests.Session) -> None:
-    case.call_and_validate(
-        base_url=server.url, session=session, headers={"authorization": f"Bearer {KEY}"}, checks=CHECKS
-    )
+    key = {"authorization": f"Bearer {KEY}"}
+    response = case.call_and_validate(base_url=server.url, session=session, headers=key, checks=CHECKS)
+    assert response.status_code < 500 or response.status_code == 504  # for a deadline of a millisecond
 
 
 def test_every_route_is_described_and_no_other() -> None:
