@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from model.bundle import ModelBundle
-from server.api import completions, debug, explain, generate, health, models, openapi, tokenize
+from server.api import chat, completions, debug, explain, generate, health, models, openapi, tokenize
 from server.api.middleware import BodyLimit, ErrorAnswers, KeyCheck, RequestContext
 from server.api.responses import error_response
 from server.api_keys import ApiKeys
@@ -55,7 +55,7 @@ def create_app(
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service
     app.state.explanations = explain.Explanations(bundle)
-    for module in (completions, models, generate, tokenize, explain, health, debug, openapi):
+    for module in (chat, completions, models, generate, tokenize, explain, health, debug, openapi):
         app.include_router(module.router)
     app.add_exception_handler(KvasirError, _on_kvasir_error)
     app.add_exception_handler(HTTPException, _on_http_exception)

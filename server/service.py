@@ -11,13 +11,15 @@ from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter, time
 from typing import Any, TypeVar
 
-from model.bundle import ModelBundle
+from model.bundle import CHAT_TEMPLATE_FILE, ModelBundle
+from model.chat import ChatTemplate, ChatTemplateError
 from model.tokenizer import keep_spaces_in_offsets
 from server.admission import Admission, Phase, check_length, check_prompt_length
 from server.async_engine import AsyncEngine
+from server.chat_format import ChatFormat
 from server.completion import Completion, CompletionRequest, Prompt, make_choices
 from server.engine.engine import Engine
-from server.errors import DeadlineExceededError, InvalidRequestError, UnavailableError
+from server.errors import DeadlineExceededError, InvalidRequestError, StartupError, UnavailableError
 from server.grammars import Grammars
 from server.settings import Settings
 
@@ -39,6 +41,7 @@ class Service:
         added = bundle.tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.grammars = Grammars(bundle)
+        self.chat = _chat_format(settings, bundle)
         self.engine = AsyncEngine()
         self.metrics = self.engine.metrics
         self.admission = Admission(max_num_seqs=settings.max_num_seqs, max_queue=settings.queue_limit)
@@ -197,6 +200,17 @@ def onnxruntime_version() -> str | None:
         with suppress(PackageNotFoundError):
             return version(name)
     return None
+
+
+def _chat_format(settings: Settings, bundle: ModelBundle) -> ChatFormat | None:
+    if bundle.chat_template is None:
+        return None
+    try:
+        template = ChatTemplate(bundle.chat_template, bundle.special_tokens)
+    except ChatTemplateError as error:
+        path = bundle.path / CHAT_TEMPLATE_FILE
+        raise StartupError(f"{path}: {error}; mend it, and export the model again") from None
+    return ChatFormat(template, settings.tool_call_format)
 
 
 def _report(error: Exception) -> None:

@@ -98,6 +98,11 @@ class Settings(BaseSettings):
     cors_origins: Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_split)] | None = Field(
         None, description="Origins of pages that browsers may call from, with commas between; * is all. Default: none."
     )
+    tool_call_format: Literal["auto", "hermes", "llama", "none"] = Field(
+        "auto",
+        description="How the model writes calls of functions: <tool_call>{…}</tool_call>, bare JSON, or in no way that "
+        "is known. Default: as its chat template does.",
+    )
     root_path: str = Field(
         "", pattern=r"^(/[^/]+)*$", description="Path that a proxy in front takes off, such as /llm."
     )

@@ -30,13 +30,29 @@ VOCAB_SIZE = 300
 EOS = 0
 MODEL = "fake-model"
 
+# Short, for small contexts; it writes calls as Hermes models do.
+CHAT_TEMPLATE = """\
+{% for tool in tools or [] %}{{ tool | tojson }}
+{% endfor %}
+{% for message in messages %}
+{{ message.role[0] }}>{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}</tool_call>
+{%- endfor %}
+
+{% endfor %}
+{% if add_generation_prompt %}a>{% endif %}
+"""
+
 
 @cache
 def small_tokenizer() -> Tokenizer:
     return train_tokenizer(["def read_json(path):\n    return json.load(path)\n"] * 4, VOCAB_SIZE)
 
 
-def fake_bundle(path: Path = Path(MODEL), *, max_model_len: int = 64) -> ModelBundle:
+def fake_bundle(
+    path: Path = Path(MODEL), *, max_model_len: int = 64, chat_template: str | None = CHAT_TEMPLATE
+) -> ModelBundle:
     config = DecoderConfig(
         vocab_size=VOCAB_SIZE,
         max_model_len=max_model_len,
@@ -61,7 +77,7 @@ def fake_bundle(path: Path = Path(MODEL), *, max_model_len: int = 64) -> ModelBu
         files={},
         verification=Verification(max_logit_error=0.0, greedy_agreement=1.0),
     )
-    return ModelBundle(path, config, manifest, small_tokenizer())
+    return ModelBundle(path, config, manifest, small_tokenizer(), chat_template=chat_template)
 
 
 def saying(text: str, *, n_prompt: int) -> FakeRunner:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 Count = Annotated[int, Field(ge=0)]
 Logprob = Annotated[float, Field(le=0)]
 OpenAIFinish = Literal["stop", "length", "timeout"]
+ChatFinish = Literal["stop", "length", "tool_calls", "timeout"]
 TGIFinish = Literal["length", "eos_token", "stop_sequence"]
 
 
@@ -82,6 +83,94 @@ class CompletionChunk(Answer):
     created: int
     model: str
     choices: list[CompletionChunkChoice]
+    usage: Usage | None = None
+
+
+class ChatLogprob(Answer):
+    token: str
+    logprob: Logprob
+    bytes: list[Annotated[int, Field(ge=0, le=255)]] | None = Field(
+        description="What it adds to the text in UTF-8, which may be part of a character; null for what does not show."
+    )
+
+
+class ChatTokenLogprob(ChatLogprob):
+    top_logprobs: list[ChatLogprob]
+
+
+class ChatLogprobs(Answer):
+    content: list[ChatTokenLogprob]
+
+
+class CalledFunction(Answer):
+    name: str
+    arguments: str = Field(description="JSON, as the model wrote it.")
+
+
+class ToolCall(Answer):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ChatMessage(Answer):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCall] = []
+
+
+class ChatChoice(Answer):
+    index: Count
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinish
+
+
+class Chat(Answer):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class FunctionDelta(Answer):
+    name: str = ""
+    arguments: str
+
+
+class ToolCallDelta(Answer):
+    index: Count
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: FunctionDelta
+
+
+class ChatDelta(Answer):
+    """What is new: the role comes first, a call's id and name where it begins."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+    tool_calls: list[ToolCallDelta] = []
+
+
+class ChatChunkChoice(Answer):
+    index: Count
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatFinish | None
+
+
+class ChatChunk(Answer):
+    """An event of a stream. With `include_usage`, one more without choices brings the usage."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
     usage: Usage | None = None
 
 

@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from starlette.responses import JSONResponse, Response
 
 from server.api import answers
+from server.api.chat_schemas import ChatBody
 from server.api.explain import ExplainBody
 from server.api.generate import CompatibleBody
 from server.api.responses import service_of
@@ -27,12 +28,14 @@ READ = (401, 500)
 ASK = (400, 401, 404, 413, 500)
 GENERATE = (*ASK, 429, 503, 504)
 
-_DESCRIPTIONS = {
+DESCRIPTIONS = {
     400: "What was asked is malformed, out of range, not supported, or longer than the model takes.",
     401: "No valid API key.",
     404: "There is no such model, or no such path.",
-    413: "The body is larger than the server takes.",
-    429: "Too many requests wait already.",
+    405: "The path does not take this method.",
+    413: "The body is larger than `max_body_bytes`.",
+    429: "Too many requests wait or run already, or this one would not end in time.",
+    431: "The URL and the headers are longer than `max_header_bytes`.",
     500: "The engine failed.",
     503: "The model is loading, or the server is shutting down.",
     504: "The deadline passed before the first token.",
@@ -64,6 +67,15 @@ class Operation:
 
 
 OPERATIONS = (
+    Operation(
+        method="post",
+        path="/v1/chat/completions",
+        summary="Answer in a conversation, as OpenAI does.",
+        body=ChatBody,
+        answer=answers.Chat,
+        event=answers.ChatChunk,
+        errors=GENERATE,
+    ),
     Operation(
         method="post",
         path="/v1/completions",
@@ -252,7 +264,7 @@ def _events(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
 
 
 def _failure(status: int, schema: dict[str, Any]) -> dict[str, Any]:
-    response = _response(_DESCRIPTIONS[status], {"application/json": {"schema": schema}})
+    response = _response(DESCRIPTIONS[status], {"application/json": {"schema": schema}})
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
         seconds = {"description": "Seconds until it is worth trying again.", "schema": {"type": "string"}}
         response["headers"]["retry-after"] = {"required": True, **seconds}

@@ -31,13 +31,18 @@ MAX_STOPS = 16
 MAX_PRIORITY = 100
 MAX_TOKENS_NAMED = 1024  # in stop_token_ids and logit_bias: each costs time in everybody's step
 _GREEDY_BELOW = 1e-5  # a smaller temperature would overflow float32
-_WITHOUT_EFFECT = frozenset({"user", "store", "metadata"})
-_NO_OPS: dict[str, Any] = {
+WITHOUT_EFFECT = frozenset({"user", "store", "metadata"})
+NO_OPS: dict[str, Any] = {
     "best_of": 1,
     "watermark": False,
     "response_format": {"type": "text"},
     "suffix": "",
     "prompt_logprobs": False,
+    "service_tier": "auto",
+    "modalities": ["text"],
+    "annotations": [],
+    "skip_special_tokens": True,
+    "include_stop_str_in_output": False,
 }
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -76,7 +81,7 @@ class Body(BaseModel):
         if not isinstance(values, dict):
             return values
         unknown = values.keys() - cls.model_fields.keys()
-        idle = {name for name in unknown if name in _WITHOUT_EFFECT or _is_no_op(name, values[name])}
+        idle = {name for name in unknown if name in WITHOUT_EFFECT or _is_no_op(name, values[name])}
         return {name: value for name, value in values.items() if value is not None and name not in idle}
 
     @classmethod
@@ -90,8 +95,8 @@ class Body(BaseModel):
             else _either(known, null)
             for name, known in schema["properties"].items()
         }
-        idle = {name: {"enum": [no_op, None]} for name, no_op in _NO_OPS.items()}
-        schema["properties"] = idle | dict.fromkeys(sorted(_WITHOUT_EFFECT), True) | fields
+        idle = {name: {"enum": [no_op, None]} for name, no_op in NO_OPS.items()}
+        schema["properties"] = idle | dict.fromkeys(sorted(WITHOUT_EFFECT), True) | fields
         schema["additionalProperties"] = null
         return schema
 
@@ -103,7 +108,7 @@ def _either(schema: JsonSchemaValue, other: JsonSchemaValue) -> JsonSchemaValue:
 
 
 def _is_no_op(name: str, value: object) -> bool:
-    return name in _NO_OPS and type(value) is type(_NO_OPS[name]) and value == _NO_OPS[name]
+    return name in NO_OPS and type(value) is type(NO_OPS[name]) and value == NO_OPS[name]
 
 
 class SamplingFields(Body):
