@@ -14,11 +14,10 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from model.bundle import BundleError, ModelBundle, load_bundle
 from server.app import create_app
+from server.connection import PatientProtocol
 from server.engine.cuda_runtime import NoDeviceError
 from server.errors import StartupError
 from server.service import Service, onnxruntime_version
@@ -44,72 +43,6 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)
-
-
-class PatientProtocol(HttpToolsProtocol):
-    """uvicorn's, which would wait for ever for a client to read: this one cuts the connection after `send_timeout`.
-
-    To the application the client has then left. A whole answer holds no place any more, so its client may take its
-    time, as long as it takes something.
-
-    A client may send its next request early. uvicorn's `cycle` is then that one's: a connection that is lost has to be
-    told to the one that is being answered.
-    """
-
-    send_timeout: float
-    _answering: RequestResponseCycle | None = None
-    _timer: asyncio.TimerHandle | None = None
-
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._answering = cycle
-        super()._start_asgi_task(cycle, app)
-
-    def send_400_response(self, msg: str) -> None:
-        """What follows a request is not HTTP: the connection is closed at once, so the request has lost it too."""
-        self._tell_answering()
-        super().send_400_response(msg)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._watch()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._unwatch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._unwatch()
-        self._tell_answering()
-        super().connection_lost(exc)
-
-    def _tell_answering(self) -> None:
-        if self._answering is not None and not self._answering.response_complete:
-            self._answering.disconnected = True
-            self._answering.message_event.set()
-
-    @property
-    def is_stalled(self) -> bool:
-        return self._timer is not None
-
-    def cut(self) -> None:
-        logger.warning("cut off a client that does not read")
-        self.transport.abort()
-
-    def _watch(self) -> None:
-        n_left = self.transport.get_write_buffer_size()
-        self._timer = self.loop.call_later(self.send_timeout, self._check, n_left)
-
-    def _unwatch(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _check(self, n_left: int) -> None:
-        is_whole = self._answering is not None and self._answering.response_complete
-        if is_whole and self.transport.get_write_buffer_size() < n_left:
-            self._watch()
-        else:
-            self.cut()
 
 
 class DrainingServer(uvicorn.Server):
@@ -193,15 +126,17 @@ def run(settings: Settings) -> None:
 
 def configure(app: FastAPI) -> uvicorn.Config:
     """How uvicorn serves an application of ours."""
-    settings = app.state.service.settings
+    known: Settings = app.state.service.settings
 
     class Protocol(PatientProtocol):
-        send_timeout = settings.send_timeout
+        fastapi = app
+        settings = known
 
     return uvicorn.Config(
         app,
         http=Protocol,
-        root_path=settings.root_path,
+        ws="none",
+        root_path=known.root_path,
         log_config=None,
         access_log=False,
         server_header=False,

@@ -64,6 +64,7 @@ SERVER_ORDER = (
     "server.service",
     "server.api",
     "server.app",
+    "server.connection",
     "server.serve",
 )
 ONLY_IMPORTER = {
