@@ -111,19 +111,21 @@ def announce_submissions(app: FastAPI, submitted: asyncio.Semaphore) -> None:
     engine.submit = announcing  # type: ignore[method-assign]
 
 
-def fake_app(runner: FakeRunner, cache_bytes: int = 0, **settings: Any) -> FastAPI:
+def fake_app(runner: FakeRunner, cache_bytes: int = 0, bundle: ModelBundle | None = None, **settings: Any) -> FastAPI:
     """`cache_bytes`: for the prefix cache, whose blocks are 4 tokens here."""
     known = load_settings(model=Path(MODEL), max_num_seqs=runner.rows.max_num_seqs, **settings)
-    bundle = fake_bundle(max_model_len=runner.max_model_len)
+    bundle = bundle or fake_bundle(max_model_len=runner.max_model_len)
     cache = PrefixCache(runner.rows, cache_bytes, block_size=4)
     return create_app(known, bundle, Engine(runner, chunk_size=8, prefix_cache=cache, speculate=known.speculate))
 
 
 @asynccontextmanager
-async def serving(runner: FakeRunner | None = None, cache_bytes: int = 0, **settings: Any) -> AsyncIterator[Served]:
+async def serving(
+    runner: FakeRunner | None = None, cache_bytes: int = 0, bundle: ModelBundle | None = None, **settings: Any
+) -> AsyncIterator[Served]:
     """The app with its lifespan, and a client inside the process."""
     runner = runner or FakeRunner(VOCAB_SIZE)
-    app = fake_app(runner, cache_bytes, **settings)
+    app = fake_app(runner, cache_bytes, bundle, **settings)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False, root_path=app.state.service.settings.root_path)
     async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as c:
         submitted = asyncio.Semaphore(0)
