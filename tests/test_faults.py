@@ -9,7 +9,10 @@ import pytest
 from tests.fake_runner import FakeRunner
 from tests.faults.bodies import VALID
 from tests.faults.clock_jumps import clock_jumps
+from tests.faults.damage import damaged_models
 from tests.faults.disconnects import disconnects
+from tests.faults.ends import kills, terminations
+from tests.faults.full_disk import full_disk
 from tests.faults.malformed import malformed_bodies, post_routes
 from tests.faults.raw_http import malformed_http
 from tests.faults.report import Report
@@ -27,6 +30,10 @@ from tests.serving import VOCAB_SIZE, fake_app
         (slow_readers, 4),
         (step_exceptions, 80),
         (clock_jumps, 30),
+        (full_disk, 2),
+        (damaged_models, 3),
+        (kills, 1),
+        (terminations, 2),
     ],
 )
 def test_nothing_is_lost_by(fault: Callable[[int], Report], n: int) -> None:

@@ -7,7 +7,9 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_TGI = {"max_new_tokens": 3, "top_n_tokens": 2, "stop": ["stop"], "seed": 1, "temperature": 0.5, "timeout_ms": 60_000}
+_TGI = {"max_new_tokens": 3, "top_n_tokens": 2, "stop": ["stop"], "seed": 1, "temperature": 0.5, "min_tokens": 1}
+_TGI |= {"timeout_ms": 60_000, "ignore_eos": True}
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"]}
 
 # By route, a body without fault that names as many fields as go together.
 VALID: dict[str, dict[str, Any]] = {
@@ -32,11 +34,31 @@ VALID: dict[str, dict[str, Any]] = {
         "repetition_penalty": 1.1,
         "frequency_penalty": 0.1,
         "presence_penalty": 0.1,
-        "min_tokens": 1,
-        "ignore_eos": True,
         "truncate_prompt_tokens": 20,
         "timeout_ms": 60_000,
         "user": "somebody",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": _SCHEMA, "strict": True}},
+    },
+    "/v1/chat/completions": {
+        "model": "fake-model",
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "def"}], "name": "me"},
+            {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
+            {"role": "tool", "content": "2", "tool_call_id": "c"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": _SCHEMA, "strict": True}}],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+        "parallel_tool_calls": False,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "max_completion_tokens": 5,
+        "chat_template_kwargs": {"enable_thinking": False},
+        "add_generation_prompt": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "n": 2,
+        "timeout_ms": 60_000,
     },
     "/generate": {
         "inputs": "def read",
@@ -51,9 +73,10 @@ VALID: dict[str, dict[str, Any]] = {
 
 _NUMBERS = (0, 1, -1, 0.1, -0.0, 300, 2**31, 2**53 + 1, 2**63, -(2**63) - 1, 2**64, 10**400, 1e308, -1e308, 5e-324)
 _TEXTS = ("", "x", "\0\1\x1f\x7f", "\ud800", "\udfff\ud800", "\ufffe\u202e", "\U0001f600", "{{x}}", "{%", "x" * 5000)
+_GRAMMARS = ("[", "((a*)*)*b", "a{0,99999}", "start: start", "start: /a/ start | start")
 _LISTS: tuple[Any, ...] = ([], [[]], [None], [-1], [300], [2**40], [1, 2, 3], [[1], [2]], [[300]], ["a"] * 20, [1, "a"])
-_OBJECTS: tuple[Any, ...] = ({}, {"": None}, {"type": "json_object"}, {"type": "x"}, {"role": "user", "content": "x"})
-_VALUES = (None, True, False, *_NUMBERS, *_TEXTS, *_LISTS, *_OBJECTS)
+_OBJECTS: tuple[Any, ...] = ({}, {"": None}, {"type": "json_object"}, {"$ref": "#"}, {"role": "user", "content": "x"})
+_VALUES = (None, True, False, *_NUMBERS, *_TEXTS, *_GRAMMARS, *_LISTS, *_OBJECTS)
 _RAW = (b"NaN", b"-Infinity", b"1e999", b"01", b"0x1", b'"\xff"', b'"\xed\xa0\x80"', b'"\n"', b"", b",", b"[" * 300)
 _HERE = "\u2620here"  # where raw bytes go
 

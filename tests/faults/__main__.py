@@ -1,0 +1,53 @@
+"""Every fault, many times: python -m tests.faults [NAME...]. The exit code is 1 if anything is lost."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from time import perf_counter
+
+from typer import echo
+
+from tests.faults.clock_jumps import clock_jumps
+from tests.faults.damage import damaged_models
+from tests.faults.disconnects import disconnects
+from tests.faults.ends import kills, terminations
+from tests.faults.full_disk import full_disk
+from tests.faults.malformed import malformed_bodies
+from tests.faults.raw_http import malformed_http
+from tests.faults.slow_readers import slow_readers
+from tests.faults.step_exceptions import step_exceptions
+
+FAULTS = {
+    kills: 10,
+    terminations: 10,
+    disconnects: 1000,
+    slow_readers: 20,
+    step_exceptions: 10_000,
+    clock_jumps: 1000,
+    full_disk: 50,
+    damaged_models: 100,
+    malformed_bodies: 20_000,
+    malformed_http: 5000,
+}
+
+
+def main(names: list[str]) -> int:
+    logging.getLogger().addHandler(logging.NullHandler())  # the faults read the log themselves
+    lost: list[str] = []
+    echo(f"{'fault':28} {'tried':>7} {'survived':>9} {'lost':>5} {'seconds':>8}")
+    for fault, n in FAULTS.items():
+        if names and fault.__name__ not in names:
+            continue
+        started = perf_counter()
+        report = fault(n)
+        seconds = perf_counter() - started
+        figures = f"{report.tried:7} {report.survived:9} {len(report.lost):5} {seconds:8.1f}"
+        echo(f"{report.what:28} {figures}  {report.note}")
+        lost += [f"{report.what}: {what}" for what in report.lost]
+    echo("\n".join(lost))
+    return int(bool(lost))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
