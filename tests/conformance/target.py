@@ -1,0 +1,29 @@
+"""The server that clients talk to. It runs at most CAPACITY sequences at once, and as many again may wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+CAPACITY = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    url: str
+    model: str
+    key: str
+    max_model_len: int
+
+    @property
+    def openai_url(self) -> str:
+        return f"{self.url}/v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Conformed:
+    """A client that found what it expected."""
+
+    client: str
+    version: str
+    calls: int
+    note: str = ""
