@@ -51,6 +51,7 @@ def create_app(
         yield
         loading.cancel()
         await service.engine.stop()
+        service.grammars.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from model.bundle import ModelBundle
 from server.completion import CompletionRequest
-from server.engine.constraints import Constraint, GrammarCompiler, GrammarError
+from server.engine.constraints import Constraint, Grammar, GrammarCompiler, GrammarError
+from server.engine.grammar_trial import GrammarTrial
 from server.errors import InvalidRequestError, OverloadedError
 
-_KEPT = 64  # compiled grammars: clients send the same ones again
+_KNOWN = 64  # grammars that were found good: clients send the same ones again
 _MOST_WAITING = 64  # requests
 _WAIT_SECONDS = 10.0
 
 
 class Grammars:
+    """For one model. Close it: a process belongs to it, once there has been a grammar."""
+
     def __init__(self, bundle: ModelBundle) -> None:
-        config = bundle.config
-        compiler = GrammarCompiler(bundle.tokenizer, config.vocab_size, config.eos_token_ids)
-        self._compile = lru_cache(_KEPT)(compiler.compile)
+        self._bundle = bundle
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._n_waiting = 0
 
@@ -46,6 +48,32 @@ class Grammars:
             raise busy from None
         finally:
             self._n_waiting -= 1
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        if "_trial" in vars(self):
+            self._trial.close()
+
+    def _compile(self, grammar: Grammar) -> Constraint:
+        self._check(grammar)
+        return self._compiler.compile(grammar)
+
+    @cached_property
+    def _tokens(self) -> tuple[str, int, tuple[int, ...]]:
+        config = self._bundle.config
+        return self._bundle.tokenizer.to_str(), config.vocab_size, config.eos_token_ids
+
+    @cached_property
+    def _trial(self) -> GrammarTrial:
+        return GrammarTrial(*self._tokens)
+
+    @cached_property
+    def _check(self) -> Callable[[Grammar], None]:
+        return lru_cache(_KNOWN)(self._trial.check)
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(*self._tokens)
 
 
 def _check_params(request: CompletionRequest) -> None:

@@ -10,20 +10,23 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from time import thread_time
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
     from server.engine.sequence import Sequence
 
-MAX_GRAMMAR_CHARS = 2**17
+MAX_GRAMMAR_CHARS = 2**16
+
+_STUCK = "no text that begins like this one satisfies it"
+_MOST_SECONDS = 0.02  # for one token: a hundred times what it takes, unless a grammar is ambiguous without end
 
 # One way to write each value, spaced as in most JSON that models have read: left to themselves, small ones put
 # whitespace between two tokens without end. `lenient` would pass over keywords that cannot be held.
@@ -87,19 +90,23 @@ class Constraint:
         return self.matcher.is_stopped() and not self.error
 
     def copy(self) -> Constraint:
+        """For another text of the same request: copies share the states that llguidance's lexer may have."""
         return Constraint(self.matcher.deep_copy())
 
     def advance(self, token_id: int) -> None:
         """Take a token of the text."""
+        started = thread_time()
         if not self.matcher.consume_token(token_id):
-            self.error = _first_line(self.matcher.get_error())
+            self.error = _error_of(self.matcher)
         elif self.matcher.is_stopped() and not self.matcher.is_accepting():
-            self.error = "nothing that begins like the text so far satisfies it"
+            self.error = _STUCK
+        elif thread_time() - started > _MOST_SECONDS:
+            self.error = "it is too ambiguous: the text so far can be read in too many ways"
 
     def take_mask(self, words: NDArray[np.int32], vocab_size: int, ending_ids: frozenset[int]) -> None:
         """Take the bits [vocab / 32] of what may come next. Where the text may end, any ending token may end it."""
         if self.matcher.is_error():
-            self.error = _first_line(self.matcher.get_error())
+            self.error = _error_of(self.matcher)
             words[:] = 0
         bits = np.unpackbits(~words.view(np.uint8), count=vocab_size, bitorder="little")
         self.banned = bits.view(np.bool_)
@@ -109,32 +116,31 @@ class Constraint:
 
 
 class GrammarCompiler:
-    """Grammars for one model's tokens. For one thread, as compiling can take a second."""
+    """Grammars for one model's tokens. For one thread, as compiling can take a while; `GrammarTrial` says how long."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer  # JSON, as in tokenizer.json
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
+
+    @cached_property
+    def tokens(self) -> LLTokenizer:
+        try:
+            return LLTokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None)
+        except ValueError as error:
+            raise GrammarError(f"this model's tokenizer allows no structured output: {_one_line(str(error))}") from None
 
     def compile(self, grammar: Grammar) -> Constraint:
         """The constraint of a text that has not begun. Raises GrammarError."""
         if (n := len(grammar.source)) > MAX_GRAMMAR_CHARS:
             raise GrammarError(f"{n} characters are too long: at most {MAX_GRAMMAR_CHARS} may be given")
-        matcher = LLMatcher(self._tokens, _translate(grammar), log_level=0, limits=_limits())
+        matcher = LLMatcher(self.tokens, _translate(grammar), log_level=0, limits=_limits())
+        matcher.compute_bitmask()  # finds what can never begin
         if matcher.is_error():
-            raise GrammarError(_first_line(matcher.get_error()))
-        if not any(matcher.compute_bitmask()):
-            raise GrammarError("no text satisfies it")
+            raise GrammarError(_error_of(matcher))
+        if warnings := matcher.get_grammar_warnings():
+            raise GrammarError(_one_line(warnings[0]))
         return Constraint(matcher)
-
-    @cached_property
-    def _tokens(self) -> LLTokenizer:
-        try:
-            return LLTokenizer(
-                self._tokenizer.to_str(), n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
-            )
-        except ValueError as error:
-            raise GrammarError(f"this model's tokenizer allows no structured output: {error}") from None
 
 
 class TokenMasks:
@@ -172,12 +178,20 @@ def _translate(grammar: Grammar) -> str:
     try:
         return LLMatcher.grammar_from_json_schema(grammar.source, overrides=JSON_OPTIONS)
     except ValueError as error:
-        raise GrammarError(_first_line(str(error))) from None
+        raise GrammarError(_one_line(str(error))) from None
 
 
 def _limits() -> LLParserLimits:
-    return LLParserLimits(verbose_errors=False)
+    """What one token may cost: a few milliseconds; and a sequence: lexer states of up to 1 kB."""
+    return LLParserLimits(step_max_items=10_000, step_lexer_fuel=50_000, max_lexer_states=50_000, verbose_errors=False)
 
 
-def _first_line(message: str) -> str:
-    return message.strip().partition("\n")[0][:300]
+def _error_of(matcher: LLMatcher) -> str:
+    error = matcher.get_error()
+    return _STUCK if error.startswith("NoExtension") else _one_line(error)
+
+
+def _one_line(message: str) -> str:
+    """A message that may hold a drawing of the place, or all of a long grammar."""
+    message = " ".join(message.partition(" Enable '")[0].split())  # the options are not the client's
+    return message if len(message) <= 400 else f"{message[:200]} … {message[-200:]}"
