@@ -110,9 +110,8 @@ class Constraint:
             words[:] = 0
         bits = np.unpackbits(~words.view(np.uint8), count=vocab_size, bitorder="little")
         self.banned = bits.view(np.bool_)
-        ending = list(ending_ids)
-        if not self.banned[ending].all():
-            self.banned[ending] = False
+        if self.matcher.is_accepting():
+            self.banned[list(ending_ids)] = False
 
 
 class GrammarCompiler:
@@ -192,6 +191,8 @@ def _error_of(matcher: LLMatcher) -> str:
 
 
 def _one_line(message: str) -> str:
-    """A message that may hold a drawing of the place, or all of a long grammar."""
-    message = " ".join(message.partition(" Enable '")[0].split())  # the options are not the client's
-    return message if len(message) <= 400 else f"{message[:200]} … {message[-200:]}"
+    """What llguidance says, without its drawings, its advice on options that clients do not have, and long sources."""
+    first, *others = message.partition(" Enable '")[0].splitlines()
+    if len(first) > 400:
+        first = f"{first[:200]} … {first[-200:]}"
+    return " ".join([first, *(line for line in others if line.startswith("error: "))])
