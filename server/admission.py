@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
-from time import monotonic
 
 from server.engine.engine import Engine
 from server.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
+from server.forecast import Backlog, Forecast, Work
 
-_REMEMBERED = 64  # ends of sequences from which throughput is measured
+OPTIMISM = 0.75  # part of a forecast that is believed: the load may ease, and nobody is turned away who would make it
+PATIENCE = 1.25  # of what it needs must be left to one that waits: less, and its tokens would be too late for anyone
 _LONGEST_RETRY = 60  # seconds
 _LOADING_RETRY = 5  # seconds
 
@@ -24,14 +25,42 @@ class Phase(Enum):
     DRAINING = "the server is shutting down"
 
 
-class Admission:
-    """At most `max_num_seqs` + `max_queue` sequences are inside at once: those that run, and those that may wait."""
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request asks for. `own`: what the first of its sequences surely needs, and the time it has for that.
 
-    def __init__(self, *, max_num_seqs: int, max_queue: int) -> None:
+    turn: see Sequence. n_prompt_tokens: each prompt once.
+    """
+
+    n_sequences: int
+    n_prompt_tokens: int
+    turn: float
+    own: Work
+
+
+class Admission:
+    """At most `max_num_seqs` + `max_queue` sequences are inside at once: those that run, and those that may wait.
+
+    max_queue_tokens: of the prompts of those that wait, when they are more than one request's. backlog: what stands
+    before whoever has a turn.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_queue: int,
+        max_queue_tokens: int,
+        forecast: Forecast,
+        backlog: Callable[[float], Backlog],
+    ) -> None:
+        self.max_num_seqs = max_num_seqs
         self.capacity = max_num_seqs + max_queue
+        self.max_queue_tokens = max_queue_tokens
         self.phase = Phase.LOADING
         self.n_inside = 0
-        self._ends: deque[float] = deque(maxlen=_REMEMBERED)
+        self._forecast = forecast
+        self._backlog = backlog
         self._empty = asyncio.Event()
         self._empty.set()
 
@@ -46,36 +75,66 @@ class Admission:
         if n_sequences > self.capacity:
             raise InvalidRequestError(f"the request has {n_sequences} sequences; at most {self.capacity} can be served")
 
-    @contextmanager
-    def admit(self, n_sequences: int) -> Iterator[None]:
-        """Hold places for the sequences of one request until it ends. Raises OverloadedError, or UnavailableError."""
+    def check(self, demand: Demand) -> float:
+        """For how many seconds it may wait. Raises OverloadedError, or what the other checks raise."""
         self.check_open()
-        self.check_size(n_sequences)
-        missing = self.n_inside + n_sequences - self.capacity
+        self.check_size(demand.n_sequences)
+        missing = self.n_inside + demand.n_sequences - self.capacity
         if missing > 0:
             raise OverloadedError(
                 f"{self.n_inside} sequences are running or waiting, of at most {self.capacity}; try again later",
                 retry_after=self.retry_after(missing),
             )
-        self.n_inside += n_sequences
+        backlog = self._backlog(demand.turn)
+        if self.n_inside + demand.n_sequences > self.max_num_seqs:
+            self._check_tokens(demand, backlog)
+        return self._check_time(demand, backlog)
+
+    def _check_tokens(self, demand: Demand, backlog: Backlog) -> None:
+        excess = backlog.n_waiting_tokens + demand.n_prompt_tokens - self.max_queue_tokens
+        if excess > 0 and backlog.n_waiting_tokens:
+            part = min(1.0, excess / backlog.n_waiting_tokens)
+            raise OverloadedError(
+                f"prompts of {backlog.n_waiting_tokens} tokens are waiting, and with this one's "
+                f"{demand.n_prompt_tokens} they would be more than {self.max_queue_tokens}; try again later",
+                retry_after=self.retry_after(math.ceil(part * len(backlog.waiting))),
+                limit="tokens",
+            )
+
+    def _check_time(self, demand: Demand, backlog: Backlog) -> float:
+        seconds, left = self._forecast.seconds_to_answer(backlog, demand.own), demand.own.left
+        if seconds and OPTIMISM * seconds > left:
+            raise OverloadedError(
+                f"an answer is expected to take {seconds:.1f} seconds, but the request's deadline allows {left:.1f}; "
+                "try again later, or allow more time",
+                retry_after=_whole(seconds - left),
+                limit="deadline",
+            )
+        return left - PATIENCE * self._forecast.seconds_to_run(demand.own) if seconds else left
+
+    @contextmanager
+    def admit(self, demand: Demand) -> Iterator[float]:
+        """Hold places for the sequences of one request until it ends; gives and raises what `check` does."""
+        patience = self.check(demand)
+        self.n_inside += demand.n_sequences
         self._empty.clear()
         try:
-            yield
+            yield patience
         finally:
-            self.n_inside -= n_sequences
-            self._ends.extend([monotonic()] * n_sequences)
+            self.n_inside -= demand.n_sequences
             if not self.n_inside:
                 self._empty.set()
 
     def retry_after(self, n_sequences: int) -> int:
-        """Seconds until that many will have left, at the rate of the last ones; at least 1."""
-        if len(self._ends) < 2:
-            return 1
-        seconds = monotonic() - self._ends[0]
-        return min(_LONGEST_RETRY, max(1, math.ceil(n_sequences * seconds / len(self._ends))))
+        """Seconds until that many will have left, as long as the last ones held their rows; at least 1."""
+        return _whole(n_sequences * self._forecast.seconds_held / self.max_num_seqs)
 
     async def wait_until_empty(self) -> None:
         await self._empty.wait()
+
+
+def _whole(seconds: float) -> int:
+    return min(_LONGEST_RETRY, max(1, math.ceil(seconds)))
 
 
 def check_prompt_length(n_prompt: int, max_model_len: int) -> None:

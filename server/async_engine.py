@@ -17,6 +17,7 @@ from time import monotonic, perf_counter
 from server.engine.engine import Engine, StepStats, TokenOutput
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from server.errors import EngineError
+from server.forecast import Backlog, Forecast, Work
 from server.metrics import Metrics
 
 logger = logging.getLogger("kvasir")
@@ -78,6 +79,7 @@ class AsyncEngine:
 
     def __init__(self) -> None:
         self.metrics = Metrics(self.load)
+        self.forecast = Forecast()
         self.failed = False
         self.engine: Engine | None = None
         self._n_ids = 0
@@ -109,6 +111,22 @@ class AsyncEngine:
     def sequences(self) -> list[Sequence]:
         """Those that have not ended, in the order of their arrival. The engine's thread goes on changing them."""
         return [live.sequence for live in self._live.values()]
+
+    def backlog(self, turn: float) -> Backlog:
+        """What stands before a sequence with that turn, once it is submitted."""
+        assert self.engine is not None
+        now = perf_counter()
+        prompts: dict[int, int] = {}  # by identity: samples of one prompt share it
+        running: list[Work] = []
+        waiting: list[Work] = []
+        for sequence in self.sequences:
+            is_waiting = sequence.status is SequenceStatus.WAITING
+            if is_waiting:
+                prompts[id(sequence.prompt_ids)] = len(sequence.prompt_ids)
+            if sequence.status is not SequenceStatus.FINISHED and not (is_waiting and sequence.turn[0] > turn):
+                (waiting if is_waiting else running).append(_work(sequence, now))
+        n_rows = self.engine.runner.rows.max_num_seqs
+        return Backlog(n_rows, running, waiting, sum(prompts.values()))
 
     async def start(self, build: Callable[[], Engine]) -> None:
         """Start the thread, whose first work is to build the engine; returns when it has, raises what it raised."""
@@ -236,7 +254,9 @@ class AsyncEngine:
 
     def _hand_out(self, outputs: list[TokenOutput], stats: StepStats | None) -> None:
         if stats is not None:
+            assert self.engine is not None
             self.metrics.step(stats)
+            self.forecast.step(stats, self.engine.scheduler.chunk_size)
         now = perf_counter()
         for output in outputs:
             live = self._live[output.sequence_id]
@@ -259,6 +279,9 @@ class AsyncEngine:
 
     def _record_end(self, live: _Live, reason: FinishReason) -> None:
         self.metrics.finished(live.sequence, live.left_as or reason, wasted=live.left_as is FinishReason.ABORT)
+        times = live.sequence.times
+        if times.scheduled is not None and times.finished is not None:
+            self.forecast.ended(times.finished - times.scheduled)
 
 
 def _add(engine: Engine, sequences: list[Sequence]) -> list[TokenOutput]:
@@ -270,6 +293,16 @@ def _add(engine: Engine, sequences: list[Sequence]) -> list[TokenOutput]:
 def _abort(engine: Engine, ids: list[int], reason: FinishReason) -> list[TokenOutput]:
     ended = [engine.abort(sequence_id, reason) for sequence_id in ids]
     return [output for output in ended if output is not None]
+
+
+def _work(sequence: Sequence, now: float) -> Work:
+    scheduled = sequence.times.scheduled
+    return Work(
+        max(0, len(sequence.prompt_ids) - sequence.n_computed),
+        sequence.params.max_tokens - len(sequence.output_ids),
+        held=0.0 if scheduled is None else now - scheduled,
+        left=sequence.deadline - now,
+    )
 
 
 def _not_begun(live: list[_Live]) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Items
@@ -12,13 +13,15 @@ from time import perf_counter
 
 from tokenizers import Tokenizer
 
+from server.admission import Demand
 from server.async_engine import OutputStream
 from server.detokenizer import Detokenizer, StopChecker
 from server.engine.constraints import Constraint, Grammar
 from server.engine.engine import TokenOutput
 from server.engine.sampling import SamplingParams, TokenLogprobs
-from server.engine.sequence import FinishReason, Sequence, SequenceTimes
+from server.engine.sequence import FinishReason, Sequence, SequenceStatus, SequenceTimes, turn
 from server.errors import DeadlineExceededError, EngineError, InvalidRequestError, KvasirError, UnavailableError
+from server.forecast import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,17 @@ class CompletionRequest:
     priority: int = 0
     grammar: Grammar | None = None
     kept_ids: frozenset[int] = frozenset()
+
+    @property
+    def demand(self) -> Demand:
+        """What it asks of the engine, were it submitted now."""
+        now, params = perf_counter(), self.params
+        may_end = not params.ignore_eos or params.stop_token_ids or self.stops or self.grammar is not None
+        n_sure = max(params.min_tokens, 1) if may_end else params.max_tokens
+        left = math.inf if self.deadline is None else self.deadline - now
+        own = Work(len(self.prompts[0].ids), min(n_sure, params.max_tokens), left=left)
+        n_tokens = sum(len(prompt.ids) for prompt in self.prompts)
+        return Demand(self.n_sequences, n_tokens, turn(now, self.priority), own)
 
     @property
     def n_sequences(self) -> int:
@@ -101,6 +115,7 @@ def make_choices(
         own = replace(request.params, sample_index=index % request.n)
         sequence = Sequence(first_id + index, prompt.ids, own, ending_ids, SequenceTimes(arrived), request.request_id)
         sequence.priority = request.priority
+        sequence.deadline = math.inf if request.deadline is None else request.deadline
         sequence.constraint = constraint.copy() if constraint else None
         text = Detokenizer(tokenizer, prompt.ids, request.kept_ids)
         choices.append(Choice(index, prompt, sequence, text, StopChecker(request.stops)))
@@ -126,6 +141,11 @@ class Completion:
     @property
     def is_finished(self) -> bool:
         return all(choice.finish_reason is not None for choice in self.choices)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether none of it has a place in the batch yet."""
+        return all(choice.sequence.status is SequenceStatus.WAITING for choice in self.choices)
 
     @property
     def n_prompt_tokens(self) -> int:
@@ -213,4 +233,4 @@ class Completion:
         if output.finish_reason is FinishReason.ABORT:
             raise UnavailableError("the server is shutting down; try again", retry_after=1)
         if output.finish_reason is FinishReason.TIMEOUT and not self.started:
-            raise DeadlineExceededError("the deadline passed before the first token; allow more time, or try later")
+            raise DeadlineExceededError("no token could come before the deadline; allow more time, or try later")

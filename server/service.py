@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from time import perf_counter, time
+from time import time
 from typing import Any, TypeVar
 
 from model.bundle import CHAT_TEMPLATE_FILE, ModelBundle
@@ -44,7 +45,13 @@ class Service:
         self.chat = _chat_format(settings, bundle)
         self.engine = AsyncEngine()
         self.metrics = self.engine.metrics
-        self.admission = Admission(max_num_seqs=settings.max_num_seqs, max_queue=settings.queue_limit)
+        self.admission = Admission(
+            max_num_seqs=settings.max_num_seqs,
+            max_queue=settings.queue_limit,
+            max_queue_tokens=settings.queue_tokens_limit,
+            forecast=self.engine.forecast,
+            backlog=self.engine.backlog,
+        )
         self.metrics.info("build", "The software.", {"version": version("kvasir-lm")})
         self.metrics.info("model", "The model.", self.describe_model())
 
@@ -172,26 +179,37 @@ class Service:
         for prompt in request.prompts:
             check_length(len(prompt.ids), request.params.max_tokens, engine)
         self._check_endings(request)
+        self.admission.check(request.demand)  # before work on a grammar
         constraint = await self.grammars.constraint(request)
-        self.admission.check_open()  # it may have closed meanwhile
-        left = None if request.deadline is None else request.deadline - perf_counter()
-        if left is not None and left <= 0:
+        demand = request.demand
+        if demand.own.left <= 0:
             raise DeadlineExceededError("the deadline passed while the prompt was read; allow more time, or try later")
-        with self.admission.admit(request.n_sequences):
+        with self.admission.admit(demand) as patience:
             first_id = self.engine.new_ids(request.n_sequences)
             choices = make_choices(
                 request, self.bundle.tokenizer, first_id, self.bundle.config.eos_token_ids, constraint
             )
             stream = self.engine.submit([choice.sequence for choice in choices])
-            timer = None
-            if left is not None:
-                timer = asyncio.get_running_loop().call_later(left, stream.expire)
+            completion = Completion(choices, stream)
+            timers = _expire(completion, patience, demand.own.left) if demand.own.left < math.inf else []
             try:
-                yield Completion(choices, stream)
+                yield completion
             finally:
-                if timer is not None:
+                for timer in timers:
                     timer.cancel()
                 stream.close()
+
+
+def _expire(completion: Completion, patience: float, left: float) -> list[asyncio.TimerHandle]:
+    """End it when its deadline has passed, and before where it waits and what it needs would come too late."""
+
+    def shed() -> None:
+        if completion.is_waiting:
+            completion.stream.expire()
+
+    loop = asyncio.get_running_loop()
+    timers = [loop.call_later(left, completion.stream.expire)]
+    return [*timers, loop.call_later(max(0.0, patience), shed)] if patience < left else timers
 
 
 def onnxruntime_version() -> str | None:

@@ -3,68 +3,122 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from typing import Any
 
 import pytest
 
-from server.admission import Admission, Phase, check_length
-from server.engine.engine import Engine
+from server.admission import OPTIMISM, PATIENCE, Admission, Demand, Phase, check_length
+from server.engine.engine import Engine, StepStats
 from server.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
+from server.forecast import Backlog, Forecast, Work
 from tests.fake_runner import FakeRunner
 
 
-def opened(**limits: int) -> Admission:
-    admission = Admission(**({"max_num_seqs": 2, "max_queue": 1} | limits))
+def opened(backlog: Backlog | None = None, forecast: Forecast | None = None, **limits: int) -> Admission:
+    stands = backlog or Backlog(2, [], [], 0)
+    known: dict[str, Any] = {"max_num_seqs": 2, "max_queue": 1, "max_queue_tokens": 100} | limits
+    admission = Admission(**known, forecast=forecast or Forecast(), backlog=lambda _turn: stands)
     admission.phase = Phase.READY
     return admission
 
 
+def demand(n_sequences: int = 1, n_prompt: int = 1, n_new: int = 1, left: float = math.inf) -> Demand:
+    return Demand(n_sequences, n_prompt, 0.0, Work(n_prompt, n_new, left=left))
+
+
+def measured(seconds_held: float, seconds_a_step: float = 0.0) -> Forecast:
+    forecast = Forecast()
+    forecast.ended(seconds_held)
+    forecast.step(StepStats(1, 0, 0, 0, 0, 0, seconds_a_step), 100)
+    return forecast
+
+
 async def test_no_more_than_run_and_wait_are_inside_and_a_leaver_makes_room() -> None:
     admission = opened()
-    with admission.admit(1):
-        with admission.admit(2):
-            with pytest.raises(OverloadedError) as caught, admission.admit(1):
-                pass
-            assert caught.value.retry_after is not None
-            assert caught.value.retry_after >= 1
-        with admission.admit(2):
+    with admission.admit(demand(1)):
+        with admission.admit(demand(2)):
+            with pytest.raises(OverloadedError, match="3 sequences are running or waiting, of at most 3") as caught:
+                admission.check(demand(1))
+            assert caught.value.retry_after == 1
+            assert caught.value.reason == "overloaded"
+        with admission.admit(demand(2)):
             pass
 
 
 async def test_places_are_given_back_when_a_request_fails() -> None:
     admission = opened()
-    with pytest.raises(ZeroDivisionError), admission.admit(3):
+    with pytest.raises(ZeroDivisionError), admission.admit(demand(3)):
         raise ZeroDivisionError
     assert admission.n_inside == 0
     await asyncio.wait_for(admission.wait_until_empty(), 1)
 
 
 async def test_a_request_too_big_for_an_empty_server_is_not_told_to_come_back() -> None:
-    with pytest.raises(InvalidRequestError, match="4 sequences; at most 3"), opened().admit(4):
+    with pytest.raises(InvalidRequestError, match="4 sequences; at most 3"), opened().admit(demand(4)):
         pass
+
+
+@pytest.mark.parametrize(
+    ("n_inside", "n_waiting", "n_prompt", "is_refused"),
+    [
+        (2, 60, 40, False),
+        (2, 60, 41, True),
+        (2, 0, 1000, False),  # it would wait alone
+        (1, 60, 41, False),  # there is a row for it: what waits has not been looked at yet
+        (0, 0, 1000, False),
+    ],
+)
+async def test_the_prompts_that_wait_are_bounded_together(
+    n_inside: int, n_waiting: int, n_prompt: int, is_refused: bool
+) -> None:
+    waiting = [Work(n_waiting // 3, 1)] * 3
+    admission = opened(Backlog(2, [], waiting, n_waiting), measured(8.0), max_queue=9)
+    admission.n_inside = n_inside
+    if not is_refused:
+        admission.check(demand(1, n_prompt))
+        return
+    with pytest.raises(OverloadedError, match=f"{n_waiting} tokens are waiting, .* {n_prompt} .* than 100") as caught:
+        admission.check(demand(1, n_prompt))
+    assert caught.value.reason == "overloaded_tokens"
+    assert caught.value.retry_after == 4  # one of the three has to leave: a row is free every 4 seconds
+
+
+async def test_a_deadline_that_cannot_be_met_is_refused_at_once_with_both_times() -> None:
+    """Both rows will be free in 10 seconds; one of them for whoever waits already."""
+    forecast = measured(30.0, 0.5)
+    backlog = Backlog(2, [Work(0, 20, held=1.0)] * 2, [Work(0, 20)], 0)
+    admission = opened(backlog, forecast)
+    expected = 10.0 + 4 * 0.5
+    assert admission.check(demand(n_new=4)) == math.inf
+    assert admission.check(demand(n_new=4, left=OPTIMISM * expected + 0.01)) < OPTIMISM * expected
+    with pytest.raises(OverloadedError, match=r"expected to take 12\.0 seconds, but .* allows 7\.5") as caught:
+        admission.check(demand(n_new=4, left=7.5))
+    assert caught.value.reason == "overloaded_deadline"
+    assert caught.value.retry_after == math.ceil(expected - 7.5)
+    assert admission.check(demand(n_new=4, left=20.0)) == 20.0 - PATIENCE * 4 * 0.5
+
+
+async def test_nobody_is_refused_for_a_time_that_was_not_measured_or_need_not_wait() -> None:
+    full = Backlog(2, [Work(50, 20)] * 2, [Work(50, 20)] * 5, 0)
+    assert opened(full).check(demand(left=0.001)) == 0.001
+    assert opened(Backlog(2, [Work(0, 20)], [], 0), measured(30.0, 0.5)).check(demand(n_new=99, left=0.1)) == 0.1
 
 
 @pytest.mark.parametrize("phase", [Phase.LOADING, Phase.DRAINING])
 async def test_nobody_enters_while_loading_or_draining(phase: Phase) -> None:
     admission = opened()
     admission.phase = phase
-    with pytest.raises(UnavailableError) as caught, admission.admit(1):
+    with pytest.raises(UnavailableError) as caught, admission.admit(demand()):
         pass
     assert caught.value.retry_after
 
 
-async def test_the_time_to_come_back_follows_the_measured_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr("server.admission.monotonic", lambda: now)
-    admission = opened()
-    assert admission.retry_after(5) == 1
-    for _ in range(4):  # one leaves every 3 seconds
-        now += 3.0
-        with admission.admit(1):
-            pass
-    now += 3.0
-    assert admission.retry_after(1) == 3
-    assert admission.retry_after(3) == 9
-    assert admission.retry_after(1000) == 60
+async def test_the_time_to_come_back_follows_the_measured_rate() -> None:
+    """Two rows, each held for 6 seconds: one leaves every 3 seconds."""
+    assert opened().retry_after(5) == 1
+    admission = opened(forecast=measured(6.0))
+    assert [admission.retry_after(n) for n in (1, 3, 1000)] == [3, 9, 60]
 
 
 def test_lengths_that_can_never_run_are_refused_with_the_numbers() -> None:

@@ -33,9 +33,18 @@ ALLOWED = {
     "server.tool_calls": (),
     "server.tool_grammar": ("server.tool_calls", "server.engine.constraints"),
     "server.chat_format": ("model.chat", "server.tool_calls"),
-    "server.admission": (*LEAVES, *NO_TORCH, "server.engine", "server.metrics"),
-    "server.async_engine": (*LEAVES, *NO_TORCH, "server.engine", "server.metrics", "server.detokenizer"),
-    "server.completion": (*LEAVES, *NO_TORCH, "server.engine", "server.async_engine", "server.detokenizer"),
+    "server.forecast": ("server.engine",),
+    "server.admission": (*LEAVES, *NO_TORCH, "server.engine", "server.forecast"),
+    "server.async_engine": (*LEAVES, *NO_TORCH, "server.engine", "server.forecast", "server.metrics"),
+    "server.completion": (
+        *LEAVES,
+        *NO_TORCH,
+        "server.engine",
+        "server.forecast",
+        "server.admission",
+        "server.async_engine",
+        "server.detokenizer",
+    ),
     "server.service": (
         "server.completion",
         "server.chat_format",
@@ -59,6 +68,7 @@ ALLOWED = {
 # Left to right: nothing in a file of the server may import what stands to its right.
 SERVER_ORDER = (
     "server.engine",
+    "server.forecast",
     "server.admission",
     "server.async_engine",
     "server.service",

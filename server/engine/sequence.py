@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 
@@ -12,6 +13,11 @@ from server.engine.sampling import Occurrences, SamplingParams, TokenLogprobs
 from server.engine.speculation import Speculation
 
 LEVEL_SECONDS = 10.0  # of waiting are worth one level of priority
+
+
+def turn(arrived: float, priority: int) -> float:
+    """The moment that decides who is next."""
+    return arrived + priority * LEVEL_SECONDS
 
 
 class SequenceStatus(Enum):
@@ -50,6 +56,7 @@ class Sequence:
     times: SequenceTimes
     request_id: str = ""
     priority: int = 0  # lower is earlier
+    deadline: float = math.inf  # in seconds of `time.perf_counter()`
     status: SequenceStatus = SequenceStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
     row: int | None = None
@@ -69,7 +76,7 @@ class Sequence:
     @property
     def turn(self) -> tuple[float, int]:
         """Whose is lower is earlier. All that wait age alike, so their order never changes, and nobody starves."""
-        return self.times.arrived + self.priority * LEVEL_SECONDS, self.id
+        return turn(self.times.arrived, self.priority), self.id
 
     @property
     def token_ids(self) -> list[int]:

@@ -1,0 +1,104 @@
+"""How long a newcomer would have to wait, from what the engine's last steps took.
+
+Nothing here reads a clock or asks the engine. Where nothing has been measured, nothing takes any time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from heapq import heapify, heapreplace
+
+from server.engine.engine import StepStats
+
+_STEPS = 64  # the last ones, from which a step's time is known
+_FULL_STEPS = 16  # of those that ran as many prompt tokens as they may
+_ENDS = 64  # of sequences, from which it is known how long one holds a row
+_COPIES = 16  # cached tokens that take as much of a step as one that is computed
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a sequence still needs, in tokens: of its prompt, and new ones at most.
+
+    held: seconds since it got its row. left: seconds until its deadline.
+    """
+
+    n_prompt: int
+    n_new: int
+    held: float = 0.0
+    left: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What stands before a newcomer: who holds one of `n_rows`, and who waits with an earlier turn.
+
+    n_waiting_tokens: prompt tokens of all that wait, each prompt once.
+    """
+
+    n_rows: int
+    running: list[Work]
+    waiting: list[Work]
+    n_waiting_tokens: int
+
+
+class Forecast:
+    """Rates of the engine, and what follows from them.
+
+    A sequence is expected to hold its row as long as the last ones did, but no longer than its tokens take. Prompts are
+    expected to run as fast as in the best of the last steps that were full of them.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds a token of one sequence
+        self._full_steps: deque[float] = deque(maxlen=_FULL_STEPS)  # prompt tokens a second
+        self._ends: deque[float] = deque(maxlen=_ENDS)  # seconds in a row
+
+    def step(self, stats: StepStats, chunk_size: int) -> None:
+        """`chunk_size`: prompt tokens that fill a step."""
+        if stats.n_decode:
+            self._steps.append(stats.seconds * stats.n_decode / (stats.n_decode + stats.n_accepted))
+        if stats.n_prefill_tokens + stats.n_cached / _COPIES >= 0.9 * chunk_size:
+            self._full_steps.append((stats.n_prefill_tokens + stats.n_cached) / stats.seconds)
+
+    def ended(self, held: float) -> None:
+        self._ends.append(held)
+
+    @property
+    def seconds_held(self) -> float:
+        """How long a sequence holds its row, as a mean."""
+        return _mean(self._ends)
+
+    def seconds_to_run(self, work: Work) -> float:
+        """What the tokens take in a row of their own."""
+        return self._seconds_to_read(work.n_prompt) + work.n_new * _mean(self._steps)
+
+    def seconds_to_answer(self, backlog: Backlog, own: Work) -> float:
+        """Until a newcomer has run too; 0 where it need not wait, for then it is better begun than forecast."""
+        wait = self._seconds_to_row(backlog)
+        return wait + self.seconds_to_run(own) if wait else 0.0
+
+    def _seconds_to_row(self, backlog: Backlog) -> float:
+        """Those who wait begin in turn, each when a row is free and prompts before it are read, if still in time."""
+        n_free = backlog.n_rows - len(backlog.running)
+        free_at = [0.0] * n_free + [self._seconds_in_row(work) for work in backlog.running]
+        heapify(free_at)
+        read_at = self._seconds_to_read(sum(work.n_prompt for work in backlog.running))
+        for work in backlog.waiting:
+            begin = max(free_at[0], read_at)
+            if begin + self.seconds_to_run(work) <= work.left:
+                heapreplace(free_at, begin + self._seconds_in_row(work))
+                read_at = begin + self._seconds_to_read(work.n_prompt)
+        return max(free_at[0], read_at)
+
+    def _seconds_in_row(self, work: Work) -> float:
+        return min(max(0.0, self.seconds_held - work.held), self.seconds_to_run(work), work.left)
+
+    def _seconds_to_read(self, n_tokens: int) -> float:
+        return n_tokens / max(self._full_steps) if self._full_steps else 0.0
+
+
+def _mean(values: deque[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,178 @@
+"""What is forecast against what happens, in an engine whose steps take exactly as long as their tokens."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from server.admission import OPTIMISM, PATIENCE
+from server.engine.engine import StepStats
+from server.forecast import Backlog, Forecast, Work
+
+N_ROWS, CHUNK = 4, 64
+
+
+@dataclass(eq=False)
+class Request:
+    arrived: float
+    n_prompt: int
+    n_new: int  # it gets exactly as many
+    deadline: float
+    scheduled: float | None = None
+    n_read: int = 0
+    n_got: int = 0
+
+    def work(self, now: float) -> Work:
+        held = 0.0 if self.scheduled is None else now - self.scheduled
+        return Work(self.n_prompt - self.n_read, self.n_new - self.n_got, held, self.deadline - now)
+
+    @property
+    def is_read(self) -> bool:
+        return self.n_read == self.n_prompt
+
+
+@dataclass
+class Simulation:
+    """First come, first served, with chunked prompts: a step takes `base`, and `each` for every prompt token."""
+
+    base: float
+    each: float
+    now: float = 0.0
+    waiting: list[Request] = field(default_factory=list)
+    running: list[Request] = field(default_factory=list)
+    forecast: Forecast = field(default_factory=Forecast)
+    ends: Counter[str] = field(default_factory=Counter)
+
+    def backlog(self) -> Backlog:
+        running, waiting = ([request.work(self.now) for request in some] for some in (self.running, self.waiting))
+        return Backlog(N_ROWS, running, waiting, sum(request.n_prompt for request in self.waiting))
+
+    def predicted(self, request: Request) -> float:
+        return OPTIMISM * self.forecast.seconds_to_answer(self.backlog(), request.work(self.now))
+
+    def step(self) -> None:
+        """One step, and what a deadline does to those whose time is over, or too short for what they need."""
+        for request in list(self.waiting):
+            if request.deadline - self.now < PATIENCE * self.forecast.seconds_to_run(request.work(self.now)):
+                self.waiting.remove(request)
+                self.ends["shed"] += 1
+        decoding = [request for request in self.running if request.is_read]
+        n_prefill = self._read()
+        seconds = self.base + self.each * n_prefill
+        self.now += seconds
+        for request in decoding:
+            request.n_got += 1
+        stats = StepStats(len(decoding), n_prefill, 0, 0, 0, 0, seconds)
+        self.forecast.step(stats, CHUNK)
+        for request in list(self.running):
+            is_late = self.now > request.deadline
+            if is_late or request.n_got == request.n_new:
+                self.running.remove(request)
+                self.ends["late" if is_late else "good"] += 1
+                assert request.scheduled is not None
+                self.forecast.ended(self.now - request.scheduled)
+
+    def _read(self) -> int:
+        room = CHUNK
+        while room:
+            reading = next((request for request in self.running if not request.is_read), None)
+            if reading is None:
+                if not self.waiting or len(self.running) == N_ROWS:
+                    break
+                reading = self.waiting.pop(0)
+                reading.scheduled = self.now
+                self.running.append(reading)
+            n = min(room, reading.n_prompt - reading.n_read)
+            reading.n_read += n
+            room -= n
+        return CHUNK - room
+
+    def run_until(self, moment: float) -> None:
+        while self.now < moment and (self.waiting or self.running):
+            self.step()
+        self.now = max(self.now, moment)
+
+
+def could_have_made_it(simulation: Simulation, request: Request) -> bool:
+    """The oracle: admit it after all, and nobody after it."""
+    other = copy.deepcopy(simulation)
+    wanted = copy.deepcopy(request)
+    deadline, wanted.deadline = wanted.deadline, float("inf")
+    other.waiting.append(wanted)
+    while wanted.n_got < wanted.n_new:
+        other.step()
+    return other.now <= deadline
+
+
+def arrivals(chance: random.Random, load: float, kind: str, simulation: Simulation, n: int) -> list[Request]:
+    """Poisson arrivals at `load` times what the engine can take."""
+    now, requests = 0.0, []
+    for _ in range(n):
+        n_prompt, n_new = {"even": (16, 20), "long": (300, 4), "mixed": chance.choice([(8, 4), (60, 60)])}[kind]
+        seconds = max(n_new * simulation.base / N_ROWS, n_prompt * (simulation.each + simulation.base / CHUNK))
+        now += chance.expovariate(1) * seconds / load
+        requests.append(Request(now, n_prompt, n_new, 0.0))
+    return requests
+
+
+def play(seed: int, load: float, kind: str, patience: float, *, each: float, check: bool = False) -> Simulation:
+    """`patience`: deadlines, in multiples of what a request takes alone."""
+    chance = random.Random(seed)
+    simulation = Simulation(base=0.01, each=each)
+    for request in arrivals(chance, load, kind, simulation, int(150 * max(1.0, load))):
+        alone = (request.n_new + -(-request.n_prompt // CHUNK)) * simulation.base + request.n_prompt * simulation.each
+        request.deadline = request.arrived + patience * alone * chance.choice([1.0, 2.0])
+        simulation.run_until(request.arrived)
+        if simulation.predicted(request) > request.deadline - simulation.now:
+            simulation.ends["refused"] += 1
+            if check:
+                simulation.ends["wrongly refused"] += could_have_made_it(simulation, request)
+        else:
+            simulation.waiting.append(request)
+    return simulation
+
+
+@pytest.mark.parametrize("kind", ["even", "long", "mixed"])
+@pytest.mark.parametrize("load", [1.5, 4.0])
+def test_whoever_is_refused_could_not_have_made_it(kind: str, load: float) -> None:
+    """Where all steps take the same time, for rows and for prompts as what is short."""
+    ends = play(1, load, kind, 2.0, each=0.0, check=True).ends
+    assert ends["refused"] > 10
+    assert ends["wrongly refused"] == 0
+
+
+@pytest.mark.parametrize("kind", ["even", "long", "mixed"])
+@pytest.mark.parametrize("patience", [1.5, 4.0])
+def test_as_many_make_it_under_overload_as_ever(kind: str, patience: float) -> None:
+    """Steps are as long as what they run. Hardly anybody has a row without being in time."""
+    played = [play(1, load, kind, patience, each=0.0002) for load in (0.7, 1.0, 2.0, 10.0)]
+    rates = [simulation.ends["good"] / simulation.now for simulation in played]
+    assert rates[-1] >= 0.9 * max(rates[1:])
+    assert all(simulation.ends["late"] <= 0.1 * simulation.ends["good"] for simulation in played)
+
+
+def test_a_newcomer_is_measured_by_those_before_it() -> None:
+    forecast = Forecast()
+    forecast.step(StepStats(2, 64, 0, 0, 0, 0, 0.5), CHUNK)  # half a second a token; 128 prompt tokens a second
+    forecast.step(StepStats(2, 10, 0, 0, 0, 0, 0.5), CHUNK)  # not full: says nothing of prompts
+    forecast.ended(40.0)
+    own = Work(64, 4)
+    assert forecast.seconds_to_run(own) == 0.5 + 2.0
+    taken = [Work(0, 100, held=30.0), Work(0, 8)]
+    assert forecast.seconds_to_answer(Backlog(3, taken, [], 0), own) == 0.0
+    assert forecast.seconds_to_answer(Backlog(2, taken, [], 0), own) == 4.0 + 2.5
+    assert forecast.seconds_to_answer(Backlog(2, taken, [Work(0, 3)], 0), own) == 5.5 + 2.5
+    assert forecast.seconds_to_answer(Backlog(2, taken, [Work(0, 99, left=5.0)], 0), own) == 4.0 + 2.5  # it gives up
+    assert forecast.seconds_to_answer(Backlog(9, [Work(128, 1)], [Work(256, 1)], 0), own) == 3.0 + 2.5
+
+
+def test_what_the_cache_has_and_guesses_that_are_right_save_time() -> None:
+    cached, guessed = Forecast(), Forecast()
+    cached.step(StepStats(0, 32, 1056, 1024, 0, 0, 0.5), CHUNK)
+    guessed.step(StepStats(2, 0, 0, 0, 4, 2, 0.5), CHUNK)
+    assert cached.seconds_to_run(Work(1056, 0)) == 0.5
+    assert guessed.seconds_to_run(Work(0, 4)) == 1.0
