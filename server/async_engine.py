@@ -195,14 +195,14 @@ class AsyncEngine:
     def _main(self, build: Callable[[], Engine], built: asyncio.Future[Engine]) -> None:
         try:
             engine = build()
-        except Exception as error:
-            self._post(_resolve, built, error)
+        except BaseException as error:  # a panic in Rust is no Exception
+            self._post(_resolve, built, error if isinstance(error, Exception) else RuntimeError(str(error)))
             return
         self._post(_resolve, built, engine)
         try:
             while not self._stopping:
                 self._turn(engine)
-        except Exception:
+        except BaseException:
             logger.exception("the engine failed")
             self._post(self.give_up)
 

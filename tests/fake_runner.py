@@ -53,7 +53,7 @@ class FakeRunner:
             dtype=np.int8 if int8 else np.float32,
         )
         self.next_token = next_token
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.batches: list[tuple[int, int]] = []  # (decodes and drafts, prefill tokens) of every run
         self._permits: int | None = None  # runs that may pass; None is all
         self._held = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ import pytest
 from server.async_engine import AsyncEngine, OutputStream
 from server.engine.engine import Engine, TokenOutput
 from server.engine.sampling import SamplingParams
-from server.engine.sequence import FinishReason, Sequence, SequenceTimes
+from server.engine.sequence import LEVEL_SECONDS, FinishReason, Sequence, SequenceTimes
 from server.errors import EngineError
 from tests.fake_runner import FakeRunner
 
@@ -146,8 +147,13 @@ async def test_a_deadline_ends_queued_and_running_sequences_in_an_output() -> No
     assert reasons(outputs) == [FinishReason.TIMEOUT] * 2
 
 
+class Panic(BaseException):
+    """As what Rust libraries raise: no Exception."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
 async def test_a_failing_step_ends_everything_and_whoever_comes_later_is_told(
-    caplog: pytest.LogCaptureFixture,
+    kind: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = FakeRunner(VOCAB_SIZE, max_num_seqs=2)
     async with running(runner) as engine:
@@ -155,7 +161,7 @@ async def test_a_failing_step_ends_everything_and_whoever_comes_later_is_told(
         stream = engine.submit(sequences(engine, [1], [2], [3], max_tokens=9))
         runner.allow(2)
         runner.wait_until_held()
-        runner.error = RuntimeError("the device is gone")
+        runner.error = kind("the device is gone")
         runner.release()
         with caplog.at_level(logging.CRITICAL, logger="kvasir"):
             outputs = await collect(stream, 3)
@@ -228,12 +234,42 @@ async def test_a_request_that_has_begun_is_not_shed_for_those_of_it_that_wait(n_
         assert reasons(await collect(begun, 2)) == [FinishReason.LENGTH] * 2
 
 
-async def test_what_building_the_engine_raises_reaches_the_caller() -> None:
+@pytest.mark.parametrize(("raised", "expected"), [(OSError, OSError), (Panic, RuntimeError)])
+async def test_what_building_the_engine_raises_reaches_the_caller(
+    raised: type[BaseException], expected: type[Exception]
+) -> None:
     def build() -> Engine:
-        raise OSError("no such model")
+        raise raised("no such model")
 
-    with pytest.raises(OSError, match="no such model"):
+    with pytest.raises(expected, match="no such model"):
         await AsyncEngine().start(build)
+
+
+async def test_a_newcomer_sees_who_stands_before_it() -> None:
+    """One in its row after three steps of seven, and of those that wait the ones whose turn is not later."""
+    runner = FakeRunner(VOCAB_SIZE, max_num_seqs=1)
+    async with running(runner) as engine:
+        runner.hold()
+        (runs,) = sequences(engine, [1, 2], max_tokens=7)
+        shared = [3] * 5
+        waits = sequences(engine, shared, shared, [4] * 6, max_tokens=8)
+        engine.submit([runs])
+        streams = [engine.submit(waits)]
+        waits[2].priority = 1
+        waits[0].deadline = perf_counter() + 1000.0
+        runner.allow(3)
+        runner.wait_until_held()
+        backlog = engine.backlog(perf_counter())
+        assert backlog.n_rows == 1
+        assert [(work.n_prompt, work.n_new) for work in backlog.running] == [(0, 4)]
+        assert backlog.running[0].held > 0
+        assert [(work.n_prompt, work.n_new, work.held) for work in backlog.waiting] == [(5, 8, 0.0)] * 2
+        assert backlog.waiting[0].left < 1000.0 < backlog.waiting[1].left == math.inf
+        assert backlog.n_waiting_tokens == 5 + 6  # samples of one prompt share it
+        assert len(engine.backlog(perf_counter() + LEVEL_SECONDS).waiting) == 3
+        runner.release()
+        await collect(streams[0], 3)
+        assert engine.forecast.seconds_held > 0
 
 
 async def test_a_step_that_hangs_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
