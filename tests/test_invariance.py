@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from server.engine.constraints import Grammar, GrammarCompiler
 from server.engine.engine import Engine
 from server.engine.prefix_cache import PrefixCache
 from server.engine.runner import OnnxRunner
@@ -17,14 +18,18 @@ from server.engine.sampling import SamplingParams
 from server.engine.sequence import Sequence
 from tests.engine_driver import Collector, Result, make_sequence, run_to_end
 from tests.random_models import RandomModel
+from tests.serving import VOCAB_SIZE, small_tokenizer
 
 N_REQUESTS = 14
+CONSTRAINED = {3: Grammar.regex("[a-z ]{2,60}"), 5: Grammar.json_object(), 12: Grammar.regex("(def|json|[.()])+")}
+
+compiler = GrammarCompiler(small_tokenizer().to_str(), VOCAB_SIZE, [])
 
 
 def make_request(model: RandomModel, i: int) -> Sequence:
     """Request i: prompts of one token, of a chunk and a token, and of anything; greedy and sampled.
 
-    Two of three begin like all those.
+    Two of three begin like all those. Some have a grammar.
     """
     generator = np.random.default_rng(i)
     length = [1, 2, 33, 65, 129, *generator.integers(1, 150, size=3).tolist()][i % 8]
@@ -40,7 +45,9 @@ def make_request(model: RandomModel, i: int) -> Sequence:
         logprobs=[3, 0][i % 2],
         prompt_logprobs=2 if i % 5 == 0 else None,
     )
-    return make_sequence(i, prompt_ids, params)
+    sequence = make_sequence(i, prompt_ids, params)
+    sequence.constraint = compiler.compile(CONSTRAINED[i]) if i in CONSTRAINED else None
+    return sequence
 
 
 @pytest.fixture(scope="module", params=["model", "int8_model", "int4_model", "windowed_model", "biased_model"])
