@@ -61,11 +61,15 @@ def _marks(form: ToolCallFormat, special: Container[str]) -> tuple[str, str, str
 
 
 def _bodies(form: ToolCallFormat, functions: Mapping[str, Mapping[str, Any]]) -> Sequence[str]:
+    """Cut up as JSON is, for the longest piece wins: `{"name": ` would not let an answer be `{"city": `."""
     key = "arguments" if form is ToolCallFormat.HERMES else "parameters"
     lines = ["body: " + " | ".join(f"body_{i}" for i in range(len(functions)))]
     for i, (name, schema) in enumerate(functions.items()):
-        begin = f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": '
-        lines += [f'body_{i}: {_literal(begin)} arguments_{i} "}}"', f"arguments_{i}: {_json(schema)}"]
+        begin = ("{", '"name"', ": ", json.dumps(name, ensure_ascii=False), ", ", f'"{key}"', ": ")
+        lines += [
+            f'body_{i}: {" ".join(map(_literal, begin))} arguments_{i} "}}"',
+            f"arguments_{i}: {_json(schema)}",
+        ]
     return lines
 
 

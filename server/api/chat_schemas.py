@@ -63,7 +63,7 @@ class Message(Body):
     """`reasoning_content`, by any of its names: what the assistant thought, for templates that show it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | list[TextPart] | None, BeforeValidator(_as_content)] = None
+    content: Annotated[list[TextPart] | str | None, BeforeValidator(_as_content)] = None
     name: str | None = None
     tool_calls: list[ToolCall] = Field(default_factory=list)
     tool_call_id: str | None = None
