@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope
 
 from server.errors import KvasirError
@@ -15,6 +15,7 @@ from server.service import Service
 
 T = TypeVar("T")
 
+_PIECE = 2**16  # uvicorn's limit on what waits to be sent
 _TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"})
 _TGI_TYPES = {"invalid_request_error": "validation", "internal_error": "generation"}
 
@@ -37,6 +38,19 @@ def error_body(scope: Scope, error: KvasirError) -> dict[str, Any]:
 def error_response(scope: Scope, error: KvasirError) -> JSONResponse:
     scope["app"].state.service.metrics.rejected(error.reason)
     return JSONResponse(error_body(scope, error), error.status, error.headers)
+
+
+def json_response(body: bytes) -> Response:
+    """A large one goes in pieces: asyncio moves all that it still holds whenever it has sent a part of it."""
+    if len(body) <= _PIECE:
+        return Response(body, media_type="application/json")
+    headers = {"content-length": str(len(body))}
+    return StreamingResponse(_pieces(body), headers=headers, media_type="application/json")
+
+
+async def _pieces(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), _PIECE):
+        yield body[start : start + _PIECE]
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from tokenizers import Encoding
 
 from server.api.openai import check_model
-from server.api.responses import service_of
+from server.api.responses import json_response, service_of
 from server.api.schemas import Body, Count, parse
 from server.service import Service
 
@@ -52,10 +52,10 @@ async def tokenize(request: Request) -> Response:
     raw = await request.body()
     body = parse(_form(raw), raw)
     if isinstance(body, TokenizeInputsBody):
-        return _json(await service.aside(len(body.inputs), lambda: to_json(_simple_tokens(service, body))))
+        return json_response(await service.aside(len(body.inputs), lambda: to_json(_simple_tokens(service, body))))
     assert isinstance(body, TokenizeBody)
     check_model(service, body.model)
-    return _json(await service.aside(len(body.prompt), lambda: to_json(_tokens(service, body))))
+    return json_response(await service.aside(len(body.prompt), lambda: to_json(_tokens(service, body))))
 
 
 @router.post("/detokenize")
@@ -67,7 +67,7 @@ async def detokenize(request: Request) -> Response:
     tokenizer = service.bundle.tokenizer
     decode = partial(tokenizer.decode_batch, [body.tokens], skip_special_tokens=False)
     (text,) = await service.aside(len(body.tokens), decode)
-    return _json(to_json({"prompt": text}))
+    return json_response(to_json({"prompt": text}))
 
 
 def _form(raw: bytes) -> type[Body]:
@@ -102,7 +102,3 @@ def _simple_tokens(service: Service, body: TokenizeInputsBody) -> list[dict[str,
         {"id": token_id, "text": body.inputs[start:stop], "start": start, "stop": stop}
         for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
     ]
-
-
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")
