@@ -43,7 +43,7 @@ api = schemathesis.openapi.from_dict(document(has_keys=True))
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    with live() as started:
+    with live(FakeRunner(VOCAB_SIZE, max_model_len=256)) as started:
         yield started
 
 
@@ -72,16 +72,23 @@ def test_all_but_what_is_open_wants_a_key(server: Live, session: requests.Sessio
         assert (response.status_code != 401) is operation.is_open, operation.name
 
 
+CHAT = [{"role": "user", "content": "a"}]
+TOOL = {"type": "function", "function": {"name": "f", "strict": True}}
 FULL: list[tuple[str, dict[str, Any]]] = [
     ("post /v1/completions", {"prompt": ["ab", "c"], "n": 2, "logprobs": 2, "echo": True, "max_tokens": 3}),
     ("post /v1/completions", {"prompt": [1, 2], "stream": True, "stream_options": {"include_usage": True}}),
     ("post /v1/completions", {"prompt": "ab", "stream": True, "echo": True, "logprobs": 0}),
+    ("post /v1/chat/completions", {"messages": CHAT, "n": 2, "logprobs": True, "top_logprobs": 2, "max_tokens": 9}),
+    ("post /v1/chat/completions", {"messages": CHAT, "tools": [TOOL], "tool_choice": "required", "max_tokens": 60}),
+    ("post /v1/chat/completions", {"messages": CHAT, "tools": [TOOL], "tool_choice": "required", "stream": True}),
+    ("post /v1/chat/completions", {"messages": CHAT, "stream": True, "logprobs": True, "max_tokens": 5}),
     ("post /generate", {"inputs": "ab", "parameters": {"details": True, "decoder_input_details": True}}),
     ("post /generate", {"inputs": "ab", "parameters": {"details": True, "top_n_tokens": 2, "seed": 1, "top_k": 5}}),
     ("post /generate_stream", {"inputs": "ab", "parameters": {"top_n_tokens": 2, "do_sample": True}}),
     ("post /", {"inputs": "ab", "stream": True}),
     ("post /", {"inputs": "ab"}),
     ("post /tokenize", {"prompt": "naïve ☃", "return_token_strs": True}),
+    ("post /tokenize", {"messages": [{"role": "user", "content": "a"}]}),
     ("post /tokenize", {"inputs": "naïve ☃"}),
 ]
 

@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from model.chat import ChatTemplate
 from model.tokenizer import keep_spaces_in_offsets, train_tokenizer
-from tests.serving import MODEL, serving, small_tokenizer
+from tests.fake_runner import FakeRunner
+from tests.serving import CHAT_TEMPLATE, MODEL, VOCAB_SIZE, serving, small_tokenizer
 
 TEXT = "def read_json(path):\n    return 'naïve ☃🙂'"
 
@@ -28,6 +30,7 @@ async def test_tokens_are_the_tokenizers_and_lead_back(text: str) -> None:
     encoding = small_tokenizer().encode(text)
     answer = await post("/tokenize", model=MODEL, prompt=text, return_token_strs=True)
     assert answer == {
+        "prompt": None,
         "count": len(encoding.ids),
         "max_model_len": 64,
         "tokens": encoding.ids,
@@ -52,7 +55,25 @@ async def test_tgi_gets_a_list_of_tokens() -> None:
     assert all(token["text"] == TEXT[token["start"] : token["stop"]] for token in answer)
 
 
+async def test_messages_are_tokens_of_what_the_template_makes_of_them() -> None:
+    """The same that the model gets to read as a chat."""
+    tool = {"type": "function", "function": {"name": "f", "description": "d"}}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "naïve"}], "tools": [tool]}
+    rendered = ChatTemplate(CHAT_TEMPLATE).render(body["messages"], tools=[tool], add_generation_prompt=True)
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=256)) as served:
+        answer = (await served.client.post("/tokenize", json=body)).json()
+        chat = await served.client.post("/v1/chat/completions", json=body | {"max_tokens": 1})
+        ended = await served.client.post("/tokenize", json=body | {"add_generation_prompt": False})
+    assert answer["prompt"] == rendered
+    assert answer["tokens"] == small_tokenizer().encode(rendered, add_special_tokens=False).ids
+    assert chat.json()["usage"]["prompt_tokens"] == answer["count"]
+    assert rendered.startswith(ended.json()["prompt"])
+    assert ended.json()["count"] < answer["count"]
+
+
 @pytest.mark.parametrize(("path", "body", "message"), [
+    ("/tokenize", {"messages": []}, "messages: List should have at least 1 item"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "prompt": "a"}, "the field 'prompt' is unknown"),
     ("/tokenize", {}, "prompt: Field required"),
     ("/tokenize", {"prompt": "a", "inputs": "b"}, "the field 'prompt' is unknown"),
     ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "'add_generation_prompt' is unknown"),

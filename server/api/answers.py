@@ -248,6 +248,7 @@ class Info(Answer):
 
 
 class Tokens(Answer):
+    prompt: str | None = Field(description="What the template made of messages.")
     count: Count
     max_model_len: Count
     tokens: list[Count]

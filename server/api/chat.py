@@ -9,13 +9,12 @@ from starlette.responses import Response
 
 from model.chat import ChatTemplateError
 from server.api.chat_answer import ChatAnswer
-from server.api.chat_schemas import ChatBody
+from server.api.chat_schemas import ChatBody, Conversation
 from server.api.openai import check_body, completion_request, respond
 from server.api.responses import service_of
 from server.api.schemas import parse
 from server.api.tool_use import ToolUse
 from server.chat_format import ChatFormat
-from server.completion import Prompt
 from server.errors import InvalidRequestError
 from server.service import Service
 
@@ -28,13 +27,9 @@ async def chat_completions(request: Request) -> Response:
     raw = await request.body()
     body = parse(ChatBody, raw)
     check_body(service, body, 1)
-    if service.chat is None:
-        raise InvalidRequestError(
-            "this model has no chat template: export a checkpoint that brings chat_template.jinja, "
-            "or send the text itself to /v1/completions"
-        )
-    tools = ToolUse.of(body, service.chat, service)
-    prompt = await _prompt(service, service.chat, body, len(raw))
+    tools = ToolUse.of(body, chat_format(service), service)
+    text = await render(service, body, len(raw))
+    prompt = await service.prompt(text, keep_last=body.truncate_prompt_tokens, add_special_tokens=False)
     wanted = completion_request(
         service,
         body,
@@ -48,19 +43,28 @@ async def chat_completions(request: Request) -> Response:
     return await respond(request, wanted, ChatAnswer(service, body, request.state.request_id, tools))
 
 
-async def _prompt(service: Service, chat: ChatFormat, body: ChatBody, size: int) -> Prompt:
-    """The template writes special tokens such as BOS itself."""
-    begins = not body.continue_final_message if body.add_generation_prompt is None else body.add_generation_prompt
-    render = partial(
-        chat.render,
-        [message.for_template() for message in body.messages],
-        tools=[tool.given for tool in body.usable_tools] or None,
-        add_generation_prompt=begins,
-        continue_final_message=body.continue_final_message,
-        **body.chat_template_kwargs,
+def chat_format(service: Service) -> ChatFormat:
+    """Raises InvalidRequestError for a model that has no chat template."""
+    if service.chat is None:
+        raise InvalidRequestError(
+            "this model has no chat template: export a checkpoint that brings chat_template.jinja, "
+            "or send the text itself to /v1/completions"
+        )
+    return service.chat
+
+
+async def render(service: Service, conversation: Conversation, size: int) -> str:
+    """The text of a conversation, with special tokens such as BOS; `size`: of its JSON."""
+    begins = conversation.add_generation_prompt
+    work = partial(
+        chat_format(service).render,
+        [message.for_template() for message in conversation.messages],
+        tools=[tool.given for tool in conversation.usable_tools] or None,
+        add_generation_prompt=not conversation.continue_final_message if begins is None else begins,
+        continue_final_message=conversation.continue_final_message,
+        **conversation.chat_template_kwargs,
     )
     try:
-        text = await service.aside(size, render)
+        return await service.aside(size, work)
     except ChatTemplateError as error:
         raise InvalidRequestError(f"messages: {error}", param="messages") from None
-    return await service.prompt(text, keep_last=body.truncate_prompt_tokens, add_special_tokens=False)

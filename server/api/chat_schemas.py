@@ -147,19 +147,13 @@ def _as_tool_choice(value: object) -> object:
     raise ValueError('must be none, auto, required, or {"type": "function", "function": {"name": …}}')
 
 
-class ChatBody(OpenAIBody):
-    """POST /v1/chat/completions."""
+class Conversation(Body):
+    """What the model's chat template makes a text of."""
 
     messages: list[Message] = Field(min_length=1, description="The conversation, for the model's chat template.")
     tools: list[Tool] = Field(
         default_factory=list, description="Functions that the model may call, for the template, as they are written."
     )
-    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_as_tool_choice)] = Field(
-        "auto", description="Whether it calls functions: never, as it likes, at least one, or the one that is named."
-    )
-    parallel_tool_calls: bool = Field(True, description="False: the first call is the last.")
-    logprobs: bool = Field(False, description="With log-probabilities of the tokens.")
-    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS, description="With those of so many of the likeliest tokens.")
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Variables for the template, such as `enable_thinking`."
     )
@@ -169,9 +163,7 @@ class ChatBody(OpenAIBody):
     continue_final_message: bool = Field(False, description="End the prompt where the last message ends.")
 
     @model_validator(mode="after")
-    def _options_agree(self) -> Self:
-        if self.top_logprobs and not self.logprobs:
-            raise InvalidRequestError("top_logprobs may be given only where logprobs is true", param="top_logprobs")
+    def _template_options_agree(self) -> Self:
         if self.add_generation_prompt and self.continue_final_message:
             raise InvalidRequestError(
                 "add_generation_prompt and continue_final_message exclude each other; give one of them",
@@ -182,6 +174,27 @@ class ChatBody(OpenAIBody):
                 f"chat_template_kwargs may not hold {min(reserved)!r}; the body has a field for it",
                 param="chat_template_kwargs",
             )
+        return self
+
+    @property
+    def usable_tools(self) -> list[Tool]:
+        return self.tools
+
+
+class ChatBody(OpenAIBody, Conversation):
+    """POST /v1/chat/completions."""
+
+    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_as_tool_choice)] = Field(
+        "auto", description="Whether it calls functions: never, as it likes, at least one, or the one that is named."
+    )
+    parallel_tool_calls: bool = Field(True, description="False: the first call is the last.")
+    logprobs: bool = Field(False, description="With log-probabilities of the tokens.")
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS, description="With those of so many of the likeliest tokens.")
+
+    @model_validator(mode="after")
+    def _options_agree(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequestError("top_logprobs may be given only where logprobs is true", param="top_logprobs")
         return self
 
     @model_validator(mode="after")

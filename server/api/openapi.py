@@ -19,13 +19,14 @@ from server.api.explain import ExplainBody
 from server.api.generate import CompatibleBody
 from server.api.responses import service_of
 from server.api.schemas import CompletionsBody, GenerateBody
-from server.api.tokenize import DetokenizeBody, TokenizeBody, TokenizeInputsBody
+from server.api.tokenize import DetokenizeBody, TokenizeBody, TokenizeChatBody, TokenizeInputsBody
 from server.metrics import CONTENT_TYPE
 
 router = APIRouter()
 
-READ = (401, 500)
-ASK = (400, 401, 404, 413, 500)
+OPEN = (431, 500)
+READ = (*OPEN, 401)
+ASK = (400, 401, 404, 413, 431, 500)
 GENERATE = (*ASK, 429, 503, 504)
 
 DESCRIPTIONS = {
@@ -91,7 +92,7 @@ OPERATIONS = (
         path="/v1/models/{model_id}",
         summary="The model by its name.",
         answer=answers.Model,
-        errors=(401, 404, 500),
+        errors=(*READ, 404),
     ),
     Operation(
         method="post",
@@ -126,8 +127,8 @@ OPERATIONS = (
     Operation(
         method="post",
         path="/tokenize",
-        summary="Text to tokens; a list of them where the text is called `inputs`, as TGI does.",
-        body=TokenizeBody | TokenizeInputsBody,
+        summary="Text or messages to tokens, as vLLM does; where the text is called `inputs`, as TGI does.",
+        body=TokenizeBody | TokenizeChatBody | TokenizeInputsBody,
         answer=answers.Tokens | list[answers.SimpleToken],
         errors=ASK,
     ),
@@ -148,7 +149,7 @@ OPERATIONS = (
         errors=(*ASK, 429, 503),
     ),
     *(
-        Operation(method="get", path=path, summary=summary, answer=answers.Health, errors=(), is_open=True)
+        Operation(method="get", path=path, summary=summary, answer=answers.Health, errors=OPEN, is_open=True)
         for path, summary in (
             ("/health", "As /health/ready."),
             ("/health/live", "200 while the process is of use, also while the model loads; else 503."),
@@ -161,7 +162,7 @@ OPERATIONS = (
         path="/metrics",
         summary="Everything that is measured, for Prometheus.",
         answer=CONTENT_TYPE,
-        errors=(),
+        errors=OPEN,
         is_open=True,
     ),
     Operation(
@@ -169,7 +170,7 @@ OPERATIONS = (
         path="/metrics/router",
         summary="Three gauges to balance by.",
         answer=CONTENT_TYPE,
-        errors=(),
+        errors=OPEN,
         is_open=True,
     ),
     Operation(method="get", path="/version", summary="What runs.", answer=answers.Version),

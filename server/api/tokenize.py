@@ -12,6 +12,8 @@ from pydantic_core import from_json, to_json
 from starlette.responses import Response
 from tokenizers import Encoding
 
+from server.api.chat import render
+from server.api.chat_schemas import Conversation
 from server.api.openai import check_model
 from server.api.responses import json_response, service_of
 from server.api.schemas import Body, Count, parse
@@ -29,6 +31,14 @@ class TokenizeBody(Body):
     return_token_strs: bool = Field(False, description="The tokens' names in the vocabulary too.")
 
 
+class TokenizeChatBody(Conversation):
+    """The same of a conversation, whose text the template ends and begins."""
+
+    model: str | None = Field(None, description="The served model's name; another is 404.")
+    add_special_tokens: bool = Field(False, description="More of them, around what the template writes.")
+    return_token_strs: bool = Field(False, description="The tokens' names in the vocabulary too.")
+
+
 class TokenizeInputsBody(Body):
     """The same in TGI's words."""
 
@@ -43,7 +53,7 @@ class DetokenizeBody(Body):
     tokens: list[Count] = Field(description="Token ids; special tokens are written out.")
 
 
-_FORMS: dict[str, type[Body]] = {"inputs": TokenizeInputsBody}
+_FORMS: dict[str, type[Body]] = {"messages": TokenizeChatBody, "inputs": TokenizeInputsBody}
 
 
 @router.post("/tokenize")
@@ -53,9 +63,10 @@ async def tokenize(request: Request) -> Response:
     body = parse(_form(raw), raw)
     if isinstance(body, TokenizeInputsBody):
         return json_response(await service.aside(len(body.inputs), lambda: to_json(_simple_tokens(service, body))))
-    assert isinstance(body, TokenizeBody)
+    assert isinstance(body, TokenizeBody | TokenizeChatBody)
     check_model(service, body.model)
-    return json_response(await service.aside(len(body.prompt), lambda: to_json(_tokens(service, body))))
+    text = body.prompt if isinstance(body, TokenizeBody) else await render(service, body, len(raw))
+    return json_response(await service.aside(len(text), lambda: to_json(_tokens(service, body, text))))
 
 
 @router.post("/detokenize")
@@ -85,9 +96,10 @@ def _encode(service: Service, text: str, add_special_tokens: bool) -> Encoding:
     return encodings[0]
 
 
-def _tokens(service: Service, body: TokenizeBody) -> dict[str, Any]:
-    encoding = _encode(service, body.prompt, body.add_special_tokens)
+def _tokens(service: Service, body: TokenizeBody | TokenizeChatBody, text: str) -> dict[str, Any]:
+    encoding = _encode(service, text, body.add_special_tokens)
     return {
+        "prompt": text if isinstance(body, TokenizeChatBody) else None,
         "count": len(encoding.ids),
         "max_model_len": service.max_model_len,
         "tokens": encoding.ids,
