@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -144,9 +145,13 @@ class Service:
         return work() if size <= _SHORT_TEXT else await asyncio.to_thread(work)
 
     def default_max_tokens(self, prompts: list[Prompt], usual: int) -> int:
-        """The usual number of new tokens, or what the longest prompt leaves room for, if that is any."""
-        room = self.max_model_len - max(len(prompt.ids) for prompt in prompts)
-        return min(usual, max(1, room))
+        """The usual number of new tokens, or what model and memory leave room for behind the longest prompt, if any."""
+        longest = max(len(prompt.ids) for prompt in prompts)
+        most = min(usual, self.max_model_len - longest)
+        if (engine := self.engine.engine) is not None:
+            needed = partial(engine.kv_tokens_needed, longest)
+            most = bisect_right(range(1, most + 1), engine.kv_budget_tokens, key=needed)
+        return max(1, most)
 
     def deadline(self, arrived: float, milliseconds: int | None) -> float | None:
         """When the time is over that a request has from its arrival on, by its own word or by default."""

@@ -336,11 +336,17 @@ async def test_the_bytes_of_tokens_are_those_of_the_text() -> None:
         assert [len(entry["top_logprobs"]), entry["logprob"]] == [2, entry["top_logprobs"][0]["logprob"]]
 
 
-async def test_an_answer_may_fill_the_context() -> None:
-    runner = FakeRunner(VOCAB_SIZE, max_model_len=40)
+@pytest.mark.parametrize("budget", [None, 50])
+async def test_an_answer_may_fill_the_context_or_the_memory(budget: int | None) -> None:
+    runner = FakeRunner(VOCAB_SIZE, max_model_len=40, budget_tokens=budget)
     async with serving(runner) as served:
-        answer = await post(served, messages=[{"role": "user", "content": "a"}], ignore_eos=True)
-    assert answer["usage"]["total_tokens"] == 40
+        answer = await post(served, messages=[{"role": "user", "content": "abcdef"}], ignore_eos=True)
+    usage = answer["usage"]
+    if budget is None:
+        assert usage["total_tokens"] == 40
+    else:
+        assert runner.rows.n_needed(usage["prompt_tokens"], usage["completion_tokens"]) == budget
+        assert usage["total_tokens"] < 40
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
