@@ -336,7 +336,7 @@ async def test_the_bytes_of_tokens_are_those_of_the_text() -> None:
         assert [len(entry["top_logprobs"]), entry["logprob"]] == [2, entry["top_logprobs"][0]["logprob"]]
 
 
-@pytest.mark.parametrize("budget", [None, 50])
+@pytest.mark.parametrize("budget", [None, 45])
 async def test_an_answer_may_fill_the_context_or_the_memory(budget: int | None) -> None:
     runner = FakeRunner(VOCAB_SIZE, max_model_len=40, budget_tokens=budget)
     async with serving(runner) as served:
