@@ -86,6 +86,16 @@ async def test_usage_tells_how_much_of_the_prompts_was_cached() -> None:
     assert events[-1]["usage"] == warm["usage"]
 
 
+async def test_the_usage_so_far_is_in_every_event_of_a_stream_that_asks_for_it() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with serving() as served:
+        events = await stream(served, prompt="def", max_tokens=9, stream_options=options, ignore_eos=True, logprobs=0)
+    so_far = [event["usage"]["completion_tokens"] for event in events]
+    assert so_far == [*sorted(so_far[:-1]), 9]
+    assert len(set(so_far)) > 1
+    assert {event["usage"]["prompt_tokens"] for event in events} == {events[-1]["usage"]["prompt_tokens"]}
+
+
 async def test_no_usage_unless_it_is_asked_for() -> None:
     async with serving() as served:
         assert all("usage" not in event for event in await stream(served, prompt="a", max_tokens=2))
@@ -355,6 +365,7 @@ async def test_a_token_must_be_left_while_none_may_end_the_text(ignore_eos: bool
         b'{"prompt": "a", "max_tokens": ' + b"9" * 6000 + b"}",
         b"[" * 10_000,
         b'{"prompt": "a", "stream_options": {"include_usage": true}}',
+        b'{"prompt": "a", "stream": true, "stream_options": {"continuous_usage_stats": true}}',
         b'{"prompt": "a", "stream": true, "stream_options": {"usage": true}}',
         b'{"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}',
     ],

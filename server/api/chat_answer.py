@@ -40,7 +40,7 @@ class ChatAnswer(Answer):
     def chunk(self, completion: Completion, delta: Delta) -> bytes:
         index = delta.choice.index
         begins = index not in self._messages
-        head = self._chunk(index, {"role": "assistant", "content": ""}) if begins else b""
+        head = self._chunk(completion, index, {"role": "assistant", "content": ""}) if begins else b""
         message = self._messages.setdefault(index, _Message(self._tools.parser()))
         if message.finish_reason is not None:
             return b""
@@ -53,7 +53,7 @@ class ChatAnswer(Answer):
         logprobs = self._logprobs_of(delta)
         if not changes and not logprobs and message.finish_reason is None:
             return head
-        return head + self._chunk(index, changes, logprobs, message.finish_reason)
+        return head + self._chunk(completion, index, changes, logprobs, message.finish_reason)
 
     def add(self, completion: Completion, delta: Delta) -> None:
         message = self._messages.setdefault(delta.choice.index, _Message(self._tools.parser()))
@@ -82,13 +82,15 @@ class ChatAnswer(Answer):
 
     def _chunk(
         self,
+        completion: Completion,
         index: int,
         delta: dict[str, Any],
         logprobs: list[dict[str, Any]] | None = None,
         finish_reason: str | None = None,
     ) -> bytes:
         shown = {"content": logprobs} if logprobs else None
-        return self.event(compact({"index": index, "delta": delta, "logprobs": shown, "finish_reason": finish_reason}))
+        choice = {"index": index, "delta": delta, "logprobs": shown, "finish_reason": finish_reason}
+        return self.event(completion, compact(choice))
 
     def _logprobs_of(self, delta: Delta) -> list[dict[str, Any]]:
         scored = delta.logprobs

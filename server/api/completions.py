@@ -71,14 +71,15 @@ class _Answer(Answer):
         self._texts: dict[int, list[str]] = {}
         self._logprobs: dict[int, _Logprobs] = {}
 
-    def chunk(self, _completion: Completion, delta: Delta) -> bytes:
+    def chunk(self, completion: Completion, delta: Delta) -> bytes:
         text, logprobs = self._text_of(delta), self._logprobs_of(delta)
         if not text and logprobs is None and delta.finish_reason is None:
             return b""
         shown = "null" if logprobs is None else compact(logprobs.json(with_top=bool(self._body.logprobs)))
         reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
         return self.event(
-            f'{{"index":{delta.choice.index},"text":{compact(text)},"logprobs":{shown},"finish_reason":{reason}}}'
+            completion,
+            f'{{"index":{delta.choice.index},"text":{compact(text)},"logprobs":{shown},"finish_reason":{reason}}}',
         )
 
     def add(self, _completion: Completion, delta: Delta) -> None:

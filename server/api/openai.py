@@ -78,6 +78,7 @@ class Answer(ABC):
         self.tokenizer = service.bundle.tokenizer
         self.is_stream = body.stream
         self._with_usage = body.wants_usage_chunk
+        self._with_running_usage = body.wants_running_usage
         self._head = {"id": id_, "object": kind, "created": int(time()), "model": service.settings.model_name}
         self._prefix = compact(self._head)[:-1]
 
@@ -93,9 +94,11 @@ class Answer(ABC):
     def choice(self, choice: Choice) -> dict[str, Any]:
         """A choice that has finished, of whatever was added."""
 
-    def event(self, choice: str) -> bytes:
+    def event(self, completion: Completion, choice: str) -> bytes:
         """An event with one choice, given in JSON."""
-        usage = ',"usage":null' if self._with_usage else ""
+        usage = ""
+        if self._with_usage:
+            usage = f',"usage":{compact(_usage(completion)) if self._with_running_usage else "null"}'
         return event(f'{self._prefix},"choices":[{choice}]{usage}}}')
 
     def tail(self, completion: Completion) -> bytes:

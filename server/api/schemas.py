@@ -194,6 +194,13 @@ class SamplingFields(Body):
 
 class StreamOptions(Body):
     include_usage: bool = Field(False, description="A last event with the usage.")
+    continuous_usage_stats: bool = Field(False, description="With it, the usage so far in every event, as vLLM has it.")
+
+    @model_validator(mode="after")
+    def _usage_is_wanted_at_all(self) -> Self:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats may be given only where include_usage is true")
+        return self
 
 
 class JSONSchema(Body):
@@ -269,6 +276,10 @@ class OpenAIBody(SamplingFields, StructuredFields):
     @property
     def wants_usage_chunk(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def wants_running_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
 
 class CompletionsBody(OpenAIBody):
