@@ -1,0 +1,117 @@
+"""The tables of docs/api.md, made of what they describe: `python -m tests.api_reference` writes them anew."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from server.api import chat_schemas, explain, generate, schemas, tokenize
+from server.api.openapi import DESCRIPTIONS, OPERATIONS
+from server.errors import KvasirError
+from server.settings import Settings
+
+PAGE = Path(__file__).parent.parent / "docs/api.md"
+MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+BODIES: dict[str, type[schemas.Body]] = {
+    body.__name__: body
+    for body in (
+        schemas.SamplingFields,
+        schemas.StructuredFields,
+        schemas.OpenAIBody,
+        schemas.CompletionsBody,
+        schemas.StreamOptions,
+        chat_schemas.Conversation,
+        chat_schemas.ChatBody,
+        schemas.GenerateBody,
+        schemas.GenerateParameters,
+        generate.CompatibleBody,
+        tokenize.TokenizeBody,
+        tokenize.TokenizeChatBody,
+        tokenize.TokenizeInputsBody,
+        tokenize.DetokenizeBody,
+        explain.ExplainBody,
+    )
+}
+OF_REQUESTS = (
+    *("max_model_len", "max_num_seqs", "max_queue", "max_queue_tokens", "max_concurrency_per_key"),
+    *("max_body_bytes", "max_header_bytes", "default_timeout_ms", "receive_timeout", "send_timeout"),
+    *("keep_alive_interval", "tool_call_format", "api_key", "api_key_file", "cors_origins", "root_path"),
+)
+
+
+def with_tables(page: str) -> str:
+    """The page with every marked table as it should be."""
+    return MARKED.sub(lambda found: f"{found[1]}\n{_table(found[2])}\n{found[3]}", page)
+
+
+def _table(name: str) -> str:
+    if name == "endpoints":
+        head, rows = "| | |", [f"| `{o.method.upper()} {o.path}` | {o.summary} |" for o in OPERATIONS]
+    elif name == "errors":
+        head, rows = "| status | `type` | `code` | when |", sorted(set(_errors(KvasirError)))
+    elif name == "settings":
+        head, rows = "| setting | default | |", [_setting(name) for name in OF_REQUESTS]
+    elif name == "idle":
+        head = "| field | as |"
+        rows = [f"| `{field}` | anything |" for field in sorted(schemas.WITHOUT_EFFECT)]
+        rows += [f"| `{field}` | `{json.dumps(value)}` |" for field, value in schemas.NO_OPS.items()]
+    else:
+        head, rows = "| field | | default | |", list(_fields(BODIES[name]))
+    return "\n".join([head, re.sub(r"[^|]+", "---", head), *rows, ""])
+
+
+def _errors(kind: type[KvasirError]) -> Iterator[str]:
+    for error in kind.__subclasses__():
+        code = error.code and f"`{error.code}`"
+        yield f"| {error.status} | `{error.type}` | {code or ''} | {DESCRIPTIONS[error.status]} |"
+        yield from _errors(error)
+
+
+def _setting(name: str) -> str:
+    field = Settings.model_fields[name]
+    default = "" if field.default is None else f"`{field.default}`"
+    description = str(field.description).replace("<", "\\<")  # no tag of HTML
+    return f"| `{name}` | {default} | {description} |"
+
+
+def _fields(body: type[schemas.Body]) -> Iterator[str]:
+    """Those that a body adds to the ones it inherits."""
+    schema = body.model_json_schema()
+    for name in body.__annotations__:
+        field = schema["properties"][name]
+        default = "" if field.get("default") is None else f"`{json.dumps(field['default'])}`"
+        shown = "required" if name in schema.get("required", ()) else default
+        yield f"| `{name}` | {_kind(field, schema.get('$defs', {}))} | {shown} | {field['description']} |"
+
+
+def _kind(schema: dict[str, Any], known: dict[str, Any]) -> str:
+    """A type in words."""
+    if "$ref" in schema:
+        return _kind(known[schema["$ref"].rpartition("/")[2]], known)
+    if alternatives := schema.get("anyOf") or schema.get("oneOf"):
+        kinds = (_kind(one, known) for one in alternatives if one != {"type": "null"})
+        return " or ".join(dict.fromkeys(kinds))
+    if "enum" in schema or "const" in schema:
+        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    if schema["type"] == "array":
+        most = f", at most {schema['maxItems']}" if "maxItems" in schema else ""
+        return f"list of {_kind(schema['items'], known)}{most}"
+    return str(schema["type"]) + _bounds(schema)
+
+
+def _bounds(schema: dict[str, Any]) -> str:
+    """In words. The largest integers there are go without saying, and so does what nothing can be less than."""
+    above, least, most = (schema.get(key) for key in ("exclusiveMinimum", "minimum", "maximum"))
+    most = None if most is None or most >= 2**31 - 1 else most
+    if above is not None:
+        return f", above {above:g}, at most {most:g}"
+    if most is not None:
+        return f", {least:g} to {most:g}"
+    return "" if least is None or least < -1 or least == 0 else f", at least {least:g}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
