@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -19,12 +21,16 @@ from server.api.responses import error_response
 from server.api_keys import ApiKeys
 from server.engine.engine import Engine
 from server.engine.prefix_cache import PrefixCache
-from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError
+from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError, StartupError
 from server.service import Service
 from server.settings import Settings
 
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
 logger = logging.getLogger("kvasir")
 
+_LAST_SPANS = 3.0  # seconds for them to reach the collector, at shutdown
 CPU_CHUNK = 256  # prompt tokens in a step, unless set
 
 
@@ -42,6 +48,7 @@ def create_app(
     key = settings.api_key.get_secret_value() if settings.api_key else None
     keys = ApiKeys(key, settings.api_key_file)
     service = Service(settings, bundle)
+    provider = _make_provider(settings.otlp_endpoint) if settings.otlp_endpoint else None
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -52,6 +59,9 @@ def create_app(
         loading.cancel()
         await service.engine.stop()
         service.grammars.close()
+        if provider is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.to_thread(provider.shutdown), _LAST_SPANS)
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service
@@ -71,8 +81,21 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    app.add_middleware(RequestContext)  # the last one added is the outermost
+    app.add_middleware(RequestContext)
+    if provider is not None:
+        from server.tracing import Tracing  # noqa: PLC0415  imports opentelemetry
+
+        app.add_middleware(Tracing, provider=provider, model=settings.model_name)  # the last one is the outermost
     return app
+
+
+def _make_provider(endpoint: str) -> TracerProvider:
+    try:
+        from server.tracing import make_provider  # noqa: PLC0415  imports opentelemetry
+    except ImportError as error:
+        wanted = "pip install -c constraints.txt -e '.[cpu,otel]'"
+        raise StartupError(f"otlp_endpoint needs {error.name}; install it with: {wanted}") from None
+    return make_provider(endpoint, version("kvasir-lm"))
 
 
 def build_engine(settings: Settings, bundle: ModelBundle) -> Engine:

@@ -103,6 +103,11 @@ class Settings(BaseSettings):
         description="How the model writes calls of functions: <tool_call>{…}</tool_call>, bare JSON, or in no way that "
         "is known. Default: as its chat template does.",
     )
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://.+",
+        description="Where to send OpenTelemetry spans by OTLP over HTTP, such as http://collector:4318/v1/traces.",
+    )
     root_path: str = Field(
         "", pattern=r"^(/[^/]+)*$", description="Path that a proxy in front takes off, such as /llm."
     )

@@ -81,6 +81,7 @@ ONLY_IMPORTER = {
     "onnxruntime": "server/engine/session.py",
     "prometheus_client": "server/metrics.py",
     "llguidance": "server/engine/constraints.py",
+    "opentelemetry.sdk.trace.export": "server/tracing.py",
 }
 
 
