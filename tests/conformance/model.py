@@ -1,0 +1,35 @@
+"""A small model directory with random weights in fp32, whose log-probabilities PyTorch can compute too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from export.directory import export_checkpoint
+from model.bundle import CHAT_TEMPLATE_FILE, TOKENIZER_FILE
+from model.checkpoint import save_checkpoint
+from model.tokenizer import train_tokenizer
+from tests.random_models import make_config, make_decoder
+from tests.serving import CHAT_TEMPLATE
+
+MAX_MODEL_LEN = 1024
+
+
+def make_model(out: Path) -> None:
+    """With tokenizer_config.json beside it, from which transformers knows what kind of tokenizer it is."""
+    texts = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.rglob("*.py"))]
+    decoder = make_decoder(make_config(vocab_size=600, max_model_len=MAX_MODEL_LEN, eos_token_ids=(0,)))
+    files = {CHAT_TEMPLATE_FILE: CHAT_TEMPLATE.encode()}
+    with TemporaryDirectory() as folder:
+        run = Path(folder)
+        save_checkpoint(run, 0, decoder, train_tokenizer(texts, 600), {}, {}, extra_files=files)
+        export_checkpoint(run, out, precision="fp32")
+
+
+def make_tokenizer(model: Path, out: Path) -> None:
+    """What transformers loads a tokenizer from; a model directory may hold no further file."""
+    out.mkdir()
+    (out / TOKENIZER_FILE).write_bytes((model / TOKENIZER_FILE).read_bytes())
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (out / "tokenizer_config.json").write_text(json.dumps(kind), encoding="utf-8")
