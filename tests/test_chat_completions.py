@@ -558,6 +558,7 @@ def call(arguments: str) -> list[dict[str, Any]]:
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
         ({"messages": call("{}"), "continue_final_message": True}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 9 * LONG}]}, "messages"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"functions": []}, "functions"),
         ({"modalities": ["text", "audio"]}, "modalities"),
@@ -569,7 +570,7 @@ async def test_a_bad_field_is_named(change: dict[str, Any], param: str) -> None:
     assert response.status_code == 400, response.text
     error = response.json()["error"]
     assert error["param"] == param
-    assert param.partition(".")[0] in error["message"]
+    assert param.partition(".")[0] in error["message"] or error["code"] == "context_length_exceeded"
 
 
 async def test_what_asks_for_nothing_is_accepted() -> None:

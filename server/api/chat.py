@@ -15,7 +15,7 @@ from server.api.responses import service_of
 from server.api.schemas import parse
 from server.api.tool_use import ToolUse
 from server.chat_format import ChatFormat
-from server.errors import InvalidRequestError
+from server.errors import ContextLengthError, InvalidRequestError
 from server.service import Service
 
 router = APIRouter()
@@ -29,7 +29,10 @@ async def chat_completions(request: Request) -> Response:
     check_body(service, body, 1)
     tools = ToolUse.of(body, chat_format(service), service)
     text = await render(service, body, len(raw))
-    prompt = await service.prompt(text, keep_last=body.truncate_prompt_tokens, add_special_tokens=False)
+    try:
+        prompt = await service.prompt(text, keep_last=body.truncate_prompt_tokens, add_special_tokens=False)
+    except ContextLengthError as error:
+        raise ContextLengthError(error.message, param="messages") from None
     wanted = completion_request(
         service,
         body,
@@ -55,16 +58,18 @@ def chat_format(service: Service) -> ChatFormat:
 
 async def render(service: Service, conversation: Conversation, size: int) -> str:
     """The text of a conversation, with special tokens such as BOS; `size`: of its JSON."""
+    try:
+        return await service.aside(size, partial(_render, chat_format(service), conversation))
+    except ChatTemplateError as error:
+        raise InvalidRequestError(f"messages: {error}", param="messages") from None
+
+
+def _render(chat: ChatFormat, conversation: Conversation) -> str:
     begins = conversation.add_generation_prompt
-    work = partial(
-        chat_format(service).render,
+    return chat.render(
         [message.for_template() for message in conversation.messages],
         tools=[tool.given for tool in conversation.usable_tools] or None,
         add_generation_prompt=not conversation.continue_final_message if begins is None else begins,
         continue_final_message=conversation.continue_final_message,
         **conversation.chat_template_kwargs,
     )
-    try:
-        return await service.aside(size, work)
-    except ChatTemplateError as error:
-        raise InvalidRequestError(f"messages: {error}", param="messages") from None
