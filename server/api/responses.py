@@ -41,7 +41,10 @@ def error_response(scope: Scope, error: KvasirError) -> JSONResponse:
 
 
 def json_response(body: bytes) -> Response:
-    """A large one goes in pieces: asyncio moves all that it still holds whenever it has sent a part of it."""
+    """A large one goes in pieces, so that streams can send in between.
+
+    As one it would be copied whenever a part of it has been sent, and hold the event loop for as long.
+    """
     if len(body) <= _PIECE:
         return Response(body, media_type="application/json")
     headers = {"content-length": str(len(body))}
@@ -51,6 +54,7 @@ def json_response(body: bytes) -> Response:
 async def _pieces(body: bytes) -> AsyncIterator[bytes]:
     for start in range(0, len(body), _PIECE):
         yield body[start : start + _PIECE]
+        await asyncio.sleep(0)
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
