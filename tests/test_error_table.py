@@ -14,6 +14,7 @@ import pytest
 
 from server.admission import Phase
 from server.async_engine import OutputStream
+from server.engine.engine import StepStats
 from tests.fake_runner import FakeRunner
 from tests.serving import VOCAB_SIZE, Served, serving
 
@@ -82,8 +83,37 @@ async def queue_full(served: Served, post: Post) -> httpx.Response:
     return response
 
 
+async def queue_full_of_tokens(served: Served, post: Post) -> httpx.Response:
+    served.service.admission.max_queue_tokens = 1
+    served.service.admission.capacity = 3
+    return await queue_full(served, post)
+
+
+async def deadline_out_of_reach(served: Served, post: Post) -> httpx.Response:
+    """The row is held for an hour, as always."""
+    served.service.engine.forecast.ended(3600.0)
+    served.service.engine.forecast.step(StepStats(1, 0, 0, 0, 0, 0, 3600.0), 256)
+    async with occupied(served, post):
+        return await post(timeout_ms=60_000)
+
+
+async def key_in_use(served: Served, post: Post) -> httpx.Response:
+    served.service.admission.capacity = 9
+    async with occupied(served, post):
+        others = [asyncio.create_task(post()) for _ in range(2)]
+        for _ in others:
+            await served.submitted.acquire()
+        response = await post()
+    assert [(await other).status_code for other in others] == [200, 200]
+    return response
+
+
 async def deadline(served: Served, post: Post) -> httpx.Response:
     """It waits in the queue until its time is over."""
+    return await expiring_in_the_queue(served, post, timeout_ms=1)
+
+
+async def expiring_in_the_queue(served: Served, post: Post, **fields: Any) -> httpx.Response:
     expired = asyncio.Event()
     expire = OutputStream.expire
 
@@ -94,7 +124,7 @@ async def deadline(served: Served, post: Post) -> httpx.Response:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(OutputStream, "expire", noting)
         async with occupied(served, post):
-            late = asyncio.create_task(post(timeout_ms=1))
+            late = asyncio.create_task(post(**fields))
             expiring = asyncio.create_task(expired.wait())
             await asyncio.wait((late, expiring), return_when=asyncio.FIRST_COMPLETED)  # it may be over at the door
             expiring.cancel()
@@ -148,6 +178,9 @@ CASES = [
     (wrong_key, 401, "authentication_error", None, "authentication_error"),
     (too_large, 413, "invalid_request_error", "request_too_large", "validation"),
     (queue_full, 429, "overloaded", None, "overloaded"),
+    (queue_full_of_tokens, 429, "overloaded", None, "overloaded"),
+    (deadline_out_of_reach, 429, "overloaded", None, "overloaded"),
+    (key_in_use, 429, "overloaded", None, "overloaded"),
     (deadline, 504, "deadline_exceeded", None, "deadline_exceeded"),
     (deadline_at_the_door, 504, "deadline_exceeded", None, "deadline_exceeded"),
     (loading, 503, "unavailable", None, "unavailable"),
@@ -156,6 +189,13 @@ CASES = [
     (engine_fails, 500, "internal_error", None, "generation"),
     (engine_failed_before, 500, "internal_error", None, "generation"),
 ]
+
+
+REASONS: dict[Any, str] = {  # in the metric, where several limits share a row
+    queue_full_of_tokens: "overloaded_tokens",
+    deadline_out_of_reach: "overloaded_deadline",
+    key_in_use: "overloaded_key",
+}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -175,12 +215,13 @@ async def test_row(
 ) -> None:
     runner = FakeRunner(VOCAB_SIZE, max_num_seqs=1, budget_tokens=40)
     caplog.set_level(logging.CRITICAL, logger="kvasir")
-    async with serving(runner, max_queue=1, max_body_bytes=2000, api_key="right") as served:
+    limits: dict[str, Any] = {"max_queue": 1, "max_body_bytes": 2000, "max_concurrency_per_key": 3}
+    async with serving(runner, **limits, api_key="right") as served:
         served.client.headers["authorization"] = "Bearer right"
         post = poster(served, dialect)
         response = await case(served, post if not stream else _streaming(post))
         rejected = served.service.metrics.registry.get_sample_value(
-            "kvasir_requests_rejected_total", {"reason": code or kind}
+            "kvasir_requests_rejected_total", {"reason": REASONS.get(case, code or kind)}
         )
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
@@ -261,6 +302,24 @@ async def test_a_deadline_after_the_first_token_gives_what_there_is() -> None:
             if dialect == "openai":
                 assert response.json()["choices"][0]["finish_reason"] == "timeout"
                 assert 0 < response.json()["usage"]["completion_tokens"] < 30
+
+
+async def test_what_waits_too_long_for_what_it_needs_is_not_begun() -> None:
+    """Two tokens of 30 seconds each, in 70 seconds: that fits where a row is free, but not behind another request."""
+    fields = {"max_tokens": 2, "timeout_ms": 70_000}
+    async with serving(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
+        post = poster(served, "openai")
+        forecast = served.service.engine.forecast
+        forecast.ended(1.0)
+        forecast.step(StepStats(1, 0, 0, 0, 0, 0, 30.0), 256)
+        assert (await post(**fields)).status_code == 200
+        await served.submitted.acquire()
+        for _ in range(1000):  # what was measured meanwhile is forgotten
+            forecast.step(StepStats(1, 0, 0, 0, 0, 0, 30.0), 256)
+        n_runs = len(served.runner.batches)
+        late = await expiring_in_the_queue(served, post, **fields)
+        assert (late.status_code, late.json()["error"]["type"]) == (504, "deadline_exceeded")
+        assert len(served.runner.batches) == n_runs + 2  # of the one before it
 
 
 async def test_a_failure_in_mid_stream_is_an_event_before_the_last() -> None:
