@@ -79,8 +79,13 @@ class Answer(ABC):
         self.is_stream = body.stream
         self._with_usage = body.wants_usage_chunk
         self._with_running_usage = body.wants_running_usage
+        self._n_shown = 0  # tokens of the deltas so far; more may have been generated
         self._head = {"id": id_, "object": kind, "created": int(time()), "model": service.settings.model_name}
         self._prefix = compact(self._head)[:-1]
+
+    def next_chunk(self, completion: Completion, delta: Delta) -> bytes:
+        self._n_shown += delta.token_id is not None
+        return self.chunk(completion, delta)
 
     @abstractmethod
     def chunk(self, completion: Completion, delta: Delta) -> bytes:
@@ -98,17 +103,20 @@ class Answer(ABC):
         """An event with one choice, given in JSON."""
         usage = ""
         if self._with_usage:
-            usage = f',"usage":{compact(_usage(completion)) if self._with_running_usage else "null"}'
+            usage = f',"usage":{compact(_usage(completion, self._n_shown)) if self._with_running_usage else "null"}'
         return event(f'{self._prefix},"choices":[{choice}]{usage}}}')
 
     def tail(self, completion: Completion) -> bytes:
         if not self._with_usage:
             return DONE
-        return event(compact({**self._head, "choices": [], "usage": _usage(completion)})) + DONE
+        return (
+            event(compact({**self._head, "choices": [], "usage": _usage(completion, completion.n_completion_tokens)}))
+            + DONE
+        )
 
     def whole(self, completion: Completion) -> dict[str, Any]:
         choices = [self.choice(choice) for choice in completion.choices]
-        return {**self._head, "choices": choices, "usage": _usage(completion)}
+        return {**self._head, "choices": choices, "usage": _usage(completion, completion.n_completion_tokens)}
 
 
 async def respond(request: Request, wanted: CompletionRequest, answer: Answer) -> Response:
@@ -122,7 +130,7 @@ async def _events(request: Request, wanted: CompletionRequest, answer: Answer) -
     async with service.complete(wanted) as completion:
         request.state.completion = completion
         async for deltas in completion.deltas(service.settings.keep_alive_interval):
-            if chunk := b"".join(answer.chunk(completion, delta) for delta in deltas):
+            if chunk := b"".join(answer.next_chunk(completion, delta) for delta in deltas):
                 yield chunk
             elif not deltas:
                 yield KEEP_ALIVE
@@ -142,8 +150,8 @@ def finite(logprob: float) -> float:
     return max(_LOWEST_LOGPROB, logprob)  # in this order NaN is replaced too
 
 
-def _usage(completion: Completion) -> dict[str, Any]:
-    prompt, generated = completion.n_prompt_tokens, completion.n_completion_tokens
+def _usage(completion: Completion, generated: int) -> dict[str, Any]:
+    prompt = completion.n_prompt_tokens
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
