@@ -56,6 +56,15 @@ validate: $(VENV)/.serve  ## Check chart, rules, dashboards, Dockerfile and Comp
 rolling-restart: $(VENV)/.serve  ## Restart two servers behind nginx under load, and count what fails (nothing should)
 	$(BIN)/python -m tests.rolling_restart $(MODEL)
 
+faults: $(VENV)/.dev  ## Kill, flood, cut off and feed nonsense to servers, and count what is lost; ARGS=kills selects one
+	$(BIN)/python -m tests.faults $(ARGS)
+
+flood: $(VENV)/.dev  ## Measure what invalid requests cost running streams of MODEL=DIR
+	$(BIN)/python -m loadtest.flood $(MODEL) $(ARGS)
+
+conformance: $(VENV)/.dev build/conformance/.ready  ## Use the server with openai, huggingface_hub, schemathesis, lm_eval and guidellm
+	$(BIN)/python -m tests.conformance build/conformance
+
 gpu-check:  ## With an NVIDIA GPU and no network: check and measure; WHEELS=folder with all wheels it needs
 	@test -d "$(WHEELS)" || { echo "make gpu-check WHEELS=folder: a folder with the wheels of .[cuda,train] and transformers"; exit 1; }
 	$(PYTHON) -m venv build/gpu
@@ -93,4 +102,9 @@ build/loadtest/.ready: pyproject.toml constraints.txt  # Locust brings gevent, w
 	build/loadtest/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[loadtest]'
 	@touch $@
 
-.PHONY: rolling-restart loadtest validate help serve test lint train export bench gpu-check example
+build/conformance/.ready:  # these want other versions of packages than constraints.txt names
+	$(PYTHON) -m venv build/conformance
+	build/conformance/bin/pip install --quiet --disable-pip-version-check guidellm==0.8.1 'lm_eval[api]==0.4.13'
+	@touch $@
+
+.PHONY: conformance faults flood rolling-restart loadtest validate help serve test lint train export bench gpu-check example

@@ -17,9 +17,9 @@ from threading import Thread
 
 
 @contextmanager
-def serve_locally(directory: Path) -> Iterator[str]:
+def serve_locally(directory: Path, *options: str) -> Iterator[str]:
     """The URL of `kvasir serve` on a free loopback port, once it is ready. Raises ChildProcessError where it fails."""
-    command = [sys.executable, "-m", "kvasir", "serve", str(directory), "--host", "127.0.0.1", "--port", "0"]
+    command = [sys.executable, "-m", "kvasir", "serve", str(directory), "--host", "127.0.0.1", "--port", "0", *options]
     url: Future[str] = Future()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603
         assert process.stderr is not None

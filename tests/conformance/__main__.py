@@ -5,7 +5,6 @@ A line for each; the exit code is 1 if one of them finds something else than it 
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -31,15 +30,13 @@ def main(environment: Path) -> int:
         model, tokenizer = Path(folder) / "random-model", Path(folder) / "tokenizer"
         make_model(model)
         make_tokenizer(model, tokenizer)
-        os.environ |= {"KVASIR_MAX_NUM_SEQS": str(CAPACITY), "KVASIR_MAX_QUEUE": str(CAPACITY)}
+        limits = ("--max-num-seqs", str(CAPACITY), "--max-queue", str(CAPACITY))
         passed = _try("schemathesis", use_schemathesis)
-        os.environ["KVASIR_API_KEY"] = _KEY
-        with serve_locally(model) as url:
+        with serve_locally(model, *limits, "--api-key", _KEY) as url:
             target = Target(url, model.name, _KEY, MAX_MODEL_LEN)
             passed &= _try("openai", lambda: use_openai(target))
             passed &= _try("huggingface_hub", lambda: use_huggingface(target))
-        del os.environ["KVASIR_API_KEY"]  # lm_eval's local-completions has none to send
-        with serve_locally(model) as url:
+        with serve_locally(model, *limits) as url:  # without a key: lm_eval's local-completions has none to send
             tools = Tools(environment, Path(folder), Target(url, model.name, "", MAX_MODEL_LEN), tokenizer)
             passed &= _try("lm_eval", lambda: use_lm_eval(tools, model))
             passed &= _try("guidellm", lambda: use_guidellm(tools))
