@@ -14,6 +14,7 @@ from tests.faults.disconnects import disconnects
 from tests.faults.ends import kills, terminations
 from tests.faults.full_disk import full_disk
 from tests.faults.malformed import malformed_bodies, post_routes
+from tests.faults.overload import overload
 from tests.faults.raw_http import malformed_http
 from tests.faults.report import Report
 from tests.faults.slow_readers import slow_readers
@@ -30,6 +31,7 @@ from tests.serving import VOCAB_SIZE, fake_app
         (slow_readers, 4),
         (step_exceptions, 80),
         (clock_jumps, 30),
+        (overload, 320),
         (full_disk, 2),
         (damaged_models, 3),
         (kills, 1),

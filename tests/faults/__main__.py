@@ -14,6 +14,7 @@ from tests.faults.disconnects import disconnects
 from tests.faults.ends import kills, terminations
 from tests.faults.full_disk import full_disk
 from tests.faults.malformed import malformed_bodies
+from tests.faults.overload import overload
 from tests.faults.raw_http import malformed_http
 from tests.faults.slow_readers import slow_readers
 from tests.faults.step_exceptions import step_exceptions
@@ -25,6 +26,7 @@ FAULTS = {
     slow_readers: 20,
     step_exceptions: 10_000,
     clock_jumps: 1000,
+    overload: 16_000,
     full_disk: 50,
     damaged_models: 100,
     malformed_bodies: 20_000,

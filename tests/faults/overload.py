@@ -1,0 +1,55 @@
+"""Ten times as many requests as fit: as many as fit are answered, at full speed, the others are told when to come."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+
+from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.faults.report import Report
+from tests.serving import VOCAB_SIZE, Served, serving
+
+_SEQUENCES, _QUEUE, _TOKENS = 4, 12, 40
+_CAPACITY = _SEQUENCES + _QUEUE
+_TIMES = 10
+_GOODPUT = 0.9  # of the peak, which is all rows in every step
+
+
+def overload(n: int, _seed: int = 0) -> Report:
+    """Waves of requests, n of them in all, each wave at once and ten times what the server takes."""
+    report = Report("overload, ten times")
+    asyncio.run(_serve(n, report))
+    return report
+
+
+async def _serve(n: int, report: Report) -> None:
+    runner = FakeRunner(VOCAB_SIZE, max_num_seqs=_SEQUENCES)
+    async with serving(runner, max_queue=_QUEUE) as served:
+        for _ in range(max(1, n // (_TIMES * _CAPACITY))):
+            async with asyncio.timeout(TIMEOUT):
+                await _wave(served, report)
+    goodput = sum(n_decode for n_decode, _ in runner.batches) / (len(runner.batches) * _SEQUENCES)
+    report.check(goodput >= _GOODPUT, f"goodput is {goodput:.2f} of its peak")
+    report.note = f"goodput {goodput:.2f} of its peak"
+
+
+async def _wave(served: Served, report: Report) -> None:
+    body: dict[str, Any] = {"prompt": "a", "max_tokens": _TOKENS, "ignore_eos": True}
+    served.runner.hold()
+    waiting = {
+        asyncio.ensure_future(served.client.post("/v1/completions", json=body)) for _ in range(_TIMES * _CAPACITY)
+    }
+    report.tried += len(waiting)
+    refused: set[asyncio.Future[httpx.Response]] = set()
+    while len(waiting) > _CAPACITY:  # until what is left has been admitted, for the engine stands still
+        done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        refused |= done
+    for answer in (one.result() for one in refused):
+        is_told = answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+        report.check(is_told, f"a request too many got {answer.status_code} {answer.text}")
+    served.runner.release()
+    for answer in await asyncio.gather(*waiting):
+        is_whole = answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == _TOKENS
+        report.check(is_whole, f"an admitted request got {answer.status_code} {answer.text}")
