@@ -153,7 +153,8 @@ def _adjust(row: Floats, sequence: Sequence) -> None:
     if len(sequence.output_ids) < params.min_tokens:
         row[list(sequence.ending_ids)] = -np.inf
     if sequence.constraint is not None:
-        np.copyto(row, -np.inf, where=sequence.constraint.banned)
+        assert sequence.constraint.penalty is not None
+        row += sequence.constraint.penalty
 
 
 def _penalise(row: Floats, params: SamplingParams, occurrences: Occurrences) -> None:
