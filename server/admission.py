@@ -11,9 +11,8 @@ from enum import Enum
 
 from server.engine.engine import Engine
 from server.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
-from server.forecast import Backlog, Forecast, Work
+from server.forecast import OPTIMISM, Backlog, Forecast, Work
 
-OPTIMISM = 0.75  # part of a forecast that is believed: the load may ease, and nobody is turned away who would make it
 PATIENCE = 1.25  # of what it needs must be left to one that waits: less, and its tokens would be too late for anyone
 _LONGEST_RETRY = 60  # seconds
 _LOADING_RETRY = 5  # seconds
@@ -88,7 +87,7 @@ class Admission:
         backlog = self._backlog(demand.turn)
         if self.n_inside + demand.n_sequences > self.max_num_seqs:
             self._check_tokens(demand, backlog)
-        return self._check_time(demand, backlog)
+        return patience(self._forecast, backlog, demand.own)
 
     def _check_tokens(self, demand: Demand, backlog: Backlog) -> None:
         excess = backlog.n_waiting_tokens + demand.n_prompt_tokens - self.max_queue_tokens
@@ -100,17 +99,6 @@ class Admission:
                 retry_after=self.retry_after(math.ceil(part * len(backlog.waiting))),
                 limit="tokens",
             )
-
-    def _check_time(self, demand: Demand, backlog: Backlog) -> float:
-        seconds, left = self._forecast.seconds_to_answer(backlog, demand.own), demand.own.left
-        if seconds and OPTIMISM * seconds > left:
-            raise OverloadedError(
-                f"an answer is expected to take {seconds:.1f} seconds, but the request's deadline allows {left:.1f}; "
-                "try again later, or allow more time",
-                retry_after=_whole(seconds - left),
-                limit="deadline",
-            )
-        return left - PATIENCE * self._forecast.seconds_to_run(demand.own) if seconds else left
 
     @contextmanager
     def admit(self, demand: Demand) -> Iterator[float]:
@@ -131,6 +119,22 @@ class Admission:
 
     async def wait_until_empty(self) -> None:
         await self._empty.wait()
+
+
+def patience(forecast: Forecast, backlog: Backlog, own: Work) -> float:
+    """For how many seconds a newcomer may wait. Raises OverloadedError where its deadline cannot be met."""
+    seconds = forecast.seconds_to_answer(backlog, own)
+    if not seconds:
+        return own.left
+    if seconds > own.left:
+        raise OverloadedError(
+            f"an answer would take at least {seconds:.1f} seconds, but the request's deadline allows {own.left:.1f}; "
+            "try again later, or allow more time",
+            retry_after=_whole(seconds - own.left),
+            limit="deadline",
+        )
+    run = forecast.seconds_to_run(own)
+    return own.left - (PATIENCE if PATIENCE * run < own.left else OPTIMISM) * run
 
 
 def _whole(seconds: float) -> int:

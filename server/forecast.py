@@ -12,6 +12,7 @@ from heapq import heapify, heapreplace
 
 from server.engine.engine import StepStats
 
+OPTIMISM = 0.75  # part of what was measured that is expected: the load may ease, and who would make it has to be let in
 _STEPS = 64  # the last ones, from which a step's time is known
 _FULL_STEPS = 16  # of those that ran as many prompt tokens as they may
 _ENDS = 64  # of sequences, from which it is known how long one holds a row
@@ -76,25 +77,25 @@ class Forecast:
         return self._seconds_to_read(work.n_prompt) + work.n_new * _mean(self._steps)
 
     def seconds_to_answer(self, backlog: Backlog, own: Work) -> float:
-        """Until a newcomer has run too; 0 where it need not wait, for then it is better begun than forecast."""
+        """At least, until a newcomer has run too; 0 where it need not wait: then it is better begun than forecast."""
         wait = self._seconds_to_row(backlog)
-        return wait + self.seconds_to_run(own) if wait else 0.0
+        return wait + OPTIMISM * self.seconds_to_run(own) if wait else 0.0
 
     def _seconds_to_row(self, backlog: Backlog) -> float:
         """Those who wait begin in turn, each when a row is free and prompts before it are read, if still in time."""
         n_free = backlog.n_rows - len(backlog.running)
         free_at = [0.0] * n_free + [self._seconds_in_row(work) for work in backlog.running]
         heapify(free_at)
-        read_at = self._seconds_to_read(sum(work.n_prompt for work in backlog.running))
+        read_at = OPTIMISM * self._seconds_to_read(sum(work.n_prompt for work in backlog.running))
         for work in backlog.waiting:
             begin = max(free_at[0], read_at)
-            if begin + self.seconds_to_run(work) <= work.left:
+            if begin + OPTIMISM * self.seconds_to_run(work) <= work.left:
                 heapreplace(free_at, begin + self._seconds_in_row(work))
-                read_at = begin + self._seconds_to_read(work.n_prompt)
+                read_at = begin + OPTIMISM * self._seconds_to_read(work.n_prompt)
         return max(free_at[0], read_at)
 
     def _seconds_in_row(self, work: Work) -> float:
-        return min(max(0.0, self.seconds_held - work.held), self.seconds_to_run(work), work.left)
+        return min(max(0.0, OPTIMISM * self.seconds_held - work.held), OPTIMISM * self.seconds_to_run(work), work.left)
 
     def _seconds_to_read(self, n_tokens: int) -> float:
         return n_tokens / max(self._full_steps) if self._full_steps else 0.0

@@ -196,7 +196,7 @@ class Service:
             )
             stream = self.engine.submit([choice.sequence for choice in choices])
             completion = Completion(choices, stream)
-            timers = _expire(completion, patience, demand.own.left) if demand.own.left < math.inf else []
+            timers = expire(completion, patience, demand.own.left) if demand.own.left < math.inf else []
             try:
                 yield completion
             finally:
@@ -205,7 +205,7 @@ class Service:
                 stream.close()
 
 
-def _expire(completion: Completion, patience: float, left: float) -> list[asyncio.TimerHandle]:
+def expire(completion: Completion, patience: float, left: float) -> list[asyncio.TimerHandle]:
     """End it when its deadline has passed, and before where it waits and what it needs would come too late."""
 
     def shed() -> None:

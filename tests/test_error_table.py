@@ -304,24 +304,6 @@ async def test_a_deadline_after_the_first_token_gives_what_there_is() -> None:
                 assert 0 < response.json()["usage"]["completion_tokens"] < 30
 
 
-async def test_what_waits_too_long_for_what_it_needs_is_not_begun() -> None:
-    """Two tokens of 30 seconds each, in 70 seconds: that fits where a row is free, but not behind another request."""
-    fields = {"max_tokens": 2, "timeout_ms": 70_000}
-    async with serving(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
-        post = poster(served, "openai")
-        forecast = served.service.engine.forecast
-        forecast.ended(1.0)
-        forecast.step(StepStats(1, 0, 0, 0, 0, 0, 30.0), 256)
-        assert (await post(**fields)).status_code == 200
-        await served.submitted.acquire()
-        for _ in range(1000):  # what was measured meanwhile is forgotten
-            forecast.step(StepStats(1, 0, 0, 0, 0, 0, 30.0), 256)
-        n_runs = len(served.runner.batches)
-        late = await expiring_in_the_queue(served, post, **fields)
-        assert (late.status_code, late.json()["error"]["type"]) == (504, "deadline_exceeded")
-        assert len(served.runner.batches) == n_runs + 2  # of the one before it
-
-
 async def test_a_failure_in_mid_stream_is_an_event_before_the_last() -> None:
     async with serving() as served:
         served.runner.hold()

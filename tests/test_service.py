@@ -1,18 +1,20 @@
-"""Prompts at the door: the event loop and the other streams go on whatever is sent."""
+"""Prompts at the door: the event loop and the other streams go on whatever is sent. How waiting ends."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from server.errors import ContextLengthError
-from server.service import Service
+from server.service import Service, expire
 from server.settings import load_settings
 from tests.fake_runner import TIMEOUT
 from tests.serving import fake_bundle, small_tokenizer
@@ -116,3 +118,18 @@ async def test_a_text_that_cannot_fit_is_refused_with_both_numbers() -> None:
     n = len(tokenizer.encode(text).ids)
     with pytest.raises(ContextLengthError, match=f"at most 64 tokens, but the prompt has {n}"):
         await service.prompt(text)
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+async def test_what_has_lost_its_patience_ends_only_if_it_still_waits(is_waiting: bool) -> None:
+    ended = asyncio.Event()
+    completion: Any = SimpleNamespace(is_waiting=is_waiting, stream=SimpleNamespace(expire=ended.set))
+    timers = expire(completion, -1.0, 3600.0)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert ended.is_set() == is_waiting
+    for timer in timers:
+        timer.cancel()
+    for timer in expire(completion, 5.0, 0.0):
+        await asyncio.wait_for(ended.wait(), TIMEOUT)  # its deadline has passed, whatever it does
+        timer.cancel()
