@@ -77,6 +77,11 @@ class ToolCallParser:
         """Whether there are as many calls as there may be."""
         return self._state is _State.OVER
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether the arguments of a call have not ended yet."""
+        return self._state is _State.ARGUMENTS
+
     def push(self, text: str) -> list[Piece]:
         self._buffer += text
         return self._read(is_end=False)

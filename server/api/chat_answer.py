@@ -121,7 +121,8 @@ def _read(message: _Message, completion: Completion, delta: Delta) -> list[Piece
         reason = FinishReason.STOP
     if reason is not None:
         pieces += parser.flush()
-        message.finish_reason = "tool_calls" if parser.n_calls and reason is FinishReason.STOP else reason
+        has_calls = parser.n_calls and not parser.is_in_call  # a stop string or token may have cut the last one short
+        message.finish_reason = "tool_calls" if has_calls and reason is FinishReason.STOP else reason
     return pieces
 
 
