@@ -150,9 +150,12 @@ class TokenMasks:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._executor = LLExecutor()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")
         self._words = allocate_token_bitmask(0, vocab_size)  # int32 [n, vocab / 32]
+
+    @cached_property
+    def _executor(self) -> LLExecutor:
+        return LLExecutor()  # its threads start at once
 
     def begin(self, sequences: list[Sequence]) -> Callable[[], None]:
         """Start on what may come next in each of the sequences that are constrained; call the result to have it."""
@@ -195,7 +198,7 @@ def _error_of(matcher: LLMatcher) -> str:
 
 def _one_line(message: str) -> str:
     """What llguidance says, without its drawings, its advice on options that clients do not have, and long sources."""
-    first, *others = message.partition(" Enable '")[0].splitlines()
+    first, *others = message.strip().partition(" Enable '")[0].splitlines() or ["llguidance gives no reason"]
     if len(first) > 400:
         first = f"{first[:200]} … {first[-200:]}"
     return " ".join([first, *(line for line in others if line.startswith("error: "))])
