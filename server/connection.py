@@ -47,8 +47,8 @@ class PatientProtocol(HttpToolsProtocol):
     _answering: RequestResponseCycle | None = None
     _sending: asyncio.TimerHandle | None = None
     _receiving: asyncio.TimerHandle | None = None
-    _n_received = 0  # bytes since that timer was started
-    _n_head = 0  # bytes of a head that has not ended, but for its first slice
+    _n_received = 0  # bytes of a body since that timer was started
+    _n_around = 0  # bytes of a head, or of what is around a body, since anything of it came, but for the first slice
     _in_head = False
     _in_body = False
     _excess: HeadTooLargeError | None = None
@@ -63,22 +63,24 @@ class PatientProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._receiving is None:
             self._expect()
-        self._n_received += len(data)
         for start in range(0, len(data), _SLICE):
             if self._is_refused:
                 return
-            was_in_head = self._in_head
-            super().data_received(piece := data[start : start + _SLICE])
-            if was_in_head and self._in_head:
-                self._n_head += len(piece)
-                if self._n_head > self.settings.max_header_bytes:
-                    self._refuse(self._too_large())
+            piece = data[start : start + _SLICE]
+            self._n_around += len(piece)
+            super().data_received(piece)
+            if self._n_around > self.settings.max_header_bytes and not self._is_refused:
+                self._refuse(self._too_large())
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._n_head = True, 0
+        self._in_head, self._n_around = True, 0
         if self._receiving is None:
             self._expect()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # and no trailer
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         n_bytes = len(self.url) + sum(len(name) + len(value) + len(": \r\n") for name, value in self.headers)
@@ -86,11 +88,16 @@ class PatientProtocol(HttpToolsProtocol):
             self._excess = self._too_large()
             raise self._excess  # the parser stops; uvicorn wants to send a 400
         super().on_headers_complete()
-        self._in_head, self._in_body = False, True
+        self._in_head, self._in_body, self._n_around = False, True, 0
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._n_received += len(body)
+        self._n_around = 0
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._in_body = False
+        self._in_body, self._n_around = False, 0
         self._stop_expecting()
         if self.cycle.response_complete:  # before it had come, and what came since has stopped the keep-alive's clock
             self._idle()
@@ -129,12 +136,12 @@ class PatientProtocol(HttpToolsProtocol):
 
     def _too_large(self) -> HeadTooLargeError:
         return HeadTooLargeError(
-            f"the request's URL and headers have more than {self.settings.max_header_bytes} bytes, "
+            f"the request's URL and headers, or its trailers, have more than {self.settings.max_header_bytes} bytes, "
             f"or there are more than {MOST_HEADERS} headers; send less"
         )
 
     def _refuse(self, error: KvasirError) -> None:
-        """Answer, unless that would be in the middle of another answer, and close; a request that came before is lost.
+        """Answer, unless that has been done or another answer has begun, and close; a request before it is lost.
 
         The client may still be sending. Were the connection closed at once, it would not get to read the answer.
         """
@@ -145,7 +152,8 @@ class PatientProtocol(HttpToolsProtocol):
         if cycle is not None and cycle.response_started:
             self.transport.close()
             return
-        self.transport.write(self._refusal(error))
+        if not (self._in_body and self.cycle.response_complete):
+            self.transport.write(self._refusal(error))
         self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(_LINGER, self.transport.close)

@@ -190,12 +190,13 @@ async def test_an_answer_may_take_for_ever_whatever_of_the_next_request_came(ear
     assert connection.transport.is_closed
 
 
+async def refusing(_scope: Any, _receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"0")]})
+    await send({"type": "http.response.body", "body": b""})
+
+
 async def test_what_is_still_coming_after_its_answer_is_not_read_for_ever() -> None:
     """As of a body that was refused for its announced length."""
-
-    async def refusing(_scope: Any, _receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"0")]})
-        await send({"type": "http.response.body", "body": b""})
 
     connection = Connection()
     connection.protocol.app = refusing
@@ -205,6 +206,61 @@ async def test_what_is_still_coming_after_its_answer_is_not_read_for_ever() -> N
         await connection.clock.advance(1.0)
         await connection.receive(b"x" * 100_000)
     assert connection.transport.is_aborted
+
+
+CHUNKED = b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begun", "repeated"),
+    [(b"3\r\nabc\r\n0\r\nx: ", b"y"), (b"3\r\nabc\r\n0\r\n", b"y: z\r\n"), (b"1;", b"y"), (b"", b"0")],
+    ids=["one trailer", "many trailers", "an extension", "a size"],
+)
+async def test_what_is_around_a_body_is_bounded_as_the_head_is(begun: bytes, repeated: bytes) -> None:
+    """Trailers and the extensions of chunks: each by its length, and all by the time that they may take."""
+    connection = Connection()
+    await connection.receive(CHUNKED + begun + repeated * (LIMIT // len(repeated)))
+    assert connection.statuses == []
+    for _ in range(10):
+        await connection.receive(repeated * 1000)
+    assert connection.statuses == [431]
+
+    connection = Connection()
+    await connection.receive(CHUNKED + begun)
+    for _ in range(30):
+        await connection.clock.advance(1.0)
+        await connection.receive(repeated)
+    assert connection.transport.is_aborted
+
+
+async def test_bytes_around_a_body_do_not_make_it_fast() -> None:
+    connection = Connection()
+    await connection.receive(CHUNKED)
+    for _ in range(30):
+        await connection.clock.advance(1.0)
+        await connection.receive(b"1;" + b"y" * 1000 + b"\r\nx\r\n")
+    assert connection.transport.is_aborted
+
+
+async def test_trailers_are_no_headers() -> None:
+    connection = Connection()
+    await connection.receive(CHUNKED + b"3\r\nabc\r\n")
+    before = list(connection.protocol.headers)
+    await connection.receive(b"0\r\nAuthorization: Bearer x\r\n\r\n")
+    assert connection.lengths == [3]
+    assert connection.protocol.headers == before
+
+
+async def test_trailers_that_do_not_end_are_cut_off_without_a_second_answer() -> None:
+    """Which the client would take for that of its next request."""
+    connection = Connection()
+    connection.protocol.app = refusing
+    await connection.receive(CHUNKED + b"0\r\nx: ")
+    for _ in range(10):
+        await connection.receive(b"y" * 1000)
+    assert connection.statuses == [413]
+    await connection.clock.advance(2.0)
+    assert connection.transport.is_closed
 
 
 async def test_a_body_that_ends_after_its_answer_leaves_an_idle_connection() -> None:

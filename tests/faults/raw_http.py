@@ -18,6 +18,7 @@ BODY = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
 _HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n"
 _LENGTH = b"Content-Length: %d\r\n" % len(BODY)
 _CLOSE = b"Connection: close\r\n"
+_CHUNK = b"%x\r\n%s\r\n" % (len(BODY), BODY)
 _CHUNKED = b"Transfer-Encoding: chunked\r\n"
 
 
@@ -56,6 +57,10 @@ CASES: dict[str, tuple[bytes, list[int]]] = {
     "a chunk whose size is none": (_with(_CHUNKED, b"zz\r\nx\r\n0\r\n\r\n"), [400]),
     "a chunk longer than its size": (_with(_CHUNKED, b"2\r\n{}}}\r\n0\r\n\r\n"), [400]),
     "chunks without an end": (_with(_CHUNKED, (b"fffff\r\n" + b" " * 0xFFFFF + b"\r\n") * 5), [413]),
+    "chunks with extensions and trailers": (_with(_CHUNKED, _CHUNK + b"0;a=b\r\nX-A: x\r\n\r\n"), [200]),
+    "an extension of 10 MB": (_with(_CHUNKED, b"1;" + b"x" * 10**7), [431]),
+    "a trailer of 10 MB": (_with(_CHUNKED, _CHUNK + b"0\r\nX-A: " + b"x" * 10**7), [431]),
+    "a million trailers": (_with(_CHUNKED, _CHUNK + b"0\r\n" + b"X-A: x\r\n" * 10**6), [431]),
     "an encoding that is unknown": (_with(b"Transfer-Encoding: gzip\r\n"), [400]),
     "a body that is compressed": (_with(b"Content-Encoding: gzip\r\n" + _LENGTH), [200]),
     "a websocket": (_HEAD + b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\r\n", [400]),
