@@ -57,10 +57,14 @@ def _table(name: str) -> str:
     elif name == "idle":
         head = "| field | as |"
         rows = [f"| `{field}` | anything |" for field in sorted(schemas.WITHOUT_EFFECT)]
-        rows += [f"| `{field}` | `{json.dumps(value)}` |" for field, value in schemas.NO_OPS.items()]
+        rows += [f"| `{field}` | {' or '.join(map(_code, values))} |" for field, values in schemas.NO_OPS.items()]
     else:
         head, rows = "| field | | default | |", list(_fields(BODIES[name]))
     return "\n".join([head, re.sub(r"[^|]+", "---", head), *rows, ""])
+
+
+def _code(value: object) -> str:
+    return f"`{json.dumps(value)}`"
 
 
 def _errors(kind: type[KvasirError]) -> Iterator[str]:

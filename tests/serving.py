@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from model.bundle import Manifest, ModelBundle, Verification
 from model.config import DecoderConfig
@@ -48,6 +49,13 @@ CHAT_TEMPLATE = """\
 @cache
 def small_tokenizer() -> Tokenizer:
     return train_tokenizer(["def read_json(path):\n    return json.load(path)\n"] * 4, VOCAB_SIZE)
+
+
+def beginning_with_end_of_text() -> Tokenizer:
+    """The same, with a special token before every text, as others have BOS."""
+    tokenizer = Tokenizer.from_str(small_tokenizer().to_str())
+    tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", EOS)])
+    return tokenizer
 
 
 def fake_bundle(

@@ -24,7 +24,17 @@ from server.errors import StartupError
 from server.settings import load_settings
 from tests.fake_runner import FakeRunner
 from tests.random_models import RandomModel
-from tests.serving import CHAT_TEMPLATE, EOS, MODEL, VOCAB_SIZE, Served, fake_bundle, serving, small_tokenizer
+from tests.serving import (
+    CHAT_TEMPLATE,
+    EOS,
+    MODEL,
+    VOCAB_SIZE,
+    Served,
+    beginning_with_end_of_text,
+    fake_bundle,
+    serving,
+    small_tokenizer,
+)
 from tests.test_chat import LLAMA_2, LLAMA_3, TOKENS, by_transformers
 
 tokenizer = small_tokenizer()
@@ -245,19 +255,13 @@ async def test_variables_reach_the_template_and_long_prompts_are_cut() -> None:
 
 async def test_the_template_alone_writes_special_tokens() -> None:
     """The tokenizer's own BOS would be a second one."""
-    begun = Tokenizer.from_str(tokenizer.to_str())
-    begun.post_processor = _begin_with_end_of_text()
-    bundle = with_template("{{ bos_token }}{{ messages[0].content }}", tokenizer=begun)
+    template = "{{ bos_token }}{{ messages[0].content }}"
+    bundle = with_template(template, tokenizer=beginning_with_end_of_text())
     bundle = replace(bundle, special_tokens={"bos_token": "<|endoftext|>"})
     async with chatting(bundle=bundle) as (served, _, prompts):
         await post(served, max_tokens=1)
-    assert prompts[-1] == [EOS, *tokenizer.encode("Weather?").ids]
-
-
-def _begin_with_end_of_text() -> Any:
-    from tokenizers.processors import TemplateProcessing  # noqa: PLC0415
-
-    return TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", EOS)])
+        await post(served, max_tokens=1, add_special_tokens=True)
+    assert prompts == [[EOS, *tokenizer.encode("Weather?").ids], [EOS, EOS, *tokenizer.encode("Weather?").ids]]
 
 
 # The answer
@@ -560,7 +564,8 @@ def call(arguments: str) -> list[dict[str, Any]]:
         ({"messages": call("{}"), "continue_final_message": True}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 9 * LONG}]}, "messages"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
-        ({"functions": []}, "functions"),
+        ({"functions": [{}]}, "functions"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
         ({"modalities": ["text", "audio"]}, "modalities"),
     ],
 )
@@ -575,10 +580,18 @@ async def test_a_bad_field_is_named(change: dict[str, Any], param: str) -> None:
 
 async def test_what_asks_for_nothing_is_accepted() -> None:
     nothing: dict[str, Any] = {
+        "stream": True,
+        "stream_options": {"include_obfuscation": False},
         "service_tier": "auto",
         "modalities": ["text"],
-        "reasoning_effort": None,
-        "functions": None,
+        "verbosity": "medium",
+        "reasoning_effort": "none",
+        "functions": [],
+        "function_call": "none",
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "echo": False,
+        "include_reasoning": True,
         "tool_choice": "auto",
         "parallel_tool_calls": False,
         "top_logprobs": 0,
@@ -593,8 +606,8 @@ async def test_what_asks_for_nothing_is_accepted() -> None:
         "tool_calls": None,
     }
     async with chatting("hi") as (served, _, _):
-        answer = await post(served, messages=[*USER, echoed, *USER], **nothing)
-    assert answer["choices"][0]["message"]["content"] == "hi"
+        chunks = await events(served, messages=[*USER, echoed, *USER], **nothing)
+    assert joined(chunks)["message"]["content"] == "hi"
 
 
 async def test_what_the_template_refuses_is_a_400() -> None:

@@ -11,7 +11,17 @@ import pytest
 
 from model.bundle import GenerationDefaults
 from tests.fake_runner import FakeRunner
-from tests.serving import EOS, MODEL, VOCAB_SIZE, Served, saying, serving, small_tokenizer
+from tests.serving import (
+    EOS,
+    MODEL,
+    VOCAB_SIZE,
+    Served,
+    beginning_with_end_of_text,
+    fake_bundle,
+    saying,
+    serving,
+    small_tokenizer,
+)
 
 tokenizer = small_tokenizer()
 
@@ -181,6 +191,15 @@ async def test_the_end_of_the_text_stops_it_unless_it_is_ignored() -> None:
         assert (stopped["choices"][0]["text"], stopped["choices"][0]["finish_reason"]) == ("", "stop")
 
 
+async def test_special_tokens_around_a_prompt_can_be_left_out() -> None:
+    bundle = replace(fake_bundle(), tokenizer=beginning_with_end_of_text())
+    async with serving(bundle=bundle) as served:
+        usual = await complete(served, prompt="json", max_tokens=1)
+        without = await complete(served, prompt="json", max_tokens=1, add_special_tokens=False)
+    n = len(tokenizer.encode("json").ids)
+    assert (usual["usage"]["prompt_tokens"], without["usage"]["prompt_tokens"]) == (n + 1, n)
+
+
 async def test_a_prompt_is_cut_to_its_last_tokens() -> None:
     ids = tokenizer.encode("def read_json(path)").ids
     async with serving() as served:
@@ -199,7 +218,7 @@ async def test_the_default_length_is_sixteen_or_what_there_is_room_for() -> None
 
 
 async def test_what_asks_for_nothing_is_accepted() -> None:
-    nothing = {
+    nothing: dict[str, Any] = {
         "best_of": 1,
         "suffix": None,
         "watermark": False,
@@ -216,6 +235,22 @@ async def test_what_asks_for_nothing_is_accepted() -> None:
         "model": MODEL,
         "temperature": None,
         "top_k": -1,
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "service_tier": "default",
+        "tools": [],
+        "tool_choice": "none",
+        "top_logprobs": 0,
+        "parallel_tool_calls": True,
+        "use_beam_search": False,
+        "length_penalty": 1,  # as much as 1.0
+        "early_stopping": False,
+        "spaces_between_special_tokens": True,
+        "return_token_ids": False,
+        "return_tokens_as_token_ids": False,
+        "detokenize": True,
+        "skip_special_tokens": True,
+        "bad_words": [],
     }
     async with serving() as served:
         plain = await complete(served, prompt="a", max_tokens=2, seed=5)
@@ -298,6 +333,8 @@ async def test_the_models_advice_holds_unless_the_request_says_otherwise() -> No
         ({"priority": 0.5}, "priority"),
         ({"priority": False}, "priority"),
         ({"best_of": 2}, "best_of"),
+        ({"best_of": True}, "best_of"),
+        ({"tools": [{}]}, "tools"),
         ({"suffix": "x"}, "suffix"),
         ({"no_such_field": 1}, "no_such_field"),
     ],

@@ -30,7 +30,9 @@ async def chat_completions(request: Request) -> Response:
     tools = ToolUse.of(body, chat_format(service), service)
     text = await render(service, body, len(raw))
     try:
-        prompt = await service.prompt(text, keep_last=body.truncate_prompt_tokens, add_special_tokens=False)
+        prompt = await service.prompt(
+            text, keep_last=body.truncate_prompt_tokens, add_special_tokens=body.add_special_tokens
+        )
     except ContextLengthError as error:
         raise ContextLengthError(error.message, param="messages") from None
     wanted = completion_request(

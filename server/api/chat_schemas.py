@@ -161,6 +161,9 @@ class Conversation(Body):
         None, description="End the prompt where the assistant is to speak. Default: unless a message is continued."
     )
     continue_final_message: bool = Field(False, description="End the prompt where the last message ends.")
+    add_special_tokens: bool = Field(
+        False, description="Those that the tokenizer puts around a text, around what the template writes."
+    )
 
     @model_validator(mode="after")
     def _template_options_agree(self) -> Self:

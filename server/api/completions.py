@@ -30,7 +30,9 @@ async def completions(request: Request) -> Response:
     wanted = completion_request(
         service,
         body,
-        await service.prompts(body.prompt, keep_last=body.truncate_prompt_tokens),
+        await service.prompts(
+            body.prompt, keep_last=body.truncate_prompt_tokens, add_special_tokens=body.add_special_tokens
+        ),
         request.state,
         usual_tokens=DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,

@@ -1,7 +1,7 @@
 """Request bodies. Wrong types, values out of range and unknown fields are errors that name the field.
 
 A field that is null counts as not given, and one that holds its no-op default (`best_of: 1`) is accepted wherever it
-turns up; `user`, `store` and `metadata` are accepted without effect.
+turns up; WITHOUT_EFFECT names what is accepted without effect.
 """
 
 from __future__ import annotations
@@ -31,18 +31,38 @@ MAX_STOPS = 16
 MAX_PRIORITY = 100
 MAX_TOKENS_NAMED = 1024  # in stop_token_ids and logit_bias: each costs time in everybody's step
 _GREEDY_BELOW = 1e-5  # a smaller temperature would overflow float32
-WITHOUT_EFFECT = frozenset({"user", "store", "metadata"})
-NO_OPS: dict[str, Any] = {
-    "best_of": 1,
-    "watermark": False,
-    "response_format": {"type": "text"},
-    "suffix": "",
-    "prompt_logprobs": False,
-    "service_tier": "auto",
-    "modalities": ["text"],
-    "annotations": [],
-    "skip_special_tokens": True,
-    "include_stop_str_in_output": False,
+WITHOUT_EFFECT = frozenset({"user", "store", "metadata", "prompt_cache_key", "safety_identifier"})
+NO_OPS: dict[str, list[Any]] = {
+    "best_of": [1],
+    "echo": [False],
+    "stream": [False],
+    "suffix": [""],
+    "response_format": [{"type": "text"}],
+    "tools": [[]],
+    "tool_choice": ["none"],
+    "parallel_tool_calls": [True],
+    "functions": [[]],
+    "function_call": ["none"],
+    "top_logprobs": [0],
+    "prompt_logprobs": [False],
+    "service_tier": ["auto", "default"],
+    "modalities": [["text"]],
+    "verbosity": ["medium"],
+    "reasoning_effort": ["none"],
+    "include_reasoning": [True],
+    "include_obfuscation": [False],
+    "annotations": [[]],
+    "watermark": [False],
+    "use_beam_search": [False],
+    "length_penalty": [1.0],
+    "early_stopping": [False],
+    "bad_words": [[]],
+    "detokenize": [True],
+    "skip_special_tokens": [True],
+    "spaces_between_special_tokens": [True],
+    "include_stop_str_in_output": [False],
+    "return_token_ids": [False],
+    "return_tokens_as_token_ids": [False],
 }
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -95,7 +115,7 @@ class Body(BaseModel):
             else _either(known, null)
             for name, known in schema["properties"].items()
         }
-        idle = {name: {"enum": [no_op, None]} for name, no_op in NO_OPS.items()}
+        idle = {name: {"enum": [*no_ops, None]} for name, no_ops in NO_OPS.items()}
         schema["properties"] = idle | dict.fromkeys(sorted(WITHOUT_EFFECT), True) | fields
         schema["additionalProperties"] = null
         return schema
@@ -108,7 +128,7 @@ def _either(schema: JsonSchemaValue, other: JsonSchemaValue) -> JsonSchemaValue:
 
 
 def _is_no_op(name: str, value: object) -> bool:
-    return name in NO_OPS and type(value) is type(NO_OPS[name]) and value == NO_OPS[name]
+    return any(value == no_op and isinstance(value, bool) is isinstance(no_op, bool) for no_op in NO_OPS.get(name, ()))
 
 
 class SamplingFields(Body):
@@ -293,6 +313,7 @@ class CompletionsBody(OpenAIBody):
         None, ge=0, le=MAX_LOGPROBS, description="Log-probability of each token, and of that many likelier ones."
     )
     echo: bool = Field(False, description="Begin the text, and its log-probabilities, with the prompt.")
+    add_special_tokens: bool = Field(True, description="Those that the tokenizer puts around a text.")
 
 
 def _from_text(value: object) -> object:

@@ -35,7 +35,6 @@ class TokenizeChatBody(Conversation):
     """The same of a conversation, whose text the template ends and begins."""
 
     model: str | None = Field(None, description="The served model's name; another is 404.")
-    add_special_tokens: bool = Field(False, description="More of them, around what the template writes.")
     return_token_strs: bool = Field(False, description="The tokens' names in the vocabulary too.")
 
 
