@@ -41,6 +41,7 @@ class Service:
         self.created = int(time())
         self.on_load_failure: Callable[[Exception], None] = _report
         added = bundle.tokenizer.get_added_tokens_decoder()
+        self.added_ids = {token.content: i for i, token in added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.grammars = Grammars(bundle)
         self.chat = _chat_format(settings, bundle)
@@ -184,7 +185,8 @@ class Service:
         for prompt in request.prompts:
             check_length(len(prompt.ids), request.params.max_tokens, engine)
         self._check_endings(request)
-        self.admission.check(request.demand)  # before work on a grammar
+        if request.grammar is not None:  # before work on it
+            self.admission.check(request.demand)
         constraint = await self.grammars.constraint(request)
         demand = request.demand
         if demand.own.left <= 0:

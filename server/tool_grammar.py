@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
@@ -10,27 +11,31 @@ from server.engine.constraints import JSON_OPTIONS
 from server.tool_calls import ToolCallFormat
 
 _LINE = r'"\n"'
-_TEXT = r"TEXT: /(.|\n)*/"
-_NO_OBJECT = r"TEXT: /\s*[^{\s](.|\n)*/"  # in Llama's format a text that begins with a brace is a call
+_SPACE = r"SPACE: /[ \n]/"
+# In Llama's format a text that begins with a brace is a call. What Python takes for whitespace is more than \s is here.
+_NO_OBJECT = r"/[\s\x1c-\x1f]*[^{\s\x1c-\x1f](.|\n)*/"
 
 
 def calls_only(
     form: ToolCallFormat,
     functions: Mapping[str, Mapping[str, Any]],
-    special: Container[str],
+    tokens: Container[str],
     *,
     most: int | None,
     otherwise: Mapping[str, Any] | None = None,
 ) -> str:
     """Calls of functions, given by name with the schemas of their arguments; or JSON of the schema `otherwise`.
 
-    special: tags that are tokens. most: calls; None is any number.
+    tokens: tags that are added tokens, of which a grammar speaks by name. most: calls; None is any number.
     """
-    opening, closing, separator = _marks(form, special)
+    call, separator = "body", _literal("; ")
+    if form is ToolCallFormat.HERMES:
+        call = f"{_tag(form.opening, tokens)} {_LINE} body {_LINE} {_tag(form.closing, tokens)}"
+        separator = _LINE
     calls = "call" if most == 1 else f"call ({separator} call)*"
     lines = [
         f"start: {calls}" + ("" if otherwise is None else " | answer"),
-        f"call: {opening} body {closing}",
+        f"call: {call}",
         *_bodies(form, functions),
     ]
     if otherwise is not None:
@@ -38,26 +43,23 @@ def calls_only(
     return "\n".join(lines)
 
 
-def calls_in_text(form: ToolCallFormat, functions: Mapping[str, Mapping[str, Any]], special: Container[str]) -> str:
-    """Any text, in which what looks like calls are valid calls."""
-    opening, closing, separator = _marks(form, special)
+def calls_in_text(form: ToolCallFormat, functions: Mapping[str, Mapping[str, Any]], tokens: Container[str]) -> str:
+    """Any text, in which all that `ToolCallParser` reads as calls is valid calls."""
+    opening, closing = form.opening, _tag(form.closing, tokens)
     if form is ToolCallFormat.LLAMA:
-        tag = f"{form.opening}? " if form.opening in special else ""
-        head = [f"start: {tag}body ({separator} body)* | TEXT?", _NO_OBJECT]
-    elif form.opening in special:
-        head = [f"start: (lead body {closing})* TEXT", f"lead: TEXT {opening}", _TEXT]
+        start = f"(lead | {_tag(opening, tokens)})? body ({_literal('; ')} body)* | TEXT?"
+        text = _NO_OBJECT
     else:
-        head = [f"start: (lead body {closing})* TEXT", f"lead[lazy]: TEXT {opening}", _TEXT]
-    return "\n".join([*head, *_bodies(form, functions)])
+        start = f"(lead SPACE? body SPACE? {closing})* TEXT"
+        text = r"/(.|\n)*/"
+    # Also where the tag is a token, its characters are read as the tag.
+    lead = f"lead: TEXT {_tag(opening, tokens)}" if opening in tokens else f"lead[lazy]: TEXT {_literal(opening)}"
+    text = rf"TEXT: {text} & ~/(.|\n)*{re.escape(opening)}(.|\n)*/"
+    return "\n".join([f"start: {start}", lead, text, _SPACE, *_bodies(form, functions)])
 
 
-def _marks(form: ToolCallFormat, special: Container[str]) -> tuple[str, str, str]:
-    """What stands before a call, behind it, and between two."""
-    if form is ToolCallFormat.LLAMA:
-        return "", "", _literal("; ")
-    opening = f"{form.opening} {_LINE}" if form.opening in special else _literal(f"{form.opening}\n")
-    closing = f"{_LINE} {form.closing}" if form.closing in special else _literal(f"\n{form.closing}")
-    return opening, closing, _LINE
+def _tag(tag: str, tokens: Container[str]) -> str:
+    return tag if tag in tokens else _literal(tag)
 
 
 def _bodies(form: ToolCallFormat, functions: Mapping[str, Mapping[str, Any]]) -> Sequence[str]:

@@ -17,7 +17,7 @@ from server.tool_grammar import calls_in_text, calls_only
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """`form`: of calls; None where no text is one. `most`: calls of a choice. `kept_ids`: of tags that are tokens."""
+    """`form`: of calls; None where no text is one. `most`: calls of a choice. `kept_ids`: of tags that are special."""
 
     form: ToolCallFormat | None
     most: int | None
@@ -41,15 +41,12 @@ class ToolUse:
             )
         if form is None or not functions:
             return cls(None, None, body.grammar_wanted(), frozenset())
-        tokens = {tag: service.bundle.tokenizer.token_to_id(tag) for tag in form.tags}
-        special = {tag: i for tag, i in tokens.items() if i in service.special_ids}
-        grammar = _grammar(body, form, functions, frozenset(special))
-        return cls(form, body.most_calls, grammar, frozenset(special.values()))
+        tokens = {tag: i for tag, i in service.added_ids.items() if tag in form.tags}
+        grammar = _grammar(body, form, functions, frozenset(tokens))
+        return cls(form, body.most_calls, grammar, service.special_ids.intersection(tokens.values()))
 
 
-def _grammar(
-    body: ChatBody, form: ToolCallFormat, functions: list[Function], special: frozenset[str]
-) -> Grammar | None:
+def _grammar(body: ChatBody, form: ToolCallFormat, functions: list[Function], tokens: frozenset[str]) -> Grammar | None:
     wanted = body.grammar_wanted()
     schemas = {function.name: function.schema_of_arguments for function in functions}
     if body.must_call:
@@ -58,7 +55,7 @@ def _grammar(
                 f"{wanted.param} says what the text has to be, but tool_choice that it is a call; give one of them",
                 param=wanted.param,
             )
-        return Grammar.lark(calls_only(form, schemas, special, most=body.most_calls), "tools")
+        return Grammar.lark(calls_only(form, schemas, tokens, most=body.most_calls), "tools")
     if wanted is not None:
         if wanted.kind != "json":
             raise InvalidRequestError(
@@ -66,9 +63,9 @@ def _grammar(
                 param=wanted.param,
             )
         otherwise = json.loads(wanted.source)
-        return Grammar.lark(calls_only(form, schemas, special, most=body.most_calls, otherwise=otherwise), "tools")
+        return Grammar.lark(calls_only(form, schemas, tokens, most=body.most_calls, otherwise=otherwise), "tools")
     if any(function.strict for function in functions):
         anything: dict[str, Any] = {"type": "object"}
         held = {f.name: f.schema_of_arguments if f.strict else anything for f in functions}
-        return Grammar.lark(calls_in_text(form, held, special), "tools")
+        return Grammar.lark(calls_in_text(form, held, tokens), "tools")
     return None
