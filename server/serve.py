@@ -1,15 +1,13 @@
-"""The process: checks before it binds, signals, draining, logs."""
+"""The process: checks before it binds, signals, draining."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import logging
 import os
 import signal
 import socket
-import sys
 from types import FrameType
 
 import uvicorn
@@ -20,6 +18,7 @@ from server.app import create_app
 from server.connection import PatientProtocol
 from server.engine.cuda_runtime import NoDeviceError
 from server.errors import StartupError
+from server.logs import log_to_stderr
 from server.service import Service, onnxruntime_version
 from server.settings import Settings
 
@@ -28,21 +27,6 @@ logger = logging.getLogger("kvasir")
 _KEEP_ALIVE = 75  # seconds; longer than proxies and clients keep theirs, or a request may meet a closing connection
 _LAST_BYTES = 5  # seconds for connections to take what is written, once every request has ended
 _CUTTING = 2  # seconds for the requests of clients that were cut off then to end
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object on one line; `extra={"fields": {...}}` adds fields to it."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
-            "level": record.levelname.lower(),
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
 
 
 class DrainingServer(uvicorn.Server):
@@ -112,12 +96,13 @@ class DrainingServer(uvicorn.Server):
 def run(settings: Settings) -> None:
     """Serve until a signal says otherwise. Raises StartupError, in one line, when that cannot be."""
     bundle = check_model(settings)
-    _log_to_stderr(settings.log_level)
+    log = log_to_stderr(settings.log_level)
     _compare_runtimes(bundle)
     app = create_app(settings, bundle)
     server = DrainingServer(configure(app), app.state.service)
     listener = bind(settings.host, settings.port)
     server.run(sockets=[listener])
+    log.flush()
     if server.failure is not None:
         raise StartupError(f"{settings.model} cannot be served: {' '.join(str(server.failure).split())}")
     if server.service.engine.is_running:
@@ -186,13 +171,6 @@ def bind(host: str, port: int) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             raise StartupError(f"port {port} is in use on {host}; stop what listens there, or choose another") from None
         raise StartupError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
-
-
-def _log_to_stderr(level: str) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter())
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logger.setLevel(level.upper())
 
 
 def _leave(code: int) -> None:
