@@ -46,7 +46,7 @@ async def complete(served: Served, **body: Any) -> dict[str, Any]:
 
 async def test_answers_satisfy_their_schemas() -> None:
     schemas = [random_schema(Random(1000 + i)) for i in range(12)]
-    async with serving(long_runner()) as served:
+    async with serving(long_runner(), max_queue=64, max_queue_tokens=2**20) as served:
         wanted = (complete(served, response_format=schema_format(schema), n=2) for schema in schemas)
         answers = await asyncio.gather(*wanted)
     for schema, answer in zip(schemas, answers, strict=True):
@@ -140,6 +140,7 @@ async def test_a_text_that_cannot_go_on_ends_its_own_request_alone() -> None:
         assert (await served.client.get("/health/live")).status_code == 200
     assert stuck.status_code == 400
     assert stuck.json()["error"]["type"] == "invalid_request_error"
+    assert stuck.json()["error"]["param"] == "response_format"
     assert "cannot be followed any further: Parser Error" in stuck.json()["error"]["message"]
     assert "cannot be followed any further" in streamed.text
     assert neighbour["choices"] == alone["choices"]
