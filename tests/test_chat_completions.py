@@ -458,6 +458,28 @@ async def test_what_has_to_be_a_call_is_a_valid_one_whatever_the_model(template:
                     jsonschema.validate(arguments, SCHEMAS[name])
 
 
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "json_schema", "json_schema": {"name": "t", "schema": TIME}},
+        {"type": "json_schema", "value": {"name": "t", "schema": TIME}},
+        {"type": "json_object", "value": TIME},
+        {"type": "json", "value": json.dumps(TIME)},
+        {"type": "regex", "value": r'\{"utc": (true|false)\}'},
+    ],
+)
+async def test_a_text_is_what_openais_words_or_tgis_say(response_format: dict[str, Any]) -> None:
+    async with chatting() as (served, _, _):
+        choice = (await post(served, response_format=response_format, seed=2))["choices"][0]
+    jsonschema.validate(json.loads(choice["message"]["content"]), TIME)
+
+
+async def test_a_function_can_be_named_as_tgis_clients_do() -> None:
+    async with chatting() as (served, _, _):
+        choice = (await post(served, tools=TOOLS, tool_choice={"function": {"name": "time"}}))["choices"][0]
+    assert [name for name, _ in calls_of(choice)] == ["time"]
+
+
 async def test_a_random_model_calls_what_it_is_told_to(random_model: RandomModel) -> None:
     bundle = with_template("{{ messages[0].content }}")
     engine = Engine(random_model.runner(), chunk_size=64)
@@ -552,6 +574,18 @@ def call(arguments: str) -> list[dict[str, Any]]:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": ["auto"]}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"function": {}}}, "tool_choice.function.name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "f", "function": {"name": "time"}}}, "tool_choice.type"),
+        ({"tools": TOOLS, "tool_choice": {"NamedTool": 1, "function": {"name": "time"}}}, "tool_choice.NamedTool"),
+        ({"response_format": {"type": "json", "value": 1}}, "response_format.value"),
+        ({"response_format": {"type": "json_object", "value": "{"}}, "response_format.value"),
+        ({"response_format": {"type": "json_schema", "value": {"str": {}}}}, "response_format.value.schema"),
+        ({"response_format": {"type": "regex", "value": {}}}, "response_format.value"),
+        ({"response_format": {"type": "text", "value": "x"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "required", "regex": "a"}, "regex"),
         ({"tools": TOOLS, "regex": "a"}, "regex"),

@@ -137,7 +137,7 @@ class FunctionName(Body):
 
 
 class NamedTool(Body):
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: FunctionName
 
 
@@ -187,7 +187,7 @@ class Conversation(Body):
 class ChatBody(OpenAIBody, Conversation):
     """POST /v1/chat/completions."""
 
-    tool_choice: Annotated[Literal["none", "auto", "required"] | NamedTool, BeforeValidator(_as_tool_choice)] = Field(
+    tool_choice: Annotated[NamedTool | Literal["none", "auto", "required"], BeforeValidator(_as_tool_choice)] = Field(
         "auto", description="Whether it calls functions: never, as it likes, at least one, or the one that is named."
     )
     parallel_tool_calls: bool = Field(True, description="False: the first call is the last.")

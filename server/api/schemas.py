@@ -6,15 +6,17 @@ turns up; WITHOUT_EFFECT names what is accepted without effect.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     GetJsonSchemaHandler,
+    Tag,
     ValidationError,
     field_validator,
     model_validator,
@@ -242,12 +244,65 @@ class ResponseFormat(Body):
             raise ValueError("json_schema is given with type json_schema, and only then")
         return self
 
+    def wanted(self, param: str) -> Grammar | None:
+        if self.json_schema is not None:
+            return Grammar.json_schema(self.json_schema.schema_, param)
+        return None if self.type == "text" else Grammar.json_object(param)
+
+
+def _from_text(value: object) -> object:
+    return from_json(value, allow_inf_nan=False) if isinstance(value, str) else value
+
+
+class TGIJSON(Body):
+    """`value`: a schema, or its JSON in a string."""
+
+    type: Literal["json", "json_object"]
+    value: Annotated[dict[str, Any], BeforeValidator(_from_text, json_schema_input_type=dict[str, Any] | str)]
+
+    def wanted(self, param: str) -> Grammar:
+        return Grammar.json_schema(self.value, param)
+
+
+class TGINamedSchema(Body):
+    name: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class TGIJSONSchema(Body):
+    type: Literal["json_schema"]
+    value: TGINamedSchema
+
+    def wanted(self, param: str) -> Grammar:
+        return Grammar.json_schema(self.value.schema_, param)
+
+
+class TGIRegex(Body):
+    type: Literal["regex"]
+    value: str
+
+    def wanted(self, param: str) -> Grammar:
+        return Grammar.regex(self.value, param)
+
+
+TGIFormat = Annotated[TGIJSON | TGIJSONSchema | TGIRegex, Field(discriminator="type")]
+
+
+def _whose_words(value: object) -> Literal["openai", "tgi"]:
+    return "tgi" if isinstance(value, dict) and value.get("value") is not None else "openai"
+
+
+AnyFormat = Annotated[
+    Annotated[ResponseFormat, Tag("openai")] | Annotated[TGIFormat, Tag("tgi")], Discriminator(_whose_words)
+]
+
 
 class StructuredFields(Body):
     """What OpenAI's routes take to say what the text has to be: `grammar` is Lark's notation."""
 
-    response_format: ResponseFormat | None = Field(
-        None, description="`text`; `json_object`; or `json_schema`, with `json_schema.schema`."
+    response_format: AnyFormat | None = Field(
+        None,
+        description="`text`; `json_object`; `json_schema`, with `json_schema.schema`; or as /generate's `grammar`.",
     )
     regex: str | None = Field(None, description="A regular expression that the whole text matches.")
     grammar: str | None = Field(None, description="A grammar in Lark's notation, whose rule `start` derives the text.")
@@ -264,10 +319,7 @@ class StructuredFields(Body):
             return Grammar.regex(self.regex)
         if self.grammar is not None:
             return Grammar.lark(self.grammar)
-        if self.response_format is None or self.response_format.type == "text":
-            return None
-        schema = self.response_format.json_schema
-        return Grammar.json_object() if schema is None else Grammar.json_schema(schema.schema_)
+        return None if self.response_format is None else self.response_format.wanted("response_format")
 
 
 class OpenAIBody(SamplingFields, StructuredFields):
@@ -316,41 +368,6 @@ class CompletionsBody(OpenAIBody):
     add_special_tokens: bool = Field(True, description="Those that the tokenizer puts around a text.")
 
 
-def _from_text(value: object) -> object:
-    return from_json(value, allow_inf_nan=False) if isinstance(value, str) else value
-
-
-class TGIJSON(Body):
-    """`value`: a schema, or its JSON in a string."""
-
-    type: Literal["json"]
-    value: Annotated[dict[str, Any], BeforeValidator(_from_text, json_schema_input_type=dict[str, Any] | str)]
-
-    def wanted(self, param: str) -> Grammar:
-        return Grammar.json_schema(self.value, param)
-
-
-class TGINamedSchema(Body):
-    name: str | None = None
-    schema_: dict[str, Any] = Field(alias="schema")
-
-
-class TGIJSONSchema(Body):
-    type: Literal["json_schema"]
-    value: TGINamedSchema
-
-    def wanted(self, param: str) -> Grammar:
-        return Grammar.json_schema(self.value.schema_, param)
-
-
-class TGIRegex(Body):
-    type: Literal["regex"]
-    value: str
-
-    def wanted(self, param: str) -> Grammar:
-        return Grammar.regex(self.value, param)
-
-
 class GenerateParameters(SamplingFields):
     """`parameters` of TGI's routes. It samples where `do_sample`, or any field that only matters then, says so."""
 
@@ -361,8 +378,9 @@ class GenerateParameters(SamplingFields):
     decoder_input_details: bool = Field(False, description="The prompt's too; not on a stream.")
     top_n_tokens: int = Field(0, ge=0, le=MAX_LOGPROBS, description="That many alternatives to each token.")
     truncate: int | None = Field(None, ge=1, description="Keep that many of the prompt's last tokens.")
-    grammar: Annotated[TGIJSON | TGIJSONSchema | TGIRegex, Field(discriminator="type")] | None = Field(
-        None, description="`type` is `json` or `regex` and `value` that; or `json_schema` and `value.schema`."
+    grammar: TGIFormat | None = Field(
+        None,
+        description="`json` (or `json_object`) with a schema as `value`, `regex`, or `json_schema` with `value.schema`.",
     )
 
     @property
@@ -391,16 +409,28 @@ def parse(kind: type[B], raw: bytes) -> B:
     try:
         return kind.model_validate_json(raw)
     except ValidationError as error:
-        raise _explain(error.errors(include_url=False)[0]) from None
+        raise _explain(error.errors(include_url=False)[0], raw) from None
 
 
-def _explain(first: ErrorDetails) -> InvalidRequestError:
+def _explain(first: ErrorDetails, raw: bytes) -> InvalidRequestError:
     kind: str | Literal["extra_forbidden"] = first["type"]
     if kind == "json_invalid":
         return InvalidRequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-    # Alternatives of a union add their type's name to the place.
-    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "function-")))
+    place = ".".join(map(str, _place(first["loc"], from_json(raw), is_missing=kind == "missing")))
     if kind == "extra_forbidden":
         return InvalidRequestError(f"the field {place!r} is unknown or not supported; leave it out", param=place)
     message = first["msg"].removeprefix("Value error, ")
     return InvalidRequestError(f"{place}: {message}" if place else message, param=place or None)
+
+
+def _place(parts: tuple[int | str, ...], value: Any, *, is_missing: bool) -> Iterator[int | str]:
+    """Those parts that lead through the body: alternatives of a union, and validators, add names of their own."""
+    for depth, part in enumerate(parts, 1):
+        if isinstance(value, dict):
+            leads_on = part in value
+        else:
+            leads_on = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if leads_on:
+            value = value[part]
+        if leads_on or (is_missing and depth == len(parts)):
+            yield part

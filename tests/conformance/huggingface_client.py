@@ -3,44 +3,83 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
-from huggingface_hub import AsyncInferenceClient, InferenceClient
+from huggingface_hub import AsyncInferenceClient, ChatCompletionInputFunctionName, InferenceClient
+from huggingface_hub import ChatCompletionInputToolChoiceClass as ToolChoice
 from huggingface_hub.errors import ValidationError
 
 from tests.conformance.target import Conformed, Target
 
+_MESSAGES = [{"role": "user", "content": "def"}]
+_DAY = {
+    "type": "object",
+    "properties": {"day": {"enum": ["mon", "tue"]}},
+    "required": ["day"],
+    "additionalProperties": False,
+}
+_DAYS = ({"day": "mon"}, {"day": "tue"})
+_GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
+
 
 def use_huggingface(target: Target) -> Conformed:
-    client = InferenceClient(target.url, token=target.key)
-    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
-    text = client.text_generation("def read", **options)
-    whole = client.text_generation("def read", details=True, decoder_input_details=True, top_n_tokens=2, **options)
+    client = Mock(wraps=InferenceClient(target.url, token=target.key))  # counts what it is asked
+    text = _generate(client)
+    _chat(client)
+    _call_functions(client)
+    n_calls = len(client.method_calls) + asyncio.run(_generate_too(target, text))
+    return Conformed("huggingface_hub", huggingface_hub.__version__, n_calls)
+
+
+def _generate(client: Any) -> str:
+    text: str = client.text_generation("def read", **_GREEDY)
+    whole = client.text_generation("def read", details=True, decoder_input_details=True, top_n_tokens=2, **_GREEDY)
     assert whole.generated_text == text
-    assert whole.details is not None
     assert len(whole.details.tokens) == whole.details.generated_tokens
     assert [token.logprob is None for token in whole.details.prefill][:2] == [True, False]
-    pieces = list(client.text_generation("def read", stream=True, details=True, **options))
+    pieces = list(client.text_generation("def read", stream=True, details=True, **_GREEDY))
     assert pieces[-1].generated_text == text
     assert [piece.token.id for piece in pieces] == [token.id for token in whole.details.tokens]
-    assert pieces[-1].details is not None
     assert pieces[-1].details.finish_reason == whole.details.finish_reason
-    assert client.text_generation("def read", return_full_text=True, **options) == "def read" + text
+    assert client.text_generation("def read", return_full_text=True, **_GREEDY) == "def read" + text
+    held = client.text_generation("def read", grammar={"type": "json", "value": _DAY}, max_new_tokens=60)
+    assert json.loads(held) in _DAYS
     with pytest.raises(ValidationError, match="max_new_tokens"):
         client.text_generation("a", max_new_tokens=0)
     with pytest.raises(ValidationError):
         list(client.text_generation("a", max_new_tokens=10**6, stream=True))
-    messages = [{"role": "user", "content": "def"}]
-    said = client.chat_completion(messages, max_tokens=6, temperature=0.0).choices[0].message.content
-    stream = client.chat_completion(messages, max_tokens=6, temperature=0.0, stream=True)
+    return text
+
+
+def _chat(client: Any) -> None:
+    said = client.chat_completion(_MESSAGES, max_tokens=6, temperature=0.0).choices[0].message.content
+    stream = client.chat_completion(_MESSAGES, max_tokens=6, temperature=0.0, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == said
-    assert asyncio.run(_generate(target, options)) == text
-    return Conformed("huggingface_hub", huggingface_hub.__version__, 9)
+    named = {"type": "json_schema", "json_schema": {"name": "day", "schema": _DAY}}
+    for response_format in (named, {"type": "json", "value": _DAY}):
+        held = client.chat_completion(_MESSAGES, response_format=response_format, max_tokens=60)
+        assert json.loads(held.choices[0].message.content) in _DAYS
 
 
-async def _generate(target: Target, options: dict[str, Any]) -> str:
-    async with AsyncInferenceClient(target.url, token=target.key) as client:
-        text: str = await client.text_generation("def read", **options)
-        return text
+def _call_functions(client: Any) -> None:
+    """And go on after the call, with the message as the client has it."""
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": _DAY}}]
+    choice = ToolChoice(function=ChatCompletionInputFunctionName(name="weather"))
+    message = client.chat_completion(_MESSAGES, tools=tools, tool_choice=choice, max_tokens=90).choices[0].message
+    (call,) = message.tool_calls
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments) in _DAYS
+    result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
+    client.chat_completion([*_MESSAGES, message, result], tools=tools, max_tokens=2)
+
+
+async def _generate_too(target: Target, expected: str) -> int:
+    """How often it was asked for the same."""
+    async with AsyncInferenceClient(target.url, token=target.key) as asynchronous:
+        client = Mock(wraps=asynchronous)
+        assert await client.text_generation("def read", **_GREEDY) == expected
+    return len(client.method_calls)
