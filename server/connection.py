@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from server.api.middleware import log_request, request_id
 from server.api.responses import error_response
+from server.connection_limit import ConnectionLimit
 from server.errors import HeadTooLargeError, InvalidRequestError, KvasirError
 from server.settings import Settings
 
@@ -31,8 +32,8 @@ _LINGER = 2  # seconds for a client that is still sending to read that it should
 class PatientProtocol(HttpToolsProtocol):
     """uvicorn's, within limits.
 
-    A request has to come within `receive_timeout` of its first byte, or its body fast enough. An idle connection, new
-    or used, is the keep-alive's, and while an answer is made nothing else has to come.
+    A request has to come within `receive_timeout` of the connection's or its own first byte, or its body fast enough.
+    After an answer, an idle connection is the keep-alive's, and while one is made nothing else has to come.
 
     A client that does not read is cut off after `send_timeout`: to the application it has then left. A whole answer
     holds no place any more, so its client may take its time, as long as it takes something.
@@ -43,6 +44,7 @@ class PatientProtocol(HttpToolsProtocol):
 
     fastapi: FastAPI
     settings: Settings
+    limit: ConnectionLimit
     url = b""
     _answering: RequestResponseCycle | None = None
     _sending: asyncio.TimerHandle | None = None
@@ -58,7 +60,8 @@ class PatientProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
         super().connection_made(transport)
-        self._idle()
+        self._idle(self.settings.receive_timeout)
+        self.limit.let_in(self, len(self.connections))
 
     def data_received(self, data: bytes) -> None:
         if self._receiving is None:
@@ -88,6 +91,7 @@ class PatientProtocol(HttpToolsProtocol):
             self._excess = self._too_large()
             raise self._excess  # the parser stops; uvicorn wants to send a 400
         super().on_headers_complete()
+        self.limit.asks(self)
         self._in_head, self._in_body, self._n_around = False, True, 0
 
     def on_body(self, body: bytes) -> None:
@@ -100,15 +104,19 @@ class PatientProtocol(HttpToolsProtocol):
         self._in_body, self._n_around = False, 0
         self._stop_expecting()
         if self.cycle.response_complete:  # before it had come, and what came since has stopped the keep-alive's clock
-            self._idle()
+            self._idle(self.timeout_keep_alive)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._unanswered is None:
+            self.limit.idles(self)
 
     def _unsupported_upgrade_warning(self) -> None:
         """Whoever asks for another protocol is answered in this one. What comes next cannot be parsed any more."""
         self.cycle.keep_alive = False
 
-    def _idle(self) -> None:
+    def _idle(self, wait: float) -> None:
         self._unset_keepalive_if_required()
-        wait = self.timeout_keep_alive
         self.timeout_keep_alive_task = self.loop.call_later(wait, self.timeout_keep_alive_handler)
 
     def _expect(self) -> None:
@@ -186,6 +194,7 @@ class PatientProtocol(HttpToolsProtocol):
         self._unwatch()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self.limit.asks(self)
         self._unwatch()
         self._stop_expecting()
         self._tell_unanswered()
@@ -209,6 +218,9 @@ class PatientProtocol(HttpToolsProtocol):
 
     def cut(self, why: str = "cut off a client that does not read") -> None:
         logger.warning(why)
+        self.drop()
+
+    def drop(self) -> None:
         self.transport.abort()
 
     def _watch(self) -> None:

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from model.bundle import BundleError, ModelBundle, load_bundle
 from server.app import create_app
 from server.connection import PatientProtocol
+from server.connection_limit import ConnectionLimit, most_connections
 from server.engine.cuda_runtime import NoDeviceError
 from server.errors import StartupError
 from server.logs import log_to_stderr
@@ -116,6 +117,7 @@ def configure(app: FastAPI) -> uvicorn.Config:
     class Protocol(PatientProtocol):
         fastapi = app
         settings = known
+        limit = ConnectionLimit(most_connections())
 
     return uvicorn.Config(
         app,

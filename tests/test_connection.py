@@ -151,12 +151,12 @@ async def test_what_begins_has_to_come_in_time(begun: bytes) -> None:
     assert connection.clock.timers == []
 
 
-@pytest.mark.parametrize("before", [b"", GET, post(3) + b"abc"])
-async def test_an_idle_connection_is_the_keep_alives(before: bytes) -> None:
+@pytest.mark.parametrize(("before", "seconds"), [(b"", 30.0), (GET, 75.0), (post(3) + b"abc", 75.0)])
+async def test_an_idle_connection_may_ask_for_a_while_and_again_for_longer(before: bytes, seconds: float) -> None:
     connection = Connection()
     if before:
         await connection.receive(before)
-    await connection.clock.advance(74.0)
+    await connection.clock.advance(seconds - 1.0)
     assert not connection.transport.is_closed
     await connection.clock.advance(1.0)
     assert (connection.transport.is_closed, connection.transport.is_aborted) == (True, False)
