@@ -84,8 +84,11 @@ class Admission:
                 f"{self.n_inside} sequences are running or waiting, of at most {self.capacity}; try again later",
                 retry_after=self.retry_after(missing),
             )
+        must_wait = self.n_inside + demand.n_sequences > self.max_num_seqs
+        if not must_wait and demand.own.left == math.inf:
+            return math.inf
         backlog = self._backlog(demand.turn)
-        if self.n_inside + demand.n_sequences > self.max_num_seqs:
+        if must_wait:
             self._check_tokens(demand, backlog)
         return patience(self._forecast, backlog, demand.own)
 
@@ -123,7 +126,7 @@ class Admission:
 
 def patience(forecast: Forecast, backlog: Backlog, own: Work) -> float:
     """For how many seconds a newcomer may wait. Raises OverloadedError where its deadline cannot be met."""
-    seconds = forecast.seconds_to_answer(backlog, own)
+    seconds = forecast.seconds_to_answer(backlog, own) if own.left < math.inf else 0.0
     if not seconds:
         return own.left
     if seconds > own.left:

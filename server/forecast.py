@@ -9,6 +9,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
+from typing import NamedTuple
 
 from server.engine.engine import StepStats
 
@@ -19,8 +20,7 @@ _ENDS = 64  # of sequences, from which it is known how long one holds a row
 _COPIES = 16  # cached tokens that take as much of a step as one that is computed
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """What a sequence still needs, in tokens: of its prompt, and new ones at most.
 
     held: seconds since it got its row. left: seconds until its deadline.
@@ -54,27 +54,28 @@ class Forecast:
 
     def __init__(self) -> None:
         self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds a token of one sequence
-        self._full_steps: deque[float] = deque(maxlen=_FULL_STEPS)  # prompt tokens a second
+        self._full_steps: deque[float] = deque(maxlen=_FULL_STEPS)  # seconds a prompt token
         self._ends: deque[float] = deque(maxlen=_ENDS)  # seconds in a row
+        self._seconds_a_token = 0.0
+        self._seconds_a_prompt_token = 0.0
+        self.seconds_held = 0.0  # how long a sequence holds its row, as a mean
 
     def step(self, stats: StepStats, chunk_size: int) -> None:
         """`chunk_size`: prompt tokens that fill a step."""
         if stats.n_decode:
             self._steps.append(stats.seconds * stats.n_decode / (stats.n_decode + stats.n_accepted))
+            self._seconds_a_token = _mean(self._steps)
         if stats.n_prefill_tokens + stats.n_cached / _COPIES >= 0.9 * chunk_size:
-            self._full_steps.append((stats.n_prefill_tokens + stats.n_cached) / stats.seconds)
+            self._full_steps.append(stats.seconds / (stats.n_prefill_tokens + stats.n_cached))
+            self._seconds_a_prompt_token = min(self._full_steps)
 
     def ended(self, held: float) -> None:
         self._ends.append(held)
-
-    @property
-    def seconds_held(self) -> float:
-        """How long a sequence holds its row, as a mean."""
-        return _mean(self._ends)
+        self.seconds_held = _mean(self._ends)
 
     def seconds_to_run(self, work: Work) -> float:
         """What the tokens take in a row of their own."""
-        return self._seconds_to_read(work.n_prompt) + work.n_new * _mean(self._steps)
+        return work.n_prompt * self._seconds_a_prompt_token + work.n_new * self._seconds_a_token
 
     def seconds_to_answer(self, backlog: Backlog, own: Work) -> float:
         """At least, until a newcomer has run too; 0 where it need not wait: then it is better begun than forecast."""
@@ -86,19 +87,19 @@ class Forecast:
         n_free = backlog.n_rows - len(backlog.running)
         free_at = [0.0] * n_free + [self._seconds_in_row(work) for work in backlog.running]
         heapify(free_at)
-        read_at = OPTIMISM * self._seconds_to_read(sum(work.n_prompt for work in backlog.running))
+        read_at = sum(self._seconds_to_read(work) for work in backlog.running)
         for work in backlog.waiting:
             begin = max(free_at[0], read_at)
             if begin + OPTIMISM * self.seconds_to_run(work) <= work.left:
                 heapreplace(free_at, begin + self._seconds_in_row(work))
-                read_at = begin + OPTIMISM * self._seconds_to_read(work.n_prompt)
+                read_at = begin + self._seconds_to_read(work)
         return max(free_at[0], read_at)
 
     def _seconds_in_row(self, work: Work) -> float:
         return min(max(0.0, OPTIMISM * self.seconds_held - work.held), OPTIMISM * self.seconds_to_run(work), work.left)
 
-    def _seconds_to_read(self, n_tokens: int) -> float:
-        return n_tokens / max(self._full_steps) if self._full_steps else 0.0
+    def _seconds_to_read(self, work: Work) -> float:
+        return OPTIMISM * work.n_prompt * self._seconds_a_prompt_token
 
 
 def _mean(values: deque[float]) -> float:
