@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -121,7 +122,7 @@ class Settings(BaseSettings):
     def queue_tokens_limit(self) -> int:
         return 4096 * self.queue_limit if self.max_queue_tokens is None else self.max_queue_tokens
 
-    @property
+    @cached_property
     def model_name(self) -> str:
         return self.served_model_name or self.model.resolve().name
 
