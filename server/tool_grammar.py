@@ -8,6 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from server.engine.constraints import JSON_OPTIONS
+from server.engine.json_schemas import held_schema
 from server.tool_calls import ToolCallFormat
 
 _LINE = r'"\n"'
@@ -80,4 +81,4 @@ def _literal(text: str) -> str:
 
 
 def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS}, ensure_ascii=False)
+    return "%json " + json.dumps({**held_schema(schema), "x-guidance": JSON_OPTIONS}, ensure_ascii=False)

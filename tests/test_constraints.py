@@ -10,11 +10,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from server.engine import constraints
 from server.engine.constraints import MAX_GRAMMAR_CHARS, Grammar, GrammarCompiler, GrammarError
 from server.engine.engine import Engine
 from server.engine.grammar_trial import GrammarTrial
+from server.engine.json_schemas import FORMATS, held_schema
 from server.engine.sampling import SamplingParams, token_logprobs
 from server.engine.sequence import FinishReason, Sequence
 from tests.engine_driver import Result, make_sequence, run_to_end
@@ -130,6 +132,67 @@ def test_ending_tokens_come_where_the_text_may_end_or_goes_through_them(compiler
     assert all(result.finish_reasons == [FinishReason.STOP] for result in results.values())
 
 
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("name", ["<|endoftext|>", "<|x|>", "<tool>"])
+def test_the_names_of_added_tokens_are_texts_like_others(name: str, special: bool) -> None:
+    """They are never said by the token, which ends the text, has none, or is not what the model would say."""
+    known = Tokenizer.from_str(tokenizer.to_str())
+    known.add_tokens([AddedToken(text, special=special, normalized=False) for text in ("<|x|>", "<tool>")])
+    compiler = GrammarCompiler(known.to_str(), VOCAB_SIZE, [EOS])
+    texts = [name, f"a{name}b"]
+    quoted = json.dumps(texts[1])
+    sequences = [
+        constrained(compiler, 0, Grammar.json_schema({"enum": texts})),
+        constrained(
+            compiler, 1, Grammar.json_schema({"type": "object", "properties": {name: {"const": 1}}, "required": [name]})
+        ),
+        constrained(compiler, 2, Grammar.regex("|".join(map(re.escape, texts)))),
+        constrained(compiler, 3, Grammar.lark(f"start: {quoted} // the end")),
+    ]
+    results = run(sequences)
+    assert [results[i].finish_reasons for i in range(4)] == [[FinishReason.STOP]] * 4
+    said, keyed, matched, derived = ("".join(tokenizer.decode(results[i].token_ids)) for i in range(4))
+    assert json.loads(said) in texts
+    assert json.loads(keyed)[name] == 1
+    assert matched in texts
+    assert derived == texts[1]
+
+
+def test_an_ending_token_in_a_grammar_ends_the_text_only_where_it_may_end(compiler: GrammarCompiler) -> None:
+    sequences = [
+        constrained(compiler, i, Grammar.lark(f'start: "a" <|endoftext|>{end}')) for i, end in ((0, ""), (1, ' "b"'))
+    ]
+    results = run(sequences)
+    assert [results[i].finish_reasons for i in (0, 1)] == [[FinishReason.STOP], [FinishReason.ERROR]]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_that_are_known_are_held(name: str, compiler: GrammarCompiler) -> None:
+    schema = {"type": "string", "format": name}
+    compiler.compile(Grammar.json_schema(schema))
+    with pytest.raises(GrammarError):  # no format has a single space
+        compiler.compile(Grammar.json_schema({**schema, "pattern": "^ $"}))
+
+
+def test_other_formats_say_what_a_text_is_for(compiler: GrammarCompiler) -> None:
+    """Names and values that only look like formats are left alone."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "format": {"const": {"format": "byte"}},
+            "properties": {"enum": [{"format": "password"}]},
+            "secret": {"type": "string", "format": "password", "maxLength": 5},
+            "links": {"type": "array", "items": {"anyOf": [{"$ref": "#/$defs/format"}, {"format": "iri", "const": 1}]}},
+        },
+        "required": ["format", "properties", "secret", "links"],
+        "additionalProperties": False,
+        "$defs": {"format": {"type": "string", "format": "uri-reference"}},
+    }
+    compiler.compile(Grammar.lark("start: %json " + json.dumps(held_schema(schema))))
+    result = run([constrained(compiler, 0, Grammar.json_schema(schema))])[0]
+    jsonschema.validate(json.loads(text_of(result)), schema)
+
+
 def mixed(compiler: GrammarCompiler) -> list[Sequence]:
     """Constrained and free, greedy and sampled, and prompts that are scored."""
     grammars = [Grammar.json_schema(random_schema(Random(i))) for i in range(4)] + [Grammar.regex("[a-f ]{1,30}")]
@@ -230,8 +293,6 @@ REFUSED: dict[str, tuple[Grammar, str]] = {
         Grammar.json_schema({"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}),
         "to compile",
     ),
-    "repeats": (Grammar.regex("(a{1000}){1000}"), "to compile"),
-    "repeats in a grammar": (Grammar.lark("start: /((a{100}){100}){100}/"), "to compile"),
     "products": (Grammar.json_schema({"allOf": [{"anyOf": keys(20)}] * 5}), "too large"),
     "depth": (Grammar.json_schema(nested(200)), "recursion"),
     "parentheses": (Grammar.regex("(" * 5000 + ")" * 5000), "nest"),
@@ -244,7 +305,6 @@ REFUSED: dict[str, tuple[Grammar, str]] = {
     "not": (Grammar.json_schema({"not": {"type": "string"}}), "not"),
     "if": (Grammar.json_schema({"if": {"type": "string"}, "then": {"minLength": 1}}), "if"),
     "one of": (Grammar.json_schema({"oneOf": [{"type": "string"}, {"maxLength": 3}]}), "oneOf"),
-    "format": (Grammar.json_schema({"type": "string", "format": "nonsense"}), "nonsense"),
     "options": (Grammar.json_schema({"x-guidance": {"lenient": True}, "uniqueItems": True}), "uniqueItems"),
     "options in a grammar": (
         Grammar.lark('start: %json {"x-guidance": {"lenient": true}, "uniqueItems": true}'),
@@ -271,24 +331,25 @@ def test_an_impossible_or_hostile_grammar_is_refused(trial: GrammarTrial, name: 
 
 
 @pytest.mark.parametrize(
-    "schema",
+    "grammar",
     [
-        {"type": "array", "items": {"type": "integer"}, "minItems": 10**9},
-        {"type": "string", "maxLength": 10**9, "minLength": 10**6},
-        {"type": "string", "pattern": "(a{1000}){1000}"},
-        {"type": "string", "pattern": "^(a|a)*(a|b)*a(a|b){30}$"},
-        {"enum": [f"value {i}" for i in range(3000)]},
-        {"$ref": "#/$defs/a0", "$defs": {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(30)}
-         | {"a30": {"type": "null"}}},
-        nested(60),
-        {"properties": {"\0": {"const": "a\0b"}}, "required": ["\0"]},
+        Grammar.json_schema({"type": "array", "items": {"type": "integer"}, "minItems": 10**9}),
+        Grammar.json_schema({"type": "string", "maxLength": 10**9, "minLength": 10**6}),
+        Grammar.json_schema({"type": "string", "pattern": "(a{1000}){1000}"}),
+        Grammar.json_schema({"type": "string", "pattern": "^(a|a)*(a|b)*a(a|b){30}$"}),
+        Grammar.json_schema({"enum": [f"value {i}" for i in range(3000)]}),
+        Grammar.json_schema({"$ref": "#/$defs/a0", "$defs":
+            {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(30)}
+         | {"a30": {"type": "null"}}}),
+        Grammar.regex("(a{1000}){1000}"),
+        Grammar.lark("start: /((a{100}){100}){100}/"),
+        Grammar.json_schema(nested(60)),
+        Grammar.json_schema({"properties": {"\0": {"const": "a\0b"}}, "required": ["\0"]}),
     ],
 )  # fmt: skip
-def test_what_only_looks_hostile_is_held(
-    trial: GrammarTrial, compiler: GrammarCompiler, schema: dict[str, Any]
-) -> None:
-    trial.check(Grammar.json_schema(schema))
-    result = run([constrained(compiler, 0, Grammar.json_schema(schema), max_tokens=20)])[0]
+def test_what_only_looks_hostile_is_held(trial: GrammarTrial, compiler: GrammarCompiler, grammar: Grammar) -> None:
+    trial.check(grammar)
+    result = run([constrained(compiler, 0, grammar, max_tokens=20)])[0]
     assert result.finish_reasons[0] in (FinishReason.LENGTH, FinishReason.STOP)
 
 

@@ -31,7 +31,7 @@ ALLOWED = {
     "server.metrics": (*LEAVES, "server.engine"),
     "server.detokenizer": NO_TORCH,
     "server.tool_calls": (),
-    "server.tool_grammar": ("server.tool_calls", "server.engine.constraints"),
+    "server.tool_grammar": ("server.tool_calls", "server.engine.constraints", "server.engine.json_schemas"),
     "server.chat_format": ("model.chat", "server.tool_calls"),
     "server.forecast": ("server.engine",),
     "server.admission": (*LEAVES, *NO_TORCH, "server.engine", "server.forecast"),

@@ -1,6 +1,6 @@
 """Structured output: grammars compiled by llguidance, and masks of the tokens that may come next.
 
-The only file that imports llguidance. Ending tokens never reach a grammar: they may come where the text may end.
+The only file that imports llguidance. Tokens that end a text may come where it may end, whatever the grammar.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
+from server.engine.json_schemas import held_schema
+
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 MAX_GRAMMAR_CHARS = 2**16
 
 _STUCK = "no text that begins like this one satisfies it"
+# Left to itself, llguidance forces the token whose name comes next in a text: one that ends it, or says nothing in it.
+_OPTIONS = '%llguidance {"no_forcing": true}'
 # [256, 8]: what eight bits of a mask, the lowest first, add to eight logits. No slower where bits come at random.
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _PENALTIES = np.where(_BITS, np.float32(0.0), np.float32(-np.inf))
@@ -80,11 +84,12 @@ class Constraint:
     """Where one text is in its grammar.
 
     penalty: [vocab], added to logits: 0 for what may come next, -inf for all else. error: why nothing may, where
-    nothing may.
+    nothing may. param: the field of the request that holds the grammar.
     """
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, param: str) -> None:
         self.matcher = matcher
+        self.param = param
         self.penalty: NDArray[np.float32] | None = None
         self.error: str | None = None
 
@@ -95,14 +100,14 @@ class Constraint:
 
     def copy(self) -> Constraint:
         """For another text of the same request: copies share the states that llguidance's lexer may have."""
-        return Constraint(self.matcher.deep_copy())
+        return Constraint(self.matcher.deep_copy(), self.param)
 
-    def advance(self, token_id: int) -> None:
-        """Take a token of the text."""
+    def advance(self, token_id: int, *, ends: bool) -> None:
+        """Take a token of the text, or one of the model's that ends it."""
         started = thread_time()
         if not self.matcher.consume_token(token_id):
             self.error = _error_of(self.matcher)
-        elif self.matcher.is_stopped() and not self.matcher.is_accepting():
+        elif (ends or self.matcher.is_stopped()) and not self.matcher.is_accepting():
             self.error = _STUCK
         elif thread_time() - started > _MOST_SECONDS:
             self.error = "it is too ambiguous: the text so far can be read in too many ways"
@@ -142,7 +147,7 @@ class GrammarCompiler:
             raise GrammarError(_error_of(matcher))
         if warnings := matcher.get_grammar_warnings():
             raise GrammarError(_one_line(warnings[0]))
-        return Constraint(matcher)
+        return Constraint(matcher, grammar.param)
 
 
 class TokenMasks:
@@ -176,14 +181,19 @@ class TokenMasks:
 
 
 def _translate(grammar: Grammar) -> str:
-    if grammar.kind == "regex":
-        return LLMatcher.grammar_from_regex(grammar.source)
     if grammar.kind == "lark":
-        return LLMatcher.grammar_from_lark(grammar.source)
-    try:
-        return LLMatcher.grammar_from_json_schema(grammar.source, overrides=JSON_OPTIONS)
-    except ValueError as error:
-        raise GrammarError(_one_line(str(error))) from None
+        return LLMatcher.grammar_from_lark(f"{grammar.source}\n{_OPTIONS}")
+    if grammar.kind == "regex":
+        translated = LLMatcher.grammar_from_regex(grammar.source)
+    else:
+        try:
+            schema = json.dumps(held_schema(json.loads(grammar.source)))
+            translated = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
+        except ValueError as error:
+            raise GrammarError(_one_line(str(error))) from None
+    (whole,) = json.loads(translated)["grammars"]
+    start = {"lark_grammar": f"start: @{whole['name']}\n{_OPTIONS}"}
+    return json.dumps({"grammars": [start, whole]})
 
 
 def _limits() -> LLParserLimits:

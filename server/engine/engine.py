@@ -224,14 +224,14 @@ class Engine:
             None if params.logprobs is None else token_logprobs(row, token_id, params.logprobs),
             sequence.scores if first else None,
         )
-        if token_id in sequence.ending_ids:
-            return self._finish(sequence, FinishReason.STOP, output)
-        if sequence.constraint is not None:
-            sequence.constraint.advance(token_id)
+        ends = token_id in sequence.ending_ids
+        if sequence.constraint is not None and token_id not in params.stop_token_ids:
+            sequence.constraint.advance(token_id, ends=ends)
             if sequence.constraint.error:
                 return self._finish(sequence, FinishReason.ERROR, TokenOutput(sequence.id, None))
-            if sequence.constraint.is_complete:
-                return self._finish(sequence, FinishReason.STOP, output)
+            ends = ends or sequence.constraint.is_complete
+        if ends:
+            return self._finish(sequence, FinishReason.STOP, output)
         if len(sequence.output_ids) >= params.max_tokens:
             return self._finish(sequence, FinishReason.LENGTH, output)
         return output
