@@ -71,3 +71,12 @@ async def test_samples_share_the_prompt_and_the_seed_and_differ_in_their_index()
     assert [(c.sequence.params.seed, c.sequence.params.sample_index) for c in choices] == [(9, 0), (9, 1)]
     assert choices[0].sequence.ending_ids == {EOS}
     assert make_choices(ignoring, small_tokenizer(), 0, [EOS])[0].sequence.ending_ids == frozenset()
+
+
+async def test_samples_of_a_prompt_share_its_prefill() -> None:
+    """Each runs only what is behind the last whole block, two tokens at least; without a cache each runs it all."""
+    for cache_bytes, n_run in ((2**20, 21 + 3 * 5), (0, 4 * 21)):
+        async with serving(cache_bytes=cache_bytes) as served:
+            body = {"prompt": list(range(1, 22)), "n": 4, "max_tokens": 2, "ignore_eos": True}
+            assert (await served.client.post("/v1/completions", json=body)).status_code == 200
+            assert sum(n_prefill for _, n_prefill in served.runner.batches) == n_run
