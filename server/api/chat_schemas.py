@@ -13,6 +13,8 @@ from server.errors import InvalidRequestError
 
 # What the template is given in other ways.
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+# What the openai package adds to an answer, and sends back with it: the same again as values, or where it was.
+AnswerOnly = Annotated[Any, Field(exclude=True)]
 
 
 class TextPart(Body):
@@ -34,29 +36,25 @@ def _as_content(value: object) -> object:
 class CalledFunction(Body):
     name: str
     arguments: str
-
-    @field_validator("arguments")
-    @classmethod
-    def _arguments_are_an_object(cls, arguments: str) -> str:
-        _mapping(arguments)
-        return arguments
+    parsed_arguments: AnswerOnly = None
 
 
-def _mapping(arguments: str) -> dict[str, Any]:
-    """What templates expect in place of JSON. Raises ValueError."""
+def _as_values(arguments: str) -> dict[str, Any] | str:
+    """The mapping that templates expect in place of JSON; what a model wrote that is no object stays as it is."""
+    if not arguments.strip():
+        return {}
     try:
-        values: Any = from_json(arguments, allow_inf_nan=False) if arguments.strip() else {}
-    except ValueError as error:
-        raise ValueError(f"must be a JSON object: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError("must be a JSON object")
-    return values
+        values: Any = from_json(arguments, allow_inf_nan=False)
+    except ValueError:
+        return arguments
+    return values if isinstance(values, dict) else arguments
 
 
 class ToolCall(Body):
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: AnswerOnly = None
 
 
 class Message(Body):
@@ -70,6 +68,7 @@ class Message(Body):
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
+    parsed: AnswerOnly = None
 
     @model_validator(mode="after")
     def _fields_go_with_the_role(self) -> Self:
@@ -84,12 +83,12 @@ class Message(Body):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message in plain values, with the arguments of calls as mappings."""
+        """The message in plain values, with the arguments of calls as mappings where they are objects."""
         message = self.model_dump(exclude_none=True, exclude={"tool_calls"})
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
             for call in message["tool_calls"]:
-                call["function"]["arguments"] = _mapping(call["function"]["arguments"])
+                call["function"]["arguments"] = _as_values(call["function"]["arguments"])
         return message
 
 

@@ -380,7 +380,7 @@ class GenerateParameters(SamplingFields):
     truncate: int | None = Field(None, ge=1, description="Keep that many of the prompt's last tokens.")
     grammar: TGIFormat | None = Field(
         None,
-        description="`json` (or `json_object`) with a schema as `value`, `regex`, or `json_schema` with `value.schema`.",
+        description="`json` or `json_object` with a schema as `value`, `regex`, or `json_schema` with `value.schema`.",
     )
 
     @property

@@ -91,7 +91,9 @@ def _chat(client: openai.OpenAI, target: Target) -> None:
     assert whole.choices[0].logprobs is not None
     assert whole.choices[0].logprobs.content
     parsed = client.chat.completions.parse(model=target.model, messages=_MESSAGES, response_format=Reading)
-    assert isinstance(parsed.choices[0].message.parsed, Reading)
+    message = parsed.choices[0].message
+    assert isinstance(message.parsed, Reading)
+    client.chat.completions.create(**body | {"messages": [*_MESSAGES, message, *_MESSAGES]})
 
 
 def _call_functions(client: openai.OpenAI, target: Target) -> None:
@@ -111,6 +113,20 @@ def _call_functions(client: openai.OpenAI, target: Target) -> None:
     assert final.finish_reason == "tool_calls"
     (streamed,) = final.message.tool_calls or []
     assert streamed.function.arguments == call.function.arguments
+    _go_on_after_calls(client, body)
+
+
+def _go_on_after_calls(client: openai.OpenAI, body: dict[str, Any]) -> None:
+    """The loop of an agent: what the package has parsed goes back with what the function gave."""
+    body |= {"tools": [openai.pydantic_function_tool(Reading)]}
+    parsed = client.chat.completions.parse(**body).choices[0].message
+    with client.chat.completions.stream(**body) as stream:
+        streamed = stream.get_final_completion().choices[0].message
+    for message in (parsed, streamed):
+        (call,) = message.tool_calls or []
+        assert isinstance(call.function.parsed_arguments, Reading)
+        result = {"role": "tool", "tool_call_id": call.id, "content": "well"}
+        client.chat.completions.create(**body | {"messages": [*_MESSAGES, message, result]})
 
 
 def _fail(client: openai.OpenAI, target: Target) -> None:
