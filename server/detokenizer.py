@@ -101,6 +101,15 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
     return token_bytes(tokenizer, token_id).decode("utf-8", "replace")
 
 
+def token_name(tokenizer: Tokenizer, token_id: int) -> str:
+    r"""As OpenAI's completions name it: by its text, or `bytes:\xe6\xbc` where that is no whole characters."""
+    added = token_bytes(tokenizer, token_id)
+    try:
+        return added.decode()
+    except UnicodeDecodeError:
+        return f"bytes:{added.decode('utf-8', 'backslashreplace')}"
+
+
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
     """What one token adds to a text, special tokens too: their text, and part of a character where that is a token."""
     token: str | None = tokenizer.id_to_token(token_id)

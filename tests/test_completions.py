@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from model.bundle import GenerationDefaults
+from server.detokenizer import token_name
 from tests.fake_runner import FakeRunner
 from tests.serving import (
     EOS,
@@ -138,7 +139,7 @@ async def test_logprobs_are_the_models_own_and_offsets_cut_the_text() -> None:
         rows = [log_softmax(served.runner.logits(ids[:i])) for i in range(1, len(ids))]
     choice = answer["choices"][0]
     logprobs = choice["logprobs"]
-    assert logprobs["tokens"] == [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+    assert logprobs["tokens"] == [token_name(tokenizer, i) for i in ids]
     assert logprobs["token_logprobs"][0] is None
     assert logprobs["top_logprobs"][0] is None
     assert np.allclose(logprobs["token_logprobs"][1:], [row[i] for row, i in zip(rows, ids[1:], strict=True)])
@@ -147,6 +148,17 @@ async def test_logprobs_are_the_models_own_and_offsets_cut_the_text() -> None:
     offsets = [*logprobs["text_offset"], len(choice["text"])]
     assert offsets == sorted(offsets)
     assert choice["text"][: offsets[3]] == "def read"[: offsets[3]]
+
+
+async def test_a_token_is_named_alike_and_by_itself_also_where_it_is_a_part_of_a_character() -> None:
+    """Readers tell by these names whether a token is the likeliest."""
+    prompt = "漢字かな é漢🙂 ☃☃"
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=200)) as served:
+        answer = await complete(served, prompt=prompt, echo=True, max_tokens=20, logprobs=20, ignore_eos=True, seed=1)
+    logprobs = answer["choices"][0]["logprobs"]
+    assert logprobs["tokens"][:3] == ["bytes:\\xe6", "bytes:\\xbc", "bytes:\\xa2"]
+    entries = zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+    assert all(top[name] == logprob for name, logprob, top in list(entries)[1:])
 
 
 async def test_streamed_logprobs_are_the_whole_ones() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from server.detokenizer import Detokenizer, StopChecker, token_bytes, token_text
+from server.detokenizer import Detokenizer, StopChecker, token_bytes, token_name, token_text
 from tests.serving import EOS, small_tokenizer
 
 tokenizer = small_tokenizer()
@@ -123,6 +123,14 @@ def test_a_token_keeps_the_space_that_it_begins_with() -> None:
 def test_a_tokens_text_is_what_the_decoder_shows_for_it() -> None:
     for token_id in range(N):
         assert token_text(tokenizer, token_id) == tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def test_a_token_is_named_by_its_text_or_else_by_its_bytes() -> None:
+    names = [token_name(tokenizer, i) for i in range(N)]
+    assert len(set(names)) == N
+    texts = [token_text(tokenizer, i) for i in range(N)]
+    assert all(name == text for name, text in zip(names, texts, strict=True) if "\ufffd" not in text)
+    assert token_name(tokenizer, tokenizer.token_to_id("\u00e6")) == "bytes:\\xe6"
 
 
 def test_an_id_without_a_token_adds_nothing() -> None:

@@ -13,7 +13,7 @@ from server.api.responses import service_of
 from server.api.schemas import CompletionsBody, parse
 from server.api.sse import compact
 from server.completion import Choice, Completion, Delta
-from server.detokenizer import Detokenizer, token_text
+from server.detokenizer import Detokenizer, token_name
 from server.engine.sampling import TokenLogprobs
 from server.service import Service
 
@@ -123,14 +123,15 @@ class _Answer(Answer):
             if position:
                 self._add(entries, scored[position - 1], text.n_chars)
             else:
-                entries.extend(_Logprobs([token_text(self.tokenizer, token_id)], [None], [None], [0]))
+                entries.extend(_Logprobs([token_name(self.tokenizer, token_id)], [None], [None], [0]))
             text.push(token_id)
 
     def _add(self, entries: _Logprobs, scored: TokenLogprobs, offset: int) -> None:
-        entries.tokens.append(token_text(self.tokenizer, scored.token_id))
-        entries.token_logprobs.append(finite(scored.logprob))
+        name, logprob = token_name(self.tokenizer, scored.token_id), finite(scored.logprob)
         top: dict[str, float] = {}
-        for token_id, logprob in (*scored.top, (scored.token_id, scored.logprob)):
-            top.setdefault(token_text(self.tokenizer, token_id), finite(logprob))
-        entries.top_logprobs.append(top)
+        for token_id, other in scored.top:
+            top.setdefault(token_name(self.tokenizer, token_id), finite(other))
+        entries.tokens.append(name)
+        entries.token_logprobs.append(logprob)
+        entries.top_logprobs.append(top | {name: logprob})  # also where two tokens have one text
         entries.text_offset.append(offset)
