@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import jsonschema
@@ -15,6 +19,8 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from server import grammars
+from server.engine.constraints import Grammar
+from server.engine.grammar_trial import TrialEndedError
 from tests.fake_runner import FakeRunner
 from tests.random_schemas import random_schema
 from tests.serving import EOS, VOCAB_SIZE, Served, fake_bundle, serving, small_tokenizer
@@ -175,3 +181,71 @@ async def test_a_known_grammar_is_not_tried_again_and_no_process_stays() -> None
         await complete(served, regex="b", max_tokens=2)
         assert trial._process.poll() is None
     assert trial._process is None
+
+
+@asynccontextmanager
+async def busy(served: Served) -> AsyncIterator[list[str]]:
+    """While a trial takes its time; the sources of the grammars that were tried afterwards."""
+    begun, over = threading.Event(), threading.Event()
+    trial, tried = served.service.grammars._trial, []
+    check = trial.check
+
+    def checking(grammar: Grammar) -> None:
+        if not begun.is_set():
+            begun.set()
+            over.wait()
+        else:
+            tried.append(grammar.source)
+        check(grammar)
+
+    trial.check = checking  # type: ignore[method-assign]
+    first = asyncio.ensure_future(complete(served, regex="slow", max_tokens=9))
+    try:
+        await asyncio.to_thread(begun.wait)
+        yield tried
+    finally:
+        over.set()
+    assert (await first)["choices"][0]["text"] == "slow"
+
+
+async def test_a_known_grammar_waits_for_no_trial() -> None:
+    async with serving() as served:
+        await complete(served, regex="a", max_tokens=2)
+        async with busy(served) as tried:
+            assert (await complete(served, regex="a", max_tokens=2))["choices"][0]["text"] == "a"
+    assert not tried
+
+
+async def test_a_deadline_is_one_for_a_grammar_that_waits_too() -> None:
+    async with serving() as served, busy(served) as tried:
+        late = await post(served, regex="late", max_tokens=2, timeout_ms=100)
+    assert (late.status_code, late.json()["error"]["type"]) == (504, "deadline_exceeded")
+    assert "while the grammar of regex waited" in late.json()["error"]["message"]
+    assert "late" not in tried, "who has gone is not worked for"
+
+
+async def test_a_refused_grammar_is_tried_once_and_pushes_no_good_one_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_KNOWN", 2)
+    async with serving() as served:
+        await complete(served, regex="a", max_tokens=2)
+        async with busy(served) as tried:
+            posts = [
+                asyncio.ensure_future(post(served, regex=text, max_tokens=2)) for text in ["(a"] * 3 + ["((", "((("]
+            ]
+            await asyncio.sleep(0)
+        answers = [await posted for posted in posts]
+        await post(served, grammar="(((", max_tokens=2)
+        again = await post(served, regex="(((", max_tokens=2)
+        await complete(served, regex="a", max_tokens=2)
+    assert {answer.status_code for answer in (*answers, again)} == {400}
+    assert again.json() == answers[-1].json()
+    assert tried == ["(a", "((", "(((", "((("]
+
+
+async def test_a_trial_that_was_ended_says_nothing_of_its_grammar() -> None:
+    async with serving() as served:
+        ended = Mock(side_effect=[TrialEndedError("ended; try again"), None])
+        served.service.grammars._trial.check = ended  # type: ignore[method-assign]
+        refused = await post(served, regex="a", max_tokens=2)
+        assert (await complete(served, regex="a", max_tokens=2))["choices"][0]["text"] == "a"
+    assert "ended; try again" in refused.json()["error"]["message"]

@@ -80,6 +80,12 @@ class Grammar:
         return cls("lark", text, param)
 
 
+def check_size(grammar: Grammar) -> None:
+    """Raises GrammarError."""
+    if (n := len(grammar.source)) > MAX_GRAMMAR_CHARS:
+        raise GrammarError(f"{n} characters are too long: at most {MAX_GRAMMAR_CHARS} may be given")
+
+
 class Constraint:
     """Where one text is in its grammar.
 
@@ -139,8 +145,7 @@ class GrammarCompiler:
 
     def compile(self, grammar: Grammar) -> Constraint:
         """The constraint of a text that has not begun. Raises GrammarError."""
-        if (n := len(grammar.source)) > MAX_GRAMMAR_CHARS:
-            raise GrammarError(f"{n} characters are too long: at most {MAX_GRAMMAR_CHARS} may be given")
+        check_size(grammar)
         matcher = LLMatcher(self.tokens, _translate(grammar), log_level=0, limits=_limits())
         matcher.compute_bitmask()  # finds what can never begin
         if matcher.is_error():

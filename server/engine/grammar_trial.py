@@ -27,6 +27,10 @@ MEMORY_BYTES = 32 * 2**20
 _ROOT = Path(__file__).parents[2]
 
 
+class TrialEndedError(GrammarError):
+    """The trial said nothing of the grammar."""
+
+
 class GrammarTrial:
     """For one model's tokens and one thread. The process starts with the first grammar, and has to be closed."""
 
@@ -35,7 +39,7 @@ class GrammarTrial:
         self._process: Popen[bytes] | None = None
 
     def check(self, grammar: Grammar) -> None:
-        """Raises GrammarError for a grammar that cannot be compiled, or not within the limits."""
+        """Raises GrammarError for a grammar that cannot be compiled, or not within the limits; TrialEndedError."""
         if self._process is None or self._process.poll() is not None:
             self.close()
             module = [sys.executable, "-m", __name__]
@@ -44,7 +48,9 @@ class GrammarTrial:
         self._send((grammar.kind, grammar.source))
         assert self._process.stdout is not None
         answer = self._process.stdout.readline()
-        if error := json.loads(answer or '"the process that tries grammars was ended; try again"'):
+        if not answer:
+            raise TrialEndedError("the process that tries grammars was ended; try again")
+        if error := json.loads(answer):
             raise GrammarError(error)
 
     def close(self) -> None:

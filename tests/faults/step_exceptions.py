@@ -101,7 +101,8 @@ async def _serve(tracer: Tracer) -> list[str]:
     """What is wrong after a few requests, during which the tracer may strike."""
     runner = FakeRunner(VOCAB_SIZE, max_num_seqs=3)
     async with serving(runner, cache_bytes=2**12, speculate=True, max_queue=100) as served:
-        served.service.grammars._check = lambda _: None  # without a process that tries grammars first
+        # Without a process that tries grammars first.
+        served.service.grammars._trial.check = lambda _: None  # type: ignore[assignment,method-assign]
         await _post(served, _BODIES[0])  # the engine's thread looks up what to run next only now
         tracer.install(served.service.engine)
         try:
