@@ -58,3 +58,22 @@ async def test_what_has_to_be_a_call_is_one_where_the_tags_are_tokens(special: b
                 jsonschema.validate(arguments, SCHEMAS[name])
     assert calls_of(free) == calls_of(held) == BOTH
     assert free["message"]["content"] == held["message"]["content"] == "Let me see."
+
+
+@pytest.mark.parametrize("tool_choice", ["auto", "required"])
+async def test_functions_may_say_what_their_strings_are_for(tool_choice: str) -> None:
+    """Schemas made from types say so by formats that hold nothing."""
+    login = {
+        "type": "object",
+        "properties": {"secret": {"type": "string", "format": "password", "maxLength": 3}},
+        "required": ["secret"],
+        "additionalProperties": False,
+    }
+    async with chatting('<tool_call>\n{"name": "login", "arguments": {"secret": "abc"}}\n</tool_call>') as (
+        served,
+        _,
+        _,
+    ):
+        body = {"tools": [tool("login", login, strict=True)], "tool_choice": tool_choice, "parallel_tool_calls": False}
+        choice = (await post(served, **body))["choices"][0]
+    assert calls_of(choice) == [("login", {"secret": "abc"})]
