@@ -26,8 +26,11 @@ from server.forecast import Work
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
+    """`places`: where each token begins in the text, as the tokenizer has it; None where nobody has asked it."""
+
     ids: list[int]
     text: str
+    places: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +54,18 @@ class CompletionRequest:
     @property
     def demand(self) -> Demand:
         """What it asks of the engine, were it submitted now."""
-        now, params = perf_counter(), self.params
-        may_end = not params.ignore_eos or params.stop_token_ids or self.stops or self.grammar is not None
-        n_sure = max(params.min_tokens, 1) if may_end else params.max_tokens
+        now = perf_counter()
         left = math.inf if self.deadline is None else self.deadline - now
-        own = Work(len(self.prompts[0].ids), min(n_sure, params.max_tokens), left=left)
+        own = Work(len(self.prompts[0].ids), self.n_sure, self.n_sure, left=left)
         n_tokens = sum(len(prompt.ids) for prompt in self.prompts)
         return Demand(self.n_sequences, n_tokens, turn(now, self.priority), own)
+
+    @property
+    def n_sure(self) -> int:
+        """New tokens that each sequence needs however its text may end."""
+        params = self.params
+        may_end = not params.ignore_eos or params.stop_token_ids or self.stops or self.grammar is not None
+        return min(max(params.min_tokens, 1) if may_end else params.max_tokens, params.max_tokens)
 
     @property
     def n_sequences(self) -> int:
@@ -114,7 +122,7 @@ def make_choices(
         prompt = request.prompts[index // request.n]
         own = replace(request.params, sample_index=index % request.n)
         sequence = Sequence(first_id + index, prompt.ids, own, ending_ids, SequenceTimes(arrived), request.request_id)
-        sequence.priority = request.priority
+        sequence.priority, sequence.n_sure = request.priority, request.n_sure
         sequence.deadline = math.inf if request.deadline is None else request.deadline
         sequence.constraint = constraint.copy() if constraint else None
         text = Detokenizer(tokenizer, prompt.ids, request.kept_ids)

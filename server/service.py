@@ -13,6 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from time import time
 from typing import Any, TypeVar
 
+from tokenizers import Encoding
+
 from model.bundle import CHAT_TEMPLATE_FILE, ModelBundle
 from model.chat import ChatTemplate, ChatTemplateError
 from model.tokenizer import keep_spaces_in_offsets
@@ -28,6 +30,7 @@ from server.settings import Settings
 logger = logging.getLogger("kvasir")
 
 T = TypeVar("T")
+_Encoded = tuple[list[int], list[int] | None]  # ids, and where in the text their tokens begin
 
 _SHORT_TEXT = 4096  # characters that are tokenised at once, without leaving the event loop
 _ABORT_SECONDS = 5.0  # for the engine to come out of its step and end the last requests
@@ -113,31 +116,41 @@ class Service:
         return prompt
 
     async def prompts(
-        self, sources: Sequence[str | list[int]], *, keep_last: int | None = None, add_special_tokens: bool = True
+        self,
+        sources: Sequence[str | list[int]],
+        *,
+        keep_last: int | None = None,
+        add_special_tokens: bool = True,
+        with_places: bool = False,
     ) -> list[Prompt]:
         """Prompts from texts or token ids, each cut to its last `keep_last` tokens. Raises InvalidRequestError.
 
-        add_special_tokens: those that the tokenizer puts around a text, such as BOS.
+        add_special_tokens: those that the tokenizer puts around a text, such as BOS. with_places: of tokens in texts.
         """
         texts = [source for source in sources if isinstance(source, str)]
-        encoded = iter(await self._tokenise(texts, add_special_tokens))
-        return [self._prompt(s, next(encoded) if isinstance(s, str) else s, keep_last) for s in sources]
+        encoded = iter(await self._tokenise(texts, add_special_tokens, with_places))
+        return [
+            self._prompt(s, *(next(encoded) if isinstance(s, str) else (s, None)), keep_last=keep_last) for s in sources
+        ]
 
-    async def _tokenise(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+    async def _tokenise(self, texts: list[str], add_special_tokens: bool, with_places: bool) -> list[_Encoded]:
         tokenizer = self.bundle.tokenizer
         if sum(map(len, texts)) <= _SHORT_TEXT:
-            return [tokenizer.encode(text, add_special_tokens=add_special_tokens).ids for text in texts]
-        # In a thread `encode` would still keep the interpreter to itself; of a batch, also of one, it lets go.
-        encode = partial(tokenizer.encode_batch_fast, texts, add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in await asyncio.to_thread(encode)]
+            encodings = [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        else:  # in a thread `encode` would still keep the interpreter to itself; of a batch, also of one, it lets go
+            encode = tokenizer.encode_batch if with_places else tokenizer.encode_batch_fast
+            encodings = await asyncio.to_thread(encode, texts, add_special_tokens=add_special_tokens)
+        return [(encoding.ids, _places(encoding) if with_places else None) for encoding in encodings]
 
-    def _prompt(self, source: str | list[int], ids: list[int], keep_last: int | None) -> Prompt:
+    def _prompt(
+        self, source: str | list[int], ids: list[int], places: list[int] | None, *, keep_last: int | None
+    ) -> Prompt:
         is_cut = keep_last is not None and len(ids) > keep_last
         if keep_last is not None and is_cut:
             ids = ids[-keep_last:]
         check_prompt_length(len(ids), self.max_model_len)
         if isinstance(source, str) and not is_cut:
-            return Prompt(ids, source)
+            return Prompt(ids, source, places)
         self.check_token_ids(ids, "prompt")
         return Prompt(ids, self.bundle.tokenizer.decode(ids))
 
@@ -185,10 +198,11 @@ class Service:
         for prompt in request.prompts:
             check_length(len(prompt.ids), request.params.max_tokens, engine)
         self._check_endings(request)
-        if request.grammar is not None:  # before work on it
-            self.admission.check(request.demand)
-        constraint = await self.grammars.constraint(request)
-        demand = request.demand
+        constraint, demand = None, request.demand
+        if request.grammar is not None and demand.own.left > 0:
+            self.admission.check(demand)  # before work on it
+            constraint = await self.grammars.constraint(request)
+            demand = request.demand
         if demand.own.left <= 0:
             raise DeadlineExceededError("the deadline passed while the prompt was read; allow more time, or try later")
         with self.admission.admit(demand) as patience:
@@ -217,6 +231,15 @@ def expire(completion: Completion, patience: float, left: float) -> list[asyncio
     loop = asyncio.get_running_loop()
     timers = [loop.call_later(left, completion.stream.expire)]
     return [*timers, loop.call_later(max(0.0, patience), shed)] if patience < left else timers
+
+
+def _places(encoding: Encoding) -> list[int]:
+    """Where in the text each token begins; one that the tokenizer added is behind what came before it."""
+    places, end = [], 0
+    for start, stop in encoding.offsets:
+        places.append(start if stop else end)
+        end = stop or end
+    return places
 
 
 def onnxruntime_version() -> str | None:

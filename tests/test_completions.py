@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from model.bundle import GenerationDefaults
 from server.detokenizer import token_name
@@ -148,6 +149,31 @@ async def test_logprobs_are_the_models_own_and_offsets_cut_the_text() -> None:
     offsets = [*logprobs["text_offset"], len(choice["text"])]
     assert offsets == sorted(offsets)
     assert choice["text"][: offsets[3]] == "def read"[: offsets[3]]
+
+
+@pytest.mark.parametrize("added", [False, True])
+async def test_offsets_of_an_echoed_prompt_are_where_its_tokens_are_in_the_text(added: bool) -> None:
+    """Special tokens that the text spells out have room in it; those that the tokenizer adds have none."""
+    prompt, long = "a <|endoftext|>b☃c ", "x" * 5000
+    framing = beginning_with_end_of_text()
+    framing.post_processor = TemplateProcessing(
+        "<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", EOS)]
+    )
+    bundle = replace(fake_bundle(max_model_len=6000), tokenizer=framing if added else tokenizer)
+    expected = [0] * added + [0, 1, 2, 15, 16, 16, 16, 17, 18] + [19] * added
+    body = {"echo": True, "logprobs": 0, "max_tokens": 1, "ignore_eos": True}
+
+    async def offsets(**fields: Any) -> list[list[int]]:
+        answer = await complete(served, **body, **fields)
+        return [choice["logprobs"]["text_offset"] for choice in answer["choices"]]
+
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=6000), bundle=bundle) as served:
+        assert await offsets(prompt=prompt) == [[*expected, 19]]
+        assert (await offsets(prompt=[long, prompt], n=2))[3] == [*expected, 19]
+        of_what_is_left = [0, 1, 1, 1, 2, 3, 4] if not added else [0, 0, 0, 1, 2, 3, 3]
+        assert await offsets(prompt=prompt, truncate_prompt_tokens=6) == [of_what_is_left]
+        ids = tokenizer.encode(prompt).ids
+        assert await offsets(prompt=ids) == [[0, 1, 2, 2, 3, 3, 3, 4, 5, 6]], "special tokens do not show"
 
 
 async def test_a_token_is_named_alike_and_by_itself_also_where_it_is_a_part_of_a_character() -> None:

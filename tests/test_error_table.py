@@ -250,6 +250,23 @@ def _streaming(post: Post) -> Post:
     return streaming
 
 
+@pytest.mark.parametrize("fields", [{}, {"regex": "a+"}])
+async def test_a_deadline_that_has_passed_is_no_matter_of_the_load(fields: dict[str, Any]) -> None:
+    """Before any work, and where a forecast would refuse the request anyway."""
+    async with serving(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
+        post = poster(served, "openai")
+        served.service.engine.forecast.ended(3600.0)
+        served.service.engine.forecast.step(StepStats(1, 0, 0, 0, 0, 0, 3600.0), 256)
+        async with occupied(served, post):
+            early = await post(timeout_ms=60_000, **fields)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("server.api.middleware.perf_counter", lambda: perf_counter() - 3600)
+                late = await post(timeout_ms=3_600_000, **fields)
+            assert served.submitted.locked(), "neither reached the engine"
+    assert (early.status_code, late.status_code) == (429, 504)
+    assert late.json()["error"]["type"] == "deadline_exceeded"
+
+
 async def test_a_failed_engine_is_not_alive() -> None:
     async with serving() as served:
         assert (await served.client.get("/health/live")).status_code == 200

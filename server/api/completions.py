@@ -12,7 +12,7 @@ from server.api.openai import Answer, check_body, completion_request, finite, re
 from server.api.responses import service_of
 from server.api.schemas import CompletionsBody, parse
 from server.api.sse import compact
-from server.completion import Choice, Completion, Delta
+from server.completion import Choice, Completion, Delta, Prompt
 from server.detokenizer import Detokenizer, token_name
 from server.engine.sampling import TokenLogprobs
 from server.service import Service
@@ -31,7 +31,10 @@ async def completions(request: Request) -> Response:
         service,
         body,
         await service.prompts(
-            body.prompt, keep_last=body.truncate_prompt_tokens, add_special_tokens=body.add_special_tokens
+            body.prompt,
+            keep_last=body.truncate_prompt_tokens,
+            add_special_tokens=body.add_special_tokens,
+            with_places=body.echo and body.logprobs is not None,
         ),
         request.state,
         usual_tokens=DEFAULT_MAX_TOKENS,
@@ -112,19 +115,26 @@ class _Answer(Answer):
         entries = _Logprobs()
         prompt = delta.choice.prompt
         if delta.prompt_logprobs is not None:
-            self._add_prompt(entries, prompt.ids, delta.prompt_logprobs)
+            self._add_prompt(entries, prompt, delta.prompt_logprobs)
         if delta.logprobs is not None:
             self._add(entries, delta.logprobs, delta.offset + (len(prompt.text) if self._body.echo else 0))
         return entries
 
-    def _add_prompt(self, entries: _Logprobs, ids: list[int], scored: list[TokenLogprobs]) -> None:
+    def _add_prompt(self, entries: _Logprobs, prompt: Prompt, scored: list[TokenLogprobs]) -> None:
+        places = prompt.places or self._places(prompt.ids)
+        first = token_name(self.tokenizer, prompt.ids[0])
+        entries.extend(_Logprobs([first], [None], [None], [places[0]]))
+        for token, place in zip(scored, places[1:], strict=True):
+            self._add(entries, token, place)
+
+    def _places(self, ids: list[int]) -> list[int]:
+        """In the text that the tokens decode to."""
         text = Detokenizer(self.tokenizer)
-        for position, token_id in enumerate(ids):
-            if position:
-                self._add(entries, scored[position - 1], text.n_chars)
-            else:
-                entries.extend(_Logprobs([token_name(self.tokenizer, token_id)], [None], [None], [0]))
+        places = []
+        for token_id in ids:
+            places.append(text.n_chars)
             text.push(token_id)
+        return places
 
     def _add(self, entries: _Logprobs, scored: TokenLogprobs, offset: int) -> None:
         name, logprob = token_name(self.tokenizer, scored.token_id), finite(scored.logprob)
