@@ -19,8 +19,11 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from server import grammars
+from server.completion import CompletionRequest, Prompt
 from server.engine.constraints import Grammar
 from server.engine.grammar_trial import TrialEndedError
+from server.engine.sampling import SamplingParams
+from server.errors import DeadlineExceededError
 from tests.fake_runner import FakeRunner
 from tests.random_schemas import random_schema
 from tests.serving import EOS, VOCAB_SIZE, Served, fake_bundle, serving, small_tokenizer
@@ -222,6 +225,13 @@ async def test_a_deadline_is_one_for_a_grammar_that_waits_too() -> None:
     assert (late.status_code, late.json()["error"]["type"]) == (504, "deadline_exceeded")
     assert "while the grammar of regex waited" in late.json()["error"]["message"]
     assert "late" not in tried, "who has gone is not worked for"
+
+
+async def test_a_deadline_that_has_passed_before_is_not_the_grammars() -> None:
+    late: Any = {"params": SamplingParams(max_tokens=2), "grammar": Grammar.regex("a"), "deadline": 0.0}
+    async with serving() as served:
+        with pytest.raises(DeadlineExceededError, match="while the prompt was read"):
+            await served.service.complete(CompletionRequest(prompts=[Prompt([5], "a")], **late)).__aenter__()
 
 
 async def test_a_refused_grammar_is_tried_once_and_pushes_no_good_one_out(monkeypatch: pytest.MonkeyPatch) -> None:
