@@ -128,4 +128,6 @@ def check_length(n_tokens: int, config: DecoderConfig) -> None:
 def check_index(name: str, index: int, count: int) -> None:
     """Raises InvalidRequestError for a layer or a head that does not exist."""
     if index not in range(count):
-        raise InvalidRequestError(f"there is no {name} {index}; the model has {name}s 0 to {count - 1}", param=name)
+        raise InvalidRequestError(
+            f"there is no {name} {index}; the model has {name}s 0 to {count - 1}", param=f"{name}s"
+        )

@@ -477,8 +477,11 @@ async def test_the_model_is_listed_and_others_are_not_there() -> None:
         listed = (await served.client.get("/v1/models")).json()["data"]
         assert [(card["id"], card["max_model_len"]) for card in listed] == [(MODEL, 64)]
         assert (await served.client.get(f"/v1/models/{MODEL}")).json() == listed[0]
-        missing = await served.client.get("/v1/models/other/model")
-    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+        missing = [await served.client.get(f"/v1/models/{other}") for other in ("other/model", "dummy", "tgi")]
+        for whichever in ("dummy", "tgi"):
+            assert (await complete(served, prompt="a", model=whichever))["model"] == MODEL
+    assert [answer.status_code for answer in missing] == [404] * 3
+    assert {answer.json()["error"]["code"] for answer in missing} == {"model_not_found"}
 
 
 async def test_special_tokens_have_no_text_but_a_name() -> None:

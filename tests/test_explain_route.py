@@ -60,24 +60,25 @@ async def test_the_numbers_are_the_explainers(directory: Path) -> None:
     assert len(usual.json()["next_tokens"]) == 10
 
 
-@pytest.mark.parametrize(("body", "message"), [
-    ({"text": "a", "layers": [0, 2]}, "there is no layer 2; the model has layers 0 to 1"),
-    ({"text": "a", "heads": [4]}, "there is no head 4; the model has heads 0 to 3"),
-    ({"text": ""}, "there is no token in the text"),
-    ({"text": "a" * 65}, "at most 64"),
-    ({"text": "a", "prompt": "a"}, "give either text or prompt"),
-    ({}, "give either text or prompt"),
-    ({"text": "a", "layers": []}, "layers: List should have at least 1 item"),
-    ({"text": "abcdef"}, "1 layers and 4 heads of 6 tokens are 144 weights, more than the 143"),
+@pytest.mark.parametrize(("body", "param", "message"), [
+    ({"text": "a", "layers": [0, 2]}, "layers", "there is no layer 2; the model has layers 0 to 1"),
+    ({"text": "a", "heads": [4]}, "heads", "there is no head 4; the model has heads 0 to 3"),
+    ({"text": ""}, "text", "there is no token in the text"),
+    ({"text": "a" * 65}, "prompt", "at most 64"),
+    ({"text": "a", "prompt": "a"}, None, "give either text or prompt"),
+    ({}, None, "give either text or prompt"),
+    ({"text": "a", "layers": []}, "layers", "layers: List should have at least 1 item"),
+    ({"text": "abcdef"}, "heads", "1 layers and 4 heads of 6 tokens are 144 weights, more than the 143"),
 ])  # fmt: skip
 async def test_a_wrong_wish_is_told_what_is_wrong(
-    directory: Path, body: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+    directory: Path, body: dict[str, Any], param: str | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("server.api.explain.MAX_WEIGHTS", 143)
     async with explaining(directory) as client:
         response = await client.post("/explain", json=body)
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == param
 
 
 async def test_a_model_without_the_graph_says_how_to_get_it() -> None:

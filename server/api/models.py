@@ -21,7 +21,7 @@ async def models(request: Request) -> dict[str, Any]:
 @router.get("/v1/models/{model_id:path}")
 async def model(request: Request, model_id: str) -> dict[str, Any]:
     service = service_of(request)
-    check_model(service, model_id)
+    check_model(service, model_id, others=())
     return _model_card(service)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Container
 from time import time
 from typing import Any
 
@@ -19,13 +19,13 @@ from server.errors import ModelNotFoundError
 from server.service import Service
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
-_WHICHEVER = frozenset({"dummy", "tgi"})  # as huggingface_hub and TGI's users call what a server happens to serve
+_WHICHEVER = (None, "dummy", "tgi")  # as huggingface_hub and TGI's users call what a server happens to serve
 
 
-def check_model(service: Service, name: str | None) -> None:
-    """Raises ModelNotFoundError for a name other than that of the model that is served."""
+def check_model(service: Service, name: str | None, others: Container[str | None] = _WHICHEVER) -> None:
+    """Raises ModelNotFoundError for a name that is neither the served model's nor one of the others."""
     served = service.settings.model_name
-    if name not in (None, served) and name not in _WHICHEVER:
+    if name != served and name not in others:
         raise ModelNotFoundError(f"the model {name!r} is not served here; {served!r} is", param="model")
 
 
