@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from server.engine.engine import Engine
@@ -117,27 +117,38 @@ class Admission:
                 self._empty.set()
 
     def retry_after(self, n_sequences: int) -> int:
-        """Seconds until that many will have left, as long as the last ones held their rows; at least 1."""
-        return _whole(n_sequences * self._forecast.seconds_held / self.max_num_seqs)
+        """Seconds until that many will have left, as the last ones did, or as is sure of those inside; at least 1."""
+        usual = n_sequences * self._forecast.seconds_held / self.max_num_seqs
+        if not self.n_inside:
+            return _whole(usual)
+        backlog = self._backlog(math.inf)
+        left = replace(backlog, waiting=backlog.waiting[: n_sequences - 1])
+        return _whole(max(usual, self._forecast.seconds_to_row(left)))
 
     async def wait_until_empty(self) -> None:
         await self._empty.wait()
 
 
 def patience(forecast: Forecast, backlog: Backlog, own: Work) -> float:
-    """For how many seconds a newcomer may wait. Raises OverloadedError where its deadline cannot be met."""
-    seconds = forecast.seconds_to_answer(backlog, own) if own.left < math.inf else 0.0
-    if not seconds:
+    """For how many seconds a newcomer may wait. Raises OverloadedError where its deadline cannot be met.
+
+    Whoever is expected to be in time may wait as long as it still can be. The others are let in for the case that it
+    goes faster, but have to begin with time to spare: otherwise all rows would soon be held by those who are just late.
+    """
+    wait = forecast.seconds_to_row(backlog) if own.left < math.inf else 0.0
+    if not wait:  # it is better begun than forecast
         return own.left
-    if seconds > own.left:
+    least_run, run = forecast.least_seconds_to_run(own.n_prompt, own.n_new), forecast.seconds_to_run(own)
+    if wait + least_run > own.left:
         raise OverloadedError(
-            f"an answer would take at least {seconds:.1f} seconds, but the request's deadline allows {own.left:.1f}; "
-            "try again later, or allow more time",
-            retry_after=_whole(seconds - own.left),
+            f"an answer would take at least {wait + least_run:.1f} seconds, but the request's deadline allows "
+            f"{own.left:.1f}; try again later, or allow more time",
+            retry_after=_whole(wait + least_run - own.left),
             limit="deadline",
         )
-    run = forecast.seconds_to_run(own)
-    return own.left - (PATIENCE if PATIENCE * run < own.left else OPTIMISM) * run
+    if wait / OPTIMISM + run <= own.left:
+        return own.left - run
+    return own.left - (PATIENCE * run if PATIENCE * run < own.left else least_run)
 
 
 def _whole(seconds: float) -> int:

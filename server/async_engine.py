@@ -300,6 +300,7 @@ def _work(sequence: Sequence, now: float) -> Work:
     return Work(
         max(0, len(sequence.prompt_ids) - sequence.n_computed),
         sequence.params.max_tokens - len(sequence.output_ids),
+        max(0, sequence.n_sure - len(sequence.output_ids)),
         held=0.0 if scheduled is None else now - scheduled,
         left=sequence.deadline - now,
     )

@@ -95,7 +95,25 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once_with_both_times(
         admission.check(demand(n_new=4, left=6.5))
     assert caught.value.reason == "overloaded_deadline"
     assert caught.value.retry_after == math.ceil(at_least - 6.5)
-    assert admission.check(demand(n_new=4, left=20.0)) == 20.0 - PATIENCE * 4 * 0.5
+
+
+@pytest.mark.parametrize(("left", "run"), [(20.0, 1.0), (12.0, 1.0), (11.9, PATIENCE), (2.3, OPTIMISM)])
+async def test_whoever_may_be_in_time_may_wait_for_its_row(left: float, run: float) -> None:
+    """Whoever is expected to be, until what it needs would be too late; nobody is let in only to be shed at once."""
+    n_ended = 20 if left > 10 else 1
+    admission = opened(Backlog(1, [Work(0, n_ended)], [], 0), measured(30.0, 0.5))
+    assert admission.check(demand(n_new=4, left=left)) == pytest.approx(left - run * 4 * 0.5)
+    assert admission.check(demand(n_new=4, left=left)) >= OPTIMISM * n_ended * 0.5
+
+
+async def test_what_is_sure_is_waited_for_whatever_was_usual() -> None:
+    """Short texts came before long ones that cannot end early."""
+    backlog = Backlog(2, [Work(0, 100, n_sure=100), Work(0, 100, n_sure=90)], [Work(0, 100, n_sure=20)] * 3, 0)
+    admission = opened(backlog, measured(0.1, 0.5))
+    admission.n_inside = 2
+    with pytest.raises(OverloadedError, match="at least 45"):
+        admission.check(demand(left=20.0))
+    assert [admission.retry_after(n) for n in (1, 2, 3, 4)] == [34, 38, 42, 45]
 
 
 async def test_nobody_is_refused_for_a_time_that_was_not_measured_or_need_not_wait() -> None:

@@ -35,11 +35,11 @@ DESCRIPTIONS = {
     404: "There is no such model, or no such path.",
     405: "The path does not take this method.",
     413: "The body is larger than `max_body_bytes`.",
-    429: "Too many requests wait or run already, or this one would not end in time.",
-    431: "The URL and the headers are longer than `max_header_bytes`.",
+    429: "Too many requests wait or run already, or not even the first text of this one could end in time.",
+    431: "The URL and the headers, or what is around a chunked body, are longer than `max_header_bytes`.",
     500: "The engine failed.",
     503: "The model is loading, or the server is shutting down.",
-    504: "The deadline passed before the first token.",
+    504: "The deadline passed before the first token, or came too near while the request waited.",
 }
 _REF = "#/components/schemas/{model}"
 

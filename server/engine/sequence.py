@@ -56,6 +56,7 @@ class Sequence:
     times: SequenceTimes
     request_id: str = ""
     priority: int = 0  # lower is earlier
+    n_sure: int = 0  # new tokens that it needs however its text may end
     deadline: float = math.inf  # in seconds of `time.perf_counter()`
     status: SequenceStatus = SequenceStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
