@@ -65,6 +65,12 @@ faults: $(VENV)/.dev  ## Kill, flood, cut off and feed nonsense to servers, and 
 flood: $(VENV)/.dev  ## Measure what invalid requests cost running streams of MODEL=DIR
 	$(BIN)/python -m loadtest.flood $(MODEL) $(ARGS)
 
+overload: $(VENV)/.dev  ## Ask ten times as much of MODEL=DIR as it can answer, for a minute
+	$(BIN)/python -m loadtest.overload $(MODEL) $(ARGS)
+
+soak: $(VENV)/.dev  ## Ask MODEL=DIR for all kinds of things for SECONDS=600, and see what stays behind
+	$(BIN)/python -m loadtest.soak $(MODEL) --seconds $(or $(SECONDS),600) $(ARGS)
+
 conformance: $(VENV)/.dev build/conformance/.ready  ## Use the server with openai, huggingface_hub, schemathesis, lm_eval and guidellm
 	$(BIN)/python -m tests.conformance build/conformance
 
