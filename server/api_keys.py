@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import hashlib
 import logging
 import secrets
@@ -19,7 +20,7 @@ Stamp = tuple[int, int, int]  # of a file's content: modification time in nanose
 
 
 class ApiKeys:
-    """Which keys are known. Raises StartupError for a file that gives none.
+    """Which keys are known. Raises StartupError for a file that gives none, and for a key that nobody could send.
 
     Only digests are kept, keyed by a secret of this process: looking one up takes a time that says nothing about any
     key, and a digest that is shown gives no key away.
@@ -29,7 +30,10 @@ class ApiKeys:
         self._secret = secrets.token_bytes(32)
         self._path = path
         self._reloading = threading.Lock()
-        self._fixed = frozenset([self._digest(key.encode())] if key is not None else [])
+        try:
+            self._fixed = frozenset([self._digest(_stripped(key.encode()))] if key is not None else [])
+        except ValueError as error:
+            raise StartupError(f"api_key: {error}") from None
         self._stamp = self._current_stamp()
         try:
             self._known = self._fixed | (self._read(path) if path is not None else frozenset())
@@ -69,10 +73,8 @@ class ApiKeys:
             content = file.read(LARGEST_FILE + 1)
         if len(content) > LARGEST_FILE:
             raise ValueError(f"it has more than {LARGEST_FILE} bytes")
-        lines = [line.strip() for line in content.splitlines()]
-        keys = {line for line in lines if line and not line.startswith(b"#")}
-        if any(len(key.split()) > 1 for key in keys):
-            raise ValueError("a key has a space in it; write one key on each line, and comments on lines of their own")
+        lines = [line.strip() for line in content.removeprefix(codecs.BOM_UTF8).splitlines()]
+        keys = {_stripped(line) for line in lines if line and not line.startswith(b"#")}
         if not keys:
             raise ValueError("it holds no key; write one on each line")
         return frozenset(map(self._digest, keys))
@@ -86,3 +88,14 @@ class ApiKeys:
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._secret, digest_size=16).digest()
+
+
+def _stripped(key: bytes) -> bytes:
+    """Without the space around it, which no header keeps. Raises ValueError without a word of what it is."""
+    key = key.strip()
+    if not key or any(byte <= ord(" ") or byte == 0x7F for byte in key):
+        raise ValueError(
+            "a key is empty, or has a space or a control character in it; "
+            "write one key on each line, and comments on lines of their own"
+        )
+    return key

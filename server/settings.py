@@ -94,7 +94,9 @@ class Settings(BaseSettings):
     keep_alive_interval: Seconds = Field(15.0, description="Seconds of silence before a stream gets a comment line.")
     api_key: SecretStr | None = Field(None, min_length=1, description="The key that clients must send.")
     api_key_file: Path | None = Field(
-        None, description="File of keys that clients may send, one on each line; read again when it changes."
+        None,
+        description="File of keys that clients may send, one on each line; read again when it changes. "
+        "While it is gone or holds no key, the keys stay as they were.",
     )
     cors_origins: Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_split)] | None = Field(
         None, description="Origins of pages that browsers may call from, with commas between; * is all. Default: none."

@@ -58,7 +58,8 @@ async def test_keys_are_told_apart_and_not_shown(path: Path) -> None:
     ("content", "message"),
     [
         (b"\n# none\n", "holds no key"),
-        (b"one two\n", "a space in it"),
+        (b"one two\n", "a space or a control character in it"),
+        (b"one\0two\n", "a space or a control character in it"),
         (b"x" * (LARGEST_FILE + 1), "more than 1048576"),
     ],
 )
@@ -69,6 +70,18 @@ def test_a_file_without_keys_does_not_leave_the_server_open(path: Path, content:
     assert "one two" not in str(caught.value)
     with pytest.raises(StartupError, match="no such file"):
         ApiKeys(None, path.with_name("nothing"))
+
+
+@pytest.mark.parametrize("key", ["my secret", "my\x0bsecret", "secret\x7f", " \n"])
+def test_a_key_that_no_client_could_send_is_refused(key: str) -> None:
+    with pytest.raises(StartupError, match="api_key: ") as caught:
+        ApiKeys(key)
+    assert "secret" not in str(caught.value)
+
+
+async def test_what_files_put_around_keys_is_no_part_of_them(path: Path) -> None:
+    write(path, "\ufefffirst\r\nsecond \t\n")
+    assert await known(ApiKeys(" third\n", path), "first", "second", "third") == ["first", "second", "third"]
 
 
 async def test_a_changed_file_counts_from_the_next_request_on(path: Path) -> None:
