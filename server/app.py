@@ -79,7 +79,7 @@ def create_app(
             allow_origins=settings.cors_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", "x-should-retry"],
         )
     app.add_middleware(RequestContext)
     if provider is not None:

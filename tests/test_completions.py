@@ -368,6 +368,7 @@ async def test_the_models_advice_holds_unless_the_request_says_otherwise() -> No
         ({"grammar": "start: A"}, "grammar"),
         ({"response_format": {"type": "json"}}, "response_format.type"),
         ({"priority": 101}, "priority"),
+        ({"priority": -7}, "priority"),
         ({"priority": 0.5}, "priority"),
         ({"priority": False}, "priority"),
         ({"best_of": 2}, "best_of"),

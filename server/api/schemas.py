@@ -30,7 +30,7 @@ from server.errors import InvalidRequestError
 
 MAX_N = 16
 MAX_STOPS = 16
-MAX_PRIORITY = 100
+SOONEST_PRIORITY, LATEST_PRIORITY = -6, 100  # any client may take the first: a head start of a minute
 MAX_TOKENS_NAMED = 1024  # in stop_token_ids and logit_bias: each costs time in everybody's step
 _GREEDY_BELOW = 1e-5  # a smaller temperature would overflow float32
 WITHOUT_EFFECT = frozenset({"user", "store", "metadata", "prompt_cache_key", "safety_identifier"})
@@ -171,9 +171,9 @@ class SamplingFields(Body):
     )
     priority: int = Field(
         0,
-        ge=-MAX_PRIORITY,
-        le=MAX_PRIORITY,
-        description="Lower is sooner, as long as it waits; waiting makes up for it.",
+        ge=SOONEST_PRIORITY,
+        le=LATEST_PRIORITY,
+        description="Lower is sooner, as long as it waits; 10 seconds of waiting make up for a level.",
     )
 
     @field_validator("logit_bias")
