@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from server.api.middleware import log_request, request_id
 from server.api.responses import error_response
 from server.connection_limit import ConnectionLimit
-from server.errors import HeadTooLargeError, InvalidRequestError, KvasirError
+from server.errors import HeadTooLargeError, InvalidRequestError, KvasirError, UnavailableError
 from server.settings import Settings
 
 logger = logging.getLogger("kvasir")
@@ -138,6 +138,12 @@ class PatientProtocol(HttpToolsProtocol):
             self.cut("cut off a client that sends too slowly")
 
     # What is no request
+
+    def refuse_unfinished(self) -> None:
+        """Answer a request that has begun to come and, as the server goes down, will not come as a whole."""
+        is_next = self._unanswered is (None if self._in_head else self.cycle)
+        if (self._in_head or self._in_body) and is_next and not self._is_refused:
+            self._refuse(UnavailableError("the server is shutting down; try again", retry_after=1))
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(self._excess or InvalidRequestError(msg))

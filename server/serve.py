@@ -78,6 +78,8 @@ class DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         timer = asyncio.get_running_loop().call_later(_LAST_BYTES, self._cut_all)
+        for connection in self._connections():
+            connection.refuse_unfinished()
         await super().shutdown(sockets)
         timer.cancel()
 

@@ -195,6 +195,40 @@ async def refusing(_scope: Any, _receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
+@pytest.mark.parametrize(
+    ("came", "statuses"),
+    [
+        (b"", []),
+        (GET[:5], [503]),
+        (post(9), [503]),
+        (post(9) + b"123", [503]),
+        (GET + post(9), [200, 503]),
+        (GET, [200]),
+        (post(3) + b"123", [200]),
+    ],
+)
+async def test_what_has_not_come_as_a_whole_is_answered_at_shutdown(came: bytes, statuses: list[int]) -> None:
+    connection = Connection()
+    await connection.receive(came)
+    connection.protocol.refuse_unfinished()
+    connection.protocol.refuse_unfinished()
+    await settle()
+    assert connection.statuses == statuses
+    await connection.clock.advance(2.0)
+    assert connection.transport.is_closed == (503 in statuses)
+
+
+@pytest.mark.parametrize("early", [b"", GET[:5], post(9)])
+async def test_an_answer_that_is_being_made_at_shutdown_is_not_lost(early: bytes) -> None:
+    connection = Connection()
+    connection.may_answer.clear()
+    await connection.receive(GET + early)
+    connection.protocol.refuse_unfinished()
+    connection.may_answer.set()
+    await settle()
+    assert connection.statuses == [200]
+
+
 async def test_what_is_still_coming_after_its_answer_is_not_read_for_ever() -> None:
     """As of a body that was refused for its announced length."""
 

@@ -205,6 +205,17 @@ async def test_only_a_whole_answer_may_be_read_slowly(is_whole: bool, n_taken: i
     clock.call_later.return_value.cancel.assert_called_once()
 
 
+def test_half_an_upload_is_answered_at_shutdown(directory: Path) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
+    with served(directory) as (started, client):
+        with socket.create_connection((client.base_url.host, client.base_url.port), TIMEOUT) as uploader:
+            uploader.sendall(head)
+            assert uploader.recv(1000).startswith(b"HTTP/1.1 100 ")
+            started.popen.send_signal(signal.SIGTERM)
+            assert uploader.recv(1000).startswith(b"HTTP/1.1 503 ")
+        assert started.popen.wait() == 0
+
+
 def test_a_second_signal_leaves_at_once(directory: Path) -> None:
     with served(directory) as (started, client), streaming(started, client):
         started.popen.send_signal(signal.SIGTERM)
