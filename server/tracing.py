@@ -1,7 +1,7 @@
 """OpenTelemetry: a span for each accepted request, sent by OTLP.
 
-The SDK is imported, and anything of this runs, only where an endpoint is set. A span is made when its request has ended, from the times
-that the request carries anyway. Names are the semantic conventions' for generative AI.
+The SDK is imported, and anything of this runs, only where an endpoint is set. A span is made when its request has
+ended, from the times that the request carries anyway. Names are the semantic conventions' for generative AI.
 """
 
 from __future__ import annotations
