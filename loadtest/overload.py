@@ -1,22 +1,22 @@
 """Ten times as many requests as the server can answer: python -m loadtest.overload [MODEL_DIRECTORY].
 
-First its peak, with as many clients as sequences run at once; then requests arrive at ten times that rate, however many
-are unanswered, each with a deadline. Goodput is whole answers in time, a second.
+In turn its peak, with as many clients as sequences run at once; and ten times that rate, however many requests are
+unanswered, each with a deadline. Goodput is whole answers in time, a second.
 """
 
 from __future__ import annotations
 
 import os
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
-from time import perf_counter
 from typing import Annotated
 
 import numpy as np
 import typer
 import uvloop
 
-from loadtest.load import Ask, Prompts, Workload, closed_loop, open_loop
+from loadtest.load import Prompts, Workload, closed_loop, open_loop
 from loadtest.local_server import serve_locally
 from loadtest.sse_client import Answer, Target, complete
 
@@ -29,52 +29,80 @@ _CUT = "cut by its deadline"
 _ALLOWED = {"whole", "HTTP 429", "HTTP 504", _CUT}
 
 
+@dataclass(slots=True)
+class Overload:
+    """What came of all rounds. peaks, goodputs: answers a second; lateness: of answers under overload, in deadlines."""
+
+    target: Target
+    workload: Workload
+    prompts: Prompts = field(default_factory=lambda: Prompts(2048, seed=0))
+    peaks: list[float] = field(default_factory=list)
+    goodputs: list[float] = field(default_factory=list)
+    lateness: list[float] = field(default_factory=list)
+    ends: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def goodput(self) -> float:
+        """As a part of the peak."""
+        return sum(self.goodputs) / sum(self.peaks)
+
+    async def run_round(self, seconds: float) -> None:
+        """A third of the time at the peak, the rest beyond it."""
+        usual = await self._run_peak(seconds / 3)
+        await self._run_beyond(2 * seconds / 3, _PATIENCE * usual)
+
+    async def _ask(self, body: bytes) -> Answer:
+        return await complete(self.target, body, _LIMIT)
+
+    async def _run_peak(self, seconds: float) -> float:
+        """What an answer takes, at the 99th percentile."""
+        size = self.workload.concurrency
+        n = 2 * size if not self.peaks else max(2 * size, round(seconds * self.peaks[-1]))
+        answers = await closed_loop(self._ask, self.prompts.bodies(self.workload, n, {}), size)
+        self.peaks.append(_rate(answers, answers))
+        return float(np.percentile([answer.e2e for answer in answers], 99))
+
+    async def _run_beyond(self, seconds: float, deadline: float) -> None:
+        rate = _TIMES * self.peaks[-1]
+        extra = {"timeout_ms": round(1000 * deadline)}
+        bodies = self.prompts.bodies(self.workload, round(rate * seconds), extra)
+        answers = await open_loop(self._ask, bodies, rate, self.prompts.generator)
+        whole = [answer for answer in answers if self._end(answer) == "whole"]
+        self.goodputs.append(_rate(whole, answers))
+        self.lateness += [answer.e2e / deadline for answer in whole]
+        self.ends += Counter(map(self._end, answers))
+
+    def _end(self, answer: Answer) -> str:
+        if answer.error:
+            return answer.error.partition(":")[0]
+        return "whole" if answer.n_tokens == self.workload.output_len else _CUT
+
+
+def _rate(whole: list[Answer], answers: list[Answer]) -> float:
+    """Whole answers a second, from the first request until the last of them."""
+    return len(whole) / (max(answer.ended for answer in whole) - min(answer.sent for answer in answers))
+
+
 def main(
     model: Annotated[Path, typer.Argument(help="Model directory.")] = Path("examples/stdlib"),
-    seconds: Annotated[float, typer.Option(help="How long the overload lasts.")] = 60.0,
+    seconds: Annotated[float, typer.Option(help="How long it is overloaded in all.")] = 60.0,
+    rounds: Annotated[int, typer.Option(help="Times that it is, with its peak measured before each.")] = 4,
     sequences: Annotated[int, typer.Option(help="Sequences that run at once.")] = 16,
     tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 400,
 ) -> None:
     """Exit code 1 where goodput falls, an answer is late, or a request ends neither whole, nor refused, nor in time."""
-    workload, prompts = Workload(sequences, 32, tokens), Prompts(2048, seed=0)
     threads = max(1, (os.cpu_count() or 1) - 1)  # the clients need a processor of their own
     with serve_locally(model, "--max-num-seqs", str(sequences), "--threads", str(threads)) as url:
-        target = Target(url)
-
-        async def ask(body: bytes) -> Answer:
-            return await complete(target, body, _LIMIT)
-
-        uvloop.run(closed_loop(ask, prompts.bodies(workload, sequences, {}), sequences))
-        peak, usual = uvloop.run(_peak(ask, prompts.bodies(workload, 12 * sequences, {}), sequences))
-        deadline = _PATIENCE * usual
-        typer.echo(f"peak: {peak:.1f} answers/s, p99 {usual:.2f} s; deadlines are {deadline:.2f} s")
-        rate = _TIMES * peak
-        bodies = prompts.bodies(workload, round(rate * seconds), {"timeout_ms": round(1000 * deadline)})
-        started = perf_counter()
-        answers = uvloop.run(open_loop(ask, bodies, rate, np.random.default_rng(0)))
-        lasted = max(answer.sent for answer in answers) - started
-    ends = Counter(_end(answer, tokens) for answer in answers)
-    whole = [answer for answer in answers if _end(answer, tokens) == "whole"]
-    goodput = sum(answer.ended - started <= lasted for answer in whole) / lasted / peak
-    late = float(np.percentile([answer.e2e for answer in whole], 99)) / deadline if whole else np.inf
-    typer.echo(f"{len(answers)} requests in {lasted:.0f} s: {', '.join(f'{n} {end}' for end, n in ends.most_common())}")
-    typer.echo(
-        f"goodput {goodput:.2f} of the peak, to be at least {LEAST_GOODPUT}; p99 of answers {late:.2f} deadlines"
-    )
-    raise typer.Exit(int(goodput < LEAST_GOODPUT or late > _LATE or bool(ends.keys() - _ALLOWED)))
-
-
-async def _peak(ask: Ask, bodies: list[bytes], concurrency: int) -> tuple[float, float]:
-    """Answers a second, and the 99th percentile of what one takes."""
-    started = perf_counter()
-    answers = await closed_loop(ask, bodies, concurrency)
-    return len(answers) / (perf_counter() - started), float(np.percentile([answer.e2e for answer in answers], 99))
-
-
-def _end(answer: Answer, n_tokens: int) -> str:
-    if answer.error:
-        return answer.error.partition(":")[0]
-    return "whole" if answer.n_tokens == n_tokens else _CUT
+        uvloop.run(Overload(Target(url), Workload(sequences, 32, tokens)).run_round(5.0))  # to warm it up
+        overload = Overload(Target(url), Workload(sequences, 32, tokens))
+        for i in range(rounds):
+            uvloop.run(overload.run_round(1.5 * seconds / rounds))
+            peak, goodput = overload.peaks[-1], overload.goodputs[-1]
+            typer.echo(f"round {i + 1}: peak {peak:.1f} answers/s, goodput {goodput:.1f}, {dict(overload.ends)} so far")
+    late = float(np.percentile(overload.lateness, 99))
+    typer.echo(f"{overload.ends.total()} requests: {dict(overload.ends.most_common())}")
+    typer.echo(f"goodput {overload.goodput:.2f} of the peak, at least {LEAST_GOODPUT}; p99 {late:.2f} deadlines")
+    raise typer.Exit(int(overload.goodput < LEAST_GOODPUT or late > _LATE or bool(overload.ends.keys() - _ALLOWED)))
 
 
 if __name__ == "__main__":
