@@ -74,18 +74,19 @@ def test_all_but_what_is_open_wants_a_key(server: Live, session: requests.Sessio
 
 CHAT = [{"role": "user", "content": "a"}]
 TOOL = {"type": "function", "function": {"name": "f", "strict": True}}
+LONG = {"ignore_eos": True}  # a stream of one token would show no event but the last
 FULL: list[tuple[str, dict[str, Any]]] = [
     ("post /v1/completions", {"prompt": ["ab", "c"], "n": 2, "logprobs": 2, "echo": True, "max_tokens": 3}),
-    ("post /v1/completions", {"prompt": [1, 2], "stream": True, "stream_options": {"include_usage": True}}),
-    ("post /v1/completions", {"prompt": "ab", "stream": True, "echo": True, "logprobs": 0}),
+    ("post /v1/completions", LONG | {"prompt": [1, 2], "stream": True, "stream_options": {"include_usage": True}}),
+    ("post /v1/completions", LONG | {"prompt": "ab", "stream": True, "echo": True, "logprobs": 0}),
     ("post /v1/chat/completions", {"messages": CHAT, "n": 2, "logprobs": True, "top_logprobs": 2, "max_tokens": 9}),
     ("post /v1/chat/completions", {"messages": CHAT, "tools": [TOOL], "tool_choice": "required", "max_tokens": 60}),
     ("post /v1/chat/completions", {"messages": CHAT, "tools": [TOOL], "tool_choice": "required", "stream": True}),
-    ("post /v1/chat/completions", {"messages": CHAT, "stream": True, "logprobs": True, "max_tokens": 5}),
+    ("post /v1/chat/completions", LONG | {"messages": CHAT, "stream": True, "logprobs": True, "max_tokens": 5}),
     ("post /generate", {"inputs": "ab", "parameters": {"details": True, "decoder_input_details": True}}),
     ("post /generate", {"inputs": "ab", "parameters": {"details": True, "top_n_tokens": 2, "seed": 1, "top_k": 5}}),
-    ("post /generate_stream", {"inputs": "ab", "parameters": {"top_n_tokens": 2, "do_sample": True}}),
-    ("post /", {"inputs": "ab", "stream": True}),
+    ("post /generate_stream", {"inputs": "ab", "parameters": LONG | {"top_n_tokens": 2, "do_sample": True}}),
+    ("post /", {"inputs": "ab", "parameters": LONG, "stream": True}),
     ("post /", {"inputs": "ab"}),
     ("post /tokenize", {"prompt": "naïve ☃", "return_token_strs": True}),
     ("post /tokenize", {"messages": [{"role": "user", "content": "a"}]}),
