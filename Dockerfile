@@ -1,4 +1,4 @@
-# Two images: `docker build --target cpu .` and `docker build --target cuda .`; cpu is what is built without --target.
+# `docker build .` is the server for CPUs, `--target cuda` the one for GPUs, `--target load` what asks them for much.
 ARG BASE=python:3.11-slim
 
 FROM ${BASE} AS packages
@@ -15,6 +15,19 @@ RUN mkdir model export server loadtest && /opt/kvasir/bin/pip install --constrai
 FROM packages AS packages-cuda
 RUN mkdir model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[cuda]' \
     && rm /opt/kvasir/lib/python3*/site-packages/kvasir.py && /opt/kvasir/bin/pip uninstall --yes pip setuptools
+
+FROM packages AS packages-load
+RUN mkdir model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[loadtest]' \
+    && rm /opt/kvasir/lib/python3*/site-packages/kvasir.py && /opt/kvasir/bin/pip uninstall --yes pip setuptools
+
+# Locust, which brings gevent: not for the server.
+FROM ${BASE} AS load
+ENV PATH=/opt/kvasir/bin:$PATH PYTHONPATH=/opt/kvasir/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 MPLCONFIGDIR=/tmp
+WORKDIR /opt/kvasir/app
+COPY --from=packages-load /opt/kvasir /opt/kvasir
+COPY loadtest ./loadtest
+USER 10001:10001
+ENTRYPOINT ["locust", "-f", "loadtest/locustfile.py"]
 
 FROM ${BASE} AS runtime
 ENV PATH=/opt/kvasir/bin:$PATH PYTHONPATH=/opt/kvasir/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \

@@ -183,7 +183,7 @@ def dockerfile_is_clean() -> str:
 def compose_is_valid() -> str:
     files = [ROOT / "docker-compose.yml", ROOT / "docker-compose.gpu.yml"]
     run(needs("check-jsonschema", "check-jsonschema"), "--builtin-schema", "vendor.compose-spec", *files)
-    for source in re.findall(r"source: (\./[^,}]+)", files[0].read_text(encoding="utf-8")):
+    for source in re.findall(r"source: (?:\"\$\{MODEL:-)?(\./[^,}]+)", files[0].read_text(encoding="utf-8")):
         if not (ROOT / source).exists():
             raise FailedError(f"docker-compose.yml mounts {source}, which does not exist")
     return f"{len(files)} files"
