@@ -10,11 +10,9 @@ from contextlib import suppress
 from queue import SimpleQueue
 from threading import Event, Thread
 from time import sleep
-from time import sleep
 
 MOST_LINES = 1000  # that wait to be written
 _LAST_LINES = 1.0  # seconds for those that wait at the end
-_PAUSE = 0.05  # seconds between batches: to be woken for each line would take the interpreter from streams
 _PAUSE = 0.05  # seconds between two batches: a thread that wakes for every line takes the interpreter from streams
 
 
@@ -74,7 +72,6 @@ class PatientHandler(logging.Handler):
             for item in batch:
                 if isinstance(item, Event):
                     item.set()
-            sleep(_PAUSE)
             sleep(_PAUSE)
 
 
