@@ -22,6 +22,7 @@ from server.errors import StartupError
 from server.logs import log_to_stderr
 from server.service import Service, onnxruntime_version
 from server.settings import Settings
+from server.start_clock import StartClock
 
 logger = logging.getLogger("kvasir")
 
@@ -98,10 +99,13 @@ class DrainingServer(uvicorn.Server):
 
 def run(settings: Settings) -> None:
     """Serve until a signal says otherwise. Raises StartupError, in one line, when that cannot be."""
+    clock = StartClock()
+    clock.lap("imports_and_settings")
     bundle = check_model(settings)
+    clock.lap("model_directory")
     log = log_to_stderr(settings.log_level)
     _compare_runtimes(bundle)
-    app = create_app(settings, bundle)
+    app = create_app(settings, bundle, clock=clock)
     server = DrainingServer(configure(app), app.state.service)
     listener = bind(settings.host, settings.port)
     server.run(sockets=[listener])

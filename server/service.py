@@ -26,6 +26,7 @@ from server.engine.engine import Engine
 from server.errors import DeadlineExceededError, InvalidRequestError, StartupError, UnavailableError
 from server.grammars import Grammars
 from server.settings import Settings
+from server.start_clock import StartClock
 
 logger = logging.getLogger("kvasir")
 
@@ -79,8 +80,11 @@ class Service:
         manifest = self.bundle.manifest
         return {"model": self.settings.model_name, "precision": manifest.precision, "device": manifest.device}
 
-    async def start(self, build: Callable[[], Engine]) -> None:
-        """Build the engine in its thread, then open the door; what `build` raises goes to `on_load_failure`."""
+    async def start(self, build: Callable[[], Engine], clock: StartClock) -> None:
+        """Build the engine in its thread, then open the door; what `build` raises goes to `on_load_failure`.
+
+        The log says with the clock's laps where the time went.
+        """
         try:
             await self.engine.start(build)
         except Exception as error:
@@ -88,7 +92,7 @@ class Service:
             return
         if self.admission.phase is Phase.LOADING:
             self.admission.phase = Phase.READY
-            logger.info("ready", extra={"fields": self.describe_model()})
+            logger.info("ready", extra={"fields": self.describe_model() | {"start_seconds": clock.rounded()}})
 
     async def drain(self) -> None:
         """Refuse new requests, end queued ones, give running ones `drain_timeout`, then end the rest."""
