@@ -62,6 +62,9 @@ rolling-restart: $(VENV)/.serve  ## Restart two servers behind nginx under load,
 faults: $(VENV)/.dev  ## Kill, flood, cut off and feed nonsense to servers, and count what is lost; ARGS=kills selects one
 	$(BIN)/python -m tests.faults $(ARGS)
 
+cold-start: $(VENV)/.serve  ## Start MODEL=DIR five times and say where the time went; ARGS=--cold drops the page cache before
+	$(BIN)/python -m loadtest.cold_start $(MODEL) $(ARGS)
+
 flood: $(VENV)/.dev  ## Measure what invalid requests cost running streams of MODEL=DIR
 	$(BIN)/python -m loadtest.flood $(MODEL) $(ARGS)
 
@@ -116,4 +119,4 @@ build/conformance/.ready:  # these want other versions of packages than constrai
 	build/conformance/bin/pip install --quiet --disable-pip-version-check guidellm==0.8.1 'lm_eval[api]==0.4.13'
 	@touch $@
 
-.PHONY: dashboard-smoke conformance faults flood rolling-restart loadtest validate help serve test lint train export bench gpu-check example
+.PHONY: cold-start dashboard-smoke conformance faults flood rolling-restart loadtest validate help serve test lint train export bench gpu-check example

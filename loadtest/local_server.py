@@ -14,37 +14,45 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 
 @contextmanager
 def serve_locally(directory: Path, *options: str) -> Iterator[str]:
     """The URL of `kvasir serve` on a free loopback port, once it is ready. Raises ChildProcessError where it fails."""
+    with start_locally(directory, *options) as ready:
+        yield f"http://127.0.0.1:{ready['port']}"
+
+
+@contextmanager
+def start_locally(directory: Path, *options: str) -> Iterator[dict[str, Any]]:
+    """The same, but what the server's log says when it is ready, with its port."""
     command = [sys.executable, "-m", "kvasir", "serve", str(directory), "--host", "127.0.0.1", "--port", "0", *options]
-    url: Future[str] = Future()
+    ready: Future[dict[str, Any]] = Future()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603
         assert process.stderr is not None
-        log = Thread(target=_follow, args=(process.stderr, url))
+        log = Thread(target=_follow, args=(process.stderr, ready))
         log.start()
         try:
-            yield url.result()
+            yield ready.result()
         finally:
             process.terminate()
             log.join()
 
 
-def _follow(log: Iterable[str], url: Future[str]) -> None:
+def _follow(log: Iterable[str], ready: Future[dict[str, Any]]) -> None:
     """Read the log to its end, or the server would stand still when the pipe is full."""
     port, line = 0, ""
     for line in log:
-        if url.done() or not line.startswith("{"):
+        if ready.done() or not line.startswith("{"):
             continue
         entry = json.loads(line)
         if entry["message"] == "listening":
             port = entry["port"]
         elif entry["message"] == "ready":
-            url.set_result(f"http://127.0.0.1:{port}")
-    if not url.done():
-        url.set_exception(ChildProcessError(line.strip().removeprefix("kvasir: ") or "the server ended at once"))
+            ready.set_result(entry | {"port": port})
+    if not ready.done():
+        ready.set_exception(ChildProcessError(line.strip().removeprefix("kvasir: ") or "the server ended at once"))
 
 
 if __name__ == "__main__":
