@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from model.bundle import ModelBundle
-from server.api import chat, completions, debug, explain, generate, health, models, openapi, tokenize
+from server.api import chat, completions, debug, explain, generate, health, models, openapi, playground, tokenize
 from server.api.middleware import BodyLimit, ErrorAnswers, KeyCheck, RequestContext
 from server.api.responses import error_response
 from server.api_keys import ApiKeys
@@ -24,7 +24,6 @@ from server.engine.prefix_cache import PrefixCache
 from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError, StartupError
 from server.service import Service
 from server.settings import Settings
-from server.start_clock import StartClock
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -39,24 +38,21 @@ def create_app(
     settings: Settings,
     bundle: ModelBundle,
     engine: Engine | None = None,
-    clock: StartClock | None = None,
 ) -> FastAPI:
     """The server as an ASGI application; `app.state.service` is what it runs on.
 
     A ready engine serves from the first request. Without one the model is loaded once the application is up, and until
-    then requests get 503; should that fail, the service's `on_load_failure` is told why. The log gets the laps of
-    `clock`. Raises StartupError for a file of keys that gives none.
+    then requests get 503; should that fail, the service's `on_load_failure` is told why. Raises StartupError for a
+    file of keys that gives none.
     """
     key = settings.api_key.get_secret_value() if settings.api_key else None
     keys = ApiKeys(key, settings.api_key_file)
     service = Service(settings, bundle)
-    clock = clock or StartClock()
     provider = _make_provider(settings.otlp_endpoint) if settings.otlp_endpoint else None
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        clock.lap("application")
-        loading = asyncio.create_task(service.start(lambda: engine or build_engine(settings, bundle, clock), clock))
+        loading = asyncio.create_task(service.start(lambda: engine or build_engine(settings, bundle)))
         if engine is not None:
             await loading
         yield
@@ -70,8 +66,9 @@ def create_app(
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service
     app.state.explanations = explain.Explanations(bundle)
-    for module in (chat, completions, models, generate, tokenize, explain, health, debug, openapi):
+    for module in (chat, completions, models, generate, tokenize, explain, health, debug, openapi, playground):
         app.include_router(module.router)
+    app.mount("/static", playground.StaticPlayground())
     app.add_exception_handler(KvasirError, _on_kvasir_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
@@ -102,15 +99,14 @@ def _make_provider(endpoint: str) -> TracerProvider:
     return make_provider(endpoint, version("kvasir-lm"))
 
 
-def build_engine(settings: Settings, bundle: ModelBundle, clock: StartClock | None = None) -> Engine:
+def build_engine(settings: Settings, bundle: ModelBundle) -> Engine:
     """Load the model and warm it up, which takes a while. Raises ValueError for what cannot be had here."""
     if settings.speculate:
         logger.info("speculation is on: the load may change answers, by rounding")
-    build = _build_on_cuda if bundle.manifest.device == "cuda" else _build_on_cpu
-    return build(settings, bundle, clock or StartClock())
+    return (_build_on_cuda if bundle.manifest.device == "cuda" else _build_on_cpu)(settings, bundle)
 
 
-def _build_on_cpu(settings: Settings, bundle: ModelBundle, clock: StartClock) -> Engine:
+def _build_on_cpu(settings: Settings, bundle: ModelBundle) -> Engine:
     from server.engine.runner import OnnxRunner  # noqa: PLC0415  imports ONNX Runtime
 
     runner = OnnxRunner(
@@ -122,16 +118,14 @@ def _build_on_cpu(settings: Settings, bundle: ModelBundle, clock: StartClock) ->
         threads=settings.threads,
         spin_microseconds=settings.spin_microseconds,
     )
-    clock.lap("session")
     runner.warm_up()
-    clock.lap("warm_up")
     budget = settings.prefix_cache_memory
     cache = PrefixCache(runner.rows, runner.kv_cache_bytes // 10 if budget is None else budget)
     chunk_size = settings.chunk_size or CPU_CHUNK
     return Engine(runner, chunk_size=chunk_size, prefix_cache=cache, speculate=settings.speculate)
 
 
-def _build_on_cuda(settings: Settings, bundle: ModelBundle, clock: StartClock) -> Engine:
+def _build_on_cuda(settings: Settings, bundle: ModelBundle) -> Engine:
     from server.engine.cuda import LONGEST_CHUNK, open_cuda_runner  # noqa: PLC0415  as above
 
     runner = open_cuda_runner(
@@ -142,7 +136,6 @@ def _build_on_cuda(settings: Settings, bundle: ModelBundle, clock: StartClock) -
         kv_cache_bytes=settings.kv_cache_memory,
         keep_prompts=settings.prefix_cache_memory != 0,
     )
-    clock.lap("session_and_warm_up")
     return Engine(runner, chunk_size=settings.chunk_size or LONGEST_CHUNK, speculate=settings.speculate)
 
 
@@ -159,6 +152,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         return error_response(request.scope, NotFoundError(f"there is no {path} here"))
     if error.status_code == 405:
         response = error_response(request.scope, MethodNotAllowedError(f"{path} does not take {request.method}"))
-        response.headers.update(error.headers or {})
+        of_path = sorted(one.method.upper() for one in openapi.OPERATIONS if one.path == path)  # of all its routes
+        response.headers["allow"] = ", ".join(of_path) or (error.headers or {}).get("allow", "GET, HEAD")
         return response
     return error_response(request.scope, InvalidRequestError(str(error.detail)))

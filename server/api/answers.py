@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -289,6 +289,29 @@ class Explanation(Answer):
     token_ids: list[Count]
     next_tokens: list[NextToken] = Field(description="The likeliest first.")
     attention: list[HeadWeights] = Field(description="By layer, then by head.")
+
+
+class ModelFile(Answer):
+    name: str
+    sha256: str
+    bytes: Count
+
+
+class ModelCard(Answer):
+    model: str
+    precision: str
+    device: str
+    parameters: Count
+    max_model_len: Count = Field(description="Most tokens of a prompt and its completion, here.")
+    max_num_seqs: Count
+    has_chat_template: bool
+    has_attention: bool = Field(description="Whether `/explain` can answer.")
+    config: dict[str, Any] = Field(description="The decoder's shape: its config.json.")
+    generation: dict[str, float] = Field(description="How the model advises to sample.")
+    verification: dict[str, Any] = Field(description="What export measured: ONNX Runtime against PyTorch.")
+    versions: dict[str, str]
+    source: dict[str, Any] = Field(description="What the model was exported from.")
+    files: list[ModelFile]
 
 
 class Health(Answer):

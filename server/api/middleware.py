@@ -28,6 +28,7 @@ logger = logging.getLogger("kvasir")
 _OPEN_PATHS = frozenset(
     {"/", "/health", "/health/live", "/health/ready", "/health/startup", "/metrics", "/metrics/router"}
 )
+_OPEN_FOLDER = "/static/"
 _READING = frozenset({"GET", "HEAD"})
 _CLIENT_LEFT = 499  # nginx's status for the log: no answer was sent
 
@@ -130,8 +131,8 @@ class KeyCheck:
                 del self._in_flight[key]
 
     def _is_open(self, scope: Scope) -> bool:
-        path: str = scope["path"]
-        return scope["method"] in _READING and path.removeprefix(scope.get("root_path", "")) in _OPEN_PATHS
+        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        return scope["method"] in _READING and (path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER))
 
 
 class BodyLimit:

@@ -1,11 +1,13 @@
-"""OpenAI's model routes: the one model that is served."""
+"""The one model that is served: as OpenAI lists it, and its whole card."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request
 
+from model.bundle import ATTENTION_GRAPH_FILE
 from server.api.openai import check_model
 from server.api.responses import service_of
 from server.service import Service
@@ -15,17 +17,41 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_model_card(service_of(request))]}
+    return {"object": "list", "data": [_listed(service_of(request))]}
 
 
 @router.get("/v1/models/{model_id:path}")
 async def model(request: Request, model_id: str) -> dict[str, Any]:
     service = service_of(request)
     check_model(service, model_id, others=())
-    return _model_card(service)
+    return _listed(service)
 
 
-def _model_card(service: Service) -> dict[str, Any]:
+@router.get("/model")
+def model_card(request: Request) -> dict[str, Any]:
+    service = service_of(request)
+    bundle = service.bundle
+    manifest = bundle.manifest
+    return {
+        **service.describe_model(),
+        "parameters": manifest.parameters,
+        "max_model_len": service.max_model_len,
+        "max_num_seqs": service.settings.max_num_seqs,
+        "has_chat_template": service.chat is not None,
+        "has_attention": ATTENTION_GRAPH_FILE in manifest.files,
+        "config": asdict(bundle.config),
+        "generation": bundle.generation.given(),
+        "verification": manifest.verification.model_dump(),
+        "versions": manifest.versions,
+        "source": manifest.source,
+        "files": [
+            {"name": name, "sha256": digest, "bytes": (bundle.path / name).stat().st_size}
+            for name, digest in manifest.files.items()
+        ],
+    }
+
+
+def _listed(service: Service) -> dict[str, Any]:
     return {
         "id": service.settings.model_name,
         "object": "model",

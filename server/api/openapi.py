@@ -95,6 +95,12 @@ OPERATIONS = (
         errors=(*READ, 404),
     ),
     Operation(
+        method="get",
+        path="/model",
+        summary="Shape, precision, verification and files of the model.",
+        answer=answers.ModelCard,
+    ),
+    Operation(
         method="post",
         path="/generate",
         summary="Continue a text, as TGI does.",
@@ -175,6 +181,10 @@ OPERATIONS = (
     ),
     Operation(method="get", path="/version", summary="What runs.", answer=answers.Version),
     Operation(method="get", path="/debug/batch", summary="Who shares the batch now; never text.", answer=answers.Batch),
+    *(
+        Operation(method=method, path="/", summary=summary, answer="text/html", errors=OPEN, is_open=True)
+        for method, summary in (("get", "The playground."), ("head", "Its headers."))
+    ),
     Operation(method="get", path="/openapi.json", summary="This document.", answer=dict[str, Any]),
 )
 

@@ -30,7 +30,8 @@ def error_body(scope: Scope, error: KvasirError) -> dict[str, Any]:
     message = error.message
     if error.status == 500:
         message = f"{message}; request id {scope['state']['request_id']}"
-    if scope["path"].removeprefix(scope.get("root_path", "")) in _TGI_PATHS:
+    root_path = scope.get("app_root_path", scope.get("root_path", ""))  # the first of these where a mount is inside
+    if scope["path"].removeprefix(root_path) in _TGI_PATHS:
         return {"error": message, "error_type": _TGI_TYPES.get(error.type, error.type)}
     return {"error": {"message": message, "type": error.type, "param": error.param, "code": error.code}}
 

@@ -1,0 +1,59 @@
+// The server's API: requests with the key, errors in the API's words, streams as events.
+
+import { readEvents } from "./sse.js";
+
+const STORED = "kvasir-key";
+
+/** What the server answered instead of a 2xx, or in the middle of a stream. `message` is the API's own. */
+export class ApiError extends Error {
+  constructor(message, status = 0, param = null) {
+    super(message);
+    this.status = status;
+    this.param = param;
+  }
+}
+
+export const getKey = () => sessionStorage.getItem(STORED) ?? "";
+export const setKey = (key) => sessionStorage.setItem(STORED, key);
+
+/** The response to a GET, or to a POST of `body` as JSON. Fires "kvasir:key" on the window for a 401. Throws ApiError. */
+export async function request(path, { body, signal } = {}) {
+  const headers = {};
+  if (getKey()) headers.authorization = `Bearer ${getKey()}`;
+  if (body !== undefined) headers["content-type"] = "application/json";
+  const options = { headers, signal, method: body === undefined ? "GET" : "POST", body: body && JSON.stringify(body) };
+  let response;
+  try {
+    response = await fetch(path, options);
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("the server cannot be reached; is it still running?");
+  }
+  if (response.ok) return response;
+  if (response.status === 401) window.dispatchEvent(new Event("kvasir:key"));
+  throw errorOf(await response.text(), response);
+}
+
+function errorOf(text, response) {
+  try {
+    const { error } = JSON.parse(text);
+    return new ApiError(error.message, response.status, error.param);
+  } catch {
+    return new ApiError(`${response.status} ${response.statusText}`.trim(), response.status);
+  }
+}
+
+export const getJson = async (path, options) => (await request(path, options)).json();
+export const postJson = async (path, body, signal) => (await request(path, { body, signal })).json();
+
+/** The objects that a stream sends, until [DONE]. Throws ApiError for one that failed or broke off. */
+export async function* stream(path, body, signal) {
+  const response = await request(path, { body: { ...body, stream: true }, signal });
+  for await (const data of readEvents(response.body)) {
+    if (data === "[DONE]") return;
+    const event = JSON.parse(data);
+    if (event.error) throw new ApiError(event.error.message);
+    yield event;
+  }
+  throw new ApiError("the stream broke off before its end");
+}

@@ -1,0 +1,3 @@
+// The explorer.
+
+export function start(_card) {}

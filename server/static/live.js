@@ -1,0 +1,3 @@
+// The live.
+
+export function start(_card) {}

@@ -1,0 +1,3 @@
+// The model.
+
+export function start(_card) {}

@@ -1,0 +1,3 @@
+// The playground.
+
+export function start(_card) {}

@@ -1,0 +1,26 @@
+// Server-sent events (WHATWG HTML, 9.2), of a body that fetch gives: EventSource can neither POST nor send a key.
+
+/** The data of each event. Comments and other fields are passed over. */
+export async function* readEvents(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  let data = [];
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const lines = (rest + value).split("\n"); // the server ends lines with \n or \r\n
+      rest = lines.pop();
+      for (const line of lines.map((one) => one.replace(/\r$/, ""))) {
+        if (line === "" && data.length) {
+          yield data.join("\n");
+          data = [];
+        } else if (line.startsWith("data:")) {
+          data.push(line.slice(5).replace(/^ /, ""));
+        }
+      }
+    }
+  } finally {
+    await reader.cancel(); // the server then stops to generate
+  }
+}
