@@ -294,7 +294,13 @@ class Explanation(Answer):
 class ModelFile(Answer):
     name: str
     sha256: str
-    bytes: Count
+    bytes: Count | None = Field(description="null for a file that has gone since the start.")
+
+
+class KVCache(Answer):
+    bytes_per_token: Count = Field(description="Of keys and values, in all layers.")
+    prompt_bytes_per_token: Count = Field(description="As much again, while a prompt is computed.")
+    budget_tokens: Count = Field(description="How many tokens there is memory for.")
 
 
 class ModelCard(Answer):
@@ -304,6 +310,7 @@ class ModelCard(Answer):
     parameters: Count
     max_model_len: Count = Field(description="Most tokens of a prompt and its completion, here.")
     max_num_seqs: Count
+    kv_cache: KVCache | None = Field(description="null until the model is loaded.")
     has_chat_template: bool
     has_attention: bool = Field(description="Whether `/explain` can answer.")
     config: dict[str, Any] = Field(description="The decoder's shape: its config.json.")

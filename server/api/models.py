@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -29,6 +30,7 @@ async def model(request: Request, model_id: str) -> dict[str, Any]:
 
 @router.get("/model")
 def model_card(request: Request) -> dict[str, Any]:
+    """Everything about the model but its weights. Not a coroutine: it asks the file system."""
     service = service_of(request)
     bundle = service.bundle
     manifest = bundle.manifest
@@ -37,6 +39,7 @@ def model_card(request: Request) -> dict[str, Any]:
         "parameters": manifest.parameters,
         "max_model_len": service.max_model_len,
         "max_num_seqs": service.settings.max_num_seqs,
+        "kv_cache": _kv_cache(service),
         "has_chat_template": service.chat is not None,
         "has_attention": ATTENTION_GRAPH_FILE in manifest.files,
         "config": asdict(bundle.config),
@@ -45,10 +48,30 @@ def model_card(request: Request) -> dict[str, Any]:
         "versions": manifest.versions,
         "source": manifest.source,
         "files": [
-            {"name": name, "sha256": digest, "bytes": (bundle.path / name).stat().st_size}
+            {"name": name, "sha256": digest, "bytes": _size(bundle.path / name)}
             for name, digest in manifest.files.items()
         ],
     }
+
+
+def _kv_cache(service: Service) -> dict[str, int] | None:
+    engine = service.engine.engine
+    if engine is None:
+        return None
+    rows = engine.runner.rows
+    return {
+        "bytes_per_token": rows.token_bytes,
+        "prompt_bytes_per_token": rows.prompt_token_bytes,
+        "budget_tokens": rows.budget_tokens,
+    }
+
+
+def _size(path: Path) -> int | None:
+    """None where the file can no longer be found: what is served was read from it at the start."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def _listed(service: Service) -> dict[str, Any]:

@@ -40,6 +40,7 @@ def open_cuda_runner(
             max_num_seqs=max_num_seqs,
             max_model_len=longest,
             keep_prompts=keep_prompts,
+            token_bytes=block_bytes(session) // KV_BLOCK_SIZE,
         )
         model = DeviceModel(session, n_blocks)
         return PagedRunner(model, blocks, max_model_len=longest, vocab_size=config.vocab_size)

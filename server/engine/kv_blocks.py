@@ -20,19 +20,29 @@ class KVBlocks:
 
     table: int32 [max_num_seqs, blocks of the longest sequence]; a row holds its sequence's blocks in order, from when
     it is admitted: all that it may ever need, so that nothing that runs has to wait. keep_prompts: whether named blocks
-    outlive their sequences, and are shared. Raises ValueError for no block.
+    outlive their sequences, and are shared. token_bytes: what one token takes, in all layers, where somebody asks.
+    Raises ValueError for no block.
     """
 
     runs_apart = False  # all tokens of a step are one run, and what prompts share is not copied
 
     def __init__(
-        self, *, n_blocks: int, block_size: int, max_num_seqs: int, max_model_len: int, keep_prompts: bool = True
+        self,
+        *,
+        n_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        keep_prompts: bool = True,
+        token_bytes: int = 0,
     ) -> None:
         if n_blocks < 1:
             raise ValueError(f"kv_cache_memory holds no block of {block_size} tokens")
         self.n_blocks = n_blocks
         self.max_num_seqs = max_num_seqs
         self.block_size = block_size
+        self.token_bytes = token_bytes
+        self.prompt_token_bytes = 0  # on top of it, while a prompt is computed
         self.budget_tokens = n_blocks * block_size
         self.capacity = n_blocks if keep_prompts else 0
         self.table: NDArray[np.int32] = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)

@@ -133,6 +133,11 @@ class KVRows:
         return 2 * n_layer * n_kv_head * head_dim * itemsize
 
     @property
+    def token_bytes(self) -> int:
+        """Of a running sequence's token, in all layers."""
+        return self.prompt_token_bytes // self.prompt_weight
+
+    @property
     def n_free(self) -> int:
         return len(self._free)
 
