@@ -9,15 +9,15 @@ COPY pyproject.toml constraints.txt README.md kvasir.py ./
 
 # The heavy wheels first: they change less often than the source, which is copied last.
 FROM packages AS packages-cpu
-RUN mkdir model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[cpu]' \
+RUN mkdir commands model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[cpu]' \
     && rm /opt/kvasir/lib/python3*/site-packages/kvasir.py && /opt/kvasir/bin/pip uninstall --yes pip setuptools
 
 FROM packages AS packages-cuda
-RUN mkdir model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[cuda]' \
+RUN mkdir commands model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[cuda]' \
     && rm /opt/kvasir/lib/python3*/site-packages/kvasir.py && /opt/kvasir/bin/pip uninstall --yes pip setuptools
 
 FROM packages AS packages-load
-RUN mkdir model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[loadtest]' \
+RUN mkdir commands model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[loadtest]' \
     && rm /opt/kvasir/lib/python3*/site-packages/kvasir.py && /opt/kvasir/bin/pip uninstall --yes pip setuptools
 
 # Locust, which brings gevent: not for the server.
@@ -35,6 +35,7 @@ ENV PATH=/opt/kvasir/bin:$PATH PYTHONPATH=/opt/kvasir/app PYTHONDONTWRITEBYTECOD
 WORKDIR /opt/kvasir/app
 COPY examples/stdlib /models/example
 COPY kvasir.py ./
+COPY commands ./commands
 COPY model ./model
 COPY server ./server
 EXPOSE 8000

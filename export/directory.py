@@ -15,10 +15,9 @@ import torch
 from pydantic import ValidationError
 
 from export.attention_graph import write_attention_graph
-from export.graph import PRECISIONS as CPU_PRECISIONS
 from export.graph import export_graph, load_decoder
 from export.kv_cache import sample_rows
-from export.paged_graph import DTYPES, KV_DTYPES, check_pageable, export_paged_graph
+from export.paged_graph import KV_DTYPES, check_pageable, export_paged_graph
 from export.paged_session import PagedSession
 from export.verify import MAX_PERPLEXITY_LOSS, SampleText, Verifier, check
 from model.bundle import (
@@ -27,6 +26,7 @@ from model.bundle import (
     GENERATION_FILE,
     GRAPH_FILE,
     MANIFEST_FILE,
+    PRECISIONS,
     TOKENIZER_FILE,
     Device,
     GenerationDefaults,
@@ -40,8 +40,8 @@ from model.checkpoint import WEIGHTS_FILE, Checkpoint, CheckpointError, load_che
 from model.data import DATA_FOLDER, open_tokens
 from model.decoder import Decoder
 from model.new_directory import new_directory
+from model.progress import Progress, unheard
 
-PRECISIONS = {"cpu": CPU_PRECISIONS, "cuda": tuple(DTYPES)}  # by device; the first is the default
 _VERSIONS = ("torch", "onnx", "onnxruntime", "kvasir-lm")
 
 
@@ -59,6 +59,7 @@ def export_checkpoint(
     text: Path | None = None,
     generation: GenerationDefaults | None = None,
     max_model_len: int | None = None,
+    progress: Progress = unheard,
 ) -> Manifest:
     """Export a checkpoint, or a training run's newest, to a model directory.
 
@@ -73,6 +74,7 @@ def export_checkpoint(
     precision = _check_precision(device, precision)
     if kv_cache is not None and (device != "cuda" or kv_cache not in KV_DTYPES):
         raise ValueError(f"no kv cache {kv_cache!r} on {device}; on cuda there are {', '.join(KV_DTYPES)}")
+    progress("reading the checkpoint", 0, 0)
     checkpoint = load_checkpoint(source, max_model_len)
     if device == "cuda":
         check_pageable(checkpoint.decoder.config)
@@ -88,11 +90,11 @@ def export_checkpoint(
             (part / name).write_bytes(content)
         rows = sample_rows(checkpoint.decoder.config, sample.token_ids, sample.prefix) if sample else None
         if device == "cuda":
-            export_paged_graph(checkpoint.decoder, part / GRAPH_FILE, precision, kv_cache, rows)
+            export_paged_graph(checkpoint.decoder, part / GRAPH_FILE, precision, kv_cache, rows, progress)
         else:
-            export_graph(checkpoint.decoder, part / GRAPH_FILE, precision, rows)
+            export_graph(checkpoint.decoder, part / GRAPH_FILE, precision, rows, progress)
             write_attention_graph(part)
-        verification = _verifier(checkpoint.decoder, part / GRAPH_FILE, sample, device).verify()
+        verification = _verifier(checkpoint.decoder, part / GRAPH_FILE, sample, device).verify(progress)
         check(verification, precision)
         source_of = _describe_source(checkpoint)
         manifest = make_manifest(checkpoint.decoder, part, precision, source_of, verification, device)
@@ -101,13 +103,14 @@ def export_checkpoint(
 
 
 def verify_directory(
-    directory: Path, source: Path | None = None, text: Path | None = None
+    directory: Path, source: Path | None = None, text: Path | None = None, progress: Progress = unheard
 ) -> tuple[Verification, Verification]:
     """The figures in a model directory's manifest, and the same measured now.
 
     The reference is the checkpoint it came from, which also brings the held-out text, or else the decoder rebuilt from
     the graph's own weights. Raises BundleError, CheckpointError, SourceMismatchError, VerificationError and ValueError.
     """
+    progress("reading the model", 0, 0)
     bundle = load_bundle(directory)
     if source is None:
         rebuilt = load_decoder(bundle.config, bundle.graph_path)
@@ -117,7 +120,7 @@ def verify_directory(
         if sha256(checkpoint.path / WEIGHTS_FILE) != bundle.manifest.source.get("sha256"):
             raise SourceMismatchError(f"{directory} was not exported from {checkpoint.path}: the hashes differ")
     sample = sample_text(checkpoint, text, bundle.manifest.precision)
-    measured = _verifier(checkpoint.decoder, bundle.graph_path, sample, bundle.manifest.device).verify()
+    measured = _verifier(checkpoint.decoder, bundle.graph_path, sample, bundle.manifest.device).verify(progress)
     check(measured, bundle.manifest.precision)
     return bundle.manifest.verification, measured
 

@@ -32,8 +32,8 @@ from model.attention import LayerCache, StepInputs
 from model.bundle import WEIGHTS_FILE
 from model.config import DecoderConfig
 from model.decoder import Decoder
+from model.progress import Progress, unheard
 
-PRECISIONS = ("int8", "int4", "fp32")  # the first is the default
 _PARAMETERS = "kvasir.parameters"  # metadata: {decoder's parameter: graph's initializer}
 STEP_INPUTS = ["input_ids", "seqlens_k", "total_sequence_length", "position_ids", "logits_indices"]
 
@@ -77,14 +77,19 @@ class ServingGraph(nn.Module):
 
 
 def export_graph(
-    decoder: Decoder, path: Path, precision: str = "fp32", sample: NDArray[np.int64] | None = None
+    decoder: Decoder,
+    path: Path,
+    precision: str = "fp32",
+    sample: NDArray[np.int64] | None = None,
+    progress: Progress = unheard,
 ) -> None:
     """Write the graph to `path` and its weights beside it, as external data.
 
-    precision: one of PRECISIONS. sample: [rows, tokens] of a text that shows how far keys and values reach, where they
-    are rounded; None is random tokens.
+    precision: one of PRECISIONS for the CPU. sample: [rows, tokens] of a text that shows how far keys and values reach,
+    where they are rounded; None is random tokens.
     """
     config = decoder.config
+    progress("tracing PyTorch", 0, 0)
     model = _trace(ServingGraph(decoder).eval(), config)
     names = name_weights(model.graph, decoder)
     missing = dict(decoder.named_parameters()).keys() - names
@@ -94,9 +99,12 @@ def export_graph(
     if precision == "fp32":
         model.metadata_props[_PARAMETERS] = json.dumps(names)
     else:
+        progress("measuring keys and values", 0, 0)
         scale_kv_channels(_writable(model.graph, names), config, measure_scales(decoder, sample))
+        progress(f"rounding weights to {precision}", 0, 0)
         quantize(model, precision)
         quantize_kv_cache(model, config)
+    progress("writing the graph", 0, 0)
     onnx_ir.save(model, path, external_data=WEIGHTS_FILE)
 
 

@@ -34,6 +34,7 @@ from model.bundle import KV_BLOCK_SIZE, WEIGHTS_FILE
 from model.config import ConfigError, DecoderConfig
 from model.decoder import Decoder
 from model.paged_attention import PagedInputs
+from model.progress import Progress, unheard
 
 # Of activations, keys and values; weights of int8 and int4 are rounded on top of that.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.bfloat16, "int4": torch.bfloat16}
@@ -91,6 +92,7 @@ def export_paged_graph(
     precision: str = "bf16",
     kv_cache: str | None = None,
     sample: NDArray[np.int64] | None = None,
+    progress: Progress = unheard,
 ) -> None:
     """Write the graph to `path` and its weights beside it, as external data.
 
@@ -101,15 +103,19 @@ def export_paged_graph(
     check_pageable(config)
     rounded = copy.deepcopy(decoder).eval()
     if kv_cache is not None:
+        progress("measuring keys and values", 0, 0)
         parameters = {name: parameter.detach().numpy() for name, parameter in rounded.named_parameters()}
         scale_kv_channels(parameters, config, measure_scales(decoder, sample))
     rounded = rounded.to(dtype)
     if config.qk_norm:
         _note_shared_norms(rounded)
+    progress("tracing PyTorch", 0, 0)
     model = _trace(PagedGraph(rounded).eval(), config, dtype if kv_cache is None else KV_DTYPES[kv_cache])
     name_weights(model.graph, rounded)
     if precision in ("int8", "int4"):
+        progress(f"rounding weights to {precision}", 0, 0)
         quantize_weights(model, bits=8 if precision == "int8" else 4)
+    progress("writing the graph", 0, 0)
     onnx_ir.save(model, path, external_data=WEIGHTS_FILE)
 
 

@@ -24,6 +24,7 @@ from model.bundle import DECODE_INPUT, GRAPH_ENVIRONMENT, Verification
 from model.config import DecoderConfig
 from model.decoder import Decoder
 from model.generate import generate
+from model.progress import Progress, followed, unheard
 
 MAX_LOGIT_ERROR = 1e-3  # fp32, relative to the standard deviation of the logits
 MAX_PERPLEXITY_LOSS = {"bf16": 0.01, "fp16": 0.01, "int8": 0.01, "int4": 0.05}  # relative
@@ -34,6 +35,7 @@ _GREEDY_TOKENS = 32
 _LONGEST = 2048  # tokens of a row that is run to its end
 _PERPLEXITY_ROWS = 16
 _PERPLEXITY_CONTEXT = 1024
+_IN_ONNX = "perplexity in ONNX Runtime"
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -126,28 +128,29 @@ class Verifier:
         self._text = text
         self._generator = np.random.default_rng(0)
 
-    def verify(self) -> Verification:
+    def verify(self, progress: Progress = unheard) -> Verification:
         """Measure everything; see `Verification` for what the figures mean."""
-        figures = Verification(max_logit_error=_largest(self._errors()), greedy_agreement=self._greedy_agreement())
+        error, agreement = _largest(self._errors(progress)), self._greedy_agreement(progress)
+        figures = Verification(max_logit_error=error, greedy_agreement=agreement)
         if self._text is None:
             return figures
         rows, n_prefix = self._rows(self._text)
-        in_torch, in_onnx = self._perplexities(rows, n_prefix)
+        in_torch, in_onnx = self._perplexities(rows, n_prefix, progress)
         text = f"{self._text.name}, {len(rows)} x {rows.shape[1] - 1} tokens"
         return figures.model_copy(update={"perplexity_torch": in_torch, "perplexity_onnx": in_onnx, "text": text})
 
-    def _errors(self) -> list[float]:
+    def _errors(self, progress: Progress) -> list[float]:
         longest = min(self._config.max_model_len, _LONGEST)
         short = min(_PROMPT, longest)
         prompt, full = self._tokens(short), self._tokens(longest)
         odd = sorted({end for end in (short // 3, short // 3 + 2, short) if 0 < end <= short})
-        return [
-            self._chunk_error(prompt, [short]),  # the whole prompt at once
-            self._chunk_error(prompt, odd),  # chunks at odd boundaries
-            self._chunk_error(prompt[:1], [1]),
-            self._chunk_error(full, [*range(_CHUNK, longest, _CHUNK), longest]),  # to the row's last position, or far
-            self._ragged_error(),
+        cut = [
+            (prompt, [short]),  # the whole prompt at once
+            (prompt, odd),  # chunks at odd boundaries
+            (prompt[:1], [1]),
+            (full, [*range(_CHUNK, longest, _CHUNK), longest]),  # to the row's last position, or far
         ]
+        return [self._chunk_error(*one) for one in followed(cut, "comparing logits", progress)] + [self._ragged_error()]
 
     def _chunk_error(self, tokens: Ids, ends: Sequence[int]) -> float:
         expected = self._reference(tokens)
@@ -174,11 +177,11 @@ class Verifier:
             ]
         return _largest(errors)
 
-    def _greedy_agreement(self) -> float:
+    def _greedy_agreement(self, progress: Progress) -> float:
         """Share of the oracle's greedy tokens that the graph would choose too, given the oracle's text so far."""
         equal = total = 0
         n_tokens = min(_GREEDY_TOKENS, self._config.max_model_len // 2)
-        for _ in range(_GREEDY_PROMPTS):
+        for _ in followed(range(_GREEDY_PROMPTS), "comparing greedy tokens", progress):
             prompt = self._tokens(min(16, self._config.max_model_len - n_tokens))
             expected = generate(self._decoder, prompt.tolist(), max_tokens=n_tokens)
             self._session.clear(1, len(prompt) + n_tokens)
@@ -200,7 +203,7 @@ class Verifier:
         stretches = (token_ids[i * step : (i + 1) * step + 1] for i in range(n_rows))
         return np.stack([np.concatenate((prefix, stretch)) for stretch in stretches]), len(prefix)
 
-    def _perplexities(self, rows: Ids, n_prefix: int) -> tuple[float, float]:
+    def _perplexities(self, rows: Ids, n_prefix: int, progress: Progress) -> tuple[float, float]:
         """exp of the mean next-token cross-entropy, in PyTorch and in ONNX Runtime, on the same rows.
 
         Neither the prefix nor the token after it is measured. Where running sequences have rows of int8, the first
@@ -208,24 +211,27 @@ class Verifier:
         """
         half = (rows.shape[1] - 1) // 2 if self._session.rounds_cache else 0
         n_given = max(half, n_prefix)
-        in_torch = [_cross_entropy(self._reference(row[:-1])[n_given:], row[n_given + 1 :]) for row in rows]
+        in_torch = [
+            _cross_entropy(self._reference(row[:-1])[n_given:], row[n_given + 1 :])
+            for row in followed(list(rows), "perplexity in PyTorch", progress)
+        ]
         if half:
-            in_onnx = self._decoding_losses(rows, n_given)
+            in_onnx = self._decoding_losses(rows, n_given, progress)
         else:
             logits = (self._session.run_in_chunks(row[:-1], [len(row) - 1]) for row in rows)
             in_onnx = [
                 _cross_entropy(next(of_row)[n_given:], row[n_given + 1 :])
-                for of_row, row in zip(logits, rows, strict=True)
+                for of_row, row in zip(logits, followed(list(rows), _IN_ONNX, progress), strict=True)
             ]
         return float(np.exp(np.mean(in_torch))), float(np.exp(np.mean(in_onnx)))
 
-    def _decoding_losses(self, rows: Ids, n_prompt: int) -> list[float]:
+    def _decoding_losses(self, rows: Ids, n_prompt: int, progress: Progress) -> list[float]:
         """Cross-entropy at each position after the prompts, a token of every row at a time."""
         batch, context = len(rows), rows.shape[1] - 1
         self._session.clear(batch, context)
         self._session.run(rows[:, :n_prompt], [n_prompt] * batch, with_logits=False)
         losses = []
-        for i in range(n_prompt, context):
+        for i in followed(range(n_prompt, context), _IN_ONNX, progress):
             logits = self._session.run(rows[:, i : i + 1], [i + 1] * batch, decode=True)
             losses.append(_cross_entropy(logits[:, 0], rows[:, i + 1]))
         return losses

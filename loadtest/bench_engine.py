@@ -25,6 +25,7 @@ from loadtest.random_model import make_random_model
 from model.bundle import GRAPH_FILE, Device
 from model.config import DecoderConfig, preset
 from model.decoder import Decoder
+from model.progress import Progress, followed, unheard
 from server.engine.cuda import open_cuda_runner
 from server.engine.engine import Engine
 from server.engine.kv_rows import KVRows
@@ -117,23 +118,34 @@ class EngineFigures:
         return [f"{self.preset}, {self.precision}, {machine}", decode, prefill, outside]
 
 
-def bench_engine(name: str, precision: str, threads: int | None, cache: Path, device: Device = "cpu") -> EngineFigures:
+def bench_engine(
+    name: str,
+    precision: str,
+    threads: int | None,
+    cache: Path,
+    device: Device = "cpu",
+    progress: Progress = unheard,
+) -> EngineFigures:
     """Measure the engine on a preset with random weights, which is kept in `cache` for the next time.
 
     Raises ConfigError for an unknown preset or precision, and the errors of make_random_model.
     """
     folder = f"{name}-{precision}" if device == "cpu" else f"{name}-{device}-{precision}"
-    graph = make_random_model(name, precision, cache / folder, device) / GRAPH_FILE
+    graph = make_random_model(name, precision, cache / folder, device, progress) / GRAPH_FILE
     config, batches, threads = preset(name), DECODE_BATCHES[device], threads or usable_cpus()
+    progress("loading the model", 0, 0)
     runner = _open_runner(graph, config, device, threads)
     bench = _EngineBench(runner, config, _CHUNK[device])
+    progress("copying memory", 0, 0)
     bandwidth = copy_bandwidth(threads) if device == "cpu" else device_bandwidth()
-    prefill = {tokens: bench.prefill(tokens) for tokens in PREFILL_TOKENS[device]}
+    prefill = {tokens: bench.prefill(tokens) for tokens in followed(PREFILL_TOKENS[device], "prefill", progress)}
     decode = []
-    for batch in batches:
+    for batch in followed(batches, "decode", progress):
         seconds, outside = bench.decode(batch, temperature=0.0)
         floor = bytes_per_step(config, precision, batch, device) / bandwidth
         decode.append(DecodeFigures(batch, batch / seconds, seconds * 1e3, floor / seconds, outside))
+    progress("time outside the model", 0, 0)
+    outside_greedy, outside_sampled = (bench.decode(batches[-1], heat)[1] for heat in (0.0, 0.8))
     peak = device_flops() if device == "cuda" else None
     in_layers = n_weights(config) - config.vocab_size * config.d_model
     return EngineFigures(
@@ -145,8 +157,8 @@ def bench_engine(name: str, precision: str, threads: int | None, cache: Path, de
         copy_gigabytes_per_second=bandwidth / 1e9,
         decode=decode,
         prefill_tokens_per_second=prefill,
-        outside_greedy=bench.decode(batches[-1], temperature=0.0)[1],
-        outside_sampled=bench.decode(batches[-1], temperature=0.8)[1],
+        outside_greedy=outside_greedy,
+        outside_sampled=outside_sampled,
         peak_teraflops=peak and peak / 1e12,
         prefill_of_peak={n: 2 * in_layers * speed / peak for n, speed in prefill.items()} if peak else {},
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
@@ -13,8 +12,9 @@ import uvloop
 
 from loadtest.load import Prompts, Workload, closed_loop, open_loop
 from loadtest.local_server import serve_locally
-from loadtest.serve_figures import Limits, Measured, Round, ServeFigures, figures, good
+from loadtest.serve_figures import Limits, Measured, Round, ServeFigures, good
 from loadtest.sse_client import Answer, Target, complete
+from model.progress import Progress, followed, unheard
 
 
 class ServeBenchError(Exception):
@@ -52,7 +52,7 @@ class Plan:
 
 
 def bench_serve(
-    servers: dict[str, Server], plan: Plan, api_key: str | None, tell: Callable[[str], object]
+    servers: dict[str, Server], plan: Plan, api_key: str | None, progress: Progress = unheard
 ) -> ServeFigures:
     """Measure one server or two. Raises ValueError for a URL that is none, ChildProcessError for a directory that
     cannot be served, and ServeBenchError.
@@ -62,9 +62,10 @@ def bench_serve(
         for letter, server in servers.items():
             url = server.address
             if "://" not in url:
+                progress(f"starting {url}", 0, 0)
                 url = stack.enter_context(serve_locally(Path(url)))
             clients[letter] = _Client(Target(url, api_key), server.extra, plan.timeout)
-        rows = uvloop.run(_Bench(clients, plan, tell).run())
+        rows = uvloop.run(_Bench(clients, plan, progress).run())
     about = {letter: server.address for letter, server in servers.items()}
     names = ("rounds", "requests", "warm_up", "rate", "limits", "vocab_size", "seed")
     return ServeFigures(about | {name: getattr(plan, name) for name in names}, rows)
@@ -83,25 +84,24 @@ class _Client:
 class _Bench:
     """All workloads, each with its warm-up, on all servers."""
 
-    def __init__(self, clients: dict[str, _Client], plan: Plan, tell: Callable[[str], object]) -> None:
+    def __init__(self, clients: dict[str, _Client], plan: Plan, progress: Progress) -> None:
         self._clients = clients
         self._plan = plan
         self._prompts = Prompts(plan.vocab_size, plan.seed)
-        self._tell = tell
+        self._progress = progress
 
     async def run(self) -> dict[str, dict[str, Measured]]:
         rows: dict[str, dict[str, Measured]] = {}
         for workload in self._plan.workloads:
+            self._progress(f"{workload}, warm-up", 0, 0)
             for client in self._clients.values():
                 await self._warm_up(client, workload)
-            for i in range(self._plan.rounds):
+            for _ in followed(range(self._plan.rounds), f"{workload}, rounds", self._progress):
                 for letter, client in self._clients.items():
                     for part, waves in (await self._run_round(client, workload)).items():
                         label = f"{workload}{part}"
                         measured = rows.setdefault(label, {}).setdefault(letter, Measured(workload, self._plan.limits))
                         measured.waves.append(waves)
-                        speed = figures(waves, {})["output_tokens_per_second"]
-                        self._tell(f"{label}, round {i + 1} of {self._plan.rounds}, {letter}: {speed:.0f} tokens/s")
         return rows
 
     async def _warm_up(self, client: _Client, workload: Workload) -> None:

@@ -22,10 +22,9 @@ import torch
 import transformers
 from rich.console import Console
 
-from export.directory import PRECISIONS
 from loadtest.bench_engine import DECODE_BATCHES, bench_engine
 from loadtest.random_model import make_random_model
-from model.bundle import load_bundle
+from model.bundle import PRECISIONS, load_bundle
 from model.config import DecoderConfig, preset
 from server.engine.cuda import open_cuda_runner
 from server.engine.engine import Engine

@@ -16,17 +16,20 @@ from tokenizers import Tokenizer, models
 
 import export
 import model
-from export.directory import PRECISIONS, export_checkpoint
-from model.bundle import MANIFEST_FILE, Device
+from export.directory import export_checkpoint
+from model.bundle import MANIFEST_FILE, PRECISIONS, Device
 from model.checkpoint import save_checkpoint
 from model.config import ConfigError, DecoderConfig, preset
 from model.decoder import Decoder
+from model.progress import Progress, unheard
 from model.tokenizer import train_tokenizer
 
 _PREFIX = "random"
 
 
-def make_random_model(name: str, precision: str, out: Path, device: Device = "cpu") -> Path:
+def make_random_model(
+    name: str, precision: str, out: Path, device: Device = "cpu", progress: Progress = unheard
+) -> Path:
     """Write a preset's model directory to `out`, unless it is there already; one of an older exporter is replaced.
 
     Raises ConfigError for an unknown preset or precision, and FileExistsError where `out` holds something else.
@@ -45,7 +48,7 @@ def make_random_model(name: str, precision: str, out: Path, device: Device = "cp
         run, text = Path(folder) / source, Path(folder) / "text.txt"
         text.write_text(str(__doc__), encoding="utf-8")  # int8 is verified on text; to random weights any is the same
         save_checkpoint(run, 0, Decoder(config), dummy_tokenizer(config.vocab_size), {}, {})
-        export_checkpoint(run, out, device=device, precision=precision, text=text)
+        export_checkpoint(run, out, device=device, precision=precision, text=text, progress=progress)
     return out
 
 

@@ -30,6 +30,11 @@ GRAPH_ENVIRONMENT = {"ORT_GQA_DISABLE_FLASH_ATTENTION": "1"}
 KV_BLOCK_SIZE = 256  # tokens, on CUDA: PagedAttention wants a multiple of this for heads of up to 64 channels
 DECODE_INPUT = "decode"  # where running sequences have rows of int8: the input that chooses these
 Device = Literal["cpu", "cuda"]
+# What a graph may be exported as; the first is the default.
+PRECISIONS: dict[Device, tuple[str, ...]] = {
+    "cpu": ("int8", "int4", "fp32"),
+    "cuda": ("bf16", "fp16", "int8", "int4"),
+}
 REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
 
 

@@ -27,6 +27,7 @@ from model.config import ConfigError, DecoderConfig
 from model.families import FAMILIES
 from model.family import Family, UnsupportedError
 from model.new_directory import new_directory
+from model.progress import Progress, unheard
 from model.tensors import Source, parameter_shapes, rotary_pairs_apart
 from model.tokenizer import TokenizerError, load_tokenizer, vocabulary_size
 from model.weights import Shape, Stored, WeightsError, Written, stored_tensors, write_safetensors
@@ -54,7 +55,7 @@ class Imported:
     notes: tuple[str, ...]
 
 
-def import_checkpoint(source: Path, out: Path) -> Imported:
+def import_checkpoint(source: Path, out: Path, progress: Progress = unheard) -> Imported:
     """Write the checkpoint directory `out` from a folder with config.json, *.safetensors and tokenizer.json.
 
     Weights keep their types, and one parameter at a time is in memory. Raises HuggingFaceError naming the file, key or
@@ -78,7 +79,7 @@ def import_checkpoint(source: Path, out: Path) -> Imported:
         for name, text in texts.items():
             if text is not None:
                 (part / name).write_text(text, encoding="utf-8")
-        write_safetensors(part / WEIGHTS_FILE, weights)
+        write_safetensors(part / WEIGHTS_FILE, weights, progress)
     counts: Counter[torch.dtype] = Counter()
     for weight in weights:
         counts[weight.dtype] += torch.Size(weight.shape).numel()

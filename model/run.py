@@ -61,6 +61,7 @@ class ProgressBar:
             TextColumn("MFU {task.fields[mfu]:.1%} ·"),
             TimeRemainingColumn(elapsed_when_finished=True),
             console=console,
+            disable=not console.is_terminal,
         )
         self._task = self._bar.add_task("training", total=steps, completed=completed, loss=0.0, speed=0.0, mfu=0.0)
 

@@ -11,12 +11,19 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from model.config import PRESETS
+
 # May be given with --resume: where the run is, and how it is spread over the processes that continue it.
 _WITH_RESUME = {"out", "resume", "shard"}
 
 
 class OptionError(ValueError):
     """Options that do not go together, or one that cannot be read."""
+
+
+def complete_preset(incomplete: str) -> list[str]:
+    """The names that the shell offers."""
+    return [name for name in PRESETS if name.startswith(incomplete)]
 
 
 def parse_changes(changes: list[str]) -> dict[str, Any]:
@@ -73,7 +80,7 @@ def train(
     init: Annotated[
         Path | None, typer.Option(help="Begin with the weights and tokenizer of this run or checkpoint.")
     ] = None,
-    preset: Annotated[str, typer.Option(help="Shape of the decoder.")] = "tiny",
+    preset: Annotated[str, typer.Option(help="Shape of the decoder.", autocompletion=complete_preset)] = "tiny",
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change a field of the preset: name=value.")
     ] = None,
@@ -101,7 +108,9 @@ def train(
         bool, typer.Option("--shard", help="Spread weights and optimizer over torchrun's processes (FSDP2).")
     ] = False,
 ) -> None:
-    """Train a decoder on text, or on chats: lines of {"messages": [{"role": …, "content": …}, …]}.
+    """Train a decoder on text, or on chats in JSONL files.
+
+    A chat is a line of {"messages": [{"role": …, "content": …}, …]}.
 
     By several processes, with the same options: torchrun --nproc-per-node N -m model.train …
     """

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from model.checkpoint import WEIGHTS_FILE
+from model.progress import Progress, followed, unheard
 
 INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -91,7 +92,7 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def write_safetensors(path: Path, tensors: Sequence[Written]) -> None:
+def write_safetensors(path: Path, tensors: Sequence[Written], progress: Progress = unheard) -> None:
     """Write a file that `safetensors` reads, with one tensor in memory at a time.
 
     The format: the header's length in 8 bytes, little-endian; the header, JSON; the data. The widest types come first,
@@ -109,7 +110,7 @@ def write_safetensors(path: Path, tensors: Sequence[Written]) -> None:
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
-        for tensor in ordered:
+        for tensor in followed(ordered, "writing tensors", progress):
             made = tensor.make()
             assert made.shape == tensor.shape
             assert made.dtype == tensor.dtype

@@ -149,20 +149,19 @@ def test_texts_and_layers_that_cannot_be_explained(directory: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("head", [2, None])
-def test_the_command_draws_and_writes_what_it_found(directory: Path, head: int | None, tmp_path: Path) -> None:
+def test_the_command_draws_and_prints_what_it_found(directory: Path, head: int | None, tmp_path: Path) -> None:
     options = [] if head is None else ["--head", str(head)]
     command = ["explain", str(directory), TEXT, "--layer", "1", *options, "--top-k", "3"]
-    command += ["--out", str(tmp_path / "map.png"), "--json", str(tmp_path / "map.json")]
-    result = CliRunner().invoke(app, command)
+    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "map.png"), "--json"])
     assert result.exit_code == 0, result.output
-    written = json.loads((tmp_path / "map.json").read_text())
+    written = json.loads(result.stdout)
     expected = Explainer(load_bundle(directory)).explain(TEXT, [1])
     assert "".join(written["tokens"]) == TEXT
     assert list(written["heads"]) == (["0", "1", "2", "3"] if head is None else ["2"])
     for name, weights in written["heads"].items():
         assert (np.array(weights, dtype=np.float32) == expected.weights[1][int(name)]).all()
     assert len(written["next_tokens"]) == 3
-    assert str(written["next_tokens"][0]["token_id"]) in result.output
+    assert str(written["next_tokens"][0]["token_id"]) in CliRunner().invoke(app, command).stdout
     with Image.open(tmp_path / "map.png") as picture:
         assert picture.format == "PNG"
         colours = picture.convert("RGB").getcolors(maxcolors=2**24)

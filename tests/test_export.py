@@ -94,7 +94,7 @@ def test_models_of_any_length_can_be_verified(max_model_len: int, tmp_path: Path
 def test_a_wrong_graph_fails_the_export_and_leaves_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def export_something_else(decoder: torch.nn.Module, path: Path, precision: str, _sample: object) -> None:
+    def export_something_else(decoder: torch.nn.Module, path: Path, precision: str, *_: object) -> None:
         export_graph(make_decoder(decoder.config, seed=1), path, precision)  # type: ignore[arg-type]
 
     monkeypatch.setattr(export_directory, "export_graph", export_something_else)
@@ -195,7 +195,12 @@ def test_commands_in_one_line_each(run: Path, exported: Path, tmp_path: Path) ->
         return result.stderr if fails else result.stdout
 
     assert "greedy agreement" in kvasir("verify", exported)
-    kvasir("export", run, "--out", run.parent / "advised", "--temperature", "0.5", "--top-p", "0.9")
+    measured = json.loads(kvasir("verify", exported, "--json"))
+    assert measured["manifest"] == load_bundle(exported).manifest.verification.model_dump()
+    advice = ["--temperature", "0.5", "--top-p", "0.9", "--json"]
+    made = json.loads(kvasir("export", run, "--out", run.parent / "advised", *advice))
+    assert (made["device"], made["precision"]) == ("cpu", "int8")
+    assert made["bytes"] == sum(path.stat().st_size for path in (run.parent / "advised").iterdir())
     assert load_bundle(run.parent / "advised").generation.given() == {"temperature": 0.5, "top_p": 0.9}
     assert load_bundle(exported).generation.given() == {}
     assert "held-out text of tale" in kvasir("verify", exported, "--checkpoint", run)

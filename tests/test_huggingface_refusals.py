@@ -240,6 +240,10 @@ def test_the_command_says_what_it_made_or_why_not(folder: Path, tmp_path: Path) 
     assert "\nnote: generation_config.json's repetition_penalty is left out: 0: Input" in result.stdout
     for row in (r"family .* Llama", r"parameters .* 71,872", r"weights .* float32", r"chat template .* yes"):
         assert re.search(row, result.stdout), result.stdout
+    for_scripts = CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "too"), "--json"])
+    imported = json.loads(for_scripts.stdout)
+    assert (imported["family"], imported["n_parameters"]) == ("Llama", 71_872)
+    assert imported["notes"][0].startswith("generation_config.json's repetition_penalty is left out")
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 1
     assert again.stderr.count("\n") == 1

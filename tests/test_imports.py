@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = ("model", "export", "server", "loadtest")
+ROOMS = ("model", "export", "server", "loadtest", "commands")
 NO_TORCH = ("model.config", "model.tokenizer", "model.bundle", "model.chat")
 LEAVES = ("server.errors", "server.settings")
 
@@ -18,6 +18,7 @@ LEAVES = ("server.errors", "server.settings")
 ALLOWED = {
     "model.config": (),
     "model.tokenizer": (),
+    "model.progress": (),
     "model.bundle": ("model.config", "model.tokenizer"),
     "model.chat": ("model.bundle",),
     "model": ("model",),
@@ -60,12 +61,17 @@ ALLOWED = {
     ),
     "server.api": (*LEAVES, *NO_TORCH, "server"),
     "server": (*NO_TORCH, "server"),
-    "loadtest.bench_engine": (*NO_TORCH, "model.decoder", "server.engine", "loadtest.random_model"),
+    "loadtest.bench_engine": (*NO_TORCH, "model.decoder", "model.progress", "server.engine", "loadtest.random_model"),
     "loadtest.random_model": ("model", "export"),
     "loadtest.gpu_check": ("model", "export", "server.engine", "loadtest"),
     "loadtest.sse_client": (),
+    "loadtest.bench_serve": ("loadtest", "model.progress"),
     "loadtest": ("loadtest.sse_client", "loadtest.load", "loadtest.local_server", "loadtest.serve_figures"),
-    "kvasir": ROOMS,
+    "commands.output": (),
+    "commands.progress": ("commands.output",),
+    "commands.group": (),
+    "commands": ROOMS,
+    "kvasir": ("commands", "model.train"),
 }
 # Left to right: nothing in a file of the server may import what stands to its right.
 SERVER_ORDER = (

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from export.block_weights import BLOCK, quantize_blocks
-from export.paged_graph import RUN_INPUTS, export_paged_graph
-from model.bundle import KV_BLOCK_SIZE
+from export.paged_graph import DTYPES, RUN_INPUTS, export_paged_graph
+from model.bundle import KV_BLOCK_SIZE, PRECISIONS
 from model.config import ConfigError
 from tests import paged_reference
 from tests.random_models import make_config, make_decoder
@@ -31,6 +31,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "untied": {"tied_embeddings": False, "layers_without_rotary": (1,), "parallel_residual": True, "rotary_dim": 8},
 }
+
+
+def test_every_precision_has_a_type() -> None:
+    assert tuple(DTYPES) == PRECISIONS["cuda"]
 
 
 def run(path: Path, chunks: list[tuple[list[int], int]], caches: dict[str, Any], blocks: list[list[int]]) -> Any:

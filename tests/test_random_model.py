@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def test_the_model_is_kept_until_the_exporter_changes(tmp_path: Path, monkeypatc
     assert bundle.manifest.precision == "int8"
 
     written = bundle.graph_path.stat().st_mtime_ns
-    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout) == {"directory": str(out)}
     assert bundle.graph_path.stat().st_mtime_ns == written
     monkeypatch.setattr(random_model, "_fingerprint", lambda _: "changed")
     assert CliRunner().invoke(app, arguments).exit_code == 0

@@ -32,12 +32,15 @@ def test_the_pieces_are_the_oracles_text(random_model: RandomModel, served: tupl
     engine, bundle = served
     prompt_ids = bundle.tokenizer.encode(TEXT).ids
     params = SamplingParams(max_tokens=20, temperature=0.0)
-    text = "".join(generate(engine, bundle, TEXT, params))
+    *pieces, last = generate(engine, bundle, prompt_ids, params)
+    text = "".join(piece.text for piece in [*pieces, last])
     ids = oracle(random_model.decoder, prompt_ids, max_tokens=20)
     assert text == bundle.tokenizer.decode(prompt_ids + ids)[len(TEXT) :]
+    assert [piece.token_id for piece in pieces] == ids
+    assert last.finish_reason == ("stop" if len(ids) < 20 else "length")
 
 
 def test_a_prompt_that_cannot_fit_is_an_error(served: tuple[Engine, ModelBundle]) -> None:
     engine, bundle = served
     with pytest.raises(ContextLengthError, match="at most 200 tokens"):
-        list(generate(engine, bundle, TEXT, SamplingParams(max_tokens=500)))
+        list(generate(engine, bundle, bundle.tokenizer.encode(TEXT).ids, SamplingParams(max_tokens=500)))

@@ -1,0 +1,1 @@
+"""The commands of `kvasir`, each of which calls its room. What only some of them need is imported when they run."""

@@ -1,0 +1,48 @@
+"""kvasir import."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commands.output import Json, fail, figures, mebibytes, peak_memory, show
+from commands.progress import ProgressBar
+
+
+def import_(
+    folder: Annotated[
+        Path, typer.Argument(help="A Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json.")
+    ],
+    out: Annotated[Path, typer.Option(help="The checkpoint directory to write.")],
+    as_json: Json = False,
+) -> None:
+    """Make a checkpoint directory of a Hugging Face checkpoint."""
+    from model.huggingface import HuggingFaceError, import_checkpoint
+
+    started = time.monotonic()
+    try:
+        with ProgressBar(quiet=as_json) as progress:
+            imported = import_checkpoint(folder, out, progress)
+    except (HuggingFaceError, OSError) as error:
+        fail(error)
+    seconds, memory, config = time.monotonic() - started, peak_memory(), imported.config
+    rows = {
+        "family": imported.family,
+        "layers": str(config.n_layer),
+        "parameters": f"{imported.n_parameters:,}",
+        "weights": imported.dtype,
+        "vocabulary": f"{config.vocab_size:,} tokens",
+        "max model len": f"{config.max_model_len:,} tokens",
+        "chat template": "yes" if imported.has_chat_template else "no",
+        "time": f"{seconds:.1f} s",
+        "peak memory": mebibytes(memory),
+    }
+    values = {"directory": str(out), **asdict(imported), "seconds": seconds, "peak_memory_bytes": memory}
+    show(as_json, values, figures(out.name, rows))
+    if not as_json:
+        for note in imported.notes:
+            typer.echo(f"note: {note}")

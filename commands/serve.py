@@ -1,0 +1,44 @@
+"""kvasir serve."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from commands.output import fail
+from server.settings import PREFIX, Settings
+
+
+def _parameters() -> list[inspect.Parameter]:
+    """`kvasir serve`'s argument, the model, and its options: one for each other setting."""
+    parameters = []
+    for name, field in Settings.model_fields.items():
+        envvar = PREFIX + name.upper()
+        kind: Any
+        if name == "model":
+            kind = Annotated[Path | None, typer.Argument(help=field.description, envvar=envvar)]
+        else:
+            default = False if field.default is None else str(field.default)
+            option = typer.Option(help=field.description, envvar=envvar, show_default=default)
+            kind = Annotated[bool | None if field.annotation is bool else str | None, option]
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+    return parameters
+
+
+def serve(**options: Path | str | bool | None) -> None:
+    """Serve a model directory over HTTP."""
+    from server import serve
+    from server.errors import StartupError
+    from server.settings import load_settings
+
+    try:
+        serve.run(load_settings(**options))
+    except StartupError as error:
+        fail(error)
+
+
+serve.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
+serve.__annotations__ = {parameter.name: parameter.annotation for parameter in _parameters()}

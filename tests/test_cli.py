@@ -1,0 +1,157 @@
+"""The command line itself: what help teaches, how mistakes end, what goes into a pipe, what the shell offers."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import model.bundle
+from commands import progress
+from kvasir import app
+
+ROOT = Path(__file__).parent.parent
+EXAMPLE = str(ROOT / "examples/stdlib")
+COMMANDS = ("train", "import", "export", "verify", "serve", "generate", "explain", "bench serve")
+BENCHES = ("bench model", "bench engine", "bench serve")
+PLAIN = {"COLUMNS": "80", "_TYPER_FORCE_DISABLE_TERMINAL": "1"}  # which Typer does not know of CI's by itself
+
+
+def kvasir(*arguments: str, **environment: str) -> Result:
+    return CliRunner().invoke(app, arguments, env=environment, prog_name="kvasir")
+
+
+def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command as the shell runs it, in an environment without anybody's wishes for colours."""
+    known = {name: value for name, value in os.environ.items() if name not in {"NO_COLOR", "FORCE_COLOR", "TERM"}}
+    command = [sys.executable, "-m", "kvasir", *arguments]
+    return subprocess.run(
+        command, env=known | PLAIN | environment, capture_output=True, text=True, cwd=ROOT, check=False, timeout=60
+    )
+
+
+def test_help_shows_the_whole_way_in_order() -> None:
+    lines = process("--help").stdout.splitlines()
+    examples = [line.strip() for line in lines if line.startswith(" kvasir ")]
+    assert len(examples) == len(COMMANDS)
+    assert all(map(str.startswith, examples, (f"kvasir {command} " for command in COMMANDS)))
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("command", [*COMMANDS[:-1], *BENCHES])
+def test_the_help_of_each_has_an_example(command: str) -> None:
+    result = kvasir(*command.split(), "--help", **PLAIN)
+    assert f"For example: kvasir {command} " in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_the_version_is_the_packages() -> None:
+    assert kvasir("--version").stdout == f"kvasir {version('kvasir-lm')}\n"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """Or every look at it would take seconds."""
+    heavy = {"torch", "onnxruntime", "onnx", "fastapi", "uvicorn", "numpy", "transformers", "matplotlib", "jinja2"}
+    code = f"import atexit, sys; atexit.register(lambda: print(sorted({heavy} & sys.modules.keys()), file=sys.stderr))"
+    code += "; import kvasir; sys.argv[1:] = ['--help']; kvasir.main()"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert run.stderr == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("export", "missing argument 'checkpoint'; see kvasir export --help"),
+        ("exprot", "no such command 'exprot'; did you mean 'export'; see kvasir --help"),
+        ("serve --prot 1", "no such option: --prot (Possible options: --host, --port); see kvasir serve --help"),
+        (
+            "bench engine --device gpu",
+            "invalid value for '--device': 'gpu' is not one of 'cpu', 'cuda'; see kvasir bench engine --help",
+        ),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_answered_in_one(line: str, message: str) -> None:
+    result = kvasir(*line.split())
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"kvasir: {message}\n")
+
+
+def test_control_c_ends_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def press(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model.bundle, "load_bundle", press)
+    result = kvasir("generate", EXAMPLE, "x")
+    assert (result.exit_code, result.output) == (130, "")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["explain", EXAMPLE, "a b"], ["explain", EXAMPLE, "a b", "--json"]])
+def test_a_reader_that_has_left_is_no_error(arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        command = [sys.executable, "-m", "kvasir", *arguments]
+        run = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    assert run.stderr == ""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["explain", EXAMPLE, "a b"]])
+def test_colours_come_and_go_as_one_wishes(arguments: list[str]) -> None:
+    forced = {"FORCE_COLOR": "1", "TERM": "xterm", "_TYPER_FORCE_DISABLE_TERMINAL": ""}
+    assert "\x1b[" in process(*arguments, **forced).stdout
+    assert "\x1b" not in process(*arguments, **forced, NO_COLOR="1").stdout
+    assert "\x1b" not in process(*arguments).stdout
+
+
+def test_a_completion_is_the_same_for_people_and_for_scripts() -> None:
+    arguments = ["generate", EXAMPLE, "def main():", "--max-tokens", "6", "--seed", "3"]
+    found = json.loads(kvasir(*arguments, "--json").stdout)
+    assert kvasir(*arguments).stdout == found["text"] + "\n"
+    assert (len(found["token_ids"]), found["finish_reason"], found["seed"]) == (6, "length", 3)
+    bundle = model.bundle.load_bundle(Path(EXAMPLE))
+    assert bundle.tokenizer.decode(found["prompt_token_ids"] + found["token_ids"]) == "def main():" + found["text"]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+@pytest.mark.parametrize("quiet", [False, True])
+def test_bars_are_for_terminals(kind: type[io.StringIO], quiet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = kind()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(progress, "_PATIENCE", 0)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress.ProgressBar(quiet=quiet) as bar:
+        bar("writing", 1, 1234)
+        bar._timer.join()
+    shown = screen.isatty() and not quiet
+    assert ("writing" in screen.getvalue(), "1/1,234" in screen.getvalue()) == (shown, shown)
+    assert bool(screen.getvalue()) == shown
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("", ["train", "import", "export", "verify", "serve", "generate", "explain", "bench"]),
+        ("train x --preset smol", ["smollm2-135m"]),
+        ("bench engine --preset t", ["tiny"]),
+        ("export x --device ", ["cpu", "cuda"]),
+        ("export x --precision ", ["int8", "int4", "fp32"]),
+        ("export x --device cuda --precision ", ["bf16", "fp16", "int8", "int4"]),
+        ("serve --drain", ["--drain-timeout"]),
+        ("serve ", [""]),  # the shell then offers paths
+    ],
+)
+def test_the_shell_offers_names(line: str, offered: list[str]) -> None:
+    words = f"kvasir {line}"
+    asked = {"_KVASIR_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    assert kvasir(**asked).stdout.rstrip("\n").split("\n") == offered
