@@ -12,11 +12,12 @@ from __future__ import annotations
 import csv
 import json
 import os
-import random
 import sys
+from argparse import ArgumentTypeError
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from itertools import count
 from pathlib import Path
+from random import Random
 from time import perf_counter, time
 from typing import Any
 from urllib.request import Request, urlopen
@@ -29,14 +30,11 @@ from locust.env import Environment
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from loadtest.slo import LATENCIES, missed, parse_slo
 from loadtest.sse_client import Answer, error_message
+from loadtest.traffic import PACES, draw, words
 
-WORDS = (
-    *("the", "path", "of", "a", "file", "is", "read", "line", "by", "line", "and", "each", "value", "that", "it"),
-    *("holds", "becomes", "part", "of", "what", "is", "returned", "to", "whoever", "asked", "for", "its", "name"),
-)
 COLUMNS = ("scenario", "sent", "ttft", "e2e", "tokens", "longest_gap", "users", "error")
-LATENCIES = ("ttft", "itl", "e2e")
 
 
 @events.init_command_line_parser.add_listener
@@ -45,11 +43,25 @@ def _add_options(parser: LocustArgumentParser) -> None:
     group.add_argument("--prompt-words", type=float, default=64, help="Median of a prompt's words (log-normal).")
     group.add_argument("--max-tokens", type=float, default=48, help="Median of the tokens asked for (log-normal).")
     group.add_argument("--spread", type=float, default=0.6, help="Sigma of both distributions; 0 is no spread.")
-    group.add_argument("--pace", choices=list(SHAPES), default="constant", help="How the number of users changes.")
+    group.add_argument("--pace", choices=list(PACES), default="constant", help="How the number of users changes.")
     group.add_argument("--rate", type=float, default=2.0, help="Requests a second that each user of poisson sends.")
-    group.add_argument("--slo", default="", help='Limits such as "ttft:p99:2500 itl:p99:200 errors:1" (ms, percent).')
+    group.add_argument(
+        "--slo",
+        default="",
+        type=_checked_slo,
+        help='Limits such as "ttft:p99:2500 itl:p99:200 errors:1" (ms, percent).',
+    )
     group.add_argument("--requests-csv", default="", help="File for a line a request.")
     group.add_argument("--random-seed", type=int, default=0, help="Of lengths and words.")
+
+
+def _checked_slo(text: str) -> str:
+    """As it was given: options may go to other processes."""
+    try:
+        parse_slo(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
 
 
 class Kvasir(FastHttpUser):
@@ -57,16 +69,18 @@ class Kvasir(FastHttpUser):
 
     wait_time = constant(0)
     network_timeout = 300.0
+    concurrency = 1000  # requests of one user that poisson may have on their way
+    numbers = count()  # a user's own, so that a seed means the same users each time
 
     def on_start(self) -> None:
         options = self.environment.parsed_options
-        self.random = random.Random(f"{options.random_seed} {id(self)}")  # noqa: S311
-        self.shared = self.words(4 * options.prompt_words)  # its own, and the same in each of its requests
+        self.random = Random(f"{options.random_seed} {next(self.numbers)}")  # noqa: S311
+        self.shared = words(self.random, round(4 * options.prompt_words))  # the same in each of its requests
 
     @tag("completion")
     @task(5)
     def completion(self) -> None:
-        self.send("completion", "/v1/completions", {"prompt": self.words(self.n_words())})
+        self.send("completion", "/v1/completions", {"prompt": self.prompt()})
 
     @tag("chat")
     @task(3)
@@ -74,25 +88,25 @@ class Kvasir(FastHttpUser):
         if not self.environment.has_chat:  # type: ignore[attr-defined]
             self.completion()
             return
-        messages = [{"role": "user", "content": self.words(self.n_words())}]
+        messages = [{"role": "user", "content": self.prompt()}]
         self.send("chat", "/v1/chat/completions", {"messages": messages})
 
     @tag("shared")
     @task(3)
     def shared_prefix(self) -> None:
-        self.send("shared prefix", "/v1/completions", {"prompt": self.shared + self.words(8)})
+        self.send("shared prefix", "/v1/completions", {"prompt": self.shared + words(self.random, 8)})
 
     @tag("cancel")
     @task(1)
     def cancel(self) -> None:
         """Leaves after a few tokens."""
-        body = {"prompt": self.words(self.n_words())}
+        body = {"prompt": self.prompt()}
         self.send("cancel", "/v1/completions", body, leave_after=self.random.randint(1, 8))
 
     def send(self, scenario: str, path: str, body: dict[str, Any], leave_after: int | None = None) -> None:
         options = self.environment.parsed_options
-        body |= {"max_tokens": max(1, round(self.draw(options.max_tokens))), "stream": True}
-        body["stream_options"] = {"include_usage": True}
+        body |= {"max_tokens": draw(self.random, options.max_tokens, options.spread), "ignore_eos": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
         if options.pace == "poisson":
             gevent.spawn(self.stream, scenario, path, body, leave_after)
             gevent.sleep(self.random.expovariate(options.rate))
@@ -126,15 +140,9 @@ class Kvasir(FastHttpUser):
         except OSError as error:
             answer.fail(f"the connection broke off: {error}")
 
-    def n_words(self) -> float:
-        return self.draw(self.environment.parsed_options.prompt_words)
-
-    def draw(self, median: float) -> float:
-        spread = self.environment.parsed_options.spread
-        return median * self.random.lognormvariate(0, spread) if spread else median
-
-    def words(self, n: float) -> str:
-        return " ".join(self.random.choices(WORDS, k=max(1, round(n)))) + " "
+    def prompt(self) -> str:
+        options = self.environment.parsed_options
+        return words(self.random, draw(self.random, options.prompt_words, options.spread))
 
 
 def _headers() -> dict[str, str]:
@@ -152,7 +160,7 @@ def _said(text: str | None) -> str:
 def _report(environment: Environment, scenario: str, sent_at: float, answer: Answer) -> None:
     """What came of one request, as events and as a line of the file."""
     if answer.error is None:
-        for kind, values in (("ttft", [answer.ttft]), ("itl", answer.gaps), ("e2e", [answer.e2e])):
+        for kind, values in zip(LATENCIES, ([answer.ttft], answer.gaps, [answer.e2e]), strict=True):
             for value in values:
                 environment.events.request.fire(
                     request_type=kind, name=scenario, response_time=value * 1e3, response_length=0, exception=None
@@ -168,13 +176,10 @@ def _report(environment: Environment, scenario: str, sent_at: float, answer: Ans
         writer.writerow(row)
 
 
-class Step(LoadTestShape):
-    """A quarter more of the users each quarter of the time."""
+class Shape(LoadTestShape):
+    """So many users as the pace says for this share of the time."""
 
     abstract = True
-
-    def users(self, share: float, most: int) -> int:
-        return max(1, round(most * (int(share * 4) + 1) / 4))
 
     def tick(self) -> tuple[int, float] | None:
         options = self.runner.environment.parsed_options
@@ -182,27 +187,14 @@ class Step(LoadTestShape):
         elapsed = self.get_run_time()
         if elapsed >= seconds:
             return None
-        return self.users(elapsed / seconds, options.num_users or 16), 100.0
-
-
-class Spike(Step):
-    """A quarter of the users, and all of them in the middle third."""
-
-    abstract = True
-
-    def users(self, share: float, most: int) -> int:
-        return most if 1 / 3 <= share < 2 / 3 else max(1, most // 4)
-
-
-SHAPES: dict[str, type[Step] | None] = {"constant": None, "step": Step, "spike": Spike, "poisson": None}
+        return PACES[options.pace](elapsed / seconds, options.num_users or 16), 100.0
 
 
 @events.init.add_listener
 def _prepare(environment: Environment, **_: Any) -> None:
     options = environment.parsed_options
-    shape = SHAPES[options.pace]
-    if shape is not None:
-        environment.shape_class = shape()
+    if PACES[options.pace] is not None:
+        environment.shape_class = Shape()
         environment.shape_class.runner = environment.runner
     environment.requests_csv = None  # type: ignore[attr-defined]
     if options.requests_csv:
@@ -226,38 +218,17 @@ def _ask_for_chat(environment: Environment, **_: Any) -> None:
 @events.quitting.add_listener
 def _judge(environment: Environment, **_: Any) -> None:
     """Exit code 1, and a line on what was missed, where the limits of --slo were not kept."""
-    broken = list(_broken(environment, environment.parsed_options.slo))
+    limits = parse_slo(environment.parsed_options.slo)
+    if not limits:
+        return
+    times: dict[str, Counter[int]] = {kind: Counter() for kind in LATENCIES}
+    n = n_failed = 0
+    for (_name, kind), entry in environment.stats.entries.items():
+        if kind in times:
+            times[kind].update(entry.response_times)  # rounded to two digits, as Locust keeps them
+        else:
+            n, n_failed = n + entry.num_requests, n_failed + entry.num_failures
+    broken = list(missed(limits, times, n, n_failed))
     for line in broken:
         print(f"SLO missed: {line}", file=sys.stderr)  # noqa: T201
-    if environment.parsed_options.slo:
-        environment.process_exit_code = int(bool(broken))
-
-
-def _broken(environment: Environment, limits: str) -> Iterator[str]:
-    stats = environment.stats
-    for limit in limits.split():
-        kind, *rest = limit.split(":")
-        if kind == "errors":
-            posts = [entry for (_, method), entry in stats.entries.items() if method == "POST"]
-            n, n_failed = sum(entry.num_requests for entry in posts), sum(entry.num_failures for entry in posts)
-            if not n or 100 * n_failed > float(rest[0]) * n:
-                yield f"{n_failed} of {n} requests failed, at most {rest[0]} % may"
-            continue
-        rows = [entry for (_, method), entry in stats.entries.items() if method == kind]
-        times: Counter[int] = Counter()
-        for entry in rows:
-            times.update(entry.response_times)
-        share, most = float(rest[0].removeprefix("p")) / 100, float(rest[1])
-        value = _percentile(times, share)
-        if value is None or value > most:
-            yield f"{kind} {rest[0]} is {'unknown' if value is None else f'{value:.0f} ms'}, at most {most:g} ms may be"
-
-
-def _percentile(times: Mapping[int, int], share: float) -> float | None:
-    """Of Locust's rounded milliseconds, which map each to how often it came."""
-    left = share * sum(times.values())
-    for value in sorted(times):
-        left -= times[value]
-        if left <= 0:
-            return float(value)
-    return None
+    environment.process_exit_code = int(bool(broken))

@@ -1,4 +1,4 @@
-"""One streamed completion of an OpenAI-compatible server: when its text came, and how many tokens it was.
+"""One streamed completion, or chat, of an OpenAI-compatible server: when its text came, and how many tokens it was.
 
 `Answer` is fed bytes and the time, whoever reads the socket; `complete` reads one with asyncio. It is lean, because it
 often shares its processors with the server that it measures: a connection a request, a C parser for HTTP, few objects.
@@ -47,7 +47,7 @@ class Answer:
             event = json.loads(data)
             if event.get("error"):
                 self.fail(error_message(event))
-            if any(choice.get("text") for choice in event.get("choices", ())):
+            if any(map(_text, event.get("choices", ()))):
                 self.event_times.append(now)
             if (usage := event.get("usage")) and usage.get("completion_tokens") is not None:
                 self.usage = usage
@@ -87,6 +87,11 @@ class Answer:
     @property
     def tpot(self) -> float | None:
         return (self.e2e - self.ttft) / (self.n_tokens - 1) if self.n_tokens > 1 else None
+
+
+def _text(choice: dict[str, Any]) -> Any:
+    """What a choice of a completion's event says, or of a chat's."""
+    return choice.get("text") or (choice.get("delta") or {}).get("content")
 
 
 def error_message(body: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 
@@ -47,6 +48,21 @@ def test_a_stream_means_the_same_wherever_it_is_cut(line_end: bytes) -> None:
         answer.feed(stream[cut:], 2.0)
         answer.finish(2.0)
         assert (answer.error, len(answer.event_times), answer.n_tokens) == (None, 2, 2), cut
+
+
+def test_a_chat_says_its_text_in_deltas() -> None:
+    deltas: list[dict[str, str] | None] = [
+        {"role": "assistant"},
+        {"content": ""},
+        {"content": "a"},
+        {"content": "b"},
+        None,
+    ]
+    answer = Answer()
+    for now, delta in enumerate(deltas):
+        answer.feed(b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n", now)
+    answer.finish(5.0)
+    assert (answer.error, answer.event_times) == (None, [2, 3])
 
 
 def test_without_usage_events_are_counted() -> None:
