@@ -4,12 +4,13 @@ import { readEvents } from "./sse.js";
 
 const STORED = "kvasir-key";
 
-/** What the server answered instead of a 2xx, or in the middle of a stream. `message` is the API's own. */
+/** What the server answered instead of a 2xx, or in a stream. `message` is the API's own, `retryAfter` in seconds. */
 export class ApiError extends Error {
-  constructor(message, status = 0, param = null) {
+  constructor(message, status = 0, param = null, retryAfter = null) {
     super(message);
     this.status = status;
     this.param = param;
+    this.retryAfter = retryAfter;
   }
 }
 
@@ -37,7 +38,7 @@ export async function request(path, { body, signal } = {}) {
 function errorOf(text, response) {
   try {
     const { error } = JSON.parse(text);
-    return new ApiError(error.message, response.status, error.param);
+    return new ApiError(error.message, response.status, error.param, response.headers.get("retry-after"));
   } catch {
     return new ApiError(`${response.status} ${response.statusText}`.trim(), response.status);
   }
@@ -49,11 +50,15 @@ export const postJson = async (path, body, signal) => (await request(path, { bod
 /** The objects that a stream sends, until [DONE]. Throws ApiError for one that failed or broke off. */
 export async function* stream(path, body, signal) {
   const response = await request(path, { body: { ...body, stream: true }, signal });
-  for await (const data of readEvents(response.body)) {
-    if (data === "[DONE]") return;
-    const event = JSON.parse(data);
-    if (event.error) throw new ApiError(event.error.message);
-    yield event;
+  try {
+    for await (const data of readEvents(response.body)) {
+      if (data === "[DONE]") return;
+      const event = JSON.parse(data);
+      if (event.error) throw new ApiError(event.error.message, 0, event.error.param);
+      yield event;
+    }
+  } catch (error) {
+    if (!(error instanceof TypeError)) throw error; // which is how a lost connection shows
   }
   throw new ApiError("the stream broke off before its end");
 }

@@ -1,0 +1,55 @@
+// A conversation: the system message, the turns so far, each of which can be edited, and the next message.
+
+import { byId, make } from "./dom.js";
+
+export class Conversation {
+  /** `changed` is called when a turn was removed. */
+  constructor(changed) {
+    this.turns = byId("turns");
+    this.changed = changed;
+  }
+
+  /** The message that is being written becomes a turn. */
+  take() {
+    if (byId("message").value) this.add("user", byId("message").value);
+    byId("message").value = "";
+  }
+
+  messages() {
+    const { system, turns, message } = this.state();
+    const given = system ? [{ role: "system", content: system }] : [];
+    return [...given, ...turns, ...(message ? [{ role: "user", content: message }] : [])];
+  }
+
+  add(role, content) {
+    const id = `turn-${Date.now()}-${this.turns.childElementCount}`;
+    const text = make("textarea", { id, rows: Math.min(8, content.split("\n").length), spellcheck: "false" });
+    text.value = content;
+    const remove = make("button", { type: "button", "aria-label": `Remove this message of the ${role}` }, "Remove");
+    const turn = make("li", { "data-role": role }, make("label", { for: id }, role), remove, text);
+    remove.addEventListener("click", () => {
+      turn.remove();
+      this.changed();
+      byId("message").focus();
+    });
+    this.turns.append(turn);
+  }
+
+  clear() {
+    this.restore({ system: byId("system").value });
+  }
+
+  state() {
+    const turns = [...this.turns.children].map((turn) => ({
+      role: turn.dataset.role, content: turn.querySelector("textarea").value,
+    }));
+    return { system: byId("system").value, turns, message: byId("message").value };
+  }
+
+  restore({ system = "", turns = [], message = "" } = {}) {
+    byId("system").value = system;
+    byId("message").value = message;
+    this.turns.replaceChildren();
+    for (const { role, content } of turns) this.add(role, content);
+  }
+}

@@ -1,0 +1,31 @@
+// The dialog with the request as curl and as Python.
+
+import { getKey } from "./api.js";
+import { byId } from "./dom.js";
+import { curl, python } from "./snippets.js";
+
+export function start() {
+  for (const name of ["curl", "python"]) byId(`copy-${name}`).addEventListener("click", () => copy(name));
+  byId("copy-close").addEventListener("click", () => byId("copy-dialog").close());
+}
+
+/** Show a request, { path, body }, in both languages. */
+export function open({ path, body }) {
+  const here = document.baseURI.replace(/[?#].*$/, "");
+  const hasKey = getKey() !== "";
+  byId("as-curl").textContent = curl(new URL(path, here).href, body, hasKey);
+  byId("as-python").textContent = python(new URL("v1", here).href, body, hasKey);
+  byId("copied").textContent = "";
+  byId("copy-dialog").showModal();
+}
+
+async function copy(name) {
+  const snippet = byId(`as-${name}`);
+  try {
+    await navigator.clipboard.writeText(snippet.textContent);
+    byId("copied").textContent = "Copied.";
+  } catch { // only pages of localhost and of HTTPS may write to the clipboard
+    getSelection().selectAllChildren(snippet);
+    byId("copied").textContent = "Selected: press Ctrl+C.";
+  }
+}

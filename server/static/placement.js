@@ -1,0 +1,50 @@
+// Which of a stream's text belongs to which of its tokens.
+//
+// They do not come together: a character may take several tokens, text that may begin a stop string is held back, and
+// some tokens (the end of the text) have none. The text is what counts: all of it is placed, in its order.
+
+/** A piece is { text, tokens }: mostly one token, several that share a character, or one that is not in the text. */
+export class Placement {
+  #tokens = [];
+  #text = "";
+
+  /** The pieces that are certain now. */
+  push(text, tokens) {
+    this.#tokens.push(...tokens);
+    this.#text += text;
+    const pieces = [];
+    while (this.#tokens.length && this.#text && !this.#mayGrow()) pieces.push(this.#next());
+    return pieces;
+  }
+
+  /** What was left, at the end of the stream. */
+  flush() {
+    const pieces = this.#text ? [{ text: this.#text, tokens: this.#tokens }] : [];
+    if (!this.#text) pieces.push(...this.#tokens.map((token) => ({ text: "", tokens: [token] })));
+    this.#tokens = [];
+    this.#text = "";
+    return pieces;
+  }
+
+  /** Whether the text so far is only the beginning of the next token's: the rest is held back. */
+  #mayGrow() {
+    const { text } = this.#tokens[0];
+    return text !== null && text.length > this.#text.length && text.startsWith(this.#text);
+  }
+
+  #next() {
+    const { text } = this.#tokens[0];
+    if (text !== null && this.#text.startsWith(text)) return this.#take(1, text.length);
+    for (let n = 1; n < this.#tokens.length; n++) {
+      const at = this.#tokens[n].text ? this.#text.indexOf(this.#tokens[n].text) : -1;
+      if (at >= 0) return this.#take(n, at);
+    }
+    return this.#take(this.#tokens.length, this.#text.length);
+  }
+
+  #take(nTokens, nChars) {
+    const piece = { text: this.#text.slice(0, nChars), tokens: this.#tokens.splice(0, nTokens) };
+    this.#text = this.#text.slice(nChars);
+    return piece;
+  }
+}

@@ -1,0 +1,53 @@
+// What the model thought of a token: its probability, and those of its likeliest rivals. One popover for all outputs.
+
+import { byId, make } from "./dom.js";
+
+const VISIBLE = { "\n": "↵", "\t": "→", "\r": "␍", " ": "␣" };
+const GAP = 6; // pixels between a token and its popover
+
+/** A token's name with white space that can be seen. */
+export const visible = (name) => name.replace(/[\n\t\r ]/g, (space) => VISIBLE[space]) || "∅";
+
+export const percent = (logprob) => {
+  const share = Math.exp(logprob) * 100;
+  return share >= 99.95 ? "100 %" : share >= 0.1 ? `${share.toFixed(1)} %` : "< 0.1 %";
+};
+
+/** Show what is known of a piece of text beside its element. */
+export function show(element, piece) {
+  const popover = byId("token-popover");
+  popover.replaceChildren(...about(piece));
+  popover.hidden = false;
+  element.setAttribute("aria-describedby", popover.id);
+  const at = element.getClientRects()[0] ?? element.getBoundingClientRect();
+  const { offsetWidth, offsetHeight } = popover;
+  const below = at.bottom + GAP + offsetHeight <= window.innerHeight;
+  popover.style.top = `${below ? at.bottom + GAP : Math.max(0, at.top - GAP - offsetHeight)}px`;
+  popover.style.left = `${Math.max(GAP, Math.min(at.left, document.documentElement.clientWidth - offsetWidth - GAP))}px`;
+}
+
+export function hide(element) {
+  byId("token-popover").hidden = true;
+  element?.removeAttribute("aria-describedby");
+}
+
+function about({ text, tokens }) {
+  const blocks = tokens.map(aboutToken);
+  if (tokens.length > 1) blocks.unshift(make("p", {}, `${tokens.length} tokens make ${visible(text)}`));
+  else if (text === "") blocks.push(make("p", { class: "quiet" }, "Not in the text: it ended it, or is a special token."));
+  return blocks;
+}
+
+function aboutToken({ name, logprob, top }) {
+  const title = make("p", {}, make("code", {}, visible(name)), ` ${percent(logprob)}`);
+  const rows = top.map((one) => bar(one, one.name === name));
+  if (!top.some((one) => one.name === name)) rows.push(bar({ name, logprob }, true));
+  return make("div", {}, title, make("ol", {}, ...rows));
+}
+
+function bar({ name, logprob }, isChosen) {
+  const share = make("span", { class: "share" });
+  share.style.width = `${Math.exp(logprob) * 100}%`;
+  const label = make("code", {}, visible(name));
+  return make("li", { class: isChosen ? "chosen" : "" }, label, make("span", { class: "track" }, share), percent(logprob));
+}

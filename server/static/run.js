@@ -1,0 +1,113 @@
+// One column: a request's settings, its answer as it comes, and what was measured. There are two of them to compare.
+
+import { ApiError, stream } from "./api.js";
+import { ofChat, ofCompletion } from "./deltas.js";
+import { byId } from "./dom.js";
+import { Placement } from "./placement.js";
+import { Settings } from "./settings.js";
+import { Timings } from "./timings.js";
+import { TokenText } from "./tokens.js";
+
+const LOGPROBS = 5;
+const WITH_USAGE = { include_usage: true, continuous_usage_stats: true };
+
+export class Run {
+  #abort = null;
+  #seed = null; // that was drawn for what is shown
+
+  /** `changed` is called when a setting was. */
+  constructor(name, card, changed) {
+    this.card = card;
+    this.element = byId("run-template").content.cloneNode(true).firstElementChild;
+    this.element.dataset.run = name;
+    for (const title of this.element.querySelectorAll(".of-run")) title.textContent = ` ${name.toUpperCase()}`;
+    this.settings = new Settings(this.part("controls"), `setting-${name}`, card, changed);
+    this.part("reset").addEventListener("click", () => {
+      this.settings.restore();
+      changed();
+    });
+    this.timings = new Timings(this.part("figures"));
+    this.tokens = new TokenText(this.part("text"), () => this.timings.show());
+  }
+
+  part(name) {
+    return this.element.querySelector(`[data-part="${name}"]`);
+  }
+
+  get isRunning() {
+    return this.#abort !== null;
+  }
+
+  get hasAnswer() {
+    return this.tokens.text !== "";
+  }
+
+  /** The path and the body of a request for `input`: { prompt } or { messages }. Null where a setting is wrong. */
+  request(input, drawnSeed = this.#seed) {
+    const fields = this.settings.fields();
+    if (fields === null) return null;
+    const seed = drawnSeed === null ? {} : { seed: drawnSeed };
+    const isChat = "messages" in input;
+    const scores = isChat ? { logprobs: true, top_logprobs: LOGPROBS } : { logprobs: LOGPROBS };
+    const body = { model: this.card.model, ...input, ...seed, ...fields, ...scores, stream: true, stream_options: WITH_USAGE };
+    return { path: isChat ? "v1/chat/completions" : "v1/completions", body };
+  }
+
+  /** Send a request, not before another has ended, and show its answer. Returns how it ended, in words. */
+  async send({ path, body }) {
+    this.clear();
+    this.#seed = body.seed;
+    this.part("seed").textContent = body.seed;
+    this.#abort = new AbortController();
+    this.element.setAttribute("aria-busy", "true");
+    const { signal } = this.#abort;
+    try {
+      await this.#show(stream(path, body, signal), "messages" in body ? ofChat : ofCompletion);
+    } catch (error) {
+      if (signal.aborted) this.timings.ended("stopped");
+      else this.#fail(error);
+    } finally {
+      this.#abort = null;
+      this.element.removeAttribute("aria-busy");
+      this.timings.show();
+    }
+    return this.timings.ending;
+  }
+
+  async #show(events, read) {
+    const placement = new Placement();
+    this.timings.begin();
+    try {
+      for await (const event of events) {
+        const delta = read(event);
+        this.timings.came(delta);
+        this.tokens.add(placement.push(delta.text, delta.tokens));
+      }
+    } finally {
+      this.tokens.add(placement.flush()); // of a stream that broke off, too
+      this.tokens.draw();
+    }
+  }
+
+  #fail(error) {
+    this.timings.ended("failed");
+    if (!(error instanceof ApiError)) throw error;
+    const wait = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
+    this.part("error").textContent = error.message + wait;
+    this.part("error").hidden = false;
+    if (error.param) this.settings.mark(error.param, error.message);
+  }
+
+  stop() {
+    this.#abort?.abort();
+  }
+
+  clear() {
+    this.tokens.clear();
+    this.#seed = null;
+    this.part("seed").textContent = "–";
+    this.part("error").hidden = true;
+    this.timings.begin();
+    this.timings.show();
+  }
+}

@@ -1,0 +1,63 @@
+// What is measured of an answer while it comes: when, how fast, how many tokens, and how it ended.
+
+const ENDINGS = {
+  stop: "ended by itself",
+  length: "reached max_tokens",
+  timeout: "ran out of time",
+  stopped: "stopped by you",
+  failed: "broke off",
+};
+
+export class Timings {
+  #nTokens;
+  #sent;
+  #first;
+  #last;
+  #usage;
+  #end;
+
+  /** `element`: a list whose dd have data-figure. */
+  constructor(element) {
+    this.element = element;
+    this.begin();
+  }
+
+  begin() {
+    this.#nTokens = 0;
+    this.#sent = performance.now();
+    this.#first = this.#last = this.#usage = this.#end = null;
+  }
+
+  /** An event has come. */
+  came({ text, tokens, finish, usage }) {
+    if (text) this.#first ??= performance.now();
+    if (tokens.length && this.#first !== null) this.#last = performance.now();
+    this.#nTokens += tokens.length;
+    this.#usage = usage ?? this.#usage;
+    if (finish) this.#end = finish;
+  }
+
+  ended(how) {
+    this.#end ??= how;
+  }
+
+  get ending() {
+    return ENDINGS[this.#end] ?? "";
+  }
+
+  show() {
+    const { prompt_tokens: prompt, completion_tokens: completion, prompt_tokens_details: details } = this.#usage ?? {};
+    const nTokens = completion ?? this.#nTokens;
+    const rate = nTokens > 1 && this.#last > this.#first ? (nTokens - 1) / ((this.#last - this.#first) / 1000) : null;
+    this.#write("ttft", this.#first === null ? null : `${(this.#first - this.#sent).toFixed(0)} ms`);
+    this.#write("rate", rate?.toFixed(0));
+    this.#write("prompt", prompt);
+    this.#write("cached", details?.cached_tokens);
+    this.#write("completion", nTokens || null);
+    this.#write("ending", this.ending || null);
+  }
+
+  #write(figure, value) {
+    this.element.querySelector(`[data-figure="${figure}"]`).textContent = value ?? "–";
+  }
+}

@@ -1,0 +1,96 @@
+// A text as it comes, a span for each token, shaded by how likely the model held it to be. Arrow keys go through them.
+
+import { make } from "./dom.js";
+import { hide, show } from "./popover.js";
+
+const LEVELS = [0.9, 0.5, 0.2, 0.05]; // at least so likely; the last level is below all
+const STEPS = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 };
+
+const levelOf = (tokens) => {
+  const likelihood = Math.exp(tokens.reduce((sum, token) => sum + token.logprob, 0));
+  const level = LEVELS.findIndex((least) => likelihood >= least);
+  return level < 0 ? LEVELS.length : level;
+};
+
+export class TokenText {
+  #pieces = new Map(); // by element
+  #waiting = [];
+  #frame = null;
+  #described = null;
+
+  /** Shows pieces in `element`, which holds nothing else. `drawn` is called after each batch. */
+  constructor(element, drawn) {
+    this.element = element;
+    this.drawn = drawn;
+    element.addEventListener("pointerover", (event) => this.#describe(event.target));
+    element.addEventListener("pointerleave", () => this.#describe(this.#focused()));
+    element.addEventListener("focusin", (event) => this.#describe(event.target));
+    element.addEventListener("focusout", () => this.#describe(null));
+    element.addEventListener("keydown", (event) => this.#onKey(event));
+  }
+
+  get text() {
+    return [...this.#pieces.values(), ...this.#waiting].map((piece) => piece.text).join("");
+  }
+
+  /** Pieces are drawn together, once a frame: a fast model sends more than one in that time. */
+  add(pieces) {
+    this.#waiting.push(...pieces);
+    if (pieces.length) this.#frame ??= requestAnimationFrame(() => this.draw());
+  }
+
+  draw() {
+    cancelAnimationFrame(this.#frame);
+    this.#frame = null;
+    const isAtEnd = this.element.scrollTop + this.element.clientHeight >= this.element.scrollHeight - 8;
+    this.element.append(...this.#waiting.map((piece) => this.#span(piece)));
+    this.#waiting = [];
+    if (isAtEnd) this.element.scrollTop = this.element.scrollHeight;
+    this.drawn();
+  }
+
+  clear() {
+    this.#describe(null);
+    cancelAnimationFrame(this.#frame);
+    this.#frame = null;
+    this.#waiting = [];
+    this.#pieces.clear();
+    this.element.replaceChildren();
+  }
+
+  #span(piece) {
+    const { text, tokens } = piece;
+    const attributes = { tabindex: this.#pieces.size ? -1 : 0 };
+    if (tokens.length) attributes["data-level"] = levelOf(tokens);
+    if (text === "") attributes.class = "outside";
+    else if (text.includes("\n")) attributes.class = "break";
+    const span = make("span", attributes, text || tokens.map((token) => token.name).join(""));
+    this.#pieces.set(span, piece);
+    return span;
+  }
+
+  #focused() {
+    return this.#pieces.has(document.activeElement) ? document.activeElement : null;
+  }
+
+  #describe(span) {
+    if (this.#described) hide(this.#described);
+    this.#described = this.#pieces.get(span)?.tokens.length ? span : null;
+    if (this.#described) show(span, this.#pieces.get(span));
+  }
+
+  #onKey(event) {
+    const from = this.#focused();
+    if (event.key === "Escape") this.#describe(null);
+    const to = {
+      Home: this.element.firstElementChild,
+      End: this.element.lastElementChild,
+      [event.key]: STEPS[event.key] && (STEPS[event.key] < 0 ? from?.previousElementSibling : from?.nextElementSibling),
+    }[event.key];
+    if (!to || event.ctrlKey || event.metaKey || event.altKey) return;
+    event.preventDefault();
+    from?.setAttribute("tabindex", "-1"); // the tab key stops once in the text: where one was last
+    to.setAttribute("tabindex", "0");
+    to.focus();
+  }
+}
