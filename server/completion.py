@@ -233,12 +233,12 @@ class Completion:
         return choice.stops.push(piece)
 
     def _check(self, choice: Choice, output: TokenOutput) -> None:
+        constraint = choice.sequence.constraint
+        if output.finish_reason is FinishReason.GRAMMAR and constraint is not None:
+            raise InvalidRequestError(
+                f"the grammar cannot be followed any further: {constraint.error}", param=constraint.param
+            )
         if output.finish_reason is FinishReason.ERROR:
-            constraint = choice.sequence.constraint
-            if constraint is not None and constraint.error:
-                raise InvalidRequestError(
-                    f"the grammar cannot be followed any further: {constraint.error}", param=constraint.param
-                )
             raise EngineError("the engine failed")
         if output.finish_reason is FinishReason.ABORT:
             raise UnavailableError("the server is shutting down; try again", retry_after=1)

@@ -163,7 +163,7 @@ def test_an_ending_token_in_a_grammar_ends_the_text_only_where_it_may_end(compil
         constrained(compiler, i, Grammar.lark(f'start: "a" <|endoftext|>{end}')) for i, end in ((0, ""), (1, ' "b"'))
     ]
     results = run(sequences)
-    assert [results[i].finish_reasons for i in (0, 1)] == [[FinishReason.STOP], [FinishReason.ERROR]]
+    assert [results[i].finish_reasons for i in (0, 1)] == [[FinishReason.STOP], [FinishReason.GRAMMAR]]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -244,7 +244,7 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_sequence_alone(compiler: Gramm
     engine = make_engine()
     results = run_to_end(engine, sequences)
     errors = [sequence.constraint.error if sequence.constraint else None for sequence in sequences]
-    assert [results[i].finish_reasons for i in (0, 1)] == [[FinishReason.ERROR]] * 2
+    assert [results[i].finish_reasons for i in (0, 1)] == [[FinishReason.GRAMMAR]] * 2
     assert errors[0] is not None
     assert "max is 2000" in errors[0]
     assert errors[1] == "no text that begins like this one satisfies it"
@@ -262,7 +262,7 @@ def test_a_grammar_that_takes_too_long_to_read_ends_its_own_sequence(
     ambiguous = Grammar.lark('start: s\ns: s s s | s s | "a"')
     sequence = constrained(compiler, 0, ambiguous, logit_bias={EOS: -50.0})
     result = run([sequence])[0]
-    assert result.finish_reasons == [FinishReason.ERROR]
+    assert result.finish_reasons == [FinishReason.GRAMMAR]
     assert sequence.constraint is not None
     assert str(sequence.constraint.error).startswith("it is too ambiguous")
 

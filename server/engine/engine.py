@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import Protocol
+from typing import Literal, Protocol
 
 from model.config import DecoderConfig
 from server.engine.constraints import TokenMasks
@@ -15,6 +15,8 @@ from server.engine.sampling import Floats, TokenLogprobs, sample, token_logprobs
 from server.engine.scheduler import Batch, Chunk, Scheduler
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus, SequenceTimes
 from server.engine.speculation import DraftPolicy, Speculation, verify
+
+StepKind = Literal["decode", "mixed", "prefill"]
 
 SCORING_LOGITS_BYTES = 64 * 2**20  # bound on the logits of one chunk of a prompt that is scored
 
@@ -78,7 +80,7 @@ class StepStats:
     seconds: float
 
     @property
-    def kind(self) -> str:
+    def kind(self) -> StepKind:
         if not self.n_prefill_tokens:
             return "decode"
         return "mixed" if self.n_decode else "prefill"
@@ -212,7 +214,7 @@ class Engine:
 
     def _append(self, sequence: Sequence, token_id: int | None, row: Floats) -> TokenOutput:
         if token_id is None:
-            return self._finish(sequence, FinishReason.ERROR, TokenOutput(sequence.id, None))
+            return self._fail(sequence)
         sequence.output_ids.append(token_id)
         first = sequence.times.first_token is None
         if first:
@@ -228,13 +230,19 @@ class Engine:
         if sequence.constraint is not None and token_id not in params.stop_token_ids:
             sequence.constraint.advance(token_id, ends=ends)
             if sequence.constraint.error:
-                return self._finish(sequence, FinishReason.ERROR, TokenOutput(sequence.id, None))
+                return self._fail(sequence)
             ends = ends or sequence.constraint.is_complete
         if ends:
             return self._finish(sequence, FinishReason.STOP, output)
         if len(sequence.output_ids) >= params.max_tokens:
             return self._finish(sequence, FinishReason.LENGTH, output)
         return output
+
+    def _fail(self, sequence: Sequence) -> TokenOutput:
+        """Nothing may come next: because of its grammar, or because its logits are no numbers."""
+        is_stuck = sequence.constraint is not None and sequence.constraint.error
+        reason = FinishReason.GRAMMAR if is_stuck else FinishReason.ERROR
+        return self._finish(sequence, reason, TokenOutput(sequence.id, None))
 
     def _finish(self, sequence: Sequence, reason: FinishReason, output: TokenOutput) -> TokenOutput:
         """The sequence's terminal output: `output`, marked as the last."""

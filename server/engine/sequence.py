@@ -32,7 +32,8 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     TIMEOUT = "timeout"
     ABORT = "abort"  # the client left, or the server is going down
-    ERROR = "error"
+    GRAMMAR = "grammar"  # nothing that may come next would follow its grammar
+    ERROR = "error"  # of the engine
 
 
 @dataclass(slots=True)
