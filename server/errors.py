@@ -19,6 +19,11 @@ KvasirError
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+OverloadLimit = Literal["tokens", "deadline", "key"]
+
 
 class KvasirError(Exception):
     """An error that a client is told about. `param` names the offending field, `retry_after` is in seconds."""
@@ -42,6 +47,13 @@ class KvasirError(Exception):
     def reason(self) -> str:
         """The most specific name there is, for metrics."""
         return self.code or self.type
+
+    @classmethod
+    def reasons(cls) -> Iterator[str]:
+        """Every reason that an error of this class or of those below it may have."""
+        yield cls.code or cls.type
+        for kind in cls.__subclasses__():
+            yield from kind.reasons()
 
 
 class InvalidRequestError(KvasirError):
@@ -85,18 +97,23 @@ class RequestTooLargeError(KvasirError):
 
 
 class OverloadedError(KvasirError):
-    """`limit` tells those limits apart, in metrics, that are not the queue's: tokens, deadline or key."""
+    """`limit` tells those limits apart, in metrics, that are not the queue's."""
 
     status = 429
     type = "overloaded"
 
-    def __init__(self, message: str, *, retry_after: int, limit: str | None = None) -> None:
+    def __init__(self, message: str, *, retry_after: int, limit: OverloadLimit | None = None) -> None:
         super().__init__(message, retry_after=retry_after)
         self.limit = limit
 
     @property
     def reason(self) -> str:
         return f"{self.type}_{self.limit}" if self.limit else self.type
+
+    @classmethod
+    def reasons(cls) -> Iterator[str]:
+        yield cls.type
+        yield from (f"{cls.type}_{limit}" for limit in get_args(OverloadLimit))
 
 
 class HeadTooLargeError(KvasirError):
