@@ -1,0 +1,28 @@
+// Numbers as people read them.
+
+const exact = new Intl.NumberFormat("en");
+const rough = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
+const percent = new Intl.NumberFormat("en", { style: "percent", maximumFractionDigits: 1 });
+const BYTE_UNITS = ["bytes", "KiB", "MiB", "GiB", "TiB"];
+
+/** 1894080 → "1,894,080" */
+export const formatCount = (value) => exact.format(value);
+
+/** 1894080 → "1.89M" */
+export const formatCompact = (value) => compact.format(value);
+
+/** 1234.5 → "1,230" */
+export const formatRough = (value) => (value < 1000 ? rough : exact).format(value < 1000 ? value : Math.round(value));
+
+/** 0.9765625 → "97.7%" */
+export const formatShare = (value) => percent.format(value);
+
+/** 0.00123 → "1.23 ms" */
+export const formatSeconds = (value) => (value < 1 ? `${rough.format(value * 1000)} ms` : `${rough.format(value)} s`);
+
+/** 2065152 → "1.97 MiB" */
+export function formatBytes(value) {
+  const power = value ? Math.min(Math.floor(Math.log2(value) / 10), BYTE_UNITS.length - 1) : 0;
+  return `${rough.format(value / 1024 ** power)} ${BYTE_UNITS[power]}`;
+}
