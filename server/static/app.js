@@ -33,6 +33,10 @@ function setTheme(theme) {
   else document.documentElement.dataset.theme = theme;
   byId("theme").textContent = `Theme: ${theme}`;
   localStorage.setItem(STORED_THEME, theme);
+  sayTheme();
+}
+
+function sayTheme() {
   window.dispatchEvent(new Event("kvasir:theme")); // what is drawn on a canvas is drawn again
 }
 
@@ -78,4 +82,5 @@ setTheme(THEMES.find((theme) => theme === localStorage.getItem(STORED_THEME)) ??
 byId("theme").addEventListener("click", nextTheme);
 byId("key-form").addEventListener("submit", useKey);
 window.addEventListener("kvasir:key", askForKey);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", sayTheme);
 start();

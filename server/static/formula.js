@@ -1,0 +1,94 @@
+// The formula of attention with the shapes and the particulars of one head of this model.
+
+import { byId } from "./dom.js";
+import { windowOf } from "./weights.js";
+
+const UNROTATED = {
+  rotary: "This is one of the layers that do not turn them by position.",
+  learned: "Positions are learned, and added to X before the first layer.",
+  sinusoidal: "Positions are sinusoids, added to X before the first layer.",
+  none: "The model is told no positions; it knows order by the mask alone.",
+};
+
+/** Fill in the formula for a text of n tokens. */
+export function showFormula(card, layer, head, n) {
+  const { config } = card;
+  const facts = { layer, head, n, window: windowOf(config, layer), rotates: rotates(config, layer) };
+  const biased = ["alibi", "relative"].includes(config.position);
+  for (const element of document.querySelectorAll(".with-bias")) element.toggleAttribute("hidden", !biased);
+  for (const element of document.querySelectorAll(".with-cap")) {
+    element.toggleAttribute("hidden", config.attention_softcap === null);
+  }
+  const texts = { ...shapes(config, n), ...words(config, facts) };
+  for (const [id, text] of Object.entries(texts)) byId(id).textContent = text;
+  byId("formula-note").textContent = `${usual(config, biased)} ${precision(card)}`;
+}
+
+function shapes({ d_model, head_dim }, n) {
+  const [ofHead, square] = [`${n} × ${head_dim}`, `${n} × ${n}`];
+  return {
+    "shape-x": `${n} × ${d_model}`,
+    ...{ "shape-q": ofHead, "shape-k": ofHead, "shape-v": ofHead, "shape-z": ofHead },
+    ...{ "shape-a": square, "shape-b": square, "shape-m": square },
+  };
+}
+
+function words(config, { layer, head, window, rotates }) {
+  const { n_head: nHead, head_dim: headDim, d_model: dModel, attention_softcap: cap } = config;
+  const about = [`Each of the ${nHead} heads has its own.`, positions(config, rotates)];
+  if (config.qk_norm) about.splice(1, 0, "RMSNorm follows in each head, here and for K.");
+  return {
+    "formula-layer": layer,
+    "formula-head": head,
+    "about-q": about.join(" "),
+    "about-k": sharing(config, head),
+    "about-s": scale(config),
+    "about-c": `A soft cap: it keeps scores between −${cap} and ${cap}.`,
+    "about-b": bias(config),
+    "about-m": window === null ? "" : `A token of this layer sees ${window} tokens, itself the last: −∞ before them, too.`,
+    "about-z": `${nHead} heads side by side give ${nHead * headDim} numbers a token; learned weights make ${dModel} of them.`,
+  };
+}
+
+const rotates = (config, layer) => config.position === "rotary" && !config.layers_without_rotary.includes(layer);
+
+function positions(config, rotated) {
+  if (rotated) {
+    const { head_dim: width, rotary_dim: part, rope_theta: base } = config;
+    const which = (part ?? width) === width ? "Q and K are" : `The first ${part} numbers of each row of Q and K are`;
+    return `${which} turned by angles that grow with the position (rotary, base ${base}), so scores depend on distance.`;
+  }
+  return UNROTATED[config.position] ?? "";
+}
+
+function sharing({ n_head: nHead, n_kv_head: nSets }, head) {
+  if (nHead === nSets) return "Each head has its own.";
+  if (nSets === 1) return `All ${nHead} heads share one set.`;
+  const group = nHead / nSets;
+  const first = head - (head % group);
+  const which = `heads ${first} to ${first + group - 1} use set ${first / group}`;
+  return `${nHead} heads share ${nSets} sets of keys, ${group} heads each: ${which}.`;
+}
+
+function scale({ attention_scale: own, head_dim: width }) {
+  const what = own === null
+    ? `The scale 1/√d = 1/√${width} ≈ ${(1 / Math.sqrt(width)).toPrecision(4)}: scores would grow with a head's width d.`
+    : `The scale, ${own}: this model's own, in place of 1/√d.`;
+  return `${what} In the exported graph it is part of the weights that make Q.`;
+}
+
+function bias({ position, relative_buckets }) {
+  return position === "alibi"
+    ? "ALiBi: minus the distance to the key, times a slope that each head has; what is far counts less."
+    : `A learned number for each head and each of ${relative_buckets} ranges of distance, the same in all layers.`;
+}
+
+function usual({ attention_scale, attention_softcap }, biased) {
+  if (biased || attention_softcap !== null || attention_scale !== null) return "";
+  return "The same as softmax((QKᵀ + M)/√d)V: a mask of 0 and −∞ stays what it is when it is divided.";
+}
+
+function precision({ precision: name }) {
+  if (!name.startsWith("int")) return "";
+  return `The weights that make Q, K and V are ${name}; softmax is computed in floats, as when a prompt is read.`;
+}
