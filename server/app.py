@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from importlib.metadata import version
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
@@ -24,6 +25,7 @@ from server.engine.prefix_cache import PrefixCache
 from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError, StartupError
 from server.service import Service
 from server.settings import Settings
+from server.start_clock import StartClock
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -38,21 +40,24 @@ def create_app(
     settings: Settings,
     bundle: ModelBundle,
     engine: Engine | None = None,
+    clock: StartClock | None = None,
 ) -> FastAPI:
     """The server as an ASGI application; `app.state.service` is what it runs on.
 
     A ready engine serves from the first request. Without one the model is loaded once the application is up, and until
-    then requests get 503; should that fail, the service's `on_load_failure` is told why. Raises StartupError for a
-    file of keys that gives none.
+    then requests get 503; should that fail, the service's `on_load_failure` is told why. The log gets the laps of
+    `clock`. Raises StartupError for a file of keys that gives none.
     """
     key = settings.api_key.get_secret_value() if settings.api_key else None
     keys = ApiKeys(key, settings.api_key_file)
     service = Service(settings, bundle)
+    clock = clock or StartClock()
     provider = _make_provider(settings.otlp_endpoint) if settings.otlp_endpoint else None
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        loading = asyncio.create_task(service.start(lambda: engine or build_engine(settings, bundle)))
+        clock.lap("application")
+        loading = asyncio.create_task(service.start(lambda: engine or build_engine(settings, bundle, clock), clock))
         if engine is not None:
             await loading
         yield
@@ -60,8 +65,7 @@ def create_app(
         await service.engine.stop()
         service.grammars.close()
         if provider is not None:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.to_thread(provider.shutdown), _LAST_SPANS)
+            await _send_last_spans(provider)
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service
@@ -99,14 +103,22 @@ def _make_provider(endpoint: str) -> TracerProvider:
     return make_provider(endpoint, version("kvasir-lm"))
 
 
-def build_engine(settings: Settings, bundle: ModelBundle) -> Engine:
+async def _send_last_spans(provider: TracerProvider) -> None:
+    """In a thread that the process does not wait for: to a collector that is gone, an exporter tries for many seconds."""
+    sending = Thread(target=provider.shutdown, name="last spans", daemon=True)
+    sending.start()
+    await asyncio.to_thread(sending.join, _LAST_SPANS)
+
+
+def build_engine(settings: Settings, bundle: ModelBundle, clock: StartClock | None = None) -> Engine:
     """Load the model and warm it up, which takes a while. Raises ValueError for what cannot be had here."""
     if settings.speculate:
         logger.info("speculation is on: the load may change answers, by rounding")
-    return (_build_on_cuda if bundle.manifest.device == "cuda" else _build_on_cpu)(settings, bundle)
+    build = _build_on_cuda if bundle.manifest.device == "cuda" else _build_on_cpu
+    return build(settings, bundle, clock or StartClock())
 
 
-def _build_on_cpu(settings: Settings, bundle: ModelBundle) -> Engine:
+def _build_on_cpu(settings: Settings, bundle: ModelBundle, clock: StartClock) -> Engine:
     from server.engine.runner import OnnxRunner  # noqa: PLC0415  imports ONNX Runtime
 
     runner = OnnxRunner(
@@ -118,14 +130,16 @@ def _build_on_cpu(settings: Settings, bundle: ModelBundle) -> Engine:
         threads=settings.threads,
         spin_microseconds=settings.spin_microseconds,
     )
+    clock.lap("session")
     runner.warm_up()
+    clock.lap("warm_up")
     budget = settings.prefix_cache_memory
     cache = PrefixCache(runner.rows, runner.kv_cache_bytes // 10 if budget is None else budget)
     chunk_size = settings.chunk_size or CPU_CHUNK
     return Engine(runner, chunk_size=chunk_size, prefix_cache=cache, speculate=settings.speculate)
 
 
-def _build_on_cuda(settings: Settings, bundle: ModelBundle) -> Engine:
+def _build_on_cuda(settings: Settings, bundle: ModelBundle, clock: StartClock) -> Engine:
     from server.engine.cuda import LONGEST_CHUNK, open_cuda_runner  # noqa: PLC0415  as above
 
     runner = open_cuda_runner(
@@ -136,6 +150,7 @@ def _build_on_cuda(settings: Settings, bundle: ModelBundle) -> Engine:
         kv_cache_bytes=settings.kv_cache_memory,
         keep_prompts=settings.prefix_cache_memory != 0,
     )
+    clock.lap("session_and_warm_up")
     return Engine(runner, chunk_size=settings.chunk_size or LONGEST_CHUNK, speculate=settings.speculate)
 
 

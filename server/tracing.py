@@ -6,7 +6,8 @@ ended, from the times that the request carries anyway. Names are the semantic co
 
 from __future__ import annotations
 
-from time import perf_counter, time_ns
+import logging
+from time import monotonic, perf_counter, time_ns
 
 from opentelemetry.propagate import extract
 from opentelemetry.sdk.resources import Resource
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from server.completion import Completion
 from server.engine.sequence import FinishReason
 
+_QUIET = 60.0  # seconds until the log says again what ails the collector
 _BAD_ENDS = frozenset({FinishReason.ABORT, FinishReason.ERROR, None})
 
 
@@ -69,13 +71,29 @@ class Tracing:
         span.end(ended)
 
 
+class Seldom(logging.Filter):
+    """Passes each kind of message once a minute: exporters say of every attempt that it failed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = monotonic()
+        if now - self._said.get(record.msg, -_QUIET) < _QUIET:
+            return False
+        self._said[record.msg] = now
+        return True
+
+
 def make_provider(endpoint: str, version: str, exporter: SpanExporter | None = None) -> TracerProvider:
     """Spans go to `endpoint`, such as http://collector:4318/v1/traces, in batches and from a thread of their own."""
     if exporter is None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
 
         exporter = OTLPSpanExporter(endpoint)
+        logging.getLogger(OTLPSpanExporter.__module__).addFilter(Seldom())
     resource = Resource.create({"service.name": "kvasir", "service.version": version})
-    provider = TracerProvider(resource=resource)
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # the application does it, and waits less
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider
