@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -51,6 +50,8 @@ bench = typer.Typer(no_args_is_help=True)
 
 def show_version(wanted: bool) -> None:
     if wanted:
+        from importlib.metadata import version  # noqa: PLC0415  slow
+
         typer.echo(f"kvasir {version('kvasir-lm')}")
         raise typer.Exit
 

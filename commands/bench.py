@@ -25,9 +25,10 @@ def bench_model(
     as_json: Json = False,
 ) -> None:
     """Write a model directory with random weights, for measuring; kept while the exporter stays as it is."""
-    from export.verify import VerificationError
-    from loadtest.random_model import make_random_model
-    from model.config import ConfigError
+    with ProgressBar.loading("PyTorch", quiet=as_json):
+        from export.verify import VerificationError
+        from loadtest.random_model import make_random_model
+        from model.config import ConfigError
 
     try:
         with ProgressBar(quiet=as_json) as progress:
@@ -51,8 +52,9 @@ def bench_engine(
     as_json: Json = False,
 ) -> None:
     """Measure the engine in this process, without HTTP."""
-    from export.verify import VerificationError
-    from loadtest.bench_engine import bench_engine as measure
+    with ProgressBar.loading("PyTorch", quiet=as_json):
+        from export.verify import VerificationError
+        from loadtest.bench_engine import bench_engine as measure
 
     try:
         with ProgressBar(quiet=as_json) as progress:

@@ -45,9 +45,10 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Export a checkpoint to a model directory, and prove that it computes what PyTorch does."""
-    from export.directory import export_checkpoint
-    from export.verify import VerificationError
-    from model.checkpoint import CheckpointError
+    with ProgressBar.loading("PyTorch", quiet=as_json):
+        from export.directory import export_checkpoint
+        from export.verify import VerificationError
+        from model.checkpoint import CheckpointError
 
     started = time.monotonic()
     generation = GenerationDefaults(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -79,9 +80,9 @@ def export(
         "seconds": seconds,
         "peak_memory_bytes": memory,
     }
-    table = _table(out.name, exported=manifest.verification)
+    tables = _tables(out.name, exported=manifest.verification)
     made = f"{manifest.precision} for {manifest.device}, {mebibytes(size)}"
-    show(as_json, values, table, f"{made}; took {seconds:.0f} s and {mebibytes(memory)} of memory at most")
+    show(as_json, values, *tables, f"{made}; took {seconds:.0f} s and {mebibytes(memory)} of memory at most")
 
 
 def verify(
@@ -91,10 +92,11 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check a model directory's hashes, and measure it against PyTorch again."""
-    from export.directory import SourceMismatchError, verify_directory
-    from export.verify import VerificationError
-    from model.bundle import BundleError
-    from model.checkpoint import CheckpointError
+    with ProgressBar.loading("PyTorch", quiet=as_json):
+        from export.directory import SourceMismatchError, verify_directory
+        from export.verify import VerificationError
+        from model.bundle import BundleError
+        from model.checkpoint import CheckpointError
 
     try:
         with ProgressBar(quiet=as_json) as progress:
@@ -102,11 +104,11 @@ def verify(
     except (BundleError, CheckpointError, SourceMismatchError, VerificationError, OSError, ValueError) as error:
         fail(error)
     values = {"directory": str(directory), "manifest": noted.model_dump(), "measured": measured.model_dump()}
-    show(as_json, values, _table(directory.name, manifest=noted, measured=measured))
+    show(as_json, values, *_tables(directory.name, manifest=noted, measured=measured))
 
 
-def _table(title: str, **columns: Verification) -> Table:
-    """Figures side by side, a column for each set of them."""
+def _tables(title: str, **columns: Verification) -> list[Table | Text]:
+    """Figures side by side, a column for each set of them; below, what text each perplexity is on."""
     table = Table(title=Text(title))
     table.add_column("")
     for name in columns:
@@ -116,6 +118,4 @@ def _table(title: str, **columns: Verification) -> Table:
         values = [getattr(column, key) for column in columns.values()]
         if any(value is not None for value in values):
             table.add_row(key.replace("_", " "), *("-" if value is None else f"{value:{form}}" for value in values))
-    if any(column.text for column in columns.values()):
-        table.add_row("text", *(Text(column.text or "-") for column in columns.values()))
-    return table
+    return [table, *(Text(f"{name} on {column.text}") for name, column in columns.items() if column.text)]

@@ -7,7 +7,6 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from typer import rich_utils
 from typer.core import TyperGroup
 
 # What is missing where only a part of Kvasir is installed, and the extra that brings it.
@@ -26,6 +25,8 @@ class CommandGroup(TyperGroup):
     def main(self, *args: Any, **options: Any) -> Any:
         standalone = options.get("standalone_mode", True)
         if Console().no_color:
+            from typer import rich_utils
+
             rich_utils.COLOR_SYSTEM = None
         try:
             code = super().main(*args, **options | {"standalone_mode": False})

@@ -21,7 +21,8 @@ def import_(
     as_json: Json = False,
 ) -> None:
     """Make a checkpoint directory of a Hugging Face checkpoint."""
-    from model.huggingface import HuggingFaceError, import_checkpoint
+    with ProgressBar.loading("PyTorch", quiet=as_json):
+        from model.huggingface import HuggingFaceError, import_checkpoint
 
     started = time.monotonic()
     try:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from threading import Timer
-
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from typing import TYPE_CHECKING
 
 from commands.output import console
+
+if TYPE_CHECKING:
+    from rich.progress import TaskID
 
 _PATIENCE = 0.5  # seconds: what takes no longer needs no bar
 
@@ -19,6 +21,8 @@ class ProgressBar:
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
         self._bar = Progress(
             TextColumn("[bold]{task.description}", markup=True),
             BarColumn(),
@@ -32,6 +36,13 @@ class ProgressBar:
         self._task: TaskID | None = None
         self._timer = Timer(_PATIENCE, self._bar.start)
         self._timer.daemon = True
+
+    @classmethod
+    def loading(cls, what: str, *, quiet: bool = False) -> ProgressBar:
+        """For imports that take seconds."""
+        bar = cls(quiet=quiet)
+        bar(f"loading {what}", 0, 0)
+        return bar
 
     def __enter__(self) -> ProgressBar:
         self._timer.start()

@@ -21,15 +21,19 @@ def _parameters() -> list[inspect.Parameter]:
         if name == "model":
             kind = Annotated[Path | None, typer.Argument(help=field.description, envvar=envvar)]
         else:
-            default = False if field.default is None else str(field.default)
-            option = typer.Option(help=field.description, envvar=envvar, show_default=default)
+            told = field.default not in (None, "", False)
+            help_text = f"{field.description} Default: {field.default}." if told else field.description
+            option = typer.Option(help=help_text, envvar=envvar, show_envvar=False, show_default=False)
             kind = Annotated[bool | None if field.annotation is bool else str | None, option]
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
     return parameters
 
 
 def serve(**options: Path | str | bool | None) -> None:
-    """Serve a model directory over HTTP."""
+    """Serve a model directory over HTTP.
+
+    Every option is a variable, too: --max-num-seqs is KVASIR_MAX_NUM_SEQS.
+    """
     from server import serve
     from server.errors import StartupError
     from server.settings import load_settings

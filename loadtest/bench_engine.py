@@ -101,7 +101,7 @@ class EngineFigures:
             decode.add_column(name, justify="right")
         for row in self.decode:
             speed_up = row.tokens_per_second / self.decode[0].tokens_per_second
-            cells = (row.batch, f"{row.tokens_per_second:.0f}", f"{row.step_milliseconds:.1f}", f"{speed_up:.1f} x")
+            cells = (row.batch, f"{row.tokens_per_second:,.0f}", f"{row.step_milliseconds:.2f}", f"{speed_up:.1f} x")
             decode.add_row(*map(str, cells), f"{row.roofline:.0%}", f"{row.outside:.1%}")
         prefill = Table(title="prefill")
         prefill.add_column("prompt tokens", justify="right")
@@ -110,7 +110,7 @@ class EngineFigures:
             prefill.add_column(f"of {self.peak_teraflops:.0f} TFLOP/s", justify="right")
         for tokens, speed in self.prefill_tokens_per_second.items():
             share = [f"{self.prefill_of_peak[tokens]:.0%}"] if self.prefill_of_peak else []
-            prefill.add_row(str(tokens), f"{speed:.0f}", *share)
+            prefill.add_row(f"{tokens:,}", f"{speed:,.0f}", *share)
         outside = Table(title=f"batch-{self.decode[-1].batch} step, share outside the model")
         outside.add_column("greedy", justify="right")
         outside.add_column("temperature 0.8, top-p 0.95", justify="right")

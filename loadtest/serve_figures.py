@@ -158,14 +158,19 @@ class ServeFigures:
         table.add_column("workload", no_wrap=True)
         table.add_column("")
         for key in keys:
-            table.add_column(key.replace("_ms", "").replace("_per_second", "/s").replace("_", " "), justify="right")
+            table.add_column(key.replace("_ms_", "\n").replace("_per_second", "/s").replace("_", " "), justify="right")
         for label, row in self.rows.items():
             for letter, found in ({letter: m.medians for letter, m in row.items()} | {RATIO: ratios(row)}).items():
                 if found:
-                    form = "{:.2f} x" if letter == RATIO else "{:.4g}"
-                    table.add_row(label, letter, *(form.format(found[key]) if key in found else "-" for key in keys))
+                    form = "{:.2f} x".format if letter == RATIO else _figure
+                    table.add_row(label, letter, *(form(found[key]) if key in found else "-" for key in keys))
             table.add_section()
         return table
+
+
+def _figure(value: float) -> str:
+    """With decimals where they tell something."""
+    return f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else 2}f}"
 
 
 def ratios(row: dict[str, Measured]) -> dict[str, float]:
