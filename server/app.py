@@ -104,7 +104,7 @@ def _make_provider(endpoint: str) -> TracerProvider:
 
 
 async def _send_last_spans(provider: TracerProvider) -> None:
-    """In a thread that the process does not wait for: to a collector that is gone, an exporter tries for many seconds."""
+    """In a thread that the process does not wait for: the exporter tries long to reach a collector that is gone."""
     sending = Thread(target=provider.shutdown, name="last spans", daemon=True)
     sending.start()
     await asyncio.to_thread(sending.join, _LAST_SPANS)
