@@ -22,19 +22,17 @@ export class Chart {
   #parts;
   #series;
   #unit;
-  #name;
 
   constructor(element, name) {
     this.#series = element.dataset.series.split(" ");
     this.#unit = element.dataset.unit;
-    this.#name = name;
-    const attributes = { type: "range", min: -SHOWN_SECONDS, max: 0, step: 1, value: 0, "aria-label": `${name}, seconds` };
+    const range = { type: "range", min: -SHOWN_SECONDS, max: 0, step: 1, value: 0 };
     this.#parts = {
       lines: this.#series.map((key, index) => makeSvg("path", { class: `line line-${index}`, "data-key": key })),
       area: makeSvg("path", { class: "area" }),
       top: make("span", { class: "chart-top" }),
       rule: make("span", { class: "chart-rule", hidden: true }),
-      slider: make("input", attributes),
+      slider: make("input", { ...range, "aria-label": `${name}: its last two minutes` }),
       readout: make("span", { class: "chart-readout" }),
     };
     element.append(this.#plot(), this.#axis());

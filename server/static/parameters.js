@@ -1,0 +1,39 @@
+// How many parameters each part of a decoder has, from its configuration.
+
+import { isGated } from "./anatomy.js";
+
+/** [[part, count]], without parts of none. Their sum is the decoder's size. */
+export function parametersOf(config) {
+  const parts = [
+    ["Embedding", config.vocab_size * config.d_model],
+    ["Positions", positions(config)],
+    ["Attention", config.n_layer * attention(config)],
+    ["Feed-forward", config.n_layer * feedForward(config)],
+    ["Norms", norms(config)],
+    ["Output head", config.tied_embeddings ? 0 : config.d_model * config.vocab_size],
+  ];
+  return parts.filter(([, count]) => count > 0);
+}
+
+function positions({ position, max_model_len: length, d_model: width, relative_buckets: buckets, n_head: heads }) {
+  if (position === "learned") return length * width;
+  return position === "relative" ? buckets * heads : 0;
+}
+
+function attention({ d_model: width, n_head: heads, n_kv_head: shared, head_dim: channels, ...config }) {
+  const projected = (heads + 2 * shared) * channels;
+  const biases = (config.qkv_bias ? projected : 0) + (config.output_bias ? width : 0);
+  return width * projected + heads * channels * width + biases;
+}
+
+function feedForward({ d_model: width, d_ff: inner, feed_forward_bias: isBiased, ...config }) {
+  const widened = isGated(config) ? 2 * inner : inner;
+  return width * widened + inner * width + (isBiased ? widened + width : 0);
+}
+
+function norms({ d_model: width, n_head: heads, n_kv_head: shared, head_dim: channels, ...config }) {
+  const one = config.norm === "layernorm" ? 2 * width : width;
+  const ofHeads = config.qk_norm ? (heads + shared) * channels : 0;
+  const perLayer = (config.norm_placement === "both" ? 4 : 2) * one + ofHeads;
+  return config.n_layer * perLayer + (config.norm_placement === "post" ? 0 : one);
+}
