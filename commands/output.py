@@ -22,9 +22,9 @@ def fail(error: object) -> NoReturn:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Where tables go; without any escape code where colours are not wanted."""
-    made = Console(stderr=stderr)
-    return Console(stderr=stderr, color_system=None) if made.no_color else made
+    """Where tables go; brackets are no markup. Without any escape code where colours are not wanted."""
+    made = Console(stderr=stderr, markup=False)
+    return Console(stderr=stderr, markup=False, color_system=None) if made.no_color else made
 
 
 def show(as_json: bool, values: Mapping[str, Any], *parts: RenderableType) -> None:

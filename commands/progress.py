@@ -24,7 +24,7 @@ class ProgressBar:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         self._bar = Progress(
-            TextColumn("[bold]{task.description}", markup=True),
+            TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(),
             TextColumn("{task.fields[count]}"),
             TimeRemainingColumn(elapsed_when_finished=True),

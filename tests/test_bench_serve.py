@@ -84,13 +84,13 @@ def test_requests_that_fail_are_counted_and_shown() -> None:
     def respond(body: dict[str, Any]) -> tuple[int, list[bytes]]:
         nonlocal n_asked
         n_asked += 1
-        return (429, [b'{"error": {"message": "the queue is full"}}']) if n_asked % 3 == 0 else well(body)
+        return (429, [b'{"error": {"message": "the [/queue] is full"}}']) if n_asked % 3 == 0 else well(body)
 
     with fake_completions(respond) as fake:
         result = bench(fake.url, "--workload", "1x3/4", "--rounds", "2", "--requests", "3", "--warmup", "1")
     assert result.exit_code == 1
-    assert "1x3/4, A: 2 of 6 requests failed, the first: HTTP 429: the queue is full" in result.stdout
-    assert result.stderr.endswith("kvasir: 2 requests failed, the first: HTTP 429: the queue is full\n")
+    assert "1x3/4, A: 2 of 6 requests failed, the first: HTTP 429: the [/queue] is full" in result.stdout
+    assert result.stderr.endswith("kvasir: 2 requests failed, the first: HTTP 429: the [/queue] is full\n")
 
 
 def test_a_server_that_answers_nothing_ends_it() -> None:
