@@ -45,8 +45,8 @@ function words(config, { layer, head, window, rotates }) {
     "about-s": scale(config),
     "about-c": `A soft cap: it keeps scores between −${cap} and ${cap}.`,
     "about-b": bias(config),
-    "about-m": window === null ? "" : `A token of this layer sees ${window} tokens, itself the last: −∞ before them, too.`,
-    "about-z": `${nHead} heads side by side give ${nHead * headDim} numbers a token; learned weights make ${dModel} of them.`,
+    "about-m": window === null ? "" : `In this layer a token sees ${window} tokens, itself the last.`,
+    "about-z": `${nHead} heads side by side are ${nHead * headDim} numbers; learned weights make ${dModel} of them.`,
   };
 }
 
@@ -56,7 +56,7 @@ function positions(config, rotated) {
   if (rotated) {
     const { head_dim: width, rotary_dim: part, rope_theta: base } = config;
     const which = (part ?? width) === width ? "Q and K are" : `The first ${part} numbers of each row of Q and K are`;
-    return `${which} turned by angles that grow with the position (rotary, base ${base}), so scores depend on distance.`;
+    return `${which} turned by angles that grow with the position (rotary, base ${base}), so that distance counts.`;
   }
   return UNROTATED[config.position] ?? "";
 }
@@ -72,7 +72,7 @@ function sharing({ n_head: nHead, n_kv_head: nSets }, head) {
 
 function scale({ attention_scale: own, head_dim: width }) {
   const what = own === null
-    ? `The scale 1/√d = 1/√${width} ≈ ${(1 / Math.sqrt(width)).toPrecision(4)}: scores would grow with a head's width d.`
+    ? `The scale 1/√d = 1/√${width} ≈ ${(width ** -0.5).toPrecision(4)}, or scores would grow with a head's width d.`
     : `The scale, ${own}: this model's own, in place of 1/√d.`;
   return `${what} In the exported graph it is part of the weights that make Q.`;
 }

@@ -47,6 +47,7 @@ export class HeadView {
 
   pin(query) {
     this.map.mark({ pinned: query, point: this.map.marks.point });
+    this.strip.reveal(query);
     this.fillTable();
     this.showRow();
   }
@@ -75,7 +76,7 @@ export class HeadView {
     const { point, pinned } = this.map.marks;
     const query = point && point.query >= 0 ? point.query : pinned;
     const row = this.row(query);
-    byId("strip-token").textContent = visible(tokens[query]);
+    byId("strip-token").textContent = quoted(tokens[query]);
     this.strip.shade(row, pinned, this.palette);
     const isCell = point && point.key >= 0;
     const key = isCell ? point.key : row.indexOf(Math.max(...row));
@@ -119,7 +120,9 @@ function drawLegend(palette) {
   const [width, height] = [160, 12];
   const pen = sharpen(byId("legend"), width, height);
   for (let x = 0; x < width; x++) {
-    [pen.fillStyle] = palette.pair(x / (width - 1));
+    const share = x / (width - 1);
+    [pen.fillStyle] = palette.pair(palette.lifted ? share ** 2 : share);
     pen.fillRect(x, 0, 1, height);
   }
+  byId("legend-middle").textContent = palette.lifted ? "0.25" : "0.5";
 }

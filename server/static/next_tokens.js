@@ -1,7 +1,7 @@
 // What may come next, likeliest first, as bars; each is a button that lets it come.
 
 import { make } from "./dom.js";
-import { quoted, visible } from "./token_text.js";
+import { visible } from "./token_text.js";
 
 const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 2 : 1)} %`;
 
@@ -14,7 +14,6 @@ export function showNextTokens(list, rest, nextTokens, onchoose) {
     share.textContent = percent(token.probability);
     bar.style.width = `${100 * token.probability}%`;
     button.title = `token ${token.token_id}, probability ${token.probability}`;
-    button.setAttribute("aria-label", `Append ${quoted(token.text)}, ${percent(token.probability)}`);
     button.onclick = () => onchoose(token);
   });
   while (list.children.length > nextTokens.length) list.lastElementChild.remove();

@@ -24,6 +24,13 @@ export class TokenStrip {
     this.place.replaceChildren(...this.buttons);
   }
 
+  /** Scroll as little as it takes to see a token. */
+  reveal(index) {
+    const { offsetTop: top, offsetHeight: height } = this.buttons[index];
+    const { scrollTop, clientHeight } = this.place;
+    this.place.scrollTop = Math.min(top, Math.max(scrollTop, top + height - clientHeight));
+  }
+
   /** Shade each token by its weight in a row; null is masked. */
   shade(row, pinned, palette) {
     this.buttons.forEach((button, i) => {

@@ -1,0 +1,182 @@
+"""The attention explorer: what it shows is what POST /explain says, and only the last question is answered."""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, Route, expect
+
+TEXT = "The studious student graduated with honors."
+MAP, WEIGHT = "#map", "#weight"
+READ_CELLS = "rows => rows.map(row => [...row.cells].map(cell => cell.innerText))"
+
+
+def explanation(page: Page, **body: Any) -> dict[str, Any]:
+    answer: dict[str, Any] = page.request.post(
+        f"{page.url.split('#')[0]}explain", data=body, fail_on_status_code=True
+    ).json()
+    return answer
+
+
+@pytest.fixture
+def explorer(page: Page) -> Page:
+    page.locator("header a[href='#attention']").click()
+    settled(page)
+    return page
+
+
+def settled(page: Page) -> None:
+    expect(page.locator("#explained:not([aria-busy])")).to_be_visible()
+
+
+def quoted(token: str) -> str:
+    return f"\u2018{token}\u2019"
+
+
+def visible(token: str) -> str:
+    return token.replace(" ", "·").replace("\n", "↵")
+
+
+def shown_weights(page: Page) -> list[float | None]:
+    """What the text is shaded by: None is masked."""
+    titles = page.locator("#strip button").evaluate_all("buttons => buttons.map(button => button.title)")
+    return [None if "not seen" in title else float(title) for title in titles]
+
+
+def expected_weights(row: list[float], query: int) -> list[Any]:
+    return [pytest.approx(weight, abs=5e-5) if key <= query else None for key, weight in enumerate(row)]
+
+
+def test_weights_and_next_tokens_are_those_of_the_api(explorer: Page) -> None:
+    expected = explanation(explorer, text=TEXT, layers=[0, 1, 2, 3])
+    tokens, n = expected["tokens"], len(expected["tokens"])
+    assert explorer.locator("#strip button").all_inner_texts() == [visible(token) for token in tokens]
+    rows = explorer.locator("#next-tokens button")
+    assert rows.locator(".next-text").all_inner_texts() == [visible(one["text"]) for one in expected["next_tokens"]]
+    for share, one in zip(rows.locator(".next-share").all_inner_texts(), expected["next_tokens"], strict=True):
+        assert float(share.rstrip(" %")) / 100 == pytest.approx(one["probability"], abs=5e-4)
+    assert re.search(r"✓ rows sum to 1 \(largest deviation \d.*e-[678]\)", explorer.locator("#contract").inner_text())
+    for one in random.sample(expected["attention"], 4):
+        explorer.get_by_label("Layer", exact=True).select_option(str(one["layer"]))
+        explorer.get_by_label("Head", exact=True).select_option(str(one["head"]))
+        settled(explorer)
+        query = random.randrange(n)
+        explorer.locator("#strip button").nth(query).click()
+        explorer.mouse.move(0, 0)
+        assert shown_weights(explorer) == expected_weights(one["weights"][query], query)
+
+
+def test_the_map_is_read_and_pinned_with_the_keyboard_alone(explorer: Page) -> None:
+    [of_head] = explanation(explorer, text=TEXT, heads=[0])["attention"]
+    tokens = explorer.locator("#strip button").all_inner_texts()
+    last = len(tokens) - 1
+    explorer.locator(MAP).focus()
+    for key in ("ArrowUp", "ArrowUp", "ArrowLeft"):  # the first shows where one is: the last row's last column
+        explorer.keyboard.press(key)
+    weight = of_head["weights"][last - 1][last - 1]
+    expect(explorer.locator(WEIGHT)).to_contain_text(
+        f"{quoted(tokens[-2])} attends to {quoted(tokens[-2])}: {weight:.4f}"
+    )
+    expect(explorer.locator(WEIGHT)).to_have_attribute("aria-live", "polite")
+    explorer.keyboard.press("ArrowRight")
+    expect(explorer.locator(WEIGHT)).to_contain_text(f"does not see {quoted(tokens[-1])}, which comes later")
+    explorer.keyboard.press("Enter")
+    explorer.get_by_text("The pinned row as a table").press("Enter")
+    expect(explorer.locator("#row-body tr")).to_have_count(last)
+    cells = explorer.locator("#row-body tr").evaluate_all(READ_CELLS)
+    assert [[int(at), token] for at, token, _ in sorted(cells, key=lambda cell: int(cell[0]))] == [
+        [at, token] for at, token in enumerate(tokens[:-1])
+    ]
+    table = {int(at): float(weight) for at, _, weight in cells}
+    assert [table.get(at) for at in range(last + 1)] == expected_weights(of_head["weights"][last - 1], last - 1)
+    explorer.locator("#heads input:checked").focus()
+    explorer.keyboard.press("ArrowRight")
+    expect(explorer.get_by_label("Head", exact=True)).to_have_value("1")
+
+
+def test_pointing_at_a_cell_reads_its_weight(explorer: Page) -> None:
+    canvas = explorer.locator(f"{MAP} canvas")
+    box = canvas.bounding_box()
+    assert box is not None
+    canvas.hover(position={"x": box["width"] - 5, "y": box["height"] - 5})
+    expect(explorer.locator(WEIGHT)).to_contain_text("row 17, column 17")
+    expect(explorer.locator(WEIGHT)).to_have_attribute("aria-live", "off")
+    canvas.click(position={"x": 5, "y": box["height"] - 45})  # a token's name on the left
+    expect(explorer.locator("#strip button[aria-pressed='true']")).to_have_count(1)
+    expect(explorer.locator("#strip button").nth(16)).to_have_attribute("aria-pressed", "true")
+
+
+def test_a_next_token_is_appended_and_explained(explorer: Page) -> None:
+    [likeliest] = explanation(explorer, text=TEXT, heads=[0], top_k=1)["next_tokens"]
+    explorer.locator("#next-tokens button").first.press("Enter")
+    expect(explorer.locator("#strip button")).to_have_count(19)
+    expect(explorer.get_by_label("Text for the model to read")).to_have_value(TEXT + likeliest["text"])
+    expect(explorer.locator("#next-tokens button").first).to_be_focused()
+    expect(explorer.locator("#next-note")).to_be_hidden()
+
+
+def test_only_the_last_question_is_answered(explorer: Page) -> None:
+    """An answer that comes late, to a question that nobody asks any more, changes nothing."""
+    held: list[Route] = []
+
+    def hold_slow(route: Route) -> None:
+        held.append(route) if "slow" in (route.request.post_data or "") else route.continue_()
+
+    explorer.route("**/explain", hold_slow)
+    text, submit = explorer.get_by_label("Text for the model to read"), explorer.get_by_role("button", name="Explain")
+    with explorer.expect_request("**/explain"):
+        text.fill("slow words")
+        submit.click()
+    text.fill("fast words")
+    submit.click()
+    explorer.get_by_label("Layer", exact=True).select_option("3")
+    settled(explorer)
+    expected = explanation(explorer, text="fast words", layers=[3], heads=[0])
+    for route in held:
+        route.abort()
+    assert explorer.locator("#strip button").all_inner_texts() == [visible(token) for token in expected["tokens"]]
+    last = len(expected["tokens"]) - 1
+    assert shown_weights(explorer) == expected_weights(expected["attention"][0]["weights"][last], last)
+    expect(explorer.locator("#heads-layer")).to_have_text("3")
+
+
+@pytest.mark.refusals
+def test_a_refusal_is_told_and_one_for_now_is_tried_again(explorer: Page) -> None:
+    text, submit = explorer.get_by_label("Text for the model to read"), explorer.get_by_role("button", name="Explain")
+    text.fill("a b " * 280)
+    submit.click()
+    expect(explorer.locator("#explain-error")).to_contain_text("at most 512 can be explained")
+    expect(explorer.locator("#strip button")).to_have_count(18)
+    asked: list[str] = []
+
+    def refuse_once(route: Route) -> None:
+        asked.append(route.request.url)
+        if len(asked) > 1:
+            route.continue_()
+        else:
+            route.fulfill(
+                status=429, headers={"retry-after": "0"}, json={"error": {"message": "others are before you"}}
+            )
+
+    explorer.route("**/explain", refuse_once)
+    text.fill("Again")
+    submit.click()
+    settled(explorer)
+    expect(explorer.locator("#explain-error")).to_be_hidden()
+    expect(explorer.locator("#strip button").first).to_have_text("A")
+    assert len(asked) >= 2
+
+
+def test_a_long_text_comes_in_pieces_within_the_limit(explorer: Page) -> None:
+    text = " ".join(f"word{i}" for i in range(110))
+    n = len(explanation(explorer, text=text, heads=[0])["tokens"])
+    assert 6 * n**2 > 2**20  # so that all heads at once would be refused
+    explorer.get_by_label("Text for the model to read").fill(text)
+    explorer.keyboard.press("Control+Enter")
+    expect(explorer.locator("#strip button")).to_have_count(n)
+    settled(explorer)
+    expect(explorer.locator("#heads .head:not(.lacking)")).to_have_count(6)
+    assert explorer.evaluate("document.documentElement.scrollWidth") <= 1280
