@@ -115,10 +115,10 @@ class Drawing {
   /** Bars as wide as what goes in, what it becomes and what comes out. The height of it. */
   #widths(x, width, y) {
     const { d_model: model, d_ff: inner } = this.#config;
-    const bars = [model, ...(isGated(this.#config) ? [inner, inner] : [inner]), model];
-    for (const [index, size] of bars.entries()) {
-      const length = (width * 0.8 * size) / Math.max(model, inner);
-      this.#rect(size === inner ? "query" : "key-value", x + (width - length) / 2, y + index * 7, length, 4);
+    const bars = ["outer", ...(isGated(this.#config) ? ["inner", "inner"] : ["inner"]), "outer"];
+    for (const [index, name] of bars.entries()) {
+      const length = (width * 0.8 * (name === "inner" ? inner : model)) / Math.max(model, inner);
+      this.#rect(name, x + (width - length) / 2, y + index * 7, length, 4);
     }
     return bars.length * 7;
   }

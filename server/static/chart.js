@@ -49,6 +49,8 @@ export class Chart {
     }
     if (this.#series.length === 1) this.#parts.area.setAttribute("d", areaOf(points, this.#series[0], top));
     this.#showCursor();
+    const { slider } = this.#parts;
+    if (document.activeElement !== slider) slider.setAttribute("aria-valuetext", this.#summary());
   }
 
   #plot() {
@@ -93,6 +95,16 @@ export class Chart {
     const when = secondsAgo ? `${secondsAgo} s ago` : "now";
     if (point === undefined) return `${when}: not measured`;
     return `${when}: ${this.#series.map((key) => this.#toldOf(point, key)).join(", ")}`;
+  }
+
+  /** What the whole chart says: read when somebody comes to it, and not each second. */
+  #summary() {
+    const ranges = this.#series.map((key) => {
+      const values = this.#points.map((point) => point[key]).filter((value) => value !== null);
+      return values.length ? [Math.min(...values), Math.max(...values)] : [null, null];
+    });
+    const told = ranges.map((range) => range.map((value) => formatFigure(value, this.#unit)).join(" to "));
+    return `${this.#told(0)}; in two minutes ${told.join(", ")}`;
   }
 
   #toldOf(point, key) {

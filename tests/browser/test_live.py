@@ -1,0 +1,194 @@
+"""The live view: /metrics read exactly, and what it and /debug/batch say shown as it is."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, Route, expect
+
+Samples = dict[str, list[tuple[dict[str, str], float]]]
+
+PARSE = """async ([text, names]) => {
+  const { Metrics } = await import("./static/prometheus.js");
+  const metrics = new Metrics(text);
+  return names.map((name) => metrics.samples(name).map(({ labels, value }) => [labels, String(value)]));
+}"""
+QUANTILES = """async ([buckets, qs]) => {
+  const { quantile } = await import("./static/prometheus.js");
+  return qs.map((q) => quantile(q, buckets.map(([bound, count]) => [bound ?? Infinity, count])));
+}"""
+LATER_REQUEST = (
+    "fetch('health/live').then((response) => response.status)"  # when it is answered, earlier ones were seen
+)
+ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
+NOTHING = "\N{EN DASH}"
+BATCH: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "sequences": [
+        {"request_id": "a-name-longer-than-the-table", "sequence_id": 1, "state": "running", "row": 2, "max_tokens": 80}
+        | {"prompt_tokens": 20, "cached_tokens": 16, "computed_tokens": 59, "generated_tokens": 40, "seconds": 1.5},
+        {"request_id": "reads", "sequence_id": 2, "state": "prefilling", "row": 0, "max_tokens": 50}
+        | {"prompt_tokens": 50, "cached_tokens": 0, "computed_tokens": 25, "generated_tokens": 0, "seconds": 0.2},
+        {"request_id": "waits", "sequence_id": 3, "state": "waiting", "row": None, "max_tokens": 10}
+        | {"prompt_tokens": 1234, "cached_tokens": 0, "computed_tokens": 0, "generated_tokens": 0, "seconds": 0.1},
+    ],
+}
+
+
+def metrics(step: int) -> str:
+    """A server in its `step`-th second: 50 tokens each, 15 ms to the first of ten requests, from 10 to 20 ms."""
+    return f"""
+process_start_time_seconds 1.7e+09
+kvasir_num_requests_running 3.0
+kvasir_num_requests_waiting 2.0
+kvasir_kv_cache_usage_ratio 0.25
+kvasir_generation_tokens_total {1000 + 50 * step}
+kvasir_requests_rejected_total{{reason="overloaded"}} {step}
+kvasir_requests_rejected_total{{reason="unavailable"}} 0.0
+kvasir_time_to_first_token_seconds_bucket{{le="0.01"}} 7
+kvasir_time_to_first_token_seconds_bucket{{le="0.02"}} {7 + 10 * step}
+kvasir_time_to_first_token_seconds_bucket{{le="+Inf"}} {7 + 10 * step}
+"""
+
+
+class FakeServer:
+    """What the page is answered, a second of the server's life each time that it asks."""
+
+    def __init__(self, page: Page) -> None:
+        self.asked = 0
+        self.refusal: str | None = None
+        page.route("**/metrics", self._metrics)
+        page.route("**/debug/batch", lambda route: route.fulfill(json=BATCH))
+        page.clock.install()
+
+    def _metrics(self, route: Route) -> None:
+        self.asked += 1
+        if self.refusal is None:
+            route.fulfill(body=metrics(self.asked))
+        else:
+            route.fulfill(status=503, json={"error": {"message": self.refusal}})
+
+
+@pytest.fixture
+def server(page: Page) -> FakeServer:
+    server = FakeServer(page)
+    page.reload()
+    page.locator("header a[href='#live']").click()
+    expect(figure(page, "running")).to_have_text("3")
+    return server
+
+
+def figure(page: Page, name: str) -> Any:
+    return page.locator(f"#live [data-figure='{name}']")
+
+
+def random_samples(rng: random.Random) -> tuple[str, Samples]:
+    """A page of metrics, and what it says."""
+    lines, samples = ["# HELP a_metric Text, with \\\\ and a { in it.", ""], Samples()
+    for _ in range(40):
+        name = rng.choice(("a", "b:c", "_d9"))
+        labels = {key: "".join(rng.choices('a {}\\"\n,=#é', k=rng.randrange(6))) for key in rng.sample("klm", 2)}
+        value = rng.choice((0.0, -1.5, 6.60291584e08, 1e-12, math.inf, -math.inf))
+        told = {math.inf: "+Inf", -math.inf: "-Inf"}.get(value, repr(value))
+        escaped = [f'{key}="{text.translate(ESCAPES)}"' for key, text in labels.items()]
+        lines.append(f"{name}{{{','.join(escaped)}{rng.choice(('', ','))}}} {told}{rng.choice(('', ' 1700000000'))}")
+        samples.setdefault(name, []).append((labels, value))
+    return "\n".join(lines), samples
+
+
+def test_any_page_of_metrics_is_read_exactly(page: Page) -> None:
+    for seed in range(20):
+        text, samples = random_samples(random.Random(seed))
+        read = page.evaluate(PARSE, [text, list(samples)])
+        numbers = [[(labels, float(value.replace("Infinity", "inf"))) for labels, value in one] for one in read]
+        assert numbers == list(samples.values())
+
+
+def test_a_quantile_is_where_interpolation_puts_it(page: Page) -> None:
+    """Against the definition: within a bucket observations are taken to be spread evenly."""
+    rng, qs = random.Random(0), (0.01, 0.5, 0.9, 0.99, 1.0)
+    for _ in range(20):
+        bounds = sorted(rng.uniform(0.001, 10) for _ in range(5))
+        sizes = [rng.randrange(4) for _ in bounds] + [rng.randrange(2)]
+        cumulative = [sum(sizes[: n + 1]) for n in range(len(sizes))]
+        found = page.evaluate(QUANTILES, [list(zip([*bounds, None], cumulative, strict=True)), qs])
+        if not cumulative[-1]:
+            assert found == [None] * len(qs)
+            continue
+        for q, value in zip(qs, found, strict=True):
+            rank = q * cumulative[-1]
+            place = next(n for n, count in enumerate(cumulative) if count >= rank)
+            if place == len(bounds):
+                assert value == bounds[-1]
+                continue
+            lower, within = ([0.0, *bounds][place], rank - (cumulative[place] - sizes[place]))
+            assert value == pytest.approx(lower + (bounds[place] - lower) * within / sizes[place])
+
+
+def test_figures_are_those_of_the_metrics(page: Page, server: FakeServer) -> None:
+    expect(figure(page, "output")).to_have_text(NOTHING)  # a rate takes two moments
+    page.clock.run_for(1000)
+    expect(figure(page, "ttft-p50")).to_have_text("15 ms")
+    shown = {"running": "3", "waiting": "2", "kv": "25%", "ttft-p90": "19 ms", "itl-p50": NOTHING, "hits": NOTHING}
+    for name, text in shown.items():
+        expect(figure(page, name)).to_have_text(text)
+    rate = figure(page, "output").text_content()
+    assert 40 <= float(rate) <= 60  # 50, but for what the two requests took of a second
+    expect(page.locator("#live-reasons")).to_have_text(f"Since the start: {server.asked} overloaded.")
+    slider = page.get_by_role("slider", name="Running")
+    slider.focus()
+    page.keyboard.press("ArrowLeft")
+    expect(slider).to_have_attribute("aria-valuetext", "1 s ago: 3")
+
+
+@pytest.mark.usefixtures("server")
+def test_the_batch_is_who_shares_it(page: Page) -> None:
+    rows = page.locator("#batch-table tr")
+    expect(rows).to_have_count(3)
+    expect(rows.nth(0).locator("th")).to_have_attribute("title", "a-name-longer-than-the-table")
+    assert rows.nth(0).locator("td").all_text_contents() == ["running", "2", "20", "16", "59", "40 of 80 ", "1.5"]
+    assert rows.nth(0).locator("progress").evaluate("one => one.value") == 0.5
+    assert rows.nth(2).locator("td").all_text_contents()[:3] == ["waiting", NOTHING, "1,234"]
+    states = page.locator("#batch-rows .slot").evaluate_all("slots => slots.map((slot) => slot.dataset.state)")
+    assert states == ["prefilling", "free", "running", "free"]
+    picture = page.get_by_role("img", name="4 rows: 1 running, 1 reading their prompts; 1 waiting for a row")
+    expect(picture).to_be_visible()
+    expect(page.locator("#batch-waiting .waiter")).to_have_count(1)
+
+
+def test_nobody_asks_while_nobody_looks(page: Page, server: FakeServer) -> None:
+    page.get_by_role("button", name="Pause").click()
+    asked = server.asked
+    page.clock.run_for(5000)
+    page.evaluate(LATER_REQUEST)
+    assert server.asked == asked
+    page.get_by_role("button", name="Resume").click()
+    page.wait_for_function("document.getElementById('live-pause').textContent === 'Pause'")
+    page.locator("header a[href='#model']").click()
+    asked = server.asked
+    page.clock.run_for(5000)
+    page.evaluate(LATER_REQUEST)
+    assert server.asked == asked
+
+
+@pytest.mark.refusals
+def test_a_server_that_refuses_is_told_and_asked_again(page: Page, server: FakeServer) -> None:
+    server.refusal = "the server is shutting down"
+    page.clock.run_for(1000)
+    expect(page.locator("#live-error")).to_have_text("the server is shutting down Trying again every second.")
+    server.refusal = None
+    page.clock.run_for(1000)
+    expect(page.locator("#live-error")).to_be_hidden()
+
+
+def test_a_real_server_shows_what_it_has_done(open_page: Callable[..., Page], url: str) -> None:
+    page = open_page(f"{url}/#live")
+    body = {"prompt": "def f", "max_tokens": 100, "ignore_eos": True}
+    assert page.request.post(f"{url}/v1/completions", data=body).ok
+    expect(figure(page, "prompt")).not_to_have_text(NOTHING)
+    expect(page.locator("#live-empty")).to_be_hidden()
+    expect(figure(page, "running")).to_have_text("0")

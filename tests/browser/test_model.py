@@ -1,0 +1,99 @@
+"""The model card: what it shows is what GET /model says, and its drawing and sums are those of any decoder."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, Route, expect
+
+from tests.browser.conftest import EXAMPLE
+
+COUNT = """async (config) => {
+  const { parametersOf } = await import("./static/parameters.js");
+  return parametersOf(config).reduce((sum, [, count]) => sum + count, 0);
+}"""
+DRAW = """async (config) => {
+  const { drawArchitecture } = await import("./static/architecture.js");
+  const drawing = drawArchitecture(config, "model-title");
+  return ["plus", "norm", "query", "key-value"].map((name) => drawing.querySelectorAll(`.${name}`).length);
+}"""
+# GPT-2 small and Qwen2.5 0.5B, whose sizes have been published; tied embeddings count once.
+SIZES = ("vocab_size", "max_model_len", "n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff")
+GPT2: dict[str, Any] = dict(zip(SIZES, (50257, 1024, 12, 12, 12, 64, 768, 3072), strict=True)) | dict.fromkeys(
+    ("qkv_bias", "output_bias", "feed_forward_bias"), True
+)
+GPT2 |= {"position": "learned", "norm": "layernorm", "feed_forward": "gelu_tanh"}
+QWEN = dict(zip(SIZES, (151936, 2048, 24, 14, 2, 64, 896, 4864), strict=True)) | {"qkv_bias": True}
+
+
+@pytest.fixture
+def card(page: Page, url: str) -> dict[str, Any]:
+    page.locator("header a[href='#model']").click()
+    told: dict[str, Any] = page.request.get(f"{url}/model").json()
+    return told
+
+
+def test_it_shows_what_the_server_tells(page: Page, card: dict[str, Any]) -> None:
+    expect(page.locator("#model-title")).to_have_text(f"Model: {card['model']}")
+    size = sum(file["bytes"] for file in card["files"])
+    expect(page.locator("[data-fact=size]")).to_contain_text(f"({size:,} bytes)")
+    expect(page.locator("[data-fact=agreement]")).to_have_text(f"{card['verification']['greedy_agreement']:.1%}")
+    expect(page.locator("[data-fact=perplexity-torch]")).to_have_text(f"{card['verification']['perplexity_torch']:.3f}")
+    expect(page.locator("[data-fact=budget]")).to_contain_text(f"{card['kv_cache']['budget_tokens']:,} tokens")
+    shown = page.locator("#model-versions dd").all_text_contents()
+    assert shown == list(card["versions"].values())
+
+
+def test_its_hashes_can_be_checked(page: Page, card: dict[str, Any]) -> None:
+    lines = page.locator("#hashes").text_content() or ""
+    assert lines.count("\n") + 1 == len(card["files"])
+    subprocess.run(["sha256sum", "--check", "--strict"], input=lines + "\n", text=True, cwd=EXAMPLE, check=True)  # noqa: S607
+
+
+def test_parts_add_up_to_the_parameters(page: Page, card: dict[str, Any]) -> None:
+    expect(page.locator("#parameters-sum")).to_have_text(f"{card['parameters']:,}")
+    expect(page.locator("#parameters-differ")).to_be_hidden()
+    like = card["config"]
+    assert page.evaluate(COUNT, like | GPT2) == 124_439_808
+    assert page.evaluate(COUNT, like | QWEN) == 494_032_768
+
+
+def test_parts_that_do_not_add_up_are_told(open_page: Callable[..., Page], url: str) -> None:
+    page = open_page(url)
+
+    def answer(route: Route) -> None:
+        told = route.fetch().json()
+        route.fulfill(json=told | {"parameters": told["parameters"] + 1})
+
+    page.route("**/model", answer)
+    page.reload()
+    page.locator("header a[href='#model']").click()
+    expect(page.locator("#parameters-differ")).to_be_visible()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sums", "norms"),
+    [
+        ({"norm_placement": "pre"}, 2, 3),
+        ({"norm_placement": "post"}, 2, 2),
+        ({"norm_placement": "both"}, 2, 5),
+        ({"parallel_residual": True}, 1, 3),
+    ],
+)
+def test_residuals_and_norms_are_drawn_where_they_are(
+    page: Page, card: dict[str, Any], changes: dict[str, Any], sums: int, norms: int
+) -> None:
+    """Each norm is drawn once for all layers, and the final one beside them, but for post."""
+    shape = {"n_head": 12, "n_kv_head": 3}
+    assert page.evaluate(DRAW, card["config"] | shape | changes) == [sums, norms, 12, 3]
+
+
+def test_it_can_be_read_without_being_seen(page: Page, card: dict[str, Any]) -> None:
+    expect(page.get_by_role("img", name="Architecture")).to_be_visible()
+    page.get_by_text("In words").click()
+    words = page.locator("#architecture-words")
+    expect(words).to_contain_text(f"{card['config']['n_layer']} times:")
+    expect(words).to_contain_text(f"sharing {card['config']['n_kv_head']} key-value heads")
