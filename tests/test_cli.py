@@ -82,6 +82,13 @@ def test_a_line_that_cannot_be_read_is_answered_in_one(line: str, message: str) 
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"kvasir: {message}\n")
 
 
+def test_a_room_that_an_image_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "export.directory", None)
+    result = kvasir("verify", EXAMPLE)
+    message = "this needs export/, which is not installed here; run it in a checkout of Kvasir"
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"kvasir: {message}\n")
+
+
 def test_control_c_ends_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     def press(_: Path) -> None:
         raise KeyboardInterrupt
