@@ -57,7 +57,7 @@ browser-test: $(VENV)/.serve build/browser/.ready  ## Use the playground in head
 	build/browser/bin/python -m pytest -q -c tests/browser/pytest.ini --rootdir . tests/browser $(ARGS)
 
 dashboard-smoke: $(VENV)/.dev  ## Scrape a loaded server with a real Prometheus for a minute; every query must return data
-	$(BIN)/python -m loadtest.local_server $(MODEL) $(BIN)/python -m tests.dashboard_smoke
+	KVASIR_SPECULATE=true $(BIN)/python -m loadtest.local_server $(MODEL) $(BIN)/python -m tests.dashboard_smoke
 
 rolling-restart: $(VENV)/.serve  ## Restart two servers behind nginx under load, and count what fails (nothing should)
 	$(BIN)/python -m tests.rolling_restart $(MODEL)

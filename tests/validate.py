@@ -15,6 +15,7 @@ import tempfile
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import yaml
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "helm"
 RULES = CHART / "alerts/kvasir.rules.yaml"
 CUSTOM = ("monitoring.coreos.com", "keda.sh", "gateway.networking.k8s.io", "inference.networking.k8s.io")
-METRIC = re.compile(r"\b(?:kvasir|process)_[a-z0-9_]+\b")
+METRIC = re.compile(r"(?<!:)\b(?:kvasir|process)_[a-z0-9_]+\b")  # no parts of recorded names
 KUBERNETES = "1.34"  # the newest of which kubernetes-validate has every schema that the chart needs
 
 
@@ -122,12 +123,13 @@ def rules_hold() -> str:
     return f"{len(alerts)} alerts, each fired and not fired, each with a runbook"
 
 
-def expressions() -> Iterator[tuple[str, str]]:
+def expressions(namespace: str = ".*", job: str = ".*", pod: str = ".*") -> Iterator[tuple[str, str]]:
     """Every query of the dashboards: (panel, PromQL), with Grafana's variables filled in."""
+    values = {"__rate_interval": "1m", "namespace": namespace, "job": job, "pod": pod}
     for path in sorted((CHART / "dashboards").glob("*.json")):
         for panel in json.loads(path.read_text(encoding="utf-8"))["panels"]:
             for target in panel.get("targets", ()):
-                yield panel["title"], target["expr"].replace("$__rate_interval", "1m").replace("$namespace", ".*")
+                yield panel["title"], Template(target["expr"]).substitute(values)
 
 
 def dashboards_are_promql() -> str:
