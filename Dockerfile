@@ -9,19 +9,24 @@ COPY pyproject.toml constraints.txt README.md kvasir.py ./
 
 # The heavy wheels first: they change less often than the source, which is copied last.
 FROM packages AS packages-cpu
-RUN mkdir commands model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[cpu]' \
+RUN mkdir commands model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[cpu,otel]' \
     && rm /opt/kvasir/lib/python3*/site-packages/kvasir.py && /opt/kvasir/bin/pip uninstall --yes pip setuptools
 
 FROM packages AS packages-cuda
-RUN mkdir commands model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[cuda]' \
+RUN mkdir commands model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[cuda,otel]' \
     && rm /opt/kvasir/lib/python3*/site-packages/kvasir.py && /opt/kvasir/bin/pip uninstall --yes pip setuptools
 
 FROM packages AS packages-load
 RUN mkdir commands model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[loadtest]' \
     && rm /opt/kvasir/lib/python3*/site-packages/kvasir.py && /opt/kvasir/bin/pip uninstall --yes pip setuptools
 
+# Some bases bring pip, which no final stage needs.
+FROM ${BASE} AS bare
+RUN rm -rf /usr/local/bin/pip* /usr/local/lib/python3*/ensurepip \
+    /usr/local/lib/python3*/site-packages/pip* /usr/local/lib/python3*/site-packages/setuptools*
+
 # Locust, which brings gevent: not for the server.
-FROM ${BASE} AS load
+FROM bare AS load
 ENV PATH=/opt/kvasir/bin:$PATH PYTHONPATH=/opt/kvasir/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 MPLCONFIGDIR=/tmp
 WORKDIR /opt/kvasir/app
 COPY --from=packages-load /opt/kvasir /opt/kvasir
@@ -29,7 +34,7 @@ COPY loadtest ./loadtest
 USER 10001:10001
 ENTRYPOINT ["locust", "-f", "loadtest/locustfile.py"]
 
-FROM ${BASE} AS runtime
+FROM bare AS runtime
 ENV PATH=/opt/kvasir/bin:$PATH PYTHONPATH=/opt/kvasir/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
     KVASIR_HOST=0.0.0.0 KVASIR_MODEL=/models/example
 WORKDIR /opt/kvasir/app

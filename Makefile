@@ -62,6 +62,9 @@ dashboard-smoke: $(VENV)/.dev  ## Scrape a loaded server with a real Prometheus 
 rolling-restart: $(VENV)/.serve  ## Restart two servers behind nginx under load, and count what fails (nothing should)
 	$(BIN)/python -m tests.rolling_restart $(MODEL)
 
+image-check: $(VENV)/.serve  ## Build the images with buildah, as root, and stream a completion from the CPU's; ARGS="--base IMAGE"
+	$(BIN)/python -m tests.image_check $(ARGS)
+
 faults: $(VENV)/.dev  ## Kill, flood, cut off and feed nonsense to servers, and count what is lost; ARGS=kills selects one
 	$(BIN)/python -m tests.faults $(ARGS)
 
@@ -128,4 +131,4 @@ build/conformance/.ready:  # these want other versions of packages than constrai
 	build/conformance/bin/pip install --quiet --disable-pip-version-check guidellm==0.8.1 'lm_eval[api]==0.4.13'
 	@touch $@
 
-.PHONY: cold-start dashboard-smoke conformance faults flood rolling-restart loadtest validate help serve test lint train export bench gpu-check example
+.PHONY: cold-start dashboard-smoke conformance faults flood image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check example

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +27,14 @@ def serve_locally(directory: Path, *options: str, python: str | Path = sys.execu
 @contextmanager
 def start_locally(directory: Path, *options: str, python: str | Path = sys.executable) -> Iterator[dict[str, Any]]:
     """The same, but what the server's log says when it is ready, with its port."""
-    command = [python, "-m", "kvasir", "serve", str(directory), "--host", "127.0.0.1", "--port", "0", *options]
+    serve = ["-m", "kvasir", "serve", str(directory), "--host", "127.0.0.1", "--port", "0"]
+    with running([python, *serve, *options]) as ready:
+        yield ready
+
+
+@contextmanager
+def running(command: Sequence[str | Path]) -> Iterator[dict[str, Any]]:
+    """The same of a command that serves."""
     ready: Future[dict[str, Any]] = Future()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603
         assert process.stderr is not None
