@@ -1,7 +1,7 @@
 // Who shares the batch: a column for each row, those who wait beside them, and all of them in a table.
 
 import { byId, make } from "./dom.js";
-import { formatCount, formatRough } from "./format.js";
+import { formatCount } from "./format.js";
 
 const MOST_WAITING = 24; // that are drawn; the table has all
 const SHORT_ID = 10;
@@ -92,7 +92,7 @@ function fillLine({ line, cells, text, progress }, sequence) {
   setText(cells.cached, formatCount(sequence.cached_tokens));
   setText(cells.computed, formatCount(sequence.computed_tokens));
   setText(text, `${formatCount(sequence.generated_tokens)} of ${formatCount(sequence.max_tokens)}`);
-  setText(cells.seconds, formatRough(sequence.seconds));
+  setText(cells.seconds, sequence.seconds.toFixed(1));
   progress.value = sequence.generated_tokens / Math.max(1, sequence.max_tokens);
 }
 
