@@ -148,8 +148,20 @@ def _resources(version: str) -> list[dict[str, Any]]:
     ]
 
 
+def merge(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """As Helm does with values files: maps key by key, everything else is replaced."""
+    both = {
+        key: merge(values[key], over[key]) for key in values.keys() & over.keys() if _are_maps(values[key], over[key])
+    }
+    return values | over | both
+
+
+def _are_maps(*values: object) -> bool:
+    return all(isinstance(value, dict) for value in values)
+
+
 if __name__ == "__main__":
     merged: dict[str, Any] = {}
     for name in sys.argv[2:]:
-        merged |= yaml.safe_load(Path(name).read_text(encoding="utf-8")) or {}
+        merged = merge(merged, yaml.safe_load(Path(name).read_text(encoding="utf-8")) or {})
     yaml.safe_dump_all(render(Path(sys.argv[1]), merged), sys.stdout)

@@ -18,7 +18,8 @@ CHART = Path(__file__).resolve().parent.parent / "helm"
 HEAD = """# Kvasir's chart
 
 `helm install kvasir helm/` serves the example model, which is in the image. Each file in `ci/` shows a feature,
-`values-gpu.yaml` a GPU, and `router-values.yaml` what the Gateway API Inference Extension's endpoint picker needs.
+`values-gpu.yaml` a GPU. `router-values.yaml` is for the chart of llm-d's router, `adapter-values.yaml` for that of
+prometheus-adapter, which a HorizontalPodAutoscaler asks. All settings are in [docs/api.md](../docs/api.md#limits).
 [docs/operations.md](../docs/operations.md) has sizing, routing, upgrades and what to do about each alert.
 
 This table is written by `python -m tests.helm_values > helm/README.md` from the comments in `values.yaml`.

@@ -12,20 +12,31 @@
 {{- end }}
 {{- end }}
 
+{{/* What the test's pod has, too; only the server's pods are selected. */}}
+{{- define "kvasir.identity" -}}
+app.kubernetes.io/name: {{ include "kvasir.name" . | quote }}
+app.kubernetes.io/instance: {{ .Release.Name | quote }}
+{{- end }}
+
 {{- define "kvasir.selectorLabels" -}}
-app.kubernetes.io/name: {{ include "kvasir.name" . }}
-app.kubernetes.io/instance: {{ .Release.Name }}
+{{ include "kvasir.identity" . }}
+app.kubernetes.io/component: server
+{{- end }}
+
+{{- define "kvasir.testLabels" -}}
+{{ include "kvasir.identity" . }}
+app.kubernetes.io/component: test
 {{- end }}
 
 {{- define "kvasir.labels" -}}
 {{ include "kvasir.selectorLabels" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ .Release.Service }}
-helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- end }}
 
 {{- define "kvasir.image" -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}{{ with .Values.image.digest }}@{{ . }}{{ end }}
 {{- end }}
 
 {{- define "kvasir.serviceAccountName" -}}
@@ -51,13 +62,27 @@ readOnlyRootFilesystem: {{ .Values.readOnlyRootFilesystem }}
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* What the world may reach; health and metrics stay inside. */}}
-{{- define "kvasir.publicPaths" -}}
-prefixes: [/v1, /static]
-exact: [/, /generate, /generate_stream, /info, /tokenize, /detokenize, /explain, /openapi.json, /version]
+{{/* How every pod of the release gets its image, and where it may run. */}}
+{{- define "kvasir.placement" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}
 
-{{/* The sum that replicas are scaled by. */}}
+{{/* What the world may reach; health, metrics and what is for debugging stay inside. */}}
+{{- define "kvasir.publicPaths" -}}
+prefixes: [/v1, /static]
+exact: [/, /model, /generate, /generate_stream, /info, /tokenize, /detokenize, /explain, /openapi.json, /version]
+{{- end }}
+
+{{/* The sum that replicas are scaled by: of this Deployment's pods, whoever scrapes them, and of no neighbour's. */}}
 {{- define "kvasir.load" -}}
-sum(kvasir_num_requests_waiting{namespace="{{ .Release.Namespace }}"} + kvasir_num_requests_running{namespace="{{ .Release.Namespace }}"})
+{{- $pods := printf "namespace=%q, pod=~\"%s-[a-z0-9]+-[a-z0-9]{5}\"" .Release.Namespace (include "kvasir.fullname" .) -}}
+sum(max by (pod) (kvasir_num_requests_waiting{ {{- $pods -}} }) + max by (pod) (kvasir_num_requests_running{ {{- $pods -}} }))
 {{- end }}
