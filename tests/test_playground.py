@@ -14,7 +14,8 @@ from tests.fake_runner import FakeRunner
 from tests.serving import VOCAB_SIZE, fake_app
 
 FILES = sorted(path.name for path in STATIC.iterdir())
-LOADED = re.compile(r"""(?:src|href)="([^#"]+)"|from "\./([^"]+)";""")
+LOADED = re.compile(r"""(?<!<a )(?:src|href)="([^#"]+)"|from "\./([^"]+)";""")
+LINKED = re.compile(r'<a href="([^#"]+)"')
 INLINE = re.compile(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=|javascript:")
 
 
@@ -64,6 +65,13 @@ def test_a_file_loads_only_others_of_the_page(name: str) -> None:
     loaded = {(in_html or in_js).removeprefix("static/") for in_html, in_js in LOADED.findall(text)}
     assert loaded <= set(FILES)
     assert not INLINE.search(text if name.endswith((".html", ".svg")) else "")
+
+
+async def test_links_lead_to_routes() -> None:
+    links = set(LINKED.findall((STATIC / "index.html").read_text(encoding="utf-8")))
+    async with client() as http:
+        found = {link: (await http.get(f"/{link}")).status_code for link in links}
+    assert 404 not in found.values(), found
 
 
 def test_no_file_is_forgotten() -> None:
