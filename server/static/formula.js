@@ -46,7 +46,9 @@ function words(config, { layer, head, window, rotates }) {
     "about-c": `A soft cap: it keeps scores between −${cap} and ${cap}.`,
     "about-b": bias(config),
     "about-m": window === null ? "" : `In this layer a token sees ${window} tokens, itself the last.`,
-    "about-z": `${nHead} heads side by side are ${nHead * headDim} numbers; learned weights make ${dModel} of them.`,
+    "about-v": nHead === config.n_kv_head ? "Each head has its own." : "They are shared as the keys are.",
+    "about-z": `The ${nHead} heads' results, side by side, are ${nHead * headDim} numbers a token; learned weights turn
+      them into the ${dModel} that the layer goes on with.`,
   };
 }
 

@@ -180,3 +180,38 @@ def test_a_long_text_comes_in_pieces_within_the_limit(explorer: Page) -> None:
     settled(explorer)
     expect(explorer.locator("#heads .head:not(.lacking)")).to_have_count(6)
     assert explorer.evaluate("document.documentElement.scrollWidth") <= 1280
+
+
+def other_card(page: Page, **changes: Any) -> Page:
+    """The explorer of a server that says something else of its model."""
+
+    def change(route: Route) -> None:
+        answer = route.fetch()
+        card = answer.json()
+        route.fulfill(response=answer, json=card | changes | {"config": card["config"] | changes.get("config", {})})
+
+    page.route("**/model", change)
+    page.goto(page.url + "#attention")
+    page.reload()
+    return page
+
+
+def test_weights_that_break_the_promise_are_told(page: Page) -> None:
+    """The model has no window; taken for one that has, it attends to what it should not see."""
+    explorer = other_card(page, config={"sliding_window": 3, "sliding_window_layers": [0], "attention_softcap": 30.0})
+    settled(explorer)
+    expect(explorer.locator("#contract.error")).to_contain_text("outside the window")
+    assert [one is None for one in shown_weights(explorer)] == [True] * 15 + [False] * 3
+    expect(explorer.locator("#about-m")).to_have_text("In this layer a token sees 3 tokens, itself the last.")
+    expect(explorer.locator(".formula .with-cap").first).to_be_visible()
+    expect(explorer.locator(".formula .with-bias")).to_be_hidden()
+    explorer.get_by_label("Layer", exact=True).select_option("1")
+    settled(explorer)
+    expect(explorer.locator("#contract")).to_contain_text("✓")
+    expect(explorer.locator("#about-m")).to_be_empty()
+
+
+def test_a_model_without_the_graph_says_what_to_do(page: Page) -> None:
+    explorer = other_card(page, has_attention=False)
+    expect(explorer.locator("#attention-missing")).to_contain_text("export the model again")
+    expect(explorer.get_by_role("button", name="Explain")).to_be_hidden()
