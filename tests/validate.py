@@ -12,7 +12,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from string import Template
@@ -20,13 +19,14 @@ from typing import Any
 
 import yaml
 
+from tests.helm_objects import excessive_requests, one, wrong_selectors
 from tests.helm_render import RenderError, render
+from tests.metric_names import Shown, texts, unknown_labels, unknown_names
 
 ROOT = Path(__file__).resolve().parent.parent
 CHART = ROOT / "helm"
 RULES = CHART / "alerts/kvasir.rules.yaml"
 CUSTOM = ("monitoring.coreos.com", "keda.sh", "gateway.networking.k8s.io", "inference.networking.k8s.io")
-METRIC = re.compile(r"(?<!:)\b(?:kvasir|process)_[a-z0-9_]+\b")  # no parts of recorded names
 KUBERNETES = "1.34"  # the newest of which kubernetes-validate has every schema that the chart needs
 
 
@@ -66,7 +66,9 @@ def chart_renders() -> str:
 
     n_objects = n_custom = 0
     for path in values_files():
-        for document in render(CHART, load(path)):
+        values = load(path)
+        objects = render(CHART, values, "123" if "fullnameOverride" in values else "kvasir")
+        for document in objects:
             n_objects += 1
             if document["apiVersion"].startswith(CUSTOM):
                 n_custom += 1
@@ -75,29 +77,34 @@ def chart_renders() -> str:
                 kubernetes_validate.validate(document, KUBERNETES, strict=True)
             except kubernetes_validate.ValidationError as error:
                 raise FailedError(f"{path.name}: {document['kind']}: {error.message}") from None
+        for wrong in (*excessive_requests(objects), *wrong_selectors(objects)):
+            raise FailedError(f"{path.name}: {wrong}")
     return f"{len(values_files())} values files, {n_objects} objects; {n_custom} are of kinds that have no schema here"
 
 
+def router_fits() -> str:
+    """The router's values select the pods of a release named kvasir, at their port."""
+    servers = load(CHART / "router-values.yaml")["router"]["modelServers"]
+    pod = one(render(CHART, {}, "kvasir"), "Deployment")["spec"]["template"]
+    ports = [{"number": port["containerPort"]} for port in pod["spec"]["containers"][0]["ports"]]
+    if not servers["matchLabels"].items() <= pod["metadata"]["labels"].items() or servers["targetPorts"] != ports:
+        raise FailedError(f"router-values.yaml has {servers}, the pods {pod['metadata']['labels']} and {ports}")
+    return f"it selects {', '.join(servers['matchLabels'].values())}"
+
+
 def wrong_values_are_refused() -> str:
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"replica": 2}, "replica"),
-        ({"settings": {"max_num_sqs": 3}}, "max_num_sqs"),
-        ({"model": {"source": "ftp"}}, "source"),
-        ({"gpus": 2}, "gpus"),
-        ({"model": {"source": "pvc"}}, "claimName"),
-        ({"apiKey": {"value": "a", "secretName": "b"}}, "not both"),
-        ({"autoscaling": {"enabled": True}}, "serverAddress"),
-        ({"httpRoute": {"enabled": True}}, "parentRefs"),
-    ]
-    for values, word in cases:
+    """Each for one reason, which is said in these words."""
+    cases = load(CHART.parent / "tests/helm_refusals.yaml")["refusals"]
+    for case in cases:
         try:
-            render(CHART, values)
+            render(CHART, case["values"], case.get("release", "kvasir"))
         except RenderError as error:
-            if word not in str(error):
-                raise FailedError(f"{values}: the message does not name {word}: {error}") from None
+            said = str(error).strip().splitlines()[-1]
+            if not said.endswith(case["says"]) or str(error).count("\n- at") > 1:
+                raise FailedError(f"{case['values']}: {error}") from None
         else:
-            raise FailedError(f"{values} is accepted")
-    return f"{len(cases)} wrong values, each named in the message"
+            raise FailedError(f"{case['values']} is accepted")
+    return f"{len(cases)} wrong values, each with its message"
 
 
 def values_are_documented() -> str:
@@ -123,6 +130,19 @@ def rules_hold() -> str:
     return f"{len(alerts)} alerts, each fired and not fired, each with a runbook"
 
 
+def runbooks_are_linked() -> str:
+    """Each alert of the chart, where the values say at which address its section is."""
+    links: list[str | None] = []
+    for page in ("", "https://wiki.example/kvasir"):
+        objects = render(CHART, {"prometheusRule": {"enabled": True, "runbookUrl": page}})
+        (group,) = one(objects, "PrometheusRule")["spec"]["groups"]
+        alerts = [rule for rule in group["rules"] if "alert" in rule]
+        links = [rule["annotations"].get("runbook_url") for rule in alerts]
+        if links != [f"{page}#{rule['alert'].lower()}" if page else None for rule in alerts]:
+            raise FailedError(f"runbookUrl {page!r} makes {links}")
+    return f"{len(links)} alerts, such as {links[0]}"
+
+
 def expressions(namespace: str = ".*", job: str = ".*", pod: str = ".*") -> Iterator[tuple[str, str]]:
     """Every query of the dashboards: (panel, PromQL), with Grafana's variables filled in."""
     values = {"__rate_interval": "1m", "namespace": namespace, "job": job, "pod": pod}
@@ -143,23 +163,23 @@ def dashboards_are_promql() -> str:
 
 
 def metrics_exist() -> str:
-    """Every metric that rules, dashboards or the chart name is one that a running server shows."""
+    """Every metric and label that is written anywhere is one that a running server shows."""
     url = os.environ.get("KVASIR_URL")
     if not url:
         raise SkippedError("KVASIR_URL names no running server")
-    with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:  # noqa: S310
-        text = answer.read().decode()
-    shown = set(re.findall(r"^(?:# TYPE )?([a-z0-9_]+)", text, re.MULTILINE))
-    histograms = re.findall(r"^# TYPE (\S+) histogram", text, re.MULTILINE)  # one with labels may be empty as yet
-    shown |= {name + part for name in histograms for part in ("_bucket", "_sum", "_count")}
-    recorded = {rule["record"] for group in load(RULES)["groups"] for rule in group["rules"] if "record" in rule}
-    texts = [expr for _, expr in expressions()]
-    texts += [rule["expr"] for group in load(RULES)["groups"] for rule in group["rules"]]
-    texts += [(CHART / name).read_text(encoding="utf-8") for name in ("templates/_helpers.tpl", "router-values.yaml")]
-    named = {name for text in texts for name in METRIC.findall(text)} - recorded
-    if unknown := sorted(named - shown):
-        raise FailedError(f"the server shows no {', '.join(unknown)}")
-    return f"{len(named)} names, all in {url}/metrics"
+    shown = Shown(f"{url}/metrics")
+    rules = [rule for group in load(RULES)["groups"] for rule in group["rules"]]
+    recorded = {rule["record"] for rule in rules if "record" in rule}
+    queries = [*expressions(), *((rule.get("alert") or rule["record"], rule["expr"]) for rule in rules)]
+    written = list(texts(ROOT))
+    router = [(place, text) for place, text in written if place == "helm/router-values.yaml"]
+    wrong = unknown_names([*queries, *written], shown.names | recorded)
+    wrong |= unknown_names(router, Shown(f"{url}/metrics/router").names)
+    promql = [(place, text) for place, text in written if place.startswith("helm/")]
+    wrong |= unknown_labels([*queries, *promql], shown, recorded)
+    if wrong:
+        raise FailedError(f"the server does not show: {'; '.join(sorted(wrong))}")
+    return f"{len(queries)} queries and {len(written)} files name only what {url}/metrics shows"
 
 
 def helm_test_passes() -> str:
@@ -183,9 +203,11 @@ def dockerfile_is_clean() -> str:
 
 
 def compose_is_valid() -> str:
-    files = [ROOT / "docker-compose.yml", ROOT / "docker-compose.gpu.yml"]
+    files = sorted(ROOT.glob("docker-compose*.yml"))
     run(needs("check-jsonschema", "check-jsonschema"), "--builtin-schema", "vendor.compose-spec", *files)
-    for source in re.findall(r"source: (?:\"\$\{MODEL:-)?(\./[^,}]+)", files[0].read_text(encoding="utf-8")):
+    for source in re.findall(
+        r"source: (?:\"\$\{MODEL:-)?(\./[^,}]+)", (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+    ):
         if not (ROOT / source).exists():
             raise FailedError(f"docker-compose.yml mounts {source}, which does not exist")
     return f"{len(files)} files"
@@ -193,9 +215,11 @@ def compose_is_valid() -> str:
 
 CHECKS: list[Callable[[], str]] = [
     chart_renders,
+    router_fits,
     wrong_values_are_refused,
     values_are_documented,
     rules_hold,
+    runbooks_are_linked,
     dashboards_are_promql,
     metrics_exist,
     helm_test_passes,
