@@ -23,7 +23,7 @@ export class Conversation {
 
   add(role, content) {
     const id = `turn-${Date.now()}-${this.turns.childElementCount}`;
-    const text = make("textarea", { id, rows: Math.min(8, content.split("\n").length), spellcheck: "false" });
+    const text = make("textarea", { id, rows: 1 });
     text.value = content;
     const remove = make("button", { type: "button", "aria-label": `Remove this message of the ${role}` }, "Remove");
     const turn = make("li", { "data-role": role }, make("label", { for: id }, role), remove, text);
@@ -46,7 +46,7 @@ export class Conversation {
     return { system: byId("system").value, turns, message: byId("message").value };
   }
 
-  restore({ system = "", turns = [], message = "" } = {}) {
+  restore({ system = "", turns = [], message = "" }) {
     byId("system").value = system;
     byId("message").value = message;
     this.turns.replaceChildren();

@@ -80,7 +80,7 @@ function number(field, id) {
 }
 
 function seed(field, id) {
-  const input = make("input", { id, type: "number", step: 1, min: field.min, max: field.max, placeholder: "another" });
+  const input = make("input", { id, type: "number", step: 1, min: field.min, max: field.max, placeholder: "random" });
   return {
     element: row(field, id, input),
     input,
@@ -130,7 +130,7 @@ function toggle(field, id) {
 
 function form(field, id) {
   const input = make("select", { id }, ...Object.entries(FORMS).map(([value, { label }]) => make("option", { value }, label)));
-  const rule = make("textarea", { rows: 4, spellcheck: "false", "aria-label": "schema, regex or grammar", hidden: true });
+  const rule = make("textarea", { id: `${id}-rule`, rows: 4, spellcheck: "false", "aria-label": "schema, regex or grammar", hidden: true });
   const follow = () => {
     rule.placeholder = FORMS[input.value].example ?? "";
     rule.hidden = !rule.placeholder;

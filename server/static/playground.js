@@ -37,7 +37,8 @@ function wire() {
   byId("regenerate").addEventListener("click", regenerate);
   byId("clear").addEventListener("click", clear);
   byId("shaded").addEventListener("change", changed);
-  for (const id of ["mode-completion", "mode-chat", "compare"]) byId(id).addEventListener("change", changed);
+  for (const id of ["mode-completion", "mode-chat"]) byId(id).addEventListener("change", () => afterStop(forget));
+  byId("compare").addEventListener("change", changed);
   byId("prompt-form").addEventListener("input", save);
   byId("examples").addEventListener("click", useExample);
   byId("playground").addEventListener("keydown", (event) => {
@@ -76,7 +77,7 @@ async function send() {
   sending = Promise.all(shownRuns().map((run, i) => run.send(requests[i])));
   busy(true);
   try {
-    say(`The text ${(await sending).join("; the other ")}.`);
+    say(`Done: ${(await sending).join(", and ")}.`);
   } finally {
     busy(false);
   }
@@ -85,12 +86,16 @@ async function send() {
 const input = () => (isChat() ? { messages: conversation.messages() } : { prompt: byId("prompt").value });
 
 const clear = () => afterStop(() => {
-  for (const run of runs) run.clear();
-  byId("prompt").value = "";
-  conversation.clear();
-  changed();
+  if (isChat()) conversation.clear();
+  else byId("prompt").value = "";
+  forget();
   byId(isChat() ? "message" : "prompt").focus();
 });
+
+function forget() {
+  for (const run of runs) run.clear();
+  changed();
+}
 
 function stop() {
   for (const run of runs) run.stop();
@@ -106,8 +111,7 @@ async function afterStop(action) {
 
 function keep(run) {
   conversation.add("assistant", run.tokens.text);
-  for (const each of runs) each.clear();
-  changed();
+  forget();
 }
 
 function copy(run) {
@@ -173,5 +177,5 @@ function restore() {
   byId("compare").checked = kept.compare ?? false;
   byId("shaded").checked = kept.shaded ?? true;
   for (const [i, run] of runs.entries()) run.settings.restore(kept.settings?.[i]);
-  conversation.restore(kept.conversation);
+  conversation.restore(kept.conversation ?? { message: byId("message").defaultValue });
 }

@@ -3,12 +3,14 @@
 import { byId, make } from "./dom.js";
 
 const VISIBLE = { "\n": "↵", "\t": "→", "\r": "␍", " ": "␣" };
+const ORDINALS = ["first", "second", "third", "fourth", "fifth"]; // of run.js: as many as are asked for;
 const GAP = 6; // pixels between a token and its popover
 
-/** A token's name with white space that can be seen. */
-export const visible = (name) => name.replace(/[\n\t\r ]/g, (space) => VISIBLE[space]) || "∅";
+/** A token's name with white space that can be seen, and counted. */
+const visible = (name) =>
+  name.replace(/ {4,}/g, ({ length }) => `␣×${length}`).replace(/[\n\t\r ]/g, (space) => VISIBLE[space]) || "∅";
 
-export const percent = (logprob) => {
+const percent = (logprob) => {
   const share = Math.exp(logprob) * 100;
   return share >= 99.95 ? "100 %" : share >= 0.1 ? `${share.toFixed(1)} %` : "< 0.1 %";
 };
@@ -39,7 +41,9 @@ function about({ text, tokens }) {
 }
 
 function aboutToken({ name, logprob, top }) {
-  const title = make("p", {}, make("code", {}, visible(name)), ` ${percent(logprob)}`);
+  const place = top.filter((one) => one.logprob > logprob).length;
+  const choice = ORDINALS[place] ? `the model's ${ORDINALS[place]} choice` : "beyond the model's five first choices";
+  const title = make("p", {}, make("code", {}, visible(name)), make("span", { class: "quiet" }, ` ${choice}`));
   const rows = top.map((one) => bar(one, one.name === name));
   if (!top.some((one) => one.name === name)) rows.push(bar({ name, logprob }, true));
   return make("div", {}, title, make("ol", {}, ...rows));

@@ -9,6 +9,7 @@ import { Timings } from "./timings.js";
 import { TokenText } from "./tokens.js";
 
 const LOGPROBS = 5;
+const WIDE = "(min-width: 60rem)"; // as in playground.css: where settings do not stand before the text
 const WITH_USAGE = { include_usage: true, continuous_usage_stats: true };
 
 export class Run {
@@ -26,6 +27,7 @@ export class Run {
       this.settings.restore();
       changed();
     });
+    this.part("settings").open = matchMedia(WIDE).matches;
     this.timings = new Timings(this.part("figures"));
     this.tokens = new TokenText(this.part("text"), () => this.timings.show());
   }
@@ -58,6 +60,7 @@ export class Run {
     this.clear();
     this.#seed = body.seed;
     this.part("seed").textContent = body.seed;
+    this.part("prompt").textContent = body.prompt ?? "";
     this.#abort = new AbortController();
     this.element.setAttribute("aria-busy", "true");
     const { signal } = this.#abort;
@@ -90,9 +93,9 @@ export class Run {
   }
 
   #fail(error) {
-    this.timings.ended("failed");
+    this.timings.ended(error.status ? "refused" : "failed");
     if (!(error instanceof ApiError)) throw error;
-    const wait = error.retryAfter ? ` Try again in ${error.retryAfter} s.` : "";
+    const wait = error.retryAfter ? ` · retry in ${error.retryAfter} s` : "";
     this.part("error").textContent = error.message + wait;
     this.part("error").hidden = false;
     if (error.param) this.settings.mark(error.param, error.message);
@@ -106,6 +109,7 @@ export class Run {
     this.tokens.clear();
     this.#seed = null;
     this.part("seed").textContent = "–";
+    this.part("prompt").textContent = "";
     this.part("error").hidden = true;
     this.timings.begin();
     this.timings.show();

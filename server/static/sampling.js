@@ -23,7 +23,7 @@ export function groups(card) {
         },
         {
           kind: "seed", name: "seed", min: Number.MIN_SAFE_INTEGER, max: Number.MAX_SAFE_INTEGER,
-          help: "The same seed gives the same text. Empty: another one each time.",
+          help: "The same seed gives the same text. Empty: a random one each time.",
         },
       ],
     },

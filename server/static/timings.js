@@ -5,6 +5,7 @@ const ENDINGS = {
   length: "reached max_tokens",
   timeout: "ran out of time",
   stopped: "stopped by you",
+  refused: "refused",
   failed: "broke off",
 };
 

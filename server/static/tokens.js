@@ -4,7 +4,13 @@ import { make } from "./dom.js";
 import { hide, show } from "./popover.js";
 
 const LEVELS = [0.9, 0.5, 0.2, 0.05]; // at least so likely; the last level is below all
-const STEPS = { ArrowLeft: -1, ArrowUp: -1, ArrowRight: 1, ArrowDown: 1 };
+const NEAR = 8; // pixels from the end at which the text is followed
+const before = (span) => span.previousElementSibling;
+const after = (span) => span.nextElementSibling;
+const TARGETS = {
+  ArrowLeft: before, ArrowUp: before, ArrowRight: after, ArrowDown: after,
+  Home: (span) => span.parentElement.firstElementChild, End: (span) => span.parentElement.lastElementChild,
+};
 
 const levelOf = (tokens) => {
   const likelihood = Math.exp(tokens.reduce((sum, token) => sum + token.logprob, 0));
@@ -18,15 +24,18 @@ export class TokenText {
   #frame = null;
   #described = null;
 
-  /** Shows pieces in `element`, which holds nothing else. `drawn` is called after each batch. */
+  /** Shows pieces in `element`, which holds nothing else; what is around it scrolls. `drawn` is called after each batch. */
   constructor(element, drawn) {
     this.element = element;
+    this.box = element.parentElement;
     this.drawn = drawn;
     element.addEventListener("pointerover", (event) => this.#describe(event.target));
     element.addEventListener("pointerleave", () => this.#describe(this.#focused()));
-    element.addEventListener("focusin", (event) => this.#describe(event.target));
+    element.addEventListener("focusin", (event) => this.#arrive(event.target));
     element.addEventListener("focusout", () => this.#describe(null));
     element.addEventListener("keydown", (event) => this.#onKey(event));
+    const follow = () => this.#described && this.#describe(this.#described);
+    window.addEventListener("scroll", follow, { capture: true, passive: true });
   }
 
   get text() {
@@ -42,10 +51,10 @@ export class TokenText {
   draw() {
     cancelAnimationFrame(this.#frame);
     this.#frame = null;
-    const isAtEnd = this.element.scrollTop + this.element.clientHeight >= this.element.scrollHeight - 8;
+    const isAtEnd = this.box.scrollTop + this.box.clientHeight >= this.box.scrollHeight - NEAR;
     this.element.append(...this.#waiting.map((piece) => this.#span(piece)));
     this.#waiting = [];
-    if (isAtEnd) this.element.scrollTop = this.element.scrollHeight;
+    if (isAtEnd) this.box.scrollTop = this.box.scrollHeight;
     this.drawn();
   }
 
@@ -82,15 +91,16 @@ export class TokenText {
   #onKey(event) {
     const from = this.#focused();
     if (event.key === "Escape") this.#describe(null);
-    const to = {
-      Home: this.element.firstElementChild,
-      End: this.element.lastElementChild,
-      [event.key]: STEPS[event.key] && (STEPS[event.key] < 0 ? from?.previousElementSibling : from?.nextElementSibling),
-    }[event.key];
+    const to = from && TARGETS[event.key]?.(from);
     if (!to || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
-    from?.setAttribute("tabindex", "-1"); // the tab key stops once in the text: where one was last
-    to.setAttribute("tabindex", "0");
     to.focus();
+  }
+
+  /** The tab key stops once in the text: where one was last. */
+  #arrive(span) {
+    this.element.querySelector("[tabindex='0']").setAttribute("tabindex", "-1");
+    span.setAttribute("tabindex", "0");
+    this.#describe(span);
   }
 }
