@@ -1,7 +1,8 @@
 """Two servers behind nginx, restarted one after the other under load: python -m tests.rolling_restart DIRECTORY
 
 Clients stream completions all the while. A server that drains answers new requests with 503, which nginx takes to the
-other one; streams that run are finished first. Prints requests sent, streams completed, failed; exit code 1 if any.
+other one; streams that run are finished first. Prints requests sent, streams completed, failed, what ran when each
+server was told to stop, and how often nginx tried the other. Exit code 1 if any failed, or nothing was put to the test.
 """
 
 from __future__ import annotations
@@ -18,21 +19,23 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
+from urllib.request import urlopen
 
 from loadtest.sse_client import Answer, Target, complete
 
 N_CLIENTS = 8
-MAX_TOKENS = 64
+MAX_TOKENS = 192  # so long that some stream runs whenever a server is told to stop
 BEFORE_AND_AFTER = 20  # streams that end before the first restart, between the two, and after the second
 
 NGINX = """
 daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;
 events {{}}
 http {{
-  access_log off;
+  log_format tries "$upstream_status";
+  access_log {folder}/tries.log tries;
   client_body_temp_path {folder}; proxy_temp_path {folder}; fastcgi_temp_path {folder};
   uwsgi_temp_path {folder}; scgi_temp_path {folder};
-  upstream kvasir {{ server 127.0.0.1:{first} max_fails=0; server 127.0.0.1:{second} max_fails=0; }}
+  upstream kvasir {{ least_conn; server 127.0.0.1:{first} max_fails=0; server 127.0.0.1:{second} max_fails=0; }}
   server {{
     listen 127.0.0.1:{port};
     location / {{
@@ -53,6 +56,7 @@ class Server:
 
     def __init__(self, directory: Path, port: int) -> None:
         self._command = [sys.executable, "-m", "kvasir", "serve", str(directory), "--port", str(port), "--threads", "1"]
+        self._port = port
         self._process: Process | None = None
         self._log: asyncio.Task[None] | None = None
 
@@ -63,12 +67,19 @@ class Server:
         self._log = asyncio.create_task(self._follow(ready))
         await ready
 
-    async def stop(self) -> int:
-        """SIGTERM, and what it exits with."""
-        assert self._process is not None
-        assert self._log is not None
-        self._process.send_signal(signal.SIGTERM)
-        await self._log
+    async def n_running(self) -> int:
+        """Sequences that have not ended."""
+        batch = await asyncio.to_thread(urlopen, f"http://127.0.0.1:{self._port}/debug/batch", timeout=10)
+        return len(json.load(batch)["sequences"])
+
+    async def stop(self) -> int | None:
+        """SIGTERM, if it runs, and what it exits with."""
+        if self._process is None:
+            return None
+        if self._process.returncode is None:
+            self._process.send_signal(signal.SIGTERM)
+        if self._log is not None:
+            await self._log
         return await self._process.wait()
 
     async def _follow(self, ready: asyncio.Future[None]) -> None:
@@ -114,19 +125,18 @@ class Load:
 
 
 @asynccontextmanager
-async def nginx(first: int, second: int) -> AsyncIterator[str]:
-    """The URL of a proxy before two ports."""
-    with tempfile.TemporaryDirectory() as folder:
-        port = free_port()
-        config = Path(folder) / "nginx.conf"
-        config.write_text(NGINX.format(folder=folder, first=first, second=second, port=port), encoding="utf-8")
-        process = await asyncio.create_subprocess_exec("nginx", "-c", config, "-p", folder, stderr=DEVNULL)
-        try:
-            await accepts(port, process)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.terminate()
-            await process.wait()
+async def nginx(folder: Path, first: int, second: int) -> AsyncIterator[str]:
+    """The URL of a proxy before two ports. When it has ended, `tries.log` has the servers' answers to each request."""
+    port = free_port()
+    config = folder / "nginx.conf"
+    config.write_text(NGINX.format(folder=folder, first=first, second=second, port=port), encoding="utf-8")
+    process = await asyncio.create_subprocess_exec("nginx", "-c", config, "-p", folder, stderr=DEVNULL)
+    try:
+        await accepts(port, process)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        await process.wait()
 
 
 async def accepts(port: int, process: Process) -> None:
@@ -148,29 +158,43 @@ def free_port() -> int:
         return port
 
 
+async def restart_each(servers: list[Server], load: Load) -> tuple[list[int], list[int | None]]:
+    """Under load: what ran on each server when it was told to stop, and what it exited with."""
+    clients = [asyncio.create_task(load.client()) for _ in range(N_CLIENTS)]
+    running, codes = [], []
+    await load.pass_on(BEFORE_AND_AFTER)
+    for server in servers:
+        running.append(await server.n_running())
+        codes.append(await server.stop())
+        await load.pass_on(BEFORE_AND_AFTER)
+        await server.start()
+        await load.pass_on(BEFORE_AND_AFTER)
+    load.stop()
+    await asyncio.gather(*clients)
+    return running, codes
+
+
 async def main(directory: Path) -> int:
     ports = free_port(), free_port()
     servers = [Server(directory, port) for port in ports]
-    await asyncio.gather(*(server.start() for server in servers))
-    codes = []
-    async with nginx(*ports) as url:
-        load = Load(url)
-        clients = [asyncio.create_task(load.client()) for _ in range(N_CLIENTS)]
-        await load.pass_on(BEFORE_AND_AFTER)
-        for server in servers:
-            codes.append(await server.stop())
-            await load.pass_on(BEFORE_AND_AFTER)
-            await server.start()
-            await load.pass_on(BEFORE_AND_AFTER)
-        load.stop()
-        await asyncio.gather(*clients)
-    codes += [await server.stop() for server in servers]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            await asyncio.gather(*(server.start() for server in servers))
+            async with nginx(Path(folder), *ports) as url:
+                load = Load(url)
+                running, codes = await restart_each(servers, load)
+        finally:
+            stopped = await asyncio.gather(*(server.stop() for server in servers))
+        tries = (Path(folder) / "tries.log").read_text(encoding="utf-8").splitlines()
+    n_retried = sum(statuses.startswith("503,") for statuses in tries)
+    codes += stopped
     failed = [answer.error for answer in load.answers if answer.error is not None]
     print(f"sent {len(load.answers)}, completed {len(load.answers) - len(failed)}, failed {len(failed)}")  # noqa: T201
     for error in sorted(set(failed)):
         print(f"  {failed.count(error)} x {error}")  # noqa: T201
+    print(f"running at SIGTERM: {running}; 503 and tried again: {n_retried}")  # noqa: T201
     print(f"exit codes of the servers: {codes}")  # noqa: T201
-    return int(bool(failed) or any(codes))
+    return int(bool(failed) or any(codes) or not all(running) or not n_retried)
 
 
 if __name__ == "__main__":
