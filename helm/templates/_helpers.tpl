@@ -2,13 +2,14 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
 {{- end }}
 
+{{/* No longer, or Kubernetes cuts the names of pods, by which replicas are scaled. */}}
 {{- define "kvasir.fullname" -}}
 {{- if .Values.fullnameOverride }}
-{{- .Values.fullnameOverride | trunc 52 | trimSuffix "-" }}
+{{- .Values.fullnameOverride | trunc 46 | trimSuffix "-" }}
 {{- else if contains (include "kvasir.name" .) .Release.Name }}
-{{- .Release.Name | trunc 52 | trimSuffix "-" }}
+{{- .Release.Name | trunc 46 | trimSuffix "-" }}
 {{- else }}
-{{- printf "%s-%s" .Release.Name (include "kvasir.name" .) | trunc 52 | trimSuffix "-" }}
+{{- printf "%s-%s" .Release.Name (include "kvasir.name" .) | trunc 46 | trimSuffix "-" }}
 {{- end }}
 {{- end }}
 
