@@ -17,7 +17,7 @@ export class ApiError extends Error {
 export const getKey = () => sessionStorage.getItem(STORED) ?? "";
 export const setKey = (key) => sessionStorage.setItem(STORED, key);
 
-/** The response to a GET, or to a POST of `body` as JSON. Fires "kvasir:key" on the window for a 401. Throws ApiError. */
+/** The response to a GET, or to a POST of `body` as JSON. A 401 fires "kvasir:key" on the window. Throws ApiError. */
 export async function request(path, { body, signal } = {}) {
   const headers = {};
   if (getKey()) headers.authorization = `Bearer ${getKey()}`;

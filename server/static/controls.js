@@ -1,5 +1,7 @@
-// Controls of the settings. Each is { name, element, input, state(), restore(state), fields() }: `state` is what is kept
-// and compared, null where nothing was changed; `fields` is what it adds to a request, and throws what is wrong with it.
+// Controls of the settings. Each is { name, element, input, tell(message), state(), restore(state), fields() }.
+//
+// `state` is what is kept and compared, null where nothing was changed; `fields` is what is added to a request, and
+// throws what is wrong with it; `tell` says that beside the control.
 
 import { make } from "./dom.js";
 
@@ -33,7 +35,7 @@ export function control(field, prefix) {
   const error = make("p", { class: "error", id: `${id}-error`, hidden: true });
   made.element.append(make("p", { class: "quiet", id: `${id}-help` }, field.help), error);
   made.input.setAttribute("aria-describedby", `${id}-help ${id}-error`);
-  return { ...made, name: field.name, element: made.element, tell: (message) => tell(made.input, error, message) };
+  return { ...made, name: field.name, tell: (message) => tell(made.input, error, message) };
 }
 
 function tell(input, error, message) {
@@ -129,8 +131,11 @@ function toggle(field, id) {
 }
 
 function form(field, id) {
-  const input = make("select", { id }, ...Object.entries(FORMS).map(([value, { label }]) => make("option", { value }, label)));
-  const rule = make("textarea", { id: `${id}-rule`, rows: 4, spellcheck: "false", "aria-label": "schema, regex or grammar", hidden: true });
+  const options = Object.entries(FORMS).map(([value, { label }]) => make("option", { value }, label));
+  const input = make("select", { id }, ...options);
+  const rule = make("textarea", {
+    id: `${id}-rule`, rows: 4, spellcheck: "false", "aria-label": "schema, regex or grammar", hidden: true,
+  });
   const follow = () => {
     rule.placeholder = FORMS[input.value].example ?? "";
     rule.hidden = !rule.placeholder;

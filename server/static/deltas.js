@@ -9,7 +9,7 @@ export function ofCompletion({ choices: [choice], usage }) {
   const tokens = (scored?.tokens ?? []).map((name, i) => ({
     ...named(name),
     logprob: scored.token_logprobs[i],
-    top: Object.entries(scored.top_logprobs?.[i] ?? {}).map(([other, logprob]) => ({ name: named(other).name, logprob })),
+    top: Object.entries(scored.top_logprobs[i]).map(([other, logprob]) => ({ name: named(other).name, logprob })),
   }));
   return { text: choice?.text ?? "", tokens, finish: choice?.finish_reason, usage };
 }

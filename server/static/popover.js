@@ -23,9 +23,10 @@ export function show(element, piece) {
   element.setAttribute("aria-describedby", popover.id);
   const at = element.getClientRects()[0] ?? element.getBoundingClientRect();
   const { offsetWidth, offsetHeight } = popover;
-  const below = at.bottom + GAP + offsetHeight <= window.innerHeight;
-  popover.style.top = `${below ? at.bottom + GAP : Math.max(0, at.top - GAP - offsetHeight)}px`;
-  popover.style.left = `${Math.max(GAP, Math.min(at.left, document.documentElement.clientWidth - offsetWidth - GAP))}px`;
+  const { clientWidth, clientHeight } = document.documentElement;
+  const fitsBelow = at.bottom + GAP + offsetHeight <= clientHeight;
+  popover.style.top = `${fitsBelow ? at.bottom + GAP : Math.max(0, at.top - GAP - offsetHeight)}px`;
+  popover.style.left = `${Math.max(GAP, Math.min(at.left, clientWidth - offsetWidth - GAP))}px`;
 }
 
 export function hide(element) {
@@ -36,7 +37,7 @@ export function hide(element) {
 function about({ text, tokens }) {
   const blocks = tokens.map(aboutToken);
   if (tokens.length > 1) blocks.unshift(make("p", {}, `${tokens.length} tokens make ${visible(text)}`));
-  else if (text === "") blocks.push(make("p", { class: "quiet" }, "Not in the text: it ended it, or is a special token."));
+  else if (text === "") blocks.push(make("p", { class: "quiet" }, "Not in the text: it ended it, or is special."));
   return blocks;
 }
 
@@ -52,6 +53,6 @@ function aboutToken({ name, logprob, top }) {
 function bar({ name, logprob }, isChosen) {
   const share = make("span", { class: "share" });
   share.style.width = `${Math.exp(logprob) * 100}%`;
-  const label = make("code", {}, visible(name));
-  return make("li", { class: isChosen ? "chosen" : "" }, label, make("span", { class: "track" }, share), percent(logprob));
+  const track = make("span", { class: "track" }, share);
+  return make("li", { class: isChosen ? "chosen" : "" }, make("code", {}, visible(name)), track, percent(logprob));
 }

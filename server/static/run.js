@@ -10,7 +10,7 @@ import { TokenText } from "./tokens.js";
 
 const LOGPROBS = 5;
 const WIDE = "(min-width: 60rem)"; // as in playground.css: where settings do not stand before the text
-const WITH_USAGE = { include_usage: true, continuous_usage_stats: true };
+const STREAMED = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
 
 export class Run {
   #abort = null;
@@ -51,7 +51,7 @@ export class Run {
     const seed = drawnSeed === null ? {} : { seed: drawnSeed };
     const isChat = "messages" in input;
     const scores = isChat ? { logprobs: true, top_logprobs: LOGPROBS } : { logprobs: LOGPROBS };
-    const body = { model: this.card.model, ...input, ...seed, ...fields, ...scores, stream: true, stream_options: WITH_USAGE };
+    const body = { model: this.card.model, ...input, ...seed, ...fields, ...scores, ...STREAMED };
     return { path: isChat ? "v1/chat/completions" : "v1/completions", body };
   }
 

@@ -2,7 +2,7 @@
 
 const LONGEST_ANSWER = 128; // what a first click gets; the API's own default differs by route, so the page always says
 
-/** The controls in groups. A control with a `slider` has one over its useful range; the number takes all of the API's. */
+/** The controls in groups. A `slider` goes over the useful range of a number, which takes all of the API's. */
 export function groups(card) {
   const advised = card.generation;
   const most = card.max_model_len;
@@ -18,7 +18,8 @@ export function groups(card) {
           "How much chance there is: 0 takes the likeliest token each time, above 1 flattens the odds."),
         number("top_p", 0.001, 1, [0.01, 1], 0.001, 1, "Only the likeliest tokens that have this share together."),
         {
-          ...number("max_tokens", 1, most, [1, most], 1, Math.min(LONGEST_ANSWER, most >> 1), "Where the text ends at the latest."),
+          ...number("max_tokens", 1, most, [1, most], 1, Math.min(LONGEST_ANSWER, most >> 1),
+            "Where the text ends at the latest."),
           always: true,
         },
         {
@@ -32,7 +33,8 @@ export function groups(card) {
       fields: [
         number("top_k", 0, 2 ** 31 - 1, [0, 200], 1, 0, "Only that many of the likeliest tokens; 0 is all."),
         number("min_p", 0, 1, [0, 1], 0.001, 0, "Only tokens with this share of the likeliest's probability."),
-        number("typical_p", 0.001, 1, [0.01, 1], 0.001, 1, "Only the most typical tokens that have this share; 1 is all."),
+        number("typical_p", 0.001, 1, [0.01, 1], 0.001, 1,
+          "Only the most typical tokens that have this share; 1 is all."),
       ],
     },
     {
@@ -48,7 +50,7 @@ export function groups(card) {
     {
       title: "Where it ends",
       fields: [
-        { kind: "lines", name: "stop", help: "Strings that end the text, one a line, at most 16. \\n is a line break." },
+        { kind: "lines", name: "stop", help: "Strings that end the text, one a line, at most 16; \\n is a break." },
         number("min_tokens", 0, most, [0, most], 1, 0, "Tokens before which nothing ends the text."),
         { kind: "toggle", name: "ignore_eos", help: "Go on after the model's own end of the text." },
       ],
@@ -56,7 +58,8 @@ export function groups(card) {
     {
       title: "More: form and bias",
       fields: [
-        { kind: "form", name: "form", label: "the text is", help: "What the whole text has to be; held to it token by token." },
+        { kind: "form", name: "form", label: "the text is",
+          help: "What the whole text has to be; it is held to it token by token." },
         { kind: "json", name: "logit_bias", help: "By token id, what is added to its logit, -100 to 100. In JSON.",
           example: '{"11": -100}' },
       ],

@@ -76,8 +76,10 @@ export class Settings {
 
   /** Mark the controls that are set otherwise than those of `other`; null is none. */
   markDifferences(other) {
+    const theirs = other?.state();
+    const own = this.state();
     for (const [name, each] of this.controls) {
-      const differs = other !== null && JSON.stringify(each.state()) !== JSON.stringify(other.controls.get(name).state());
+      const differs = other !== null && JSON.stringify(own[name]) !== JSON.stringify(theirs[name]);
       each.element.classList.toggle("differs", differs);
     }
   }

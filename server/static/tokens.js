@@ -24,7 +24,7 @@ export class TokenText {
   #frame = null;
   #described = null;
 
-  /** Shows pieces in `element`, which holds nothing else; what is around it scrolls. `drawn` is called after each batch. */
+  /** Shows pieces in `element`, which holds nothing else; its parent scrolls. `drawn` is called after each batch. */
   constructor(element, drawn) {
     this.element = element;
     this.box = element.parentElement;
