@@ -50,8 +50,9 @@ class DrainingServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         for listener in sockets or ():
-            address = dict(zip(("host", "port"), listener.getsockname(), strict=False))
-            logger.info("listening", extra={"fields": address})
+            host, port, *_ = listener.getsockname()
+            fields = {"host": host, "port": port, "playground": f"http://{_reachable(host)}:{port}/"}
+            logger.info("listening", extra={"fields": fields})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  uvicorn's signature
         if self._loop is None:
@@ -95,6 +96,13 @@ class DrainingServer(uvicorn.Server):
 
     def _connections(self) -> list[PatientProtocol]:
         return [one for one in self.server_state.connections if isinstance(one, PatientProtocol)]
+
+
+def _reachable(host: str) -> str:
+    """How a browser on this machine writes an address that is listened on, which may be every one there is."""
+    if host in ("0.0.0.0", "::"):  # noqa: S104  read, not bound
+        return "localhost"
+    return f"[{host}]" if ":" in host else host
 
 
 def run(settings: Settings) -> None:

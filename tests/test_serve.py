@@ -316,3 +316,10 @@ def test_a_directory_that_is_none_is_refused(tmp_path: Path) -> None:
 def test_an_address_of_somebody_else_is_refused() -> None:
     with pytest.raises(StartupError, match=r"cannot listen on 192\.0\.2\.1 port 0"):
         bind("192.0.2.1", 0)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])  # noqa: S104
+def test_the_log_has_an_address_at_which_the_page_is_open(directory: Path, host: str) -> None:
+    with process({"model": str(directory), "host": host}) as started:
+        page = started.log_until("listening")["playground"]
+        assert httpx.get(page).headers["content-type"].startswith("text/html")
