@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -95,9 +97,11 @@ async def test_one_is_explained_one_waits_and_others_are_refused(
     may_finish, begun = threading.Event(), asyncio.Event()
     loop, explain = asyncio.get_running_loop(), Explainer.explain_tokens
     built: list[Explainer] = []
+    nicenesses: set[int] = set()
 
     def held(explainer: Explainer, *arguments: Any, **options: Any) -> Explained:
         built.append(explainer)
+        nicenesses.add(os.getpriority(os.PRIO_PROCESS, 0))  # of this thread, on Linux
         loop.call_soon_threadsafe(begun.set)
         assert may_finish.wait(TIMEOUT)
         return explain(explainer, *arguments, **options)
@@ -117,3 +121,5 @@ async def test_one_is_explained_one_waits_and_others_are_refused(
         assert [one.status_code for one in (await first, await second, await post())] == [200] * 3
     assert len(built) == 3
     assert len(set(map(id, built))) == 1  # loaded once
+    if sys.platform == "linux":
+        assert min(nicenesses) > os.getpriority(os.PRIO_PROCESS, 0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -28,6 +30,7 @@ router = APIRouter()
 MAX_WEIGHTS = 2**20  # in an answer, some 12 bytes each: four heads' maps of 512 tokens
 _MAX_INSIDE = 2  # explanations that run or wait
 _THREADS = 1  # what runs beside the engine is to leave it the other processors
+_NICENESS = 10  # and where all are busy, to take a tenth of what it takes
 
 
 class ExplainBody(Body):
@@ -51,6 +54,12 @@ class ExplainBody(Body):
         return self.text or self.prompt or ""
 
 
+def _give_way() -> None:
+    """Let the engine and the event loop go first, which share processors with this thread."""
+    if sys.platform == "linux":  # where niceness is a thread's own; elsewhere it is the whole process's
+        os.nice(_NICENESS)
+
+
 class Explanations:
     """The explainer of a server, loaded when it is first asked, in a thread that takes one explanation at a time.
 
@@ -60,7 +69,7 @@ class Explanations:
     def __init__(self, bundle: ModelBundle) -> None:
         self._bundle = bundle
         self._explainer: Explainer | None = None
-        self._thread = ThreadPoolExecutor(1, "explain")
+        self._thread = ThreadPoolExecutor(1, "explain", initializer=_give_way)
         self._n_inside = 0
 
     async def answer(self, token_ids: list[int], layers: list[int], heads: list[int], top_k: int) -> bytes:
@@ -69,9 +78,8 @@ class Explanations:
             raise OverloadedError("other texts are being explained; try again", retry_after=1)
         self._n_inside += 1
         work = asyncio.get_running_loop().run_in_executor(self._thread, self._explain, token_ids, layers, heads, top_k)
-        work.add_done_callback(
-            self._leave
-        )  # a client that left makes room: of what it asked, no more runs than it has begun
+        # A client that left makes room: of what it asked, no more runs than it has begun.
+        work.add_done_callback(self._leave)
         return await work
 
     def _leave(self, _work: asyncio.Future[bytes]) -> None:
