@@ -26,9 +26,8 @@ export class Settings {
       return { controls };
     }
     const count = make("span", { class: "count" });
-    const details = make("details", {}, make("summary", {}, title, " ", count), ...elements);
-    parent.append(details);
-    return { controls, count, details };
+    parent.append(make("details", {}, make("summary", {}, title, " ", count), ...elements));
+    return { controls, count };
   }
 
   /** The fields of a request; null where a control is wrong, which then says so and has the focus. */
@@ -50,8 +49,7 @@ export class Settings {
     const field = param.split(".")[0];
     const found = this.controls.get(CONTROL_OF[field] ?? field);
     if (found === undefined) return false;
-    const group = this.groups.find(({ controls }) => controls.includes(found));
-    if (group.details) group.details.open = true;
+    for (let at = found.input.closest("details"); at; at = at.parentElement.closest("details")) at.open = true;
     found.tell(message);
     found.input.focus();
     return true;

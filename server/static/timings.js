@@ -1,5 +1,6 @@
 // What is measured of an answer while it comes: when, how fast, how many tokens, and how it ended.
 
+const SHORTEST = 0.02; // seconds; a text that came within less tells about packets, not about the model
 const ENDINGS = {
   stop: "ended by itself",
   length: "reached max_tokens",
@@ -21,6 +22,7 @@ export class Timings {
   constructor(element) {
     this.element = element;
     this.begin();
+    this.show();
   }
 
   begin() {
@@ -49,7 +51,8 @@ export class Timings {
   show() {
     const { prompt_tokens: prompt, completion_tokens: completion, prompt_tokens_details: details } = this.#usage ?? {};
     const nTokens = completion ?? this.#nTokens;
-    const rate = nTokens > 1 && this.#last > this.#first ? (nTokens - 1) / ((this.#last - this.#first) / 1000) : null;
+    const seconds = (this.#last - this.#first) / 1000;
+    const rate = seconds >= SHORTEST ? (nTokens - 1) / seconds : null;
     this.#write("ttft", this.#first === null ? null : `${(this.#first - this.#sent).toFixed(0)} ms`);
     this.#write("rate", rate?.toFixed(0));
     this.#write("prompt", prompt);
