@@ -196,6 +196,8 @@ class Completion:
                     if choice.finish_reason is None:
                         ready.append(self._advance(choice, output))
                 except KvasirError:
+                    for unfinished in self.choices:  # what fails one ends the request
+                        unfinished.finish_reason = unfinished.finish_reason or output.finish_reason
                     if ready:  # what came before the failure is the client's
                         yield ready
                     raise

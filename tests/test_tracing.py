@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -12,6 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 import server.tracing
+from server.engine.sequence import FinishReason
 from server.tracing import make_provider
 from tests.fake_runner import FakeRunner
 from tests.serving import MODEL, VOCAB_SIZE, serving
@@ -59,12 +61,15 @@ async def test_a_request_is_a_span_below_its_callers(exporter: InMemorySpanExpor
     assert span.end_time is not None
     assert span.end_time - span.start_time == round(whole * 1e9)
     assert found == {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "kvasir",
         "gen_ai.request.model": MODEL,
         "gen_ai.request.id": "mine",
         "gen_ai.usage.input_tokens": 9,
         "gen_ai.usage.output_tokens": 12,
         "gen_ai.response.finish_reasons": ("length", "length"),
         "http.route": "/v1/completions",
+        "http.response.status_code": 200,
     }
     assert span.status.status_code is StatusCode.UNSET
 
@@ -76,12 +81,52 @@ async def test_what_was_never_accepted_is_none(exporter: InMemorySpanExporter) -
     assert exporter.get_finished_spans() == ()
 
 
-async def test_a_request_that_fails_is_an_error(exporter: InMemorySpanExporter) -> None:
+async def test_a_caller_that_does_not_sample_gets_no_span(exporter: InMemorySpanExporter) -> None:
+    async with serving(otlp_endpoint=ENDPOINT) as served:
+        for parent in (PARENT[:-2] + "00", PARENT):
+            await served.client.post("/v1/completions", json={"prompt": "a"}, headers={"traceparent": parent})
+    assert only_span(exporter).parent is not None
+
+
+async def test_a_chat_is_called_one(exporter: InMemorySpanExporter) -> None:
+    async with serving(otlp_endpoint=ENDPOINT) as served:
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+        assert (await served.client.post("/v1/chat/completions", json=body)).status_code == 200
+    assert (only_span(exporter).attributes or {})["gen_ai.operation.name"] == "chat"
+
+
+def ending(span: ReadableSpan) -> tuple[Any, ...]:
+    """What a span says of how its request ended badly."""
+    assert span.status.status_code is StatusCode.ERROR
+    found = span.attributes or {}
+    names = ("http.response.status_code", "error.type", "gen_ai.response.finish_reasons")
+    return tuple(found.get(name) for name in names)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_failure_of_the_engine_ends_all_choices(exporter: InMemorySpanExporter, stream: bool) -> None:
     runner = FakeRunner(VOCAB_SIZE)
     async with serving(runner, otlp_endpoint=ENDPOINT) as served:
         runner.error = RuntimeError("gone")
-        assert (await served.client.post("/v1/completions", json={"prompt": "a"})).status_code == 500
-    assert only_span(exporter).status.status_code is StatusCode.ERROR
+        body = {"prompt": "a", "n": 2, "stream": stream}
+        assert (await served.client.post("/v1/completions", json=body)).status_code == 500
+    assert ending(only_span(exporter)) == (500, "error", ("error", "error"))
+
+
+async def test_a_deadline_that_passes_in_the_queue_is_a_timeout(exporter: InMemorySpanExporter) -> None:
+    runner = FakeRunner(VOCAB_SIZE, max_num_seqs=1)
+    body = {"prompt": "a", "max_tokens": 2, "ignore_eos": True}
+    async with serving(runner, otlp_endpoint=ENDPOINT) as served:
+        runner.hold()
+        first, late = (asyncio.create_task(served.client.post("/v1/completions", json=body)) for _ in range(2))
+        for _ in range(2):
+            await served.submitted.acquire()
+        served.service.engine.abort([max(served.service.engine._live)], FinishReason.TIMEOUT)
+        runner.release()
+        assert ((await first).status_code, (await late).status_code) == (200, 504)
+    good, bad = sorted(exporter.get_finished_spans(), key=lambda span: span.status.status_code.value)
+    assert ending(bad) == (504, "timeout", ("timeout",))
+    assert good.status.status_code is StatusCode.UNSET
 
 
 async def test_a_client_that_leaves_is_an_error(exporter: InMemorySpanExporter) -> None:
@@ -93,9 +138,19 @@ async def test_a_client_that_leaves_is_an_error(exporter: InMemorySpanExporter) 
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
         runner.release()
-    span = only_span(exporter)
-    assert span.status.status_code is StatusCode.ERROR
-    assert (span.attributes or {})["gen_ai.response.finish_reasons"] == ("abort",)
+    assert ending(only_span(exporter)) == (None, "abort", ("abort",))
+
+
+def test_the_environment_may_call_the_service_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attributes() -> dict[str, Any]:
+        return dict(make_provider(ENDPOINT, "1.2", InMemorySpanExporter()).resource.attributes)
+
+    assert attributes().items() >= {"service.name": "kvasir", "service.version": "1.2"}.items()
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test,service.version=9")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    told = {"service.name": "mine", "service.version": "9", "deployment.environment.name": "test"}
+    assert attributes().items() >= told.items()
+    assert attributes()["telemetry.sdk.language"] == "python"
 
 
 def test_nothing_is_imported_where_no_endpoint_is_set() -> None:
