@@ -38,6 +38,7 @@ export class HeadView {
     this.strip.lay(tokens);
     this.map.zoom(0);
     this.map.marks = { pinned: n - 1, point: null };
+    this.map.cursor = null;
     byId("zoom").value = this.map.size;
   }
 
@@ -52,9 +53,9 @@ export class HeadView {
     this.showRow();
   }
 
-  /** Point at a cell or, with null, at none: the pinned row is shown then. */
+  /** Point at a cell or, with null, at none: the keyboard's cell is shown then, or the pinned row. */
   point(cell, byKeyboard) {
-    this.map.mark({ pinned: this.pinned, point: cell });
+    this.map.mark({ pinned: this.pinned, point: cell ?? this.map.cursor });
     byId("weight").setAttribute("aria-live", byKeyboard ? "polite" : "off"); // a pointer passes too many
     this.showRow();
   }

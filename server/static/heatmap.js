@@ -18,6 +18,7 @@ export class HeatMap {
     this.canvas = this.sizer.firstElementChild;
     this.cell = 0; // what the user chose, or 0: as fits
     this.marks = { pinned: 0, point: null };
+    this.cursor = null; // the keyboard's cell, while it is here
     scroller.addEventListener("scroll", () => this.draw());
     new ResizeObserver(() => this.layOut()).observe(scroller);
   }

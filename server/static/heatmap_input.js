@@ -20,33 +20,31 @@ export function listen(map, point, pin) {
   };
   scroller.addEventListener("pointermove", (event) => point(under(event), false));
   scroller.addEventListener("pointerleave", () => point(null, false));
-  scroller.addEventListener("blur", () => point(null, false));
+  scroller.addEventListener("blur", () => {
+    map.cursor = null;
+    point(null, false);
+  });
   scroller.addEventListener("click", (event) => {
     const cell = under(event);
+    map.cursor = cell && cell.query >= 0 && cell.key >= 0 ? cell : null;
     if (cell && cell.query >= 0) pin(cell.query);
     point(cell, false);
   });
   scroller.addEventListener("keydown", (event) => {
     if (event.altKey || event.ctrlKey || event.metaKey) return;
-    if (event.key === "Enter" || event.key === " ") pin(start(map).query);
-    else if (event.key in MOVES) point(moved(map, event.key), true);
+    if (event.key === "Enter" || event.key === " ") pin(map.cursor?.query ?? map.marks.pinned);
+    else if (event.key in MOVES) point(moveCursor(map, event.key), true);
     else return;
     event.preventDefault();
   });
 }
 
-/** The cell from which the keyboard goes on. */
-function start({ marks: { point, pinned } }) {
-  const within = (index) => (index >= 0 ? index : pinned);
-  return { query: within(point?.query), key: within(point?.key) };
-}
-
-/** Where a key leads. The first press shows where the keyboard is. */
-function moved(map, name) {
-  const from = start(map);
-  const [query, key] = map.marks.point ? MOVES[name](from) : [from.query, from.key];
+/** Where a key leads. The first press shows where the keyboard is: at the pinned token itself. */
+function moveCursor(map, name) {
+  const { cursor, marks: { pinned } } = map;
+  const [query, key] = cursor ? MOVES[name](cursor) : [pinned, pinned];
   const within = (index) => Math.min(map.n - 1, Math.max(0, index));
-  const cell = { query: within(query), key: within(key) };
-  map.reveal(cell);
-  return cell;
+  map.cursor = { query: within(query), key: within(key) };
+  map.reveal(map.cursor);
+  return map.cursor;
 }
