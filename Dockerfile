@@ -43,6 +43,7 @@ COPY kvasir.py ./
 COPY commands ./commands
 COPY model ./model
 COPY server ./server
+RUN python3 -m compileall -q .
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 USER 10001:10001

@@ -12,7 +12,8 @@ SELECTOR = re.compile(r"\b((?:kvasir|process)_[a-z0-9_]+)\{([^{}]*)\}")
 LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)\s*[\\]?[\"']")
 GROUPING = re.compile(r"\b(?:by|on|ignoring|without|group_left|group_right)\s*\(([\w\s,]*)\)")
 OF_THE_TARGET = {"namespace", "job", "pod", "instance"}  # Prometheus adds them
-ELSEWHERE = {"process_exit_code"}  # Locust's
+# Locust's, and what prometheus-adapter makes of two gauges.
+ELSEWHERE = {"process_exit_code", "kvasir_requests_in_system"}
 TEXTS = (
     "README.md",
     "docs/*.md",
