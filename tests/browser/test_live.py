@@ -21,9 +21,8 @@ QUANTILES = """async ([buckets, qs]) => {
   const { quantile } = await import("./static/prometheus.js");
   return qs.map((q) => quantile(q, buckets.map(([bound, count]) => [bound ?? Infinity, count])));
 }"""
-LATER_REQUEST = (
-    "fetch('health/live').then((response) => response.status)"  # when it is answered, earlier ones were seen
-)
+# When it is answered, earlier ones were seen.
+LATER_REQUEST = "fetch('health/live').then((response) => response.status)"
 ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 NOTHING = "\N{EN DASH}"
 BATCH: dict[str, Any] = {
@@ -162,6 +161,7 @@ def test_the_batch_is_who_shares_it(page: Page) -> None:
 
 def test_nobody_asks_while_nobody_looks(page: Page, server: FakeServer) -> None:
     page.get_by_role("button", name="Pause").click()
+    page.evaluate(LATER_REQUEST)
     asked = server.asked
     page.clock.run_for(5000)
     page.evaluate(LATER_REQUEST)
@@ -169,6 +169,7 @@ def test_nobody_asks_while_nobody_looks(page: Page, server: FakeServer) -> None:
     page.get_by_role("button", name="Resume").click()
     page.wait_for_function("document.getElementById('live-pause').textContent === 'Pause'")
     page.locator("header a[href='#model']").click()
+    page.evaluate(LATER_REQUEST)
     asked = server.asked
     page.clock.run_for(5000)
     page.evaluate(LATER_REQUEST)
