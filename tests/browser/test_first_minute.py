@@ -1,0 +1,43 @@
+"""What a newcomer does first: a completion, then a head. The README's two pictures are of this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from playwright.sync_api import Page, expect
+
+from tests.browser.conftest import BUILD
+
+
+def window(height: int) -> dict[str, Any]:
+    return {"viewport": {"width": 1180, "height": height}}
+
+
+def picture(page: Page, name: str) -> None:
+    page.screenshot(path=BUILD / "screenshots" / f"{name}.png")
+
+
+def test_a_completion_and_what_else_its_tokens_might_have_been(open_page: Callable[..., Page], url: str) -> None:
+    page = open_page(url, **window(860))
+    page.locator("#setting-a-seed").fill("1")
+    page.get_by_role("button", name="Generate", exact=True).click()
+    expect(page.locator("#stop")).to_be_enabled()
+    expect(page.locator("#stop")).to_be_disabled()
+    tokens = page.locator("[data-run=a] [data-part=text] span[data-level]")
+    assert tokens.count() > 20
+    tokens.filter(has_text="path").nth(1).hover()
+    expect(page.get_by_role("tooltip")).to_contain_text("%")
+    picture(page, "first-completion")
+
+
+def test_a_head_that_looks_back_at_what_is_to_be_read(open_page: Callable[..., Page], url: str) -> None:
+    """In `json.load(`, this head of the example model attends to the path that was opened."""
+    page = open_page(url, color_scheme="dark", **window(1240))
+    page.get_by_role("link", name="Attention").click()
+    page.get_by_label("Text for the model to read").fill("with open(path) as file:\n    return json.load(")
+    page.get_by_role("button", name="Explain").click()
+    page.get_by_label("Layer", exact=True).select_option("1")
+    page.get_by_label("Head", exact=True).select_option("3")
+    expect(page.locator("#weight")).to_contain_text("‘(’ attends most to ‘path’")
+    picture(page, "first-head")
