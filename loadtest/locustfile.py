@@ -1,8 +1,10 @@
 """Mixed traffic on a running server: locust -f loadtest/locustfile.py --host http://localhost:8000 (make loadtest)
 
-Every stream is read event by event. Beside Locust's own row for the HTTP answer there is one of type `ttft` (sending to
-the first event with text), `itl` (every gap between such events) and `e2e` (sending to the end) for each scenario, in
-milliseconds. `--slo` sets the exit code; `--requests-csv` keeps a line a request, from which loadtest.report draws.
+Every stream is read event by event. Each scenario has a row of type `POST` (sending to the end, however that came), and
+for answers rows of type `ttft` (sending to the first event with text), `itl` (every gap between such events) and `e2e`
+(sending to the end), in milliseconds. A stream that runs when the time is over, or its user goes, is waited for; what
+still runs after `--stop-timeout` (here 30 s) has failed. `--slo` sets the exit code; `--requests-csv` keeps a line a
+request, from which loadtest.report draws.
 
 Runs in Locust's own environment, on gevent; imports nothing of the server.
 """
@@ -10,7 +12,6 @@ Runs in Locust's own environment, on gevent; imports nothing of the server.
 from __future__ import annotations
 
 import csv
-import json
 import os
 import sys
 from argparse import ArgumentTypeError
@@ -20,28 +21,37 @@ from pathlib import Path
 from random import Random
 from time import perf_counter, time
 from typing import Any
-from urllib.request import Request, urlopen
 
 import gevent
+from gevent.pool import Group
 from geventhttpclient.response import HTTPSocketPoolResponse
 from locust import FastHttpUser, LoadTestShape, constant, events, tag, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
+from locust.exception import CatchResponseError
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from loadtest.served import NotServedError, ask, said
 from loadtest.slo import LATENCIES, missed, parse_slo
-from loadtest.sse_client import Answer, error_message
+from loadtest.sse_client import Answer
 from loadtest.traffic import PACES, draw, words
 
-COLUMNS = ("scenario", "sent", "ttft", "e2e", "tokens", "longest_gap", "users", "error")
+COLUMNS = ("scenario", "sent", "ttft", "e2e", "tokens", "gaps", "error")
+_LAST_STREAMS = 30.0  # seconds for them to end
+_AWAY = 1.0  # seconds until a user asks again a server that takes no connection
 
 
 @events.init_command_line_parser.add_listener
 def _add_options(parser: LocustArgumentParser) -> None:
     group = parser.add_argument_group("Kvasir")
     group.add_argument("--prompt-words", type=float, default=64, help="Median of a prompt's words (log-normal).")
-    group.add_argument("--max-tokens", type=float, default=48, help="Median of the tokens asked for (log-normal).")
+    group.add_argument(
+        "--max-tokens",
+        type=float,
+        default=48,
+        help="Median of the tokens asked for (log-normal); at most half of what the model holds are.",
+    )
     group.add_argument("--spread", type=float, default=0.6, help="Sigma of both distributions; 0 is no spread.")
     group.add_argument("--pace", choices=list(PACES), default="constant", help="How the number of users changes.")
     group.add_argument("--rate", type=float, default=2.0, help="Requests a second that each user of poisson sends.")
@@ -74,8 +84,17 @@ class Kvasir(FastHttpUser):
 
     def on_start(self) -> None:
         options = self.environment.parsed_options
+        self.streams, self.due = Group(), perf_counter()  # of poisson: those on their way, the time of the next
+        self.served = self.environment.served  # type: ignore[attr-defined]
         self.random = Random(f"{options.random_seed} {next(self.numbers)}")  # noqa: S311
-        self.shared = words(self.random, round(4 * options.prompt_words))  # the same in each of its requests
+        most = (self.served.max_model_len or sys.maxsize) // 4  # beyond that beginnings may be cut off
+        self.shared = words(self.random, min(round(4 * options.prompt_words), most))  # the same in each of its requests
+
+    def on_stop(self) -> None:
+        try:
+            self.streams.join()
+        finally:  # no more time
+            self.streams.kill()
 
     @tag("completion")
     @task(5)
@@ -85,7 +104,7 @@ class Kvasir(FastHttpUser):
     @tag("chat")
     @task(3)
     def chat(self) -> None:
-        if not self.environment.has_chat:  # type: ignore[attr-defined]
+        if not self.served.has_chat:
             self.completion()
             return
         messages = [{"role": "user", "content": self.prompt()}]
@@ -105,34 +124,47 @@ class Kvasir(FastHttpUser):
 
     def send(self, scenario: str, path: str, body: dict[str, Any], leave_after: int | None = None) -> None:
         options = self.environment.parsed_options
-        body |= {"max_tokens": draw(self.random, options.max_tokens, options.spread), "ignore_eos": True}
+        n_tokens = draw(self.random, options.max_tokens, options.spread)
+        if most := self.served.max_model_len:
+            n_tokens = min(n_tokens, most // 2)
+            body["truncate_prompt_tokens"] = most - n_tokens
+        body |= {"max_tokens": n_tokens, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         if options.pace == "poisson":
-            gevent.spawn(self.stream, scenario, path, body, leave_after)
-            gevent.sleep(self.random.expovariate(options.rate))
+            self.streams.spawn(self.stream, scenario, path, body, leave_after)
+            self.due += self.random.expovariate(options.rate)
+            gevent.sleep(max(0.0, self.due - perf_counter()))
         else:
             self.stream(scenario, path, body, leave_after)
 
     def stream(self, scenario: str, path: str, body: dict[str, Any], leave_after: int | None) -> None:
         answer = Answer(sent=perf_counter())
         sent_at = time()
-        with self.client.post(
-            path, json=body, headers=_headers(), stream=True, name=f"{path} ({scenario})", catch_response=True
-        ) as response:
-            if response.status_code == 200:
-                self.read(response.stream, answer, leave_after)
-            else:
-                answer.fail(f"HTTP {response.status_code}: {_said(response.text)}")
-            if answer.error is not None:
-                response.failure(answer.error)
-        _report(self.environment, scenario, sent_at, answer)
+        try:
+            self.exchange(path, body, answer, leave_after)
+        except gevent.GreenletExit:
+            answer.fail("it had not ended when the test did")
+            raise
+        finally:
+            answer.ended = answer.ended or perf_counter()
+            _report(self.environment, scenario, path, sent_at, answer)
+
+    def exchange(self, path: str, body: dict[str, Any], answer: Answer, leave_after: int | None) -> None:
+        # Not entered as a context, it reports nothing to Locust, which would not hear of streams that are killed.
+        response = self.client.post(path, json=body, headers=_headers(), stream=True, catch_response=True)
+        if response.status_code == 200:
+            self.read(response.stream, answer, leave_after)
+        elif response.status_code:
+            answer.fail(f"HTTP {response.status_code}: {said(response.text)}")
+        else:
+            answer.fail(f"no answer: {response.error}")
+            gevent.sleep(_AWAY)
 
     def read(self, stream: HTTPSocketPoolResponse, answer: Answer, leave_after: int | None) -> None:
         try:
             while line := stream.readline(b"\n"):
                 answer.feed(line, perf_counter())
                 if leave_after is not None and len(answer.event_times) >= leave_after:
-                    answer.ended = perf_counter()
                     return
             answer.finish(perf_counter())
             if not answer.usage:
@@ -150,30 +182,22 @@ def _headers() -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def _said(text: str | None) -> str:
-    try:
-        return error_message(json.loads(text or ""))
-    except ValueError:
-        return (text or "")[:200]
-
-
-def _report(environment: Environment, scenario: str, sent_at: float, answer: Answer) -> None:
+def _report(environment: Environment, scenario: str, path: str, sent_at: float, answer: Answer) -> None:
     """What came of one request, as events and as a line of the file."""
+    row: dict[str, Any] = {"scenario": scenario, "sent": sent_at, "e2e": answer.e2e, "tokens": answer.n_tokens}
+    times = [("POST", f"{path} ({scenario})", answer.e2e)]
     if answer.error is None:
-        for kind, values in zip(LATENCIES, ([answer.ttft], answer.gaps, [answer.e2e]), strict=True):
-            for value in values:
-                environment.events.request.fire(
-                    request_type=kind, name=scenario, response_time=value * 1e3, response_length=0, exception=None
-                )
-    writer = environment.requests_csv  # type: ignore[attr-defined]
-    if writer is not None:
-        known = answer.error is None
-        row: dict[str, Any] = {"scenario": scenario, "sent": sent_at, "users": environment.runner.user_count}
-        row["error"] = answer.error or ""
-        if known:
-            row |= {"ttft": answer.ttft, "e2e": answer.e2e, "tokens": answer.n_tokens}
-            row["longest_gap"] = max(answer.gaps, default=0.0)
-        writer.writerow(row)
+        kinds = zip(LATENCIES, ([answer.ttft], answer.gaps, [answer.e2e]), strict=True)
+        times += [(kind, scenario, value) for kind, values in kinds for value in values]
+    failure = None if answer.error is None else CatchResponseError(answer.error)
+    for kind, name, value in times:
+        environment.events.request.fire(
+            request_type=kind, name=name, response_time=value * 1e3, response_length=0, exception=failure, context={}
+        )
+    if environment.requests_csv is not None:  # type: ignore[attr-defined]
+        if answer.event_times:
+            row |= {"ttft": answer.ttft, "gaps": " ".join(f"{gap:.5f}" for gap in answer.gaps)}
+        environment.requests_csv.writerow(row | {"error": answer.error or ""})  # type: ignore[attr-defined]
 
 
 class Shape(LoadTestShape):
@@ -196,23 +220,29 @@ def _prepare(environment: Environment, **_: Any) -> None:
     if PACES[options.pace] is not None:
         environment.shape_class = Shape()
         environment.shape_class.runner = environment.runner
-    environment.requests_csv = None  # type: ignore[attr-defined]
-    if options.requests_csv:
-        file = Path(options.requests_csv).open("w", newline="", encoding="utf-8", buffering=1)  # noqa: SIM115
-        environment.requests_csv = csv.DictWriter(file, COLUMNS)  # type: ignore[attr-defined]
-        environment.requests_csv.writeheader()  # type: ignore[attr-defined]
+    environment.stop_timeout = environment.stop_timeout or _LAST_STREAMS
+
+    if options.headless:  # else the host may be told later; later, the answers would take some of the time
+        _ask(environment)
+
+
+def _ask(environment: Environment) -> None:
+    """Ends the process with a line where there is nothing to load."""
+    try:
+        environment.served = ask(str(environment.host).rstrip("/"), _headers())  # type: ignore[attr-defined]
+    except NotServedError as error:
+        sys.exit(f"no load test: {error}")
 
 
 @events.test_start.add_listener
-def _ask_for_chat(environment: Environment, **_: Any) -> None:
-    """A model without a chat template refuses to chat: its chats become completions."""
-    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
-    request = Request(f"{environment.host}/v1/chat/completions", json.dumps(body).encode(), _headers())  # noqa: S310
-    try:
-        urlopen(request, timeout=60).close()  # noqa: S310
-        environment.has_chat = True  # type: ignore[attr-defined]
-    except OSError:
-        environment.has_chat = False  # type: ignore[attr-defined]
+def _begin(environment: Environment, **_: Any) -> None:
+    if not environment.parsed_options.headless:
+        _ask(environment)
+    environment.requests_csv = None  # type: ignore[attr-defined]
+    if path := environment.parsed_options.requests_csv:
+        file = Path(path).open("w", newline="", encoding="utf-8", buffering=1)  # noqa: SIM115
+        environment.requests_csv = csv.DictWriter(file, COLUMNS)  # type: ignore[attr-defined]
+        environment.requests_csv.writeheader()  # type: ignore[attr-defined]
 
 
 @events.quitting.add_listener

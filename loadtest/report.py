@@ -1,15 +1,13 @@
-"""A picture of a load test: python -m loadtest.report REQUESTS.csv REPORT.png
+"""A picture of a load test: python -m loadtest.report REQUESTS.csv REPORT.png [LIMITS]
 
-Reads the lines that loadtest/locustfile.py wrote, one a request: latencies over time, and throughput by how many users
-there were at the time.
+Reads the lines that loadtest/locustfile.py wrote, one a request: latencies over time beside their limits (as --slo has
+them), what was answered over time, and throughput by how many requests were on their way at once.
 """
 
 from __future__ import annotations
 
-import csv
 import sys
-from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,18 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-from numpy.typing import NDArray
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-WINDOWS = 30  # in which time is divided
+from loadtest.request_log import Floats, Level, Request, by_concurrency, latencies, on_their_way, read, token_times
+from loadtest.slo import Limit, parse_slo
+
 PERCENTILES = {50: "#1b4965", 90: "#4f93b8", 99: "#a9cfe3"}  # and their colours
-ANSWERED, FAILED, USERS = "#2a9d8f", "#d1495b", "#e9ecef"
+ANSWERED, FAILED, ON_THEIR_WAY, LATENCY = "#2a9d8f", "#d1495b", "#e9ecef", "#e09f3e"
+TITLES = {"ttft": "Time to first token", "itl": "Between tokens", "e2e": "Whole answer"}
 STYLE: Any = {
     "font.size": 10,
     "axes.titlesize": 11,
-    "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -37,148 +37,141 @@ STYLE: Any = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """Seconds; `sent` since the first. `ttft`, `e2e` and `longest_gap` are None of one that failed.
-
-    users: how many there were when it ended.
-    """
-
-    sent: float
-    users: int
-    ttft: float | None
-    e2e: float | None
-    longest_gap: float | None
-    tokens: int
-
-    @property
-    def ended(self) -> float:
-        """One that failed ended at once, as far as is known."""
-        return self.sent + (self.e2e or 0.0)
-
-
-def read(path: Path) -> list[Request]:
-    """Requests by when they were sent. Raises ValueError for a file that holds none."""
-    with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
-    if not rows:
-        raise ValueError(f"{path} holds no request")
-    first = min(float(row["sent"]) for row in rows)
-    requests = [
-        Request(
-            float(row["sent"]) - first,
-            int(row["users"]),
-            _seconds(row["ttft"]),
-            _seconds(row["e2e"]),
-            _seconds(row["longest_gap"]),
-            int(row["tokens"] or 0),
-        )
-        for row in rows
-    ]
-    return sorted(requests, key=lambda request: request.sent)
-
-
-def _seconds(text: str) -> float | None:
-    return float(text) if text else None
-
-
-def throughput(requests: list[Request]) -> dict[int, float]:
-    """Output tokens a second by number of users, of which there are as many between two ends as at the second."""
-    seconds: dict[int, float] = defaultdict(float)
-    tokens: dict[int, int] = defaultdict(int)
-    before = 0.0
-    for request in sorted(requests, key=lambda request: request.ended):
-        seconds[request.users] += request.ended - before
-        tokens[request.users] += request.tokens
-        before = request.ended
-    return {users: tokens[users] / seconds[users] for users in sorted(seconds) if seconds[users] > 0}
-
-
-def over_time(
-    times: list[float], values: list[float], until: float
-) -> tuple[NDArray[np.float64], dict[int, list[float]]]:
-    """Percentiles of the values in each window of 0..until that has any, and the middles of those windows."""
-    edges = np.linspace(0, until or 1.0, WINDOWS + 1)
-    window = np.clip(np.digitize(times, edges) - 1, 0, WINDOWS - 1)
+def over_time(times: Floats, values: Floats, edges: Floats) -> tuple[Floats, dict[int, list[float]]]:
+    """Percentiles of the values in each window between two edges that has any, and the middles of those windows."""
+    window = np.clip(np.digitize(times, edges) - 1, 0, len(edges) - 2)
     filled = np.unique(window)
-    found = {p: [float(np.percentile(np.array(values)[window == i], p)) for i in filled] for p in PERCENTILES}
+    found = {p: [float(np.percentile(values[window == i], p)) for i in filled] for p in PERCENTILES}
     return (edges[filled] + edges[filled + 1]) / 2, found
 
 
-def draw(requests: list[Request], path: Path) -> None:
-    mpl.use("Agg")
-    until = max(request.ended for request in requests)
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(12, 7.2), layout="constrained")
-        (ttft, gaps), (speed, answers) = figure.subplots(2, 2)
-        _draw_latency(ttft, requests, "ttft", until)
-        ttft.set(title="Time to first token")
-        _draw_latency(gaps, requests, "longest_gap", until)
-        gaps.set(title="Longest gap between tokens, of each request")
-        _draw_throughput(speed, throughput(requests))
-        _draw_answers(answers, requests, until)
-        figure.suptitle(summary(requests), x=0.01, ha="left", fontsize=13)
-        figure.savefig(path, dpi=110)
+def windows(requests: list[Request]) -> Floats:
+    """Edges of windows that hold some 100 requests each, if that makes 6 of them, and are 40 at most."""
+    until = max(request.ended for request in requests) or 1.0
+    return np.linspace(0, until, min(40, max(6, len(requests) // 100)) + 1)
 
 
 def summary(requests: list[Request]) -> str:
     until = max(request.ended for request in requests)
-    n_failed = sum(request.e2e is None for request in requests)
+    n_failed = sum(request.failed for request in requests)
     tokens = sum(request.tokens for request in requests)
     parts = [f"{len(requests):,} requests in {until:.0f} s, {n_failed:,} failed"]
     if until:
         parts.append(f"{tokens / until:,.0f} output tokens/s")
-    if known := [request.ttft for request in requests if request.ttft is not None]:
+    if len(known := latencies(requests, "ttft")[1]):
         middle, high = np.percentile(known, (50, 99)) * 1e3
-        parts.append(f"first token p50 {middle:.0f} ms, p99 {high:.0f} ms")
+        parts.append(f"first token p50 {middle:,.0f} ms, p99 {high:,.0f} ms")
     return "   |   ".join(parts)
 
 
-def _draw_latency(axes: Axes, requests: list[Request], name: str, until: float) -> None:
-    known = [(request.sent, value * 1e3) for request in requests if (value := getattr(request, name)) is not None]
-    if known:
-        sent, values = map(list, zip(*known, strict=True))
-        middles, found = over_time(sent, values, until)
-        for percentile, line in reversed(found.items()):
-            axes.fill_between(middles, line, color=PERCENTILES[percentile], alpha=0.25, linewidth=0)
-            axes.plot(middles, line, color=PERCENTILES[percentile], label=f"p{percentile}", linewidth=1.8)
-        axes.legend(ncols=len(PERCENTILES), loc="upper right")
-    axes.set(xlabel="seconds", ylabel="milliseconds", xlim=(0, until or 1.0))
-    axes.set_ylim(0, 1.15 * axes.get_ylim()[1])
+def draw(requests: list[Request], path: Path, limits: list[Limit]) -> None:
+    mpl.use("Agg")
+    edges = windows(requests)
+    panels: list[Callable[[Axes], None]] = [
+        lambda axes: _draw_latency(axes, requests, "ttft", edges, limits),
+        lambda axes: _draw_latency(axes, requests, "itl", edges, limits),
+        lambda axes: _draw_latency(axes, requests, "e2e", edges, limits),
+        lambda axes: _draw_tokens(axes, requests, edges),
+        lambda axes: _draw_ends(axes, requests, edges),
+        lambda axes: _draw_levels(axes, by_concurrency(requests)),
+    ]
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(16, 8), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12))
+        for axes, panel in zip(figure.subplots(2, 3).flat, panels, strict=True):
+            panel(axes)
+            axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        figure.suptitle(summary(requests), x=0.01, ha="left", fontsize=13, fontweight="bold")
+        figure.savefig(path, dpi=110)
 
 
-def _draw_throughput(axes: Axes, found: dict[int, float]) -> None:
-    axes.plot(list(found), list(found.values()), color=ANSWERED, marker="o", markersize=7, linewidth=1.8)
-    for users, speed in found.items():
-        axes.annotate(f"{speed:,.0f}", (users, speed), (0, 8), textcoords="offset points", ha="center")
-    axes.set(title="Throughput by users", xlabel="users", ylabel="output tokens/s")
-    axes.set(xlim=(0, 1.1 * max([1, *found])), ylim=(0, 1.2 * max([1.0, *found.values()])))
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+def _draw_latency(axes: Axes, requests: list[Request], kind: str, edges: Floats, limits: list[Limit]) -> None:
+    times, values = latencies(requests, kind)
+    values = values * 1e3
+    axes.set_title(TITLES[kind], fontweight="bold")
+    axes.set(ylabel="milliseconds", xlim=(0, edges[-1]))
+    if not len(values):
+        return
+    middles, found = over_time(times, values, edges)
+    for percentile, line in reversed(found.items()):
+        axes.fill_between(middles, line, color=PERCENTILES[percentile], alpha=0.25, linewidth=0)
+        label = f"p{percentile} {np.percentile(values, percentile):,.0f} ms"
+        axes.plot(middles, line, color=PERCENTILES[percentile], label=label, linewidth=1.8, marker="o", markersize=3)
+    top = max(found[99])
+    for limit in limits:
+        if limit.kind == kind:
+            label = f"p{limit.percentile:g} may be {limit.most:,.0f} ms"
+            is_near = limit.most < 2 * top  # one far above would flatten the lines
+            axes.plot(*([0, edges[-1]], [limit.most] * 2) if is_near else ([], []), "--", color=FAILED, label=label)
+            top = max(top, limit.most if is_near else 0)
+    axes.set_ylim(0, 1.3 * top)
+    axes.legend(ncols=2, loc="upper right")
+    axes.set_xlabel(f"seconds; about {len(values) / len(middles):,.0f} values in each window")
 
 
-def _draw_answers(axes: Axes, requests: list[Request], until: float) -> None:
-    """Answers and failures a second, and behind them how many users there were."""
-    edges = np.linspace(0, until or 1.0, WINDOWS + 1)
+def _draw_behind(axes: Axes, requests: list[Request]) -> None:
+    """How many requests are on their way, in grey behind everything else."""
     behind = axes.twinx()
-    ends = sorted((request.ended, request.users) for request in requests)
-    behind.fill_between([0.0, *(end for end, _ in ends)], [ends[0][1], *(n for _, n in ends)], step="pre", color=USERS)
-    behind.set(ylabel="users", ylim=(0, 1.1 * max([1, *(n for _, n in ends)])))
+    moments, counts = on_their_way(requests)
+    behind.fill_between(moments, counts, step="post", color=ON_THEIR_WAY, linewidth=0)
+    behind.set(ylabel="requests on their way (grey)", ylim=(0, 1.3 * counts.max()))
+    behind.yaxis.set_major_locator(MaxNLocator(integer=True))
     behind.grid(visible=False)
     axes.set_zorder(behind.get_zorder() + 1)
     axes.patch.set_visible(False)
+
+
+def _draw_tokens(axes: Axes, requests: list[Request], edges: Floats) -> None:
+    _draw_behind(axes, requests)
+    times, tokens = token_times(requests)
+    speed = np.histogram(times, edges, weights=tokens)[0] / np.diff(edges)
+    axes.stairs(speed, edges, color=ANSWERED, linewidth=1.8, baseline=None)
+    axes.set_title("Throughput", fontweight="bold")
+    axes.set(xlabel="seconds", ylabel="output tokens/s", xlim=(0, edges[-1]), ylim=(0, 1.3 * max(1.0, *speed)))
+
+
+def _draw_ends(axes: Axes, requests: list[Request], edges: Floats) -> None:
+    _draw_behind(axes, requests)
+    top = 0.0
     for name, failed, colour in (("answered", False, ANSWERED), ("failed", True, FAILED)):
-        counts, _ = np.histogram([r.ended for r in requests if (r.e2e is None) is failed], edges)
-        axes.stairs(counts / np.diff(edges), edges, label=name, color=colour, linewidth=1.8, baseline=None)
-    axes.set(title="Requests, and users (grey)", xlabel="seconds", ylabel="requests/s", xlim=(0, until or 1.0))
-    axes.set_ylim(0, 1.2 * axes.get_ylim()[1])
+        ended = [request.ended for request in requests if request.failed is failed]
+        if not ended:
+            continue
+        rate = np.histogram(ended, edges)[0] / np.diff(edges)
+        axes.stairs(rate, edges, label=f"{name} {len(ended):,}", color=colour, linewidth=1.8, baseline=None)
+        top = max(top, *rate)
+    axes.set_title("Requests that ended", fontweight="bold")
+    axes.set(xlabel="seconds", ylabel="requests/s", xlim=(0, edges[-1]), ylim=(0, 1.3 * top))
     axes.legend(ncols=2, loc="upper right")
 
 
+def _draw_levels(axes: Axes, levels: list[Level]) -> None:
+    axes.set_title("Throughput by concurrency", fontweight="bold")
+    counts = [level.concurrency for level in levels]
+    speeds = [level.tokens_per_second for level in levels]
+    axes.plot(counts, speeds, color=ANSWERED, marker="o", markersize=7, linewidth=1.8, label="output tokens/s")
+    for count, speed in zip(counts, speeds, strict=True):
+        axes.annotate(f"{speed:,.0f}", (count, speed), (0, 9), textcoords="offset points", ha="center", color=ANSWERED)
+    axes.set(xlabel="requests on their way", xlim=(0, 1.1 * max([1.0, *counts])), ylim=(0, 1.3 * max([1.0, *speeds])))
+    axes.set_ylabel("output tokens/s", color=ANSWERED)
+    known = [(level.concurrency, level.ttft_p90 * 1e3) for level in levels if level.ttft_p90 is not None]
+    if known:
+        beside = axes.twinx()
+        beside.plot(*zip(*known, strict=True), color=LATENCY, marker="s", markersize=5, linewidth=1.8, linestyle=":")
+        beside.set_ylabel("first token p90, ms (dotted)", color=LATENCY)
+        beside.set_ylim(0, 1.3 * max(value for _, value in known))
+        beside.grid(visible=False)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
 def main() -> int:
-    if len(sys.argv) != 3:
-        print("usage: python -m loadtest.report REQUESTS.csv REPORT.png", file=sys.stderr)  # noqa: T201
+    if len(sys.argv) not in (3, 4):
+        print("usage: python -m loadtest.report REQUESTS.csv REPORT.png [LIMITS]", file=sys.stderr)  # noqa: T201
         return 2
-    draw(read(Path(sys.argv[1])), Path(sys.argv[2]))
+    try:
+        draw(read(Path(sys.argv[1])), Path(sys.argv[2]), parse_slo(" ".join(sys.argv[3:])))
+    except (OSError, ValueError) as error:
+        print(f"no picture: {error}", file=sys.stderr)  # noqa: T201
+        return 1
     return 0
 
 

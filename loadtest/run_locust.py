@@ -1,16 +1,18 @@
 """A model directory served and loaded for a while: python -m loadtest.run_locust LOCUST DIRECTORY FOLDER [OPTIONS]
 
 LOCUST: the command, from an environment of its own. FOLDER gets report.html, Locust's CSV files, requests.csv and
-report.png. OPTIONS go to Locust; its exit code is this one's.
+report.png. OPTIONS go to Locust; its exit code is this one's, or 2 for limits or a directory that are none.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 from loadtest.local_server import serve_locally
+from loadtest.slo import parse_slo
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 
@@ -20,14 +22,29 @@ def main() -> int:
         print(__doc__, file=sys.stderr)  # noqa: T201
         return 2
     locust, directory, folder = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+    try:
+        return run(locust, directory, folder, sys.argv[4:])
+    except (ChildProcessError, ValueError) as error:
+        print(f"no load test: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+
+
+def run(locust: Path, directory: Path, folder: Path, options: list[str]) -> int:
+    """Locust's exit code. Raises ValueError for limits that are none, ChildProcessError for what cannot be served."""
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--slo", default="")
+    slo = parser.parse_known_args(options)[0].slo  # the last one, as Locust has it
+    parse_slo(slo)
     folder.mkdir(parents=True, exist_ok=True)
     requests = folder / "requests.csv"
+    requests.unlink(missing_ok=True)
     with serve_locally(directory) as url:
-        options = ["--host", url, "--headless", "--only-summary", "--requests-csv", str(requests)]
-        options += ["--csv", str(folder / "locust"), "--html", str(folder / "report.html"), *sys.argv[4:]]
-        done = subprocess.run([locust, "-f", LOCUSTFILE, *options], check=False)  # noqa: S603
-    python = locust.with_name("python")
-    subprocess.run([python, "-m", "loadtest.report", requests, folder / "report.png"], check=True)  # noqa: S603
+        ours = ["--host", url, "--headless", "--only-summary", "--requests-csv", str(requests)]
+        ours += ["--csv", str(folder / "locust"), "--html", str(folder / "report.html")]
+        done = subprocess.run([locust, "-f", LOCUSTFILE, *ours, *options], check=False)  # noqa: S603
+    if requests.exists():
+        command = [locust.with_name("python"), "-m", "loadtest.report", requests, folder / "report.png", slo]
+        subprocess.run(command, check=False)  # noqa: S603
     return done.returncode
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.report import read
-from loadtest.run_locust import LOCUSTFILE
+from loadtest.request_log import on_their_way, read
+from loadtest.run_locust import LOCUSTFILE, main
 from loadtest.slo import LATENCIES
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.live import KEY, Live, live
@@ -35,12 +35,10 @@ def test_mixed_streams_are_measured_and_kept_with_a_line_each(tmp_path: Path) ->
         done = run(served, *options, "--requests-csv", str(path), "--slo", "errors:0 ttft:p50:20000")
     assert done.returncode == 0, done.stderr
     requests = read(path)
-    assert {request.users for request in requests} >= {1, 4}
+    assert max(on_their_way(requests)[1]) == 4
     for request in requests:
         assert request.ttft is not None
-        assert request.e2e is not None
-        assert request.longest_gap is not None
-        assert 0 < request.ttft <= request.ttft + request.longest_gap <= request.e2e + 1e-6
+        assert 0 < request.ttft <= request.ttft + sum(request.gaps) <= request.e2e + 1e-3
         assert request.tokens >= 1
     with path.open(encoding="utf-8") as file:
         scenarios = {row["scenario"] for row in csv.DictReader(file)}
@@ -67,3 +65,54 @@ def test_limits_that_are_none_are_refused_before_anything_is_asked() -> None:
         assert served.value("prompt_tokens_total") == 0
     assert done.returncode == 2
     assert "'ttft:99' is no limit" in done.stderr
+
+
+def test_streams_that_the_end_cuts_off_have_failed(tmp_path: Path) -> None:
+    """The pace goes on although nothing is answered: all that was due is sent, and nothing vanishes."""
+    path = tmp_path / "requests.csv"
+    runner = FakeRunner(VOCAB_SIZE, max_model_len=2000, max_num_seqs=2)
+    with live(runner, max_queue=1000) as served:
+        runner.allow(2)  # for the question before it starts
+        options = ("-u", "1", "-t", "1s", "--pace", "poisson", "--rate", "200", "--stop-timeout", "1")
+        done = run(served, *options, "-T", "completion", "--requests-csv", str(path), "--slo", "errors:0")
+        runner.release()
+    requests = read(path)
+    assert len(requests) > 20, "of 200 that are due"
+    assert all(request.failed for request in requests)
+    assert f"SLO missed: {len(requests)} of {len(requests)} requests failed" in done.stderr
+    assert "it had not ended when the test did" in done.stdout + done.stderr
+    assert done.returncode == 1
+
+
+def test_lengths_are_held_to_the_model() -> None:
+    """More is asked for than fits; the server would refuse it."""
+    with live(max_queue=1000) as served:
+        lengths = ("--prompt-words", "500", "--max-tokens", "500")
+        done = run(served, "-u", "2", "-t", "1s", *lengths, "--slo", "errors:0")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_server_that_is_not_there_ends_it_at_once() -> None:
+    with live() as served:
+        pass
+    done = run(served, "-u", "1", "-t", "5m")
+    assert done.returncode == 1
+    assert "\nno load test: http://127.0.0.1:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("directory", "slo", "wanted"),
+    [("none", "errors:1", "none"), ("examples/stdlib", "errors", "'errors' is no limit")],
+)
+def test_what_cannot_be_run_is_said_in_a_line(
+    directory: str, slo: str, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["run_locust", str(LOCUST), directory, str(tmp_path / "report"), "--slo", slo]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", command)
+        assert main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith("no load test: ")
+    assert wanted in said
+    assert said.count("\n") == 1

@@ -1,0 +1,23 @@
+"""Random requests of a load test, whose times are whole ticks: sums of those are exact."""
+
+from __future__ import annotations
+
+from random import Random
+
+from loadtest.request_log import Request
+
+TICK = 1 / 64  # seconds
+
+
+def random_requests(random: Random, n: int = 80) -> list[Request]:
+    """By when they were sent. One in five fails, half of these before the first token; no event comes with the end."""
+    requests = []
+    for sent in random.sample(range(640), n):
+        failed = random.random() < 0.2
+        if failed and random.random() < 0.5:
+            requests.append(Request(sent * TICK, None, random.randint(1, 9) * TICK, (), 0, failed))
+            continue
+        ttft, *gaps = (random.randint(1, 9) * TICK for _ in range(random.randint(1, 9)))
+        e2e = ttft + sum(gaps) + random.randint(1, 9) * TICK
+        requests.append(Request(sent * TICK, ttft, e2e, tuple(gaps), random.randint(1, 40), failed))
+    return sorted(requests, key=lambda request: request.sent)
