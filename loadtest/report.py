@@ -159,6 +159,7 @@ def _draw_levels(axes: Axes, levels: list[Level]) -> None:
         beside.plot(*zip(*known, strict=True), color=LATENCY, marker="s", markersize=5, linewidth=1.8, linestyle=":")
         beside.set_ylabel("first token p90, ms (dotted)", color=LATENCY)
         beside.set_ylim(0, 1.3 * max(value for _, value in known))
+        beside.yaxis.set_major_formatter(StrMethodFormatter("{x:,g}"))
         beside.grid(visible=False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 

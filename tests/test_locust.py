@@ -76,6 +76,7 @@ def test_streams_that_the_end_cuts_off_have_failed(tmp_path: Path) -> None:
         options = ("-u", "1", "-t", "1s", "--pace", "poisson", "--rate", "200", "--stop-timeout", "1")
         done = run(served, *options, "-T", "completion", "--requests-csv", str(path), "--slo", "errors:0")
         runner.release()
+        assert all(served.submitted.acquire(blocking=False) for _ in range(20)), "more than they have connections"
     requests = read(path)
     assert len(requests) > 20, "of 200 that are due"
     assert all(request.failed for request in requests)
