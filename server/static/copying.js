@@ -1,4 +1,4 @@
-// The dialog with the request as curl and as Python.
+// The clipboard, and the dialog with the request as curl and as Python.
 
 import { getKey } from "./api.js";
 import { byId } from "./dom.js";
@@ -20,12 +20,16 @@ export function open({ path, body }) {
 }
 
 async function copy(name) {
-  const snippet = byId(`as-${name}`);
+  byId("copied").textContent = await copyText(byId(`as-${name}`));
+}
+
+/** Copy an element's text, or select it where the browser refuses. Returns what was done, for people. */
+export async function copyText(element) {
   try {
-    await navigator.clipboard.writeText(snippet.textContent);
-    byId("copied").textContent = "Copied.";
+    await navigator.clipboard.writeText(element.textContent);
+    return "Copied.";
   } catch { // only pages of localhost and of HTTPS may write to the clipboard
-    getSelection().selectAllChildren(snippet);
-    byId("copied").textContent = "Selected: press Ctrl+C.";
+    getSelection().selectAllChildren(element);
+    return "Selected: press Ctrl+C.";
   }
 }
