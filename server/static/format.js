@@ -3,7 +3,7 @@
 const exact = new Intl.NumberFormat("en");
 const rough = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
 const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
-const percent = new Intl.NumberFormat("en", { style: "percent", maximumFractionDigits: 1 });
+const tenths = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
 const BYTE_UNITS = ["bytes", "KiB", "MiB", "GiB", "TiB"];
 
 /** 1894080 → "1,894,080" */
@@ -15,8 +15,8 @@ export const formatCompact = (value) => compact.format(value);
 /** 1234.5 → "1,230" */
 export const formatRough = (value) => (value < 1000 ? rough : exact).format(value < 1000 ? value : Math.round(value));
 
-/** 0.9765625 → "97.7%" */
-export const formatShare = (value) => percent.format(value);
+/** 0.9765625 → "97.7 %", and "< 0.1 %" for what is more than nothing; all with no-break spaces */
+export const formatShare = (value) => `${value > 0 && value < 0.001 ? "<\u00a00.1" : tenths.format(100 * value)}\u00a0%`;
 
 /** 0.00123 → "1.23 ms" */
 export const formatSeconds = (value) => (value < 1 ? `${rough.format(value * 1000)} ms` : `${rough.format(value)} s`);

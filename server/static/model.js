@@ -76,7 +76,7 @@ function memoryFacts({ config, kv_cache: cache, max_model_len: length }) {
 function verificationFacts(verification) {
   const { perplexity_torch: before, perplexity_onnx: after } = verification;
   const told = (value, format) => (value === null ? "not measured" : format(value));
-  const change = before ? ` (${after < before ? "−" : "+"}${formatShare(Math.abs(after / before - 1))})` : "";
+  const change = before ? ` (${formatShare(Math.abs(after / before - 1))} ${after < before ? "lower" : "higher"})` : "";
   return {
     error: told(verification.max_logit_error, (value) => value.toPrecision(3)),
     agreement: told(verification.greedy_agreement, formatShare),

@@ -1,9 +1,8 @@
 // What may come next, likeliest first, as bars; each is a button that lets it come.
 
 import { make } from "./dom.js";
+import { formatShare } from "./format.js";
 import { visible } from "./token_text.js";
-
-const percent = (share) => `${(100 * share).toFixed(share < 0.0995 ? 2 : 1)} %`;
 
 /** Show the distribution, and what is left for all others. Buttons stay where they are: the keyboard can go on. */
 export function showNextTokens(list, rest, nextTokens, onchoose) {
@@ -11,13 +10,13 @@ export function showNextTokens(list, rest, nextTokens, onchoose) {
     const button = list.children[i]?.firstElementChild ?? list.appendChild(make("li", {}, entry())).firstElementChild;
     const [text, share, bar] = button.children;
     text.textContent = visible(token.text);
-    share.textContent = percent(token.probability);
+    share.textContent = formatShare(token.probability);
     bar.style.width = `${100 * token.probability}%`;
     button.title = `token ${token.token_id}, probability ${token.probability}`;
     button.onclick = () => onchoose(token);
   });
   while (list.children.length > nextTokens.length) list.lastElementChild.remove();
-  rest.textContent = percent(Math.max(0, 1 - nextTokens.reduce((sum, token) => sum + token.probability, 0)));
+  rest.textContent = formatShare(Math.max(0, 1 - nextTokens.reduce((sum, token) => sum + token.probability, 0)));
 }
 
 function entry() {

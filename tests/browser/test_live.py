@@ -132,7 +132,7 @@ def test_figures_are_those_of_the_metrics(page: Page, server: FakeServer) -> Non
     expect(figure(page, "output")).to_have_text(NOTHING)  # a rate takes two moments
     page.clock.run_for(1000)
     expect(figure(page, "ttft-p50")).to_have_text("15 ms")
-    shown = {"running": "3", "waiting": "2", "kv": "25%", "ttft-p90": "19 ms", "itl-p50": NOTHING, "hits": NOTHING}
+    shown = {"running": "3", "waiting": "2", "kv": "25 %", "ttft-p90": "19 ms", "itl-p50": NOTHING, "hits": NOTHING}
     for name, text in shown.items():
         expect(figure(page, name)).to_have_text(text)
     rate = figure(page, "output").text_content()

@@ -40,7 +40,9 @@ def test_it_shows_what_the_server_tells(page: Page, card: dict[str, Any]) -> Non
     expect(page.locator("#model-title")).to_have_text(f"Model: {card['model']}")
     size = sum(file["bytes"] for file in card["files"])
     expect(page.locator("[data-fact=size]")).to_contain_text(f"({size:,} bytes)")
-    expect(page.locator("[data-fact=agreement]")).to_have_text(f"{card['verification']['greedy_agreement']:.1%}")
+    expect(page.locator("[data-fact=agreement]")).to_have_text(
+        f"{card['verification']['greedy_agreement']:.1%}".replace("%", " %")
+    )
     expect(page.locator("[data-fact=perplexity-torch]")).to_have_text(f"{card['verification']['perplexity_torch']:.3f}")
     expect(page.locator("[data-fact=budget]")).to_contain_text(f"{card['kv_cache']['budget_tokens']:,} tokens")
     shown = page.locator("#model-versions dd").all_text_contents()
