@@ -1,8 +1,7 @@
 // The server's API: requests with the key, errors in the API's words, streams as events.
 
 import { readEvents } from "./sse.js";
-
-const STORED = "kvasir-key";
+import { load, save } from "./storage.js";
 
 /** What the server answered instead of a 2xx, or in a stream. `message` is the API's own, `retryAfter` in seconds. */
 export class ApiError extends Error {
@@ -14,13 +13,21 @@ export class ApiError extends Error {
   }
 }
 
-export const getKey = () => sessionStorage.getItem(STORED) ?? "";
-export const setKey = (key) => sessionStorage.setItem(STORED, key);
+let key = `${load("key", "sessionStorage") ?? ""}`;
+
+export const getKey = () => key;
+
+/** Use a key, for as long as this tab lives; "" forgets it. Throws for one that no server can have. */
+export function setKey(wanted) {
+  if (/\s|\p{Cc}/u.test(wanted)) throw new Error("A key has no space and no control character in it.");
+  key = wanted;
+  save("key", key, "sessionStorage");
+}
 
 /** The response to a GET, or to a POST of `body` as JSON. A 401 fires "kvasir:key" on the window. Throws ApiError. */
 export async function request(path, { body, signal } = {}) {
   const headers = {};
-  if (getKey()) headers.authorization = `Bearer ${getKey()}`;
+  if (key) headers.authorization = `Bearer ${inBytes(key)}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   const options = { headers, signal, method: body === undefined ? "GET" : "POST", body: body && JSON.stringify(body) };
   let response;
@@ -34,6 +41,9 @@ export async function request(path, { body, signal } = {}) {
   if (response.status === 401) window.dispatchEvent(new Event("kvasir:key"));
   throw errorOf(await response.text(), response);
 }
+
+/** What fetch sends as these characters' UTF-8: of a header it takes bytes only, a character each. */
+const inBytes = (text) => String.fromCharCode(...new TextEncoder().encode(text));
 
 function errorOf(text, response) {
   try {

@@ -1,22 +1,23 @@
 // The page: which view is shown, the key, the theme, and the model's card, which every view starts from.
 
-import { getJson, getKey, setKey } from "./api.js";
+import { getJson, getKey, request, setKey } from "./api.js";
 import { byId } from "./dom.js";
 import * as explorer from "./explorer.js";
 import * as live from "./live.js";
 import * as model from "./model.js";
 import * as playground from "./playground.js";
+import { load, save } from "./storage.js";
 
 // Each view has start(card), called once, and may have show() and hide(), called when it comes and goes.
 const VIEWS = { playground, attention: explorer, live, model };
 const THEMES = ["system", "light", "dark"];
-const STORED_THEME = "kvasir-theme";
 
 let shown = null;
 let started = false;
 
 function show() {
-  const name = location.hash.slice(1) in VIEWS ? location.hash.slice(1) : shown ?? "playground";
+  const wanted = location.hash.slice(1) || "playground";
+  const name = Object.hasOwn(VIEWS, wanted) ? wanted : shown ?? "playground"; // "#main" is a place in any view
   if (name === shown) return;
   if (shown !== null) VIEWS[shown].hide?.();
   shown = name;
@@ -31,8 +32,9 @@ function show() {
 function setTheme(theme) {
   if (theme === "system") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
-  byId("theme").textContent = `Theme: ${theme}`;
-  localStorage.setItem(STORED_THEME, theme);
+  byId("theme-name").textContent = theme;
+  byId("theme").setAttribute("aria-label", `Theme: ${theme}`); // a narrow window has room for the name alone
+  save("theme", theme);
   sayTheme();
 }
 
@@ -51,6 +53,7 @@ async function start() {
   try {
     const card = await getJson("model");
     started = true;
+    byId("key-forget").hidden = !getKey();
     byId("served").textContent = `${card.model} · ${card.precision} on ${card.device}`;
     document.title = `${card.model} · Kvasir`;
     for (const view of Object.values(VIEWS)) view.start(card);
@@ -58,29 +61,64 @@ async function start() {
     show();
   } catch (error) {
     if (error.status === 401) return; // the key is asked for
-    byId("failure").hidden = false;
-    byId("failure").textContent = error.message;
+    fail(error);
     throw error;
   }
 }
 
+function fail(error) {
+  byId("failure").hidden = false;
+  byId("failure").textContent = error.message;
+}
+
 function askForKey() {
-  byId("key-error").hidden = !getKey();
-  byId("key-error").textContent = "The server does not know this key.";
+  sayOfKey(getKey() && "The server does not know this key.");
   byId("key-form").hidden = false;
   byId("key").select();
 }
 
-function useKey(event) {
-  event.preventDefault();
-  setKey(byId("key").value);
-  byId("key-form").hidden = true;
-  if (!started) start();
+function sayOfKey(what) {
+  byId("key-error").hidden = what === "";
+  byId("key-error").textContent = what;
 }
 
-setTheme(THEMES.find((theme) => theme === localStorage.getItem(STORED_THEME)) ?? "system");
+function useKey(event) {
+  event.preventDefault();
+  try {
+    setKey(byId("key").value.trim());
+  } catch (error) {
+    return sayOfKey(error.message);
+  }
+  byId("key-form").hidden = true;
+  byId("main").focus();
+  if (started) window.dispatchEvent(new Event("kvasir:new-key")); // what was refused is asked again
+  else start();
+}
+
+/** And all that was shown with it. */
+function forgetKey() {
+  setKey("");
+  location.reload();
+}
+
+/** A link sends no key: where there is one, what it leads to is fetched, and shown as it came. */
+async function followWithKey(event) {
+  const link = event.target.closest("a[data-api]");
+  if (!link || !getKey()) return;
+  event.preventDefault();
+  try {
+    const answer = await request(link.getAttribute("href"));
+    location.assign(URL.createObjectURL(await answer.blob()));
+  } catch (error) {
+    fail(error);
+  }
+}
+
+setTheme(THEMES.find((theme) => theme === load("theme")) ?? "system");
 byId("theme").addEventListener("click", nextTheme);
 byId("key-form").addEventListener("submit", useKey);
+byId("key-forget").addEventListener("click", forgetKey);
+document.addEventListener("click", followWithKey);
 window.addEventListener("kvasir:key", askForKey);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", sayTheme);
 start();

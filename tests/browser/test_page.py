@@ -11,6 +11,24 @@ from tests.browser.conftest import KEY
 
 VIEWS = ("playground", "attention", "live", "model")
 WIDTHS = {"wide": 1280, "narrow": 380}
+NEXT_TASK = "new Promise((resolve) => setTimeout(resolve))"
+# Marks what a keyboard should come to: of radio buttons of a name, the one that is chosen, or else the first.
+MARK_STOPS = """() => {
+  const all = [...document.querySelectorAll("a[href], button, input, select, textarea, summary, [tabindex]")];
+  const usable = all.filter((one) => one.tabIndex >= 0 && !one.disabled && one.checkVisibility());
+  const groups = new Map();
+  for (const one of usable.filter((one) => one.type === "radio")) {
+    if (!groups.has(one.name) || one.checked) groups.set(one.name, one);
+  }
+  const stops = usable.filter((one) => one.type !== "radio" || groups.get(one.name) === one);
+  for (const one of stops) one.dataset.stop = "";
+  return stops.length;
+}"""
+LEAVE_STOP = """() => {
+  const [one, box] = [document.activeElement, document.activeElement.getBoundingClientRect()];
+  delete one.dataset.stop;
+  return one === document.body ? "body" : box.width * box.height > 0 ? "seen" : one.outerHTML;
+}"""
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -61,23 +79,51 @@ def test_views_are_reached_and_left_with_the_keyboard_alone(page: Page) -> None:
     expect(page.locator("#live")).to_be_visible()
 
 
-def test_focus_is_never_lost_nor_hidden(page: Page) -> None:
-    """Tab goes round every view, through what can be seen only, and comes back."""
+def test_the_tab_key_reaches_all_that_can_be_used(page: Page) -> None:
+    """And nothing that cannot be seen; after the last, the browser has it."""
     for view in VIEWS:
         page.goto(page.url.split("#")[0] + f"#{view}")
         expect(page.locator(f"#{view}")).to_be_visible()
-        page.locator("body").press("Tab")
+        if view == "attention":
+            expect(page.locator("#explained:not([aria-busy])")).to_be_visible()
+        expected = page.evaluate(MARK_STOPS)
+        assert expected > 10
+        page.locator(".skip").focus()
         for _ in range(400):
-            where = page.evaluate(
-                "(() => { const e = document.activeElement, r = e.getBoundingClientRect();"
-                " return e === document.body ? 'body' : r.width * r.height > 0 ? 'seen' : e.outerHTML; })()"
-            )
+            where = page.evaluate(LEAVE_STOP)
             if where == "body":
                 break
             assert where == "seen", where
             page.keyboard.press("Tab")
         else:
             pytest.fail(f"the tab key never leaves {view}")
+        assert page.locator("[data-stop]").evaluate_all("all => all.map(one => one.outerHTML.slice(0, 200))") == []
+
+
+def test_back_leads_where_one_was(page: Page) -> None:
+    page.locator("header a[href='#attention']").click()
+    expect(page.locator("#attention")).to_be_visible()
+    page.go_back()
+    expect(page.locator("#playground")).to_be_visible()
+    expect(page.locator("#attention")).to_be_hidden()
+    for nowhere in ("#toString", "#main"):
+        page.goto(page.url.split("#")[0] + "#model")
+        expect(page.locator("#model")).to_be_visible()
+        page.goto(page.url.split("#")[0] + nowhere)
+        page.evaluate(NEXT_TASK)
+        assert page.locator("main > section:visible").evaluate_all("all => all.map(one => one.id)") == ["model"]
+
+
+def test_a_browser_that_keeps_nothing_shows_all(open_page: Callable[..., Page], url: str) -> None:
+    page = open_page(url)
+    page.add_init_script(
+        "for (const name of ['localStorage', 'sessionStorage'])"
+        " Object.defineProperty(window, name, { get() { throw new DOMException('denied', 'SecurityError'); } });"
+    )
+    page.reload()
+    expect(page.locator("#served")).to_contain_text("stdlib")
+    page.get_by_role("button", name="Theme").click()
+    expect(page.get_by_role("button", name="Theme: light")).to_be_visible()
 
 
 @pytest.mark.refusals
@@ -85,17 +131,36 @@ def test_a_key_is_asked_for_where_the_server_wants_one(
     open_page: Callable[..., Page], guarded_url: str, serious_findings: Callable[[Page], list[str]]
 ) -> None:
     page = open_page(guarded_url)
-    expect(page.get_by_label("API key")).to_be_visible()
+    field, error = page.get_by_label("API key"), page.locator("#key-error")
+    expect(field).to_be_visible()
+    expect(error).to_be_hidden()
     assert serious_findings(page) == []
-    page.get_by_label("API key").fill("wrong")
+    for wrong, told in (
+        ("wrong", "The server does not know this key."),
+        ("wrong key", "A key has no space and no control character in it."),
+        ("\u043a\u043b\u044e\u0447\U0001f511", "The server does not know this key."),
+    ):
+        field.fill(wrong)
+        page.keyboard.press("Enter")
+        expect(error).to_have_text(told)
+        expect(field).to_be_visible()
+    field.fill(f" {KEY}\t")  # as it comes with what was copied around it
     page.keyboard.press("Enter")
-    expect(page.locator("#key-error")).to_have_text("The server does not know this key.")
-    page.get_by_label("API key").fill(KEY)
-    page.keyboard.press("Enter")
-    expect(page.get_by_label("API key")).to_be_hidden()
+    expect(field).to_be_hidden()
+    expect(page.locator("#main")).to_be_focused()
     expect(page.locator("#served")).to_contain_text("stdlib")
     page.reload()  # the key stays in this tab
     expect(page.locator("#served")).to_contain_text("stdlib")
+    page.locator("header a[href='#model']").click()
+    page.get_by_role("link", name="this card as JSON").click()
+    page.wait_for_url("blob:**")
+    expect(page.locator("body")).to_contain_text('"max_num_seqs":')
+    page.go_back()
+    page.get_by_role("button", name="Forget the key").click()
+    expect(field).to_be_visible()
+    expect(page.get_by_role("button", name="Forget the key")).to_be_hidden()
+    page.reload()
+    expect(field).to_be_visible()
 
 
 def test_no_key_is_asked_for_where_there_is_none(page: Page) -> None:
