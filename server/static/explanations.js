@@ -1,6 +1,7 @@
 // Explanations as the server gives them: one text's tokens at once, its heads' weights as they are looked at.
 
 import { postJson } from "./api.js";
+import { pause } from "./pause.js";
 import { flatten } from "./weights.js";
 
 const MAX_WEIGHTS = 2 ** 20; // the server's limit for one answer
@@ -67,14 +68,7 @@ async function explain(body, { signal, onwait }) {
     } catch (error) {
       if (error.status !== 429 || attempt === TRIES) throw error;
       onwait(error);
-      await pause(Number(error.retryAfter ?? 1), signal);
+      await pause(1000 * (error.retryAfter ?? 1), signal);
     }
   }
-}
-
-function pause(seconds, signal) {
-  return new Promise((resolve, reject) => {
-    signal.addEventListener("abort", () => reject(signal.reason), { once: true });
-    setTimeout(resolve, seconds * 1000);
-  });
 }

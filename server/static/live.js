@@ -6,13 +6,16 @@ import { Chart, formatFigure } from "./chart.js";
 import { byId } from "./dom.js";
 import { Figures } from "./figures.js";
 import { formatCount } from "./format.js";
+import { pause } from "./pause.js";
 
 const EVERY_MS = 1000;
+const UNPUBLISHED = [403, 404]; // as a gateway answers for what it keeps to itself
 
 const figures = new Figures();
 let charts = [];
 let isShown = false;
 let isPaused = false;
+let isRefused = false; // asking again would change nothing
 let polling = null; // what stops it
 
 export function start(card) {
@@ -21,13 +24,14 @@ export function start(card) {
     (element) => new Chart(element, element.closest(".tile").querySelector("h3").textContent),
   );
   byId("live-rows").textContent = `of ${formatCount(card.max_num_seqs)}`;
-  byId("live-pause").addEventListener("click", () => pause(!isPaused));
+  byId("live-pause").addEventListener("click", togglePause);
   document.addEventListener("visibilitychange", follow);
+  window.addEventListener("kvasir:new-key", () => refuse(false));
 }
 
 export function show() {
   isShown = true;
-  follow();
+  refuse(false);
 }
 
 export function hide() {
@@ -35,15 +39,21 @@ export function hide() {
   follow();
 }
 
-function pause(wanted) {
-  isPaused = wanted;
+function togglePause() {
+  isPaused = !isPaused;
   byId("live-pause").textContent = isPaused ? "Resume" : "Pause";
+  follow();
+}
+
+function refuse(is) {
+  isRefused = is;
+  byId("live-pause").hidden = is;
   follow();
 }
 
 /** Poll exactly while it is of use. */
 function follow() {
-  const isWanted = isShown && !isPaused && !document.hidden;
+  const isWanted = isShown && !isPaused && !isRefused && !document.hidden;
   if (isWanted && polling === null) {
     polling = new AbortController();
     poll(polling.signal);
@@ -59,12 +69,18 @@ async function poll(signal) {
       await look(signal);
       tell("");
     } catch (error) {
-      if (signal.aborted) return;
-      if (error.status === 401) pause(true); // the page asks for the key
-      tell(`${error.message}${isPaused ? "" : " Trying again every second."}`);
+      if (!signal.aborted) fail(error);
     }
-    await wait(EVERY_MS, signal);
+    await pause(EVERY_MS, signal).catch(() => {});
   }
+}
+
+function fail(error) {
+  const isUnpublished = UNPUBLISHED.includes(error.status);
+  const isFinal = isUnpublished || error.status === 401; // then the page asks for the key
+  if (isUnpublished) tell(`The server's figures are not published here: ${error.message}`);
+  else tell(isFinal ? error.message : `${error.message} (trying again every second)`);
+  if (isFinal) refuse(true);
 }
 
 async function look(signal) {
@@ -92,14 +108,4 @@ function tell(message) {
   const element = byId("live-error");
   element.hidden = message === "";
   if (element.textContent !== message) element.textContent = message;
-}
-
-function wait(milliseconds, signal) {
-  return new Promise((resolve) => {
-    const timer = setTimeout(resolve, milliseconds);
-    signal.addEventListener("abort", () => {
-      clearTimeout(timer);
-      resolve();
-    });
-  });
 }
