@@ -9,9 +9,15 @@ export function ofCompletion({ choices: [choice], usage }) {
   const tokens = (scored?.tokens ?? []).map((name, i) => ({
     ...named(name),
     logprob: scored.token_logprobs[i],
-    top: Object.entries(scored.top_logprobs[i]).map(([other, logprob]) => ({ name: named(other).name, logprob })),
+    top: likeliestFirst(scored.top_logprobs[i]),
   }));
   return { text: choice?.text ?? "", tokens, finish: choice?.finish_reason, usage };
+}
+
+/** Of an object of logprobs by name, which puts names that are digits first. */
+function likeliestFirst(logprobs) {
+  const all = Object.entries(logprobs).map(([name, logprob]) => ({ name: named(name).name, logprob }));
+  return all.sort((one, other) => other.logprob - one.logprob);
 }
 
 function named(name) {
