@@ -54,7 +54,10 @@ function check(input) {
 
 function number(field, id) {
   const { min, max, step, initial } = field;
-  const input = make("input", { id, type: "number", min, max, step, value: initial, required: true });
+  const isWhole = step === 1;
+  const input = make("input", {
+    id, type: "number", min, max, step: isWhole ? 1 : "any", value: initial, required: true,
+  });
   const [from, to] = field.slider;
   const slider = make("input", {
     type: "range", min: from, max: to, step: "any", value: initial, "aria-label": `${field.name}, slider`,
@@ -72,7 +75,9 @@ function number(field, id) {
     input,
     state,
     restore: (kept) => {
-      slider.value = input.value = kept ?? initial;
+      input.value = kept ?? initial;
+      if (!input.checkValidity()) input.value = initial; // kept from a model that allowed more
+      slider.value = input.value;
     },
     fields: () => {
       check(input);
