@@ -21,9 +21,10 @@ export class Conversation {
     return [...given, ...turns, ...(message ? [{ role: "user", content: message }] : [])];
   }
 
+  /** Returns where its text can be edited. */
   add(role, content) {
     const id = `turn-${Date.now()}-${this.turns.childElementCount}`;
-    const text = make("textarea", { id, rows: 1 });
+    const text = make("textarea", { id, rows: 1, dir: "auto" });
     text.value = content;
     const remove = make("button", { type: "button", "aria-label": `Remove this message of the ${role}` }, "Remove");
     const turn = make("li", { "data-role": role }, make("label", { for: id }, role), remove, text);
@@ -33,16 +34,19 @@ export class Conversation {
       byId("message").focus();
     });
     this.turns.append(turn);
+    return text;
   }
 
   clear() {
     this.restore({ system: byId("system").value });
   }
 
-  state() {
+  /** What is kept; with an answer that is no turn yet, as one. */
+  state(answer = "") {
     const turns = [...this.turns.children].map((turn) => ({
       role: turn.dataset.role, content: turn.querySelector("textarea").value,
     }));
+    if (answer) turns.push({ role: "assistant", content: answer });
     return { system: byId("system").value, turns, message: byId("message").value };
   }
 

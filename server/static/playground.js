@@ -4,13 +4,15 @@ import { Conversation } from "./chat.js";
 import * as copying from "./copying.js";
 import { byId } from "./dom.js";
 import { Run } from "./run.js";
+import { load, save as store } from "./storage.js";
+import { welcome } from "./welcome.js";
 
-const STORED = "kvasir-playground";
-
+let stored; // the name of what is kept: of each model apart
 let runs;
 let conversation;
 let hasChat;
-let sending = Promise.resolve();
+let sending = Promise.resolve(); // never rejected
+let answered = null; // the input of what is shown
 let latest = null;
 
 const isChat = () => hasChat && byId("mode-chat").checked;
@@ -19,12 +21,14 @@ const shownRuns = () => (isComparing() ? runs : runs.slice(0, 1));
 
 export function start(card) {
   hasChat = card.has_chat_template;
+  stored = `playground-${card.model}`;
+  welcome(card);
   runs = ["a", "b"].map((name) => new Run(name, card, changed));
   conversation = new Conversation(save);
   for (const run of runs) {
     byId("runs").append(run.element);
     run.part("copy").addEventListener("click", () => copy(run));
-    run.part("keep").addEventListener("click", () => keep(run));
+    run.part("keep").addEventListener("click", () => keep(run).focus());
   }
   restore();
   layOut();
@@ -42,7 +46,8 @@ function wire() {
   byId("prompt-form").addEventListener("input", save);
   byId("examples").addEventListener("click", useExample);
   byId("playground").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) act(event, generate);
+    const isOfPage = !event.target.closest("dialog");
+    if (isOfPage && event.key === "Enter" && (event.ctrlKey || event.metaKey)) act(event, generate);
   });
   copying.start();
 }
@@ -53,14 +58,17 @@ function act(event, action) {
 }
 
 const generate = () => afterStop(() => {
+  if (!areSettingsRight()) return null;
   if (isChat()) goOn();
-  return send();
+  return send(input());
 });
 
 const regenerate = () => afterStop(() => {
   for (const { settings } of shownRuns()) settings.nextSeed();
-  return send();
+  return areSettingsRight() ? send(answered) : null;
 });
+
+const areSettingsRight = () => shownRuns().every((run) => run.settings.fields() !== null);
 
 /** In a conversation, what is shown is the answer to the last message: before the next one it becomes a turn. */
 function goOn() {
@@ -69,18 +77,25 @@ function goOn() {
 }
 
 /** Both columns get the same seed, so that what differs comes from their settings. */
-async function send() {
+async function send(what) {
+  answered = what;
+  const isAgain = document.activeElement === byId("regenerate");
   const seed = Math.floor(Math.random() * 2 ** 32);
-  const requests = shownRuns().map((run) => run.request(input(), seed));
-  if (requests.includes(null)) return;
+  keepFocus(byId("stop"), () => {
+    sending = Promise.all(shownRuns().map((run) => run.send(run.request(what, seed))));
+    busy(true);
+  });
   save();
-  sending = Promise.all(shownRuns().map((run, i) => run.send(requests[i])));
-  busy(true);
-  try {
-    say(`Done: ${(await sending).join(", and ")}.`);
-  } finally {
-    busy(false);
-  }
+  say(`Done: ${(await sending).join(", and ")}.`);
+  keepFocus(byId(isAgain && shownRuns().some((run) => run.hasAnswer) ? "regenerate" : "generate"), () => busy(false));
+  save();
+}
+
+/** Where a change disables, hides or removes what has the focus, `next` gets it. */
+function keepFocus(next, change) {
+  const had = document.activeElement;
+  change();
+  if (had.disabled || !had.checkVisibility()) next.focus();
 }
 
 const input = () => (isChat() ? { messages: conversation.messages() } : { prompt: byId("prompt").value });
@@ -109,9 +124,11 @@ async function afterStop(action) {
   if (latest === own) await action();
 }
 
+/** What a column shows becomes a turn; returns where that can be edited. */
 function keep(run) {
-  conversation.add("assistant", run.tokens.text);
+  const turn = conversation.add("assistant", run.tokens.text);
   forget();
+  return turn;
 }
 
 function copy(run) {
@@ -121,7 +138,6 @@ function copy(run) {
 
 function busy(isBusy) {
   if (isBusy) say("Generating.");
-  if (!isBusy && document.activeElement === byId("stop")) byId("generate").focus(); // a disabled button loses the focus
   byId("stop").disabled = !isBusy;
   layOut();
 }
@@ -159,21 +175,27 @@ function layOut() {
 }
 
 function save() {
-  const kept = {
+  store(stored, {
     prompt: byId("prompt").value,
-    chat: byId("mode-chat").checked,
+    chat: hasChat ? byId("mode-chat").checked : undefined,
     compare: isComparing(),
     shaded: byId("shaded").checked,
-    conversation: conversation.state(),
+    conversation: conversation.state(isChat() ? runs[0].tokens.text : ""),
     settings: runs.map((run) => run.settings.state()),
-  };
-  localStorage.setItem(STORED, JSON.stringify(kept));
+  });
 }
 
 function restore() {
-  const kept = JSON.parse(localStorage.getItem(STORED) ?? "{}");
+  try {
+    fill(load(stored) ?? {});
+  } catch { // kept by another version of this page
+    fill({});
+  }
+}
+
+function fill(kept) {
   byId("prompt").value = kept.prompt ?? byId("examples").querySelector("button").textContent;
-  byId(kept.chat ?? hasChat ? "mode-chat" : "mode-completion").checked = true;
+  byId(hasChat && (kept.chat ?? true) ? "mode-chat" : "mode-completion").checked = true;
   byId("compare").checked = kept.compare ?? false;
   byId("shaded").checked = kept.shaded ?? true;
   for (const [i, run] of runs.entries()) run.settings.restore(kept.settings?.[i]);

@@ -1,19 +1,14 @@
 // What the model thought of a token: its probability, and those of its likeliest rivals. One popover for all outputs.
 
 import { byId, make } from "./dom.js";
+import { formatShare } from "./format.js";
+import { visible } from "./token_text.js";
 
-const VISIBLE = { "\n": "↵", "\t": "→", "\r": "␍", " ": "␣" };
 const ORDINALS = ["first", "second", "third", "fourth", "fifth"]; // of run.js: as many as are asked for;
 const GAP = 6; // pixels between a token and its popover
 
-/** A token's name with white space that can be seen, and counted. */
-const visible = (name) =>
-  name.replace(/ {4,}/g, ({ length }) => `␣×${length}`).replace(/[\n\t\r ]/g, (space) => VISIBLE[space]) || "∅";
-
-const percent = (logprob) => {
-  const share = Math.exp(logprob) * 100;
-  return share >= 99.95 ? "100 %" : share >= 0.1 ? `${share.toFixed(1)} %` : "< 0.1 %";
-};
+/** A token's name on one short line: indentation is counted. */
+const short = (name) => visible(name).replace(/·{4,}/g, ({ length }) => `·×${length}`);
 
 /** Show what is known of a piece of text beside its element. */
 export function show(element, piece) {
@@ -36,7 +31,7 @@ export function hide(element) {
 
 function about({ text, tokens }) {
   const blocks = tokens.map(aboutToken);
-  if (tokens.length > 1) blocks.unshift(make("p", {}, `${tokens.length} tokens make ${visible(text)}`));
+  if (tokens.length > 1) blocks.unshift(make("p", {}, `${tokens.length} tokens make ${short(text)}`));
   else if (text === "") blocks.push(make("p", { class: "quiet" }, "Not in the text: it ended it, or is special."));
   return blocks;
 }
@@ -44,15 +39,16 @@ function about({ text, tokens }) {
 function aboutToken({ name, logprob, top }) {
   const place = top.filter((one) => one.logprob > logprob).length;
   const choice = ORDINALS[place] ? `the model's ${ORDINALS[place]} choice` : "beyond the model's five first choices";
-  const title = make("p", {}, make("code", {}, visible(name)), make("span", { class: "quiet" }, ` ${choice}`));
+  const title = make("p", {}, make("code", {}, short(name)), make("span", { class: "quiet" }, ` ${choice}`));
   const rows = top.map((one) => bar(one, one.name === name));
   if (!top.some((one) => one.name === name)) rows.push(bar({ name, logprob }, true));
   return make("div", {}, title, make("ol", {}, ...rows));
 }
 
 function bar({ name, logprob }, isChosen) {
-  const share = make("span", { class: "share" });
-  share.style.width = `${Math.exp(logprob) * 100}%`;
-  const track = make("span", { class: "track" }, share);
-  return make("li", { class: isChosen ? "chosen" : "" }, make("code", {}, visible(name)), track, percent(logprob));
+  const share = Math.exp(logprob);
+  const filled = make("span", { class: "share" });
+  filled.style.width = `${share * 100}%`;
+  const track = make("span", { class: "track" }, filled);
+  return make("li", { class: isChosen ? "chosen" : "" }, make("code", {}, short(name)), track, formatShare(share));
 }

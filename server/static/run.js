@@ -6,9 +6,11 @@ import { byId } from "./dom.js";
 import { Placement } from "./placement.js";
 import { Settings } from "./settings.js";
 import { Timings } from "./timings.js";
+import { revealed } from "./token_text.js";
 import { TokenText } from "./tokens.js";
 
 const LOGPROBS = 5;
+const EACH_SECOND = 1000;
 const WIDE = "(min-width: 60rem)"; // as in playground.css: where settings do not stand before the text
 const STREAMED = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
 
@@ -29,7 +31,7 @@ export class Run {
     });
     this.part("settings").open = matchMedia(WIDE).matches;
     this.timings = new Timings(this.part("figures"));
-    this.tokens = new TokenText(this.part("text"), () => this.timings.show());
+    this.tokens = new TokenText(this.part("text"), () => this.#measure());
   }
 
   part(name) {
@@ -55,24 +57,26 @@ export class Run {
     return { path: isChat ? "v1/chat/completions" : "v1/completions", body };
   }
 
-  /** Send a request, not before another has ended, and show its answer. Returns how it ended, in words. */
+  /** Send a request, not before another has ended, and show its answer. Returns in words how it ended; never throws. */
   async send({ path, body }) {
     this.clear();
     this.#seed = body.seed;
     this.part("seed").textContent = body.seed;
-    this.part("prompt").textContent = body.prompt ?? "";
+    this.tokens.follow(() => this.part("prompt").replaceChildren(...revealed(body.prompt ?? "")));
     this.#abort = new AbortController();
     this.element.setAttribute("aria-busy", "true");
     const { signal } = this.#abort;
+    const clock = setInterval(() => this.#measure(), EACH_SECOND);
     try {
       await this.#show(stream(path, body, signal), "messages" in body ? ofChat : ofCompletion);
     } catch (error) {
       if (signal.aborted) this.timings.ended("stopped");
       else this.#fail(error);
     } finally {
+      clearInterval(clock);
       this.#abort = null;
       this.element.removeAttribute("aria-busy");
-      this.timings.show();
+      this.#measure();
     }
     return this.timings.ending;
   }
@@ -92,11 +96,20 @@ export class Run {
     }
   }
 
+  #measure() {
+    this.timings.show();
+    const seconds = this.isRunning ? this.timings.waited : null;
+    const what = seconds ? `waiting for the first token… ${seconds} s` : "";
+    this.tokens.follow(() => this.part("waiting").replaceChildren(what));
+  }
+
   #fail(error) {
     this.timings.ended(error.status ? "refused" : "failed");
-    if (!(error instanceof ApiError)) throw error;
+    const isKnown = error instanceof ApiError;
+    if (!isKnown) console.error(error);
+    const message = isKnown ? error.message : `the answer cannot be read: ${error.message}`;
     const wait = error.retryAfter ? ` · retry in ${error.retryAfter} s` : "";
-    this.part("error").textContent = error.message + wait;
+    this.part("error").textContent = message + wait;
     this.part("error").hidden = false;
     if (error.param) this.settings.mark(error.param, error.message);
   }

@@ -48,6 +48,11 @@ export class Timings {
     return ENDINGS[this.#end] ?? "";
   }
 
+  /** Whole seconds since it was sent; null once there is text. */
+  get waited() {
+    return this.#first === null ? Math.round((performance.now() - this.#sent) / 1000) : null;
+  }
+
   show() {
     const { prompt_tokens: prompt, completion_tokens: completion, prompt_tokens_details: details } = this.#usage ?? {};
     const nTokens = completion ?? this.#nTokens;

@@ -2,6 +2,7 @@
 
 import { make } from "./dom.js";
 import { hide, show } from "./popover.js";
+import { revealed } from "./token_text.js";
 
 const LEVELS = [0.9, 0.5, 0.2, 0.05]; // at least so likely; the last level is below all
 const NEAR = 8; // pixels from the end at which the text is followed
@@ -29,13 +30,14 @@ export class TokenText {
     this.element = element;
     this.box = element.parentElement;
     this.drawn = drawn;
-    element.addEventListener("pointerover", (event) => this.#describe(event.target));
+    element.addEventListener("pointerover", (event) => this.#describe(event.target.closest("[tabindex]")));
     element.addEventListener("pointerleave", () => this.#describe(this.#focused()));
     element.addEventListener("focusin", (event) => this.#arrive(event.target));
     element.addEventListener("focusout", () => this.#describe(null));
     element.addEventListener("keydown", (event) => this.#onKey(event));
     const follow = () => this.#described && this.#describe(this.#described);
     window.addEventListener("scroll", follow, { capture: true, passive: true });
+    window.addEventListener("keydown", (event) => event.key === "Escape" && this.#describe(null));
   }
 
   get text() {
@@ -51,11 +53,16 @@ export class TokenText {
   draw() {
     cancelAnimationFrame(this.#frame);
     this.#frame = null;
-    const isAtEnd = this.box.scrollTop + this.box.clientHeight >= this.box.scrollHeight - NEAR;
-    this.element.append(...this.#waiting.map((piece) => this.#span(piece)));
+    this.follow(() => this.element.append(...this.#waiting.map((piece) => this.#span(piece))));
     this.#waiting = [];
-    if (isAtEnd) this.box.scrollTop = this.box.scrollHeight;
     this.drawn();
+  }
+
+  /** Change what the box holds: who saw its end still does. */
+  follow(change) {
+    const isAtEnd = this.box.scrollTop + this.box.clientHeight >= this.box.scrollHeight - NEAR;
+    change();
+    if (isAtEnd) this.box.scrollTop = this.box.scrollHeight;
   }
 
   clear() {
@@ -73,7 +80,7 @@ export class TokenText {
     if (tokens.length) attributes["data-level"] = levelOf(tokens);
     if (text === "") attributes.class = "outside";
     else if (text.includes("\n")) attributes.class = "break";
-    const span = make("span", attributes, text || tokens.map((token) => token.name).join(""));
+    const span = make("span", attributes, ...revealed(text || tokens.map((token) => token.name).join("")));
     this.#pieces.set(span, piece);
     return span;
   }
@@ -90,7 +97,6 @@ export class TokenText {
 
   #onKey(event) {
     const from = this.#focused();
-    if (event.key === "Escape") this.#describe(null);
     const to = from && TARGETS[event.key]?.(from);
     if (!to || event.ctrlKey || event.metaKey || event.altKey) return;
     event.preventDefault();
