@@ -2,44 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
-import re
-import subprocess
-import sys
-import types
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, HTTPServer
-from threading import Thread
-from typing import Any
 
 import pytest
-from playwright.sync_api import Locator, Page, Route, expect
+from playwright.sync_api import Browser, Page, expect
 
-CHARACTERS = [
-    "'",
-    '"',
-    "\\",
-    "$",
-    "`",
-    "!",
-    "\n",
-    "\t",
-    "#",
-    "%",
-    "&",
-    "{",
-    "}",
-    "a",
-    " ",
-    "ä",
-    "漢",
-    "🙂",
-    "\u2028",
-    "\x7f",
-]
+from tests.browser.playground import CHARACTERS, answer, completion, figure, generate, part, setting, stream
+
 LEVELS = (0.9, 0.5, 0.2, 0.05)
 # Pieces of texts whose tokens end anywhere in a character, held back as the server does it; and whether all is placed.
 PLACE = """async events => {
@@ -52,39 +24,6 @@ STOP_AT_THE_FIRST_TEXT = """() => new MutationObserver((_, observer) => {
   observer.disconnect();
   document.getElementById("stop").click();
 }).observe(document.getElementById("runs"), { childList: true, subtree: true })"""
-
-
-def setting(page: Page, name: str, run: str = "a") -> Locator:
-    """The control, in a group that has been opened."""
-    found = page.locator(f"#setting-{run}-{name}")
-    for details in found.locator("xpath=ancestor::details").all():
-        details.evaluate("details => { details.open = true; }")
-    return found
-
-
-def part(page: Page, name: str, run: str = "a") -> Locator:
-    return page.locator(f"[data-run={run}] [data-part={name}]")
-
-
-def figure(page: Page, name: str, run: str = "a") -> Locator:
-    return page.locator(f"[data-run={run}] [data-figure={name}]")
-
-
-def generate(page: Page, button: str = "Generate") -> dict[str, Any]:
-    """To the end; what the page sent."""
-    with page.expect_request(lambda asked: asked.method == "POST") as sent:
-        page.get_by_role("button", name=button, exact=True).click()
-    expect(page.locator("#stop")).to_be_disabled()
-    expect(page.locator("#generation-status")).to_have_text(re.compile("^Done: (reached|ended)"))
-    body: dict[str, Any] = sent.value.post_data_json
-    return body
-
-
-def answer(page: Page, url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The API's own, in one piece."""
-    whole = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
-    response: dict[str, Any] = page.request.post(f"{url}/v1/completions", data=whole).json()
-    return response
 
 
 def test_what_is_shown_is_what_the_api_says(page: Page, url: str) -> None:
@@ -103,24 +42,24 @@ def test_what_is_shown_is_what_the_api_says(page: Page, url: str) -> None:
         expect(shown[i]).to_have_attribute("data-level", str(level))
         shown[i].focus()
         bars = page.locator("#token-popover li")
-        wanted = [f"{share:.1f} %" for share in (100 * math.exp(one) for one in scored["top_logprobs"][i].values())]
-        likely = [one for one in wanted if float(one[:-2]) >= 0.2 and one != "100.0 %"]
+        shares = [100 * math.exp(one) for one in scored["top_logprobs"][i].values()]
+        likely = [f"{share:.1f}".removesuffix(".0") + "\N{NO-BREAK SPACE}%" for share in shares if share >= 0.2]
         assert [bar.inner_text().split("\n")[-1] for bar in bars.all()][: len(likely)] == likely
 
 
 def test_only_what_differs_is_sent(page: Page) -> None:
     assert set(generate(page)) == {"model", "prompt", "max_tokens", "seed", "logprobs", "stream", "stream_options"}
-    setting(page, "temperature").fill("0.25")
+    setting(page, "temperature").fill("0.125")  # finer than the slider
     setting(page, "stop").fill("zzz\\n\n\"'")
     setting(page, "ignore_eos").check()
     setting(page, "logit_bias").fill('{"0": -100}')
     setting(page, "seed").fill("7")
     body = generate(page)
-    assert (body["temperature"], body["stop"], body["seed"]) == (0.25, ["zzz\n", "\"'"], 7)
+    assert (body["temperature"], body["stop"], body["seed"]) == (0.125, ["zzz\n", "\"'"], 7)
     assert (body["ignore_eos"], body["logit_bias"]) == (True, {"0": -100})
     assert generate(page, "Regenerate")["seed"] == 8
     page.reload()
-    expect(setting(page, "temperature")).to_have_value("0.25")
+    expect(setting(page, "temperature")).to_have_value("0.125")
     part(page, "reset").click()
     assert set(generate(page)) == {"model", "prompt", "max_tokens", "seed", "logprobs", "stream", "stream_options"}
 
@@ -192,22 +131,24 @@ def test_it_says_when_to_try_again(page: Page) -> None:
 
 
 def test_a_stream_that_breaks_off_keeps_its_text(page: Page) -> None:
-    def break_off(route: Route) -> None:
-        scored = {
-            "tokens": ["so far"],
-            "token_logprobs": [-1.0],
-            "top_logprobs": [{"so far": -1.0}],
-            "text_offset": [0],
-        }
-        choice = {"index": 0, "text": "so far", "logprobs": scored, "finish_reason": None}
-        event = json.dumps({"choices": [choice], "usage": None})
-        route.fulfill(content_type="text/event-stream", body=f"data: {event}\n\n")
-
-    page.route("**/v1/completions", break_off)
+    stream(page, [completion("so far")], end="")
     page.get_by_role("button", name="Generate", exact=True).click()
     expect(part(page, "error")).to_have_text("the stream broke off before its end")
     expect(part(page, "text")).to_have_text("so far")
     expect(figure(page, "ending")).to_have_text("broke off")
+
+
+def test_an_event_that_is_none_of_the_api_breaks_one_answer_only(browser: Browser, url: str) -> None:
+    page = browser.new_context().new_page()  # unwatched: the page writes what it met to the console
+    page.goto(url)
+    stream(page, [completion("so far"), {"choices": 5}])
+    page.get_by_role("button", name="Generate", exact=True).click()
+    expect(part(page, "error")).to_contain_text("the answer cannot be read: ")
+    expect(part(page, "text")).to_have_text("so far")
+    page.unroute_all()
+    generate(page)
+    expect(part(page, "error")).to_be_hidden()
+    page.context.close()
 
 
 def test_every_character_and_every_token_finds_its_place(page: Page) -> None:
@@ -237,81 +178,6 @@ def cut(whole: str, rng: random.Random) -> Iterator[tuple[str, list[dict[str, st
         given, at = shown, end
 
 
-class _Stub(BaseHTTPRequestHandler):
-    """Keeps what it is sent."""
-
-    received: list[tuple[str, str | None, Any]]
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.received.append((self.path, self.headers["authorization"], body))
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Keep the test's output clean."""
-
-
-@pytest.fixture
-def stub() -> Iterator[tuple[str, list[tuple[str, str | None, Any]]]]:
-    received: list[tuple[str, str | None, Any]] = []
-    handler = type("Handler", (_Stub,), {"received": received})
-    with HTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", received
-        server.shutdown()
-        thread.join()
-
-
-def run_python(program: str) -> dict[str, Any]:
-    """What a program asks of the openai package."""
-    asked: dict[str, Any] = {}
-
-    def create(extra_body: dict[str, Any] | None = None, **fields: Any) -> list[Any]:
-        asked.update(fields | (extra_body or {}))
-        return []
-
-    package = types.ModuleType("openai")
-    completions = types.SimpleNamespace(create=create)
-    package.OpenAI = lambda **_: types.SimpleNamespace(completions=completions)  # type: ignore[attr-defined]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "openai", package)
-        exec(program, {})  # noqa: S102
-    return asked
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_snippets_send_the_same_whatever_is_in_the_prompt(
-    seed: int, page: Page, url: str, stub: tuple[str, list[tuple[str, str | None, Any]]]
-) -> None:
-    address, received = stub
-    rng = random.Random(seed)
-    page.locator("#prompt").fill("true" if seed == 0 else "".join(rng.choices(CHARACTERS, k=60)))
-    setting(page, "stop").fill("'\n$HOME\n\\n")
-    setting(page, "min_p").fill("0.05")
-    setting(page, "form").select_option("json_schema")
-    setting(page, "form-rule").fill('{"type": "string", "description": "it\'s"}')
-    setting(page, "max_tokens").fill("1")
-    sent = generate(page)
-    page.get_by_role("button", name="Copy as curl or Python").click()
-    command = page.locator("#as-curl").inner_text()
-    subprocess.run(["bash", "-c", command.replace(url, address)], check=True, capture_output=True)  # noqa: S607
-    assert received == [("/v1/completions", None, sent)]
-    assert run_python(page.locator("#as-python").text_content() or "") == sent
-
-
-@pytest.mark.refusals
-def test_snippets_name_the_key_and_do_not_tell_it(open_page: Callable[..., Page], guarded_url: str) -> None:
-    page = open_page(guarded_url)
-    page.get_by_label("API key").fill("correct-horse")
-    page.keyboard.press("Enter")
-    page.get_by_role("button", name="Copy as curl or Python").click()
-    expect(page.locator("#as-curl")).to_contain_text('-H "Authorization: Bearer $KVASIR_API_KEY"')
-    expect(page.locator("#as-python")).to_contain_text('api_key=os.environ["KVASIR_API_KEY"]')
-    assert "correct-horse" not in page.locator("#copy-dialog").inner_text()
-
-
 def test_tokens_are_read_with_the_keyboard(page: Page) -> None:
     page.locator("#prompt").focus()
     page.keyboard.press("Control+Enter")
@@ -330,24 +196,126 @@ def test_tokens_are_read_with_the_keyboard(page: Page) -> None:
     expect(part(page, "copy")).to_be_focused()
 
 
-def test_a_conversation_goes_on_from_what_was_edited(open_page: Callable[..., Page], chat_url: str) -> None:
-    page = open_page(chat_url)
+def test_the_popover_goes_wherever_the_focus_is(page: Page) -> None:
     setting(page, "max_tokens").fill("8")
-    page.get_by_label("System message").fill("Be brief.")
-    page.get_by_label("Your message").fill("def main():")
-    before = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def main():"}]
-    first = generate(page)
-    assert first["messages"] == before
-    again = generate(page, "Regenerate")
-    assert again["messages"] == before
-    assert again["seed"] != first["seed"]
-    part(page, "keep").click()
-    page.get_by_label("assistant", exact=True).fill("    pass")
-    page.get_by_label("Your message").fill("more")
-    after = [*before, {"role": "assistant", "content": "    pass"}, {"role": "user", "content": "more"}]
-    assert generate(page)["messages"] == after
+    generate(page)
+    page.locator("#prompt").focus()
+    part(page, "text").locator("span").nth(1).hover()
+    expect(page.get_by_role("tooltip")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("tooltip")).to_be_hidden()
+
+
+def test_the_focus_is_not_lost_to_a_button_that_goes(page: Page) -> None:
+    setting(page, "max_tokens").fill("8")
+    generate(page)
+    page.locator("#regenerate").focus()
+    for _ in range(2):
+        with page.expect_request("**/v1/completions"):
+            page.keyboard.press("Enter")
+        expect(page.locator("#stop")).to_be_disabled()
+        expect(page.locator("#regenerate")).to_be_focused()
+    part(page, "text").locator("span").first.focus()
+    with page.expect_request("**/v1/completions"):
+        page.keyboard.press("Control+Enter")
+    expect(page.locator("#stop")).to_be_disabled()
+    expect(page.locator("#generate")).to_be_focused()
+
+
+def test_alternatives_that_are_digits_stand_in_their_order(page: Page) -> None:
+    stream(page, [completion("8", -0.5, {"8": -0.5, "a": -1.5, "1": -2.5, "b": -3.5, "0": -4.5})])
+    page.get_by_role("button", name="Generate", exact=True).click()
+    part(page, "text").locator("span").hover()
+    expect(page.locator("#token-popover li code")).to_have_text(["8", "a", "1", "b", "0"])
+
+
+def test_nothing_in_a_text_acts_on_the_page(page: Page) -> None:
+    """Markup is text; marks that turn a text round are seen, and turn nothing else."""
+    bait = "<img src=x onerror=alert(1)>"
+    stream(page, [completion(text) for text in (bait, "one", "\u202etwo", "three", "👩\u200d💻")])
+    page.locator("#prompt").fill(f"{bait}\u202eprompt ")
+    page.get_by_role("button", name="Generate", exact=True).click()
+    shown = part(page, "text").locator("> span")
+    expect(shown).to_have_text([bait, "one", "\u202etwo", "three", "👩\u200d💻"], use_inner_text=False)
+    expect(part(page, "prompt")).to_have_text(f"{bait}\u202eprompt ")
+    assert page.locator("#playground img").count() == 0
+    assert [sign.get_attribute("data-sign") for sign in page.locator(".hidden-sign").all()] == ["U+202E", "U+202E"]
+    lefts = [box["x"] for span in shown.all()[1:4] if (box := span.bounding_box())]
+    assert lefts == sorted(lefts)
+    shown.nth(2).hover()
+    expect(page.locator("#token-popover li code").first).to_have_text("U+202Etwo")
+
+
+def test_the_end_of_the_text_is_seen_behind_a_long_prompt(page: Page) -> None:
+    setting(page, "max_tokens").fill("8")
+    page.locator("#prompt").fill("\n".join(f"x = {i}" for i in range(99)))
+    assert page.locator("#prompt").evaluate(
+        "box => box.clientHeight < innerHeight / 2 && box.scrollHeight > box.clientHeight"
+    )
+    generate(page)
+    assert part(page, "text").locator("..").evaluate("box => box.scrollHeight - box.clientHeight - box.scrollTop < 8")
+
+
+def test_it_says_that_it_waits(page: Page) -> None:
+    page.clock.install()
+    page.route("**/v1/completions", lambda _: None)  # never answered
+    page.get_by_role("button", name="Generate", exact=True).click()
+    page.clock.run_for(3000)
+    expect(page.get_by_text("waiting for the first token… 3 s")).to_be_visible()
+    page.get_by_role("button", name="Stop").click()
+    expect(part(page, "waiting")).to_be_empty()
+
+
+def test_a_browser_that_keeps_nothing_will_do(page: Page) -> None:
+    for place in ("localStorage", "sessionStorage"):
+        page.add_init_script(f"Object.defineProperty(window, '{place}', {{ get() {{ throw new Error('denied'); }} }})")
     page.reload()
-    expect(page.get_by_label("assistant", exact=True)).to_have_value("    pass")
+    generate(page)
+
+
+def test_what_cannot_be_used_of_what_was_kept_does_not_matter(page: Page) -> None:
+    for kept in (
+        "{",
+        "5",
+        '{"conversation": {"turns": 5}}',
+        '{"settings": [{"form": ["none", ""], "max_tokens": "5"}]}',
+        '{"settings": [{"max_tokens": "5000"}]}',
+        '{"settings": [{"max_tokens": "many"}], "chat": true}',
+    ):
+        page.evaluate("kept => localStorage.setItem('kvasir-playground-stdlib', kept)", kept)
+        page.reload()
+        expect(page.locator("#prompt")).to_have_value("def read_json(path):")
+        expect(setting(page, "max_tokens")).to_have_value("128")
+        expect(setting(page, "form")).to_have_value("any")
+
+
+def test_a_newcomer_is_told_what_is_served(page: Page) -> None:
+    expect(page.locator("#welcome")).to_contain_text(
+        "This is stdlib: 1.89M parameters in 4 layers, trained on 3.2M tokens of Python's standard library."
+    )
+    page.get_by_role("link", name="How it is built").click()
+    expect(page.locator("#model")).to_be_visible()
+
+
+def test_another_model_has_other_settings_and_examples(page: Page, url: str) -> None:
+    card = page.request.get(f"{url}/model").json()
+    card |= {"model": "other", "source": {"name": "other"}, "generation": {"temperature": 0.655}}
+    setting(page, "temperature").fill("0.5")
+    page.route("**/model", lambda route: route.fulfill(json=card))
+    page.reload()
+    expect(page.locator("#welcome")).to_contain_text("This is other: 1.89M parameters in 4 layers.")
+    expect(page.locator("#prompt")).to_have_value("Once upon a time")
+    expect(setting(page, "temperature")).to_have_value("0.655")
+    assert setting(page, "temperature").evaluate("input => input.checkValidity()")
+
+
+def test_shades_stay_where_colours_are_the_system_s(open_page: Callable[..., Page], url: str) -> None:
+    page = open_page(url, forced_colors="active")
+    colours = [
+        shade.evaluate("element => getComputedStyle(element).backgroundColor")
+        for shade in page.locator(".shades li").all()
+    ]
+    assert len(set(colours)) == len(LEVELS) + 1
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
