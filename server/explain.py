@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from model.bundle import ATTENTION_GRAPH_FILE, ModelBundle
 from model.config import DecoderConfig
+from server.detokenizer import token_name
 from server.engine.machine import usable_cpus
 from server.engine.sampling import Floats
-from server.engine.session import open_session
 from server.errors import ContextLengthError, InvalidRequestError, NotFoundError
 
 MAX_TOKENS = 512  # a head's map of n tokens has n² weights
@@ -35,7 +34,8 @@ class Explanation:
     """One text through the model.
 
     weights: by layer, float [n_head, n_tokens, n_tokens]: how much each token (a row, which sums to 1) takes from each
-    token up to itself (what comes later is exactly 0). next_tokens: the likeliest first.
+    token up to itself (what comes later is exactly 0). next_tokens: the likeliest first. Tokens that are no whole
+    characters are named by their bytes, as in completions.
     """
 
     token_ids: list[int]
@@ -67,6 +67,8 @@ class Explainer:
         if not path.is_file():
             mend = "export the model again" if bundle.manifest.device == "cpu" else "export the model for the CPU"
             raise NotFoundError(f"{bundle.path.name} has no {ATTENTION_GRAPH_FILE}; {mend}")
+        from server.engine.session import open_session  # noqa: PLC0415  imports ONNX Runtime
+
         self._bundle = bundle
         self._session = open_session(path, threads or usable_cpus(), spin_microseconds=0)
 
@@ -86,9 +88,9 @@ class Explainer:
         likeliest = np.argsort(-probabilities, kind="stable")[:top_k].tolist()
         return Explanation(
             token_ids,
-            [token_text(tokenizer, token_id) for token_id in token_ids],
+            [token_name(tokenizer, token_id) for token_id in token_ids],
             {layer: of_layer[0] for layer, of_layer in zip(layers, weights, strict=True)},
-            [NextToken(i, token_text(tokenizer, i), float(probabilities[i])) for i in likeliest],
+            [NextToken(i, token_name(tokenizer, i), float(probabilities[i])) for i in likeliest],
         )
 
     def _run(self, token_ids: list[int], layers: list[int]) -> list[Floats]:
@@ -105,20 +107,14 @@ class Explainer:
         return outputs
 
 
-def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """What a token adds to a text; its name in the vocabulary where it is a part of a character.
-
-    Asked after itself, because decoders drop the space before a first word.
-    """
-    alone, twice = (tokenizer.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
-    added = twice[len(alone) :]
-    name: str | None = tokenizer.id_to_token(token_id)
-    return name or "" if "\ufffd" in added or not added else added
+def most_tokens(config: DecoderConfig) -> int:
+    """How many tokens a text may have that is explained."""
+    return min(MAX_TOKENS, config.max_model_len)
 
 
 def check_length(n_tokens: int, config: DecoderConfig) -> None:
     """Raises InvalidRequestError for no token at all, ContextLengthError for more than can be explained."""
-    longest = min(MAX_TOKENS, config.max_model_len)
+    longest = most_tokens(config)
     if not n_tokens:
         raise InvalidRequestError("there is no token in the text; give at least one", param="text")
     if n_tokens > longest:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tokenizers import Tokenizer, decoders, models, normalizers, trainers
 from typer.testing import CliRunner
 
 from export.attention_graph import write_attention_graph
@@ -25,7 +24,7 @@ from model.decoder import Decoder
 from model.positions import Positions, rotate
 from model.tokenizer import train_tokenizer
 from server.errors import ContextLengthError, InvalidRequestError, NotFoundError
-from server.explain import Explainer, token_text
+from server.explain import Explainer
 from tests.random_models import make_config, make_decoder
 
 TEXT = "The studious student graduated with honors."
@@ -116,23 +115,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_tokens_of_any_tokenizer_spell_the_text() -> None:
-    """A decoder that drops the space before a first word, and characters in parts."""
-    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))  # noqa: S106  of a vocabulary
-    tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    parts = [f"<0x{i:02X}>" for i in range(256)]
-    tokenizer.train_from_iterator([" a bat sat"], trainers.BpeTrainer(vocab_size=280, special_tokens=["<unk>", *parts]))
-    ids = tokenizer.encode(" a bat sat☃").ids
-    texts = [token_text(tokenizer, token_id) for token_id in ids]
-    assert "".join(texts[:-3]) == " a bat sat"
-    assert texts[-3:] == ["<0xE2>", "<0x98>", "<0x83>"]
-    bytewise = train_tokenizer([], 257)
-    texts = [token_text(bytewise, token_id) for token_id in bytewise.encode("a\n b☃").ids]
-    assert texts[:4] == list("a\n b")
-    assert texts[4:] == ["â", "ĺ", "ĥ"]  # the bytes by their names in byte-level vocabularies
+def test_parts_of_characters_are_named_by_their_bytes(directory: Path) -> None:
+    explanation = Explainer(load_bundle(directory)).explain("a \u2603", [0], top_k=256)
+    assert explanation.tokens == ["a", " ", *(rf"bytes:\x{byte:x}" for byte in "\u2603".encode())]
+    assert {rf"bytes:\x{byte:x}" for byte in range(0x80, 0x100)} & {token.text for token in explanation.next_tokens}
 
 
 def test_texts_and_layers_that_cannot_be_explained(directory: Path, tmp_path: Path) -> None:

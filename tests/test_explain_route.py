@@ -17,6 +17,7 @@ import pytest
 
 from model.bundle import load_bundle
 from server.api.answers import Explanation
+from server.api.explain import MAX_WEIGHTS
 from server.app import create_app
 from server.engine.engine import Engine
 from server.explain import Explainer
@@ -48,6 +49,7 @@ async def test_the_numbers_are_the_explainers(directory: Path) -> None:
     async with explaining(directory) as client:
         some = await client.post("/explain", json={"text": TEXT, "layers": [1, 0, 1], "heads": [2, 0], "top_k": 3})
         usual = await client.post("/explain", json={"prompt": TEXT})
+        limits = (await client.get("/model")).json()["explain_limits"]
     Explanation.model_validate_json(some.content)
     answer = some.json()
     assert answer["tokens"] == expected.tokens
@@ -60,6 +62,7 @@ async def test_the_numbers_are_the_explainers(directory: Path) -> None:
     ]
     assert [(one["layer"], one["head"]) for one in usual.json()["attention"]] == [(0, head) for head in range(4)]
     assert len(usual.json()["next_tokens"]) == 10
+    assert limits == {"max_tokens": 64, "max_weights": MAX_WEIGHTS}
 
 
 @pytest.mark.parametrize(("body", "param", "message"), [

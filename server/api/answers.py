@@ -303,6 +303,11 @@ class KVCache(Answer):
     budget_tokens: Count = Field(description="How many tokens there is memory for.")
 
 
+class ExplainLimits(Answer):
+    max_tokens: Count = Field(description="Of a text.")
+    max_weights: Count = Field(description="Of an answer: heads of all layers, times tokens squared.")
+
+
 class ModelCard(Answer):
     model: str
     precision: str
@@ -313,6 +318,7 @@ class ModelCard(Answer):
     kv_cache: KVCache | None = Field(description="null until the model is loaded.")
     has_chat_template: bool
     has_attention: bool = Field(description="Whether `/explain` can answer.")
+    explain_limits: ExplainLimits = Field(description="What `/explain` refuses to exceed.")
     config: dict[str, Any] = Field(description="The decoder's shape: its config.json.")
     generation: dict[str, float] = Field(description="How the model advises to sample.")
     verification: dict[str, Any] = Field(description="What export measured: ONNX Runtime against PyTorch.")

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from time import sleep
-from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
@@ -21,9 +20,7 @@ from server.api.openai import check_model
 from server.api.responses import json_response, service_of, unless_disconnected
 from server.api.schemas import Body, Count, parse
 from server.errors import InvalidRequestError, OverloadedError
-
-if TYPE_CHECKING:
-    from server.explain import Explainer, Explanation
+from server.explain import Explainer, Explanation, check_index, check_length
 
 router = APIRouter()
 
@@ -87,8 +84,6 @@ class Explanations:
 
     def _explain(self, token_ids: list[int], layers: list[int], heads: list[int], top_k: int) -> bytes:
         if self._explainer is None:
-            from server.explain import Explainer  # noqa: PLC0415  imports ONNX Runtime
-
             self._explainer = Explainer(self._bundle, _THREADS)
         explanation = self._explainer.explain_tokens(token_ids, layers, top_k=top_k)
         return b"".join(_json(explanation, heads))
@@ -100,8 +95,6 @@ async def explain(request: Request) -> Response:
     body = parse(ExplainBody, await request.body())
     check_model(service, body.model)
     service.admission.check_open()
-    from server.explain import check_index, check_length  # noqa: PLC0415  imports ONNX Runtime
-
     config = service.bundle.config
     layers = sorted(set(body.layers))
     heads = sorted(set(range(config.n_head) if body.heads is None else body.heads))

@@ -9,8 +9,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from model.bundle import ATTENTION_GRAPH_FILE
+from server.api.explain import MAX_WEIGHTS
 from server.api.openai import check_model
 from server.api.responses import service_of
+from server.explain import most_tokens
 from server.service import Service
 
 router = APIRouter()
@@ -42,6 +44,7 @@ def model_card(request: Request) -> dict[str, Any]:
         "kv_cache": _kv_cache(service),
         "has_chat_template": service.chat is not None,
         "has_attention": ATTENTION_GRAPH_FILE in manifest.files,
+        "explain_limits": {"max_tokens": most_tokens(bundle.config), "max_weights": MAX_WEIGHTS},
         "config": asdict(bundle.config),
         "generation": bundle.generation.given(),
         "verification": manifest.verification.model_dump(),
