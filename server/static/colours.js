@@ -8,6 +8,7 @@ const DARK = [[0.26, 0.014, 80], [0.605, 0.13, 58], [0.95, 0.085, 95]];
 /** The colours of base.css as the theme has them now, for a canvas. */
 export function themeColours() {
   const probe = document.body.appendChild(document.createElement("i"));
+  probe.style.forcedColorAdjust = "none";
   const resolve = (name) => {
     probe.style.color = `var(--${name})`;
     return [name, getComputedStyle(probe).color];

@@ -4,7 +4,6 @@ import { postJson } from "./api.js";
 import { pause } from "./pause.js";
 import { flatten } from "./weights.js";
 
-const MAX_WEIGHTS = 2 ** 20; // the server's limit for one answer
 const MAX_KEPT = 2 ** 24; // weights that the page keeps, 4 bytes each
 const TOP_K = 10;
 const TRIES = 5;
@@ -41,18 +40,18 @@ export async function read(text, layer, head, options) {
   return new Reading(text, await explain({ text, layers: [layer], heads: [head], top_k: TOP_K }, options));
 }
 
-/** Get the heads of layers that have not come yet, in answers within the server's limit; `onarrival` after each. */
+/** Get the heads of layers that have not come yet, in answers within the server's limits; `onarrival` after each. */
 export async function complete(reading, layers, heads, options, onarrival) {
   const lacking = layers.filter((layer) => heads.some((head) => !reading.weights(layer, head)));
-  for (const wish of pieces(lacking, heads, reading.n)) {
+  for (const wish of pieces(lacking, heads, options.limits.max_weights / reading.n ** 2)) {
     reading.keep((await explain({ text: reading.text, top_k: 0, ...wish }, options)).attention);
     onarrival();
   }
 }
 
-function* pieces(layers, heads, n) {
-  const room = Math.floor(MAX_WEIGHTS / n ** 2);
-  const [nLayers, nHeads] = [Math.max(1, Math.floor(room / heads.length)), Math.min(room, heads.length)];
+/** Layers and heads in pieces of at most so many maps. */
+function* pieces(layers, heads, room) {
+  const [nLayers, nHeads] = [Math.max(1, Math.floor(room / heads.length)), Math.min(Math.floor(room), heads.length)];
   for (let i = 0; i < layers.length; i += nLayers) {
     for (let j = 0; j < heads.length; j += nHeads) {
       yield { layers: layers.slice(i, i + nLayers), heads: heads.slice(j, j + nHeads) };

@@ -9,7 +9,6 @@ import { Heads } from "./heads.js";
 import { showNextTokens } from "./next_tokens.js";
 import { windowOf } from "./weights.js";
 
-const LONGEST = 512; // tokens that the server explains
 const MOST_OVERVIEWED = 2 ** 22; // weights of all heads, which come in four answers
 
 let card;
@@ -19,7 +18,9 @@ let overview;
 let palette;
 let wanted = null; // {text, ids}: what is to be shown; ids, where the text was put together from tokens
 let reading = null; // what is shown
-let place = { layer: 0, head: 0 };
+let place = { layer: 0, head: 0 }; // what is chosen
+let shownPlace = place; // what is drawn
+let refused = null; // what a new key may show
 let job = null; // only the last question is answered
 
 export function start(modelCard) {
@@ -27,7 +28,7 @@ export function start(modelCard) {
   if (!card.has_attention) return sayMissing();
   view = new HeadView();
   ofLayer = new Heads(byId("heads"), "head-of-layer", card.config.n_head > 12 ? 60 : 92, choose);
-  overview = new Heads(byId("overview"), "head-of-all", 26, choose);
+  overview = new Heads(byId("overview"), "head-of-all", card.config.n_head > 12 ? 26 : 44, choose);
   overview.lay(range(card.config.n_layer), range(card.config.n_head), false);
   fillSelect("layer", card.config.n_layer);
   fillSelect("head", card.config.n_head);
@@ -42,6 +43,7 @@ export function start(modelCard) {
   byId("lifted").addEventListener("change", colour);
   byId("overview-details").addEventListener("toggle", load);
   window.addEventListener("kvasir:theme", colour);
+  window.addEventListener("kvasir:new-key", askAgain);
 }
 
 /** The view has come: the text that stands in it is explained at once. */
@@ -74,6 +76,12 @@ function explain(wish) {
   load();
 }
 
+function askAgain() {
+  if (!refused) return;
+  ({ wanted, place } = refused);
+  load();
+}
+
 function append(token) {
   byId("explain-text").value = reading.text + token.text;
   explain({ text: byId("explain-text").value, ids: [...reading.ids, token.token_id] });
@@ -90,10 +98,11 @@ async function load() {
   job?.abort();
   const mine = new AbortController();
   job = mine;
+  refused = null;
   byId("explain-error").hidden = true;
   byId("explained").setAttribute("aria-busy", "true");
   try {
-    await fetchLacking({ signal: mine.signal, onwait: sayWaiting });
+    await fetchLacking({ signal: mine.signal, onwait: sayWaiting, limits: card.explain_limits });
   } catch (error) {
     if (!mine.signal.aborted) fail(error);
   }
@@ -117,9 +126,13 @@ async function fetchLacking(options) {
     : "A row for each layer. The text is too long to get all at once: a layer is drawn when you have been there.";
 }
 
+/** What was there before stays, and is what is chosen again. */
 function fail(error) {
+  if (error.status === 401) refused = { wanted, place };
   wanted = reading && { text: reading.text };
+  place = shownPlace;
   showStatus();
+  draw();
   byId("explain-error").hidden = false;
   byId("explain-error").textContent = error.message;
 }
@@ -129,7 +142,7 @@ function sayWaiting(error) {
 }
 
 function showStatus() {
-  const most = Math.min(LONGEST, card.max_model_len);
+  const { max_tokens: most } = card.explain_limits;
   byId("explain-status").textContent = reading ? `${reading.n} tokens, of at most ${most}` : "";
 }
 
@@ -164,6 +177,7 @@ function draw() {
     heads.draw(reading, windows, palette, colours);
   }
   if (!reading.weights(layer, head)) return; // what was there stays, dimmed, until it comes
+  shownPlace = place;
   view.show(reading, layer, head, windows(layer), palette);
   showFormula(card, layer, head, reading.n);
 }

@@ -16,7 +16,8 @@ export const formatCompact = (value) => compact.format(value);
 export const formatRough = (value) => (value < 1000 ? rough : exact).format(value < 1000 ? value : Math.round(value));
 
 /** 0.9765625 → "97.7 %", and "< 0.1 %" for what is more than nothing; all with no-break spaces */
-export const formatShare = (value) => `${value > 0 && value < 0.001 ? "<\u00a00.1" : tenths.format(100 * value)}\u00a0%`;
+export const formatShare = (value) =>
+  value > 0 && value < 0.001 ? "<\u00a00.1\u00a0%" : `${tenths.format(100 * value)}\u00a0%`;
 
 /** 0.00123 → "1.23 ms" */
 export const formatSeconds = (value) => (value < 1 ? `${rough.format(value * 1000)} ms` : `${rough.format(value)} s`);

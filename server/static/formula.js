@@ -14,14 +14,15 @@ const UNROTATED = {
 export function showFormula(card, layer, head, n) {
   const { config } = card;
   const facts = { layer, head, n, window: windowOf(config, layer), rotates: rotates(config, layer) };
-  const biased = ["alibi", "relative"].includes(config.position);
-  for (const element of document.querySelectorAll(".with-bias")) element.toggleAttribute("hidden", !biased);
-  for (const element of document.querySelectorAll(".with-cap")) {
-    element.toggleAttribute("hidden", config.attention_softcap === null);
+  const [biased, capped] = [["alibi", "relative"].includes(config.position), config.attention_softcap !== null];
+  const isUsual = !biased && !capped && config.attention_scale === null;
+  const shown = { "#formula-usual": isUsual, "#formula-general": !isUsual, ".with-bias": biased, ".with-cap": capped };
+  for (const [selector, is] of Object.entries(shown)) {
+    for (const element of document.querySelectorAll(selector)) element.toggleAttribute("hidden", !is);
   }
-  const texts = { ...shapes(config, n), ...words(config, facts) };
+  const texts = { ...shapes(config, n), ...words(config, facts), ...scale(config, isUsual) };
   for (const [id, text] of Object.entries(texts)) byId(id).textContent = text;
-  byId("formula-note").textContent = `${usual(config, biased)} ${precision(card)}`;
+  byId("formula-note").textContent = `${exported(isUsual)} ${precision(card)}`;
 }
 
 function shapes({ d_model, head_dim }, n) {
@@ -42,7 +43,6 @@ function words(config, { layer, head, window, rotates }) {
     "formula-head": head,
     "about-q": about.join(" "),
     "about-k": sharing(config, head),
-    "about-s": scale(config),
     "about-c": `A soft cap: it keeps scores between −${cap} and ${cap}.`,
     "about-b": bias(config),
     "about-m": window === null ? "" : `In this layer a token sees ${window} tokens, itself the last.`,
@@ -72,11 +72,18 @@ function sharing({ n_head: nHead, n_kv_head: nSets }, head) {
   return `${nHead} heads share ${nSets} sets of keys, ${group} heads each: ${which}.`;
 }
 
-function scale({ attention_scale: own, head_dim: width }) {
-  const what = own === null
-    ? `The scale 1/√d = 1/√${width} ≈ ${(width ** -0.5).toPrecision(4)}, or scores would grow with a head's width d.`
-    : `The scale, ${own}: this model's own, in place of 1/√d.`;
-  return `${what} In the exported graph it is part of the weights that make Q.`;
+function scale({ attention_scale: own, head_dim: width }, isUsual) {
+  const usual = (width ** -0.5).toPrecision(4);
+  if (isUsual) return {
+    "symbol-s": "d",
+    "about-s": `A head's width, ${width}: scores would grow with it, but for 1/√d = 1/√${width} ≈ ${usual}.`,
+  };
+  return {
+    "symbol-s": "s",
+    "about-s": own === null
+      ? `The scale 1/√d = 1/√${width} ≈ ${usual}, or scores would grow with a head's width d.`
+      : `The scale, ${own}: this model's own, in place of 1/√d.`,
+  };
 }
 
 function bias({ position, relative_buckets }) {
@@ -85,9 +92,10 @@ function bias({ position, relative_buckets }) {
     : `A learned number for each head and each of ${relative_buckets} ranges of distance, the same in all layers.`;
 }
 
-function usual({ attention_scale, attention_softcap }, biased) {
-  if (biased || attention_softcap !== null || attention_scale !== null) return "";
-  return "The same as softmax((QKᵀ + M)/√d)V: a mask of 0 and −∞ stays what it is when it is divided.";
+function exported(isUsual) {
+  return isUsual
+    ? "In the exported graph 1/√d is part of the weights that make Q: the same, for 0 and −∞ stay what they are."
+    : "In the exported graph s is part of the weights that make Q.";
 }
 
 function precision({ precision: name }) {

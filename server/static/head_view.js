@@ -13,8 +13,11 @@ const TOLERANCE = 1e-4; // of a sum of 32-bit numbers
 export class HeadView {
   constructor() {
     this.map = new HeatMap(byId("map"));
-    const [pin, hover] = [(query) => this.pin(query), (query) => this.hover(query)];
-    this.strip = new TokenStrip(byId("strip"), pin, hover);
+    const pin = (query) => {
+      this.pin(query);
+      this.map.reveal(query);
+    };
+    this.strip = new TokenStrip(byId("strip"), pin, (query) => this.hover(query));
     listen(this.map, (cell, byKeyboard) => this.point(cell, byKeyboard), pin);
     byId("row-details").addEventListener("toggle", () => this.fillTable());
     const zoom = byId("zoom");
@@ -28,6 +31,7 @@ export class HeadView {
     Object.assign(this, { reading, window, palette, weights: reading.weights(layer, head) });
     if (isNew) this.begin(reading);
     this.map.show({ tokens: reading.tokens, weights: this.weights, window, palette });
+    if (isNew) this.map.reveal(this.pinned);
     byId("map").setAttribute("aria-label", `Attention weights of layer ${layer}, head ${head}`);
     drawLegend(palette);
     this.showContract();

@@ -27,7 +27,7 @@ export class Heads {
     const value = `${layer}.${head}`;
     return make("label", { class: "head", title: label },
       make("input", { type: "radio", name: this.name, "aria-label": label, value, onchange: choose }),
-      make("canvas", { "aria-hidden": "true" }),
+      make("canvas", { "aria-hidden": "true", width: this.side, height: this.side }),
       ...(titled ? [make("span", {}, `${head}`)] : []));
   }
 

@@ -5,8 +5,8 @@ import { themeColours } from "./colours.js";
 import { visible } from "./token_text.js";
 import { hatching, sharpen, weightImage } from "./weight_image.js";
 
-export const CELL = { least: 2, most: 48, fitted: [13, 34] }; // CSS pixels
-const LINE = 13; // between labels that are not to touch
+export const CELL = { least: 2, most: 48, fitted: [12, 34] }; // CSS pixels
+const LINE = 12; // between labels that are not to touch
 const LABEL = { least: 34, most: 104 };
 const LONGEST = 14; // characters of a label; the readout has all
 
@@ -76,12 +76,12 @@ export class HeatMap {
     return query < this.n && key < this.n ? { query, key } : null;
   }
 
-  /** Scroll as little as it takes to see a cell. */
-  reveal({ query, key }) {
+  /** Scroll as little as it takes to see a row or, with a key, a cell. */
+  reveal(query, key = null) {
     const { scroller, size, margin } = this;
-    const into = (at, scrolled, room) => Math.min(at * size, Math.max(scrolled, (at + 1) * size - (room - margin)));
+    const into = (at, scrolled, room) => Math.min(at * size, Math.max(scrolled, (at + 1) * size + 1 - (room - margin)));
     scroller.scrollTop = into(query, scroller.scrollTop, scroller.clientHeight);
-    scroller.scrollLeft = into(key, scroller.scrollLeft, scroller.clientWidth);
+    if (key !== null) scroller.scrollLeft = into(key, scroller.scrollLeft, scroller.clientWidth);
   }
 
   draw() {

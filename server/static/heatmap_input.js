@@ -45,6 +45,6 @@ function moveCursor(map, name) {
   const [query, key] = cursor ? MOVES[name](cursor) : [pinned, pinned];
   const within = (index) => Math.min(map.n - 1, Math.max(0, index));
   map.cursor = { query: within(query), key: within(key) };
-  map.reveal(map.cursor);
+  map.reveal(map.cursor.query, map.cursor.key);
   return map.cursor;
 }

@@ -2,6 +2,7 @@
 
 import { stepsOf } from "./anatomy.js";
 import { drawArchitecture } from "./architecture.js";
+import { copyText } from "./copying.js";
 import { byId, make } from "./dom.js";
 import { formatBytes, formatCompact, formatCount, formatShare } from "./format.js";
 import { parametersOf } from "./parameters.js";
@@ -126,11 +127,5 @@ function showPairs(id, pairs, none) {
 }
 
 async function copyHashes() {
-  try {
-    await navigator.clipboard.writeText(`${byId("hashes").textContent}\n`);
-    byId("hashes-copied").textContent = "Copied.";
-  } catch { // only pages of localhost and of HTTPS may write to the clipboard
-    getSelection().selectAllChildren(byId("hashes"));
-    byId("hashes-copied").textContent = "Selected: press Ctrl+C.";
-  }
+  byId("hashes-copied").textContent = await copyText(byId("hashes"));
 }

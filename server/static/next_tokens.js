@@ -4,6 +4,8 @@ import { make } from "./dom.js";
 import { formatShare } from "./format.js";
 import { visible } from "./token_text.js";
 
+const isPart = (token) => /^bytes:.*\\x[0-9a-f]{2}/.test(token.text); // of a character, so it makes no text alone
+
 /** Show the distribution, and what is left for all others. Buttons stay where they are: the keyboard can go on. */
 export function showNextTokens(list, rest, nextTokens, onchoose) {
   nextTokens.forEach((token, i) => {
@@ -13,7 +15,9 @@ export function showNextTokens(list, rest, nextTokens, onchoose) {
     share.textContent = formatShare(token.probability);
     bar.style.width = `${100 * token.probability}%`;
     button.title = `token ${token.token_id}, probability ${token.probability}`;
-    button.onclick = () => onchoose(token);
+    if (isPart(token)) button.title += "; a part of a character cannot be appended";
+    button.setAttribute("aria-disabled", isPart(token));
+    button.onclick = () => isPart(token) || onchoose(token);
   });
   while (list.children.length > nextTokens.length) list.lastElementChild.remove();
   rest.textContent = formatShare(Math.max(0, 1 - nextTokens.reduce((sum, token) => sum + token.probability, 0)));

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, Route, expect
 
+from tests.browser.conftest import KEY
+
 TEXT = "The studious student graduated with honors."
 MAP, WEIGHT = "#map", "#weight"
 READ_CELLS = "rows => rows.map(row => [...row.cells].map(cell => cell.innerText))"
@@ -146,6 +148,62 @@ def test_only_the_last_question_is_answered(explorer: Page) -> None:
     expect(explorer.locator("#heads-layer")).to_have_text("3")
 
 
+def test_parts_of_characters_are_bytes_and_not_text(explorer: Page) -> None:
+    text = explorer.get_by_label("Text for the model to read")
+    text.fill("# caf\u00e9")
+    explorer.keyboard.press("Control+Enter")
+    settled(explorer)
+    assert explorer.locator("#strip button").all_inner_texts()[-2:] == ["bytes:\\xc3", "bytes:\\xa9"]
+
+    def as_if_likely(route: Route) -> None:
+        answer = route.fetch().json()
+        for likeliest in answer["next_tokens"][:1]:
+            likeliest["text"] = "bytes:\\xc3"
+        route.fulfill(json=answer)
+
+    explorer.route("**/explain", as_if_likely)
+    text.fill("# caf")
+    explorer.keyboard.press("Control+Enter")
+    first, second = (explorer.locator("#next-tokens button").nth(place) for place in range(2))
+    expect(first).to_have_attribute("aria-disabled", "true")
+    first.click(force=True)
+    expect(text).to_have_value("# caf")
+    second.click()
+    expect(text).not_to_have_value("# caf")
+    assert text.input_value().startswith("# caf")
+    settled(explorer)
+
+
+@pytest.mark.parametrize("n", [40, 43, 47, 60])
+def test_the_last_row_of_a_new_text_is_seen_whole(explorer: Page, n: int) -> None:
+    explorer.get_by_label("Text for the model to read").fill(" a" * n)
+    explorer.keyboard.press("Control+Enter")
+    expect(explorer.locator("#strip button")).to_have_count(n)
+    assert explorer.locator(MAP).evaluate("map => map.scrollHeight - map.clientHeight - map.scrollTop") < 1
+
+
+@pytest.mark.refusals
+def test_what_is_chosen_is_what_is_shown_also_where_the_key_is_refused(open_page: Any, guarded_url: str) -> None:
+    page = open_page(guarded_url)
+    page.get_by_label("API key").fill(KEY)
+    page.keyboard.press("Enter")
+    page.locator("header a[href='#attention']").click()
+    settled(page)
+    layer, shown = page.get_by_label("Layer", exact=True), page.locator(MAP)
+    page.route("**/explain", lambda route: route.fulfill(status=401, json={"error": {"message": "no valid API key"}}))
+    layer.select_option("2")
+    expect(page.locator("#explain-error")).to_have_text("no valid API key")
+    expect(layer).to_have_value("0")
+    expect(page.locator("#heads-layer")).to_have_text("0")
+    expect(shown).to_have_attribute("aria-label", "Attention weights of layer 0, head 0")
+    page.unroute("**/explain")
+    page.get_by_label("API key").fill(KEY)
+    page.keyboard.press("Enter")
+    expect(shown).to_have_attribute("aria-label", "Attention weights of layer 2, head 0")
+    expect(layer).to_have_value("2")
+    expect(page.locator("#explain-error")).to_be_hidden()
+
+
 @pytest.mark.refusals
 def test_a_refusal_is_told_and_one_for_now_is_tried_again(explorer: Page) -> None:
     text, submit = explorer.get_by_label("Text for the model to read"), explorer.get_by_role("button", name="Explain")
@@ -206,6 +264,7 @@ def test_weights_that_break_the_promise_are_told(page: Page) -> None:
     expect(explorer.locator("#contract.error")).to_contain_text("outside the window")
     assert [one is None for one in shown_weights(explorer)] == [True] * 15 + [False] * 3
     expect(explorer.locator("#about-m")).to_have_text("In this layer a token sees 3 tokens, itself the last.")
+    expect(explorer.locator("#formula-usual")).to_be_hidden()
     expect(explorer.locator(".formula .with-cap").first).to_be_visible()
     expect(explorer.locator(".formula .with-bias")).to_be_hidden()
     explorer.get_by_label("Layer", exact=True).select_option("1")
