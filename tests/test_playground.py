@@ -15,6 +15,7 @@ from tests.serving import VOCAB_SIZE, fake_app
 
 FILES = sorted(path.name for path in STATIC.iterdir())
 LOADED = re.compile(r"""(?<!<a )(?:src|href)="([^#"]+)"|from "\./([^"]+)";""")
+PRELOADED = re.compile(r'<link rel="modulepreload" href="static/([^"]+)">')
 LINKED = re.compile(r'<a href="([^#"]+)"')
 INLINE = re.compile(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=|javascript:")
 
@@ -75,6 +76,13 @@ async def test_links_lead_to_routes() -> None:
 
 
 def test_no_file_is_forgotten() -> None:
-    texts = "".join((STATIC / name).read_text(encoding="utf-8") for name in FILES)
+    """What is only loaded ahead is not used."""
+    texts = "".join(PRELOADED.sub("", (STATIC / name).read_text(encoding="utf-8")) for name in FILES)
     named = {(in_html or in_js).removeprefix("static/") for in_html, in_js in LOADED.findall(texts)}
     assert named | {"index.html"} == set(FILES)
+
+
+def test_all_modules_are_loaded_at_once() -> None:
+    """Not import by import: each costs a way to the server and back."""
+    preloaded = PRELOADED.findall((STATIC / "index.html").read_text(encoding="utf-8"))
+    assert sorted([*preloaded, "app.js"]) == [name for name in FILES if name.endswith(".js")]
