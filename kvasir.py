@@ -1,9 +1,17 @@
-"""The command. Its parts, in the order in which a model goes through them, are in `commands`; train is in `model`."""
+"""The command. Its parts, in the order in which a model goes through them, are in `commands`."""
+
+# ruff: noqa: E402  a signal comes before the imports
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Annotated
+
+# Ctrl-C while the rest is imported ends the process as a signal does, rather than with a traceback.
+_on_interrupt = signal.getsignal(signal.SIGINT)
+if _on_interrupt is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import typer
 
@@ -14,7 +22,9 @@ from commands.generate import generate
 from commands.group import CommandGroup
 from commands.import_ import import_
 from commands.serve import serve
-from model.train import train
+from commands.train import train
+
+signal.signal(signal.SIGINT, _on_interrupt)
 
 _Part = tuple[Callable[..., None], str]  # a command, and an example of it
 _PARTS: dict[str, dict[str, _Part]] = {

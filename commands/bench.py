@@ -10,10 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from commands.export import complete_precision
-from commands.output import Json, fail, show
-from commands.progress import ProgressBar
+from commands.output import Json, complete_preset, fail, show
+from commands.progress import ProgressBar, loading
 from model.bundle import PRECISIONS, Device
-from model.train import complete_preset
 
 _RANDOM_MODELS = Path("artifacts/bench")
 
@@ -25,7 +24,7 @@ def bench_model(
     as_json: Json = False,
 ) -> None:
     """Write a model directory with random weights, for measuring; kept while the exporter stays as it is."""
-    with ProgressBar.loading("PyTorch", quiet=as_json):
+    with loading("PyTorch", quiet=as_json):
         from export.verify import VerificationError
         from loadtest.random_model import make_random_model
         from model.config import ConfigError
@@ -52,7 +51,7 @@ def bench_engine(
     as_json: Json = False,
 ) -> None:
     """Measure the engine in this process, without HTTP."""
-    with ProgressBar.loading("PyTorch", quiet=as_json):
+    with loading("PyTorch", quiet=as_json):
         from export.verify import VerificationError
         from loadtest.bench_engine import bench_engine as measure
 

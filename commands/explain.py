@@ -9,20 +9,26 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from commands.output import Json, fail, show
+from commands.output import Json, check_text, fail, show
 from commands.progress import ProgressBar
 
 if TYPE_CHECKING:
     from server.explain import Explanation
 
 
+def _check_picture(out: Path | None) -> Path | None:
+    if out is not None and out.suffix.lower() != ".png":
+        raise typer.BadParameter(f"{str(out)!r} does not end in .png, which is what can be drawn")
+    return out
+
+
 def explain(
     directory: Annotated[Path, typer.Argument(help="A model directory.")],
-    text: Annotated[str, typer.Argument(help="What the model is to read.")],
+    text: Annotated[str, typer.Argument(callback=check_text, help="What the model is to read.")],
     layer: Annotated[int, typer.Option(min=0, help="Which layer's attention.")] = 0,
     head: Annotated[int | None, typer.Option(min=0, help="Which of its heads. Default: all, side by side.")] = None,
     top_k: Annotated[int, typer.Option(min=1, help="How many of the likeliest next tokens.")] = 10,
-    out: Annotated[Path | None, typer.Option(help="Draw the weights: a PNG.")] = None,
+    out: Annotated[Path | None, typer.Option(callback=_check_picture, help="Draw the weights: a PNG.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show what the exported model attends to in a text, and what it would say next."""

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commands.output import Json, fail, mebibytes, peak_memory, show
-from commands.progress import ProgressBar
+from commands.progress import ProgressBar, loading
 from model.bundle import PRECISIONS, Device, GenerationDefaults, Verification
 
 
@@ -45,7 +45,7 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Export a checkpoint to a model directory, and prove that it computes what PyTorch does."""
-    with ProgressBar.loading("PyTorch", quiet=as_json):
+    with loading("PyTorch", quiet=as_json):
         from export.directory import export_checkpoint
         from export.verify import VerificationError
         from model.checkpoint import CheckpointError
@@ -92,7 +92,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Check a model directory's hashes, and measure it against PyTorch again."""
-    with ProgressBar.loading("PyTorch", quiet=as_json):
+    with loading("PyTorch", quiet=as_json):
         from export.directory import SourceMismatchError, verify_directory
         from export.verify import VerificationError
         from model.bundle import BundleError

@@ -8,13 +8,13 @@ from typing import Annotated
 
 import typer
 
-from commands.output import Json, fail, show
+from commands.output import Json, check_text, fail, show
 from commands.progress import ProgressBar
 
 
 def generate(
     directory: Annotated[Path, typer.Argument(help="A model directory.")],
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    prompt: Annotated[str, typer.Argument(callback=check_text, help="The text to continue.")],
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of the completion.")] = 128,
     temperature: Annotated[float | None, typer.Option(min=0.0, max=100.0, help="0: the likeliest token.")] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="Draw from so many; 0: from all.")] = None,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
+
+from model.file_errors import in_words
 
 # What is missing where only a part of Kvasir is installed, and the extra that brings it.
 _EXTRAS = {"onnxruntime": "cpu", "tensorboard": "tensorboard"} | dict.fromkeys(
@@ -36,6 +40,10 @@ class CommandGroup(TyperGroup):
             code = error.exit_code
         except ModuleNotFoundError as error:
             typer.echo(f"kvasir: {_missing(error)}", err=True)
+            code = 1
+        except OSError as error:
+            typer.echo(f"kvasir: {'' if error.filename else 'standard output: '}{in_words(error)}", err=True)
+            sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for what is still to be written
             code = 1
         if standalone:
             sys.exit(code)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from commands.output import Json, fail, figures, mebibytes, peak_memory, show
-from commands.progress import ProgressBar
+from commands.progress import ProgressBar, loading
 
 
 def import_(
@@ -21,7 +21,7 @@ def import_(
     as_json: Json = False,
 ) -> None:
     """Make a checkpoint directory of a Hugging Face checkpoint."""
-    with ProgressBar.loading("PyTorch", quiet=as_json):
+    with loading("PyTorch", quiet=as_json):
         from model.huggingface import HuggingFaceError, import_checkpoint
 
     started = time.monotonic()

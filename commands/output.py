@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -12,19 +13,39 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from model.config import PRESETS
+from model.file_errors import in_words
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+
+
+def check_text(text: str) -> str:
+    """For an argument that is read, rather than a path: the shell passes any bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter(f"{text!r} is not UTF-8 text") from None
+    return text
 
 
 def fail(error: object) -> NoReturn:
     """End with one line on standard error."""
-    typer.echo(f"kvasir: {error}", err=True)
+    typer.echo(f"kvasir: {in_words(error)}", err=True)
     raise typer.Exit(1)
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Where tables go; brackets are no markup. Without any escape code where colours are not wanted."""
-    made = Console(stderr=stderr, markup=False)
-    return Console(stderr=stderr, markup=False, color_system=None) if made.no_color else made
+def console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """Where tables and lines go: brackets are no markup, and numbers have no colours of their own. Without any escape
+    code where colours are not wanted.
+    """
+    make = partial(Console, stderr=stderr, quiet=quiet, markup=False, highlight=False)
+    made = make()
+    return make(color_system=None) if made.no_color else made
+
+
+def complete_preset(incomplete: str) -> list[str]:
+    """The names that the shell offers."""
+    return [name for name in PRESETS if name.startswith(incomplete)]
 
 
 def show(as_json: bool, values: Mapping[str, Any], *parts: RenderableType) -> None:

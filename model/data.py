@@ -231,7 +231,7 @@ def write_shards(
     part.mkdir(parents=True)
     try:
         for name, array in files.items():
-            array.tofile(part / name)
+            (part / name).write_bytes(np.ascontiguousarray(array).data)  # tofile loses the last of it on a full disk
         (part / "data.json").write_text(json.dumps(description) + "\n", encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         part.rename(folder)

@@ -64,7 +64,7 @@ class Processes:
         """Raises DistributedError where there is nobody to share with."""
         if shard and self.control is None:
             raise DistributedError(
-                "--shard spreads a decoder over processes; start with: torchrun --nproc-per-node N -m model.train …"
+                "--shard spreads a decoder over processes; start with: torchrun --nproc-per-node N -m commands.train …"
             )
 
     def share(self, batch_size: int) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 from tokenizers import Tokenizer
 
 from model.bundle import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE
@@ -47,21 +48,22 @@ class CorpusSettings:
 
 
 class ProgressBar:
-    """Loss, tokens per second, model FLOPs utilisation and time left while training; above the bar, evaluations and
-    samples.
+    """Loss, tokens per second, model FLOPs utilisation and time left while training, on `bars` if that is a terminal;
+    evaluations and samples on `lines`.
     """
 
-    def __init__(self, console: Console, completed: int, steps: int) -> None:
-        self._console = console
+    def __init__(self, lines: Console, bars: Console, completed: int, steps: int) -> None:
+        self._lines = lines
         self._bar = Progress(
-            TextColumn("[bold]training"),
+            TextColumn("training", style="bold"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("loss {task.fields[loss]:.3f} · {task.fields[speed]:,.0f} tokens/s ·"),
             TextColumn("MFU {task.fields[mfu]:.1%} ·"),
             TimeRemainingColumn(elapsed_when_finished=True),
-            console=console,
-            disable=not console.is_terminal,
+            console=bars,
+            redirect_stdout=lines.is_terminal,  # there lines are printed above the bar
+            disable=bars.quiet or not bars.file.isatty(),
         )
         self._task = self._bar.add_task("training", total=steps, completed=completed, loss=0.0, speed=0.0, mfu=0.0)
 
@@ -76,9 +78,9 @@ class ProgressBar:
         self._bar.update(self._task, completed=step, loss=loss, speed=tokens_per_second, mfu=mfu)
 
     def evaluated(self, step: int, held_out_loss: float, prompt: str, sample: str) -> None:
-        self._console.print(f"[bold]step {step}[/bold]  held-out loss {held_out_loss:.4f}")
+        self._lines.print(Text.assemble((f"step {step}", "bold"), f"  held-out loss {held_out_loss:.4f}"))
         if sample:
-            self._console.print(f"{prompt!r} … {sample!r}", style="dim", markup=False, highlight=False)
+            self._lines.print(f"{prompt!r} … {sample!r}", style="dim", soft_wrap=not self._lines.is_terminal)
 
 
 def prepare_run(
@@ -86,7 +88,7 @@ def prepare_run(
     corpus: CorpusSettings,
     config: DecoderConfig,
     settings: TrainSettings,
-    console: Console,
+    lines: Console,
     init: Checkpoint | None = None,
 ) -> None:
     """Write what a run starts from: token shards, and a checkpoint of step 0 with tokenizer and weights.
@@ -105,7 +107,7 @@ def prepare_run(
         )
     extra_files = _extra_files(corpus, init)
     documents = _read_documents(corpus, extra_files, settings.seed)
-    console.print(_describe(documents))
+    lines.print(_describe(documents), soft_wrap=True)
     tokenizer = init.tokenizer if init is not None else _make_tokenizer(corpus, documents, config.vocab_size)
     if init is None:
         end = tokenizer.token_to_id(END_OF_TEXT)
@@ -122,7 +124,7 @@ def prepare_run(
         data = write_tokens(documents, tokenizer, data_folder, held_out=share, context=context, end_id=end)
     else:
         chats = pack(documents, tokenizer, held_out=share, context=context)
-        console.print(_describe_packing(chats, context), soft_wrap=True)
+        lines.print(_describe_packing(chats, context), soft_wrap=True)
         # What ends an answer is to end generation, too.
         endings = dict.fromkeys((*config.eos_token_ids, *sorted(chats.ending_ids)))
         config = replace(config, eos_token_ids=tuple(endings))
@@ -131,9 +133,10 @@ def prepare_run(
     decoder = Decoder(config)
     if init is not None:
         decoder.load_state_dict(init.decoder.state_dict())
-    console.print(
+    lines.print(
         f"{data.n_train:,} tokens to train on, {len(data.held_out):,} held out; vocabulary {config.vocab_size:,}; "
-        f"{decoder.n_parameters:,} parameters"
+        f"{decoder.n_parameters:,} parameters",
+        soft_wrap=True,
     )
     sync(*data.folder.iterdir(), data.folder)
     here = Processes(0, 1, torch.device("cpu"))  # a GPU may not hold the whole of what is to be sharded
@@ -221,16 +224,16 @@ def _not_whole(checkpoint: Checkpoint, error: Exception) -> CheckpointError:
     return CheckpointError(f"{checkpoint.path}'s training.json is not whole ({error}); it cannot be resumed")
 
 
-def train(folder: Path, trainer: Trainer, console: Console) -> bool:
+def train(folder: Path, trainer: Trainer, lines: Console, bars: Console) -> bool:
     """Train to the end or to Ctrl-C (False), then draw the loss curve."""
-    with ProgressBar(console, trainer.step, trainer.settings.steps) as bar:
+    with ProgressBar(lines, bars, trainer.step, trainer.settings.steps) as bar:
         complete = trainer.run(folder, bar)
     with trainer.processes.together():  # torchrun ends those that have not left when one has
         if trainer.processes.is_first:
             plot_losses(folder / METRICS_FILE, folder / PICTURE_FILE)
     if not complete:
         message = f"stopped and saved at step {trainer.step}; continue with: kvasir train --resume --out {folder}"
-        console.print(message, soft_wrap=True, markup=False)
+        lines.print(message, soft_wrap=True)
     return complete
 
 

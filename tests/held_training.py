@@ -1,4 +1,4 @@
-"""model.train, held by its first process at every evaluation until a line, or the end, comes on standard input."""
+"""commands.train, held by its first process at every evaluation until a line, or the end, comes on standard input."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 
 import typer
 
+from commands.train import train
 from model import run
-from model.train import train
 
 
 class HeldProgressBar(run.ProgressBar):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -72,6 +73,15 @@ def test_help_imports_nothing_heavy() -> None:
         ("exprot", "no such command 'exprot'; did you mean 'export'; see kvasir --help"),
         ("serve --prot 1", "no such option: --prot (Possible options: --host, --port); see kvasir serve --help"),
         (
+            "explain x y --out a.jpg",
+            "invalid value for '--out': 'a.jpg' does not end in .png, which is what can be drawn; "
+            "see kvasir explain --help",
+        ),
+        (
+            "train x --out y --seed -1",
+            "invalid value for '--seed': -1 is not from 0 to 2**63 - 1; see kvasir train --help",
+        ),
+        (
             "bench engine --device gpu",
             "invalid value for '--device': 'gpu' is not one of 'cpu', 'cuda'; see kvasir bench engine --help",
         ),
@@ -80,6 +90,24 @@ def test_help_imports_nothing_heavy() -> None:
 def test_a_line_that_cannot_be_read_is_answered_in_one(line: str, message: str) -> None:
     result = kvasir(*line.split())
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"kvasir: {message}\n")
+
+
+@pytest.mark.parametrize("command", ["generate", "explain"])
+def test_bytes_that_are_no_text_are_refused(command: str) -> None:
+    run = subprocess.run([sys.executable, "-m", "kvasir", command, EXAMPLE, b"\xff"], capture_output=True, check=False)
+    assert (run.returncode, run.stderr.count(b"\n")) == (2, 1)
+    assert b"is not UTF-8 text; see kvasir" in run.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only some systems have a device that is always full")
+@pytest.mark.parametrize(
+    "arguments", [["--version"], ["generate", EXAMPLE, "a", "--max-tokens", "2"], ["explain", EXAMPLE, "a b", "--json"]]
+)
+def test_an_answer_that_cannot_be_written_is_one_line(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "kvasir", *arguments]
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False)
+    assert (run.returncode, run.stderr) == (1, "kvasir: standard output: no space left on device\n")
 
 
 def test_a_room_that_an_image_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,6 +124,51 @@ def test_control_c_ends_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model.bundle, "load_bundle", press)
     result = kvasir("generate", EXAMPLE, "x")
     assert (result.exit_code, result.output) == (130, "")
+
+
+LOADING = """
+import signal
+from commands.progress import loading
+with loading("PyTorch"):
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        pass  # as imports of extensions may do
+print("went on")
+"""
+IMPORTING = """
+import signal, sys
+class Press:
+    def find_spec(self, name, *_):
+        if name == "commands":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Press())
+import kvasir
+"""
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [(LOADING, 130), (IMPORTING, -signal.SIGINT)])
+def test_control_c_ends_imports_at_once(code: str, exit_code: int) -> None:
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (run.returncode, run.stdout, run.stderr) == (exit_code, "", "")
+
+
+@pytest.mark.parametrize("loses", [True, False])
+def test_control_c_is_not_lost_on_libraries(loses: bool) -> None:
+    """PyTorch's tracing caught it, and exported a graph that lacked an input; or raised an AttributeError."""
+
+    def trace(bar: progress.ProgressBar) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            if not loses:
+                raise AttributeError from None
+        bar("tracing", 1, 2)
+        raise AssertionError("it went on")
+
+    with pytest.raises(KeyboardInterrupt), progress.ProgressBar() as bar:
+        trace(bar)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["explain", EXAMPLE, "a b"], ["explain", EXAMPLE, "a b", "--json"]])

@@ -36,7 +36,7 @@ LIMIT = 300.0  # seconds, for processes that wait for one another in vain
 
 
 @contextmanager
-def torchrun(*arguments: str, module: str = "model.train") -> Iterator[subprocess.Popen[str]]:
+def torchrun(*arguments: str, module: str = "commands.train") -> Iterator[subprocess.Popen[str]]:
     """Two processes on this machine; all of them are gone when the block is left."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
-from model.config import PRESETS
+from commands.output import complete_preset, console
+from commands.progress import loading
+from model.file_errors import in_words, writing
 
 # May be given with --resume: where the run is, and how it is spread over the processes that continue it.
 _WITH_RESUME = {"out", "resume", "shard"}
@@ -19,11 +20,6 @@ _WITH_RESUME = {"out", "resume", "shard"}
 
 class OptionError(ValueError):
     """Options that do not go together, or one that cannot be read."""
-
-
-def complete_preset(incomplete: str) -> list[str]:
-    """The names that the shell offers."""
-    return [name for name in PRESETS if name.startswith(incomplete)]
 
 
 def parse_changes(changes: list[str]) -> dict[str, Any]:
@@ -71,6 +67,13 @@ def refuse_fields_of_the_tokenizer(changes: dict[str, Any], tokenizer: Path | No
         raise OptionError(f"{name} follows from the tokenizer; leave it out of --set")
 
 
+def _check_seed(seed: int) -> int:
+    """Rather than by a range, which help would show to its last digit."""
+    if not 0 <= seed < 2**63:
+        raise typer.BadParameter(f"{seed} is not from 0 to 2**63 - 1")
+    return seed
+
+
 def train(
     invocation: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the run; checkpoints, metrics.csv and loss.png go there.")],
@@ -91,18 +94,20 @@ def train(
     include: Annotated[list[str] | None, typer.Option(help="Only files of folders whose path matches.")] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="No files of folders whose path matches.")] = None,
     held_out: Annotated[float, typer.Option(min=0.0, max=0.5, help="Share of the text kept for evaluation.")] = 0.05,
-    steps: Annotated[int, typer.Option(min=1)] = 2000,
+    steps: Annotated[int, typer.Option(min=1, help="Updates of the weights.")] = 2000,
     context: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 256,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once, over all processes.")] = 16,
     accumulate: Annotated[int, typer.Option(min=1, help="Batches a step.")] = 1,
-    learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
+    learning_rate: Annotated[
+        float, typer.Option(min=0.0, help="The highest, after --warmup; it ends at a tenth.")
+    ] = 1e-3,
     warmup: Annotated[int, typer.Option(min=1, help="Steps until the full learning rate.")] = 100,
-    weight_decay: Annotated[float, typer.Option(min=0.0)] = 0.1,
+    weight_decay: Annotated[float, typer.Option(min=0.0, help="Of matrices (AdamW).")] = 0.1,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 250,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 250,
     mixed_precision: Annotated[bool, typer.Option(help="Products in bfloat16 where hardware has it.")] = True,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write event files, too.")] = False,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
+    seed: Annotated[int, typer.Option(callback=_check_seed, help="Of weights, batches and dropout.")] = 0,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with its settings.")] = False,
     shard: Annotated[
         bool, typer.Option("--shard", help="Spread weights and optimizer over torchrun's processes (FSDP2).")
@@ -112,24 +117,25 @@ def train(
 
     A chat is a line of {"messages": [{"role": …, "content": …}, …]}.
 
-    By several processes, with the same options: torchrun --nproc-per-node N -m model.train …
+    By several processes: torchrun --nproc-per-node N -m commands.train …
     """
-    from model import run
-    from model.chat import ChatTemplateError
-    from model.checkpoint import CheckpointError, load_checkpoint
-    from model.config import ConfigError, DecoderConfig
-    from model.config import preset as find_preset
-    from model.data import CorpusError
-    from model.distributed import DistributedError, PeerError, ShardError, join
-    from model.tokenizer import TokenizerError
-    from model.trainer import DivergedError, TrainSettings
+    with loading("PyTorch"):
+        from model import run
+        from model.chat import ChatTemplateError
+        from model.checkpoint import CheckpointError, load_checkpoint
+        from model.config import ConfigError, DecoderConfig
+        from model.config import preset as find_preset
+        from model.data import CorpusError
+        from model.distributed import DistributedError, PeerError, ShardError, join
+        from model.tokenizer import TokenizerError
+        from model.trainer import DivergedError, TrainSettings
 
     if tensorboard:
         import_module("tensorboard")  # so that a missing package shows before the corpus is prepared
     with join() as processes:
-        console = Console(quiet=not processes.is_first)
+        lines, bars = console(quiet=not processes.is_first), console(stderr=True, quiet=not processes.is_first)
         try:
-            with processes.together():
+            with processes.together(), writing(out):
                 processes.check_shard(shard)
                 if resume:
                     refuse_changes_to_a_run(given_options(invocation))
@@ -167,13 +173,14 @@ def train(
                         tokenizer=tokenizer,
                         chat_template=chat_template,
                     )
-                    run.prepare_run(out, text, config, settings, console, beginning)
+                    run.prepare_run(out, text, config, settings, lines, beginning)
             trainer = run.open_run(out, processes, shard=shard)
             if resume:
                 message = f"resuming {out} at step {trainer.step} of {trainer.settings.steps}"
-                console.print(message, soft_wrap=True, markup=False)
-            if not run.train(out, trainer, console):
-                raise typer.Exit(130)
+                lines.print(message, soft_wrap=True)
+            with writing(out):
+                if not run.train(out, trainer, lines, bars):
+                    raise typer.Exit(130)
         except PeerError:
             raise typer.Exit(1) from None
         except (
@@ -188,7 +195,7 @@ def train(
             TokenizerError,
         ) as error:
             if processes.is_first or not isinstance(error, DivergedError | ShardError):  # which all raise at once
-                typer.echo(f"kvasir: {error}", err=True)
+                typer.echo(f"kvasir: {in_words(error)}", err=True)
             raise typer.Exit(1) from None
 
 
