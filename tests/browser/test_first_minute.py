@@ -9,6 +9,7 @@ from typing import Any
 from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import BUILD
+from tests.browser.playground import generate
 
 
 def window(height: int) -> dict[str, Any]:
@@ -22,9 +23,7 @@ def picture(page: Page, name: str) -> None:
 def test_a_completion_and_what_else_its_tokens_might_have_been(open_page: Callable[..., Page], url: str) -> None:
     page = open_page(url, **window(860))
     page.locator("#setting-a-seed").fill("1")
-    page.get_by_role("button", name="Generate", exact=True).click()
-    expect(page.locator("#stop")).to_be_enabled()
-    expect(page.locator("#stop")).to_be_disabled()
+    generate(page)
     tokens = page.locator("[data-run=a] [data-part=text] span[data-level]")
     assert tokens.count() > 20
     tokens.filter(has_text="path").nth(1).hover()
