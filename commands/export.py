@@ -91,7 +91,10 @@ def verify(
     text: Annotated[Path | None, typer.Option(help="Measure perplexity on this; default: held-out text.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Check a model directory's hashes, and measure it against PyTorch again."""
+    """Check a model directory's hashes, and measure it against PyTorch again.
+
+    What was rounded no longer holds the decoder's weights: it is measured only with --checkpoint.
+    """
     with loading("PyTorch", quiet=as_json):
         from export.directory import SourceMismatchError, verify_directory
         from export.verify import VerificationError
@@ -100,11 +103,15 @@ def verify(
 
     try:
         with ProgressBar(quiet=as_json) as progress:
-            noted, measured = verify_directory(directory, checkpoint, text, progress)
+            manifest, measured = verify_directory(directory, checkpoint, text, progress)
     except (BundleError, CheckpointError, SourceMismatchError, VerificationError, OSError, ValueError) as error:
         fail(error)
-    values = {"directory": str(directory), "manifest": noted.model_dump(), "measured": measured.model_dump()}
-    show(as_json, values, *_tables(directory.name, manifest=noted, measured=measured))
+    noted = manifest.verification
+    again = {} if measured is None else {"measured": measured}
+    dumped = {name: figures.model_dump() for name, figures in again.items()}
+    note = f"hashes are right; {manifest.precision} is measured again against its source: --checkpoint"
+    values = {"directory": str(directory), "manifest": noted.model_dump(), "measured": None} | dumped
+    show(as_json, values, *_tables(directory.name, manifest=noted, **again), *([] if measured else [note]))
 
 
 def _tables(title: str, **columns: Verification) -> list[Table | Text]:

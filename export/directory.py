@@ -104,14 +104,19 @@ def export_checkpoint(
 
 def verify_directory(
     directory: Path, source: Path | None = None, text: Path | None = None, progress: Progress = unheard
-) -> tuple[Verification, Verification]:
-    """The figures in a model directory's manifest, and the same measured now.
+) -> tuple[Manifest, Verification | None]:
+    """A model directory's manifest, whose hashes are right, and its figures measured now.
 
     The reference is the checkpoint it came from, which also brings the held-out text, or else the decoder rebuilt from
-    the graph's own weights. Raises BundleError, CheckpointError, SourceMismatchError, VerificationError and ValueError.
+    the graph's own weights; None where rounding has left the graph without them. Raises BundleError, CheckpointError,
+    SourceMismatchError, VerificationError and ValueError.
     """
     progress("reading the model", 0, 0)
     bundle = load_bundle(directory)
+    if source is None and bundle.manifest.precision != "fp32":
+        if text is not None:
+            raise ValueError(f"perplexity on {text} is measured against the weights before rounding: name --checkpoint")
+        return bundle.manifest, None
     if source is None:
         rebuilt = load_decoder(bundle.config, bundle.graph_path)
         checkpoint = Checkpoint(directory, rebuilt, bundle.tokenizer, {})
@@ -122,7 +127,7 @@ def verify_directory(
     sample = sample_text(checkpoint, text, bundle.manifest.precision)
     measured = _verifier(checkpoint.decoder, bundle.graph_path, sample, bundle.manifest.device).verify(progress)
     check(measured, bundle.manifest.precision)
-    return bundle.manifest.verification, measured
+    return bundle.manifest, measured
 
 
 def _check_precision(device: Device, precision: str | None) -> str:

@@ -26,7 +26,7 @@ _PEAKS = {
     "NVIDIA A10G": 70e12,
     "NVIDIA GeForce RTX 4090": 165e12,
 }
-_REPETITIONS = 3
+_SECONDS = 0.5  # of products to measure: a few milliseconds may all fall into others' time
 
 
 def flops_per_token(decoder: Decoder, context: int) -> int:
@@ -55,14 +55,14 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 @cache
 def _measure(device: torch.device, dtype: torch.dtype) -> float:
-    """The fastest of a few square products: what the library makes of this machine, threads included."""
+    """The fastest of many square products: what the library makes of this machine, threads included."""
     size = 8192 if device.type == "cuda" else 1024
     matrix = torch.ones(size, size, device=device, dtype=dtype)
-    fastest = float("inf")
-    for _ in range(1 + _REPETITIONS):  # the first one warms up
-        started = time.perf_counter()
+    fastest, until = float("inf"), time.perf_counter() + _SECONDS
+    n_done = 0
+    while (started := time.perf_counter()) < until or n_done < 2:  # the first one warms up
         matrix @ matrix
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        fastest = min(fastest, time.perf_counter() - started)
+        fastest, n_done = min(fastest, time.perf_counter() - started), n_done + 1
     return 2 * size**3 / fastest

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from itertools import accumulate, chain, repeat
 from typing import Any
 
 import pytest
@@ -68,3 +70,13 @@ def test_another_device_is_measured_once() -> None:
     peak = peak_flops(CPU, torch.float32)
     assert peak > 1e6
     assert peak_flops(CPU, torch.float32) == peak
+
+
+def test_the_peak_is_not_what_others_left_of_the_first_milliseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that stands still but for products: the first five share the processor with somebody."""
+    seconds = chain([0.05] * 5, repeat(0.01))
+    clock = chain.from_iterable((now, now) for now in accumulate(seconds))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    flops._measure.cache_clear()
+    assert peak_flops(CPU, torch.float32) == pytest.approx(2 * 1024**3 / 0.01)
+    flops._measure.cache_clear()
