@@ -1,4 +1,4 @@
-// What the browser keeps for this page, as JSON. It may refuse to (private windows, a full quota): then nothing is kept.
+// What the browser keeps for this page, as JSON. It may refuse (private windows, a full quota): nothing is kept then.
 
 /** What was saved under this name, or null. `place` is localStorage or, for this tab alone, "sessionStorage". */
 export function load(name, place = "localStorage") {

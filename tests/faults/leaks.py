@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from contextlib import suppress
 
 import psutil
@@ -16,6 +17,7 @@ _GROWTH = 8 * 2**20  # bytes that the process may grow by: allocators keep some
 
 def held(served: Live) -> dict[str, float]:
     asyncio.run_coroutine_threadsafe(_become_quiet(served), served.loop).result()
+    gc.collect()  # what others in this process have left open
     process = psutil.Process()
     return {
         "tasks": len(asyncio.all_tasks(served.loop)),
@@ -29,7 +31,7 @@ def check_nothing_leaked(report: Report, before: dict[str, float], after: dict[s
     grown = after.pop("bytes") - before.pop("bytes")
     report.check(grown < _GROWTH, f"memory grew by {grown} bytes")
     for what, count in before.items():
-        report.check(after[what] == count, f"{what}: {count} before, {after[what]} afterwards")
+        report.check(after[what] <= count, f"{what}: {count} before, {after[what]} afterwards")
     report.note += f"memory {grown / 2**20:+.1f} MiB"
 
 
