@@ -25,7 +25,9 @@ from server.explain import Explainer, Explanation, check_index, check_length
 router = APIRouter()
 
 MAX_WEIGHTS = 2**20  # in an answer, some 12 bytes each: four heads' maps of 512 tokens
-_MAX_INSIDE = 2  # explanations that run or wait
+# Explanations that run or wait. Who changes their mind leaves one that runs on, and may be here again before the server
+# has noticed that the one after it is not wanted any more.
+_MAX_INSIDE = 4
 _THREADS = 1  # what runs beside the engine is to leave it the other processors
 _NICENESS = 10  # and where all are busy, to take a tenth of what it takes
 
