@@ -8,11 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from model.bundle import load_bundle
 from server.api import chat_schemas, explain, generate, schemas, tokenize
 from server.api.openapi import DESCRIPTIONS, OPERATIONS
 from server.errors import KvasirError
-from server.settings import Settings
+from server.service import Service
+from server.settings import Settings, load_settings
 
+EXAMPLE = Path(__file__).parent.parent / "examples/stdlib"
 PAGE = Path(__file__).parent.parent / "docs/api.md"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 BODIES: dict[str, type[schemas.Body]] = {
@@ -54,6 +57,8 @@ def _table(name: str) -> str:
         head, rows = "| status | `type` | `code` | when |", sorted(set(_errors(KvasirError)))
     elif name == "settings":
         head, rows = "| setting | default | |", [_setting(name) for name in OF_REQUESTS]
+    elif name == "metrics":
+        head, rows = "| metric | kind | |", list(_metrics())
     elif name == "idle":
         head = "| field | as |"
         rows = [f"| `{field}` | anything |" for field in sorted(schemas.WITHOUT_EFFECT)]
@@ -79,6 +84,18 @@ def _setting(name: str) -> str:
     default = "" if field.default is None else f"`{field.default}`"
     description = str(field.description).replace("<", "\\<")  # no tag of HTML
     return f"| `{name}` | {default} | {description} |"
+
+
+def _metrics() -> Iterator[str]:
+    """Kvasir's own, as a server has them from its start."""
+    service = Service(load_settings(model=EXAMPLE), load_bundle(EXAMPLE))
+    for metric in service.metrics.registry.collect():
+        if not metric.name.startswith("kvasir_"):
+            continue
+        name = metric.name + ("_total" if metric.type == "counter" else "")
+        labels = sorted({label for sample in metric.samples for label in sample.labels} - {"le"})
+        shown = f"`{name}{{{', '.join(labels)}}}`" if labels else f"`{name}`"
+        yield f"| {shown} | {metric.type} | {metric.documentation} |"
 
 
 def _fields(body: type[schemas.Body]) -> Iterator[str]:
