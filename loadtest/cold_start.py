@@ -47,10 +47,14 @@ def main(
 ) -> None:
     """Start a server several times and say where the time went."""
     starts = []
-    for _ in range(runs):
-        if cold:
-            drop_page_cache()
-        starts.append(start(model))
+    try:
+        for _ in range(runs):
+            if cold:
+                drop_page_cache()
+            starts.append(start(model))
+    except (ChildProcessError, OSError) as error:
+        typer.echo(f"no figures: {error}", err=True)
+        raise typer.Exit(1) from None
     state = "cold" if cold else "warm"
     Console().print(table(f"{model.name}, {runs} {state} starts, medians", starts))
 

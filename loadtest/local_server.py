@@ -63,6 +63,9 @@ def _follow(log: Iterable[str], ready: Future[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
-    with serve_locally(Path(sys.argv[1])) as served_at:
-        command = subprocess.run(sys.argv[2:], env=os.environ | {"KVASIR_URL": served_at}, check=False)  # noqa: S603
+    try:
+        with serve_locally(Path(sys.argv[1])) as served_at:
+            command = subprocess.run(sys.argv[2:], env=os.environ | {"KVASIR_URL": served_at}, check=False)  # noqa: S603
+    except ChildProcessError as error:
+        sys.exit(str(error))
     sys.exit(command.returncode)

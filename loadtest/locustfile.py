@@ -1,10 +1,10 @@
 """Mixed traffic on a running server: locust -f loadtest/locustfile.py --host http://localhost:8000 (make loadtest)
 
 Every stream is read event by event. Each scenario has a row of type `POST` (sending to the end, however that came), and
-for answers rows of type `ttft` (sending to the first event with text), `itl` (every gap between such events) and `e2e`
-(sending to the end), in milliseconds. A stream that runs when the time is over, or its user goes, is waited for; what
-still runs after `--stop-timeout` (here 30 s) has failed. `--slo` sets the exit code; `--requests-csv` keeps a line a
-request, from which loadtest.report draws.
+for answers rows of type `ttft` (sending to the first event with text), `itl` (every gap between such events) and, where
+nobody left before, `e2e` (sending to the end), in milliseconds. A stream that runs when the time is over, or its user
+goes, is waited for; what still runs after `--stop-timeout` (here 30 s) has failed. `--slo` sets the exit code;
+`--requests-csv` keeps a line a request, from which loadtest.report draws.
 
 Runs in Locust's own environment, on gevent; imports nothing of the server.
 """
@@ -37,7 +37,7 @@ from loadtest.slo import LATENCIES, missed, parse_slo
 from loadtest.sse_client import Answer
 from loadtest.traffic import PACES, draw, words
 
-COLUMNS = ("scenario", "sent", "ttft", "e2e", "tokens", "gaps", "error")
+COLUMNS = ("scenario", "sent", "ended", "ttft", "e2e", "tokens", "gaps", "error")
 _LAST_STREAMS = 30.0  # seconds for them to end
 _AWAY = 1.0  # seconds until a user asks again a server that takes no connection
 
@@ -146,8 +146,9 @@ class Kvasir(FastHttpUser):
             answer.fail("it had not ended when the test did")
             raise
         finally:
+            is_whole = bool(answer.ended) and answer.error is None
             answer.ended = answer.ended or perf_counter()
-            _report(self.environment, scenario, path, sent_at, answer)
+            _report(self.environment, scenario, path, sent_at, answer, is_whole=is_whole)
 
     def exchange(self, path: str, body: dict[str, Any], answer: Answer, leave_after: int | None) -> None:
         # Not entered as a context, it reports nothing to Locust, which would not hear of streams that are killed.
@@ -158,6 +159,7 @@ class Kvasir(FastHttpUser):
             answer.fail(f"HTTP {response.status_code}: {said(response.text)}")
         else:
             answer.fail(f"no answer: {response.error}")
+            answer.ended = perf_counter()
             gevent.sleep(_AWAY)
 
     def read(self, stream: HTTPSocketPoolResponse, answer: Answer, leave_after: int | None) -> None:
@@ -182,12 +184,16 @@ def _headers() -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def _report(environment: Environment, scenario: str, path: str, sent_at: float, answer: Answer) -> None:
+def _report(
+    environment: Environment, scenario: str, path: str, sent_at: float, answer: Answer, *, is_whole: bool
+) -> None:
     """What came of one request, as events and as a line of the file."""
-    row: dict[str, Any] = {"scenario": scenario, "sent": sent_at, "e2e": answer.e2e, "tokens": answer.n_tokens}
+    e2e = [answer.e2e] if is_whole else []
+    row: dict[str, Any] = {"scenario": scenario, "sent": sent_at, "ended": sent_at + answer.e2e}
+    row |= {"e2e": "".join(map(str, e2e)), "tokens": answer.n_tokens}
     times = [("POST", f"{path} ({scenario})", answer.e2e)]
     if answer.error is None:
-        kinds = zip(LATENCIES, ([answer.ttft], answer.gaps, [answer.e2e]), strict=True)
+        kinds = zip(LATENCIES, ([answer.ttft], answer.gaps, e2e), strict=True)
         times += [(kind, scenario, value) for kind, values in kinds for value in values]
     failure = None if answer.error is None else CatchResponseError(answer.error)
     for kind, name, value in times:

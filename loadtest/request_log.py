@@ -17,21 +17,18 @@ _LEAST_SHARE = 0.02  # of the time that a level must have lasted
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Seconds; `sent` since the first. e2e: to its end, whatever that was. ttft: None where no token came.
+    """Seconds; `sent` and `ended`, however that was, since the first was sent. ttft: None where no token came.
 
-    gaps: between events with text. tokens: those that came.
+    e2e: to the end of a whole answer, else None. gaps: between events with text. tokens: those that came.
     """
 
     sent: float
+    ended: float
     ttft: float | None
-    e2e: float
+    e2e: float | None
     gaps: tuple[float, ...]
     tokens: int
     failed: bool
-
-    @property
-    def ended(self) -> float:
-        return self.sent + self.e2e
 
     @property
     def event_times(self) -> Floats:
@@ -59,8 +56,9 @@ def read(path: Path) -> list[Request]:
     requests = [
         Request(
             sent=float(row["sent"]) - first,
+            ended=float(row["ended"]) - first,
             ttft=float(row["ttft"]) if row["ttft"] else None,
-            e2e=float(row["e2e"]),
+            e2e=float(row["e2e"]) if row["e2e"] else None,
             gaps=tuple(map(float, row["gaps"].split())),
             tokens=int(row["tokens"]),
             failed=bool(row["error"]),
@@ -77,7 +75,8 @@ def latencies(requests: list[Request], kind: str) -> tuple[Floats, Floats]:
         times = [request.event_times[1:] for request in answered]
         values = [np.array(request.gaps) for request in answered]
         return np.concatenate([*times, []]), np.concatenate([*values, []])
-    return np.array([r.sent for r in answered]), np.array([getattr(r, kind) for r in answered], dtype=float)
+    known = [(r.sent, value) for r in answered if (value := getattr(r, kind)) is not None]
+    return np.array([sent for sent, _ in known]), np.array([value for _, value in known], dtype=float)
 
 
 def token_times(requests: list[Request]) -> tuple[Floats, Floats]:

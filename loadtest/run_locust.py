@@ -27,6 +27,9 @@ def main() -> int:
     except (ChildProcessError, ValueError) as error:
         print(f"no load test: {error}", file=sys.stderr)  # noqa: T201
         return 2
+    except KeyboardInterrupt:
+        print("the load test was interrupted", file=sys.stderr)  # noqa: T201
+        return 130
 
 
 def run(locust: Path, directory: Path, folder: Path, options: list[str]) -> int:
@@ -36,15 +39,23 @@ def run(locust: Path, directory: Path, folder: Path, options: list[str]) -> int:
     slo = parser.parse_known_args(options)[0].slo  # the last one, as Locust has it
     parse_slo(slo)
     folder.mkdir(parents=True, exist_ok=True)
-    requests = folder / "requests.csv"
-    requests.unlink(missing_ok=True)
+    requests, page, picture = (folder / name for name in ("requests.csv", "report.html", "report.png"))
+    for old in (requests, page, picture):
+        old.unlink(missing_ok=True)
     with serve_locally(directory) as url:
         ours = ["--host", url, "--headless", "--only-summary", "--requests-csv", str(requests)]
-        ours += ["--csv", str(folder / "locust"), "--html", str(folder / "report.html")]
+        ours += ["--csv", str(folder / "locust"), "--html", str(page)]
         done = subprocess.run([locust, "-f", LOCUSTFILE, *ours, *options], check=False)  # noqa: S603
-    if requests.exists():
-        command = [locust.with_name("python"), "-m", "loadtest.report", requests, folder / "report.png", slo]
-        subprocess.run(command, check=False)  # noqa: S603
+    if not requests.exists():
+        print(f"no load test: Locust ended with {done.returncode} before it", file=sys.stderr)  # noqa: T201
+        return done.returncode or 1
+    command = [locust.with_name("python"), "-m", "loadtest.report", requests, picture, slo]
+    subprocess.run(command, check=False)  # noqa: S603
+    verdict = {0: "every limit was kept", 1: "a limit was missed: see above"}.get(
+        done.returncode, "it did not end well"
+    )
+    written = ", ".join(str(path) for path in (page, picture) if path.exists())
+    print(f"{verdict if slo or done.returncode else 'no limits were set'}; {written}")  # noqa: T201
     return done.returncode
 
 

@@ -78,7 +78,8 @@ class Answer:
 
     @property
     def gaps(self) -> list[float]:
-        return [later - earlier for earlier, later in pairwise(self.event_times)]
+        """Between events with text; those that one read brought together have come at once, and make none."""
+        return [later - earlier for earlier, later in pairwise(self.event_times) if later > earlier]
 
     @property
     def e2e(self) -> float:
@@ -86,7 +87,8 @@ class Answer:
 
     @property
     def tpot(self) -> float | None:
-        return (self.e2e - self.ttft) / (self.n_tokens - 1) if self.n_tokens > 1 else None
+        """None for a single token, and where all came at once."""
+        return (self.e2e - self.ttft) / (self.n_tokens - 1) if self.n_tokens > 1 and self.gaps else None
 
 
 def _text(choice: dict[str, Any]) -> Any:

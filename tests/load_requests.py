@@ -10,14 +10,19 @@ TICK = 1 / 64  # seconds
 
 
 def random_requests(random: Random, n: int = 80) -> list[Request]:
-    """By when they were sent. One in five fails, half of these before the first token; no event comes with the end."""
+    """By when they were sent. One in five fails, half of these before the first token; of the others one in ten is left
+    before its end. No event comes with the end.
+    """
     requests = []
     for sent in random.sample(range(640), n):
         failed = random.random() < 0.2
         if failed and random.random() < 0.5:
-            requests.append(Request(sent * TICK, None, random.randint(1, 9) * TICK, (), 0, failed))
+            ended = sent + random.randint(1, 9)
+            requests.append(Request(sent * TICK, ended * TICK, None, None, (), 0, failed))
             continue
         ttft, *gaps = (random.randint(1, 9) * TICK for _ in range(random.randint(1, 9)))
         e2e = ttft + sum(gaps) + random.randint(1, 9) * TICK
-        requests.append(Request(sent * TICK, ttft, e2e, tuple(gaps), random.randint(1, 40), failed))
+        is_whole = not failed and random.random() < 0.9
+        known = (ttft, e2e if is_whole else None, tuple(gaps))
+        requests.append(Request(sent * TICK, sent * TICK + e2e, *known, random.randint(1, 40), failed))
     return sorted(requests, key=lambda request: request.sent)

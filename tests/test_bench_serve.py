@@ -62,8 +62,8 @@ def test_two_servers_take_turns_with_prompts_of_their_own() -> None:
     found = json.loads(again.stdout)["workloads"]["2x3/4"]
     for key, ratio in found["A/B"].items():
         assert ratio == pytest.approx(found["servers"]["A"]["median"][key] / found["servers"]["B"]["median"][key])
-    assert found["servers"]["A"]["notes"] == []
-    assert found["servers"]["B"]["notes"] == ["not what was asked for: 3 tokens in, 2 out"]
+    odd = "not what was asked for: 3 tokens in, 2 out"  # that events share reads may be said, too
+    assert [odd in found["servers"][letter]["notes"] for letter in "AB"] == [False, True]
     assert "2x3/4, B: not what was asked for: 3 tokens in, 2 out" in result.stdout
     assert "A/B: throughput above 1, and times below 1, speak for A" in result.stdout
 

@@ -38,7 +38,8 @@ def test_mixed_streams_are_measured_and_kept_with_a_line_each(tmp_path: Path) ->
     assert max(on_their_way(requests)[1]) == 4
     for request in requests:
         assert request.ttft is not None
-        assert 0 < request.ttft <= request.ttft + sum(request.gaps) <= request.e2e + 1e-3
+        assert 0 < request.ttft <= request.ttft + sum(request.gaps) <= request.ended - request.sent + 1e-3
+        assert request.e2e is None or abs(request.e2e - (request.ended - request.sent)) < 1e-3
         assert request.tokens >= 1
     with path.open(encoding="utf-8") as file:
         scenarios = {row["scenario"] for row in csv.DictReader(file)}
@@ -52,9 +53,10 @@ def test_clients_that_leave_make_the_server_throw_tokens_away() -> None:
     with live(FakeRunner(VOCAB_SIZE, max_model_len=20000), max_queue=100) as served:
         options = ("-u", "2", "-t", "2s", "--pace", "poisson", "--rate", "5", "-T", "cancel", "--spread", "0")
         lengths = ("--prompt-words", "2", "--max-tokens", "19000")
-        done = run(served, *options, *lengths, "--slo", "errors:0 ttft:p50:0")
+        done = run(served, *options, *lengths, "--slo", "errors:0 ttft:p50:0 e2e:p50:60000")
         assert served.value("tokens_wasted_total") > 0
     assert "SLO missed: ttft p50" in done.stderr
+    assert "SLO missed: e2e p50 is unknown" in done.stderr, "what is left early says nothing of whole answers"
     assert "failed" not in done.stderr
     assert done.returncode == 1
 
@@ -104,12 +106,17 @@ def test_a_server_that_is_not_there_ends_it_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("directory", "slo", "wanted"),
-    [("none", "errors:1", "none"), ("examples/stdlib", "errors", "'errors' is no limit")],
+    [
+        ("none", "errors:1", "none"),
+        ("examples/stdlib", "errors", "'errors' is no limit"),
+        ("examples/stdlib", "errors:1 --nope", "Locust ended with 2 before it"),
+    ],
 )
 def test_what_cannot_be_run_is_said_in_a_line(
     directory: str, slo: str, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["run_locust", str(LOCUST), directory, str(tmp_path / "report"), "--slo", slo]
+    (tmp_path / "report.png").touch()  # of another run
+    command = ["run_locust", str(LOCUST), directory, str(tmp_path), "--slo", *slo.split()]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", command)
         assert main() == 2
@@ -117,3 +124,4 @@ def test_what_cannot_be_run_is_said_in_a_line(
     assert said.startswith("no load test: ")
     assert wanted in said
     assert said.count("\n") == 1
+    assert "--nope" not in slo or not (tmp_path / "report.png").exists(), "it would pass for this run's"

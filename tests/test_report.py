@@ -35,7 +35,7 @@ def test_percentiles_are_of_their_window(seed: int) -> None:
 
 @pytest.mark.parametrize(("n", "wanted"), [(1, 6), (599, 6), (1250, 12), (9999, 40)])
 def test_windows_are_fewer_where_they_would_hold_little(n: int, wanted: int) -> None:
-    edges = windows([Request(float(i), 0.1, 2.0, (), 1, failed=False) for i in range(n)])
+    edges = windows([Request(float(i), i + 2.0, 0.1, 2.0, (), 1, failed=False) for i in range(n)])
     assert len(edges) == wanted + 1
     assert (edges[0], edges[-1]) == (0, n + 1)
 

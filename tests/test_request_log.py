@@ -23,12 +23,15 @@ def test_a_file_is_read_as_it_was_written(seed: int, tmp_path: Path) -> None:
     path = tmp_path / "requests.csv"
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(("scenario", "sent", "ttft", "e2e", "tokens", "gaps", "error"))
+        writer.writerow(("scenario", "sent", "ended", "ttft", "e2e", "tokens", "gaps", "error"))
         for r in Random(seed).sample(requests, len(requests)):
             gaps = " ".join(map(str, r.gaps))
-            writer.writerow(("chat", 1e6 + r.sent, r.ttft, r.e2e, r.tokens, gaps, "a, b" if r.failed else ""))
+            times = (1e6 + r.sent, 1e6 + r.ended)
+            writer.writerow(("chat", *times, r.ttft, r.e2e, r.tokens, gaps, "a, b" if r.failed else ""))
     first = requests[0].sent
-    assert read(path) == [replace(request, sent=request.sent - first) for request in requests]
+    assert read(path) == [
+        replace(request, sent=request.sent - first, ended=request.ended - first) for request in requests
+    ]
 
 
 def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:
@@ -72,7 +75,7 @@ def test_a_spikes_quarter_counts_for_the_time_in_which_it_was_there() -> None:
     requests = []
     for second in range(30):
         together = 16 if 10 <= second < 20 else 4
-        requests += [Request(float(second), 0.5, 1.0, (0.25,), 50, failed=False)] * together
+        requests += [Request(float(second), second + 1.0, 0.5, 1.0, (0.25,), 50, failed=False)] * together
     found = by_concurrency(requests)
     assert [level.concurrency for level in found] == [4, 16]
     assert [level.tokens_per_second for level in found] == [200, 800]
@@ -84,7 +87,7 @@ def test_all_that_were_sent_are_on_their_way_until_they_end(seed: int) -> None:
     moments, counts = on_their_way(requests)
     assert counts[-1] == 0
     lasted = float(np.diff(moments) @ counts[:-1])
-    assert lasted == pytest.approx(sum(request.e2e for request in requests))
+    assert lasted == pytest.approx(sum(request.ended - request.sent for request in requests))
 
 
 @seeds
@@ -98,3 +101,13 @@ def test_gaps_are_at_the_event_that_ends_them(seed: int) -> None:
             at += gap
             wanted.append((at, gap))
     assert list(zip(times, values, strict=True)) == wanted
+
+
+@seeds
+def test_only_whole_answers_have_a_time_to_their_end(seed: int) -> None:
+    """Those that were left early would loosen a limit on it."""
+    requests = random_requests(Random(seed))
+    sent, values = latencies(requests, "e2e")
+    whole = [r for r in requests if not r.failed and r.e2e is not None]
+    assert len(whole) < sum(not r.failed for r in requests)
+    assert list(zip(sent, values, strict=True)) == [(r.sent, r.ended - r.sent) for r in whole]

@@ -40,7 +40,7 @@ def test_figures_against_the_definitions(seed: int) -> None:
     expected = {
         "ttft": [a.event_times[0] - a.sent for a in answers],
         "itl": [a.event_times[i] - a.event_times[i - 1] for a in answers for i in range(1, len(a.event_times))],
-        "tpot": [(a.ended - a.event_times[0]) / 7 for a in answers],
+        "tpot": [(a.ended - a.event_times[0]) / 7 for a in answers if len(a.event_times) > 1],
         "e2e": [a.ended - a.sent for a in answers],
     }
     for name, values in expected.items():
@@ -91,6 +91,22 @@ def test_a_single_token_has_neither_gap_nor_time_per_token() -> None:
     found = figures([[answer(random.Random(0), n_tokens=1, n_events=1)]], {"tpot": 1.0, "itl": 1.0})
     assert {key.partition("_")[0] for key in found if "_ms_" in key} == {"ttft", "e2e"}
     assert found["goodput"] == found["requests_per_second"]
+
+
+def test_what_comes_in_one_read_has_no_pace() -> None:
+    """It was shown as 0 ms between tokens, and kept any limit on that."""
+    rng = random.Random(0)
+    whole, paired = answer(rng), answer(rng)
+    whole.event_times = [whole.event_times[-1]] * 8
+    paired.event_times = sorted([*paired.event_times[:4]] * 2)
+    found = figures([[whole]], {"itl": 5000.0})
+    assert {key.partition("_")[0] for key in found if "_ms_" in key} == {"ttft", "e2e"}
+    assert found["goodput"] == figures([[whole]], {"tpot": 5000.0})["goodput"] == 0
+    assert len(paired.gaps) == 3
+    assert min(paired.gaps) > 0
+    assert Measured(WORKLOAD, {}, [[[whole, paired, answer(rng)]]]).notes == [
+        "46% of events came in one read with the one before, and make no gap"
+    ]
 
 
 def test_what_the_reader_has_to_know() -> None:
