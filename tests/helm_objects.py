@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-FACTORS = {"": 1, "m": 1e-3, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+FACTORS = {"": 1.0, "m": 1e-3, "k": 1e3}
+FACTORS |= {prefix: 1e3**i for i, prefix in enumerate("MGTPE", 2)}
+FACTORS |= {f"{prefix}i": 2.0 ** (10 * i) for i, prefix in enumerate("KMGTPE", 1)}
 Object = dict[str, Any]
 
 
@@ -30,14 +32,18 @@ def quantity(text: str | float) -> float:
 
 
 def wrong_selectors(objects: list[Object]) -> Iterator[str]:
-    """Objects that do not select the server's pods, or select the test's."""
-    server = one(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    """Objects that do not select the server's pods, or select the test's; and scalers of another Deployment."""
+    deployment = one(objects, "Deployment")
+    server = deployment["spec"]["template"]["metadata"]["labels"]
     test = one(objects, "Pod")["metadata"]["labels"]
     for document in objects:
         spec = document.get("spec", {})
-        selector = spec.get("selector") or spec.get("podSelector")
-        if selector is None:
-            continue
-        labels = selector.get("matchLabels", selector)
-        if not labels.items() <= server.items() or labels.items() <= test.items():
-            yield f"{document['kind']} selects {labels}"
+        spread = spec.get("template", {}).get("spec", {}).get("topologySpreadConstraints", ())
+        selectors = [spec[key] for key in ("selector", "podSelector") if key in spec]
+        for selector in selectors + [constraint["labelSelector"] for constraint in spread]:
+            labels = selector.get("matchLabels", selector)
+            if not labels.items() <= server.items() or labels.items() <= test.items():
+                yield f"{document['kind']} selects {labels}"
+        target = spec.get("scaleTargetRef", {}).get("name")
+        if target not in (None, deployment["metadata"]["name"]):
+            yield f"{document['kind']} scales {target}"

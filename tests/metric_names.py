@@ -17,9 +17,12 @@ ELSEWHERE = {"process_exit_code", "kvasir_requests_in_system"}
 TEXTS = (
     "README.md",
     "docs/*.md",
+    "docker-compose*.yml",
     "helm/*.yaml",
     "helm/*.md",
-    "helm/templates/*",
+    "helm/ci/*",
+    "helm/files/*",
+    "helm/templates/**/*",
     "server/static/*.js",
     "loadtest/*.py",
 )

@@ -121,9 +121,12 @@ def rules_hold() -> str:
     run(promtool, "test", "rules", RULES.with_name("kvasir.test.yaml"))
     alerts = {rule["alert"] for group in load(RULES)["groups"] for rule in group["rules"] if "alert" in rule}
     tests = load(RULES.with_name("kvasir.test.yaml"))["tests"]
-    tested = {case["alertname"] for test in tests for case in test["alert_rule_test"] if case["exp_alerts"]}
-    if alerts != tested:
-        raise FailedError(f"alerts without a test that fires them: {sorted(alerts - tested)}")
+    cases = [case for test in tests for case in test["alert_rule_test"]]
+    for fires in (True, False):
+        tested = {case["alertname"] for case in cases if bool(case["exp_alerts"]) is fires}
+        if alerts != tested:
+            what = "fires them" if fires else "does not fire them"
+            raise FailedError(f"alerts without a case that {what}: {sorted(alerts - tested)}")
     runbooks = (ROOT / "docs/operations.md").read_text(encoding="utf-8").lower()
     if missing := sorted(alert for alert in alerts if f"### {alert.lower()}\n" not in runbooks):
         raise FailedError(f"docs/operations.md has no section for {missing}")
