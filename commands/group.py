@@ -12,6 +12,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from model.file_errors import in_words
+from server.settings import plain
 
 # What is missing where only a part of Kvasir is installed, and the extra that brings it.
 _EXTRAS = {"onnxruntime": "cpu", "tensorboard": "tensorboard"} | dict.fromkeys(
@@ -23,7 +24,8 @@ _ROOMS = ("export", "loadtest")  # images of the server leave them out
 class CommandGroup(TyperGroup):
     """Typer's, which would draw a box around an error and show colours' other codes under NO_COLOR.
 
-    Exit codes: 0, 1 for what failed, 2 for a command line that cannot be read, 130 for Ctrl-C.
+    Exit codes: 0, 1 for what failed, 2 for a command line or a setting that cannot be read, 130 for Ctrl-C; but 0 where
+    that ends `serve`, which lets running requests finish.
     """
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -52,7 +54,7 @@ class CommandGroup(TyperGroup):
 
 def _one_line(message: str) -> str:
     """Typer's sentences as one, in our voice: a small letter first, no full stop."""
-    line = " ".join(message.split()).replace("Value error, ", "").replace(". Did you", "; did you").rstrip(".?")
+    line = plain(" ".join(message.split())).replace("Value error, ", "").replace(". Did you", "; did you").rstrip(".?")
     return line[:1].lower() + line[1:]
 
 

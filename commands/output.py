@@ -28,10 +28,10 @@ def check_text(text: str) -> str:
     return text
 
 
-def fail(error: object) -> NoReturn:
+def fail(error: object, *, exit_code: int = 1) -> NoReturn:
     """End with one line on standard error."""
     typer.echo(f"kvasir: {in_words(error)}", err=True)
-    raise typer.Exit(1)
+    raise typer.Exit(exit_code)
 
 
 def console(*, stderr: bool = False, quiet: bool = False) -> Console:

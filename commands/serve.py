@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
+from pydantic import ByteSize
 
 from commands.output import fail
 from server.settings import PREFIX, Settings
+
+
+def _metavar(annotation: Any) -> str | None:
+    """What kind of value it is, which `load_settings` reads: here all are texts, but for flags."""
+    kind = next((one for one in get_args(annotation) if one is not type(None)), annotation)
+    return {bool: None, int: "<int>", float: "<float>", ByteSize: "<size>", Path: "<path>"}.get(kind, "<str>")
 
 
 def _parameters() -> list[inspect.Parameter]:
@@ -23,7 +30,9 @@ def _parameters() -> list[inspect.Parameter]:
         else:
             told = field.default not in (None, "", False)
             help_text = f"{field.description} Default: {field.default}." if told else field.description
-            option = typer.Option(help=help_text, envvar=envvar, show_envvar=False, show_default=False)
+            option = typer.Option(
+                help=help_text, envvar=envvar, show_envvar=False, show_default=False, metavar=_metavar(field.annotation)
+            )
             kind = Annotated[bool | None if field.annotation is bool else str | None, option]
         parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
     return parameters
@@ -39,7 +48,11 @@ def serve(**options: Path | str | bool | None) -> None:
     from server.settings import load_settings
 
     try:
-        serve.run(load_settings(**options))
+        settings = load_settings(**options)
+    except StartupError as error:
+        fail(error, exit_code=2)
+    try:
+        serve.run(settings)
     except StartupError as error:
         fail(error)
 

@@ -34,9 +34,11 @@ def new_directory(out: Path) -> Iterator[Path]:
             if out.exists():
                 out.rmdir()
             part.rename(out)
-    except BaseException:
+    except BaseException as error:
         for folder in missing:
             if not folder.exists() or any(folder.iterdir()):
                 break
             folder.rmdir()
+        if isinstance(error, OSError) and str(error.filename).startswith(f"{parent / out.name}.part-"):
+            raise OSError(error.errno, error.strerror, str(out)) from None
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +15,18 @@ from server.engine.machine import SPIN_MICROSECONDS
 from server.errors import StartupError
 
 PREFIX = "KVASIR_"
+_PLAIN = {  # in this order
+    "Input should be a valid integer, unable to parse string as an integer": "must be a whole number",
+    "Input should be a valid number, unable to parse string as a number": "must be a number",
+    "Input should be a valid boolean, unable to interpret input": "must be true or false",
+    "Input should be a finite number": "must be a number",
+    "could not parse value and unit from byte string": "must be a size, such as 2GiB",
+    "Extra inputs are not permitted": "is unknown; kvasir serve --help lists them",
+    "String should have": "must have",
+    "Input should be": "must be",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+}
 
 
 def _split(value: object) -> object:
@@ -129,18 +142,32 @@ class Settings(BaseSettings):
         return self.served_model_name or self.model.resolve().name
 
 
+def plain(message: str) -> str:
+    """Pydantic's words in ours."""
+    for theirs, ours in _PLAIN.items():
+        message = message.replace(theirs, ours)
+    return message
+
+
 def load_settings(**options: Any) -> Settings:
     """Settings from options (None is "not given") and the environment. Raises StartupError naming the bad setting."""
     known = {PREFIX + name.upper() for name in Settings.model_fields}
     if unknown := sorted(name for name in os.environ if name.upper().startswith(PREFIX) and name.upper() not in known):
-        raise StartupError(f"unknown setting {unknown[0]} in the environment; there are {', '.join(sorted(known))}")
+        near = get_close_matches(unknown[0].upper(), known, n=1)
+        mend = f"did you mean {near[0]}" if near else "kvasir serve --help lists them"
+        raise StartupError(f"unknown setting {unknown[0]} in the environment; {mend}")
     try:
         settings = Settings(**{name: value for name, value in options.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
+        if first["type"] == "missing":
+            raise StartupError(f"name a model directory: kvasir serve DIR, or {PREFIX}MODEL=DIR") from None
         name = str(first["loc"][0]) if first["loc"] else "settings"
-        given = "" if first["type"] == "missing" or name == "api_key" else f" = {first['input']!r}"
-        raise StartupError(f"setting {name} ({PREFIX}{name.upper()}){given}: {first['msg']}") from None
+        given = "" if name == "api_key" else f" = {first['input']!r}"
+        fault = plain(first["msg"])
+        if first["type"] == "string_pattern_mismatch":
+            fault = f"does not fit; it is: {Settings.model_fields[name].description}"
+        raise StartupError(f"setting {name} ({PREFIX}{name.upper()}){given} {fault}") from None
     if settings.max_concurrency_per_key is not None and settings.api_key is None and settings.api_key_file is None:
         raise StartupError("setting max_concurrency_per_key needs keys; set api_key_file or api_key too")
     return settings

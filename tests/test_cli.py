@@ -72,6 +72,13 @@ def test_help_imports_nothing_heavy() -> None:
         ("export", "missing argument 'checkpoint'; see kvasir export --help"),
         ("exprot", "no such command 'exprot'; did you mean 'export'; see kvasir --help"),
         ("serve --prot 1", "no such option: --prot (Possible options: --host, --port); see kvasir serve --help"),
+        ("export x --out y --top-p nan", "invalid value for '--top-p': must be at most 1; see kvasir export --help"),
+        (
+            "generate x y --max-tokens 9.5",
+            "invalid value for '--max-tokens': must be a whole number; see kvasir generate --help",
+        ),
+        ("serve", "name a model directory: kvasir serve DIR, or KVASIR_MODEL=DIR"),
+        ("serve x --port abc", "setting port (KVASIR_PORT) = 'abc' must be a whole number"),
         (
             "explain x y --out a.jpg",
             "invalid value for '--out': 'a.jpg' does not end in .png, which is what can be drawn; "

@@ -45,6 +45,12 @@ def test_a_failure_leaves_what_was_there(there: bool, tmp_path: Path) -> None:
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_where_it_is_written_meanwhile_is_not_told(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught, new_directory(tmp_path / "out") as part:
+        (part / "absent" / "file").touch()
+    assert in_words(caught.value) == f"{tmp_path}/out: no such file or directory"
+
+
 def test_the_folder_one_is_in_cannot_be_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileExistsError, match="name a new folder"), new_directory(Path()):

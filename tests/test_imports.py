@@ -74,7 +74,7 @@ ALLOWED = {
     "loadtest": ("loadtest.sse_client", "loadtest.load", "loadtest.local_server", "loadtest.serve_figures"),
     "commands.output": ("model.config", "model.file_errors"),
     "commands.progress": ("commands.output",),
-    "commands.group": ("model.file_errors",),
+    "commands.group": ("model.file_errors", "server.settings"),
     "commands": ROOMS,
     "kvasir": ("commands",),
 }

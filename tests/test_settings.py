@@ -62,7 +62,7 @@ def test_a_bad_value_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch, name:
 
 def test_an_unknown_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVASIR_PROT", "9000")
-    with pytest.raises(StartupError, match="unknown setting KVASIR_PROT"):
+    with pytest.raises(StartupError, match="unknown setting KVASIR_PROT in the environment; did you mean KVASIR_PORT"):
         load_settings(model="m")
 
 
