@@ -68,20 +68,31 @@ def make_base() -> None:
 
 
 def build(target: str, base: str) -> str:
-    """The image's name."""
+    """The image's name, which the one before loses; that is removed, unless a container is made of it."""
     name = f"localhost/kvasir:{target}"
-    command = ["buildah", "bud", "--isolation", "chroot", "--network", "host", "--build-arg", f"BASE={base}"]
+    before = image_id(name)
+    command = ["buildah", "bud", "--quiet", "--isolation", "chroot", "--network", "host", "--build-arg", f"BASE={base}"]
     for path in FOR_PIP:
         if Path(path).exists():
             command += ["--volume", f"{path}:{path}:ro"]
     say(f"{name}: build")
     run(*command, "--target", target, "--tag", name, ".")
+    if before and before != image_id(name):
+        try:
+            run("buildah", "rmi", before)
+        except FailedError as error:
+            say(f"{before}, the {name} before, stays: {error}")
     return name
+
+
+def image_id(name: str) -> str:
+    """Empty where there is none."""
+    return run("buildah", "images", "--quiet", "--filter", f"reference={name}")
 
 
 @contextmanager
 def mounted(image: str) -> Iterator[Path]:
-    container = run("buildah", "from", image)
+    container = run("buildah", "from", "--quiet", image)
     try:
         yield Path(run("buildah", "mount", container))
     finally:
@@ -145,7 +156,7 @@ def main() -> int:
         return 1
     os.environ.setdefault("STORAGE_DRIVER", "vfs")  # which needs no support by the kernel
     try:
-        if base == BASE and not run("buildah", "images", "--quiet", "--filter", f"reference={BASE}"):
+        if base == BASE and not image_id(BASE):
             make_base()
         with mounted(base) as root:
             base_bytes = n_bytes(root)
