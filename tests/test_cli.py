@@ -16,7 +16,9 @@ from typer.testing import CliRunner, Result
 
 import model.bundle
 from commands import progress
+from commands.output import console
 from kvasir import app
+from model import run
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = str(ROOT / "examples/stdlib")
@@ -223,6 +225,23 @@ def test_bars_are_for_terminals(kind: type[io.StringIO], quiet: bool, monkeypatc
     shown = screen.isatty() and not quiet
     assert ("writing" in screen.getvalue(), "1/1,234" in screen.getvalue()) == (shown, shown)
     assert bool(screen.getvalue()) == shown
+
+
+@pytest.mark.parametrize("colours", [True, False])
+def test_training_shows_its_bar_beside_lines_that_go_into_a_pipe(
+    colours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen, pipe = Terminal(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(sys, "stdout", pipe)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "" if colours else "1")
+    with run.ProgressBar(console(), console(stderr=True), 0, 2) as bar:
+        bar.step(1, 2.5, 1e3, 0.5)
+        bar.evaluated(1, 3.25, "a" * 90, "[b] 12")
+    assert pipe.getvalue() == f"step 1  held-out loss 3.2500\n{'a' * 90!r} … '[b] 12'\n"
+    assert "loss 2.500" in screen.getvalue()
+    assert ("\x1b[1m" in screen.getvalue()) == colours
 
 
 @pytest.mark.parametrize(
