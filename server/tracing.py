@@ -10,11 +10,11 @@ from __future__ import annotations
 import logging
 from time import monotonic, perf_counter, time_ns
 
-from opentelemetry.propagate import extract
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.trace import SpanKind, Status, StatusCode
+from opentelemetry.trace import SpanKind, Status, StatusCode, TraceState
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,6 +22,7 @@ from server.completion import Completion
 from server.engine.sequence import FinishReason
 
 _QUIET = 60.0  # seconds until the log says again what ails the collector
+_TRACE_CONTEXT = TraceContextTextMapPropagator()  # and no baggage: nothing here reads it
 _BAD_ENDS = frozenset({FinishReason.ABORT, FinishReason.ERROR})
 
 
@@ -75,7 +76,7 @@ class Tracing:
             attributes["gen_ai.latency.time_to_first_token"] = completion.seconds_to_first_token
         span = self._tracer.start_span(
             "llm_request",
-            extract(Headers(scope=scope)),
+            _TRACE_CONTEXT.extract(Headers(scope=scope)),
             kind=SpanKind.SERVER,
             start_time=ended - round(seconds * 1e9),
             attributes=attributes,
@@ -111,6 +112,7 @@ def make_provider(endpoint: str, version: str, exporter: SpanExporter | None = N
 
         exporter = OTLPSpanExporter(endpoint)
         logging.getLogger(OTLPSpanExporter.__module__).addFilter(Seldom())
+    logging.getLogger(TraceState.__module__).setLevel(logging.ERROR)  # its warnings quote what callers sent
     told = OTELResourceDetector().detect().attributes  # beside attributes given to create() the SDK would drop these
     resource = Resource.create({"service.name": "kvasir", "service.version": version, **told})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)  # the application does it, and waits less

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from server.admission import Phase
 from tests.serving import Served, serving
 
 
@@ -157,6 +158,21 @@ async def test_one_line_for_each_request_without_what_was_asked_or_answered(capl
     assert (second["status"], second["route"]) == (404, "/nothing")
     shown = str([record.__dict__ for record in caplog.records])
     assert not any(private in shown for private in ("secret", "hidden", "somebody"))
+
+
+@pytest.mark.parametrize("root_path", ["", "/llm"])
+async def test_probes_and_scrapes_are_in_the_log_where_they_fail_or_at_debug(
+    root_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="kvasir")
+    paths = ("/health", "/health/live", "/health/ready", "/health/startup", "/metrics", "/metrics/router", "/version")
+    async with serving(root_path=root_path) as served:
+        for path in paths:
+            assert (await served.client.get(root_path + path)).status_code == 200
+        served.service.admission.phase = Phase.DRAINING
+        assert (await served.client.get(f"{root_path}/health/ready")).status_code == 503
+    levels = [record.levelno for record in caplog.records if record.getMessage() == "request"]
+    assert levels == [logging.DEBUG] * 6 + [logging.INFO] * 2
 
 
 async def test_a_mistake_of_ours_is_a_500_with_the_request_id_and_no_trace(

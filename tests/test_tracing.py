@@ -74,6 +74,17 @@ async def test_a_request_is_a_span_below_its_callers(exporter: InMemorySpanExpor
     assert span.status.status_code is StatusCode.UNSET
 
 
+async def test_what_callers_send_beside_it_is_not_read_and_fills_no_log(
+    exporter: InMemorySpanExporter, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad = ",".join(f"member {i}" for i in range(170))
+    async with serving(otlp_endpoint=ENDPOINT) as served:
+        headers = {"traceparent": PARENT, "baggage": bad, "tracestate": bad}
+        assert (await served.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)).status_code == 200
+    assert only_span(exporter).parent is not None
+    assert "member" not in caplog.text
+
+
 async def test_what_was_never_accepted_is_none(exporter: InMemorySpanExporter) -> None:
     async with serving(otlp_endpoint=ENDPOINT) as served:
         await served.client.post("/v1/completions", json={"prompt": "a", "n": 99})

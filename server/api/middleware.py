@@ -25,9 +25,10 @@ from server.errors import AuthenticationError, EngineError, KvasirError, Overloa
 
 logger = logging.getLogger("kvasir")
 
-_OPEN_PATHS = frozenset(
-    {"/", "/health", "/health/live", "/health/ready", "/health/startup", "/metrics", "/metrics/router"}
+_PROBED_PATHS = frozenset(
+    {"/health", "/health/live", "/health/ready", "/health/startup", "/metrics", "/metrics/router"}
 )
+_OPEN_PATHS = _PROBED_PATHS | {"/"}
 _OPEN_FOLDER = "/static/"
 _READING = frozenset({"GET", "HEAD"})
 _CLIENT_LEFT = 499  # nginx's status for the log: no answer was sent
@@ -131,7 +132,7 @@ class KeyCheck:
                 del self._in_flight[key]
 
     def _is_open(self, scope: Scope) -> bool:
-        path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = _path(scope)
         return scope["method"] in _READING and (path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER))
 
 
@@ -171,8 +172,17 @@ def request_id(given: str | None) -> str:
     return uuid4().hex
 
 
+def _path(scope: Scope) -> str:
+    """Without what a proxy takes off."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 def log_request(scope: Scope, status: int, seconds: float) -> None:
-    """One line for each request. What was asked and answered stays out of it."""
+    """One line for each request. What was asked and answered stays out of it.
+
+    Probes and scrapes that went well are for debugging only: they come many times a second, and say nothing new.
+    """
     state = scope["state"]
     fields: dict[str, Any] = {"request_id": state["request_id"], "method": scope["method"], "route": scope["path"]}
     fields |= {"status": status, "duration_ms": round(seconds * 1000, 3)}
@@ -183,4 +193,5 @@ def log_request(scope: Scope, status: int, seconds: float) -> None:
         fields["completion_tokens"] = completion.n_completion_tokens
         fields["finish_reason"] = [choice.finish_reason for choice in completion.choices]
         fields["ttft_ms"] = None if first is None else round(first * 1000, 3)
-    logger.info("request", extra={"fields": fields})
+    is_routine = _path(scope) in _PROBED_PATHS and 200 <= status < 400
+    logger.log(logging.DEBUG if is_routine else logging.INFO, "request", extra={"fields": fields})
