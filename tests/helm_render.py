@@ -34,6 +34,7 @@ KINDS = {
     "gateway.networking.k8s.io/v1": {"HTTPRoute": "httproutes"},
     "inference.networking.k8s.io/v1": {"InferencePool": "inferencepools"},
 }
+DEBUG_HINT = "Use --debug flag to render out invalid YAML"  # what the command adds to some of its errors
 VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 
 
@@ -53,7 +54,7 @@ def _by_command(chart: Path, values: dict[str, Any], release: str) -> str:
         command += ["--api-versions", version]
     done = subprocess.run(command, input=yaml.safe_dump(values), capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RenderError(done.stderr.strip())
+        raise RenderError(done.stderr.strip().removesuffix(DEBUG_HINT).strip())
     return str(done.stdout)
 
 

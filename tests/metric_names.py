@@ -11,6 +11,7 @@ METRIC = re.compile(r"(?<![:\w])(?:kvasir|process)_[a-z0-9_]+\b")  # no parts of
 SELECTOR = re.compile(r"\b((?:kvasir|process)_[a-z0-9_]+)\{([^{}]*)\}")
 LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)\s*[\\]?[\"']")
 GROUPING = re.compile(r"\b(?:by|on|ignoring|without|group_left|group_right)\s*\(([\w\s,]*)\)")
+VARIABLE = re.compile(r"label_values\((\w+)(?:\{[^{}]*\})?,\s*(\w+)\)")  # Grafana's
 OF_THE_TARGET = {"namespace", "job", "pod", "instance"}  # Prometheus adds them
 # Locust's, and what prometheus-adapter makes of two gauges.
 ELSEWHERE = {"process_exit_code", "kvasir_requests_in_system"}
@@ -18,12 +19,8 @@ TEXTS = (
     "README.md",
     "docs/*.md",
     "docker-compose*.yml",
-    "helm/*.yaml",
-    "helm/*.md",
-    "helm/ci/*",
-    "helm/files/*",
-    "helm/templates/**/*",
-    "server/static/*.js",
+    "helm/**/*",
+    "server/static/*",
     "loadtest/*.py",
 )
 
@@ -64,6 +61,9 @@ def unknown_labels(expressions: Iterable[tuple[str, str]], shown: Shown, recorde
         for name, selectors in SELECTOR.findall(text):
             has = shown.labels.get(name, every) if name not in recorded else every
             wrong |= {f"{place}: {name}{{{label}}}" for label in set(LABEL.findall(selectors)) - has - OF_THE_TARGET}
+        for name, label in VARIABLE.findall(text):
+            if label not in shown.labels.get(name, every) | OF_THE_TARGET:
+                wrong.add(f"{place}: {name}, {label}")
         for labels in GROUPING.findall(text):
             wrong |= {f"{place}: {label}" for label in set(re.findall(r"\w+", labels)) - every}
     return wrong

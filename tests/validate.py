@@ -155,6 +155,14 @@ def expressions(namespace: str = ".*", job: str = ".*", pod: str = ".*") -> Iter
                 yield panel["title"], Template(target["expr"]).substitute(values)
 
 
+def variables() -> Iterator[tuple[str, str]]:
+    """What the dashboards' variables ask: (variable, query)."""
+    for path in sorted((CHART / "dashboards").glob("*.json")):
+        for variable in json.loads(path.read_text(encoding="utf-8"))["templating"]["list"]:
+            if variable["type"] == "query":
+                yield variable["name"], variable["query"]["query"]
+
+
 def dashboards_are_promql() -> str:
     promtool = needs("promtool", "Prometheus")
     rules = [{"record": f"panel:{i}", "expr": expr} for i, (_, expr) in enumerate(expressions())]
@@ -173,7 +181,7 @@ def metrics_exist() -> str:
     shown = Shown(f"{url}/metrics")
     rules = [rule for group in load(RULES)["groups"] for rule in group["rules"]]
     recorded = {rule["record"] for rule in rules if "record" in rule}
-    queries = [*expressions(), *((rule.get("alert") or rule["record"], rule["expr"]) for rule in rules)]
+    queries = [*expressions(), *variables(), *((rule.get("alert") or rule["record"], rule["expr"]) for rule in rules)]
     written = list(texts(ROOT))
     router = [(place, text) for place, text in written if place == "helm/router-values.yaml"]
     wrong = unknown_names([*queries, *written], shown.names | recorded)
