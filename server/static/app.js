@@ -1,21 +1,24 @@
 // The page: which view is shown, the key, the theme, and the model's card, which every view starts from.
 
-import { getJson, getKey, request, setKey } from "./api.js";
+import { ApiError, getJson, getKey, request, setKey } from "./api.js";
 import { byId } from "./dom.js";
 import * as explorer from "./explorer.js";
 import * as live from "./live.js";
 import * as model from "./model.js";
+import { pause } from "./pause.js";
 import * as playground from "./playground.js";
 import { load, save } from "./storage.js";
 
 // Each view has start(card), called once, and may have show() and hide(), called when it comes and goes.
 const VIEWS = { playground, attention: explorer, live, model };
 const THEMES = ["system", "light", "dark"];
+const RETRY_SECONDS = 2;
 
 let shown = null;
 let started = false;
 
 function show() {
+  if (!started) return; // nothing would answer there yet
   const wanted = location.hash.slice(1) || "playground";
   const name = Object.hasOwn(VIEWS, wanted) ? wanted : shown ?? "playground"; // "#main" is a place in any view
   if (name === shown) return;
@@ -47,28 +50,43 @@ function nextTheme() {
   setTheme(THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]);
 }
 
-/** Start every view, as soon as the server tells what it serves. */
+/** Start every view, as soon as the server tells what it serves: before that, none is shown. */
 async function start() {
-  byId("failure").hidden = true;
   try {
-    const card = await getJson("model");
+    const card = await getCard();
+    byId("failure").hidden = true;
     started = true;
     byId("key-forget").hidden = !getKey();
     byId("served").textContent = `${card.model} · ${card.precision} on ${card.device}`;
     document.title = `${card.model} · Kvasir`;
     for (const view of Object.values(VIEWS)) view.start(card);
-    window.addEventListener("hashchange", show);
     show();
   } catch (error) {
+    byId("failure").hidden = true;
     if (error.status === 401) return; // the key is asked for
-    fail(error);
+    fail(error.message);
     throw error;
   }
 }
 
-function fail(error) {
+/** From a server that cannot be reached or cannot answer yet: again until it does. */
+async function getCard() {
+  for (;;) {
+    try {
+      return await getJson("model");
+    } catch (error) {
+      const isPassing = error instanceof ApiError && (error.status === 0 || error.status >= 500);
+      if (!isPassing) throw error;
+      fail(`${error.message} (trying again until it answers)`);
+      await pause(1000 * (error.retryAfter ?? RETRY_SECONDS));
+    }
+  }
+}
+
+/** An alert is read out when its text changes, so the same one is said once. */
+function fail(message) {
   byId("failure").hidden = false;
-  byId("failure").textContent = error.message;
+  if (byId("failure").textContent !== message) byId("failure").textContent = message;
 }
 
 function askForKey() {
@@ -110,7 +128,7 @@ async function followWithKey(event) {
     const answer = await request(link.getAttribute("href"));
     location.assign(URL.createObjectURL(await answer.blob()));
   } catch (error) {
-    fail(error);
+    fail(error.message);
   }
 }
 
@@ -120,5 +138,6 @@ byId("key-form").addEventListener("submit", useKey);
 byId("key-forget").addEventListener("click", forgetKey);
 document.addEventListener("click", followWithKey);
 window.addEventListener("kvasir:key", askForKey);
+window.addEventListener("hashchange", show);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", sayTheme);
 start();

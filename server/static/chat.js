@@ -9,6 +9,10 @@ export class Conversation {
     this.changed = changed;
   }
 
+  get isEmpty() {
+    return !byId("message").value && this.turns.childElementCount === 0;
+  }
+
   /** The message that is being written becomes a turn. */
   take() {
     if (byId("message").value) this.add("user", byId("message").value);

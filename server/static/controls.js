@@ -1,7 +1,7 @@
-// Controls of the settings. Each is { name, element, input, tell(message), state(), restore(state), fields() }.
+// Controls of the settings: { name, element, input, blamed(), tell(message), state(), restore(state), fields() } each.
 //
 // `state` is what is kept and compared, null where nothing was changed; `fields` is what is added to a request, and
-// throws what is wrong with it; `tell` says that beside the control.
+// throws what is wrong with it; `tell` says that beside the control, `blamed` is the input that holds it.
 
 import { make } from "./dom.js";
 
@@ -34,15 +34,16 @@ export function control(field, prefix) {
   const made = { number, seed, lines, toggle, form, json }[field.kind](field, id);
   const error = make("p", { class: "error", id: `${id}-error`, hidden: true });
   made.element.append(make("p", { class: "quiet", id: `${id}-help` }, field.help), error);
-  made.input.setAttribute("aria-describedby", `${id}-help ${id}-error`);
-  return { ...made, name: field.name, tell: (message) => tell(made.input, error, message) };
-}
-
-function tell(input, error, message) {
-  error.textContent = message;
-  error.hidden = message === "";
-  if (message) input.setAttribute("aria-invalid", "true");
-  else input.removeAttribute("aria-invalid");
+  const inputs = [made.input, made.rule].filter(Boolean);
+  for (const input of inputs) input.setAttribute("aria-describedby", `${id}-help ${id}-error`);
+  const blamed = () => inputs.findLast((input) => !input.hidden);
+  const tell = (message) => {
+    error.textContent = message;
+    error.hidden = message === "";
+    for (const input of inputs) input.removeAttribute("aria-invalid");
+    if (message) blamed().setAttribute("aria-invalid", "true");
+  };
+  return { ...made, name: field.name, blamed, tell };
 }
 
 const row = (field, id, ...inputs) =>
@@ -149,11 +150,16 @@ function form(field, id) {
   return {
     element: row(field, id, input, rule),
     input,
+    rule,
     state: () => (input.value === "any" ? null : [input.value, rule.value]),
     restore: (kept) => {
       [input.value, rule.value] = kept ?? ["any", rule.value];
       follow();
     },
-    fields: () => FORMS[input.value].fields?.(rule.value) ?? {},
+    fields: () => {
+      const { example, fields } = FORMS[input.value];
+      if (example && rule.value.trim() === "") throw new Error(`nothing is written here yet; an example: ${example}`);
+      return fields?.(rule.value) ?? {};
+    },
   };
 }

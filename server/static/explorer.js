@@ -17,6 +17,7 @@ let ofLayer;
 let overview;
 let palette;
 let wanted = null; // {text, ids}: what is to be shown; ids, where the text was put together from tokens
+let shownWish = null; // what was wanted of what is shown
 let reading = null; // what is shown
 let place = { layer: 0, head: 0 }; // what is chosen
 let shownPlace = place; // what is drawn
@@ -123,13 +124,14 @@ async function fetchLacking(options) {
   if (byId("overview-details").open && isSmall) await complete(reading, range(nLayer), range(nHead), options, draw);
   byId("overview-note").textContent = isSmall
     ? "A row for each layer, from the first at the top."
-    : "A row for each layer. The text is too long to get all at once: a layer is drawn when you have been there.";
+    : "A row for each layer. The text is too long to get all at once: a layer is drawn when you have been there, "
+      + "as long as the page keeps its weights.";
 }
 
 /** What was there before stays, and is what is chosen again. */
 function fail(error) {
   if (error.status === 401) refused = { wanted, place };
-  wanted = reading && { text: reading.text };
+  wanted = shownWish;
   place = shownPlace;
   showStatus();
   draw();
@@ -148,6 +150,7 @@ function showStatus() {
 
 /** What depends on the text alone. */
 function showText() {
+  shownWish = wanted;
   byId("explained").hidden = false;
   showStatus();
   showNextTokens(byId("next-tokens"), byId("next-rest"), reading.nextTokens, append);

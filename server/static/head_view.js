@@ -98,7 +98,7 @@ export class HeadView {
   }
 
   fillTable() {
-    if (!byId("row-details").open) return;
+    if (!byId("row-details").open || !this.weights) return;
     const { tokens } = this.reading;
     byId("row-caption").textContent = `What ${quoted(tokens[this.pinned])}, at ${this.pinned}, attends to, most first`;
     const seen = this.row(this.pinned).map((weight, key) => ({ weight, key })).filter(({ weight }) => weight !== null);

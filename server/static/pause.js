@@ -1,7 +1,9 @@
 // A timer that can be given up.
 
+const NEVER = new AbortController().signal;
+
 /** Resolves after so many milliseconds; rejects with the signal's reason as soon as that is aborted. */
-export function pause(milliseconds, signal) {
+export function pause(milliseconds, signal = NEVER) {
   return new Promise((resolve, reject) => {
     signal.throwIfAborted();
     const abort = () => {

@@ -41,9 +41,10 @@ function wire() {
   byId("regenerate").addEventListener("click", regenerate);
   byId("clear").addEventListener("click", clear);
   byId("shaded").addEventListener("change", changed);
-  for (const id of ["mode-completion", "mode-chat"]) byId(id).addEventListener("change", () => afterStop(forget));
+  for (const id of ["mode-completion", "mode-chat"]) byId(id).addEventListener("change", changeMode);
   byId("compare").addEventListener("change", changed);
   byId("prompt-form").addEventListener("input", save);
+  byId("message").addEventListener("input", () => byId("message").setCustomValidity(""));
   byId("examples").addEventListener("click", useExample);
   byId("playground").addEventListener("keydown", (event) => {
     const isOfPage = !event.target.closest("dialog");
@@ -58,7 +59,7 @@ function act(event, action) {
 }
 
 const generate = () => afterStop(() => {
-  if (!areSettingsRight()) return null;
+  if (!areSettingsRight() || (isChat() && !hasMessage())) return null;
   if (isChat()) goOn();
   return send(input());
 });
@@ -69,6 +70,11 @@ const regenerate = () => afterStop(() => {
 });
 
 const areSettingsRight = () => shownRuns().every((run) => run.settings.fields() !== null);
+
+function hasMessage() {
+  byId("message").setCustomValidity(conversation.isEmpty ? "Write a message first." : "");
+  return byId("message").reportValidity();
+}
 
 /** In a conversation, what is shown is the answer to the last message: before the next one it becomes a turn. */
 function goOn() {
@@ -85,6 +91,7 @@ async function send(what) {
     sending = Promise.all(shownRuns().map((run) => run.send(run.request(what, seed))));
     busy(true);
   });
+  runs[0].reveal();
   save();
   say(`Done: ${(await sending).join(", and ")}.`);
   keepFocus(byId(isAgain && shownRuns().some((run) => run.hasAnswer) ? "regenerate" : "generate"), () => busy(false));
@@ -95,7 +102,7 @@ async function send(what) {
 function keepFocus(next, change) {
   const had = document.activeElement;
   change();
-  if (had.disabled || !had.checkVisibility()) next.focus();
+  if (had.disabled || !had.checkVisibility()) next.focus({ preventScroll: true }); // the answer stays in sight
 }
 
 const input = () => (isChat() ? { messages: conversation.messages() } : { prompt: byId("prompt").value });
@@ -106,6 +113,13 @@ const clear = () => afterStop(() => {
   forget();
   byId(isChat() ? "message" : "prompt").focus();
 });
+
+const changeMode = () => afterStop(() => {
+  if (isAnswerOfChat()) keep(runs[0]);
+  else forget();
+});
+
+const isAnswerOfChat = () => runs[0].hasAnswer && "messages" in answered;
 
 function forget() {
   for (const run of runs) run.clear();
@@ -131,8 +145,9 @@ function keep(run) {
   return turn;
 }
 
+/** What was sent for the answer that is shown; before there is any, what would be. */
 function copy(run) {
-  const request = run.request(input());
+  const request = run.sent ?? run.request(input());
   if (request) copying.open(request);
 }
 
@@ -180,7 +195,7 @@ function save() {
     chat: hasChat ? byId("mode-chat").checked : undefined,
     compare: isComparing(),
     shaded: byId("shaded").checked,
-    conversation: conversation.state(isChat() ? runs[0].tokens.text : ""),
+    conversation: conversation.state(isAnswerOfChat() ? runs[0].tokens.text : ""),
     settings: runs.map((run) => run.settings.state()),
   });
 }

@@ -4,7 +4,8 @@ import { byId, make } from "./dom.js";
 import { formatShare } from "./format.js";
 import { visible } from "./token_text.js";
 
-const ORDINALS = ["first", "second", "third", "fourth", "fifth"]; // of run.js: as many as are asked for;
+const ORDINALS = ["first", "second", "third", "fourth", "fifth"];
+export const N_CHOICES = ORDINALS.length; // the likeliest tokens that are asked for, at each place
 const GAP = 6; // pixels between a token and its popover
 
 /** A token's name on one short line: indentation is counted. */
@@ -38,7 +39,8 @@ function about({ text, tokens }) {
 
 function aboutToken({ name, logprob, top }) {
   const place = top.filter((one) => one.logprob > logprob).length;
-  const choice = ORDINALS[place] ? `the model's ${ORDINALS[place]} choice` : "beyond the model's five first choices";
+  const isAmongThem = place < N_CHOICES;
+  const choice = isAmongThem ? `the model's ${ORDINALS[place]} choice` : `beyond its first ${N_CHOICES} choices`;
   const title = make("p", {}, make("code", {}, short(name)), make("span", { class: "quiet" }, ` ${choice}`));
   const rows = top.map((one) => bar(one, one.name === name));
   if (!top.some((one) => one.name === name)) rows.push(bar({ name, logprob }, true));

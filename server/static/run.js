@@ -4,19 +4,19 @@ import { ApiError, stream } from "./api.js";
 import { ofChat, ofCompletion } from "./deltas.js";
 import { byId } from "./dom.js";
 import { Placement } from "./placement.js";
+import { N_CHOICES } from "./popover.js";
 import { Settings } from "./settings.js";
 import { Timings } from "./timings.js";
 import { revealed } from "./token_text.js";
 import { TokenText } from "./tokens.js";
 
-const LOGPROBS = 5;
 const EACH_SECOND = 1000;
 const WIDE = "(min-width: 60rem)"; // as in playground.css: where settings do not stand before the text
 const STREAMED = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
 
 export class Run {
   #abort = null;
-  #seed = null; // that was drawn for what is shown
+  #sent = null; // the request whose answer is shown
 
   /** `changed` is called when a setting was. */
   constructor(name, card, changed) {
@@ -46,13 +46,17 @@ export class Run {
     return this.tokens.text !== "";
   }
 
+  get sent() {
+    return this.#sent;
+  }
+
   /** The path and the body of a request for `input`: { prompt } or { messages }. Null where a setting is wrong. */
-  request(input, drawnSeed = this.#seed) {
+  request(input, drawnSeed = null) {
     const fields = this.settings.fields();
     if (fields === null) return null;
     const seed = drawnSeed === null ? {} : { seed: drawnSeed };
     const isChat = "messages" in input;
-    const scores = isChat ? { logprobs: true, top_logprobs: LOGPROBS } : { logprobs: LOGPROBS };
+    const scores = isChat ? { logprobs: true, top_logprobs: N_CHOICES } : { logprobs: N_CHOICES };
     const body = { model: this.card.model, ...input, ...seed, ...fields, ...scores, ...STREAMED };
     return { path: isChat ? "v1/chat/completions" : "v1/completions", body };
   }
@@ -60,7 +64,7 @@ export class Run {
   /** Send a request, not before another has ended, and show its answer. Returns in words how it ended; never throws. */
   async send({ path, body }) {
     this.clear();
-    this.#seed = body.seed;
+    this.#sent = { path, body };
     this.part("seed").textContent = body.seed;
     this.tokens.follow(() => this.part("prompt").replaceChildren(...revealed(body.prompt ?? "")));
     this.#abort = new AbortController();
@@ -110,8 +114,12 @@ export class Run {
     const message = isKnown ? error.message : `the answer cannot be read: ${error.message}`;
     const wait = error.retryAfter ? ` · retry in ${error.retryAfter} s` : "";
     this.part("error").textContent = message + wait;
-    this.part("error").hidden = false;
+    this.tokens.follow(() => { this.part("error").hidden = false; });
     if (error.param) this.settings.mark(error.param, error.message);
+  }
+
+  reveal() {
+    this.tokens.card.scrollIntoView({ block: "nearest" });
   }
 
   stop() {
@@ -120,7 +128,7 @@ export class Run {
 
   clear() {
     this.tokens.clear();
-    this.#seed = null;
+    this.#sent = null;
     this.part("seed").textContent = "–";
     this.part("prompt").textContent = "";
     this.part("error").hidden = true;

@@ -51,7 +51,7 @@ export class Settings {
     if (found === undefined) return false;
     for (let at = found.input.closest("details"); at; at = at.parentElement.closest("details")) at.open = true;
     found.tell(message);
-    found.input.focus();
+    found.blamed().focus();
     return true;
   }
 

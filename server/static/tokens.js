@@ -5,7 +5,7 @@ import { hide, show } from "./popover.js";
 import { revealed } from "./token_text.js";
 
 const LEVELS = [0.9, 0.5, 0.2, 0.05]; // at least so likely; the last level is below all
-const NEAR = 8; // pixels from the end at which the text is followed
+const NEAR = 8; // pixels from the end at which a text is followed
 const before = (span) => span.previousElementSibling;
 const after = (span) => span.nextElementSibling;
 const TARGETS = {
@@ -25,10 +25,11 @@ export class TokenText {
   #frame = null;
   #described = null;
 
-  /** Shows pieces in `element`, which holds nothing else; its parent scrolls. `drawn` is called after each batch. */
+  /** Shows pieces in `element`, which holds nothing else; its parent scrolls, in a card; `drawn` follows each batch. */
   constructor(element, drawn) {
     this.element = element;
     this.box = element.parentElement;
+    this.card = element.closest(".card");
     this.drawn = drawn;
     element.addEventListener("pointerover", (event) => this.#describe(event.target.closest("[tabindex]")));
     element.addEventListener("pointerleave", () => this.#describe(this.#focused()));
@@ -58,11 +59,13 @@ export class TokenText {
     this.drawn();
   }
 
-  /** Change what the box holds: who saw its end still does. */
+  /** Change what the card holds: who saw its end, or that of the text in it, still does. */
   follow(change) {
     const isAtEnd = this.box.scrollTop + this.box.clientHeight >= this.box.scrollHeight - NEAR;
+    const isInSight = this.card.getBoundingClientRect().bottom <= innerHeight + NEAR;
     change();
     if (isAtEnd) this.box.scrollTop = this.box.scrollHeight;
+    if (isInSight) this.card.scrollIntoView({ block: "nearest" });
   }
 
   clear() {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.playground import generate, part, setting
+from tests.browser.playground import figure, generate, part, setting
 
 
 @pytest.fixture
@@ -63,3 +63,42 @@ def test_an_answer_outlives_the_page_and_can_be_edited_at_once(page: Page) -> No
     assert [turn["content"] for turn in generate(page)["messages"]] == ["def main():", said, "more"]
     part(page, "keep").press("Enter")
     expect(page.get_by_label("assistant", exact=True).last).to_be_focused()
+
+
+def test_changing_the_mode_loses_no_answer(page: Page) -> None:
+    page.get_by_label("Your message").fill("def main():")
+    generate(page)
+    said = part(page, "text").text_content() or ""
+    page.get_by_label("Continue a text").check()
+    expect(part(page, "text")).to_be_empty()
+    page.get_by_label("Chat", exact=True).check()
+    expect(page.get_by_label("assistant", exact=True)).to_have_value(said)
+
+
+def test_a_message_is_asked_for_where_there_is_none(page: Page) -> None:
+    message = page.get_by_label("Your message")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.method))
+    message.fill("")
+    page.get_by_role("button", name="Generate", exact=True).click()
+    expect(message).to_be_focused()
+    assert message.evaluate("box => box.validationMessage") == "Write a message first."
+    assert "POST" not in asked
+    message.fill("def main():")
+    generate(page)
+
+
+@pytest.mark.refusals
+def test_an_answer_is_seen_while_it_comes_and_so_is_a_refusal(page: Page) -> None:
+    setting(page, "max_tokens").fill("128")
+    setting(page, "ignore_eos").check()
+    for _ in range(3):
+        page.get_by_label("Your message").fill("def main():")
+        generate(page)
+        expect(part(page, "text").locator("span").last).to_be_in_viewport()
+        expect(figure(page, "ending")).to_be_in_viewport()
+    error = {"message": "too many wait", "type": "overloaded", "param": None, "code": None}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=429, json={"error": error}))
+    page.get_by_label("Your message").fill("more")
+    page.get_by_role("button", name="Generate", exact=True).click()
+    expect(part(page, "error")).to_be_in_viewport()

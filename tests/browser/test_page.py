@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.browser.conftest import KEY
 
@@ -51,6 +51,18 @@ def test_a_view_fits_and_can_be_used_by_anyone(
     look(page, f"{view}-{width}-{theme}")
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[width]
     assert serious_findings(page) == []
+
+
+@pytest.mark.parametrize("size", [125, 200])
+def test_larger_text_scrolls_down_and_not_sideways(size: int, open_page: Callable[..., Page], url: str) -> None:
+    page = open_page(url, viewport={"width": 380, "height": 800})
+    page.evaluate("size => { document.documentElement.style.fontSize = `${size}%`; }", size)
+    for view in VIEWS:
+        page.locator(f"header a[href='#{view}']").click()
+        expect(page.locator(f"#{view}")).to_be_visible()
+        if view == "attention":
+            expect(page.locator("#explained:not([aria-busy])")).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 380, view
 
 
 def test_dark_is_dark_and_the_choice_stays(page: Page) -> None:
@@ -126,6 +138,37 @@ def test_a_browser_that_keeps_nothing_shows_all(open_page: Callable[..., Page], 
     expect(page.get_by_role("button", name="Theme: light")).to_be_visible()
 
 
+def test_no_view_is_shown_before_the_server_answers(browser: Browser, url: str) -> None:
+    """What cannot be used yet would lose what is typed; once the server is there, no one has to reload."""
+    page = browser.new_context().new_page()  # unwatched: the browser writes of each refusal to the console
+    page.clock.install()
+    asked: list[Route] = []
+
+    def answer(route: Route) -> None:
+        asked.append(route)
+        if len(asked) == 1:
+            route.abort()
+        elif len(asked) == 2:
+            route.fulfill(status=503, headers={"retry-after": "7"}, json={"error": {"message": "not yet"}})
+        else:
+            route.continue_()
+
+    page.route("**/model", answer)
+    page.goto(url)
+    views, failure = page.locator("main > section:visible"), page.locator("#failure")
+    expect(failure).to_have_text("the server cannot be reached; is it still running? (trying again until it answers)")
+    page.locator("header a[href='#live']").click()
+    assert views.count() == 0
+    page.clock.run_for(2000)
+    expect(failure).to_have_text("not yet (trying again until it answers)")
+    page.clock.run_for(6900)
+    assert len(asked) == 2
+    page.clock.run_for(200)
+    expect(page.locator("#live")).to_be_visible()
+    expect(failure).to_be_hidden()
+    page.context.close()
+
+
 @pytest.mark.refusals
 def test_a_key_is_asked_for_where_the_server_wants_one(
     open_page: Callable[..., Page], guarded_url: str, serious_findings: Callable[[Page], list[str]]
@@ -135,6 +178,8 @@ def test_a_key_is_asked_for_where_the_server_wants_one(
     expect(field).to_be_visible()
     expect(error).to_be_hidden()
     assert serious_findings(page) == []
+    page.locator("header a[href='#attention']").click()
+    assert page.locator("main > section:visible").count() == 0
     for wrong, told in (
         ("wrong", "The server does not know this key."),
         ("wrong key", "A key has no space and no control character in it."),
@@ -148,6 +193,7 @@ def test_a_key_is_asked_for_where_the_server_wants_one(
     page.keyboard.press("Enter")
     expect(field).to_be_hidden()
     expect(page.locator("#main")).to_be_focused()
+    expect(page.locator("#attention")).to_be_visible()
     expect(page.locator("#served")).to_contain_text("stdlib")
     page.reload()  # the key stays in this tab
     expect(page.locator("#served")).to_contain_text("stdlib")

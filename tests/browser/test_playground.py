@@ -65,8 +65,17 @@ def test_only_what_differs_is_sent(page: Page) -> None:
 
 
 def test_the_text_is_held_to_a_form(page: Page) -> None:
-    setting(page, "form").select_option("regex")
-    setting(page, "form-rule").fill("[0-9]{4}")
+    form, rule = setting(page, "form"), setting(page, "form-rule")
+    for kind, wrong, told in (("json_schema", "{", "this is not JSON"), ("regex", " ", "nothing is written here yet")):
+        form.select_option(kind)
+        rule.fill(wrong)
+        page.get_by_role("button", name="Generate", exact=True).click()  # sends nothing
+        expect(page.locator("#setting-a-form-error")).to_contain_text(told)
+        expect(rule).to_be_focused()
+        expect(rule).to_have_attribute("aria-invalid", "true")
+        expect(form).not_to_have_attribute("aria-invalid", "true")
+    rule.fill("[0-9]{4}")
+    expect(rule).not_to_have_attribute("aria-invalid", "true")
     page.get_by_role("button", name="Generate", exact=True).click()
     expect(figure(page, "ending")).to_have_text("ended by itself")
     assert part(page, "text").inner_text().strip().isdigit()

@@ -75,6 +75,8 @@ def test_snippets_send_the_same_whatever_is_in_the_prompt(
     setting(page, "form-rule").fill('{"type": "string", "description": "it\'s"}')
     setting(page, "max_tokens").fill("1")
     sent = generate(page)
+    page.locator("#prompt").fill("the next prompt")  # which has not been sent
+    setting(page, "temperature").fill("0")
     page.get_by_role("button", name="Copy as curl or Python").click()
     command = page.locator("#as-curl").inner_text()
     subprocess.run(["bash", "-c", command.replace(url, address)], check=True, capture_output=True)  # noqa: S607
