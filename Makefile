@@ -57,7 +57,7 @@ browser-test: $(VENV)/.serve build/browser/.ready  ## Use the playground in Chro
 	build/browser/bin/python -m pytest -q -c tests/browser/pytest.ini --rootdir . tests/browser $(ARGS)
 
 dashboard-smoke: $(VENV)/.dev  ## Have each query of the dashboards answered by Prometheus
-	KVASIR_SPECULATE=true $(BIN)/python -m loadtest.local_server $(MODEL) $(BIN)/python -m tests.dashboard_smoke
+	KVASIR_SPECULATE=true $(BIN)/python -m loadtest.local_server $(MODEL) $(BIN)/python -m tests.dashboard_smoke $(SECONDS)
 
 rolling-restart: $(VENV)/.serve  ## Restart two servers behind nginx; nothing may fail
 	$(BIN)/python -m tests.rolling_restart $(MODEL)

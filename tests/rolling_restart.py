@@ -24,7 +24,8 @@ from urllib.request import urlopen
 from loadtest.sse_client import Answer, Target, complete
 
 N_CLIENTS = 8
-MAX_TOKENS = 192  # so long that some stream runs whenever a server is told to stop
+# So long, and of such different lengths, that some stream runs whenever a server is told to stop.
+MAX_TOKENS = range(136, 248, 16)
 BEFORE_AND_AFTER = 20  # streams that end before the first restart, between the two, and after the second
 
 NGINX = """
@@ -105,11 +106,13 @@ class Load:
 
     async def client(self) -> None:
         while not self._stopping:
-            body = {"prompt": "def read(path):\n", "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
-            body |= {"seed": next(self._seeds), "stream_options": {"include_usage": True}}
+            seed = next(self._seeds)
+            max_tokens = MAX_TOKENS[seed % len(MAX_TOKENS)]
+            body = {"prompt": "def read(path):\n", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+            body |= {"seed": seed, "stream_options": {"include_usage": True}}
             answer = await complete(self._target, json.dumps(body).encode(), limit=120)
-            if answer.error is None and answer.n_tokens != MAX_TOKENS:
-                answer.fail(f"{answer.n_tokens} tokens instead of {MAX_TOKENS}")
+            if answer.error is None and answer.n_tokens != max_tokens:
+                answer.fail(f"{answer.n_tokens} tokens instead of {max_tokens}")
             async with self._ended:
                 self.answers.append(answer)
                 self._ended.notify_all()
