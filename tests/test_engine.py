@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
@@ -156,9 +156,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert result.prompt_logprobs == scored
 
 
-EngineMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
 test_random_lives = EngineMachine.TestCase
 
 

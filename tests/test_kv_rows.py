@@ -22,7 +22,7 @@ def make_rows(*, int8: bool = False, **changes: int) -> KVRows:
 
 
 @given(st.integers(1, 9), st.sampled_from([8, 16, 64, 80, 128]), st.integers(1, 5000), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_row_is_a_whole_number_of_pages(n_kv_head: int, head_dim: int, max_model_len: int, int8: bool) -> None:
     """A partial page would zero the neighbour's tokens when a row is given back."""
     rows = make_rows(n_kv_head=n_kv_head, head_dim=head_dim, max_model_len=max_model_len, max_num_seqs=2, int8=int8)

@@ -54,7 +54,7 @@ def session() -> Iterator[requests.Session]:
 
 
 @api.parametrize()
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_every_answer_is_as_described(case: schemathesis.Case[Any], server: Live, session: requests.Session) -> None:
     key = {"authorization": f"Bearer {KEY}"}
     response = case.call_and_validate(base_url=server.url, session=session, headers=key, checks=CHECKS)

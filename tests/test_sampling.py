@@ -108,7 +108,7 @@ filters = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(rows=st.lists(filters, min_size=1, max_size=5), seed=st.integers(0, 2**64 - 1))
 def test_drawn_tokens_equal_the_definition_row_by_row(rows: list[dict[str, float]], seed: int) -> None:
     logits = random_logits(seed % 1000, len(rows))
@@ -118,7 +118,7 @@ def test_drawn_tokens_equal_the_definition_row_by_row(rows: list[dict[str, float
         assert token in draws_by_definition(row, p, 1)[0]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     shape=st.sampled_from(["flat", "middling", "peaked", "tied", "constant", "banned", "striped"]),
     vocab=st.sampled_from([1, 300, 2049, 5000, 6144]),
@@ -153,7 +153,7 @@ def test_ties_at_a_threshold_are_all_kept(filters: dict[str, float], vocab: int)
     assert {sample(logits, [sequence])[0] for _ in range(100)} == {1, 4, 7}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(rows=st.lists(filters, min_size=2, max_size=6), seed=st.integers(0, 1000))
 def test_a_rows_token_does_not_depend_on_its_neighbours(rows: list[dict[str, float]], seed: int) -> None:
     logits = random_logits(seed, len(rows))

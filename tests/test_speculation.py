@@ -78,7 +78,7 @@ def propose_by_definition(token_ids: list[int], n_draft: int) -> list[int]:
     return []
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     token_ids=st.integers(1, 6).flatmap(lambda n: st.lists(st.integers(0, n), min_size=1, max_size=60)),
     lengths=st.lists(st.integers(1, 60), max_size=6),
@@ -124,7 +124,7 @@ sampling = st.builds(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(params=sampling, model_seed=st.integers(0, 50), hit_rate=st.sampled_from([0.0, 0.6, 0.9, 1.0]))
 def test_tokens_and_draws_equal_those_of_one_step_a_token(
     params: SamplingParams, model_seed: int, hit_rate: float
