@@ -101,10 +101,12 @@ export class Run {
   }
 
   #measure() {
-    this.timings.show();
     const seconds = this.isRunning ? this.timings.waited : null;
     const what = seconds ? `waiting for the first token… ${seconds} s` : "";
-    this.tokens.follow(() => this.part("waiting").replaceChildren(what));
+    this.tokens.follow(() => {
+      this.timings.show();
+      this.part("waiting").replaceChildren(what);
+    });
   }
 
   #fail(error) {

@@ -90,15 +90,17 @@ def test_a_message_is_asked_for_where_there_is_none(page: Page) -> None:
 
 @pytest.mark.refusals
 def test_an_answer_is_seen_while_it_comes_and_so_is_a_refusal(page: Page) -> None:
-    setting(page, "max_tokens").fill("128")
-    setting(page, "ignore_eos").check()
+    setting(page, "max_tokens").fill("250")
+    setting(page, "form").select_option("regex")
+    setting(page, "form-rule").fill("(a\\n){60}")  # more lines than a window has
     for _ in range(3):
         page.get_by_label("Your message").fill("def main():")
-        generate(page)
+        with page.expect_request("**/v1/chat/completions"):
+            page.get_by_label("System message").press("Control+Enter")  # above the conversation
+        expect(page.locator("#generation-status")).to_have_text("Done: ended by itself.")
         expect(part(page, "text").locator("span").last).to_be_in_viewport()
         expect(figure(page, "ending")).to_be_in_viewport()
     error = {"message": "too many wait", "type": "overloaded", "param": None, "code": None}
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=429, json={"error": error}))
-    page.get_by_label("Your message").fill("more")
-    page.get_by_role("button", name="Generate", exact=True).click()
+    page.get_by_label("System message").press("Control+Enter")
     expect(part(page, "error")).to_be_in_viewport()
