@@ -12,7 +12,7 @@ SELECTOR = re.compile(r"\b((?:kvasir|process)_[a-z0-9_]+)\{([^{}]*)\}")
 LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)\s*[\\]?[\"']")
 GROUPING = re.compile(r"\b(?:by|on|ignoring|without|group_left|group_right)\s*\(([\w\s,]*)\)")
 VARIABLE = re.compile(r"label_values\((\w+)(?:\{[^{}]*\})?,\s*(\w+)\)")  # Grafana's
-OF_THE_TARGET = {"namespace", "job", "pod", "instance"}  # Prometheus adds them
+OF_THE_TARGET = {"namespace", "job", "pod", "instance", "alertstate"}  # Prometheus adds them, the last to ALERTS
 # Locust's, and what prometheus-adapter makes of two gauges.
 ELSEWHERE = {"process_exit_code", "kvasir_requests_in_system"}
 TEXTS = (
