@@ -161,13 +161,20 @@ def free_port() -> int:
         return port
 
 
+async def busy(server: Server, load: Load) -> int:
+    """How many streams run on a server, as soon as there is one."""
+    while not (n_running := await server.n_running()):
+        await load.pass_on(1)
+    return n_running
+
+
 async def restart_each(servers: list[Server], load: Load) -> tuple[list[int], list[int | None]]:
     """Under load: what ran on each server when it was told to stop, and what it exited with."""
     clients = [asyncio.create_task(load.client()) for _ in range(N_CLIENTS)]
     running, codes = [], []
     await load.pass_on(BEFORE_AND_AFTER)
     for server in servers:
-        running.append(await server.n_running())
+        running.append(await busy(server, load))
         codes.append(await server.stop())
         await load.pass_on(BEFORE_AND_AFTER)
         await server.start()
@@ -197,7 +204,7 @@ async def main(directory: Path) -> int:
         print(f"  {failed.count(error)} x {error}")  # noqa: T201
     print(f"running at SIGTERM: {running}; 503 and tried again: {n_retried}")  # noqa: T201
     print(f"exit codes of the servers: {codes}")  # noqa: T201
-    return int(bool(failed) or any(codes) or not all(running) or not n_retried)
+    return int(bool(failed) or any(codes) or not n_retried)
 
 
 if __name__ == "__main__":
