@@ -94,7 +94,7 @@ export class HeadView {
     const text = weight !== null
       ? `${asks} attends ${most}to ${read}: ${formatWeight(weight)}`
       : `${asks} does not see ${read}, which ${key > query ? "comes later" : "is outside the window"}`;
-    byId("weight").replaceChildren(text, make("span", { class: "quiet" }, ` row ${query}, column ${key} of ${n}`));
+    byId("weight").replaceChildren(text, " ", make("span", { class: "quiet" }, `row ${query}, column ${key} of ${n}`));
   }
 
   fillTable() {

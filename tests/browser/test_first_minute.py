@@ -26,6 +26,7 @@ def test_a_completion_and_what_else_its_tokens_might_have_been(open_page: Callab
     generate(page)
     tokens = page.locator("[data-run=a] [data-part=text] span[data-level]")
     assert tokens.count() > 20
+    page.evaluate("scrollTo(0, 0)")  # the page has followed the text
     tokens.filter(has_text="path").nth(1).hover()
     expect(page.get_by_role("tooltip")).to_contain_text("%")
     picture(page, "first-completion")
@@ -33,7 +34,7 @@ def test_a_completion_and_what_else_its_tokens_might_have_been(open_page: Callab
 
 def test_a_head_that_looks_back_at_what_is_to_be_read(open_page: Callable[..., Page], url: str) -> None:
     """In `json.load(`, this head of the example model attends to the path that was opened."""
-    page = open_page(url, color_scheme="dark", **window(1240))
+    page = open_page(url, color_scheme="dark", reduced_motion="reduce", **window(1240))
     page.get_by_role("link", name="Attention").click()
     page.get_by_label("Text for the model to read").fill("with open(path) as file:\n    return json.load(")
     page.get_by_role("button", name="Explain").click()
