@@ -89,22 +89,21 @@ function number(field, id) {
 
 function seed(field, id) {
   const input = make("input", { id, type: "number", step: 1, min: field.min, max: field.max, placeholder: "random" });
-  return {
-    element: row(field, id, input),
-    input,
-    state: () => input.value || null,
-    restore: (kept) => {
-      input.value = kept ?? "";
-    },
-    fields: () => {
-      check(input);
-      return input.value ? { seed: input.valueAsNumber } : {};
-    },
-  };
+  return emptyAtFirst(field, id, input, () => {
+    check(input);
+    return input.value ? { seed: input.valueAsNumber } : {};
+  });
 }
 
 function text(field, id, attributes, fields) {
   const input = make("textarea", { id, rows: 2, spellcheck: "false", ...attributes });
+  return emptyAtFirst(field, id, input, () => (
+    input.value.trim() === "" ? {} : { [field.name]: fields(input.value) }
+  ));
+}
+
+/** What is sent, by `fields`, and kept only once something has been typed. */
+function emptyAtFirst(field, id, input, fields) {
   return {
     element: row(field, id, input),
     input,
@@ -112,7 +111,7 @@ function text(field, id, attributes, fields) {
     restore: (kept) => {
       input.value = kept ?? "";
     },
-    fields: () => (input.value.trim() === "" ? {} : { [field.name]: fields(input.value) }),
+    fields,
   };
 }
 
