@@ -32,7 +32,7 @@ WORKDIR /opt/kvasir/app
 COPY --from=packages-load /opt/kvasir /opt/kvasir
 COPY loadtest ./loadtest
 USER 10001:10001
-ENTRYPOINT ["locust", "-f", "loadtest/locustfile.py"]
+ENTRYPOINT ["locust", "-f", "loadtest/locust/locustfile.py"]
 
 FROM bare AS runtime
 ENV PATH=/opt/kvasir/bin:$PATH PYTHONPATH=/opt/kvasir/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \

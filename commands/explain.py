@@ -26,9 +26,13 @@ def explain(
     directory: Annotated[Path, typer.Argument(help="A model directory.")],
     text: Annotated[str, typer.Argument(callback=check_text, help="What the model is to read.")],
     layer: Annotated[int, typer.Option(min=0, help="Which layer's attention.")] = 0,
-    head: Annotated[int | None, typer.Option(min=0, help="Which of its heads. Default: all, side by side.")] = None,
+    head: Annotated[
+        int | None, typer.Option(min=0, help="Which of its heads. Default: all, side by side.")
+    ] = None,
     top_k: Annotated[int, typer.Option(min=1, help="How many of the likeliest next tokens.")] = 10,
-    out: Annotated[Path | None, typer.Option(callback=_check_picture, help="Draw the weights: a PNG.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(callback=_check_picture, help="Draw the weights: a PNG.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Show what the exported model attends to in a text, and what it would say next."""
@@ -45,10 +49,12 @@ def explain(
             explanation = Explainer(bundle).explain(text, [layer], top_k=top_k)
             heads = list(range(bundle.config.n_head)) if head is None else [head]
             if out is not None:
-                from server.heatmap import draw_attention
+                from commands.heatmap import draw_attention
 
                 progress(f"drawing {out.name}", 0, 0)
-                draw_attention(explanation, directory.name, layer, heads, out, bundle.config.window_of(layer))
+                draw_attention(
+                    explanation, directory.name, layer, heads, out, bundle.config.window_of(layer)
+                )
     except (BundleError, KvasirError, OSError) as error:
         fail(error)
     show(as_json, explanation.as_json(layer, heads), _next_tokens(explanation))

@@ -32,13 +32,19 @@ def export(
             autocompletion=complete_precision,
         ),
     ] = None,
-    kv_cache: Annotated[str | None, typer.Option(help="Keys and values on cuda: int8 or fp8.")] = None,
+    kv_cache: Annotated[
+        str | None, typer.Option(help="Keys and values on cuda: int8 or fp8.")
+    ] = None,
     text: Annotated[
         Path | None, typer.Option(help="Measure perplexity on this; default: held-out, or English.")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(min=0.0, max=100.0, help="Served requests' default.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, max=100.0, help="Served requests' default.")
+    ] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="Served requests' default.")] = None,
-    top_p: Annotated[float | None, typer.Option(min=1e-6, max=1.0, help="Served requests' default.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=1e-6, max=1.0, help="Served requests' default.")
+    ] = None,
     max_model_len: Annotated[
         int | None, typer.Option(min=2, help="The longest row; default: the checkpoint's.")
     ] = None,
@@ -82,13 +88,22 @@ def export(
     }
     tables = _tables(out.name, exported=manifest.verification)
     made = f"{manifest.precision} for {manifest.device}, {mebibytes(size)}"
-    show(as_json, values, *tables, f"{made}; took {seconds:.0f} s and {mebibytes(memory)} of memory at most")
+    show(
+        as_json,
+        values,
+        *tables,
+        f"{made}; took {seconds:.0f} s and {mebibytes(memory)} of memory at most",
+    )
 
 
 def verify(
     directory: Annotated[Path, typer.Argument(help="A model directory.")],
-    checkpoint: Annotated[Path | None, typer.Option(help="The run or checkpoint it was exported from.")] = None,
-    text: Annotated[Path | None, typer.Option(help="Measure perplexity on this; default: held-out text.")] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="The run or checkpoint it was exported from.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Measure perplexity on this; default: held-out text.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check a model directory's hashes, and measure it against PyTorch again.
@@ -104,14 +119,32 @@ def verify(
     try:
         with ProgressBar(quiet=as_json) as progress:
             manifest, measured = verify_directory(directory, checkpoint, text, progress)
-    except (BundleError, CheckpointError, SourceMismatchError, VerificationError, OSError, ValueError) as error:
+    except (
+        BundleError,
+        CheckpointError,
+        SourceMismatchError,
+        VerificationError,
+        OSError,
+        ValueError,
+    ) as error:
         fail(error)
     noted = manifest.verification
     again = {} if measured is None else {"measured": measured}
     dumped = {name: figures.model_dump() for name, figures in again.items()}
-    note = f"hashes are right; {manifest.precision} is measured again against its source: --checkpoint"
-    values = {"directory": str(directory), "manifest": noted.model_dump(), "measured": None} | dumped
-    show(as_json, values, *_tables(directory.name, manifest=noted, **again), *([] if measured else [note]))
+    note = (
+        f"hashes are right; {manifest.precision} is measured again against its source: --checkpoint"
+    )
+    values = {
+        "directory": str(directory),
+        "manifest": noted.model_dump(),
+        "measured": None,
+    } | dumped
+    show(
+        as_json,
+        values,
+        *_tables(directory.name, manifest=noted, **again),
+        *([] if measured else [note]),
+    )
 
 
 def _tables(title: str, **columns: Verification) -> list[Table | Text]:
@@ -120,9 +153,20 @@ def _tables(title: str, **columns: Verification) -> list[Table | Text]:
     table.add_column("")
     for name in columns:
         table.add_column(name, justify="right")
-    forms = {"max_logit_error": ".4g", "greedy_agreement": ".1%", "perplexity_torch": ".4f", "perplexity_onnx": ".4f"}
+    forms = {
+        "max_logit_error": ".4g",
+        "greedy_agreement": ".1%",
+        "perplexity_torch": ".4f",
+        "perplexity_onnx": ".4f",
+    }
     for key, form in forms.items():
         values = [getattr(column, key) for column in columns.values()]
         if any(value is not None for value in values):
-            table.add_row(key.replace("_", " "), *("-" if value is None else f"{value:{form}}" for value in values))
-    return [table, *(Text(f"{name} on {column.text}") for name, column in columns.items() if column.text)]
+            table.add_row(
+                key.replace("_", " "),
+                *("-" if value is None else f"{value:{form}}" for value in values),
+            )
+    return [
+        table,
+        *(Text(f"{name} on {column.text}") for name, column in columns.items() if column.text),
+    ]

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from model.file_errors import in_words
+from model.files import in_words
 from server.settings import plain
 
 # What is missing where only a part of Kvasir is installed, and the extra that brings it.
@@ -44,7 +44,10 @@ class CommandGroup(TyperGroup):
             typer.echo(f"kvasir: {_missing(error)}", err=True)
             code = 1
         except OSError as error:
-            typer.echo(f"kvasir: {'' if error.filename else 'standard output: '}{in_words(error)}", err=True)
+            typer.echo(
+                f"kvasir: {'' if error.filename else 'standard output: '}{in_words(error)}",
+                err=True,
+            )
             sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for what is still to be written
             code = 1
         if standalone:
@@ -54,7 +57,12 @@ class CommandGroup(TyperGroup):
 
 def _one_line(message: str) -> str:
     """Typer's sentences as one, in our voice: a small letter first, no full stop."""
-    line = plain(" ".join(message.split())).replace("Value error, ", "").replace(". Did you", "; did you").rstrip(".?")
+    line = (
+        plain(" ".join(message.split()))
+        .replace("Value error, ", "")
+        .replace(". Did you", "; did you")
+        .rstrip(".?")
+    )
     return line[:1].lower() + line[1:]
 
 

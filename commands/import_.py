@@ -15,14 +15,17 @@ from commands.progress import ProgressBar, loading
 
 def import_(
     folder: Annotated[
-        Path, typer.Argument(help="A Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json.")
+        Path,
+        typer.Argument(
+            help="A Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="The checkpoint directory to write.")],
     as_json: Json = False,
 ) -> None:
     """Make a checkpoint directory of a Hugging Face checkpoint."""
     with loading("PyTorch", quiet=as_json):
-        from model.huggingface import HuggingFaceError, import_checkpoint
+        from model.importing.huggingface import HuggingFaceError, import_checkpoint
 
     started = time.monotonic()
     try:
@@ -42,7 +45,12 @@ def import_(
         "time": f"{seconds:.1f} s",
         "peak memory": mebibytes(memory),
     }
-    values = {"directory": str(out), **asdict(imported), "seconds": seconds, "peak_memory_bytes": memory}
+    values = {
+        "directory": str(out),
+        **asdict(imported),
+        "seconds": seconds,
+        "peak_memory_bytes": memory,
+    }
     show(as_json, values, figures(out.name, rows))
     if not as_json:
         for note in imported.notes:

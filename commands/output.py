@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from model.config import PRESETS
-from model.file_errors import in_words
+from model.files import in_words
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
 

@@ -16,7 +16,9 @@ from server.settings import PREFIX, Settings
 def _metavar(annotation: Any) -> str | None:
     """What kind of value it is, which `load_settings` reads: here all are texts, but for flags."""
     kind = next((one for one in get_args(annotation) if one is not type(None)), annotation)
-    return {bool: None, int: "<int>", float: "<float>", ByteSize: "<size>", Path: "<path>"}.get(kind, "<str>")
+    return {bool: None, int: "<int>", float: "<float>", ByteSize: "<size>", Path: "<path>"}.get(
+        kind, "<str>"
+    )
 
 
 def _parameters() -> list[inspect.Parameter]:
@@ -29,12 +31,20 @@ def _parameters() -> list[inspect.Parameter]:
             kind = Annotated[Path | None, typer.Argument(help=field.description, envvar=envvar)]
         else:
             told = field.default not in (None, "", False)
-            help_text = f"{field.description} Default: {field.default}." if told else field.description
+            help_text = (
+                f"{field.description} Default: {field.default}." if told else field.description
+            )
             option = typer.Option(
-                help=help_text, envvar=envvar, show_envvar=False, show_default=False, metavar=_metavar(field.annotation)
+                help=help_text,
+                envvar=envvar,
+                show_envvar=False,
+                show_default=False,
+                metavar=_metavar(field.annotation),
             )
             kind = Annotated[bool | None if field.annotation is bool else str | None, option]
-        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        )
     return parameters
 
 
@@ -43,8 +53,8 @@ def serve(**options: Path | str | bool | None) -> None:
 
     Every option is a variable, too: --max-num-seqs is KVASIR_MAX_NUM_SEQS.
     """
-    from server import serve
     from server.errors import StartupError
+    from server.process import serve
     from server.settings import load_settings
 
     try:

@@ -12,7 +12,7 @@ import typer
 
 from commands.output import complete_preset, console
 from commands.progress import loading
-from model.file_errors import in_words, writing
+from model.files import in_words, writing
 
 # May be given with --resume: where the run is, and how it is spread over the processes that continue it.
 _WITH_RESUME = {"out", "resume", "shard"}
@@ -49,7 +49,9 @@ def given_options(invocation: typer.Context) -> dict[str, str]:
 def refuse_changes_to_a_run(given: dict[str, str]) -> None:
     """A resumed run keeps its text and settings: what would change them is refused, not passed over."""
     if refused := [option for name, option in given.items() if name not in _WITH_RESUME]:
-        raise OptionError(f"--resume continues the run with its own text and settings; leave out {', '.join(refused)}")
+        raise OptionError(
+            f"--resume continues the run with its own text and settings; leave out {', '.join(refused)}"
+        )
 
 
 def refuse_another_shape(given: dict[str, str], changes: dict[str, Any]) -> None:
@@ -57,7 +59,9 @@ def refuse_another_shape(given: dict[str, str], changes: dict[str, Any]) -> None
     refused = [given[name] for name in ("preset", "tokenizer") if name in given]
     refused += [f"--set {name}" for name in changes if name not in {"dropout", "attention_dropout"}]
     if refused:
-        raise OptionError(f"--init brings the checkpoint's own shape and tokenizer; leave out {', '.join(refused)}")
+        raise OptionError(
+            f"--init brings the checkpoint's own shape and tokenizer; leave out {', '.join(refused)}"
+        )
 
 
 def refuse_fields_of_the_tokenizer(changes: dict[str, Any], tokenizer: Path | None) -> None:
@@ -76,27 +80,45 @@ def _check_seed(seed: int) -> int:
 
 def train(
     invocation: typer.Context,
-    out: Annotated[Path, typer.Option(help="Folder of the run; checkpoints, metrics.csv and loss.png go there.")],
+    out: Annotated[
+        Path,
+        typer.Option(help="Folder of the run; checkpoints, metrics.csv and loss.png go there."),
+    ],
     corpus: Annotated[
-        list[Path] | None, typer.Argument(help="Text files, or folders of them; or chats: *.jsonl files.")
+        list[Path] | None,
+        typer.Argument(help="Text files, or folders of them; or chats: *.jsonl files."),
     ] = None,
     init: Annotated[
-        Path | None, typer.Option(help="Begin with the weights and tokenizer of this run or checkpoint.")
+        Path | None,
+        typer.Option(help="Begin with the weights and tokenizer of this run or checkpoint."),
     ] = None,
-    preset: Annotated[str, typer.Option(help="Shape of the decoder.", autocompletion=complete_preset)] = "tiny",
+    preset: Annotated[
+        str, typer.Option(help="Shape of the decoder.", autocompletion=complete_preset)
+    ] = "tiny",
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change a field of the preset: name=value.")
     ] = None,
-    tokenizer: Annotated[Path | None, typer.Option(help="Use this tokenizer.json instead of training one.")] = None,
-    chat_template: Annotated[
-        Path | None, typer.Option(help="Jinja template for chats. Default: the one that --init brings.")
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Use this tokenizer.json instead of training one.")
     ] = None,
-    include: Annotated[list[str] | None, typer.Option(help="Only files of folders whose path matches.")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="No files of folders whose path matches.")] = None,
-    held_out: Annotated[float, typer.Option(min=0.0, max=0.5, help="Share of the text kept for evaluation.")] = 0.05,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(help="Jinja template for chats. Default: the one that --init brings."),
+    ] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(help="Only files of folders whose path matches.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="No files of folders whose path matches.")
+    ] = None,
+    held_out: Annotated[
+        float, typer.Option(min=0.0, max=0.5, help="Share of the text kept for evaluation.")
+    ] = 0.05,
     steps: Annotated[int, typer.Option(min=1, help="Updates of the weights.")] = 2000,
     context: Annotated[int, typer.Option(min=1, help="Tokens a sequence.")] = 256,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once, over all processes.")] = 16,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Sequences at once, over all processes.")
+    ] = 16,
     accumulate: Annotated[int, typer.Option(min=1, help="Batches a step.")] = 1,
     learning_rate: Annotated[
         float, typer.Option(min=0.0, help="The highest, after --warmup; it ends at a tenth.")
@@ -105,12 +127,23 @@ def train(
     weight_decay: Annotated[float, typer.Option(min=0.0, help="Of matrices (AdamW).")] = 0.1,
     evaluate_every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 250,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 250,
-    mixed_precision: Annotated[bool, typer.Option(help="Products in bfloat16 where hardware has it.")] = True,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write event files, too.")] = False,
-    seed: Annotated[int, typer.Option(callback=_check_seed, help="Of weights, batches and dropout.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with its settings.")] = False,
+    mixed_precision: Annotated[
+        bool, typer.Option(help="Products in bfloat16 where hardware has it.")
+    ] = True,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Write event files, too.")
+    ] = False,
+    seed: Annotated[
+        int, typer.Option(callback=_check_seed, help="Of weights, batches and dropout.")
+    ] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in --out, with its settings.")
+    ] = False,
     shard: Annotated[
-        bool, typer.Option("--shard", help="Spread weights and optimizer over torchrun's processes (FSDP2).")
+        bool,
+        typer.Option(
+            "--shard", help="Spread weights and optimizer over torchrun's processes (FSDP2)."
+        ),
     ] = False,
 ) -> None:
     """Train a decoder on text, or on chats in JSONL files.
@@ -120,27 +153,34 @@ def train(
     By several processes: torchrun --nproc-per-node N -m commands.train …
     """
     with loading("PyTorch"):
-        from model import run
-        from model.chat import ChatTemplateError
+        from model.chat_template import ChatTemplateError
         from model.checkpoint import CheckpointError, load_checkpoint
         from model.config import ConfigError, DecoderConfig
         from model.config import preset as find_preset
-        from model.data import CorpusError
-        from model.distributed import DistributedError, PeerError, ShardError, join
         from model.tokenizer import TokenizerError
-        from model.trainer import DivergedError, TrainSettings
+        from model.training import run
+        from model.training.data import CorpusError
+        from model.training.distributed import DistributedError, PeerError, ShardError, join
+        from model.training.trainer import DivergedError, TrainSettings
 
     if tensorboard:
-        import_module("tensorboard")  # so that a missing package shows before the corpus is prepared
+        import_module(
+            "tensorboard"
+        )  # so that a missing package shows before the corpus is prepared
     with join() as processes:
-        lines, bars = console(quiet=not processes.is_first), console(stderr=True, quiet=not processes.is_first)
+        lines, bars = (
+            console(quiet=not processes.is_first),
+            console(stderr=True, quiet=not processes.is_first),
+        )
         try:
             with processes.together(), writing(out):
                 processes.check_shard(shard)
                 if resume:
                     refuse_changes_to_a_run(given_options(invocation))
                 elif not corpus:
-                    raise OptionError("name at least one file or folder to train on, or give --resume")
+                    raise OptionError(
+                        "name at least one file or folder to train on, or give --resume"
+                    )
                 elif processes.is_first:
                     fields = parse_changes(changes or [])
                     processes.share(batch_size)
@@ -150,7 +190,9 @@ def train(
                     else:
                         refuse_another_shape(given_options(invocation), fields)
                         beginning = load_checkpoint(init)
-                        config = DecoderConfig.from_dict({**asdict(beginning.decoder.config), **fields})
+                        config = DecoderConfig.from_dict(
+                            {**asdict(beginning.decoder.config), **fields}
+                        )
                     settings = TrainSettings(
                         steps=steps,
                         context=context,
@@ -194,7 +236,9 @@ def train(
             OSError,
             TokenizerError,
         ) as error:
-            if processes.is_first or not isinstance(error, DivergedError | ShardError):  # which all raise at once
+            if processes.is_first or not isinstance(
+                error, DivergedError | ShardError
+            ):  # which all raise at once
                 typer.echo(f"kvasir: {in_words(error)}", err=True)
             raise typer.Exit(1) from None
 

@@ -1,1 +1,4 @@
-"""From a checkpoint to a model directory: the ONNX graph, and the proof that it computes what PyTorch does."""
+"""Checkpoints turned into verified model directories: tracing, quantisation, verification.
+
+Imports `model`; to verify on a GPU also `server.engine`.
+"""

@@ -36,7 +36,9 @@ def write_attention_graph(directory: Path) -> None:
         node.resize_outputs(4)
         weights = node.outputs[3]
         weights.name, weights.type = f"attention.{layer}", ir.TensorType(ir.DataType.FLOAT)
-        weights.shape = ir.Shape(["batch", node.attributes["num_heads"].as_int(), "sequence", "sequence"])
+        weights.shape = ir.Shape(
+            ["batch", node.attributes["num_heads"].as_int(), "sequence", "sequence"]
+        )
     graph.outputs[:] = [value for value in graph.outputs if value.name == "logits"]
     graph.outputs.extend(node.outputs[3] for node in attentions)
     graph.inputs[:] = [value for value in graph.inputs if value.name in STEP_INPUTS]
@@ -63,7 +65,9 @@ def _use_branch(graph: ir.Graph, choice: ir.Node) -> None:
         if output in graph.outputs:
             graph.outputs.remove(output)
     graph.remove(choice, safe=True)
-    for attribute in choice.attributes.values():  # so that what only the branches used counts as unused
+    for (
+        attribute
+    ) in choice.attributes.values():  # so that what only the branches used counts as unused
         for node in attribute.as_graph():
             for position in range(len(node.inputs)):
                 node.replace_input_with(position, None)

@@ -11,7 +11,9 @@ _SMALLEST_SCALE = np.float32(1e-12)  # for a block of zeros
 _MICROSOFT = "com.microsoft"
 
 
-def quantize_blocks(matrix: NDArray[np.float32], bits: int = 4) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+def quantize_blocks(
+    matrix: NDArray[np.float32], bits: int = 4
+) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Symmetric integers of blocks of BLOCK rows of each column, as MatMulNBits stores them. bits: 4 or 8.
 
     matrix [in, out] → uint8 [out, blocks, BLOCK · bits / 8], of two halves the lower first, each 2^(bits - 1) more than
@@ -33,7 +35,11 @@ def quantize_weights(model: ir.Model, bits: int) -> None:
     """Replace every product with a constant matrix, in place; activations and the embedding stay as they are."""
     graph = model.graph
     for node in list(graph):
-        if node.op_type in ("MatMul", "Gemm") and node.inputs[1] is not None and node.inputs[1].const_value is not None:
+        if (
+            node.op_type in ("MatMul", "Gemm")
+            and node.inputs[1] is not None
+            and node.inputs[1].const_value is not None
+        ):
             _replace(graph, node, bits)
     for name in [name for name, value in graph.initializers.items() if not value.uses()]:
         del graph.initializers[name]
@@ -64,6 +70,8 @@ def _replace(graph: ir.Graph, node: ir.Node, bits: int) -> None:
 
 def _constant(graph: ir.Graph, name: str, array: NDArray[np.generic]) -> ir.Value:
     tensor = ir.tensor(np.ascontiguousarray(array), name=name)
-    value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+    value = ir.Value(
+        name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor
+    )
     graph.register_initializer(value)
     return value

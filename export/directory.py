@@ -37,10 +37,10 @@ from model.bundle import (
     sha256,
 )
 from model.checkpoint import WEIGHTS_FILE, Checkpoint, CheckpointError, load_checkpoint
-from model.data import DATA_FOLDER, open_tokens
-from model.decoder import Decoder
-from model.new_directory import new_directory
+from model.files import new_directory
+from model.network.decoder import Decoder
 from model.progress import Progress, unheard
+from model.training.data import DATA_FOLDER, open_tokens
 
 _VERSIONS = ("torch", "onnx", "onnxruntime", "kvasir-lm")
 
@@ -73,7 +73,9 @@ def export_checkpoint(
     """
     precision = _check_precision(device, precision)
     if kv_cache is not None and (device != "cuda" or kv_cache not in KV_DTYPES):
-        raise ValueError(f"no kv cache {kv_cache!r} on {device}; on cuda there are {', '.join(KV_DTYPES)}")
+        raise ValueError(
+            f"no kv cache {kv_cache!r} on {device}; on cuda there are {', '.join(KV_DTYPES)}"
+        )
     progress("reading the checkpoint", 0, 0)
     checkpoint = load_checkpoint(source, max_model_len)
     if device == "cuda":
@@ -88,22 +90,35 @@ def export_checkpoint(
         checkpoint.tokenizer.save(str(part / TOKENIZER_FILE))
         for name, content in files.items():
             (part / name).write_bytes(content)
-        rows = sample_rows(checkpoint.decoder.config, sample.token_ids, sample.prefix) if sample else None
+        rows = (
+            sample_rows(checkpoint.decoder.config, sample.token_ids, sample.prefix)
+            if sample
+            else None
+        )
         if device == "cuda":
-            export_paged_graph(checkpoint.decoder, part / GRAPH_FILE, precision, kv_cache, rows, progress)
+            export_paged_graph(
+                checkpoint.decoder, part / GRAPH_FILE, precision, kv_cache, rows, progress
+            )
         else:
             export_graph(checkpoint.decoder, part / GRAPH_FILE, precision, rows, progress)
             write_attention_graph(part)
-        verification = _verifier(checkpoint.decoder, part / GRAPH_FILE, sample, device).verify(progress)
+        verification = _verifier(checkpoint.decoder, part / GRAPH_FILE, sample, device).verify(
+            progress
+        )
         check(verification, precision)
         source_of = _describe_source(checkpoint)
-        manifest = make_manifest(checkpoint.decoder, part, precision, source_of, verification, device)
+        manifest = make_manifest(
+            checkpoint.decoder, part, precision, source_of, verification, device
+        )
         manifest.save(part / MANIFEST_FILE)
     return manifest
 
 
 def verify_directory(
-    directory: Path, source: Path | None = None, text: Path | None = None, progress: Progress = unheard
+    directory: Path,
+    source: Path | None = None,
+    text: Path | None = None,
+    progress: Progress = unheard,
 ) -> tuple[Manifest, Verification | None]:
     """A model directory's manifest, whose hashes are right, and its figures measured now.
 
@@ -115,7 +130,9 @@ def verify_directory(
     bundle = load_bundle(directory)
     if source is None and bundle.manifest.precision != "fp32":
         if text is not None:
-            raise ValueError(f"perplexity on {text} is measured against the weights before rounding: name --checkpoint")
+            raise ValueError(
+                f"perplexity on {text} is measured against the weights before rounding: name --checkpoint"
+            )
         return bundle.manifest, None
     if source is None:
         rebuilt = load_decoder(bundle.config, bundle.graph_path)
@@ -123,9 +140,13 @@ def verify_directory(
     else:
         checkpoint = load_checkpoint(source, bundle.config.max_model_len)
         if sha256(checkpoint.path / WEIGHTS_FILE) != bundle.manifest.source.get("sha256"):
-            raise SourceMismatchError(f"{directory} was not exported from {checkpoint.path}: the hashes differ")
+            raise SourceMismatchError(
+                f"{directory} was not exported from {checkpoint.path}: the hashes differ"
+            )
     sample = sample_text(checkpoint, text, bundle.manifest.precision)
-    measured = _verifier(checkpoint.decoder, bundle.graph_path, sample, bundle.manifest.device).verify(progress)
+    measured = _verifier(
+        checkpoint.decoder, bundle.graph_path, sample, bundle.manifest.device
+    ).verify(progress)
     check(measured, bundle.manifest.precision)
     return bundle.manifest, measured
 
@@ -134,7 +155,9 @@ def _check_precision(device: Device, precision: str | None) -> str:
     if precision is None:
         return PRECISIONS[device][0]
     if precision not in PRECISIONS[device]:
-        raise ValueError(f"no precision {precision!r} for {device}; there are {', '.join(PRECISIONS[device])}")
+        raise ValueError(
+            f"no precision {precision!r} for {device}; there are {', '.join(PRECISIONS[device])}"
+        )
     return precision
 
 
@@ -187,7 +210,9 @@ def sample_text(checkpoint: Checkpoint, file: Path | None, precision: str) -> Sa
         held_out = open_tokens(run / DATA_FOLDER).held_out.astype(np.int64)
         return SampleText(f"held-out text of {run.name}", held_out, _prefix(checkpoint))
     if precision in MAX_PERPLEXITY_LOSS and (prose := _english_prose()):
-        return _tokenised(checkpoint, f"Python {sys.version_info[0]}.{sys.version_info[1]}'s pydoc topics", prose)
+        return _tokenised(
+            checkpoint, f"Python {sys.version_info[0]}.{sys.version_info[1]}'s pydoc topics", prose
+        )
     return None
 
 
@@ -217,10 +242,14 @@ def _english_prose() -> str | None:
 def _advice(checkpoint: Checkpoint, generation: GenerationDefaults | None) -> dict[str, float]:
     """How requests are sampled: what is asked for, over what the checkpoint brings."""
     try:
-        own = GenerationDefaults.model_validate_json(checkpoint.extra_files.get(GENERATION_FILE, b"{}"))
+        own = GenerationDefaults.model_validate_json(
+            checkpoint.extra_files.get(GENERATION_FILE, b"{}")
+        )
     except ValidationError as error:
         first = error.errors()[0]
-        where = f"{checkpoint.path / GENERATION_FILE}: {'.'.join(map(str, first['loc'])) or 'the file'}"
+        where = (
+            f"{checkpoint.path / GENERATION_FILE}: {'.'.join(map(str, first['loc'])) or 'the file'}"
+        )
         raise CheckpointError(f"{where}: {first['msg']}") from None
     return own.given() | (generation.given() if generation is not None else {})
 
@@ -233,5 +262,7 @@ def _describe_source(checkpoint: Checkpoint) -> dict[str, str | int | float]:
     }
     for key in ("step", "train_tokens", "held_out_tokens", "seconds", "held_out_loss"):
         if checkpoint.progress.get(key) is not None:
-            source[f"training_{key}" if key in ("step", "seconds") else key] = checkpoint.progress[key]
+            source[f"training_{key}" if key in ("step", "seconds") else key] = checkpoint.progress[
+                key
+            ]
     return source

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from export.kv_cache import measure_scales, quantize_kv_cache, scale_kv_channels
 from export.quantize import quantize
 from export.trace import TRANSPOSED, name_dimensions, name_weights, trace
-from model.attention import LayerCache, StepInputs
 from model.bundle import WEIGHTS_FILE
 from model.config import DecoderConfig
-from model.decoder import Decoder
+from model.network.attention import LayerCache, StepInputs
+from model.network.decoder import Decoder
 from model.progress import Progress, unheard
 
 _PARAMETERS = "kvasir.parameters"  # metadata: {decoder's parameter: graph's initializer}
@@ -39,7 +39,9 @@ STEP_INPUTS = ["input_ids", "seqlens_k", "total_sequence_length", "position_ids"
 
 
 def past_names(config: DecoderConfig) -> list[str]:
-    return [f"past_key_values.{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value")]
+    return [
+        f"past_key_values.{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value")
+    ]
 
 
 def prompt_names(config: DecoderConfig) -> list[str]:
@@ -51,7 +53,10 @@ def input_names(config: DecoderConfig) -> list[str]:
 
 
 def output_names(config: DecoderConfig) -> list[str]:
-    return ["logits", *(f"present.{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value"))]
+    return [
+        "logits",
+        *(f"present.{i}.{kind}" for i in range(config.n_layer) for kind in ("key", "value")),
+    ]
 
 
 class ServingGraph(nn.Module):
@@ -126,7 +131,11 @@ def load_decoder(config: DecoderConfig, path: Path) -> Decoder:
             assert stored is not None
             values = torch.from_numpy(stored.numpy().copy())
             parameters[name].copy_(values.T if initializer.endswith(TRANSPOSED) else values)
-        if any(node.attributes.get_float("scale", 0.0) == 1.0 for node in model.graph if _is_attention(node)):
+        if any(
+            node.attributes.get_float("scale", 0.0) == 1.0
+            for node in model.graph
+            if _is_attention(node)
+        ):
             for name, parameter in parameters.items():
                 if makes_queries(name, config):
                     parameter[: config.n_head * config.head_dim] /= config.query_scale
@@ -139,7 +148,9 @@ def _scale_queries(graph: onnx_ir.Graph, names: dict[str, str], config: DecoderC
     ONNX Runtime's product of one query and the cached keys reads the keys in place only where there is no scale to
     apply; otherwise it copies them first.
     """
-    queries = _writable(graph, {name: held for name, held in names.items() if makes_queries(name, config)})
+    queries = _writable(
+        graph, {name: held for name, held in names.items() if makes_queries(name, config)}
+    )
     for array in {id(array): array for array in queries.values()}.values():
         array[: config.n_head * config.head_dim] *= config.query_scale
 
@@ -189,7 +200,10 @@ def _separate_head_norms(graph: onnx_ir.Graph, names: dict[str, str]) -> None:
 
 def _trace(graph: ServingGraph, config: DecoderConfig) -> onnx_ir.Model:
     batch, sequence, n_positions = 2, 3, 4
-    rows = [torch.zeros(batch, config.n_kv_head, n_positions, config.head_dim) for _ in past_names(config)]
+    rows = [
+        torch.zeros(batch, config.n_kv_head, n_positions, config.head_dim)
+        for _ in past_names(config)
+    ]
     arguments = (
         torch.zeros(batch, sequence, dtype=torch.int64),
         torch.full((batch,), sequence - 1, dtype=torch.int32),
@@ -210,5 +224,7 @@ def _trace(graph: ServingGraph, config: DecoderConfig) -> onnx_ir.Model:
         "logits_indices": ["rows"],
         "logits": ["rows", config.vocab_size],
     }
-    name_dimensions(model.graph, shapes, cache=["batch", config.n_kv_head, "n_positions", config.head_dim])
+    name_dimensions(
+        model.graph, shapes, cache=["batch", config.n_kv_head, "n_positions", config.head_dim]
+    )
     return model

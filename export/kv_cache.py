@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.attention import LayerCache, StepInputs
 from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig
-from model.decoder import Decoder
+from model.network.attention import LayerCache, StepInputs
+from model.network.decoder import Decoder
 
 _SAMPLE = (8, 512)  # rows, tokens
 _SMALLEST_SCALE = 1e-8  # for a channel of zeros
@@ -67,7 +67,9 @@ def measure_scales(decoder: Decoder, sample: Ids | None) -> Floats:
     if config.position == "rotary":
         presents = [LayerCache(_pair_lengths(present.key), present.value) for present in presents]
     blocks = [rows for present in presents for rows in (present.key, present.value)]
-    largest = [rows.abs().nan_to_num(0.0, 0.0).amax(dim=(0, 2)) for rows in blocks]  # what is broken shows elsewhere
+    largest = [
+        rows.abs().nan_to_num(0.0, 0.0).amax(dim=(0, 2)) for rows in blocks
+    ]  # what is broken shows elsewhere
     return (torch.stack(largest) / 127.0).clamp(min=_SMALLEST_SCALE).numpy().astype(np.float32)
 
 
@@ -77,7 +79,9 @@ def _pair_lengths(keys: Tensor) -> Tensor:
     return torch.hypot(left, right).repeat(*[1] * (keys.dim() - 1), 2)
 
 
-def scale_kv_channels(parameters: Mapping[str, NDArray[np.float32]], config: DecoderConfig, scales: Floats) -> None:
+def scale_kv_channels(
+    parameters: Mapping[str, NDArray[np.float32]], config: DecoderConfig, scales: Floats
+) -> None:
     """Divide keys and values by their scales, and multiply what meets them, in place; logits stay what they were.
 
     parameters: the decoder's, by name, as arrays [out, in] or [out] that may be written. scales: of `measure_scales`.
@@ -85,10 +89,14 @@ def scale_kv_channels(parameters: Mapping[str, NDArray[np.float32]], config: Dec
     """
     arrays = [array for name, array in parameters.items() if ".attention." in name and array.any()]
     if len({id(array) for array in arrays}) < len(arrays):
-        raise ValueError("layers that share attention weights cannot have int8 keys and values; use --precision fp32")
+        raise ValueError(
+            "layers that share attention weights cannot have int8 keys and values; use --precision fp32"
+        )
     for layer in range(config.n_layer):
         keys, values = scales[2 * layer : 2 * layer + 2]  # [n_kv_head, head_dim]
-        for_queries, for_output = (x.repeat(config.n_groups, axis=0).reshape(-1) for x in (keys, values))
+        for_queries, for_output = (
+            x.repeat(config.n_groups, axis=0).reshape(-1) for x in (keys, values)
+        )
         prefix = f"blocks.{layer}.attention"
         if config.qk_norm:
             parameters[f"{prefix}.query_norm.weight"][:] *= keys.repeat(config.n_groups, axis=0)
@@ -115,7 +123,12 @@ def quantize_kv_cache(model: ir.Model, config: DecoderConfig) -> None:
 
 
 def _replace(
-    graph: ir.Graph, node: ir.Node, layer: int, decode: ir.Value, scale: ir.Value, config: DecoderConfig
+    graph: ir.Graph,
+    node: ir.Node,
+    layer: int,
+    decode: ir.Value,
+    scale: ir.Value,
+    config: DecoderConfig,
 ) -> None:
     inputs = list(node.inputs) + [None] * (_N_INPUTS - len(node.inputs))
     in_floats = list(inputs)
@@ -141,8 +154,14 @@ def _replace(
     for old, new in zip(node.outputs, choice.outputs, strict=False):
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
         new.name, new.shape, new.type = old.name, old.shape, old.type
-    for old, part, present in zip(node.outputs[1:], ("key", "value"), choice.outputs[3:], strict=True):
-        present.name, present.shape, present.type = f"prompt_present.{layer}.{part}", old.shape, old.type
+    for old, part, present in zip(
+        node.outputs[1:], ("key", "value"), choice.outputs[3:], strict=True
+    ):
+        present.name, present.shape, present.type = (
+            f"prompt_present.{layer}.{part}",
+            old.shape,
+            old.type,
+        )
         graph.outputs.append(present)
     for running in choice.outputs[1:3]:
         running.type = ir.TensorType(ir.DataType.INT8)
@@ -150,14 +169,25 @@ def _replace(
 
 
 def _branch(
-    node: ir.Node, inputs: list[ir.Value | None], more: dict[str, str | int], config: DecoderConfig, name: str
+    node: ir.Node,
+    inputs: list[ir.Value | None],
+    more: dict[str, str | int],
+    config: DecoderConfig,
+    name: str,
 ) -> ir.Graph:
     """Attention over one kind of rows. Outputs: attended, rows of int8, rows of floats; the other kind's are empty."""
     decodes = bool(more)
-    attributes = {**{attribute.name: attribute.value for attribute in node.attributes.values()}, **more}
-    attention = ir.node(node.op_type, inputs, attributes=attributes, domain=node.domain, num_outputs=3)
+    attributes = {
+        **{attribute.name: attribute.value for attribute in node.attributes.values()},
+        **more,
+    }
+    attention = ir.node(
+        node.op_type, inputs, attributes=attributes, domain=node.domain, num_outputs=3
+    )
     attended, *rows = attention.outputs
-    nothing = np.zeros((1, config.n_kv_head, 0, config.head_dim), dtype=np.float32 if decodes else np.int8)
+    nothing = np.zeros(
+        (1, config.n_kv_head, 0, config.head_dim), dtype=np.float32 if decodes else np.int8
+    )
     constants = [ir.node("Constant", [], attributes={"value": ir.tensor(nothing)}) for _ in rows]
     empty = [constant.outputs[0] for constant in constants]
     outputs = [attended, *rows, *empty] if decodes else [attended, *empty, *rows]
@@ -168,4 +198,6 @@ def _branch(
 
 
 def _value(name: str, dtype: ir.DataType, shape: ir.Shape | Sequence[int] | None) -> ir.Value:
-    return ir.Value(name=name, shape=ir.Shape(shape) if shape is not None else None, type=ir.TensorType(dtype))
+    return ir.Value(
+        name=name, shape=ir.Shape(shape) if shape is not None else None, type=ir.TensorType(dtype)
+    )

@@ -29,16 +29,24 @@ from export.block_weights import quantize_weights
 from export.graph import output_names, past_names
 from export.kv_cache import measure_scales, scale_kv_channels
 from export.trace import name_dimensions, name_weights, trace
-from model.attention import Attention, LayerCache
 from model.bundle import KV_BLOCK_SIZE, WEIGHTS_FILE
 from model.config import ConfigError, DecoderConfig
-from model.decoder import Decoder
-from model.paged_attention import PagedInputs
+from model.network.attention import Attention, LayerCache
+from model.network.decoder import Decoder
+from model.network.paged_attention import PagedInputs
 from model.progress import Progress, unheard
 
 # Of activations, keys and values; weights of int8 and int4 are rounded on top of that.
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.bfloat16, "int4": torch.bfloat16}
-KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # half of the memory for keys and values, rounded
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "int8": torch.bfloat16,
+    "int4": torch.bfloat16,
+}
+KV_DTYPES = {
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}  # half of the memory for keys and values, rounded
 RUN_INPUTS = [
     "input_ids",
     "position_ids",
@@ -72,10 +80,17 @@ class PagedGraph(nn.Module):
     ) -> tuple[Tensor, ...]:
         caches = [LayerCache(key, value) for key, value in zip(past[::2], past[1::2], strict=True)]
         inputs = PagedInputs(
-            position_ids, cumulative_sequence_length, past_seqlens, block_table, slot_mapping, attention_metadata
+            position_ids,
+            cumulative_sequence_length,
+            past_seqlens,
+            block_table,
+            slot_mapping,
+            attention_metadata,
         )
         logits, presents = self.decoder.step(input_ids, inputs, logits_indices, caches)
-        return logits.float(), *(tensor for present in presents for tensor in (present.key, present.value))
+        return logits.float(), *(
+            tensor for present in presents for tensor in (present.key, present.value)
+        )
 
 
 def check_pageable(config: DecoderConfig) -> None:
@@ -104,13 +119,17 @@ def export_paged_graph(
     rounded = copy.deepcopy(decoder).eval()
     if kv_cache is not None:
         progress("measuring keys and values", 0, 0)
-        parameters = {name: parameter.detach().numpy() for name, parameter in rounded.named_parameters()}
+        parameters = {
+            name: parameter.detach().numpy() for name, parameter in rounded.named_parameters()
+        }
         scale_kv_channels(parameters, config, measure_scales(decoder, sample))
     rounded = rounded.to(dtype)
     if config.qk_norm:
         _note_shared_norms(rounded)
     progress("tracing PyTorch", 0, 0)
-    model = _trace(PagedGraph(rounded).eval(), config, dtype if kv_cache is None else KV_DTYPES[kv_cache])
+    model = _trace(
+        PagedGraph(rounded).eval(), config, dtype if kv_cache is None else KV_DTYPES[kv_cache]
+    )
     name_weights(model.graph, rounded)
     if precision in ("int8", "int4"):
         progress(f"rounding weights to {precision}", 0, 0)
@@ -145,7 +164,16 @@ def _trace(graph: PagedGraph, config: DecoderConfig, kv_dtype: torch.dtype) -> o
     )
     free = torch.export.Dim.DYNAMIC
     by_token = {0: free}
-    dynamic = (by_token, by_token, {0: free}, {0: free}, {0: free, 1: free}, by_token, None, {0: free})
+    dynamic = (
+        by_token,
+        by_token,
+        {0: free},
+        {0: free},
+        {0: free, 1: free},
+        by_token,
+        None,
+        {0: free},
+    )
     model = trace(
         graph,
         arguments,
@@ -164,5 +192,7 @@ def _trace(graph: PagedGraph, config: DecoderConfig, kv_dtype: torch.dtype) -> o
         "logits_indices": ["rows"],
         "logits": ["rows", config.vocab_size],
     }
-    name_dimensions(model.graph, shapes, cache=["num_blocks", KV_BLOCK_SIZE, config.n_kv_head, config.head_dim])
+    name_dimensions(
+        model.graph, shapes, cache=["num_blocks", KV_BLOCK_SIZE, config.n_kv_head, config.head_dim]
+    )
     return model

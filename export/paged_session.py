@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from model.bundle import KV_BLOCK_SIZE
 from model.config import DecoderConfig
-from server.engine.paged_runner import PagedModel
+from server.engine.cuda.runner import PagedModel
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -22,7 +22,10 @@ class PagedSession:
     rounds_cache = False
 
     def __init__(
-        self, config: DecoderConfig, make_model: Callable[[int], PagedModel], block_size: int = KV_BLOCK_SIZE
+        self,
+        config: DecoderConfig,
+        make_model: Callable[[int], PagedModel],
+        block_size: int = KV_BLOCK_SIZE,
     ) -> None:
         self._vocab_size = config.vocab_size
         self._make_model = make_model
@@ -48,7 +51,9 @@ class PagedSession:
         self._model = self._make_model(batch * n_each)
         self._table = np.arange(batch * n_each, dtype=np.int32).reshape(batch, n_each)[::-1]
 
-    def run(self, tokens: Ids, lengths: Sequence[int], *, decode: bool = False, with_logits: bool = True) -> Floats:
+    def run(
+        self, tokens: Ids, lengths: Sequence[int], *, decode: bool = False, with_logits: bool = True
+    ) -> Floats:
         """Append tokens [batch, sequence], of which row b then holds lengths[b]; logits [batch, sequence, vocab].
 
         What pads a row on the right is not run, and has logits of 0. decode: of no consequence here.
@@ -59,7 +64,10 @@ class PagedSession:
         real = np.arange(tokens.shape[1]) < counts[:, None]  # [batch, sequence]
         positions = (starts[:, None] + np.arange(tokens.shape[1]))[real]
         rows = np.nonzero(real)[0]
-        slots = self._table[rows, positions // self._block_size] * self._block_size + positions % self._block_size
+        slots = (
+            self._table[rows, positions // self._block_size] * self._block_size
+            + positions % self._block_size
+        )
         logits = self._model.run(
             {
                 "input_ids": tokens[real],
@@ -68,7 +76,9 @@ class PagedSession:
                 "past_seqlens": starts.astype(np.int32),
                 "block_table": self._table,
                 "slot_mapping": slots.astype(np.int32),
-                "attention_metadata": np.array([counts.max(), max(lengths), max(lengths)], dtype=np.int32),
+                "attention_metadata": np.array(
+                    [counts.max(), max(lengths), max(lengths)], dtype=np.int32
+                ),
                 "logits_indices": np.arange(len(rows) if with_logits else 1),
             }
         )

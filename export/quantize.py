@@ -23,7 +23,10 @@ from numpy.typing import NDArray
 
 from export.block_weights import BLOCK, quantize_blocks
 
-EMBEDDING, HEAD = "embedding.weight", "head.weight"  # the decoder's names, which the exported graph keeps
+EMBEDDING, HEAD = (
+    "embedding.weight",
+    "head.weight",
+)  # the decoder's names, which the exported graph keeps
 _SMALLEST_SCALE = np.float32(1e-12)  # for a column of zeros
 _MICROSOFT = "com.microsoft"
 
@@ -40,17 +43,31 @@ class _Quantizer:
     def __init__(self, graph: ir.Graph, precision: str) -> None:
         self._graph = graph
         self._precision = precision
-        self._matrices: dict[str, tuple[ir.Value, ir.Value]] = {}  # by name: int8 and a scale for each output
-        self._activations: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}  # by float: uint8 and a scale for each token
-        self._owed: dict[ir.Value, ir.Value] = {}  # by value: the factor of each token that it still lacks
+        self._matrices: dict[
+            str, tuple[ir.Value, ir.Value]
+        ] = {}  # by name: int8 and a scale for each output
+        self._activations: dict[
+            ir.Value, tuple[ir.Value, ir.Value]
+        ] = {}  # by float: uint8 and a scale for each token
+        self._owed: dict[
+            ir.Value, ir.Value
+        ] = {}  # by value: the factor of each token that it still lacks
         self._zero_points: dict[int, ir.Value] = {}  # by rank of the activations
         self._step = self._constant("quantize.step", np.array(1.0 / 127.0, dtype=np.float32))
         self._one = self._constant("quantize.one", np.array(1.0, dtype=np.float32))
         self._zero_point = self._constant("quantize.zero_point", np.array(128, dtype=np.uint8))
 
     def run(self) -> None:
-        products = [node for node in self._graph if node.op_type in ("MatMul", "Gemm") and _is_constant(node.inputs[1])]
-        lookups = [node for node in self._graph if node.op_type == "Gather" and _is_embedding(node.inputs[0])]
+        products = [
+            node
+            for node in self._graph
+            if node.op_type in ("MatMul", "Gemm") and _is_constant(node.inputs[1])
+        ]
+        lookups = [
+            node
+            for node in self._graph
+            if node.op_type == "Gather" and _is_embedding(node.inputs[0])
+        ]
         for node in products:
             if self._precision == "int4" and not _is_head(node):
                 self._replace_by_int4(node)
@@ -100,7 +117,9 @@ class _Quantizer:
             largest = self._before(node, "ReduceMax", [magnitude, axis], keepdims=1)
             scale = self._before(node, "Mul", [largest, self._step])
             inputs = [x, scale, self._zero_points_of(node, x, rank)]
-            quantized = self._before(node, "QuantizeLinear", inputs, axis=rank - 1, block_size=_width(node))
+            quantized = self._before(
+                node, "QuantizeLinear", inputs, axis=rank - 1, block_size=_width(node)
+            )
             if x in self._owed:
                 scale = self._before(node, "Mul", [scale, self._owed[x]])
             self._activations[x] = quantized, scale
@@ -122,22 +141,37 @@ class _Quantizer:
         assert weight.const_value is not None
         packed, scales = quantize_blocks(weight.const_value.numpy())
         name = weight.name
-        inputs = [x, self._constant(f"{name}.int4", packed), self._constant(f"{name}.scales", scales)]
+        inputs = [
+            x,
+            self._constant(f"{name}.int4", packed),
+            self._constant(f"{name}.scales", scales),
+        ]
         attributes = {"K": _width(node), "N": len(packed), "bits": 4, "block_size": BLOCK}
         attributes["accuracy_level"] = 4  # activations in int8
-        self._replace(node, self._before(node, "MatMulNBits", inputs, domain=_MICROSOFT, **attributes))
+        self._replace(
+            node, self._before(node, "MatMulNBits", inputs, domain=_MICROSOFT, **attributes)
+        )
 
     def _replace_lookup(self, node: ir.Node) -> None:
         table, ids = node.inputs
         assert table is not None
         assert ids is not None
         matrix, scales = self._matrix(table, rows_are_outputs=True)
-        rows = self._before(node, "Cast", [self._before(node, "Gather", [matrix, ids], axis=0)], to=ir.DataType.FLOAT)
+        rows = self._before(
+            node,
+            "Cast",
+            [self._before(node, "Gather", [matrix, ids], axis=0)],
+            to=ir.DataType.FLOAT,
+        )
         last = self._constant("quantize.axis_2", np.array([2], dtype=np.int64))
-        scale = self._before(node, "Unsqueeze", [self._before(node, "Gather", [scales, ids], axis=0), last])
+        scale = self._before(
+            node, "Unsqueeze", [self._before(node, "Gather", [scales, ids], axis=0), last]
+        )
         self._replace(node, self._before(node, "Mul", [rows, scale]))
 
-    def _matrix(self, weight: ir.Value, rows_are_outputs: bool = False) -> tuple[ir.Value, ir.Value]:
+    def _matrix(
+        self, weight: ir.Value, rows_are_outputs: bool = False
+    ) -> tuple[ir.Value, ir.Value]:
         """int8 of a weight in its own layout, and a scale for each output; made once."""
         assert weight.name is not None
         assert weight.const_value is not None
@@ -145,7 +179,9 @@ class _Quantizer:
             values = weight.const_value.numpy()
             quantized, scales = quantize_columns(values.T if rows_are_outputs else values)
             self._matrices[weight.name] = (
-                self._constant(f"{weight.name}.int8", quantized.T if rows_are_outputs else quantized),
+                self._constant(
+                    f"{weight.name}.int8", quantized.T if rows_are_outputs else quantized
+                ),
                 self._constant(f"{weight.name}.scales", scales),
             )
         return self._matrices[weight.name]
@@ -154,12 +190,22 @@ class _Quantizer:
         if name in self._graph.initializers:
             return self._graph.initializers[name]
         tensor = ir.tensor(np.ascontiguousarray(array), name=name)
-        value = ir.Value(name=name, shape=ir.Shape(array.shape), type=ir.TensorType(tensor.dtype), const_value=tensor)
+        value = ir.Value(
+            name=name,
+            shape=ir.Shape(array.shape),
+            type=ir.TensorType(tensor.dtype),
+            const_value=tensor,
+        )
         self._graph.register_initializer(value)
         return value
 
     def _before(
-        self, node: ir.Node, op_type: str, inputs: list[ir.Value], domain: str = "", **attributes: _Attribute
+        self,
+        node: ir.Node,
+        op_type: str,
+        inputs: list[ir.Value],
+        domain: str = "",
+        **attributes: _Attribute,
     ) -> ir.Value:
         added = ir.node(op_type, inputs, attributes=dict(attributes), domain=domain)
         self._graph.insert_before(node, added)
@@ -204,7 +250,10 @@ def _gate_and_up(node: ir.Node) -> ir.Node | None:
     gated = [user for user, _ in splits[0].outputs[1].uses()]
     if len(gated) != 1 or gated[0].op_type != "Mul":
         return None
-    products = [user.op_type == "MatMul" and _is_constant(user.inputs[1]) for user, _ in gated[0].outputs[0].uses()]
+    products = [
+        user.op_type == "MatMul" and _is_constant(user.inputs[1])
+        for user, _ in gated[0].outputs[0].uses()
+    ]
     return splits[0] if products and all(products) else None
 
 

@@ -31,7 +31,9 @@ def trace(
 ) -> onnx_ir.Model:
     """The graph of a module. arguments: examples, whose free dimensions are 2 at least, or they become constants."""
     with _quiet(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's own use of its own deprecated names
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # torch's own use of its own deprecated names
         program = torch.onnx.export(
             module,
             arguments,
@@ -82,7 +84,9 @@ def name_weights(graph: onnx_ir.Graph, module: nn.Module) -> dict[str, str]:
     """
     by_content: dict[bytes, list[str]] = {}
     for name, parameter in module.named_parameters():
-        by_content.setdefault(_fingerprint(TorchTensor(parameter.detach()).numpy()), []).append(name)
+        by_content.setdefault(_fingerprint(TorchTensor(parameter.detach()).numpy()), []).append(
+            name
+        )
     names: dict[str, str] = {}
     for value in list(graph.initializers.values()):
         assert value.const_value is not None
@@ -96,4 +100,6 @@ def name_weights(graph: onnx_ir.Graph, module: nn.Module) -> dict[str, str]:
 
 
 def _fingerprint(array: NDArray[np.generic]) -> bytes:
-    return hashlib.sha256(str(array.shape).encode() + np.ascontiguousarray(array).tobytes()).digest()
+    return hashlib.sha256(
+        str(array.shape).encode() + np.ascontiguousarray(array).tobytes()
+    ).digest()

@@ -22,9 +22,9 @@ from export.graph import output_names, past_names, prompt_names
 from export.paged_session import PagedSession
 from model.bundle import DECODE_INPUT, GRAPH_ENVIRONMENT, Verification
 from model.config import DecoderConfig
-from model.decoder import Decoder
-from model.generate import generate
+from model.network.decoder import Decoder
 from model.progress import Progress, followed, unheard
+from model.reference import generate
 
 MAX_LOGIT_ERROR = 1e-3  # fp32, relative to the standard deviation of the logits
 MAX_PERPLEXITY_LOSS = {"bf16": 0.01, "fp16": 0.01, "int8": 0.01, "int4": 0.05}  # relative
@@ -75,7 +75,9 @@ class GraphSession:
             self._prompts = self._running
             self._running = [rows.astype(np.int8) for rows in self._running]
 
-    def run(self, tokens: Ids, lengths: Sequence[int], *, decode: bool = False, with_logits: bool = True) -> Floats:
+    def run(
+        self, tokens: Ids, lengths: Sequence[int], *, decode: bool = False, with_logits: bool = True
+    ) -> Floats:
         """Append tokens [batch, sequence], of which row b then holds lengths[b]; logits [batch, sequence, vocab].
 
         decode: on the rows of running sequences, where prompts have others.
@@ -93,7 +95,10 @@ class GraphSession:
         feeds |= dict(zip(running, self._running, strict=True))
         _, *presents = output_names(self._config)
         if self.rounds_cache:
-            feeds |= {DECODE_INPUT: np.array(decode), **dict(zip(prompts, self._prompts, strict=True))}
+            feeds |= {
+                DECODE_INPUT: np.array(decode),
+                **dict(zip(prompts, self._prompts, strict=True)),
+            }
         if self.rounds_cache and not decode:
             presents = [f"prompt_{name}" for name in presents]
         logits, *rows = self._session.run(["logits", *presents], feeds)
@@ -120,7 +125,11 @@ class Verifier:
     """
 
     def __init__(
-        self, decoder: Decoder, path: Path, text: SampleText | None, session: PagedSession | None = None
+        self,
+        decoder: Decoder,
+        path: Path,
+        text: SampleText | None,
+        session: PagedSession | None = None,
     ) -> None:
         self._decoder = decoder.eval()
         self._config = decoder.config
@@ -137,7 +146,9 @@ class Verifier:
         rows, n_prefix = self._rows(self._text)
         in_torch, in_onnx = self._perplexities(rows, n_prefix, progress)
         text = f"{self._text.name}, {len(rows)} x {rows.shape[1] - 1} tokens"
-        return figures.model_copy(update={"perplexity_torch": in_torch, "perplexity_onnx": in_onnx, "text": text})
+        return figures.model_copy(
+            update={"perplexity_torch": in_torch, "perplexity_onnx": in_onnx, "text": text}
+        )
 
     def _errors(self, progress: Progress) -> list[float]:
         longest = min(self._config.max_model_len, _LONGEST)
@@ -148,15 +159,24 @@ class Verifier:
             (prompt, [short]),  # the whole prompt at once
             (prompt, odd),  # chunks at odd boundaries
             (prompt[:1], [1]),
-            (full, [*range(_CHUNK, longest, _CHUNK), longest]),  # to the row's last position, or far
+            (
+                full,
+                [*range(_CHUNK, longest, _CHUNK), longest],
+            ),  # to the row's last position, or far
         ]
-        return [self._chunk_error(*one) for one in followed(cut, "comparing logits", progress)] + [self._ragged_error()]
+        return [self._chunk_error(*one) for one in followed(cut, "comparing logits", progress)] + [
+            self._ragged_error()
+        ]
 
     def _chunk_error(self, tokens: Ids, ends: Sequence[int]) -> float:
         expected = self._reference(tokens)
-        parts = np.split(expected, ends[:-1])  # what a long row's logits take is much: chunks are compared as they come
+        parts = np.split(
+            expected, ends[:-1]
+        )  # what a long row's logits take is much: chunks are compared as they come
         logits = self._session.run_in_chunks(tokens, ends)
-        return _largest([_difference(*pair) for pair in zip(logits, parts, strict=True)]) / _spread(expected)
+        return _largest([_difference(*pair) for pair in zip(logits, parts, strict=True)]) / _spread(
+            expected
+        )
 
     def _ragged_error(self) -> float:
         """Rows of different lengths: a prompt padded on the right, then one token each."""
@@ -221,7 +241,9 @@ class Verifier:
             logits = (self._session.run_in_chunks(row[:-1], [len(row) - 1]) for row in rows)
             in_onnx = [
                 _cross_entropy(next(of_row)[n_given:], row[n_given + 1 :])
-                for of_row, row in zip(logits, followed(list(rows), _IN_ONNX, progress), strict=True)
+                for of_row, row in zip(
+                    logits, followed(list(rows), _IN_ONNX, progress), strict=True
+                )
             ]
         return float(np.exp(np.mean(in_torch))), float(np.exp(np.mean(in_onnx)))
 
@@ -267,7 +289,9 @@ def check(verification: Verification, precision: str) -> None:
         )
         what = "perplexity is above PyTorch's"
     if not error <= limit:  # a NaN fails too
-        raise VerificationError(f"the graph's {what} by {error:.2e}, more than {limit:.0e}; it must not be served")
+        raise VerificationError(
+            f"the graph's {what} by {error:.2e}, more than {limit:.0e}; it must not be served"
+        )
 
 
 def _largest(errors: Sequence[float]) -> float:

@@ -1,1 +1,4 @@
-"""Benchmarks of the engine and of the service."""
+"""Benchmarks and load tests of the engine and of running servers.
+
+Imports `model`, `export` and `server.engine` to build what it measures.
+"""

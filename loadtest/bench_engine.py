@@ -24,13 +24,13 @@ from rich.table import Table
 from loadtest.random_model import make_random_model
 from model.bundle import GRAPH_FILE, Device
 from model.config import DecoderConfig, preset
-from model.decoder import Decoder
+from model.network.decoder import Decoder
 from model.progress import Progress, followed, unheard
-from server.engine.cuda import open_cuda_runner
+from server.engine.cuda.runner import PagedRunner
+from server.engine.cuda.session import open_cuda_runner
 from server.engine.engine import Engine
-from server.engine.kv_rows import KVRows
+from server.engine.kv.rows import KVRows
 from server.engine.machine import usable_cpus
-from server.engine.paged_runner import PagedRunner
 from server.engine.runner import OnnxRunner
 from server.engine.sampling import SamplingParams
 from server.engine.sequence import Sequence, SequenceTimes
@@ -97,11 +97,23 @@ class EngineFigures:
         machine = f"{self.threads} threads" if self.device == "cpu" else "one GPU"
         machine += f"; a copy moves {self.copy_gigabytes_per_second:.1f} GB/s"
         decode = Table(title="decode")
-        for name in ("batch", "tokens/s", "step, ms", "of batch 1", "of roofline", "outside the model"):
+        for name in (
+            "batch",
+            "tokens/s",
+            "step, ms",
+            "of batch 1",
+            "of roofline",
+            "outside the model",
+        ):
             decode.add_column(name, justify="right")
         for row in self.decode:
             speed_up = row.tokens_per_second / self.decode[0].tokens_per_second
-            cells = (row.batch, f"{row.tokens_per_second:,.0f}", f"{row.step_milliseconds:.2f}", f"{speed_up:.1f} x")
+            cells = (
+                row.batch,
+                f"{row.tokens_per_second:,.0f}",
+                f"{row.step_milliseconds:.2f}",
+                f"{speed_up:.1f} x",
+            )
             decode.add_row(*map(str, cells), f"{row.roofline:.0%}", f"{row.outside:.1%}")
         prefill = Table(title="prefill")
         prefill.add_column("prompt tokens", justify="right")
@@ -138,12 +150,17 @@ def bench_engine(
     bench = _EngineBench(runner, config, _CHUNK[device])
     progress("copying memory", 0, 0)
     bandwidth = copy_bandwidth(threads) if device == "cpu" else device_bandwidth()
-    prefill = {tokens: bench.prefill(tokens) for tokens in followed(PREFILL_TOKENS[device], "prefill", progress)}
+    prefill = {
+        tokens: bench.prefill(tokens)
+        for tokens in followed(PREFILL_TOKENS[device], "prefill", progress)
+    }
     decode = []
     for batch in followed(batches, "decode", progress):
         seconds, outside = bench.decode(batch, temperature=0.0)
         floor = bytes_per_step(config, precision, batch, device) / bandwidth
-        decode.append(DecodeFigures(batch, batch / seconds, seconds * 1e3, floor / seconds, outside))
+        decode.append(
+            DecodeFigures(batch, batch / seconds, seconds * 1e3, floor / seconds, outside)
+        )
     progress("time outside the model", 0, 0)
     outside_greedy, outside_sampled = (bench.decode(batches[-1], heat)[1] for heat in (0.0, 0.8))
     peak = device_flops() if device == "cuda" else None
@@ -160,11 +177,15 @@ def bench_engine(
         outside_greedy=outside_greedy,
         outside_sampled=outside_sampled,
         peak_teraflops=peak and peak / 1e12,
-        prefill_of_peak={n: 2 * in_layers * speed / peak for n, speed in prefill.items()} if peak else {},
+        prefill_of_peak={n: 2 * in_layers * speed / peak for n, speed in prefill.items()}
+        if peak
+        else {},
     )
 
 
-def _open_runner(graph: Path, config: DecoderConfig, device: Device, threads: int) -> OnnxRunner | PagedRunner:
+def _open_runner(
+    graph: Path, config: DecoderConfig, device: Device, threads: int
+) -> OnnxRunner | PagedRunner:
     most = DECODE_BATCHES[device][-1]
     if device == "cuda":
         return open_cuda_runner(graph, config, max_num_seqs=most, keep_prompts=False)
@@ -176,7 +197,9 @@ def _open_runner(graph: Path, config: DecoderConfig, device: Device, threads: in
 class _EngineBench:
     """One engine under test."""
 
-    def __init__(self, runner: OnnxRunner | PagedRunner, config: DecoderConfig, chunk_size: int) -> None:
+    def __init__(
+        self, runner: OnnxRunner | PagedRunner, config: DecoderConfig, chunk_size: int
+    ) -> None:
         self._runner = runner
         self._config = config
         self._engine = Engine(runner, chunk_size=chunk_size)
@@ -213,21 +236,33 @@ class _EngineBench:
         prompt_ids = self._generator.integers(self._config.vocab_size, size=n_prompt).tolist()
         top_p = 0.95 if temperature else 1.0
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-        self._engine.add(Sequence(next(self._ids), prompt_ids, params, frozenset(), SequenceTimes(perf_counter())))
+        self._engine.add(
+            Sequence(
+                next(self._ids), prompt_ids, params, frozenset(), SequenceTimes(perf_counter())
+            )
+        )
 
 
 def n_weights(config: DecoderConfig) -> int:
     """Parameters that a token is multiplied by: of an embedding that is not the head, a step looks up a row."""
     with torch.device("meta"):
         n_parameters = Decoder(config).n_parameters
-    return n_parameters if config.tied_embeddings else n_parameters - config.vocab_size * config.d_model
+    return (
+        n_parameters
+        if config.tied_embeddings
+        else n_parameters - config.vocab_size * config.d_model
+    )
 
 
-def bytes_per_step(config: DecoderConfig, precision: str, batch: int, device: Device = "cpu") -> float:
+def bytes_per_step(
+    config: DecoderConfig, precision: str, batch: int, device: Device = "cpu"
+) -> float:
     """Weights and, halfway through the measured steps, keys and values that one decode step has to read."""
     of_weight, of_head, of_key = _BYTES[device, precision]
     head = config.vocab_size * config.d_model
-    per_token = KVRows.bytes_per_token(config.n_layer, config.n_kv_head, config.head_dim, itemsize=of_key)
+    per_token = KVRows.bytes_per_token(
+        config.n_layer, config.n_kv_head, config.head_dim, itemsize=of_key
+    )
     weights = of_weight * (n_weights(config) - head) + of_head * head
     return weights + batch * per_token * (_PROMPT_TOKENS + _DECODE_STEPS / 2)
 

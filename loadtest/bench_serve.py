@@ -48,7 +48,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.rate is not None and any(workload.shared_len for workload in self.workloads):
-            raise ValueError("a shared prefix is measured in waves, not at a rate; name workloads without one")
+            raise ValueError(
+                "a shared prefix is measured in waves, not at a rate; name workloads without one"
+            )
 
 
 def bench_serve(
@@ -100,7 +102,9 @@ class _Bench:
                 for letter, client in self._clients.items():
                     for part, waves in (await self._run_round(client, workload)).items():
                         label = f"{workload}{part}"
-                        measured = rows.setdefault(label, {}).setdefault(letter, Measured(workload, self._plan.limits))
+                        measured = rows.setdefault(label, {}).setdefault(
+                            letter, Measured(workload, self._plan.limits)
+                        )
                         measured.waves.append(waves)
         return rows
 
@@ -115,7 +119,10 @@ class _Bench:
         bodies = self._prompts.bodies(workload, plan.requests or 3 * concurrency, client.extra)
         if workload.shared_len:
             starts = range(0, len(bodies), concurrency)
-            waves = [await closed_loop(client.ask, bodies[i : i + concurrency], concurrency) for i in starts]
+            waves = [
+                await closed_loop(client.ask, bodies[i : i + concurrency], concurrency)
+                for i in starts
+            ]
             parts = {" cold": waves[:1], " warm": waves[1:]}
         elif plan.rate is not None:
             parts = {"": [await open_loop(client.ask, bodies, plan.rate, self._prompts.generator)]}
@@ -130,4 +137,6 @@ class _Bench:
 def _require_one(client: _Client, answers: list[Answer]) -> None:
     """A server that answers nothing ends the benchmark, or one that hangs would stretch it by every timeout."""
     if answers and not good(answers):
-        raise ServeBenchError(f"{client.target.url} answered none of {len(answers)} requests: {answers[0].error}")
+        raise ServeBenchError(
+            f"{client.target.url} answered none of {len(answers)} requests: {answers[0].error}"
+        )

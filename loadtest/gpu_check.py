@@ -26,7 +26,7 @@ from loadtest.bench_engine import DECODE_BATCHES, bench_engine
 from loadtest.random_model import make_random_model
 from model.bundle import PRECISIONS, load_bundle
 from model.config import DecoderConfig, preset
-from server.engine.cuda import open_cuda_runner
+from server.engine.cuda.session import open_cuda_runner
 from server.engine.engine import Engine
 from server.engine.sampling import SamplingParams
 from server.engine.sequence import Sequence, SequenceTimes
@@ -47,9 +47,16 @@ def check_parity(cache: Path, name: str, precision: str) -> dict[str, float]:
     folder = make_random_model(name, precision, cache / f"{name}-cuda-{precision}", "cuda")
     figures = load_bundle(folder).manifest.verification
     largest, smallest = _LIMITS[precision]
-    assert figures.max_logit_error < largest, f"logits differ by {figures.max_logit_error:.3f} deviations"
-    assert figures.greedy_agreement >= smallest, f"only {figures.greedy_agreement:.1%} of greedy tokens are PyTorch's"
-    return {"max_logit_error": figures.max_logit_error, "greedy_agreement": figures.greedy_agreement}
+    assert figures.max_logit_error < largest, (
+        f"logits differ by {figures.max_logit_error:.3f} deviations"
+    )
+    assert figures.greedy_agreement >= smallest, (
+        f"only {figures.greedy_agreement:.1%} of greedy tokens are PyTorch's"
+    )
+    return {
+        "max_logit_error": figures.max_logit_error,
+        "greedy_agreement": figures.greedy_agreement,
+    }
 
 
 def check_engine(cache: Path, name: str, precision: str) -> float:
@@ -61,10 +68,13 @@ def check_engine(cache: Path, name: str, precision: str) -> float:
     generator = np.random.default_rng(0)
     common = generator.integers(bundle.config.vocab_size, size=600).tolist()
     prompts = [
-        common[: 256 * (i % 3)] + generator.integers(bundle.config.vocab_size, size=20 + 30 * i).tolist()
+        common[: 256 * (i % 3)]
+        + generator.integers(bundle.config.vocab_size, size=20 + 30 * i).tolist()
         for i in range(24)
     ]
-    one = open_cuda_runner(bundle.graph_path, bundle.config, max_num_seqs=1, kv_cache_bytes=2**30, max_model_len=2048)
+    one = open_cuda_runner(
+        bundle.graph_path, bundle.config, max_num_seqs=1, kv_cache_bytes=2**30, max_model_len=2048
+    )
     alone = [_run(Engine(one, chunk_size=2048), [prompt], set())[0] for prompt in prompts]
     del one
     runner = open_cuda_runner(
@@ -75,12 +85,16 @@ def check_engine(cache: Path, name: str, precision: str) -> float:
     for _ in range(2):  # the second time, prompts begin with blocks that are kept
         together = _run(engine, prompts, aborted={3, 7})
         assert runner.rows.reserved_tokens == 0, "a sequence that has ended still holds blocks"
-        assert runner.rows.n_free == runner.rows.max_num_seqs, "a sequence that has ended still holds its row"
+        assert runner.rows.n_free == runner.rows.max_num_seqs, (
+            "a sequence that has ended still holds its row"
+        )
         for i, (found, expected) in enumerate(zip(together, alone, strict=True)):
             assert len(found) == len(expected) or i in {3, 7}, "a sequence ended early"
             equal += sum(a == b for a, b in zip(found, expected, strict=False))
             total += len(found)
-    assert equal >= _MIN_EQUAL * total, f"only {equal / total:.1%} of tokens are those of the sequence alone"
+    assert equal >= _MIN_EQUAL * total, (
+        f"only {equal / total:.1%} of tokens are those of the sequence alone"
+    )
     return equal / total
 
 
@@ -105,7 +119,9 @@ def measure_engine(cache: Path, name: str, precision: str, batch: int) -> float:
     return batch * _NEW / _median_seconds(run)
 
 
-def _run(engine: Engine, prompts: list[list[int]], aborted: set[int], n_new: int = 32) -> list[list[int]]:
+def _run(
+    engine: Engine, prompts: list[list[int]], aborted: set[int], n_new: int = 32
+) -> list[list[int]]:
     """Greedy tokens of every prompt; those that are aborted are cut off after some."""
     tokens: list[list[int]] = [[] for _ in prompts]
     ended: set[int] = set()
@@ -160,7 +176,11 @@ class Peer:
         ids = torch.from_numpy(self._prompts(batch)).to(self._device)
 
         def run() -> None:
-            options: dict[str, Any] = {"do_sample": False, "cache_implementation": "static", "max_new_tokens": _NEW}
+            options: dict[str, Any] = {
+                "do_sample": False,
+                "cache_implementation": "static",
+                "max_new_tokens": _NEW,
+            }
             found = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)
             assert found.shape[1] == _PROMPT + _NEW, "generate ended early"
 
@@ -174,10 +194,16 @@ class Peer:
         )
 
         def run() -> None:
-            options = {"generation_config": limits, "progress_bar": False, "persistent_manager": True}
+            options = {
+                "generation_config": limits,
+                "progress_bar": False,
+                "persistent_manager": True,
+            }
             found = self._model.generate_batch(inputs=prompts, **options)
             lengths = [len(result.generated_tokens) for result in found.values()]
-            assert lengths == [_NEW] * batch, "generate_batch ended early"  # it returns what it has when it fails
+            assert lengths == [_NEW] * batch, (
+                "generate_batch ended early"
+            )  # it returns what it has when it fails
 
         return batch * _NEW / _median_seconds(run)
 
@@ -228,11 +254,18 @@ def main(cache: Path, output: Path) -> int:
     report.note("machine", lambda: {"card": torch.cuda.get_device_name(), **versions})
     for precision in (first, *PRECISIONS["cuda"][1:]):
         for name in PRESETS:
-            report.note(f"{name} {precision}: parity", partial(check_parity, cache, name, precision))
-            report.note(f"{name} {precision}: engine alone", partial(_figures, name, precision, cache))
+            report.note(
+                f"{name} {precision}: parity", partial(check_parity, cache, name, precision)
+            )
+            report.note(
+                f"{name} {precision}: engine alone", partial(_figures, name, precision, cache)
+            )
             if precision != first:
                 continue
-            report.note(f"{name} {precision}: tokens as alone", partial(check_engine, cache, name, precision))
+            report.note(
+                f"{name} {precision}: tokens as alone",
+                partial(check_engine, cache, name, precision),
+            )
             for batch in DECODE_BATCHES["cuda"]:
                 ours = partial(measure_engine, cache, name, precision, batch)
                 report.note(f"{name} {precision}, batch {batch}: kvasir", ours)
@@ -246,10 +279,16 @@ def _figures(name: str, precision: str, cache: Path) -> dict[str, Any]:
 
 def _measure_peer(report: Report, name: str) -> None:
     for batch in DECODE_BATCHES["cuda"]:
-        peer = Peer(preset(name))  # a new one each time: its manager is sized for the first requests that it gets
-        report.note(f"{name}, batch {batch}: transformers, {peer.attention}, static", partial(peer.static, batch))
+        peer = Peer(
+            preset(name)
+        )  # a new one each time: its manager is sized for the first requests that it gets
         report.note(
-            f"{name}, batch {batch}: transformers, {peer.attention}, continuous", partial(peer.continuous, batch)
+            f"{name}, batch {batch}: transformers, {peer.attention}, static",
+            partial(peer.static, batch),
+        )
+        report.note(
+            f"{name}, batch {batch}: transformers, {peer.attention}, continuous",
+            partial(peer.continuous, batch),
         )
         torch.cuda.empty_cache()
 

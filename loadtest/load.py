@@ -30,8 +30,12 @@ class Workload:
         """16x128/64 is 16 at a time, 128 tokens in, 64 out; 8x512+64/32 has a prefix of 512 in common. ValueError."""
         match = re.fullmatch(r"([1-9]\d*)x(?:(\d+)\+)?([1-9]\d*)/([1-9]\d*)", text)
         if match is None:
-            raise ValueError(f"a workload is CONCURRENCYxINPUT/OUTPUT, as in 16x128/64 or 8x512+64/32, not {text!r}")
-        concurrency, shared_len, input_len, output_len = (int(number or 0) for number in match.groups())
+            raise ValueError(
+                f"a workload is CONCURRENCYxINPUT/OUTPUT, as in 16x128/64 or 8x512+64/32, not {text!r}"
+            )
+        concurrency, shared_len, input_len, output_len = (
+            int(number or 0) for number in match.groups()
+        )
         return cls(concurrency, input_len, output_len, shared_len)
 
     @property
@@ -43,7 +47,11 @@ class Workload:
         return f"{self.concurrency}x{shared}{self.input_len}/{self.output_len}"
 
 
-SUITE = tuple(map(Workload.parse, ("1x128/64", "4x128/64", "16x128/64", "1x512/32", "8x512/32", "8x512+64/32")))
+SUITE = tuple(
+    map(
+        Workload.parse, ("1x128/64", "4x128/64", "16x128/64", "1x512/32", "8x512/32", "8x512+64/32")
+    )
+)
 
 
 class Prompts:
@@ -82,10 +90,16 @@ async def closed_loop(ask: Ask, bodies: Iterable[bytes], concurrency: int) -> li
     async def client() -> list[Answer]:
         return [await ask(body) for body in waiting]
 
-    return [answer for answers in await asyncio.gather(*(client() for _ in range(concurrency))) for answer in answers]
+    return [
+        answer
+        for answers in await asyncio.gather(*(client() for _ in range(concurrency)))
+        for answer in answers
+    ]
 
 
-async def open_loop(ask: Ask, bodies: list[bytes], rate: float, generator: np.random.Generator) -> list[Answer]:
+async def open_loop(
+    ask: Ask, bodies: list[bytes], rate: float, generator: np.random.Generator
+) -> list[Answer]:
     """Requests arrive `rate` times a second, as a Poisson process, however many are still unanswered."""
     now = asyncio.get_running_loop().time
     due, requests = now(), []

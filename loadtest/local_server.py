@@ -18,14 +18,18 @@ from typing import Any
 
 
 @contextmanager
-def serve_locally(directory: Path, *options: str, python: str | Path = sys.executable) -> Iterator[str]:
+def serve_locally(
+    directory: Path, *options: str, python: str | Path = sys.executable
+) -> Iterator[str]:
     """The URL of `kvasir serve` on a free loopback port, once it is ready. Raises ChildProcessError where it fails."""
     with start_locally(directory, *options, python=python) as ready:
         yield f"http://127.0.0.1:{ready['port']}"
 
 
 @contextmanager
-def start_locally(directory: Path, *options: str, python: str | Path = sys.executable) -> Iterator[dict[str, Any]]:
+def start_locally(
+    directory: Path, *options: str, python: str | Path = sys.executable
+) -> Iterator[dict[str, Any]]:
     """The same, but what the server's log says when it is ready, with its port."""
     serve = ["-m", "kvasir", "serve", str(directory), "--host", "127.0.0.1", "--port", "0"]
     with running([python, *serve, *options]) as ready:
@@ -59,13 +63,17 @@ def _follow(log: Iterable[str], ready: Future[dict[str, Any]]) -> None:
         elif entry["message"] == "ready":
             ready.set_result(entry | {"port": port})
     if not ready.done():
-        ready.set_exception(ChildProcessError(line.strip().removeprefix("kvasir: ") or "the server ended at once"))
+        ready.set_exception(
+            ChildProcessError(line.strip().removeprefix("kvasir: ") or "the server ended at once")
+        )
 
 
 if __name__ == "__main__":
     try:
         with serve_locally(Path(sys.argv[1])) as served_at:
-            command = subprocess.run(sys.argv[2:], env=os.environ | {"KVASIR_URL": served_at}, check=False)  # noqa: S603
+            command = subprocess.run(  # noqa: S603
+                sys.argv[2:], env=os.environ | {"KVASIR_URL": served_at}, check=False
+            )
     except ChildProcessError as error:
         sys.exit(str(error))
     sys.exit(command.returncode)

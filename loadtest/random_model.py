@@ -20,7 +20,7 @@ from export.directory import export_checkpoint
 from model.bundle import MANIFEST_FILE, PRECISIONS, Device
 from model.checkpoint import save_checkpoint
 from model.config import ConfigError, DecoderConfig, preset
-from model.decoder import Decoder
+from model.network.decoder import Decoder
 from model.progress import Progress, unheard
 from model.tokenizer import train_tokenizer
 
@@ -35,7 +35,9 @@ def make_random_model(
     Raises ConfigError for an unknown preset or precision, and FileExistsError where `out` holds something else.
     """
     if precision not in PRECISIONS[device]:
-        raise ConfigError(f"no precision {precision!r} for {device}; there are {', '.join(PRECISIONS[device])}")
+        raise ConfigError(
+            f"no precision {precision!r} for {device}; there are {', '.join(PRECISIONS[device])}"
+        )
     config = preset(name)
     source = f"{_PREFIX}-{name}-{device}-{precision}-{_fingerprint(config)}"
     found = _source(out)
@@ -46,9 +48,13 @@ def make_random_model(
     torch.manual_seed(0)
     with TemporaryDirectory() as folder:
         run, text = Path(folder) / source, Path(folder) / "text.txt"
-        text.write_text(str(__doc__), encoding="utf-8")  # int8 is verified on text; to random weights any is the same
+        text.write_text(
+            str(__doc__), encoding="utf-8"
+        )  # int8 is verified on text; to random weights any is the same
         save_checkpoint(run, 0, Decoder(config), dummy_tokenizer(config.vocab_size), {}, {})
-        export_checkpoint(run, out, device=device, precision=precision, text=text, progress=progress)
+        export_checkpoint(
+            run, out, device=device, precision=precision, text=text, progress=progress
+        )
     return out
 
 
@@ -58,7 +64,9 @@ def dummy_tokenizer(vocab_size: int) -> Tokenizer:
     vocabulary = tokenizer.get_vocab()
     words = product(ascii_lowercase, repeat=4)
     for token_id in range(len(vocabulary), vocab_size):
-        vocabulary["Ġ" + "".join(next(words))] = token_id  # how byte-level vocabularies write a space
+        vocabulary["Ġ" + "".join(next(words))] = (
+            token_id  # how byte-level vocabularies write a space
+        )
     tokenizer.model = models.BPE(vocab=vocabulary, merges=[])
     return tokenizer
 

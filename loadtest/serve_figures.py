@@ -39,7 +39,9 @@ def parse_limits(text: str) -> Limits:
     for limit in text.replace(",", " ").split():
         name, _, value = limit.partition(":")
         if name not in LATENCIES or not value.replace(".", "", 1).isdecimal():
-            raise ValueError(f"a goodput limit is one of {', '.join(LATENCIES)} with milliseconds, not {limit!r}")
+            raise ValueError(
+                f"a goodput limit is one of {', '.join(LATENCIES)} with milliseconds, not {limit!r}"
+            )
         limits[name] = float(value)
     return limits
 
@@ -95,26 +97,41 @@ class Measured:
     @property
     def medians(self) -> dict[str, float]:
         rounds = self.rounds
-        return {key: median(found[key] for found in rounds if key in found) for key in dict.fromkeys(chain(*rounds))}
+        return {
+            key: median(found[key] for found in rounds if key in found)
+            for key in dict.fromkeys(chain(*rounds))
+        }
 
     @property
     def notes(self) -> list[str]:
         """What a reader has to know before comparing the figures."""
         answers, errors, workload = good(self.answers), self.errors, self.workload
-        notes = [f"{len(errors)} of {len(self.answers)} requests failed, the first: {errors[0]}"] if errors else []
+        notes = (
+            [f"{len(errors)} of {len(self.answers)} requests failed, the first: {errors[0]}"]
+            if errors
+            else []
+        )
         if any(answer.usage is None for answer in answers):
             notes.append("the server sends no usage, so events are counted as tokens")
-        lengths = {(answer.n_prompt_tokens or workload.n_prompt_tokens, answer.n_tokens) for answer in answers}
+        lengths = {
+            (answer.n_prompt_tokens or workload.n_prompt_tokens, answer.n_tokens)
+            for answer in answers
+        }
         for n_in, n_out in sorted(lengths - {(workload.n_prompt_tokens, workload.output_len)}):
             notes.append(f"not what was asked for: {n_in} tokens in, {n_out} out")
-        n_tokens, n_events = sum(a.n_tokens for a in answers), sum(len(a.event_times) for a in answers)
+        n_tokens, n_events = (
+            sum(a.n_tokens for a in answers),
+            sum(len(a.event_times) for a in answers),
+        )
         n_apart = sum(1 + len(a.gaps) for a in answers)
         if n_events - n_apart > 0.02 * n_events:
             notes.append(
                 f"{1 - n_apart / n_events:.0%} of events came in one read with the one before, and make no gap"
             )
         if abs(n_events - n_tokens) > 0.02 * n_tokens:
-            notes.append(f"an event holds {n_tokens / n_events:.2f} tokens, so ITL is not the time of a token")
+            notes.append(
+                f"an event holds {n_tokens / n_events:.2f} tokens, so ITL is not the time of a token"
+            )
         return notes
 
 
@@ -127,13 +144,23 @@ class ServeFigures:
 
     @property
     def errors(self) -> list[str]:
-        return [error for row in self.rows.values() for measured in row.values() for error in measured.errors]
+        return [
+            error
+            for row in self.rows.values()
+            for measured in row.values()
+            for error in measured.errors
+        ]
 
     def as_json(self) -> dict[str, Any]:
         rows = {
             label: {
                 "servers": {
-                    letter: {"median": m.medians, "rounds": m.rounds, "failed": len(m.errors), "notes": m.notes}
+                    letter: {
+                        "median": m.medians,
+                        "rounds": m.rounds,
+                        "failed": len(m.errors),
+                        "notes": m.notes,
+                    }
                     for letter, m in row.items()
                 },
                 RATIO: ratios(row),
@@ -143,7 +170,13 @@ class ServeFigures:
         return self.about | {"workloads": rows}
 
     def tables(self) -> list[str | Table]:
-        throughput = [key for row in self.rows.values() for m in row.values() for key in m.medians if "_ms_" not in key]
+        throughput = [
+            key
+            for row in self.rows.values()
+            for m in row.values()
+            for key in m.medians
+            if "_ms_" not in key
+        ]
         pairs = (("ttft", "itl"), ("tpot", "e2e"))
         latencies = [[f"{name}_ms_p{p}" for name in pair for p in PERCENTILES] for pair in pairs]
         notes = [
@@ -169,12 +202,19 @@ class ServeFigures:
         table.add_column("workload", no_wrap=True)
         table.add_column("")
         for key in keys:
-            table.add_column(key.replace("_ms_", "\n").replace("_per_second", "/s").replace("_", " "), justify="right")
+            table.add_column(
+                key.replace("_ms_", "\n").replace("_per_second", "/s").replace("_", " "),
+                justify="right",
+            )
         for label, row in self.rows.items():
-            for letter, found in ({letter: m.medians for letter, m in row.items()} | {RATIO: ratios(row)}).items():
+            for letter, found in (
+                {letter: m.medians for letter, m in row.items()} | {RATIO: ratios(row)}
+            ).items():
                 if found:
                     form = "{:.2f} x".format if letter == RATIO else _figure
-                    table.add_row(label, letter, *(form(found[key]) if key in found else "-" for key in keys))
+                    table.add_row(
+                        label, letter, *(form(found[key]) if key in found else "-" for key in keys)
+                    )
             table.add_section()
         return table
 

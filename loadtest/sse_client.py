@@ -88,7 +88,11 @@ class Answer:
     @property
     def tpot(self) -> float | None:
         """None for a single token, and where all came at once."""
-        return (self.e2e - self.ttft) / (self.n_tokens - 1) if self.n_tokens > 1 and self.gaps else None
+        return (
+            (self.e2e - self.ttft) / (self.n_tokens - 1)
+            if self.n_tokens > 1 and self.gaps
+            else None
+        )
 
 
 def _text(choice: dict[str, Any]) -> Any:
@@ -123,7 +127,10 @@ class Target:
 
     def request(self, body: bytes) -> bytes:
         parts = urlsplit(self.url)
-        path = parts.path.rstrip("/").removesuffix("/completions").removesuffix("/v1") + "/v1/completions"
+        path = (
+            parts.path.rstrip("/").removesuffix("/completions").removesuffix("/v1")
+            + "/v1/completions"
+        )
         lines = [
             f"POST {path} HTTP/1.1",
             f"Host: {parts.netloc}",
@@ -194,7 +201,9 @@ async def complete(target: Target, body: bytes, limit: float) -> Answer:
     try:
         async with asyncio.timeout(limit):
             loop = asyncio.get_running_loop()
-            transport, _ = await loop.create_connection(lambda: exchange, host, port, ssl=secure or None)
+            transport, _ = await loop.create_connection(
+                lambda: exchange, host, port, ssl=secure or None
+            )
             await exchange.over
     except TimeoutError:
         exchange.answer.fail(f"no whole answer within {limit:g} s")

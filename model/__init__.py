@@ -1,1 +1,4 @@
-"""What is trained: the decoder, its data, its tokenizer, and the directories it travels in."""
+"""Model configuration, tokenizer and file formats, and the PyTorch side of a model.
+
+Imports nothing else of the project; files on this level that the server imports never import PyTorch.
+"""

@@ -19,15 +19,21 @@ FORMAT_VERSION = 1
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 GENERATION_FILE = "generation_config.json"  # optional; Hugging Face's name and keys
-CHAT_TEMPLATE_FILE = "chat_template.jinja"  # optional, as is the next; Hugging Face's names and contents
-SPECIAL_TOKENS_FILE = "special_tokens_map.json"  # bos_token, eos_token and others that a chat template may name
+CHAT_TEMPLATE_FILE = (
+    "chat_template.jinja"  # optional, as is the next; Hugging Face's names and contents
+)
+SPECIAL_TOKENS_FILE = (
+    "special_tokens_map.json"  # bos_token, eos_token and others that a chat template may name
+)
 MANIFEST_FILE = "manifest.json"
 GRAPH_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
 ATTENTION_GRAPH_FILE = "attention.onnx"  # the same weights; returns what attention weighs
 # How the graph must be run: attention's flash path gives other bits for other ways of cutting a prompt into chunks.
 GRAPH_ENVIRONMENT = {"ORT_GQA_DISABLE_FLASH_ATTENTION": "1"}
-KV_BLOCK_SIZE = 256  # tokens, on CUDA: PagedAttention wants a multiple of this for heads of up to 64 channels
+KV_BLOCK_SIZE = (
+    256  # tokens, on CUDA: PagedAttention wants a multiple of this for heads of up to 64 channels
+)
 DECODE_INPUT = "decode"  # where running sequences have rows of int8: the input that chooses these
 Device = Literal["cpu", "cuda"]
 # What a graph may be exported as; the first is the default.
@@ -129,7 +135,11 @@ def sha256(path: Path) -> str:
 
 def hash_files(directory: Path) -> dict[str, str]:
     """SHA-256 of every file of a model directory except the manifest itself."""
-    return {file.name: sha256(file) for file in sorted(directory.iterdir()) if file.name != MANIFEST_FILE}
+    return {
+        file.name: sha256(file)
+        for file in sorted(directory.iterdir())
+        if file.name != MANIFEST_FILE
+    }
 
 
 def load_bundle(directory: Path) -> ModelBundle:
@@ -137,16 +147,22 @@ def load_bundle(directory: Path) -> ModelBundle:
     try:
         return _load(directory)
     except OSError as error:
-        raise BundleError(f"{error.filename or directory} cannot be read: {error.strerror}") from None
+        raise BundleError(
+            f"{error.filename or directory} cannot be read: {error.strerror}"
+        ) from None
 
 
 def _load(directory: Path) -> ModelBundle:
     if not directory.is_dir():
-        raise BundleError(f"{directory} is not a directory; make one with: kvasir export CHECKPOINT --out {directory}")
+        raise BundleError(
+            f"{directory} is not a directory; make one with: kvasir export CHECKPOINT --out {directory}"
+        )
     manifest = _read_manifest(directory)
     for name in REQUIRED_FILES:
         if name not in manifest.files:
-            raise BundleError(f"{directory / MANIFEST_FILE} does not list {name}; export the model again")
+            raise BundleError(
+                f"{directory / MANIFEST_FILE} does not list {name}; export the model again"
+            )
     for name, expected in manifest.files.items():
         _check_file(directory, name, expected)
     try:
@@ -157,9 +173,13 @@ def _load(directory: Path) -> ModelBundle:
         template = directory / CHAT_TEMPLATE_FILE
         chat_template = template.read_text(encoding="utf-8") if template.is_file() else None
     except UnicodeDecodeError:
-        raise BundleError(f"{directory / CHAT_TEMPLATE_FILE} is not UTF-8 text; export the model again") from None
+        raise BundleError(
+            f"{directory / CHAT_TEMPLATE_FILE} is not UTF-8 text; export the model again"
+        ) from None
     except ValidationError as error:
-        raise BundleError(f"{directory / GENERATION_FILE}: {_first(error)}; export the model again") from None
+        raise BundleError(
+            f"{directory / GENERATION_FILE}: {_first(error)}; export the model again"
+        ) from None
     except (ConfigError, TokenizerError) as error:
         raise BundleError(f"{error}; export the model again") from None
     if (known := vocabulary_size(tokenizer)) > config.vocab_size:
@@ -167,7 +187,9 @@ def _load(directory: Path) -> ModelBundle:
             f"{directory / TOKENIZER_FILE} has token ids up to {known - 1}, but the model only {config.vocab_size} "
             "tokens; export it again with its own tokenizer"
         )
-    return ModelBundle(directory, config, manifest, tokenizer, generation, chat_template, special_tokens)
+    return ModelBundle(
+        directory, config, manifest, tokenizer, generation, chat_template, special_tokens
+    )
 
 
 def _load_special_tokens(path: Path) -> dict[str, str]:
@@ -188,14 +210,19 @@ def parse_special_tokens(content: bytes) -> dict[str, str]:
         raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise ValueError("does not hold a JSON object")
-    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()}
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in values.items()
+    }
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST_FILE
     if not path.is_file():
-        raise BundleError(f"{directory} has no {MANIFEST_FILE}, so it is not a model directory; see kvasir export")
+        raise BundleError(
+            f"{directory} has no {MANIFEST_FILE}, so it is not a model directory; see kvasir export"
+        )
     try:
         values = json.loads(path.read_bytes())
         version = values.get("format_version") if isinstance(values, dict) else None
@@ -218,8 +245,12 @@ def _first(error: ValidationError) -> str:
 def _check_file(directory: Path, name: str, expected: str) -> None:
     path = directory / name
     if Path(name).name != name:
-        raise BundleError(f"{directory / MANIFEST_FILE} lists {name!r}, which is outside the directory")
+        raise BundleError(
+            f"{directory / MANIFEST_FILE} lists {name!r}, which is outside the directory"
+        )
     if not path.is_file():
         raise BundleError(f"{path} is missing; copy it again or export the model again")
     if sha256(path) != expected:
-        raise BundleError(f"{path} does not match its hash in {MANIFEST_FILE}; copy it again or export the model again")
+        raise BundleError(
+            f"{path} does not match its hash in {MANIFEST_FILE}; copy it again or export the model again"
+        )

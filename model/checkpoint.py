@@ -24,7 +24,7 @@ from torch import Tensor
 
 from model.bundle import CHAT_TEMPLATE_FILE, GENERATION_FILE, SPECIAL_TOKENS_FILE
 from model.config import ConfigError, DecoderConfig
-from model.decoder import Decoder
+from model.network.decoder import Decoder
 from model.tokenizer import TokenizerError, load_tokenizer, vocabulary_size
 
 CONFIG_FILE = "config.json"
@@ -34,7 +34,11 @@ STATE_FILE = "training.safetensors"
 STATE_FOLDER = "training"  # in place of the file
 PROGRESS_FILE = "training.json"
 _POSITIONS = "position_embedding.weight"
-EXTRA_FILES = (CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE, GENERATION_FILE)  # optional, and kept as they are
+EXTRA_FILES = (
+    CHAT_TEMPLATE_FILE,
+    SPECIAL_TOKENS_FILE,
+    GENERATION_FILE,
+)  # optional, and kept as they are
 
 
 class CheckpointError(Exception):
@@ -60,7 +64,9 @@ def find_checkpoint(directory: Path) -> Path:
         return directory
     steps = sorted(path for path in directory.glob("step-*") if path.suffix != ".part")
     if not steps:
-        raise CheckpointError(f"{directory} holds no checkpoint; make one with: kvasir train CORPUS --out {directory}")
+        raise CheckpointError(
+            f"{directory} holds no checkpoint; make one with: kvasir train CORPUS --out {directory}"
+        )
     return steps[-1]
 
 
@@ -93,7 +99,9 @@ def save_checkpoint(
         save_file(state, part / STATE_FILE)
     for name, content in (extra_files or {}).items():
         (part / name).write_bytes(content)
-    (part / PROGRESS_FILE).write_text(json.dumps({**progress, "step": step}, indent=2) + "\n", encoding="utf-8")
+    (part / PROGRESS_FILE).write_text(
+        json.dumps({**progress, "step": step}, indent=2) + "\n", encoding="utf-8"
+    )
     older = [path for path in run.glob("step-*") if path != part]
     if target in older:  # the same step again: a run that was interrupted right after it saved
         shutil.rmtree(part)
@@ -127,7 +135,9 @@ def load_checkpoint(directory: Path, max_model_len: int | None = None) -> Checkp
         tokenizer = load_tokenizer(path / TOKENIZER_FILE)
         weights = load_file(path / WEIGHTS_FILE)
         progress = _load_progress(path / PROGRESS_FILE)
-        extra_files = {name: (path / name).read_bytes() for name in EXTRA_FILES if (path / name).is_file()}
+        extra_files = {
+            name: (path / name).read_bytes() for name in EXTRA_FILES if (path / name).is_file()
+        }
     except (ConfigError, TokenizerError, SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from None
     if (known := vocabulary_size(tokenizer)) > config.vocab_size:
@@ -141,7 +151,9 @@ def load_checkpoint(directory: Path, max_model_len: int | None = None) -> Checkp
     for name in sorted(expected.keys() | weights.keys()):
         if name not in weights or name not in expected:
             kind = "lacks" if name in expected else "holds the unknown"
-            raise CheckpointError(f"{path / WEIGHTS_FILE} {kind} tensor {name!r} for its {CONFIG_FILE}")
+            raise CheckpointError(
+                f"{path / WEIGHTS_FILE} {kind} tensor {name!r} for its {CONFIG_FILE}"
+            )
         if weights[name].shape != expected[name]:
             shapes = f"{list(weights[name].shape)}, not {list(expected[name])}"
             raise CheckpointError(f"tensor {name!r} in {path / WEIGHTS_FILE} has shape {shapes}")
@@ -149,10 +161,14 @@ def load_checkpoint(directory: Path, max_model_len: int | None = None) -> Checkp
     return Checkpoint(path, decoder, tokenizer, progress, extra_files)
 
 
-def _shorten(config: DecoderConfig, weights: dict[str, Tensor], max_model_len: int) -> DecoderConfig:
+def _shorten(
+    config: DecoderConfig, weights: dict[str, Tensor], max_model_len: int
+) -> DecoderConfig:
     """The configuration with fewer positions; weights are cut, in place, to those that it has."""
     if not 2 <= max_model_len <= config.max_model_len:
-        raise CheckpointError(f"max_model_len must be from 2 to the model's own {config.max_model_len}")
+        raise CheckpointError(
+            f"max_model_len must be from 2 to the model's own {config.max_model_len}"
+        )
     if config.position == "learned" and _POSITIONS in weights:
         missing = config.max_model_len - max_model_len
         weights[_POSITIONS] = weights[_POSITIONS][: len(weights[_POSITIONS]) - missing]
@@ -189,7 +205,9 @@ def optimizer_state(decoder: Decoder, optimizer: torch.optim.Optimizer) -> dict[
     }
 
 
-def restore_optimizer(decoder: Decoder, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
+def restore_optimizer(
+    decoder: Decoder, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]
+) -> None:
     """Put back what `optimizer_state` took."""
     parameters = dict(decoder.named_parameters())
     for name, value in state.items():

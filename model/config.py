@@ -12,7 +12,12 @@ Position = Literal["rotary", "learned", "sinusoidal", "alibi", "relative", "none
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "both"]
 FeedForward = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu"]
-_CHOICES = {"position": Position, "norm": Norm, "norm_placement": NormPlacement, "feed_forward": FeedForward}
+_CHOICES = {
+    "position": Position,
+    "norm": Norm,
+    "norm_placement": NormPlacement,
+    "feed_forward": FeedForward,
+}
 _POSITIVE = (
     "rope_theta",
     "norm_eps",
@@ -58,18 +63,34 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "llama3", "yarn"):
-            raise ConfigError(f"rope_scaling's kind must be linear, llama3 or yarn, not {self.kind!r}")
-        for name in ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor"):
+            raise ConfigError(
+                f"rope_scaling's kind must be linear, llama3 or yarn, not {self.kind!r}"
+            )
+        for name in (
+            "factor",
+            "low_freq_factor",
+            "high_freq_factor",
+            "beta_fast",
+            "beta_slow",
+            "attention_factor",
+        ):
             value = getattr(self, name)
-            if not (_is_number(value) and value > 0) and not (name == "attention_factor" and value is None):
+            if not (_is_number(value) and value > 0) and not (
+                name == "attention_factor" and value is None
+            ):
                 raise ConfigError(f"rope_scaling's {name} must be a positive number, not {value!r}")
         original = self.original_max_model_len
-        if not (_is_whole(original) and original is not None and original > 0) and self.kind != "linear":
+        if (
+            not (_is_whole(original) and original is not None and original > 0)
+            and self.kind != "linear"
+        ):
             raise ConfigError(
                 f"rope_scaling {self.kind} needs original_max_model_len, a positive whole number, not {original!r}"
             )
         if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
-            raise ConfigError("rope_scaling's low_freq_factor must be less than its high_freq_factor")
+            raise ConfigError(
+                "rope_scaling's low_freq_factor must be less than its high_freq_factor"
+            )
 
     @classmethod
     def from_dict(cls, values: Any) -> RopeScaling:
@@ -140,44 +161,81 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "max_model_len", "n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff"):
+        for name in (
+            "vocab_size",
+            "max_model_len",
+            "n_layer",
+            "n_head",
+            "n_kv_head",
+            "head_dim",
+            "d_model",
+            "d_ff",
+        ):
             self._require(name, self._is_positive(name), "a positive whole number")
-        self._require("max_model_len", self.max_model_len >= 2, "at least 2: a token of prompt and a new one")
+        self._require(
+            "max_model_len", self.max_model_len >= 2, "at least 2: a token of prompt and a new one"
+        )
         for name in _POSITIVE:
             value = getattr(self, name)
             given = value is not None or name in {"rope_theta", "norm_eps", "embedding_scale"}
             self._require(name, not given or (_is_number(value) and value > 0), "a positive number")
         for name in ("dropout", "attention_dropout"):
             rate = getattr(self, name)
-            self._require(name, _is_number(rate) and 0.0 <= rate < 1.0, "at least 0 and less than 1")
+            self._require(
+                name, _is_number(rate) and 0.0 <= rate < 1.0, "at least 0 and less than 1"
+            )
         for field in fields(self):
             if field.type == "bool":
-                self._require(field.name, isinstance(getattr(self, field.name), bool), "true or false")
+                self._require(
+                    field.name, isinstance(getattr(self, field.name), bool), "true or false"
+                )
         for name, kind in _CHOICES.items():
-            self._require(name, getattr(self, name) in get_args(kind), f"one of {', '.join(get_args(kind))}")
+            self._require(
+                name, getattr(self, name) in get_args(kind), f"one of {', '.join(get_args(kind))}"
+            )
         if self.n_head % self.n_kv_head:
-            raise ConfigError(f"n_head ({self.n_head}) must be a multiple of n_kv_head ({self.n_kv_head})")
-        multiple = 16 if self.position == "rotary" else 8  # what ONNX Runtime's GroupQueryAttention takes
+            raise ConfigError(
+                f"n_head ({self.n_head}) must be a multiple of n_kv_head ({self.n_kv_head})"
+            )
+        multiple = (
+            16 if self.position == "rotary" else 8
+        )  # what ONNX Runtime's GroupQueryAttention takes
         wanted = f"a multiple of {multiple} with {self.position} positions"
         self._require("head_dim", self.head_dim % multiple == 0, wanted)
         self._check_positions()
         if self.parallel_residual and self.norm_placement != "pre":
-            raise ConfigError(f"parallel_residual needs norm_placement pre, not {self.norm_placement!r}")
+            raise ConfigError(
+                f"parallel_residual needs norm_placement pre, not {self.norm_placement!r}"
+            )
         wanted = f"in the vocabulary of {self.vocab_size}"
-        self._require("bos_token_id", self.bos_token_id is None or self._is_token(self.bos_token_id), wanted)
+        self._require(
+            "bos_token_id", self.bos_token_id is None or self._is_token(self.bos_token_id), wanted
+        )
         self._require("eos_token_ids", all(map(self._is_token, self.eos_token_ids)), wanted)
 
     def _check_positions(self) -> None:
         rotary_dim = self.rotary_dim
-        even = rotary_dim is None or (_is_whole(rotary_dim) and rotary_dim % 2 == 0 and 0 < rotary_dim <= self.head_dim)
+        even = rotary_dim is None or (
+            _is_whole(rotary_dim) and rotary_dim % 2 == 0 and 0 < rotary_dim <= self.head_dim
+        )
         self._require("rotary_dim", even, f"an even number up to head_dim, {self.head_dim}")
         if self.position != "rotary":
             for name in ("rope_scaling", "rotary_dim", "layers_without_rotary"):
-                self._require(name, not getattr(self, name), f"left out with {self.position} positions")
+                self._require(
+                    name, not getattr(self, name), f"left out with {self.position} positions"
+                )
         whole = "a positive whole number"
-        self._require("sliding_window", self.sliding_window is None or self._is_positive("sliding_window"), whole)
+        self._require(
+            "sliding_window",
+            self.sliding_window is None or self._is_positive("sliding_window"),
+            whole,
+        )
         if self.sliding_window is None:
-            self._require("sliding_window_layers", self.sliding_window_layers is None, "left out without a window")
+            self._require(
+                "sliding_window_layers",
+                self.sliding_window_layers is None,
+                "left out without a window",
+            )
         for name in ("layers_without_rotary", "sliding_window_layers"):
             layers = getattr(self, name) or ()
             valid = all(_is_whole(layer) and layer in range(self.n_layer) for layer in layers)
@@ -209,7 +267,9 @@ class DecoderConfig:
     @property
     def query_scale(self) -> float:
         """What multiplies query · key."""
-        return 1.0 / math.sqrt(self.head_dim) if self.attention_scale is None else self.attention_scale
+        return (
+            1.0 / math.sqrt(self.head_dim) if self.attention_scale is None else self.attention_scale
+        )
 
     def rotates(self, layer: int) -> bool:
         """Whether a layer turns its queries and keys by their positions."""
@@ -218,7 +278,11 @@ class DecoderConfig:
     def window_of(self, layer: int) -> int | None:
         """How many positions a token sees in a layer, its own among them; None is all before it."""
         everywhere = self.sliding_window_layers is None
-        return self.sliding_window if everywhere or layer in (self.sliding_window_layers or ()) else None
+        return (
+            self.sliding_window
+            if everywhere or layer in (self.sliding_window_layers or ())
+            else None
+        )
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> DecoderConfig:
@@ -260,7 +324,14 @@ def _check_fields(kind: type[Any], values: dict[str, Any], what: str) -> None:
 
 PRESETS = {
     "tiny": DecoderConfig(
-        vocab_size=2048, max_model_len=1024, n_layer=4, n_head=6, n_kv_head=2, head_dim=32, d_model=192, d_ff=480
+        vocab_size=2048,
+        max_model_len=1024,
+        n_layer=4,
+        n_head=6,
+        n_kv_head=2,
+        head_dim=32,
+        d_model=192,
+        d_ff=480,
     ),
     "gpt2-124m": DecoderConfig(
         vocab_size=50257,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-Progress = Callable[[str, int, int], object]  # what is being done; how much of it is done, of how much: 0, not known
+Progress = Callable[
+    [str, int, int], object
+]  # what is being done; how much of it is done, of how much: 0, not known
 T = TypeVar("T")
 
 

@@ -26,7 +26,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     by default). Raises TokenizerError when `vocab_size` cannot hold the 256 bytes and the special token.
     """
     if vocab_size < 257:
-        raise TokenizerError(f"vocab_size must be at least 257 (256 bytes and {END_OF_TEXT}), not {vocab_size}")
+        raise TokenizerError(
+            f"vocab_size must be at least 257 (256 bytes and {END_OF_TEXT}), not {vocab_size}"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -68,7 +70,9 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
 
 def leading_ids(tokenizer: Tokenizer) -> list[int]:
     """The special tokens that the tokenizer's post-processor puts in front of any text, such as Llama's BOS."""
-    mark = 2**32 - 1  # no token's id: stands for the text, so that what follows it is not taken for what leads
+    mark = (
+        2**32 - 1
+    )  # no token's id: stands for the text, so that what follows it is not taken for what leads
     text = tokenizer.encode("", add_special_tokens=False)
     text.pad(len(text.ids) + 1, direction="left", pad_id=mark)
     ids = tokenizer.post_process(text).ids

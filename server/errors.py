@@ -32,7 +32,9 @@ class KvasirError(Exception):
     type = "internal_error"
     code: str | None = None
 
-    def __init__(self, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after: int | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
@@ -102,7 +104,9 @@ class OverloadedError(KvasirError):
     status = 429
     type = "overloaded"
 
-    def __init__(self, message: str, *, retry_after: int, limit: OverloadLimit | None = None) -> None:
+    def __init__(
+        self, message: str, *, retry_after: int, limit: OverloadLimit | None = None
+    ) -> None:
         super().__init__(message, retry_after=retry_after)
         self.limit = limit
 

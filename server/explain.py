@@ -12,10 +12,10 @@ import numpy as np
 
 from model.bundle import ATTENTION_GRAPH_FILE, ModelBundle
 from model.config import DecoderConfig
-from server.detokenizer import token_name
 from server.engine.machine import usable_cpus
 from server.engine.sampling import Floats
 from server.errors import ContextLengthError, InvalidRequestError, NotFoundError
+from server.text.detokenizer import token_name
 
 MAX_TOKENS = 512  # a head's map of n tokens has n² weights
 
@@ -65,7 +65,11 @@ class Explainer:
     def __init__(self, bundle: ModelBundle, threads: int | None = None) -> None:
         path = bundle.path / ATTENTION_GRAPH_FILE
         if not path.is_file():
-            mend = "export the model again" if bundle.manifest.device == "cpu" else "export the model for the CPU"
+            mend = (
+                "export the model again"
+                if bundle.manifest.device == "cpu"
+                else "export the model for the CPU"
+            )
             raise NotFoundError(f"{bundle.path.name} has no {ATTENTION_GRAPH_FILE}; {mend}")
         from server.engine.session import open_session  # noqa: PLC0415  imports ONNX Runtime
 
@@ -76,7 +80,9 @@ class Explainer:
         """Raises InvalidRequestError for no text or a layer that does not exist, ContextLengthError for too much."""
         return self.explain_tokens(self._bundle.tokenizer.encode(text).ids, layers, top_k=top_k)
 
-    def explain_tokens(self, token_ids: list[int], layers: list[int], *, top_k: int = 10) -> Explanation:
+    def explain_tokens(
+        self, token_ids: list[int], layers: list[int], *, top_k: int = 10
+    ) -> Explanation:
         """The same of a text that has been tokenised."""
         for layer in layers:
             check_index("layer", layer, self._bundle.config.n_layer)
@@ -103,7 +109,9 @@ class Explainer:
             "total_sequence_length": np.array(n, dtype=np.int32),
             "logits_indices": np.array([n - 1]),
         }
-        outputs: list[Floats] = self._session.run(["logits", *(f"attention.{layer}" for layer in layers)], feeds)
+        outputs: list[Floats] = self._session.run(
+            ["logits", *(f"attention.{layer}" for layer in layers)], feeds
+        )
         return outputs
 
 
@@ -118,7 +126,9 @@ def check_length(n_tokens: int, config: DecoderConfig) -> None:
     if not n_tokens:
         raise InvalidRequestError("there is no token in the text; give at least one", param="text")
     if n_tokens > longest:
-        raise ContextLengthError(f"the text has {n_tokens} tokens; at most {longest} can be explained")
+        raise ContextLengthError(
+            f"the text has {n_tokens} tokens; at most {longest} can be explained"
+        )
 
 
 def check_index(name: str, index: int, count: int) -> None:

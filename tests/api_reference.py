@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from model.bundle import load_bundle
-from server.api import chat_schemas, explain, generate, schemas, tokenize
+from server.api import explain, schemas, tokenize
+from server.api import tgi as generate
+from server.api.openai import chat_schemas
 from server.api.openapi import DESCRIPTIONS, OPERATIONS
 from server.errors import KvasirError
-from server.service import Service
+from server.requests.service import Service
 from server.settings import Settings, load_settings
 
 EXAMPLE = Path(__file__).parent.parent / "examples/stdlib"
@@ -40,8 +42,21 @@ BODIES: dict[str, type[schemas.Body]] = {
 }
 OF_REQUESTS = (
     *("max_model_len", "max_num_seqs", "max_queue", "max_queue_tokens", "max_concurrency_per_key"),
-    *("max_body_bytes", "max_header_bytes", "default_timeout_ms", "receive_timeout", "send_timeout"),
-    *("keep_alive_interval", "tool_call_format", "api_key", "api_key_file", "cors_origins", "root_path"),
+    *(
+        "max_body_bytes",
+        "max_header_bytes",
+        "default_timeout_ms",
+        "receive_timeout",
+        "send_timeout",
+    ),
+    *(
+        "keep_alive_interval",
+        "tool_call_format",
+        "api_key",
+        "api_key_file",
+        "cors_origins",
+        "root_path",
+    ),
 )
 
 
@@ -52,7 +67,10 @@ def with_tables(page: str) -> str:
 
 def _table(name: str) -> str:
     if name == "endpoints":
-        head, rows = "| | |", [f"| `{o.method.upper()} {o.path}` | {o.summary} |" for o in OPERATIONS]
+        head, rows = (
+            "| | |",
+            [f"| `{o.method.upper()} {o.path}` | {o.summary} |" for o in OPERATIONS],
+        )
     elif name == "errors":
         head, rows = "| status | `type` | `code` | when |", sorted(set(_errors(KvasirError)))
     elif name == "settings":
@@ -62,7 +80,10 @@ def _table(name: str) -> str:
     elif name == "idle":
         head = "| field | as |"
         rows = [f"| `{field}` | anything |" for field in sorted(schemas.WITHOUT_EFFECT)]
-        rows += [f"| `{field}` | {' or '.join(map(_code, values))} |" for field, values in schemas.NO_OPS.items()]
+        rows += [
+            f"| `{field}` | {' or '.join(map(_code, values))} |"
+            for field, values in schemas.NO_OPS.items()
+        ]
     else:
         head, rows = "| field | | default | |", list(_fields(BODIES[name]))
     return "\n".join([head, re.sub(r"[^|]+", "---", head), *rows, ""])

@@ -18,7 +18,9 @@ class Collector:
     """Clear `may_answer` to let the next batches wait for their answer until it is set."""
 
     def __init__(self) -> None:
-        self.batches = SimpleQueue[tuple[str, ResourceSpans]]()  # the path that each was sent to, and the spans
+        self.batches = SimpleQueue[
+            tuple[str, ResourceSpans]
+        ]()  # the path that each was sent to, and the spans
         self.may_answer = threading.Event()
         self.may_answer.set()
         collector = self

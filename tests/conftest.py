@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, settings
 from tests.random_models import RandomModel, export_random
 
 # That a machine is slow is no fault of what is tested on it.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 
@@ -21,7 +23,14 @@ def one_torch_thread() -> None:
     torch.set_num_threads(1)
 
 
-SHAPE: dict[str, Any] = {"max_model_len": 200, "n_layer": 3, "n_head": 6, "head_dim": 32, "d_model": 192, "d_ff": 320}
+SHAPE: dict[str, Any] = {
+    "max_model_len": 200,
+    "n_layer": 3,
+    "n_head": 6,
+    "head_dim": 32,
+    "d_model": 192,
+    "d_ff": 320,
+}
 
 
 @pytest.fixture(scope="session")
@@ -44,9 +53,20 @@ def random_int4_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
 @pytest.fixture(scope="session")
 def random_windowed_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
     """What published decoders add to attention, over int8 rows: windows, soft caps, head norms, layers differing."""
-    changes: dict[str, Any] = {"sliding_window": 40, "sliding_window_layers": (0, 2), "layers_without_rotary": (1,)}
-    changes |= {"attention_softcap": 20.0, "logit_softcap": 30.0, "qk_norm": True, "norm_placement": "both"}
-    return export_random(tmp_path_factory.mktemp("random_windowed_model"), "int8", **SHAPE, **changes)
+    changes: dict[str, Any] = {
+        "sliding_window": 40,
+        "sliding_window_layers": (0, 2),
+        "layers_without_rotary": (1,),
+    }
+    changes |= {
+        "attention_softcap": 20.0,
+        "logit_softcap": 30.0,
+        "qk_norm": True,
+        "norm_placement": "both",
+    }
+    return export_random(
+        tmp_path_factory.mktemp("random_windowed_model"), "int8", **SHAPE, **changes
+    )
 
 
 @pytest.fixture(scope="session")

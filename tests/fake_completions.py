@@ -11,7 +11,9 @@ from typing import Any
 
 from tests.fake_runner import TIMEOUT
 
-Respond = Callable[[dict[str, Any]], tuple[int, Iterable[bytes]]]  # body -> status, pieces of the response's body
+Respond = Callable[
+    [dict[str, Any]], tuple[int, Iterable[bytes]]
+]  # body -> status, pieces of the response's body
 
 
 class FakeCompletions:
@@ -76,8 +78,14 @@ def event(text: str, **more: Any) -> bytes:
 
 
 def usage(n_prompt: int, n_tokens: int) -> bytes:
-    counts = {"prompt_tokens": n_prompt, "completion_tokens": n_tokens, "total_tokens": n_prompt + n_tokens}
-    return b"data: " + json.dumps({"id": "cmpl-1", "choices": [], "usage": counts}).encode() + b"\n\n"
+    counts = {
+        "prompt_tokens": n_prompt,
+        "completion_tokens": n_tokens,
+        "total_tokens": n_prompt + n_tokens,
+    }
+    return (
+        b"data: " + json.dumps({"id": "cmpl-1", "choices": [], "usage": counts}).encode() + b"\n\n"
+    )
 
 
 DONE = b"data: [DONE]\n\n"
@@ -86,4 +94,7 @@ DONE = b"data: [DONE]\n\n"
 def well(body: dict[str, Any]) -> tuple[int, list[bytes]]:
     """As many tokens as were asked for, one in each event."""
     n_tokens = body["max_tokens"]
-    return 200, [*(event(f" {i}") for i in range(n_tokens)), usage(len(body["prompt"]), n_tokens) + DONE]
+    return 200, [
+        *(event(f" {i}") for i in range(n_tokens)),
+        usage(len(body["prompt"]), n_tokens) + DONE,
+    ]

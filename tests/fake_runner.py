@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from server.engine.kv_rows import KVRows
+from server.engine.kv.rows import KVRows
 from server.engine.sampling import Floats
 from server.engine.scheduler import Batch, Chunk
 from server.engine.sequence import SequenceStatus
@@ -49,12 +49,16 @@ class FakeRunner:
             head_dim=1,
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            budget_tokens=5 * max_num_seqs * max_model_len if budget_tokens is None else budget_tokens,
+            budget_tokens=5 * max_num_seqs * max_model_len
+            if budget_tokens is None
+            else budget_tokens,
             dtype=np.int8 if int8 else np.float32,
         )
         self.next_token = next_token
         self.error: BaseException | None = None
-        self.batches: list[tuple[int, int]] = []  # (decodes and drafts, prefill tokens) of every run
+        self.batches: list[
+            tuple[int, int]
+        ] = []  # (decodes and drafts, prefill tokens) of every run
         self._permits: int | None = None  # runs that may pass; None is all
         self._held = False
         self._changed = threading.Condition()
@@ -88,7 +92,9 @@ class FakeRunner:
             raise self.error
         n_decode = len(batch.decodes) + len(batch.drafts)
         self.batches.append((n_decode, sum(chunk.count for chunk in batch.prefills)))
-        assert all(chunk.count >= min(2, len(chunk.sequence.prompt_ids)) for chunk in batch.prefills), "other bits"
+        assert all(
+            chunk.count >= min(2, len(chunk.sequence.prompt_ids)) for chunk in batch.prefills
+        ), "other bits"
         self._scribble(batch)
         chunks = (*batch.decodes, *batch.prefills, *batch.drafts)
         logits = [row for chunk in chunks for row in self._run_chunk(chunk)]
@@ -96,7 +102,9 @@ class FakeRunner:
 
     def logits(self, prefix: list[int]) -> Floats:
         """The oracle: logits [vocab] of the token that follows `prefix`."""
-        digest = hashlib.blake2b(np.array(prefix, dtype=np.int64).tobytes(), digest_size=16).digest()
+        digest = hashlib.blake2b(
+            np.array(prefix, dtype=np.int64).tobytes(), digest_size=16
+        ).digest()
         generator = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
         row = generator.standard_normal(self.vocab_size, dtype=np.float32) * 3
         forced = self.next_token(prefix) if self.next_token else None
@@ -134,5 +142,10 @@ class FakeRunner:
             cache = self.rows.running.array[0, row, 0, :, 0]  # [n_positions]
         else:
             cache = self.rows.prompts.array[0, self.rows.prompt_row(row), 0, :, 0]
-        cache[chunk.start : chunk.end] = [*chunk.sequence.token_ids, *chunk.draft][chunk.start : chunk.end]
-        return [self.logits([int(i) for i in cache[: p + 1]]) for p in range(chunk.end - chunk.n_logits, chunk.end)]
+        cache[chunk.start : chunk.end] = [*chunk.sequence.token_ids, *chunk.draft][
+            chunk.start : chunk.end
+        ]
+        return [
+            self.logits([int(i) for i in cache[: p + 1]])
+            for p in range(chunk.end - chunk.n_logits, chunk.end)
+        ]

@@ -8,7 +8,7 @@ import sys
 import typer
 
 from commands.train import train
-from model import run
+from model.training import run
 
 
 class HeldProgressBar(run.ProgressBar):

@@ -60,17 +60,29 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         _GROUPED
         | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 32}
-        | _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64),
+        | _rope(
+            "llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=64,
+        ),
     ),
     "yarn": (
         "Llama",
-        _GROUPED | _rope("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=1.5, mscale=1.5),
+        _GROUPED
+        | _rope("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=1.5, mscale=1.5),
     ),
     "yarn with two weights": (
         "Llama",
         _GROUPED
         | _rope(
-            "yarn", factor=4.0, original_max_position_embeddings=32, truncate=False, mscale=1.5, mscale_all_dim=0.5
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=32,
+            truncate=False,
+            mscale=1.5,
+            mscale_all_dim=0.5,
         ),
     ),
     "smollm3": ("SmolLM3", _GROUPED | {"no_rope_layer_interval": 2}),
@@ -104,7 +116,9 @@ def make_model(name: str, **changes: Any) -> nn.Module:
     config = getattr(transformers, f"{architecture}Config")(**(values | changes))
     torch.manual_seed(0)
     kind = {"GPT2": "GPT2LMHeadModel"}.get(architecture, f"{architecture}ForCausalLM")
-    model: nn.Module = getattr(transformers, kind)._from_config(config, attn_implementation="eager").eval()
+    model: nn.Module = (
+        getattr(transformers, kind)._from_config(config, attn_implementation="eager").eval()
+    )
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -120,7 +134,9 @@ def make_tokenizer() -> Tokenizer:
     tokenizer = train_tokenizer([TEXT], 300)
     tokenizer.add_special_tokens([BOS, EOS])
     first = tokenizer.token_to_id(BOS)
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, first)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, first)]
+    )
     return tokenizer
 
 

@@ -14,10 +14,10 @@ import httpx
 import openai
 import uvicorn
 
-from server.async_engine import AsyncEngine, OutputStream
 from server.engine.sequence import Sequence
-from server.serve import bind, configure
-from server.service import Service
+from server.process.serve import bind, configure
+from server.requests.async_engine import AsyncEngine, OutputStream
+from server.requests.service import Service
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.serving import VOCAB_SIZE, fake_app
 
@@ -74,14 +74,15 @@ class Live:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0)
 
     def http(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=TIMEOUT)
+        return httpx.Client(
+            base_url=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=TIMEOUT
+        )
 
     def post_raw(self, **body: Any) -> socket.socket:
         """A request on a socket of its own, which the test may close whenever it likes."""
         content = json.dumps({"prompt": "a", "logit_bias": {"66": 100}} | body).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(content)}"
-        )
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+        head += f"Authorization: Bearer {KEY}\r\nContent-Length: {len(content)}"
         connection = socket.socket()
         connection.settimeout(TIMEOUT)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from loadtest.request_log import Request
+from loadtest.locust.request_log import Request
 
 TICK = 1 / 64  # seconds
 
@@ -24,5 +24,7 @@ def random_requests(random: Random, n: int = 80) -> list[Request]:
         e2e = ttft + sum(gaps) + random.randint(1, 9) * TICK
         is_whole = not failed and random.random() < 0.9
         known = (ttft, e2e if is_whole else None, tuple(gaps))
-        requests.append(Request(sent * TICK, sent * TICK + e2e, *known, random.randint(1, 40), failed))
+        requests.append(
+            Request(sent * TICK, sent * TICK + e2e, *known, random.randint(1, 40), failed)
+        )
     return sorted(requests, key=lambda request: request.sent)

@@ -66,14 +66,19 @@ class PagedAttention(OpRun):
         if q_norm_weight is not None:
             assert k_norm_weight is not None
             queries, keys = (
-                _rms_norm(x, w, qk_norm_epsilon) for x, w in ((queries, q_norm_weight), (keys, k_norm_weight))
+                _rms_norm(x, w, qk_norm_epsilon)
+                for x, w in ((queries, q_norm_weight), (keys, k_norm_weight))
             )
-        positions = np.concatenate([p + np.arange(n) for p, n in zip(past, np.diff(starts), strict=True)])
+        positions = np.concatenate(
+            [p + np.arange(n) for p, n in zip(past, np.diff(starts), strict=True)]
+        )
         if do_rotary:
             assert cos_cache is not None
             assert sin_cache is not None
             assert positions.max() < len(cos_cache)
-            queries, keys = (_rotate(x, cos_cache[positions], sin_cache[positions]) for x in (queries, keys))
+            queries, keys = (
+                _rotate(x, cos_cache[positions], sin_cache[positions]) for x in (queries, keys)
+            )
         for cache, new, scale_of, kind in (
             (key_cache, keys, k_scale, k_quant_type),
             (value_cache, values, v_scale, v_quant_type),
@@ -92,7 +97,9 @@ class PagedAttention(OpRun):
                 slots = block_table[row][places // block_size] * block_size + places % block_size
                 for head in range(num_heads):
                     known = [
-                        cache.reshape(-1, kv_num_heads, head_dim)[slots, head // shared].astype(np.float64)
+                        cache.reshape(-1, kv_num_heads, head_dim)[slots, head // shared].astype(
+                            np.float64
+                        )
                         for cache in (key_cache, value_cache)
                     ]
                     scores = known[0] @ queries[token, head] * (scale or 1 / math.sqrt(head_dim))
@@ -104,7 +111,13 @@ class PagedAttention(OpRun):
 
     @staticmethod
     def _check(
-        query: Array, cache: Array, starts: Array, past: Array, table: Array, slots: Array, metadata: Array
+        query: Array,
+        cache: Array,
+        starts: Array,
+        past: Array,
+        table: Array,
+        slots: Array,
+        metadata: Array,
     ) -> None:
         """What the operator trusts."""
         assert all(x.dtype == np.int32 for x in (starts, past, table, slots, metadata))
@@ -121,7 +134,10 @@ class PagedAttention(OpRun):
         assert len(set(slots.tolist())) == len(slots), "two tokens in one slot"
         for row, (start, end) in enumerate(pairwise(starts)):
             place = past[row] + np.arange(end - start)
-            assert (slots[start:end] == table[row][place // block_size] * block_size + place % block_size).all()
+            assert (
+                slots[start:end]
+                == table[row][place // block_size] * block_size + place % block_size
+            ).all()
 
 
 class MatMulNBits(OpRun):
@@ -137,26 +153,38 @@ class MatMulNBits(OpRun):
 
 def unpack(packed: Array, scales: Array, bits: int) -> Array:
     """[in, out] of uint8 [out, blocks, bytes] and scales [out, blocks]."""
-    steps = packed if bits == 8 else np.stack((packed & 15, packed >> 4), axis=-1).reshape(*packed.shape[:2], -1)
-    weights: Array = (steps.astype(np.float32) - 2 ** (bits - 1)) * scales.astype(np.float32)[..., None]
+    steps = (
+        packed
+        if bits == 8
+        else np.stack((packed & 15, packed >> 4), axis=-1).reshape(*packed.shape[:2], -1)
+    )
+    weights: Array = (steps.astype(np.float32) - 2 ** (bits - 1)) * scales.astype(np.float32)[
+        ..., None
+    ]
     return weights.reshape(len(packed), -1).T
 
 
 class RMSNormalization(OpRun):
     """The reference's own does not take bfloat16."""
 
-    def _run(self, x: Array, weight: Array, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1):  # type: ignore[no-untyped-def]  # noqa: ANN202
+    def _run(  # type: ignore[no-untyped-def]  # noqa: ANN202
+        self, x: Array, weight: Array, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
+    ):
         assert (axis, stash_type) == (-1, 1)
         return (_rms_norm(x.astype(np.float32), weight, epsilon).astype(x.dtype),)
 
 
 def load(graph: Path) -> ReferenceEvaluator:
     """The exported graph itself, to be run by numpy."""
-    return ReferenceEvaluator(onnx.load(graph), new_ops=[PagedAttention, MatMulNBits, RMSNormalization])
+    return ReferenceEvaluator(
+        onnx.load(graph), new_ops=[PagedAttention, MatMulNBits, RMSNormalization]
+    )
 
 
 def _rms_norm(x: Array, weight: Array, epsilon: float) -> Array:
-    normed: Array = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + epsilon) * weight.astype(x.dtype)
+    normed: Array = (
+        x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + epsilon) * weight.astype(x.dtype)
+    )
     return normed
 
 

@@ -11,7 +11,7 @@ import torch
 from export.graph import export_graph
 from model.bundle import GRAPH_FILE
 from model.config import DecoderConfig
-from model.decoder import Decoder
+from model.network.decoder import Decoder
 from server.engine.runner import OnnxRunner
 
 

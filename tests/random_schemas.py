@@ -39,13 +39,17 @@ def _any(chance: Random, depth: int) -> Schema:
 
 
 def _object(chance: Random, depth: int) -> Schema:
-    names = chance.sample(["id", "name", "a b", 'q"', "ключ", "x1", "tags", "on"], chance.randint(0, 5))
+    names = chance.sample(
+        ["id", "name", "a b", 'q"', "ключ", "x1", "tags", "on"], chance.randint(0, 5)
+    )
     schema: Schema = {
         "type": "object",
         "properties": {name: _any(chance, depth - 1) for name in names},
         "required": chance.sample(names, chance.randint(0, len(names))),
     }
-    extra: Schema = chance.choice([{"additionalProperties": False}, {"additionalProperties": {"type": "boolean"}}, {}])
+    extra: Schema = chance.choice(
+        [{"additionalProperties": False}, {"additionalProperties": {"type": "boolean"}}, {}]
+    )
     return schema | extra
 
 
@@ -71,14 +75,19 @@ def _string(chance: Random, _depth: int) -> Schema:
 
 def _integer(chance: Random, _depth: int) -> Schema:
     least = chance.randint(-2000, 2000)
-    bounds = {"minimum": least, chance.choice(["maximum", "exclusiveMaximum"]): least + chance.randint(1, 3000)}
+    bounds = {
+        "minimum": least,
+        chance.choice(["maximum", "exclusiveMaximum"]): least + chance.randint(1, 3000),
+    }
     return {"type": "integer"} | chance.choice([bounds, {}, {"multipleOf": chance.randint(2, 9)}])
 
 
 def _number(chance: Random, _depth: int) -> Schema:
     least = round(chance.uniform(-50, 50), 3)
     most = round(least + chance.uniform(0.01, 90), 3)
-    bounds = chance.choice([{"minimum": least, "maximum": most}, {"exclusiveMinimum": least, "exclusiveMaximum": most}])
+    bounds = chance.choice(
+        [{"minimum": least, "maximum": most}, {"exclusiveMinimum": least, "exclusiveMaximum": most}]
+    )
     return {"type": "number"} | chance.choice([bounds, {}])
 
 
@@ -88,10 +97,19 @@ def _choice(chance: Random, _depth: int) -> Schema:
 
 
 def _plain(chance: Random, _depth: int) -> Schema:
-    return chance.choice([{"type": "boolean"}, {"type": "null"}, {"type": ["boolean", "null", "integer"]}])
+    return chance.choice(
+        [{"type": "boolean"}, {"type": "null"}, {"type": ["boolean", "null", "integer"]}]
+    )
 
 
 def _linked(chance: Random) -> Schema:
     """A list linked by references to the whole."""
-    link = {"type": "object", "properties": {"value": {"$ref": "#/$defs/leaf"}, "next": {"$ref": "#"}}}
-    return link | {"required": ["value"], "additionalProperties": False, "$defs": {"leaf": _any(chance, 1)}}
+    link = {
+        "type": "object",
+        "properties": {"value": {"$ref": "#/$defs/leaf"}, "next": {"$ref": "#"}},
+    }
+    return link | {
+        "required": ["value"],
+        "additionalProperties": False,
+        "$defs": {"leaf": _any(chance, 1)},
+    }

@@ -11,12 +11,12 @@ import json
 import sys
 import threading
 
-import server.app
-from server.async_engine import AsyncEngine, OutputStream
+import server.process.app
 from server.engine.engine import Engine
 from server.engine.sequence import Sequence
 from server.errors import StartupError
-from server.serve import run
+from server.process.serve import run
+from server.requests.async_engine import AsyncEngine, OutputStream
 from server.settings import load_settings
 from tests.fake_runner import FakeRunner
 from tests.serving import VOCAB_SIZE
@@ -45,7 +45,7 @@ def fake_the_model(loading: str) -> None:
         return Engine(runner, chunk_size=8)
 
     AsyncEngine.submit = announcing  # type: ignore[assignment,method-assign]
-    server.app.build_engine = build  # type: ignore[assignment]
+    server.process.app.build_engine = build  # type: ignore[assignment]
     threading.Thread(target=obey, args=(runner,), daemon=True).start()
 
 

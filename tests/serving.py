@@ -18,12 +18,12 @@ from tokenizers.processors import TemplateProcessing
 from model.bundle import Manifest, ModelBundle, Verification
 from model.config import DecoderConfig
 from model.tokenizer import train_tokenizer
-from server.app import create_app
-from server.async_engine import AsyncEngine, OutputStream
 from server.engine.engine import Engine
 from server.engine.prefix_cache import PrefixCache
 from server.engine.sequence import Sequence
-from server.service import Service
+from server.process.app import create_app
+from server.requests.async_engine import AsyncEngine, OutputStream
+from server.requests.service import Service
 from server.settings import load_settings
 from tests.fake_runner import FakeRunner
 
@@ -54,7 +54,9 @@ def small_tokenizer() -> Tokenizer:
 def beginning_with_end_of_text() -> Tokenizer:
     """The same, with a special token before every text, as others have BOS."""
     tokenizer = Tokenizer.from_str(small_tokenizer().to_str())
-    tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", EOS)])
+    tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", EOS)]
+    )
     return tokenizer
 
 
@@ -91,7 +93,9 @@ def fake_bundle(
 def saying(text: str, *, n_prompt: int) -> FakeRunner:
     """A runner that continues any prompt of `n_prompt` tokens with a text, and then with the end of the text."""
     ids = [*small_tokenizer().encode(text).ids, EOS]
-    return FakeRunner(VOCAB_SIZE, next_token=lambda prefix: ids[min(len(prefix) - n_prompt, len(ids) - 1)])
+    return FakeRunner(
+        VOCAB_SIZE, next_token=lambda prefix: ids[min(len(prefix) - n_prompt, len(ids) - 1)]
+    )
 
 
 @dataclass
@@ -119,23 +123,35 @@ def announce_submissions(app: FastAPI, submitted: asyncio.Semaphore) -> None:
     engine.submit = announcing  # type: ignore[method-assign]
 
 
-def fake_app(runner: FakeRunner, cache_bytes: int = 0, bundle: ModelBundle | None = None, **settings: Any) -> FastAPI:
+def fake_app(
+    runner: FakeRunner, cache_bytes: int = 0, bundle: ModelBundle | None = None, **settings: Any
+) -> FastAPI:
     """`cache_bytes`: for the prefix cache, whose blocks are 4 tokens here."""
     known = load_settings(model=Path(MODEL), max_num_seqs=runner.rows.max_num_seqs, **settings)
     bundle = bundle or fake_bundle(max_model_len=runner.max_model_len)
     cache = PrefixCache(runner.rows, cache_bytes, block_size=4)
-    return create_app(known, bundle, Engine(runner, chunk_size=8, prefix_cache=cache, speculate=known.speculate))
+    return create_app(
+        known, bundle, Engine(runner, chunk_size=8, prefix_cache=cache, speculate=known.speculate)
+    )
 
 
 @asynccontextmanager
 async def serving(
-    runner: FakeRunner | None = None, cache_bytes: int = 0, bundle: ModelBundle | None = None, **settings: Any
+    runner: FakeRunner | None = None,
+    cache_bytes: int = 0,
+    bundle: ModelBundle | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Served]:
     """The app with its lifespan, and a client inside the process."""
     runner = runner or FakeRunner(VOCAB_SIZE)
     app = fake_app(runner, cache_bytes, bundle, **settings)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False, root_path=app.state.service.settings.root_path)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as c:
+    transport = httpx.ASGITransport(
+        app, raise_app_exceptions=False, root_path=app.state.service.settings.root_path
+    )
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test") as c,
+    ):
         submitted = asyncio.Semaphore(0)
         announce_submissions(app, submitted)
         try:

@@ -14,7 +14,9 @@ from tests.live import KEY, live
 from tests.serving import MODEL, VOCAB_SIZE
 
 
-@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the openai package's own, of `parsed`
+@pytest.mark.filterwarnings(
+    "ignore:Pydantic serializer warnings"
+)  # the openai package's own, of `parsed`
 @pytest.mark.parametrize("use", [use_openai, use_huggingface])
 def test_a_client_finds_what_it_expects(use: Callable[[Target], Conformed]) -> None:
     runner = FakeRunner(VOCAB_SIZE, max_model_len=2000, max_num_seqs=CAPACITY)

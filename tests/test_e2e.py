@@ -21,9 +21,17 @@ tokenizer = small_tokenizer()
 
 def test_the_openai_client_gets_whole_and_streamed_completions() -> None:
     with live() as served, served.client() as client:
-        body: dict[str, Any] = {"model": MODEL, "prompt": "def read", "temperature": 0, "max_tokens": 12, "logprobs": 1}
+        body: dict[str, Any] = {
+            "model": MODEL,
+            "prompt": "def read",
+            "temperature": 0,
+            "max_tokens": 12,
+            "logprobs": 1,
+        }
         whole = client.completions.create(**body)
-        chunks = list(client.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+        chunks = list(
+            client.completions.create(**body, stream=True, stream_options={"include_usage": True})
+        )
         listed = client.models.list().data
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole.choices[0].text
     assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
@@ -35,7 +43,13 @@ def test_the_openai_client_gets_whole_and_streamed_completions() -> None:
 
 async def test_many_streams_at_once_each_get_what_they_would_get_alone() -> None:
     bodies: list[dict[str, Any]] = [
-        {"model": MODEL, "prompt": "def read"[: 1 + i % 8], "seed": i, "max_tokens": 3 + 5 * i % 40, "n": 1 + i % 2}
+        {
+            "model": MODEL,
+            "prompt": "def read"[: 1 + i % 8],
+            "seed": i,
+            "max_tokens": 3 + 5 * i % 40,
+            "n": 1 + i % 2,
+        }
         for i in range(32)
     ]
 
@@ -47,7 +61,9 @@ async def test_many_streams_at_once_each_get_what_they_would_get_alone() -> None
         return texts
 
     with live(max_queue=100) as served:
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0) as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{served.url}/v1", api_key=KEY, max_retries=0
+        ) as client:
             together = await asyncio.gather(*(read(client, body) for body in bodies))
             alone = [await read(client, body) for body in bodies]
         assert together == alone
@@ -59,7 +75,9 @@ def test_tgis_routes_over_http() -> None:
     with live() as served, served.http() as client:
         whole = client.post("/generate", json=body).json()["generated_text"]
         with client.stream("POST", "/generate_stream", json=body) as response:
-            events = [json.loads(line.removeprefix("data:")) for line in response.iter_lines() if line]
+            events = [
+                json.loads(line.removeprefix("data:")) for line in response.iter_lines() if line
+            ]
     assert [event["generated_text"] for event in events] == [None] * 4 + [whole]
 
 
@@ -99,8 +117,13 @@ def fail_the_engine(served: Live, client: openai.OpenAI) -> None:
         (fail_the_engine, openai.InternalServerError),
     ],
 )
-def test_errors_are_the_openai_clients_own_classes(request_it: Fails, expected: type[openai.APIStatusError]) -> None:
-    with live(FakeRunner(VOCAB_SIZE, max_num_seqs=1), max_queue=0) as served, served.client() as client:
+def test_errors_are_the_openai_clients_own_classes(
+    request_it: Fails, expected: type[openai.APIStatusError]
+) -> None:
+    with (
+        live(FakeRunner(VOCAB_SIZE, max_num_seqs=1), max_queue=0) as served,
+        served.client() as client,
+    ):
         with pytest.raises(expected) as caught:
             request_it(served, client)
         assert caught.value.request_id
@@ -153,7 +176,9 @@ def test_a_client_that_leaves_a_stream_frees_its_row_within_one_step() -> None:
         assert n_runs == 3
         with served.http() as client:
             served.runner.release()
-            again = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "ignore_eos": True})
+            again = client.post(
+                "/v1/completions", json={"prompt": "a", "max_tokens": 1, "ignore_eos": True}
+            )
             assert again.status_code == 200
         assert 2 <= served.value("tokens_wasted_total") <= 3
 
@@ -205,7 +230,10 @@ def test_a_queued_request_whose_status_is_not_known_yet_is_sent_nothing() -> Non
 
 
 def test_a_slow_reader_does_not_hold_up_the_others() -> None:
-    with live(FakeRunner(VOCAB_SIZE, max_model_len=600)) as served, served.post_raw(max_tokens=500, stream=True):
+    with (
+        live(FakeRunner(VOCAB_SIZE, max_model_len=600)) as served,
+        served.post_raw(max_tokens=500, stream=True),
+    ):
         wait(served.submitted)
         with served.http() as client, ThreadPoolExecutor(4) as pool:
             body = {"prompt": "a", "max_tokens": 5, "ignore_eos": True}
@@ -215,14 +243,21 @@ def test_a_slow_reader_does_not_hold_up_the_others() -> None:
             assert [answer.result().status_code for answer in answers] == [200] * 4
 
 
-LARGE = "x" * 100_000  # as the model's name, it makes every event too large for the buffers on the way
+LARGE = (
+    "x" * 100_000
+)  # as the model's name, it makes every event too large for the buffers on the way
 
 
-def test_a_client_that_stops_reading_gives_its_places_back(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_that_stops_reading_gives_its_places_back(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     runner = FakeRunner(VOCAB_SIZE, max_num_seqs=2)
     with live(runner, max_queue=0, send_timeout=0.05, served_model_name=LARGE) as served:
         served.runner.hold()
-        with served.post_raw(max_tokens=60, stream=True, n=2, ignore_eos=True), served.http() as client:
+        with (
+            served.post_raw(max_tokens=60, stream=True, n=2, ignore_eos=True),
+            served.http() as client,
+        ):
             wait(served.submitted)
             served.runner.allow(40)  # more than the connection takes, less than it asked for
             wait(served.left)
@@ -240,7 +275,13 @@ def test_a_client_that_stops_reading_gives_its_places_back(caplog: pytest.LogCap
 def test_a_client_that_stops_reading_once_all_is_generated_gives_its_places_back_too() -> None:
     runner = FakeRunner(VOCAB_SIZE, max_num_seqs=1)
     settings: dict[str, Any] = {"max_queue": 0, "send_timeout": 0.05, "served_model_name": LARGE}
-    with live(runner, **settings) as served, served.post_raw(max_tokens=60, stream=True, ignore_eos=True):
+    with (
+        live(runner, **settings) as served,
+        served.post_raw(max_tokens=60, stream=True, ignore_eos=True),
+    ):
         wait(served.left)
         with served.http() as client:
-            assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+            assert (
+                client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code
+                == 200
+            )

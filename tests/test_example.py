@@ -30,7 +30,17 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    command = [sys.executable, "-m", "kvasir", "serve", str(EXAMPLE), "--port", "0", "--max-queue", "200"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvasir",
+        "serve",
+        str(EXAMPLE),
+        "--port",
+        "0",
+        "--max-queue",
+        "200",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         port, ready = 0, False
@@ -55,7 +65,10 @@ def test_it_completes_python(server: Server) -> None:
     """Indented lines of a function's body; nothing subtler would survive training it again."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
         answer = client.completions.create(
-            model=server.model, prompt="class Reader:\n    def __init__(self, path):\n", max_tokens=64, temperature=0
+            model=server.model,
+            prompt="class Reader:\n    def __init__(self, path):\n",
+            max_tokens=64,
+            temperature=0,
         )
     assert "self." in answer.choices[0].text
     assert answer.choices[0].text.startswith("        ")
@@ -65,7 +78,9 @@ async def test_64_streams_at_once_are_each_what_they_are_alone(server: Server) -
     """Mixed lengths, greedy and sampled, with log-probabilities: the same text and the same numbers."""
     generator = np.random.default_rng(0)
 
-    async def read(client: openai.AsyncOpenAI, i: int, start: int, length: int, max_tokens: int) -> list[object]:
+    async def read(
+        client: openai.AsyncOpenAI, i: int, start: int, length: int, max_tokens: int
+    ) -> list[object]:
         stream = await client.completions.create(
             model=server.model,
             prompt=SOURCE[start : start + length],
@@ -84,10 +99,22 @@ async def test_64_streams_at_once_are_each_what_they_are_alone(server: Server) -
         return events
 
     requests = [
-        (i, *map(int, (generator.integers(0, 400), generator.integers(1, 1500), generator.integers(1, 90))))
+        (
+            i,
+            *map(
+                int,
+                (
+                    generator.integers(0, 400),
+                    generator.integers(1, 1500),
+                    generator.integers(1, 90),
+                ),
+            ),
+        )
         for i in range(64)
     ]
-    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120
+    ) as client:
         together = await asyncio.gather(*(read(client, *request) for request in requests))
         alone = [await read(client, *request) for request in requests]
     assert together == alone

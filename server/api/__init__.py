@@ -1,1 +1,4 @@
-"""HTTP routes, one file per protocol."""
+"""HTTP routes, one file or folder for each protocol.
+
+Imports every other room of the server but `server.process`.
+"""

@@ -305,7 +305,9 @@ class KVCache(Answer):
 
 class ExplainLimits(Answer):
     max_tokens: Count = Field(description="Of a text.")
-    max_weights: Count = Field(description="Of an answer: heads of all layers, times tokens squared.")
+    max_weights: Count = Field(
+        description="Of an answer: heads of all layers, times tokens squared."
+    )
 
 
 class ModelCard(Answer):
@@ -321,7 +323,9 @@ class ModelCard(Answer):
     explain_limits: ExplainLimits = Field(description="What `/explain` refuses to exceed.")
     config: dict[str, Any] = Field(description="The decoder's shape: its config.json.")
     generation: dict[str, float] = Field(description="How the model advises to sample.")
-    verification: dict[str, Any] = Field(description="What export measured: ONNX Runtime against PyTorch.")
+    verification: dict[str, Any] = Field(
+        description="What export measured: ONNX Runtime against PyTorch."
+    )
     versions: dict[str, str]
     source: dict[str, Any] = Field(description="What the model was exported from.")
     files: list[ModelFile]

@@ -25,7 +25,9 @@ async def batch(request: Request) -> dict[str, Any]:
     states = [(sequence, sequence.status) for sequence in service.engine.sequences]
     return {
         "max_num_seqs": service.settings.max_num_seqs,
-        "sequences": [_shown(s, status, now) for s, status in states if status is not SequenceStatus.FINISHED],
+        "sequences": [
+            _shown(s, status, now) for s, status in states if status is not SequenceStatus.FINISHED
+        ],
     }
 
 

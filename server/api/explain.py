@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from model.bundle import ModelBundle
-from server.api.openai import check_model
+from server.api.openai.answers import check_model
 from server.api.responses import json_response, service_of, unless_disconnected
 from server.api.schemas import Body, Count, parse
 from server.errors import InvalidRequestError, OverloadedError
@@ -39,7 +39,9 @@ class ExplainBody(Body):
     text: str | None = Field(None, description="What the model is to read.")
     prompt: str | None = Field(None, description="Another name for `text`.")
     layers: list[Count] = Field([0], min_length=1, description="Which layers' attention, from 0.")
-    heads: list[Count] | None = Field(None, min_length=1, description="Which of their heads, from 0. Default: all.")
+    heads: list[Count] | None = Field(
+        None, min_length=1, description="Which of their heads, from 0. Default: all."
+    )
     top_k: int = Field(10, ge=0, le=1000, description="How many of the likeliest next tokens.")
 
     @model_validator(mode="after")
@@ -55,7 +57,9 @@ class ExplainBody(Body):
 
 def _give_way() -> None:
     """Let the engine and the event loop go first, which share processors with this thread."""
-    if sys.platform == "linux":  # where niceness is a thread's own; elsewhere it is the whole process's
+    if (
+        sys.platform == "linux"
+    ):  # where niceness is a thread's own; elsewhere it is the whole process's
         os.nice(_NICENESS)
 
 
@@ -71,12 +75,16 @@ class Explanations:
         self._thread = ThreadPoolExecutor(1, "explain", initializer=_give_way)
         self._n_inside = 0
 
-    async def answer(self, token_ids: list[int], layers: list[int], heads: list[int], top_k: int) -> bytes:
+    async def answer(
+        self, token_ids: list[int], layers: list[int], heads: list[int], top_k: int
+    ) -> bytes:
         """The JSON of an explanation. Raises OverloadedError where others are before it."""
         if self._n_inside >= _MAX_INSIDE:
             raise OverloadedError("other texts are being explained; try again", retry_after=1)
         self._n_inside += 1
-        work = asyncio.get_running_loop().run_in_executor(self._thread, self._explain, token_ids, layers, heads, top_k)
+        work = asyncio.get_running_loop().run_in_executor(
+            self._thread, self._explain, token_ids, layers, heads, top_k
+        )
         # A client that left makes room: of what it asked, no more runs than it has begun.
         work.add_done_callback(self._leave)
         return await work
@@ -84,7 +92,9 @@ class Explanations:
     def _leave(self, _work: asyncio.Future[bytes]) -> None:
         self._n_inside -= 1
 
-    def _explain(self, token_ids: list[int], layers: list[int], heads: list[int], top_k: int) -> bytes:
+    def _explain(
+        self, token_ids: list[int], layers: list[int], heads: list[int], top_k: int
+    ) -> bytes:
         if self._explainer is None:
             self._explainer = Explainer(self._bundle, _THREADS)
         explanation = self._explainer.explain_tokens(token_ids, layers, top_k=top_k)
@@ -121,7 +131,11 @@ async def explain(request: Request) -> Response:
 
 def _json(explanation: Explanation, heads: list[int]) -> Iterator[bytes]:
     """Row by row; in between, the interpreter is the engine's and the streams' at once, not after its 5 ms."""
-    known = {"tokens": explanation.tokens, "token_ids": explanation.token_ids, "next_tokens": explanation.next_tokens}
+    known = {
+        "tokens": explanation.tokens,
+        "token_ids": explanation.token_ids,
+        "next_tokens": explanation.next_tokens,
+    }
     yield to_json(known)[:-1] + b',"attention":['
     for i, (layer, head) in enumerate(product(explanation.weights, heads)):
         yield b'%s{"layer":%d,"head":%d,"weights":[' % (b"," if i else b"", layer, head)

@@ -9,8 +9,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from server.api.responses import service_of
-from server.metrics import CONTENT_TYPE
-from server.service import onnxruntime_version
+from server.requests.service import onnxruntime_version
+from server.telemetry.metrics import CONTENT_TYPE
 
 router = APIRouter()
 
@@ -41,7 +41,9 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/metrics/router")
 async def router_metrics(request: Request) -> Response:
-    return Response(service_of(request).metrics.render_load(), headers={"content-type": CONTENT_TYPE})
+    return Response(
+        service_of(request).metrics.render_load(), headers={"content-type": CONTENT_TYPE}
+    )
 
 
 @router.get("/version")

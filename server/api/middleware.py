@@ -18,10 +18,16 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.api.keys import ApiKeys
 from server.api.responses import error_response
-from server.api_keys import ApiKeys
-from server.completion import Completion
-from server.errors import AuthenticationError, EngineError, KvasirError, OverloadedError, RequestTooLargeError
+from server.errors import (
+    AuthenticationError,
+    EngineError,
+    KvasirError,
+    OverloadedError,
+    RequestTooLargeError,
+)
+from server.requests.completion import Completion
 
 logger = logging.getLogger("kvasir")
 
@@ -83,7 +89,9 @@ class ErrorAnswers:
         except ClientDisconnect:
             raise
         except Exception as error:
-            if has_begun or scope["type"] != "http":  # too late to answer: the server cuts the connection
+            if (
+                has_begun or scope["type"] != "http"
+            ):  # too late to answer: the server cuts the connection
                 raise
             if not isinstance(error, KvasirError):
                 logger.exception("request %s failed", scope["state"]["request_id"])
@@ -108,7 +116,11 @@ class KeyCheck:
             await self.app(scope, receive, send)
             return
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        key = await self.keys.find(given.strip(" \t").encode("latin-1")) if scheme.lower() == "bearer" else None
+        key = (
+            await self.keys.find(given.strip(" \t").encode("latin-1"))
+            if scheme.lower() == "bearer"
+            else None
+        )
         if key is None:
             raise AuthenticationError("no valid API key; send one as: Authorization: Bearer KEY")
         with self._place(key, scope):
@@ -133,7 +145,9 @@ class KeyCheck:
 
     def _is_open(self, scope: Scope) -> bool:
         path = _path(scope)
-        return scope["method"] in _READING and (path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER))
+        return scope["method"] in _READING and (
+            path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER)
+        )
 
 
 class BodyLimit:
@@ -162,7 +176,9 @@ class BodyLimit:
 
     def _check(self, n_bytes: int) -> None:
         if n_bytes > self.max_bytes:
-            raise RequestTooLargeError(f"the body has more than {self.max_bytes} bytes, which is the limit")
+            raise RequestTooLargeError(
+                f"the body has more than {self.max_bytes} bytes, which is the limit"
+            )
 
 
 def request_id(given: str | None) -> str:
@@ -184,7 +200,11 @@ def log_request(scope: Scope, status: int, seconds: float) -> None:
     Probes and scrapes that went well are for debugging only: they come many times a second, and say nothing new.
     """
     state = scope["state"]
-    fields: dict[str, Any] = {"request_id": state["request_id"], "method": scope["method"], "route": scope["path"]}
+    fields: dict[str, Any] = {
+        "request_id": state["request_id"],
+        "method": scope["method"],
+        "route": scope["path"],
+    }
     fields |= {"status": status, "duration_ms": round(seconds * 1000, 3)}
     completion: Completion | None = state.get("completion")
     if completion is not None:

@@ -10,10 +10,10 @@ from fastapi import APIRouter, Request
 
 from model.bundle import ATTENTION_GRAPH_FILE
 from server.api.explain import MAX_WEIGHTS
-from server.api.openai import check_model
+from server.api.openai.answers import check_model
 from server.api.responses import service_of
 from server.explain import most_tokens
-from server.service import Service
+from server.requests.service import Service
 
 router = APIRouter()
 

@@ -14,13 +14,13 @@ from pydantic import TypeAdapter
 from starlette.responses import JSONResponse, Response
 
 from server.api import answers
-from server.api.chat_schemas import ChatBody
 from server.api.explain import ExplainBody
-from server.api.generate import CompatibleBody
+from server.api.openai.chat_schemas import ChatBody
 from server.api.responses import service_of
 from server.api.schemas import CompletionsBody, GenerateBody
+from server.api.tgi import CompatibleBody
 from server.api.tokenize import DetokenizeBody, TokenizeBody, TokenizeChatBody, TokenizeInputsBody
-from server.metrics import CONTENT_TYPE
+from server.telemetry.metrics import CONTENT_TYPE
 
 router = APIRouter()
 
@@ -129,7 +129,12 @@ OPERATIONS = (
         errors=GENERATE,
         tgi=True,
     ),
-    Operation(method="get", path="/info", summary="Model and limits, as TGI tells them.", answer=answers.Info),
+    Operation(
+        method="get",
+        path="/info",
+        summary="Model and limits, as TGI tells them.",
+        answer=answers.Info,
+    ),
     Operation(
         method="post",
         path="/tokenize",
@@ -155,10 +160,20 @@ OPERATIONS = (
         errors=(*ASK, 429, 503),
     ),
     *(
-        Operation(method="get", path=path, summary=summary, answer=answers.Health, errors=OPEN, is_open=True)
+        Operation(
+            method="get",
+            path=path,
+            summary=summary,
+            answer=answers.Health,
+            errors=OPEN,
+            is_open=True,
+        )
         for path, summary in (
             ("/health", "As /health/ready."),
-            ("/health/live", "200 while the process is of use, also while the model loads; else 503."),
+            (
+                "/health/live",
+                "200 while the process is of use, also while the model loads; else 503.",
+            ),
             ("/health/ready", "200 while requests are taken; 503 while loading and draining."),
             ("/health/startup", "200 once the model has been loaded and warmed up; 503 before."),
         )
@@ -180,9 +195,16 @@ OPERATIONS = (
         is_open=True,
     ),
     Operation(method="get", path="/version", summary="What runs.", answer=answers.Version),
-    Operation(method="get", path="/debug/batch", summary="Who shares the batch now; never text.", answer=answers.Batch),
+    Operation(
+        method="get",
+        path="/debug/batch",
+        summary="Who shares the batch now; never text.",
+        answer=answers.Batch,
+    ),
     *(
-        Operation(method=method, path="/", summary=summary, answer="text/html", errors=OPEN, is_open=True)
+        Operation(
+            method=method, path="/", summary=summary, answer="text/html", errors=OPEN, is_open=True
+        )
         for method, summary in (("get", "The playground."), ("head", "Its headers."))
     ),
     Operation(method="get", path="/openapi.json", summary="This document.", answer=dict[str, Any]),
@@ -204,11 +226,19 @@ def document(root_path: str = "", *, has_keys: bool = False) -> dict[str, Any]:
     )
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
-        known = {kind: schemas.get((operation.name + kind, "validation")) for kind in _types(operation)}
-        paths.setdefault(operation.path, {})[operation.method] = _describe(operation, known, has_keys=has_keys)
+        known = {
+            kind: schemas.get((operation.name + kind, "validation")) for kind in _types(operation)
+        }
+        paths.setdefault(operation.path, {})[operation.method] = _describe(
+            operation, known, has_keys=has_keys
+        )
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Kvasir", "version": version("kvasir-lm"), "description": "A decoder language model."},
+        "info": {
+            "title": "Kvasir",
+            "version": version("kvasir-lm"),
+            "description": "A decoder language model.",
+        },
         "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {
@@ -235,19 +265,28 @@ def _describe(operation: Operation, schemas: dict[str, Any], *, has_keys: bool) 
     statuses: Iterable[int] = (status for status in operation.errors if status != 401 or has_keys)
     described: dict[str, Any] = {
         "summary": operation.summary,
-        "operationId": "_".join(part for part in operation.name.replace("{", "").replace("}", "").split("/")).strip(),
+        "operationId": "_".join(
+            part for part in operation.name.replace("{", "").replace("}", "").split("/")
+        ).strip(),
         "responses": {"200": _success(operation, schemas)}
         | {str(status): _failure(status, schemas[" error"]) for status in statuses},
         "security": [{"key": []}] if has_keys and not operation.is_open else [],
     }
     if operation.answer is answers.Health:
-        described["responses"]["503"] = _response("It is not.", {"application/json": {"schema": schemas[" answer"]}})
+        described["responses"]["503"] = _response(
+            "It is not.", {"application/json": {"schema": schemas[" answer"]}}
+        )
     if operation.body is not None:
         content = {"application/json": {"schema": schemas[" body"]}}
         described["requestBody"] = {"required": True, "content": content}
     if "{model_id}" in operation.path:
         described["parameters"] = [
-            {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            {
+                "name": "model_id",
+                "in": "path",
+                "required": True,
+                "schema": {"type": "string", "minLength": 1},
+            }
         ]
     return described
 
@@ -261,14 +300,20 @@ def _success(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
     text = "The answer."
     if operation.event is not None:
         content["text/event-stream"] = {"schema": _events(operation, schemas)}
-        text += " A stream is server-sent events" + ("." if operation.tgi else ", the last of them `[DONE]`.")
+        text += " A stream is server-sent events" + (
+            "." if operation.tgi else ", the last of them `[DONE]`."
+        )
     return _response(text, content)
 
 
 def _events(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
     """Of one event. A failure after the first is an event too."""
     content = {"anyOf": [schemas[" event"], schemas[" error"]]}
-    data: dict[str, Any] = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
+    data: dict[str, Any] = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": content,
+    }
     if not operation.tgi:
         data = {"anyOf": [{"const": "[DONE]"}, data]}
     return {"type": "object", "required": ["data"], "properties": {"data": data}}
@@ -277,11 +322,18 @@ def _events(operation: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
 def _failure(status: int, schema: dict[str, Any]) -> dict[str, Any]:
     response = _response(DESCRIPTIONS[status], {"application/json": {"schema": schema}})
     if status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE):
-        seconds = {"description": "Seconds until it is worth trying again.", "schema": {"type": "string"}}
+        seconds = {
+            "description": "Seconds until it is worth trying again.",
+            "schema": {"type": "string"},
+        }
         response["headers"]["retry-after"] = {"required": True, **seconds}
     return response
 
 
 def _response(description: str, content: dict[str, Any]) -> dict[str, Any]:
-    request_id = {"description": "The request's own, or a new one.", "required": True, "schema": {"type": "string"}}
+    request_id = {
+        "description": "The request's own, or a new one.",
+        "required": True,
+        "schema": {"type": "string"},
+    }
     return {"description": description, "headers": {"x-request-id": request_id}, "content": content}

@@ -13,7 +13,13 @@ STATIC = Path(__file__).parent.parent / "static"
 # The page loads nothing from elsewhere, runs no inline script, and nobody may put it in a frame.
 _POLICY = "; ".join(
     (
-        *("default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self'", "connect-src 'self'"),
+        *(
+            "default-src 'none'",
+            "script-src 'self'",
+            "style-src 'self'",
+            "img-src 'self'",
+            "connect-src 'self'",
+        ),
         *("base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),
     )
 )

@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope
 
 from server.errors import KvasirError
-from server.service import Service
+from server.requests.service import Service
 
 T = TypeVar("T")
 
@@ -30,10 +30,14 @@ def error_body(scope: Scope, error: KvasirError) -> dict[str, Any]:
     message = error.message
     if error.status == 500:
         message = f"{message}; request id {scope['state']['request_id']}"
-    root_path = scope.get("app_root_path", scope.get("root_path", ""))  # the first of these where a mount is inside
+    root_path = scope.get(
+        "app_root_path", scope.get("root_path", "")
+    )  # the first of these where a mount is inside
     if scope["path"].removeprefix(root_path) in _TGI_PATHS:
         return {"error": message, "error_type": _TGI_TYPES.get(error.type, error.type)}
-    return {"error": {"message": message, "type": error.type, "param": error.param, "code": error.code}}
+    return {
+        "error": {"message": message, "type": error.type, "param": error.param, "code": error.code}
+    }
 
 
 def error_response(scope: Scope, error: KvasirError) -> JSONResponse:

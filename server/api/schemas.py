@@ -24,13 +24,16 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, from_json
 
-from server.engine.constraints import Grammar
+from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import MAX_LOGPROBS, SamplingParams
 from server.errors import InvalidRequestError
 
 MAX_N = 16
 MAX_STOPS = 16
-SOONEST_PRIORITY, LATEST_PRIORITY = -6, 100  # any client may take the first: a head start of a minute
+SOONEST_PRIORITY, LATEST_PRIORITY = (
+    -6,
+    100,
+)  # any client may take the first: a head start of a minute
 MAX_TOKENS_NAMED = 1024  # in stop_token_ids and logit_bias: each costs time in everybody's step
 _GREEDY_BELOW = 1e-5  # a smaller temperature would overflow float32
 WITHOUT_EFFECT = frozenset({"user", "store", "metadata", "prompt_cache_key", "safety_identifier"})
@@ -70,12 +73,19 @@ NO_OPS: dict[str, list[Any]] = {
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Stop = Annotated[str, Field(min_length=1)]
 Several = Field(min_length=1)
-Prompts = str | Annotated[list[str], Several] | Annotated[list[int], Several] | Annotated[list[list[int]], Several]
+Prompts = (
+    str
+    | Annotated[list[str], Several]
+    | Annotated[list[int], Several]
+    | Annotated[list[list[int]], Several]
+)
 
 
 def _few(value: object) -> object:
     if isinstance(value, list | dict) and len(value) > MAX_TOKENS_NAMED:
-        raise ValueError(f"{len(value)} entries are too many: at most {MAX_TOKENS_NAMED} may be given")
+        raise ValueError(
+            f"{len(value)} entries are too many: at most {MAX_TOKENS_NAMED} may be given"
+        )
     return value
 
 
@@ -89,7 +99,9 @@ def _as_prompts(value: object) -> object:
     if isinstance(value, list) and all(type(item) is int for item in items):
         items = [items]
     texts = all(isinstance(item, str) for item in items)
-    if items and (texts or all(isinstance(item, list) and all(type(i) is int for i in item) for item in items)):
+    if items and (
+        texts or all(isinstance(item, list) and all(type(i) is int for i in item) for item in items)
+    ):
         return items
     raise ValueError("must be a string, a list of strings, token ids, or a list of token-id lists")
 
@@ -104,10 +116,14 @@ class Body(BaseModel):
             return values
         unknown = values.keys() - cls.model_fields.keys()
         idle = {name for name in unknown if name in WITHOUT_EFFECT or _is_no_op(name, values[name])}
-        return {name: value for name, value in values.items() if value is not None and name not in idle}
+        return {
+            name: value for name, value in values.items() if value is not None and name not in idle
+        }
 
     @classmethod
-    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+    def __get_pydantic_json_schema__(
+        cls, core: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
         """The same as a schema: what may be left out may be null, and so may any other name."""
         schema = handler.resolve_ref_schema(handler(core))
         null = {"type": "null"}
@@ -126,48 +142,93 @@ class Body(BaseModel):
 def _either(schema: JsonSchemaValue, other: JsonSchemaValue) -> JsonSchemaValue:
     """One schema or the other, with what the first says about its field."""
     about = {key: schema[key] for key in ("title", "description", "default") if key in schema}
-    return {"anyOf": [{key: value for key, value in schema.items() if key not in about}, other]} | about
+    return {
+        "anyOf": [{key: value for key, value in schema.items() if key not in about}, other]
+    } | about
 
 
 def _is_no_op(name: str, value: object) -> bool:
-    return any(value == no_op and isinstance(value, bool) is isinstance(no_op, bool) for no_op in NO_OPS.get(name, ()))
+    return any(
+        value == no_op and isinstance(value, bool) is isinstance(no_op, bool)
+        for no_op in NO_OPS.get(name, ())
+    )
 
 
 class SamplingFields(Body):
     """What every protocol calls by the same name. See SamplingParams for what each does."""
 
-    temperature: float = Field(1.0, ge=0.0, le=100.0, description="0 takes the likeliest token each time.")
-    top_k: int = Field(0, ge=-1, le=2**31 - 1, description="Only that many of the likeliest tokens; 0 and -1 are all.")
-    top_p: float = Field(1.0, gt=0.0, le=1.0, description="Only the likeliest tokens that have this share together.")
-    min_p: float = Field(0.0, ge=0.0, le=1.0, description="Only tokens with this share of the likeliest's probability.")
-    typical_p: float = Field(1.0, gt=0.0, le=1.0, description="Only the most typical tokens that have this share.")
+    temperature: float = Field(
+        1.0, ge=0.0, le=100.0, description="0 takes the likeliest token each time."
+    )
+    top_k: int = Field(
+        0,
+        ge=-1,
+        le=2**31 - 1,
+        description="Only that many of the likeliest tokens; 0 and -1 are all.",
+    )
+    top_p: float = Field(
+        1.0, gt=0.0, le=1.0, description="Only the likeliest tokens that have this share together."
+    )
+    min_p: float = Field(
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="Only tokens with this share of the likeliest's probability.",
+    )
+    typical_p: float = Field(
+        1.0, gt=0.0, le=1.0, description="Only the most typical tokens that have this share."
+    )
     repetition_penalty: float = Field(
-        1.0, ge=0.01, le=100.0, description="Divides the logits of tokens in the prompt or the text; 1 is off."
+        1.0,
+        ge=0.01,
+        le=100.0,
+        description="Divides the logits of tokens in the prompt or the text; 1 is off.",
     )
     frequency_penalty: float = Field(
-        0.0, ge=-2.0, le=2.0, description="Taken from a token's logit for each time that the text has it."
+        0.0,
+        ge=-2.0,
+        le=2.0,
+        description="Taken from a token's logit for each time that the text has it.",
     )
-    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, description="Taken once from those that the text has.")
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], BeforeValidator(_few)] = Field(
+    presence_penalty: float = Field(
+        0.0, ge=-2.0, le=2.0, description="Taken once from those that the text has."
+    )
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], BeforeValidator(_few)
+    ] = Field(
         {},
         description="By token id, what is added to its logit.",
-        json_schema_extra={"propertyNames": {"pattern": "^[0-9]{1,9}$"}, "maxProperties": MAX_TOKENS_NAMED},
+        json_schema_extra={
+            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+            "maxProperties": MAX_TOKENS_NAMED,
+        },
     )
     seed: int | None = Field(
-        None, ge=-(2**63), lt=2**64, description="The same seed gives the same text. Default: another one each time."
+        None,
+        ge=-(2**63),
+        lt=2**64,
+        description="The same seed gives the same text. Default: another one each time.",
     )
     stop: Annotated[
         list[Stop],
         Field(max_length=MAX_STOPS),
-        BeforeValidator(_as_list, json_schema_input_type=Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)]),
+        BeforeValidator(
+            _as_list,
+            json_schema_input_type=Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)],
+        ),
     ] = Field([], description="Strings that end the text; they are not part of it.")
     stop_token_ids: Annotated[list[Count], BeforeValidator(_few)] = Field(
-        [], description="Tokens that end the text.", json_schema_extra={"maxItems": MAX_TOKENS_NAMED}
+        [],
+        description="Tokens that end the text.",
+        json_schema_extra={"maxItems": MAX_TOKENS_NAMED},
     )
     min_tokens: Count = Field(0, description="Tokens before which nothing ends the text.")
     ignore_eos: bool = Field(False, description="Go on after the model's own end of the text.")
     timeout_ms: int | None = Field(
-        None, ge=1, le=86_400_000, description="Time from arrival to the last token. Default: `default_timeout_ms`."
+        None,
+        ge=1,
+        le=86_400_000,
+        description="Time from arrival to the last token. Default: `default_timeout_ms`.",
     )
     priority: int = Field(
         0,
@@ -199,7 +260,9 @@ class SamplingFields(Body):
             "stop_token_ids": frozenset(self.stop_token_ids),
             "ignore_eos": self.ignore_eos,
         }
-        common |= {name: value for name, value in defaults.items() if name not in self.model_fields_set}
+        common |= {
+            name: value for name, value in defaults.items() if name not in self.model_fields_set
+        }
         params = SamplingParams(**(common | fields))
         if params.min_tokens > params.max_tokens:
             raise InvalidRequestError(
@@ -216,7 +279,9 @@ class SamplingFields(Body):
 
 class StreamOptions(Body):
     include_usage: bool = Field(False, description="A last event with the usage.")
-    continuous_usage_stats: bool = Field(False, description="With it, the usage so far in every event, as vLLM has it.")
+    continuous_usage_stats: bool = Field(
+        False, description="With it, the usage so far in every event, as vLLM has it."
+    )
 
     @model_validator(mode="after")
     def _usage_is_wanted_at_all(self) -> Self:
@@ -258,7 +323,9 @@ class TGIJSON(Body):
     """`value`: a schema, or its JSON in a string."""
 
     type: Literal["json", "json_object"]
-    value: Annotated[dict[str, Any], BeforeValidator(_from_text, json_schema_input_type=dict[str, Any] | str)]
+    value: Annotated[
+        dict[str, Any], BeforeValidator(_from_text, json_schema_input_type=dict[str, Any] | str)
+    ]
 
     def wanted(self, param: str) -> Grammar:
         return Grammar.json_schema(self.value, param)
@@ -293,7 +360,8 @@ def _whose_words(value: object) -> Literal["openai", "tgi"]:
 
 
 AnyFormat = Annotated[
-    Annotated[ResponseFormat, Tag("openai")] | Annotated[TGIFormat, Tag("tgi")], Discriminator(_whose_words)
+    Annotated[ResponseFormat, Tag("openai")] | Annotated[TGIFormat, Tag("tgi")],
+    Discriminator(_whose_words),
 ]
 
 
@@ -305,13 +373,17 @@ class StructuredFields(Body):
         description="`text`; `json_object`; `json_schema`, with `json_schema.schema`; or as /generate's `grammar`.",
     )
     regex: str | None = Field(None, description="A regular expression that the whole text matches.")
-    grammar: str | None = Field(None, description="A grammar in Lark's notation, whose rule `start` derives the text.")
+    grammar: str | None = Field(
+        None, description="A grammar in Lark's notation, whose rule `start` derives the text."
+    )
 
     @model_validator(mode="after")
     def _one_grammar_at_most(self) -> Self:
         is_free = self.response_format is None or self.response_format.type == "text"
         if [is_free, self.regex is None, self.grammar is None].count(False) > 1:
-            raise ValueError("response_format, regex and grammar each say what the text has to be; give one of them")
+            raise ValueError(
+                "response_format, regex and grammar each say what the text has to be; give one of them"
+            )
         return self
 
     def grammar_wanted(self) -> Grammar | None:
@@ -319,7 +391,9 @@ class StructuredFields(Body):
             return Grammar.regex(self.regex)
         if self.grammar is not None:
             return Grammar.lark(self.grammar)
-        return None if self.response_format is None else self.response_format.wanted("response_format")
+        return (
+            None if self.response_format is None else self.response_format.wanted("response_format")
+        )
 
 
 class OpenAIBody(SamplingFields, StructuredFields):
@@ -330,15 +404,24 @@ class OpenAIBody(SamplingFields, StructuredFields):
     max_completion_tokens: Count | None = Field(None, description="Another name for `max_tokens`.")
     n: int = Field(1, ge=1, le=MAX_N, description="Answers to each prompt.")
     stream: bool = Field(False, description="Server-sent events instead of one answer.")
-    stream_options: StreamOptions | None = Field(None, description="`include_usage`: a last event with the usage.")
-    truncate_prompt_tokens: int | None = Field(None, ge=1, description="Keep that many of the prompt's last tokens.")
+    stream_options: StreamOptions | None = Field(
+        None, description="`include_usage`: a last event with the usage."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        None, ge=1, description="Keep that many of the prompt's last tokens."
+    )
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options may be given only where stream is true")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens are one setting; give one of them")
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
+            raise ValueError(
+                "max_tokens and max_completion_tokens are one setting; give one of them"
+            )
         return self
 
     @property
@@ -358,26 +441,38 @@ class CompletionsBody(OpenAIBody):
     """POST /v1/completions."""
 
     prompt: Annotated[
-        list[str] | list[list[int]],
-        BeforeValidator(_as_prompts, json_schema_input_type=Prompts),
+        list[str] | list[list[int]], BeforeValidator(_as_prompts, json_schema_input_type=Prompts)
     ] = Field(description="Text, token ids, or a list of either.")
     logprobs: int | None = Field(
-        None, ge=0, le=MAX_LOGPROBS, description="Log-probability of each token, and of that many likelier ones."
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Log-probability of each token, and of that many likelier ones.",
     )
-    echo: bool = Field(False, description="Begin the text, and its log-probabilities, with the prompt.")
-    add_special_tokens: bool = Field(True, description="Those that the tokenizer puts around a text.")
+    echo: bool = Field(
+        False, description="Begin the text, and its log-probabilities, with the prompt."
+    )
+    add_special_tokens: bool = Field(
+        True, description="Those that the tokenizer puts around a text."
+    )
 
 
 class GenerateParameters(SamplingFields):
     """`parameters` of TGI's routes. It samples where `do_sample`, or any field that only matters then, says so."""
 
-    max_new_tokens: Count | None = Field(None, ge=1, description="Most tokens to generate. Default: 100, or the room.")
+    max_new_tokens: Count | None = Field(
+        None, ge=1, description="Most tokens to generate. Default: 100, or the room."
+    )
     do_sample: bool = Field(False, description="Sample, also where no other field asks for it.")
     return_full_text: bool = Field(False, description="Begin the text with the prompt.")
     details: bool = Field(False, description="Tokens, their log-probabilities, and how it ended.")
     decoder_input_details: bool = Field(False, description="The prompt's too; not on a stream.")
-    top_n_tokens: int = Field(0, ge=0, le=MAX_LOGPROBS, description="That many alternatives to each token.")
-    truncate: int | None = Field(None, ge=1, description="Keep that many of the prompt's last tokens.")
+    top_n_tokens: int = Field(
+        0, ge=0, le=MAX_LOGPROBS, description="That many alternatives to each token."
+    )
+    truncate: int | None = Field(
+        None, ge=1, description="Keep that many of the prompt's last tokens."
+    )
     grammar: TGIFormat | None = Field(
         None,
         description="`json` or `json_object` with a schema as `value`, `regex`, or `json_schema` with `value.schema`.",
@@ -385,7 +480,13 @@ class GenerateParameters(SamplingFields):
 
     @property
     def samples(self) -> bool:
-        shapes = (self.top_k > 0, self.top_p < 1.0, self.typical_p < 1.0, self.min_p > 0.0, self.temperature != 1.0)
+        shapes = (
+            self.top_k > 0,
+            self.top_p < 1.0,
+            self.typical_p < 1.0,
+            self.min_p > 0.0,
+            self.temperature != 1.0,
+        )
         return (self.do_sample or any(shapes)) and self.temperature > 0.0
 
     def grammar_wanted(self) -> Grammar | None:
@@ -415,10 +516,14 @@ def parse(kind: type[B], raw: bytes) -> B:
 def _explain(first: ErrorDetails, raw: bytes) -> InvalidRequestError:
     kind: str | Literal["extra_forbidden"] = first["type"]
     if kind == "json_invalid":
-        return InvalidRequestError(f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+        return InvalidRequestError(
+            f"the body is not valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}"
+        )
     place = ".".join(map(str, _place(first["loc"], from_json(raw), is_missing=kind == "missing")))
     if kind == "extra_forbidden":
-        return InvalidRequestError(f"the field {place!r} is unknown or not supported; leave it out", param=place)
+        return InvalidRequestError(
+            f"the field {place!r} is unknown or not supported; leave it out", param=place
+        )
     message = first["msg"].removeprefix("Value error, ")
     return InvalidRequestError(f"{place}: {message}" if place else message, param=place or None)
 

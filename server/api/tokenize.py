@@ -12,12 +12,12 @@ from pydantic_core import from_json, to_json
 from starlette.responses import Response
 from tokenizers import Encoding
 
-from server.api.chat import render
-from server.api.chat_schemas import Conversation
-from server.api.openai import check_model
+from server.api.openai.answers import check_model
+from server.api.openai.chat import render
+from server.api.openai.chat_schemas import Conversation
 from server.api.responses import json_response, service_of
 from server.api.schemas import Body, Count, parse
-from server.service import Service
+from server.requests.service import Service
 
 router = APIRouter()
 
@@ -27,7 +27,9 @@ class TokenizeBody(Body):
 
     model: str | None = Field(None, description="The served model's name; another is 404.")
     prompt: str = Field(description="The text.")
-    add_special_tokens: bool = Field(True, description="Those that the tokenizer puts around a text.")
+    add_special_tokens: bool = Field(
+        True, description="Those that the tokenizer puts around a text."
+    )
     return_token_strs: bool = Field(False, description="The tokens' names in the vocabulary too.")
 
 
@@ -42,7 +44,9 @@ class TokenizeInputsBody(Body):
     """The same in TGI's words."""
 
     inputs: str = Field(description="The text.")
-    add_special_tokens: bool = Field(True, description="Those that the tokenizer puts around a text.")
+    add_special_tokens: bool = Field(
+        True, description="Those that the tokenizer puts around a text."
+    )
 
 
 class DetokenizeBody(Body):
@@ -61,11 +65,15 @@ async def tokenize(request: Request) -> Response:
     raw = await request.body()
     body = parse(_form(raw), raw)
     if isinstance(body, TokenizeInputsBody):
-        return json_response(await service.aside(len(body.inputs), lambda: to_json(_simple_tokens(service, body))))
+        return json_response(
+            await service.aside(len(body.inputs), lambda: to_json(_simple_tokens(service, body)))
+        )
     assert isinstance(body, TokenizeBody | TokenizeChatBody)
     check_model(service, body.model)
     text = body.prompt if isinstance(body, TokenizeBody) else await render(service, body, len(raw))
-    return json_response(await service.aside(len(text), lambda: to_json(_tokens(service, body, text))))
+    return json_response(
+        await service.aside(len(text), lambda: to_json(_tokens(service, body, text)))
+    )
 
 
 @router.post("/detokenize")
@@ -86,12 +94,16 @@ def _form(raw: bytes) -> type[Body]:
     with suppress(ValueError):  # the parser says what is wrong with it
         fields = from_json(raw)
     given = fields if isinstance(fields, dict) else {}
-    return next((form for name, form in _FORMS.items() if given.get(name) is not None), TokenizeBody)
+    return next(
+        (form for name, form in _FORMS.items() if given.get(name) is not None), TokenizeBody
+    )
 
 
 def _encode(service: Service, text: str, add_special_tokens: bool) -> Encoding:
     """As a batch of one, which leaves the interpreter to others meanwhile."""
-    encodings: list[Encoding] = service.bundle.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+    encodings: list[Encoding] = service.bundle.tokenizer.encode_batch(
+        [text], add_special_tokens=add_special_tokens
+    )
     return encodings[0]
 
 

@@ -1,1 +1,4 @@
-"""The inference engine: synchronous, one thread, no knowledge of asyncio, HTTP or Prometheus."""
+"""The synchronous engine: scheduling, sampling and running a batch.
+
+Knows no asyncio, HTTP or Prometheus, and imports only the files of `model` that need no PyTorch.
+"""

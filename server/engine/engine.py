@@ -7,9 +7,9 @@ from time import perf_counter
 from typing import Literal, Protocol
 
 from model.config import DecoderConfig
-from server.engine.constraints import TokenMasks
-from server.engine.kv_blocks import KVBlocks
-from server.engine.kv_rows import KVRows
+from server.engine.grammar.constraints import TokenMasks
+from server.engine.kv.blocks import KVBlocks
+from server.engine.kv.rows import KVRows
 from server.engine.prefix_cache import PrefixCache
 from server.engine.sampling import Floats, TokenLogprobs, sample, token_logprobs
 from server.engine.scheduler import Batch, Chunk, Scheduler
@@ -25,7 +25,9 @@ def check_max_model_len(wanted: int | None, config: DecoderConfig) -> int:
     """The model's own limit, or a lower one. Raises ValueError for one that the model cannot meet."""
     limit = config.max_model_len if wanted is None else wanted
     if not 2 <= limit <= config.max_model_len:
-        raise ValueError(f"max_model_len {limit} must be between 2 and the model's {config.max_model_len}")
+        raise ValueError(
+            f"max_model_len {limit} must be between 2 and the model's {config.max_model_len}"
+        )
     return limit
 
 
@@ -94,16 +96,27 @@ class Engine:
     """
 
     def __init__(
-        self, runner: Runner, *, chunk_size: int, prefix_cache: PrefixCache | None = None, speculate: bool = False
+        self,
+        runner: Runner,
+        *,
+        chunk_size: int,
+        prefix_cache: PrefixCache | None = None,
+        speculate: bool = False,
     ) -> None:
         if chunk_size < 2:
-            raise ValueError(f"chunk_size must be at least 2, not {chunk_size}: one-token runs are not bit-identical")
+            raise ValueError(
+                f"chunk_size must be at least 2, not {chunk_size}: one-token runs are not bit-identical"
+            )
         scoring = max(2, min(chunk_size, SCORING_LOGITS_BYTES // (4 * runner.vocab_size)))
         self.runner = runner
         self.speculate = speculate
         self.masks = TokenMasks(runner.vocab_size)
         rows = runner.rows
-        cache = rows if isinstance(rows, KVBlocks) else prefix_cache or PrefixCache(rows, budget_bytes=0)
+        cache = (
+            rows
+            if isinstance(rows, KVBlocks)
+            else prefix_cache or PrefixCache(rows, budget_bytes=0)
+        )
         self.scheduler = Scheduler(rows, cache, chunk_size=chunk_size, scoring_chunk_size=scoring)
         self._sequences: dict[int, Sequence] = {}
 
@@ -127,14 +140,20 @@ class Engine:
         """Queue a sequence. Raises ValueError for one that could never run; the API refuses such at the door."""
         n_prompt, max_tokens = len(sequence.prompt_ids), sequence.params.max_tokens
         n_needed = self.kv_tokens_needed(n_prompt, max_tokens)
-        if not n_prompt or sequence.n_reserved > self.max_model_len or n_needed > self.kv_budget_tokens:
+        if (
+            not n_prompt
+            or sequence.n_reserved > self.max_model_len
+            or n_needed > self.kv_budget_tokens
+        ):
             raise ValueError(f"{n_prompt} prompt and {max_tokens} new tokens cannot fit")
         if self.speculate and sequence.constraint is None:  # a guess would need a mask of its own
             sequence.speculation = Speculation(DraftPolicy())
         self._sequences[sequence.id] = sequence
         self.scheduler.add(sequence)
 
-    def abort(self, sequence_id: int, reason: FinishReason = FinishReason.ABORT) -> TokenOutput | None:
+    def abort(
+        self, sequence_id: int, reason: FinishReason = FinishReason.ABORT
+    ) -> TokenOutput | None:
         """End a sequence now, between two steps; its terminal output, or None when it has ended already."""
         sequence = self._sequences.get(sequence_id)
         return self._finish(sequence, reason, TokenOutput(sequence.id, None)) if sequence else None
@@ -185,7 +204,9 @@ class Engine:
             adjacent = places[-1] < len(places)  # always, but for the last token of a scored prompt
             rows = logits[: len(places)] if adjacent else logits[places]
             tokens = sample(rows, ready)
-            outputs += [self._append(s, t, row) for s, t, row in zip(ready, tokens, rows, strict=True)]
+            outputs += [
+                self._append(s, t, row) for s, t, row in zip(ready, tokens, rows, strict=True)
+            ]
         for chunk in batch.drafts:
             outputs += self._verify(chunk, logits[n : n + chunk.n_logits])
             n += chunk.n_logits
@@ -197,8 +218,12 @@ class Engine:
         assert sequence.speculation is not None
         tokens = verify(logits, sequence, chunk.draft)
         sequence.speculation.record(sequence, chunk.draft, tokens)
-        self.scheduler.computed(replace(chunk, count=len(tokens)))  # the keys of wrong guesses do not count
-        return [self._append(sequence, token, row) for token, row in zip(tokens, logits, strict=False)]
+        self.scheduler.computed(
+            replace(chunk, count=len(tokens))
+        )  # the keys of wrong guesses do not count
+        return [
+            self._append(sequence, token, row) for token, row in zip(tokens, logits, strict=False)
+        ]
 
     def _score(self, chunk: Chunk, logits: Floats) -> None:
         """Log-probabilities of the prompt tokens that follow the chunk's positions."""
@@ -207,7 +232,9 @@ class Engine:
         if alternatives is None:
             return
         for position in range(chunk.start, min(chunk.end, len(sequence.prompt_ids) - 1)):
-            if position == len(sequence.prompt_logprobs):  # a one-token tail runs its predecessor again
+            if position == len(
+                sequence.prompt_logprobs
+            ):  # a one-token tail runs its predecessor again
                 row = logits[position - chunk.start]
                 scored = token_logprobs(row, sequence.prompt_ids[position + 1], alternatives)
                 sequence.prompt_logprobs.append(scored)

@@ -8,14 +8,20 @@ from pathlib import Path
 
 import psutil
 
-SPIN_MICROSECONDS = 100  # that a thread with nothing to compute keeps its processor, unless told otherwise
+SPIN_MICROSECONDS = (
+    100  # that a thread with nothing to compute keeps its processor, unless told otherwise
+)
 
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cpus(cgroup: Path = _CGROUP) -> int:
     """The smaller of the scheduler's affinity and the cgroup's CPU quota, rounded up: a pod's limit is not its node."""
-    affinity = len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1
+    affinity = (
+        len(psutil.Process().cpu_affinity())
+        if hasattr(psutil.Process, "cpu_affinity")
+        else os.cpu_count() or 1
+    )
     quota = _cpu_quota(cgroup)
     return affinity if quota is None else max(1, min(affinity, math.ceil(quota)))
 
@@ -35,7 +41,10 @@ def _cpu_quota(cgroup: Path) -> float | None:
     if limit is not None:
         quota, _, period = limit.partition(" ")
         return None if quota == "max" else int(quota) / int(period)
-    quota_v1, period_v1 = _read(cgroup / "cpu/cpu.cfs_quota_us"), _read(cgroup / "cpu/cpu.cfs_period_us")
+    quota_v1, period_v1 = (
+        _read(cgroup / "cpu/cpu.cfs_quota_us"),
+        _read(cgroup / "cpu/cpu.cfs_period_us"),
+    )
     if quota_v1 is None or period_v1 is None or int(quota_v1) <= 0:
         return None
     return int(quota_v1) / int(period_v1)

@@ -11,8 +11,8 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from server.engine.block_names import name_blocks
-from server.engine.kv_rows import KVRows
+from server.engine.kv.rows import KVRows
+from server.engine.kv.store import name_blocks
 
 BLOCK_SIZE = 64  # tokens
 _BLOCKS_AT_ONCE = 8
@@ -29,7 +29,9 @@ class PrefixCache:
         self.block_size = block_size
         self.capacity = budget_bytes // (block_size * rows.prompt_token_bytes)  # blocks
         self._rows = rows
-        self._blocks: OrderedDict[bytes, NDArray[np.float32]] = OrderedDict()  # the next to be dropped first
+        self._blocks: OrderedDict[bytes, NDArray[np.float32]] = (
+            OrderedDict()
+        )  # the next to be dropped first
         self._spare: list[NDArray[np.float32]] = []
 
     def keys(self, prompt_ids: list[int]) -> list[bytes]:
@@ -68,7 +70,9 @@ class PrefixCache:
         self._touch(keys[:n_kept])  # or what makes room could be the chain's own beginning
         for n, key in enumerate(keys[n_kept:], n_kept):
             start = n * self.block_size
-            self._blocks[key] = self._rows.read(row, start, start + self.block_size, out=self._memory())
+            self._blocks[key] = self._rows.read(
+                row, start, start + self.block_size, out=self._memory()
+            )
         self._touch(keys)
 
     def _memory(self) -> NDArray[np.float32]:
@@ -80,7 +84,9 @@ class PrefixCache:
             return self._blocks.popitem(last=False)[1]
         if not self._spare:
             n_blocks = min(_BLOCKS_AT_ONCE, self.capacity - len(self._blocks))
-            n_parts, _, n_head, _, head_dim = self._rows.prompts.array.shape  # keys and values of each layer
+            n_parts, _, n_head, _, head_dim = (
+                self._rows.prompts.array.shape
+            )  # keys and values of each layer
             shape = (n_blocks, n_parts, n_head, self.block_size, head_dim)
             self._spare.extend(np.empty(shape, dtype=np.float32))
         return self._spare.pop()

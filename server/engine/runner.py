@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig
 from server.engine.engine import SCORING_LOGITS_BYTES, check_max_model_len
-from server.engine.kv_rows import KVRows, RowMemory
+from server.engine.kv.rows import KVRows, RowMemory
 from server.engine.machine import SPIN_MICROSECONDS, available_memory, usable_cpus
 from server.engine.sampling import Floats, SamplingParams
 from server.engine.scheduler import Batch, Chunk
@@ -25,7 +25,10 @@ from server.engine.sequence import Sequence, SequenceTimes
 from server.engine.session import InferenceSession, open_session
 from server.engine.speculation import DraftPolicy
 
-_PRESENT = {"past_key_values": "present", "prompt_key_values": "prompt_present"}  # rows come in and go out
+_PRESENT = {
+    "past_key_values": "present",
+    "prompt_key_values": "prompt_present",
+}  # rows come in and go out
 MOST_PADDED = 1.25  # tokens that a run of several prompts may have for each that it needs
 
 
@@ -55,21 +58,31 @@ class OnnxRunner:
         self.kv_cache_bytes = available_memory() // 2 if kv_cache_bytes is None else kv_cache_bytes
         self.rows = self._make_rows(config, max_num_seqs)
         n_scored = max(2, SCORING_LOGITS_BYTES // (4 * self.vocab_size))
-        n_logits = max_num_seqs + n_scored + DraftPolicy().max_step  # untouched memory is not committed
+        n_logits = (
+            max_num_seqs + n_scored + DraftPolicy().max_step
+        )  # untouched memory is not committed
         self._logits: Floats = np.empty((n_logits, self.vocab_size), dtype=np.float32)
         self._decodes: dict[int, _Binding] = {}  # by rows in the window
         self._chunks: dict[tuple[RowMemory, int, int], _Binding] = {}  # by first row, and rows
 
     def _make_rows(self, config: DecoderConfig, max_num_seqs: int) -> KVRows:
-        shape = {"n_layer": config.n_layer, "n_kv_head": config.n_kv_head, "head_dim": config.head_dim}
+        shape = {
+            "n_layer": config.n_layer,
+            "n_kv_head": config.n_kv_head,
+            "head_dim": config.head_dim,
+        }
         rounded = any(value.name == DECODE_INPUT for value in self._session.get_inputs())
         dtype = np.dtype(np.int8 if rounded else np.float32)
         per_token = KVRows.bytes_per_token(**shape, itemsize=dtype.itemsize)
         per_prompt_token = KVRows.bytes_per_token(**shape)
         least = 2 * (per_token + per_prompt_token)
         if self.kv_cache_bytes < least:
-            raise ValueError(f"kv_cache_memory of {self.kv_cache_bytes} bytes holds no prompt: two tokens take {least}")
-        most = self.max_model_len * (max_num_seqs * per_token + per_prompt_token)  # every row full, and a prompt's
+            raise ValueError(
+                f"kv_cache_memory of {self.kv_cache_bytes} bytes holds no prompt: two tokens take {least}"
+            )
+        most = self.max_model_len * (
+            max_num_seqs * per_token + per_prompt_token
+        )  # every row full, and a prompt's
         budget_tokens = min(self.kv_cache_bytes, most) // per_token
         return KVRows(
             **shape,
@@ -83,7 +96,9 @@ class OnnxRunner:
         """Run a decode step and a chunk once, so that the first request pays for neither."""
         row = self.rows.allocate(2)
         assert row is not None
-        first = Sequence(-1, [0, 0], SamplingParams(max_tokens=0), frozenset(), SequenceTimes(0.0), row=row)
+        first = Sequence(
+            -1, [0, 0], SamplingParams(max_tokens=0), frozenset(), SequenceTimes(0.0), row=row
+        )
         self._run_chunks([Chunk(first, start=0, count=2, n_logits=1)], first_logit=0)
         self._run_window([None], live=[])
         self.rows.free(row)
@@ -96,7 +111,9 @@ class OnnxRunner:
         n = len(batch.decodes)
         if batch.decodes:
             decoding = {chunk.sequence for chunk in batch.decodes}
-            self._run_window(batch.window, [row for row, holder in enumerate(batch.window) if holder in decoding])
+            self._run_window(
+                batch.window, [row for row, holder in enumerate(batch.window) if holder in decoding]
+            )
         for chunks in (*self._side_by_side(batch.prefills), *([chunk] for chunk in batch.drafts)):
             n += self._run_chunks(chunks, first_logit=n)
         return self._logits[:n]
@@ -109,12 +126,16 @@ class OnnxRunner:
         """
         n = len(window)
         if n not in self._decodes:
-            self._decodes[n] = _Binding(self._session, self.rows.running, row=0, batch=n, capacity=1)
+            self._decodes[n] = _Binding(
+                self._session, self.rows.running, row=0, batch=n, capacity=1
+            )
         binding = self._decodes[n]
         lengths = [holder.n_computed if holder else 0 for holder in window]
         binding.input_ids[:] = [holder.last_token_id if holder else 0 for holder in window]
         binding.position_ids[:] = lengths
-        self.model_seconds += binding.run(lengths, sequence=1, logits_indices=live, logits=self._logits)
+        self.model_seconds += binding.run(
+            lengths, sequence=1, logits_indices=live, logits=self._logits
+        )
 
     def _run_chunks(self, chunks: list[Chunk], first_logit: int) -> int:
         """A chunk over its own row, or whole prompts over neighbouring rows, padded on the right; returns n logits.
@@ -155,7 +176,10 @@ class OnnxRunner:
             together = [*last, chunk]
             longest = max(c.count for c in together)
             fits = longest * len(together) <= MOST_PADDED * sum(c.count for c in together)
-            whole = all(c.start == 0 and c.count > 1 and c.n_logits <= 1 and c.completes_prompt for c in together)
+            whole = all(
+                c.start == 0 and c.count > 1 and c.n_logits <= 1 and c.completes_prompt
+                for c in together
+            )
             rows = [self._place(c)[1] for c in together]
             adjacent = rows == list(range(rows[0], rows[0] + len(rows)))
             if last and fits and whole and adjacent and self.rows.pad(rows, longest):
@@ -168,7 +192,11 @@ class OnnxRunner:
         """Where a chunk's tokens go: to the row of the running sequence whose draft it is, or to the prompt's."""
         row = chunk.sequence.row
         assert row is not None
-        return (self.rows.running, row) if chunk.draft else (self.rows.prompts, self.rows.prompt_row(row))
+        return (
+            (self.rows.running, row)
+            if chunk.draft
+            else (self.rows.prompts, self.rows.prompt_row(row))
+        )
 
 
 class _Binding:
@@ -179,7 +207,9 @@ class _Binding:
     run takes the first batch · sequence.
     """
 
-    def __init__(self, session: InferenceSession, memory: RowMemory, *, row: int, batch: int, capacity: int) -> None:
+    def __init__(
+        self, session: InferenceSession, memory: RowMemory, *, row: int, batch: int, capacity: int
+    ) -> None:
         self._session = session
         self._n_positions = memory.n_positions
         self._batch = batch
@@ -208,16 +238,24 @@ class _Binding:
                 address = memory.address(2 * int(layer) + (part == "value"), row)
                 shape = (batch, *memory.row_shape)
                 self._io.bind_input(name, "cpu", 0, dtype.type, shape, address)
-                self._io.bind_output(f"{_PRESENT[family]}.{place}", "cpu", 0, dtype.type, shape, address)
+                self._io.bind_output(
+                    f"{_PRESENT[family]}.{place}", "cpu", 0, dtype.type, shape, address
+                )
             else:
-                self._io.bind_input(name, "cpu", 0, dtype.type, self._nothing.shape, self._nothing.ctypes.data)
+                self._io.bind_input(
+                    name, "cpu", 0, dtype.type, self._nothing.shape, self._nothing.ctypes.data
+                )
                 self._io.bind_output(f"{_PRESENT[family]}.{place}", "cpu")
 
-    def run(self, seqlens_k: list[int], *, sequence: int, logits_indices: list[int], logits: Floats) -> float:
+    def run(
+        self, seqlens_k: list[int], *, sequence: int, logits_indices: list[int], logits: Floats
+    ) -> float:
         """Run `sequence` tokens of each row; write a row of `logits` for each index. Returns the model's seconds."""
         longest = max(seqlens_k)
         if longest >= self._n_positions:  # ONNX Runtime would write past the row without a word
-            raise ValueError(f"a row of {self._n_positions} positions cannot hold {longest + 1} tokens")
+            raise ValueError(
+                f"a row of {self._n_positions} positions cannot hold {longest + 1} tokens"
+            )
         self._seqlens_k[:] = seqlens_k
         self._total[()] = longest + 1
         n_logits = len(logits_indices)
@@ -227,7 +265,9 @@ class _Binding:
             self._bind_input("input_ids", self.input_ids, (self._batch, sequence))
             self._bind_input("position_ids", self.position_ids, (self._batch, sequence))
             self._bind_input("logits_indices", self._logits_indices, (n_logits,))
-            self._io.bind_output("logits", "cpu", 0, np.float32, (n_logits, logits.shape[1]), logits.ctypes.data)
+            self._io.bind_output(
+                "logits", "cpu", 0, np.float32, (n_logits, logits.shape[1]), logits.ctypes.data
+            )
             self._bound = shape
         started = perf_counter()
         self._session.run_with_iobinding(self._io)

@@ -62,7 +62,11 @@ class SamplingParams:
 
     @property
     def penalises(self) -> bool:
-        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )
 
     @property
     def reshapes_logits(self) -> bool:
@@ -73,7 +77,9 @@ class SamplingParams:
     def logit_bias_arrays(self) -> tuple[NDArray[np.int64], Floats]:
         """The biased ids and their biases, in the same order."""
         ids = np.fromiter(self.logit_bias.keys(), dtype=np.int64, count=len(self.logit_bias))
-        return ids, np.fromiter(self.logit_bias.values(), dtype=np.float32, count=len(self.logit_bias))
+        return ids, np.fromiter(
+            self.logit_bias.values(), dtype=np.float32, count=len(self.logit_bias)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,10 +167,14 @@ def _penalise(row: Floats, params: SamplingParams, occurrences: Occurrences) -> 
     if params.repetition_penalty != 1.0:
         seen = occurrences.seen
         values = row[seen]
-        row[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        row[seen] = np.where(
+            values > 0, values / params.repetition_penalty, values * params.repetition_penalty
+        )
     if params.frequency_penalty or params.presence_penalty:
         counts = occurrences.in_output
-        row -= (params.frequency_penalty * counts + params.presence_penalty * (counts > 0)).astype(np.float32)
+        row -= (params.frequency_penalty * counts + params.presence_penalty * (counts > 0)).astype(
+            np.float32
+        )
 
 
 def _draw(scaled: Floats, params: SamplingParams, uniform: float) -> int:
@@ -186,7 +196,9 @@ def _draw(scaled: Floats, params: SamplingParams, uniform: float) -> int:
 
 
 def _at_least(floor: float, weights: Floats) -> Floats:
-    return weights[np.flatnonzero(weights >= floor)]  # several times as fast as indexing by the mask itself
+    return weights[
+        np.flatnonzero(weights >= floor)
+    ]  # several times as fast as indexing by the mask itself
 
 
 def _top_k_floor(weights: Floats, k: int) -> float:
@@ -204,9 +216,14 @@ def _top_p_floor(weights: Floats, p: float) -> float:
     if p * total <= 1.0:
         return 1.0  # the likeliest token is enough
     outside = (1.0 - p) * total  # the mass that may be left out, from the lightest on
-    negligible = min(outside / weights.size, 1.0)  # all that weighs less than this does not add up to it
+    negligible = min(
+        outside / weights.size, 1.0
+    )  # all that weighs less than this does not add up to it
     sample = weights[:: max(1, weights.size // _SAMPLE)]
-    if weights.size <= _FEW or np.count_nonzero(sample >= negligible) * weights.size <= _FEW * sample.size:
+    if (
+        weights.size <= _FEW
+        or np.count_nonzero(sample >= negligible) * weights.size <= _FEW * sample.size
+    ):
         part = _at_least(negligible, weights)
         left = outside - (total - float(part.sum(dtype=np.float64)))
     else:
@@ -215,7 +232,9 @@ def _top_p_floor(weights: Floats, p: float) -> float:
     return float(part[_first_over(left, part.cumsum(dtype=np.float64))])
 
 
-def _part_beyond(mass: float, total: float, weights: Floats, sample: Floats) -> tuple[Floats, float]:
+def _part_beyond(
+    mass: float, total: float, weights: Floats, sample: Floats
+) -> tuple[Floats, float]:
     """Some of `weights` [n], among which their running sum, the lightest first, exceeds `mass`; what they add to it.
 
     sample: a few of the weights, sorted. It names one near that place; how far off is then known exactly, and the
@@ -261,7 +280,9 @@ def _block_sums(weights: Floats, floor: float = 0.0) -> NDArray[np.float64]:
     whole = weights.size // _BLOCK * _BLOCK
     blocks, rest = weights[:whole].reshape(-1, _BLOCK), weights[whole:]
     sums = np.zeros(len(blocks) + 1)
-    sums[:-1] = np.einsum("ij,ij->i", blocks, blocks >= floor) if floor else np.einsum("ij->i", blocks)
+    sums[:-1] = (
+        np.einsum("ij,ij->i", blocks, blocks >= floor) if floor else np.einsum("ij->i", blocks)
+    )
     if rest.size:
         sums[-1] = rest[rest >= floor].sum()
     return sums

@@ -11,12 +11,14 @@ from bisect import insort
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from server.engine.kv_blocks import KVBlocks
-from server.engine.kv_rows import KVRows
+from server.engine.kv.blocks import KVBlocks
+from server.engine.kv.rows import KVRows
 from server.engine.prefix_cache import PrefixCache
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus
 
-_MOST_CHUNKS = 8  # in a step: each may be a run of its own, which reads every weight however short it is
+_MOST_CHUNKS = (
+    8  # in a step: each may be a run of its own, which reads every weight however short it is
+)
 _COPIES = 16  # tokens that the prefix cache copies in the time in which the model runs one; 20 to 60 were measured
 
 
@@ -76,7 +78,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, rows: KVRows | KVBlocks, cache: PrefixCache | KVBlocks, *, chunk_size: int, scoring_chunk_size: int
+        self,
+        rows: KVRows | KVBlocks,
+        cache: PrefixCache | KVBlocks,
+        *,
+        chunk_size: int,
+        scoring_chunk_size: int,
     ) -> None:
         self.rows = rows
         self.cache = cache
@@ -115,9 +122,13 @@ class Scheduler:
         decodes: list[Chunk] = []
         drafts: list[Chunk] = []
         for sequence in running:
-            draft = sequence.speculation.draft(sequence, len(running)) if sequence.speculation else []
+            draft = (
+                sequence.speculation.draft(sequence, len(running)) if sequence.speculation else []
+            )
             count = 1 + len(draft)
-            (drafts if draft else decodes).append(Chunk(sequence, sequence.n_computed, count, count, draft))
+            (drafts if draft else decodes).append(
+                Chunk(sequence, sequence.n_computed, count, count, draft)
+            )
         window = self._window[: self._window.index(decodes[-1].sequence) + 1] if decodes else []
         return Batch(decodes, window, prefills, drafts)
 
@@ -174,9 +185,15 @@ class Scheduler:
         Beside `chunks` there must be room for two of its tokens, and it waits for a block that one of them computes.
         """
         sequence = self.waiting[0] if self.waiting else None
-        if sequence is None or room < min(2, len(sequence.prompt_ids)) or self._is_computed_by(chunks, sequence):
+        if (
+            sequence is None
+            or room < min(2, len(sequence.prompt_ids))
+            or self._is_computed_by(chunks, sequence)
+        ):
             return None
-        admitted = self.cache.admit(len(sequence.prompt_ids), sequence.params.max_tokens, self._reusable(sequence))
+        admitted = self.cache.admit(
+            len(sequence.prompt_ids), sequence.params.max_tokens, self._reusable(sequence)
+        )
         if admitted is None:
             return None
         row, sequence.n_cached = admitted
@@ -191,7 +208,11 @@ class Scheduler:
         """Whether one of the chunks computes the first block that the cache lacks: a step later it can be copied."""
         keys, size = self._reusable(sequence), self.cache.block_size
         missing = keys[self.cache.count(keys) :][:1]
-        return any(key in c.sequence.block_keys[c.start // size : c.end // size] for key in missing for c in chunks)
+        return any(
+            key in c.sequence.block_keys[c.start // size : c.end // size]
+            for key in missing
+            for c in chunks
+        )
 
     def _reusable(self, sequence: Sequence) -> list[bytes]:
         """Names of the blocks that need not run: at least two tokens must, and all of a prompt that is scored."""
@@ -201,7 +222,9 @@ class Scheduler:
     def _next_chunk(self, sequence: Sequence, room: int) -> Chunk:
         n_prompt = len(sequence.prompt_ids)
         start = sequence.n_computed
-        end = min(start + (min(room, self.scoring_chunk_size) if sequence.is_scored else room), n_prompt)
+        end = min(
+            start + (min(room, self.scoring_chunk_size) if sequence.is_scored else room), n_prompt
+        )
         if end - start == 1 and start > 0 and self.rows.runs_apart:
             start -= 1  # one-token runs take another kernel: begin a token earlier and write the same bits again
         last = int(end == n_prompt and sequence.params.max_tokens > 0)

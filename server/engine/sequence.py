@@ -8,7 +8,7 @@ from enum import Enum, StrEnum
 
 import numpy as np
 
-from server.engine.constraints import Constraint
+from server.engine.grammar.constraints import Constraint
 from server.engine.sampling import Occurrences, SamplingParams, TokenLogprobs
 from server.engine.speculation import Speculation
 
@@ -53,7 +53,9 @@ class Sequence:
     id: int
     prompt_ids: list[int]
     params: SamplingParams
-    ending_ids: frozenset[int]  # tokens that end it: its stop ids, and the model's unless it ignores them
+    ending_ids: frozenset[
+        int
+    ]  # tokens that end it: its stop ids, and the model's unless it ignores them
     times: SequenceTimes
     request_id: str = ""
     priority: int = 0  # lower is earlier
@@ -64,7 +66,9 @@ class Sequence:
     row: int | None = None
     n_computed: int = 0  # tokens whose keys and values are in the row
     n_cached: int = 0  # those of them that the prefix cache had
-    block_keys: list[bytes] = field(default_factory=list)  # the prefix cache's names of the prompt's blocks
+    block_keys: list[bytes] = field(
+        default_factory=list
+    )  # the prefix cache's names of the prompt's blocks
     finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     occurrences: Occurrences | None = None  # the sampler's, for sequences with penalties

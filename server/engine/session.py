@@ -16,11 +16,18 @@ import onnxruntime
 from onnxruntime import InferenceSession, SessionOptions
 
 from model.bundle import GRAPH_ENVIRONMENT
-from server.engine.cuda_runtime import DeviceBuffer, NoDeviceError, free_memory
-from server.engine.paged_runner import Inputs
+from server.engine.cuda.runner import Inputs
+from server.engine.cuda.runtime import DeviceBuffer, NoDeviceError, free_memory
 from server.engine.sampling import Floats
 
-__all__ = ["DeviceModel", "InferenceSession", "block_bytes", "open_cuda_session", "open_session", "require_cuda"]
+__all__ = [
+    "DeviceModel",
+    "InferenceSession",
+    "block_bytes",
+    "open_cuda_session",
+    "open_session",
+    "require_cuda",
+]
 
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 _WARNING, _FATAL = 2, 4  # ONNX Runtime's severities; the first is its default
@@ -40,16 +47,24 @@ def open_session(graph: Path, threads: int, spin_microseconds: int) -> Inference
     os.environ.update(GRAPH_ENVIRONMENT)  # ONNX Runtime reads it when the session is built
     options = SessionOptions()
     options.intra_op_num_threads = threads
-    options.add_session_config_entry("session.intra_op.allow_spinning", str(int(spin_microseconds > 0)))
-    options.add_session_config_entry("session.intra_op.spin_duration_us", str(max(1, spin_microseconds)))
-    options.add_session_config_entry("session.force_spinning_stop", "1")  # nobody spins between two runs
+    options.add_session_config_entry(
+        "session.intra_op.allow_spinning", str(int(spin_microseconds > 0))
+    )
+    options.add_session_config_entry(
+        "session.intra_op.spin_duration_us", str(max(1, spin_microseconds))
+    )
+    options.add_session_config_entry(
+        "session.force_spinning_stop", "1"
+    )  # nobody spins between two runs
     return InferenceSession(graph, options, providers=[_CPU])
 
 
 def require_cuda() -> None:
     """Load CUDA's libraries. Raises NoDeviceError where ONNX Runtime is the one for the CPU, or no GPU answers."""
     if _CUDA not in onnxruntime.get_available_providers():
-        raise NoDeviceError("the installed ONNX Runtime is the one for the CPU; install the extra cuda in its place")
+        raise NoDeviceError(
+            "the installed ONNX Runtime is the one for the CPU; install the extra cuda in its place"
+        )
     with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find
         onnxruntime.preload_dlls()
     free_memory()  # says what is missing
@@ -61,12 +76,16 @@ def open_cuda_session(graph: Path) -> InferenceSession:
     Raises NoDeviceError, where ONNX Runtime would go on without, on the CPU, or fail for want of kernels there.
     """
     require_cuda()
-    onnxruntime.set_default_logger_severity(_FATAL)  # why there is no GPU is said below, in one line
+    onnxruntime.set_default_logger_severity(
+        _FATAL
+    )  # why there is no GPU is said below, in one line
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             session = InferenceSession(graph, SessionOptions(), providers=[_CUDA, _CPU])
     except Exception as error:  # ONNX Runtime's own are many, and have no base of their own
-        raise NoDeviceError(f"ONNX Runtime cannot run the model on this GPU: {str(error).splitlines()[0]}") from None
+        raise NoDeviceError(
+            f"ONNX Runtime cannot run the model on this GPU: {str(error).splitlines()[0]}"
+        ) from None
     finally:
         onnxruntime.set_default_logger_severity(_WARNING)
     if _CUDA not in session.get_providers():
@@ -115,7 +134,9 @@ class DeviceModel:
             self._io.bind_cpu_input(name, np.ascontiguousarray(array))
         self._io.bind_output("logits", "cpu")
         self._session.run_with_iobinding(self._io)
-        logits: Floats = self._io.get_outputs()[len(self._blocks)].numpy()  # the output that was bound last
+        logits: Floats = self._io.get_outputs()[
+            len(self._blocks)
+        ].numpy()  # the output that was bound last
         return logits
 
 

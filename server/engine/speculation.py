@@ -38,7 +38,9 @@ def verify(logits: Floats, sequence: Sequence, draft: list[int]) -> list[int | N
     for row, guess in zip(logits, (*draft, None), strict=True):
         token = sample(row[None], [sequence])[0]
         tokens.append(token)
-        is_last = token in sequence.ending_ids or n_output + len(tokens) >= sequence.params.max_tokens
+        is_last = (
+            token in sequence.ending_ids or n_output + len(tokens) >= sequence.params.max_tokens
+        )
         if token is None or token != guess or is_last:
             break
         sequence.output_ids.append(token)  # the next row's penalties see it
@@ -116,7 +118,9 @@ class Speculation:
 
     def draft(self, sequence: Sequence, n_running: int) -> list[int]:
         """Guesses to check in this step, in which `n_running` sequences run; empty where it is not worth it."""
-        room = sequence.n_reserved - sequence.n_tokens - 1  # one more token follows; the engine keeps to max_model_len
+        room = (
+            sequence.n_reserved - sequence.n_tokens - 1
+        )  # one more token follows; the engine keeps to max_model_len
         n_draft = self._policy.n_draft(self._expected(sequence.n_tokens), n_running, room)
         return self._lookup.propose(sequence.token_ids, n_draft) if n_draft else []
 

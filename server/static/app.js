@@ -1,13 +1,13 @@
 // The page: which view is shown, the key, the theme, and the model's card, which every view starts from.
 
-import { ApiError, getJson, getKey, request, setKey } from "./api.js";
-import { byId } from "./dom.js";
-import * as explorer from "./explorer.js";
-import * as live from "./live.js";
-import * as model from "./model.js";
-import { pause } from "./pause.js";
-import * as playground from "./playground.js";
-import { load, save } from "./storage.js";
+import { ApiError, getJson, getKey, request, setKey } from "./shared/api.js";
+import { byId } from "./shared/dom.js";
+import * as explorer from "./explorer/explorer.js";
+import * as live from "./live/live.js";
+import * as model from "./model/model.js";
+import { pause } from "./shared/pause.js";
+import * as playground from "./playground/playground.js";
+import { load, save } from "./shared/storage.js";
 
 // Each view has start(card), called once, and may have show() and hide(), called when it comes and goes.
 const VIEWS = { playground, attention: explorer, live, model };

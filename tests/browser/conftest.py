@@ -28,12 +28,18 @@ PYTHON = ROOT / ".venv/bin/python"  # which has Kvasir
 EXAMPLE = ROOT / "examples/stdlib"
 KEY = "correct-horse"
 CHROMIUM = next(
-    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
+    (
+        found
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (found := shutil.which(name))
+    ),
+    "",
 )
 CHAT_TEMPLATE = """{% for message in messages %}<{{ message.role }}>{{ message.content }}
 {% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"""
 WATCH_POLICY = (
-    "window.violations = []; addEventListener('securitypolicyviolation', e => violations.push(e.blockedURI));"
+    "window.violations = [];"
+    "addEventListener('securitypolicyviolation', e => violations.push(e.blockedURI));"
 )
 
 
@@ -88,12 +94,19 @@ def open_page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Call
 
     def open_one(address: str, **options: Any) -> Page:
         origin = "/".join(address.split("/")[:3]) + "/"
-        page = browser.new_context(**{"viewport": {"width": 1280, "height": 800}} | options).new_page()
+        page = browser.new_context(
+            **{"viewport": {"width": 1280, "height": 800}} | options
+        ).new_page()
         pages.append(page)
         page.add_init_script(WATCH_POLICY)
         page.on("console", lambda message: faults.extend(_fault(message, may_refuse=may_refuse)))
         page.on("pageerror", lambda error: faults.append(str(error)))
-        page.on("request", lambda asked: None if asked.url.startswith((origin, "blob:")) else faults.append(asked.url))
+        page.on(
+            "request",
+            lambda asked: (
+                None if asked.url.startswith((origin, "blob:")) else faults.append(asked.url)
+            ),
+        )
         page.goto(address)
         return page
 
@@ -105,7 +118,9 @@ def open_page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Call
 
 
 def _fault(message: ConsoleMessage, *, may_refuse: bool) -> list[str]:
-    if message.type != "error" or (may_refuse and message.text.startswith("Failed to load resource: the server")):
+    if message.type != "error" or (
+        may_refuse and message.text.startswith("Failed to load resource: the server")
+    ):
         return []
     return [f"{message.text} ({message.location})"]
 

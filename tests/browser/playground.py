@@ -40,12 +40,16 @@ def generate(page: Page, button: str = "Generate") -> dict[str, Any]:
 
 def answer(page: Page, url: str, body: dict[str, Any]) -> dict[str, Any]:
     """The API's own, in one piece."""
-    whole = {name: value for name, value in body.items() if name not in ("stream", "stream_options")}
+    whole = {
+        name: value for name, value in body.items() if name not in ("stream", "stream_options")
+    }
     response: dict[str, Any] = page.request.post(f"{url}/v1/completions", data=whole).json()
     return response
 
 
-def completion(text: str, logprob: float = -1.0, top: dict[str, float] | None = None) -> dict[str, Any]:
+def completion(
+    text: str, logprob: float = -1.0, top: dict[str, float] | None = None
+) -> dict[str, Any]:
     """An event of a stream: one token."""
     scored = {
         "tokens": [text],
@@ -53,7 +57,10 @@ def completion(text: str, logprob: float = -1.0, top: dict[str, float] | None = 
         "top_logprobs": [top or {text: logprob}],
         "text_offset": [0],
     }
-    return {"choices": [{"index": 0, "text": text, "logprobs": scored, "finish_reason": None}], "usage": None}
+    return {
+        "choices": [{"index": 0, "text": text, "logprobs": scored, "finish_reason": None}],
+        "usage": None,
+    }
 
 
 def stream(page: Page, events: Sequence[Any], end: str = "data: [DONE]\n\n") -> None:

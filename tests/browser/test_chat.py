@@ -20,7 +20,10 @@ def page(open_page: Callable[..., Page], chat_url: str) -> Page:
 def test_a_conversation_goes_on_from_what_was_edited(page: Page) -> None:
     page.get_by_label("System message").fill("Be brief.")
     page.get_by_label("Your message").fill("def main():")
-    before = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def main():"}]
+    before = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "def main():"},
+    ]
     first = generate(page)
     assert first["messages"] == before
     again = generate(page, "Regenerate")
@@ -29,7 +32,11 @@ def test_a_conversation_goes_on_from_what_was_edited(page: Page) -> None:
     part(page, "keep").click()
     page.get_by_label("assistant", exact=True).fill("    pass")
     page.get_by_label("Your message").fill("more")
-    after = [*before, {"role": "assistant", "content": "    pass"}, {"role": "user", "content": "more"}]
+    after = [
+        *before,
+        {"role": "assistant", "content": "    pass"},
+        {"role": "user", "content": "more"},
+    ]
     assert generate(page)["messages"] == after
     page.reload()
     expect(page.get_by_label("assistant", exact=True).first).to_have_value("    pass")
@@ -101,6 +108,8 @@ def test_an_answer_is_seen_while_it_comes_and_so_is_a_refusal(page: Page) -> Non
         expect(part(page, "text").locator("span").last).to_be_in_viewport()
         expect(figure(page, "ending")).to_be_in_viewport()
     error = {"message": "too many wait", "type": "overloaded", "param": None, "code": None}
-    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=429, json={"error": error}))
+    page.route(
+        "**/v1/chat/completions", lambda route: route.fulfill(status=429, json={"error": error})
+    )
     page.get_by_label("System message").press("Control+Enter")
     expect(part(page, "error")).to_be_in_viewport()

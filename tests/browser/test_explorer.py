@@ -44,24 +44,41 @@ def visible(token: str) -> str:
 
 def shown_weights(page: Page) -> list[float | None]:
     """What the text is shaded by: None is masked."""
-    titles = page.locator("#strip button").evaluate_all("buttons => buttons.map(button => button.title)")
+    titles = page.locator("#strip button").evaluate_all(
+        "buttons => buttons.map(button => button.title)"
+    )
     return [None if "not seen" in title else float(title) for title in titles]
 
 
 def expected_weights(row: list[float], query: int) -> list[Any]:
-    return [pytest.approx(weight, abs=5e-5) if key <= query else None for key, weight in enumerate(row)]
+    return [
+        pytest.approx(weight, abs=5e-5) if key <= query else None for key, weight in enumerate(row)
+    ]
 
 
 def test_weights_and_next_tokens_are_those_of_the_api(explorer: Page) -> None:
     expected = explanation(explorer, text=TEXT, layers=[0, 1, 2, 3])
     tokens, n = expected["tokens"], len(expected["tokens"])
-    assert explorer.locator("#strip button").all_inner_texts() == [visible(token) for token in tokens]
+    assert explorer.locator("#strip button").all_inner_texts() == [
+        visible(token) for token in tokens
+    ]
     rows = explorer.locator("#next-tokens button")
-    assert rows.locator(".next-text").all_inner_texts() == [visible(one["text"]) for one in expected["next_tokens"]]
-    for share, one in zip(rows.locator(".next-share").all_inner_texts(), expected["next_tokens"], strict=True):
-        told = f"{100 * one['probability']:.1f}".removesuffix(".0") if one["probability"] >= 0.001 else "< 0.1"
+    assert rows.locator(".next-text").all_inner_texts() == [
+        visible(one["text"]) for one in expected["next_tokens"]
+    ]
+    for share, one in zip(
+        rows.locator(".next-share").all_inner_texts(), expected["next_tokens"], strict=True
+    ):
+        told = (
+            f"{100 * one['probability']:.1f}".removesuffix(".0")
+            if one["probability"] >= 0.001
+            else "< 0.1"
+        )
         assert share.replace("\xa0", " ") == f"{told} %"
-    assert re.search(r"✓ rows sum to 1 \(largest deviation \d.*e-[678]\)", explorer.locator("#contract").inner_text())
+    assert re.search(
+        r"✓ rows sum to 1 \(largest deviation \d.*e-[678]\)",
+        explorer.locator("#contract").inner_text(),
+    )
     for one in random.sample(expected["attention"], 4):
         explorer.get_by_label("Layer", exact=True).select_option(str(one["layer"]))
         explorer.get_by_label("Head", exact=True).select_option(str(one["head"]))
@@ -77,8 +94,14 @@ def test_the_map_is_read_and_pinned_with_the_keyboard_alone(explorer: Page) -> N
     tokens = explorer.locator("#strip button").all_inner_texts()
     last = len(tokens) - 1
     explorer.locator(MAP).focus()
-    for key in ("ArrowUp", "ArrowUp", "ArrowLeft"):  # the first shows where one is: the last row's last column
-        explorer.locator("#strip button").first.hover()  # a pointer that passes does not lead the keyboard astray
+    for key in (
+        "ArrowUp",
+        "ArrowUp",
+        "ArrowLeft",
+    ):  # the first shows where one is: the last row's last column
+        explorer.locator(
+            "#strip button"
+        ).first.hover()  # a pointer that passes does not lead the keyboard astray
         explorer.locator("#explained h3").first.hover()
         explorer.keyboard.press(key)
     weight = of_head["weights"][last - 1][last - 1]
@@ -87,7 +110,9 @@ def test_the_map_is_read_and_pinned_with_the_keyboard_alone(explorer: Page) -> N
     )
     expect(explorer.locator(WEIGHT)).to_have_attribute("aria-live", "polite")
     explorer.keyboard.press("ArrowRight")
-    expect(explorer.locator(WEIGHT)).to_contain_text(f"does not see {quoted(tokens[-1])}, which comes later")
+    expect(explorer.locator(WEIGHT)).to_contain_text(
+        f"does not see {quoted(tokens[-1])}, which comes later"
+    )
     explorer.keyboard.press("Enter")
     explorer.get_by_text("The pinned row as a table").press("Enter")
     expect(explorer.locator("#row-body tr")).to_have_count(last)
@@ -96,7 +121,9 @@ def test_the_map_is_read_and_pinned_with_the_keyboard_alone(explorer: Page) -> N
         [at, token] for at, token in enumerate(tokens[:-1])
     ]
     table = {int(at): float(weight) for at, _, weight in cells}
-    assert [table.get(at) for at in range(last + 1)] == expected_weights(of_head["weights"][last - 1], last - 1)
+    assert [table.get(at) for at in range(last + 1)] == expected_weights(
+        of_head["weights"][last - 1], last - 1
+    )
     explorer.locator("#heads input:checked").focus()
     explorer.keyboard.press("ArrowRight")
     expect(explorer.get_by_label("Head", exact=True)).to_have_value("1")
@@ -118,7 +145,9 @@ def test_a_next_token_is_appended_and_explained(explorer: Page) -> None:
     [likeliest] = explanation(explorer, text=TEXT, heads=[0], top_k=1)["next_tokens"]
     explorer.locator("#next-tokens button").first.press("Enter")
     expect(explorer.locator("#strip button")).to_have_count(19)
-    expect(explorer.get_by_label("Text for the model to read")).to_have_value(TEXT + likeliest["text"])
+    expect(explorer.get_by_label("Text for the model to read")).to_have_value(
+        TEXT + likeliest["text"]
+    )
     expect(explorer.locator("#next-tokens button").first).to_be_focused()
     expect(explorer.locator("#next-note")).to_be_hidden()
 
@@ -131,7 +160,10 @@ def test_only_the_last_question_is_answered(explorer: Page) -> None:
         held.append(route) if "slow" in (route.request.post_data or "") else route.continue_()
 
     explorer.route("**/explain", hold_slow)
-    text, submit = explorer.get_by_label("Text for the model to read"), explorer.get_by_role("button", name="Explain")
+    text, submit = (
+        explorer.get_by_label("Text for the model to read"),
+        explorer.get_by_role("button", name="Explain"),
+    )
     with explorer.expect_request("**/explain"):
         text.fill("slow words")
         submit.click()
@@ -142,9 +174,13 @@ def test_only_the_last_question_is_answered(explorer: Page) -> None:
     expected = explanation(explorer, text="fast words", layers=[3], heads=[0])
     for route in held:
         route.abort()
-    assert explorer.locator("#strip button").all_inner_texts() == [visible(token) for token in expected["tokens"]]
+    assert explorer.locator("#strip button").all_inner_texts() == [
+        visible(token) for token in expected["tokens"]
+    ]
     last = len(expected["tokens"]) - 1
-    assert shown_weights(explorer) == expected_weights(expected["attention"][0]["weights"][last], last)
+    assert shown_weights(explorer) == expected_weights(
+        expected["attention"][0]["weights"][last], last
+    )
     expect(explorer.locator("#heads-layer")).to_have_text("3")
 
 
@@ -153,7 +189,10 @@ def test_parts_of_characters_are_bytes_and_not_text(explorer: Page) -> None:
     text.fill("# caf\u00e9")
     explorer.keyboard.press("Control+Enter")
     settled(explorer)
-    assert explorer.locator("#strip button").all_inner_texts()[-2:] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert explorer.locator("#strip button").all_inner_texts()[-2:] == [
+        "bytes:\\xc3",
+        "bytes:\\xa9",
+    ]
 
     def as_if_likely(route: Route) -> None:
         answer = route.fetch().json()
@@ -179,18 +218,26 @@ def test_the_last_row_of_a_new_text_is_seen_whole(explorer: Page, n: int) -> Non
     explorer.get_by_label("Text for the model to read").fill(" a" * n)
     explorer.keyboard.press("Control+Enter")
     expect(explorer.locator("#strip button")).to_have_count(n)
-    assert explorer.locator(MAP).evaluate("map => map.scrollHeight - map.clientHeight - map.scrollTop") < 1
+    assert (
+        explorer.locator(MAP).evaluate("map => map.scrollHeight - map.clientHeight - map.scrollTop")
+        < 1
+    )
 
 
 @pytest.mark.refusals
-def test_what_is_chosen_is_what_is_shown_also_where_the_key_is_refused(open_page: Any, guarded_url: str) -> None:
+def test_what_is_chosen_is_what_is_shown_also_where_the_key_is_refused(
+    open_page: Any, guarded_url: str
+) -> None:
     page = open_page(guarded_url)
     page.get_by_label("API key").fill(KEY)
     page.keyboard.press("Enter")
     page.locator("header a[href='#attention']").click()
     settled(page)
     layer, shown = page.get_by_label("Layer", exact=True), page.locator(MAP)
-    page.route("**/explain", lambda route: route.fulfill(status=401, json={"error": {"message": "no valid API key"}}))
+    page.route(
+        "**/explain",
+        lambda route: route.fulfill(status=401, json={"error": {"message": "no valid API key"}}),
+    )
     layer.select_option("2")
     expect(page.locator("#explain-error")).to_have_text("no valid API key")
     expect(layer).to_have_value("0")
@@ -206,7 +253,10 @@ def test_what_is_chosen_is_what_is_shown_also_where_the_key_is_refused(open_page
 
 @pytest.mark.refusals
 def test_a_refusal_is_told_and_one_for_now_is_tried_again(explorer: Page) -> None:
-    text, submit = explorer.get_by_label("Text for the model to read"), explorer.get_by_role("button", name="Explain")
+    text, submit = (
+        explorer.get_by_label("Text for the model to read"),
+        explorer.get_by_role("button", name="Explain"),
+    )
     text.fill("a b " * 280)
     submit.click()
     expect(explorer.locator("#explain-error")).to_contain_text("at most 512 can be explained")
@@ -219,7 +269,9 @@ def test_a_refusal_is_told_and_one_for_now_is_tried_again(explorer: Page) -> Non
             route.continue_()
         else:
             route.fulfill(
-                status=429, headers={"retry-after": "0"}, json={"error": {"message": "others are before you"}}
+                status=429,
+                headers={"retry-after": "0"},
+                json={"error": {"message": "others are before you"}},
             )
 
     explorer.route("**/explain", refuse_once)
@@ -249,7 +301,10 @@ def other_card(page: Page, **changes: Any) -> Page:
     def change(route: Route) -> None:
         answer = route.fetch()
         card = answer.json()
-        route.fulfill(response=answer, json=card | changes | {"config": card["config"] | changes.get("config", {})})
+        route.fulfill(
+            response=answer,
+            json=card | changes | {"config": card["config"] | changes.get("config", {})},
+        )
 
     page.route("**/model", change)
     page.goto(page.url + "#attention")
@@ -259,11 +314,15 @@ def other_card(page: Page, **changes: Any) -> Page:
 
 def test_weights_that_break_the_promise_are_told(page: Page) -> None:
     """The model has no window; taken for one that has, it attends to what it should not see."""
-    explorer = other_card(page, config={"sliding_window": 3, "sliding_window_layers": [0], "attention_softcap": 30.0})
+    explorer = other_card(
+        page, config={"sliding_window": 3, "sliding_window_layers": [0], "attention_softcap": 30.0}
+    )
     settled(explorer)
     expect(explorer.locator("#contract.error")).to_contain_text("outside the window")
     assert [one is None for one in shown_weights(explorer)] == [True] * 15 + [False] * 3
-    expect(explorer.locator("#about-m")).to_have_text("In this layer a token sees 3 tokens, itself the last.")
+    expect(explorer.locator("#about-m")).to_have_text(
+        "In this layer a token sees 3 tokens, itself the last."
+    )
     expect(explorer.locator("#formula-usual")).to_be_hidden()
     expect(explorer.locator(".formula .with-cap").first).to_be_visible()
     expect(explorer.locator(".formula .with-bias")).to_be_hidden()

@@ -20,7 +20,9 @@ def picture(page: Page, name: str) -> None:
     page.screenshot(path=BUILD / "screenshots" / f"{name}.png")
 
 
-def test_a_completion_and_what_else_its_tokens_might_have_been(open_page: Callable[..., Page], url: str) -> None:
+def test_a_completion_and_what_else_its_tokens_might_have_been(
+    open_page: Callable[..., Page], url: str
+) -> None:
     page = open_page(url, **window(860))
     page.locator("#setting-a-seed").fill("1")
     generate(page)
@@ -32,11 +34,15 @@ def test_a_completion_and_what_else_its_tokens_might_have_been(open_page: Callab
     picture(page, "first-completion")
 
 
-def test_a_head_that_looks_back_at_what_is_to_be_read(open_page: Callable[..., Page], url: str) -> None:
+def test_a_head_that_looks_back_at_what_is_to_be_read(
+    open_page: Callable[..., Page], url: str
+) -> None:
     """In `json.load(`, this head of the example model attends to the path that was opened."""
     page = open_page(url, color_scheme="dark", reduced_motion="reduce", **window(1240))
     page.get_by_role("link", name="Attention").click()
-    page.get_by_label("Text for the model to read").fill("with open(path) as file:\n    return json.load(")
+    page.get_by_label("Text for the model to read").fill(
+        "with open(path) as file:\n    return json.load("
+    )
     page.get_by_role("button", name="Explain").click()
     page.get_by_label("Layer", exact=True).select_option("1")
     page.get_by_label("Head", exact=True).select_option("3")

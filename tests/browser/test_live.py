@@ -14,16 +14,16 @@ from playwright.sync_api import Page, Route, expect
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 PARSE = """async ([text, names]) => {
-  const { Metrics } = await import("./static/prometheus.js");
+  const { Metrics } = await import("./static/live/prometheus.js");
   const metrics = new Metrics(text);
   return names.map((name) => metrics.samples(name).map(({ labels, value }) => [labels, String(value)]));
 }"""
 QUANTILES = """async ([buckets, qs]) => {
-  const { quantile } = await import("./static/prometheus.js");
+  const { quantile } = await import("./static/live/prometheus.js");
   return qs.map((q) => quantile(q, buckets.map(([bound, count]) => [bound ?? Infinity, count])));
 }"""
 FIGURES = """async (moments) => {
-  const { Figures } = await import("./static/figures.js");
+  const { Figures } = await import("./static/live/figures.js");
   const figures = new Figures();
   for (const [text, at] of moments) figures.add(text, at);
   return figures.points;
@@ -35,12 +35,36 @@ NOTHING = "\N{EN DASH}"
 BATCH: dict[str, Any] = {
     "max_num_seqs": 4,
     "sequences": [
-        {"request_id": "a-name-longer-than-the-table", "sequence_id": 1, "state": "running", "row": 2, "max_tokens": 80}
-        | {"prompt_tokens": 20, "cached_tokens": 16, "computed_tokens": 59, "generated_tokens": 40, "seconds": 1.5},
+        {
+            "request_id": "a-name-longer-than-the-table",
+            "sequence_id": 1,
+            "state": "running",
+            "row": 2,
+            "max_tokens": 80,
+        }
+        | {
+            "prompt_tokens": 20,
+            "cached_tokens": 16,
+            "computed_tokens": 59,
+            "generated_tokens": 40,
+            "seconds": 1.5,
+        },
         {"request_id": "reads", "sequence_id": 2, "state": "prefilling", "row": 0, "max_tokens": 50}
-        | {"prompt_tokens": 50, "cached_tokens": 0, "computed_tokens": 25, "generated_tokens": 0, "seconds": 0.2},
+        | {
+            "prompt_tokens": 50,
+            "cached_tokens": 0,
+            "computed_tokens": 25,
+            "generated_tokens": 0,
+            "seconds": 0.2,
+        },
         {"request_id": "waits", "sequence_id": 3, "state": "waiting", "row": None, "max_tokens": 10}
-        | {"prompt_tokens": 1234, "cached_tokens": 0, "computed_tokens": 0, "generated_tokens": 0, "seconds": 0.1},
+        | {
+            "prompt_tokens": 1234,
+            "cached_tokens": 0,
+            "computed_tokens": 0,
+            "generated_tokens": 0,
+            "seconds": 0.1,
+        },
     ],
 }
 
@@ -98,11 +122,16 @@ def random_samples(rng: random.Random) -> tuple[str, Samples]:
     lines, samples = ["# HELP a_metric Text, with \\\\ and a { in it.", ""], Samples()
     for _ in range(40):
         name = rng.choice(("a", "b:c", "_d9"))
-        labels = {key: "".join(rng.choices('a {}\\"\n,=#é', k=rng.randrange(6))) for key in rng.sample("klm", 2)}
+        labels = {
+            key: "".join(rng.choices('a {}\\"\n,=#é', k=rng.randrange(6)))
+            for key in rng.sample("klm", 2)
+        }
         value = rng.choice((0.0, -1.5, 6.60291584e08, 1e-12, math.inf, -math.inf))
         told = {math.inf: "+Inf", -math.inf: "-Inf"}.get(value, repr(value))
         escaped = [f'{key}="{text.translate(ESCAPES)}"' for key, text in labels.items()]
-        lines.append(f"{name}{{{','.join(escaped)}{rng.choice(('', ','))}}} {told}{rng.choice(('', ' 1700000000'))}")
+        lines.append(
+            f"{name}{{{','.join(escaped)}{rng.choice(('', ','))}}} {told}{rng.choice(('', ' 1700000000'))}"
+        )
         samples.setdefault(name, []).append((labels, value))
     return "\n".join(lines), samples
 
@@ -111,7 +140,10 @@ def test_any_page_of_metrics_is_read_exactly(page: Page) -> None:
     for seed in range(20):
         text, samples = random_samples(random.Random(seed))
         read = page.evaluate(PARSE, [text, list(samples)])
-        numbers = [[(labels, float(value.replace("Infinity", "inf"))) for labels, value in one] for one in read]
+        numbers = [
+            [(labels, float(value.replace("Infinity", "inf"))) for labels, value in one]
+            for one in read
+        ]
         assert numbers == list(samples.values())
 
 
@@ -140,11 +172,20 @@ def test_figures_are_those_of_the_metrics(page: Page, server: FakeServer) -> Non
     expect(figure(page, "output")).to_have_text(NOTHING)  # a rate takes two moments
     page.clock.run_for(1000)
     expect(figure(page, "ttft-p50")).to_have_text("15 ms")
-    shown = {"running": "3", "waiting": "2", "kv": "25 %", "ttft-p90": "19 ms", "itl-p50": NOTHING, "hits": NOTHING}
+    shown = {
+        "running": "3",
+        "waiting": "2",
+        "kv": "25 %",
+        "ttft-p90": "19 ms",
+        "itl-p50": NOTHING,
+        "hits": NOTHING,
+    }
     for name, text in shown.items():
         expect(figure(page, name)).to_have_text(text)
     expect(figure(page, "output")).not_to_have_text(NOTHING)
-    expect(page.locator("#live-reasons")).to_have_text(f"Since the start: {server.asked} overloaded.")
+    expect(page.locator("#live-reasons")).to_have_text(
+        f"Since the start: {server.asked} overloaded."
+    )
     slider = page.get_by_role("slider", name="Running")
     slider.focus()
     page.keyboard.press("ArrowLeft")
@@ -159,7 +200,9 @@ def test_rates_and_percentiles_are_of_their_windows(page: Page) -> None:
     assert [point["at"] for point in points] == [when for when in at if at[-1] - when <= 120]
 
     for n, point in enumerate(points, start=len(at) - len(points)):
-        of_rates, of_others = (next(i for i, when in enumerate(at) if at[n] - when <= seconds) for seconds in (5, 30))
+        of_rates, of_others = (
+            next(i for i, when in enumerate(at) if at[n] - when <= seconds) for seconds in (5, 30)
+        )
         rate = pytest.approx(50 * (n - of_rates) / (at[n] - at[of_rates])) if n > of_rates else None
         assert point["output"] == rate
         assert point["rejected"] == n - of_others
@@ -171,12 +214,24 @@ def test_the_batch_is_who_shares_it(page: Page) -> None:
     rows = page.locator("#batch-table tr")
     expect(rows).to_have_count(3)
     expect(rows.nth(0).locator("th")).to_have_attribute("title", "a-name-longer-than-the-table")
-    assert rows.nth(0).locator("td").all_text_contents() == ["running", "2", "20", "16", "59", "40 of 80 ", "1.5"]
+    assert rows.nth(0).locator("td").all_text_contents() == [
+        "running",
+        "2",
+        "20",
+        "16",
+        "59",
+        "40 of 80 ",
+        "1.5",
+    ]
     assert rows.nth(0).locator("progress").evaluate("one => one.value") == 0.5
     assert rows.nth(2).locator("td").all_text_contents()[:3] == ["waiting", NOTHING, "1,234"]
-    states = page.locator("#batch-rows .slot").evaluate_all("slots => slots.map((slot) => slot.dataset.state)")
+    states = page.locator("#batch-rows .slot").evaluate_all(
+        "slots => slots.map((slot) => slot.dataset.state)"
+    )
     assert states == ["prefilling", "free", "running", "free"]
-    picture = page.get_by_role("img", name="4 rows: 1 running, 1 reading their prompts; 1 waiting for a row")
+    picture = page.get_by_role(
+        "img", name="4 rows: 1 running, 1 reading their prompts; 1 waiting for a row"
+    )
     expect(picture).to_be_visible()
     expect(page.locator("#batch-waiting .waiter")).to_have_count(1)
 
@@ -202,15 +257,21 @@ def test_nobody_asks_while_nobody_looks(page: Page, server: FakeServer) -> None:
 def test_a_server_that_refuses_is_told_and_asked_again(page: Page, server: FakeServer) -> None:
     server.refusal = "the server is shutting down", 503
     page.clock.run_for(1000)
-    expect(page.locator("#live-error")).to_have_text("the server is shutting down (trying again every second)")
+    expect(page.locator("#live-error")).to_have_text(
+        "the server is shutting down (trying again every second)"
+    )
     server.refusal = None
     page.clock.run_for(1000)
     expect(page.locator("#live-error")).to_be_hidden()
 
 
 @pytest.mark.refusals
-@pytest.mark.parametrize(("status", "told"), [(404, "The server's figures are not published here: "), (401, "")])
-def test_figures_that_are_refused_are_asked_for_once(page: Page, server: FakeServer, status: int, told: str) -> None:
+@pytest.mark.parametrize(
+    ("status", "told"), [(404, "The server's figures are not published here: "), (401, "")]
+)
+def test_figures_that_are_refused_are_asked_for_once(
+    page: Page, server: FakeServer, status: int, told: str
+) -> None:
     """Until there is a new key, or somebody comes back to look."""
     server.refusal = "no such page here", status
     page.clock.run_for(1000)

@@ -12,19 +12,28 @@ from playwright.sync_api import Page, Route, expect
 from tests.browser.conftest import EXAMPLE
 
 COUNT = """async (config) => {
-  const { parametersOf } = await import("./static/parameters.js");
+  const { parametersOf } = await import("./static/model/parameters.js");
   return parametersOf(config).reduce((sum, [, count]) => sum + count, 0);
 }"""
 DRAW = """async (config) => {
-  const { drawArchitecture } = await import("./static/architecture.js");
+  const { drawArchitecture } = await import("./static/model/architecture.js");
   const drawing = drawArchitecture(config, "model-title");
   return ["plus", "norm", "query", "key-value"].map((name) => drawing.querySelectorAll(`.${name}`).length);
 }"""
 # GPT-2 small and Qwen2.5 0.5B, whose sizes have been published; tied embeddings count once.
-SIZES = ("vocab_size", "max_model_len", "n_layer", "n_head", "n_kv_head", "head_dim", "d_model", "d_ff")
-GPT2: dict[str, Any] = dict(zip(SIZES, (50257, 1024, 12, 12, 12, 64, 768, 3072), strict=True)) | dict.fromkeys(
-    ("qkv_bias", "output_bias", "feed_forward_bias"), True
+SIZES = (
+    "vocab_size",
+    "max_model_len",
+    "n_layer",
+    "n_head",
+    "n_kv_head",
+    "head_dim",
+    "d_model",
+    "d_ff",
 )
+GPT2: dict[str, Any] = dict(
+    zip(SIZES, (50257, 1024, 12, 12, 12, 64, 768, 3072), strict=True)
+) | dict.fromkeys(("qkv_bias", "output_bias", "feed_forward_bias"), True)
 GPT2 |= {"position": "learned", "norm": "layernorm", "feed_forward": "gelu_tanh"}
 QWEN = dict(zip(SIZES, (151936, 2048, 24, 14, 2, 64, 896, 4864), strict=True)) | {"qkv_bias": True}
 
@@ -43,8 +52,12 @@ def test_it_shows_what_the_server_tells(page: Page, card: dict[str, Any]) -> Non
     expect(page.locator("[data-fact=agreement]")).to_have_text(
         f"{card['verification']['greedy_agreement']:.1%}".replace("%", " %")
     )
-    expect(page.locator("[data-fact=perplexity-torch]")).to_have_text(f"{card['verification']['perplexity_torch']:.3f}")
-    expect(page.locator("[data-fact=budget]")).to_contain_text(f"{card['kv_cache']['budget_tokens']:,} tokens")
+    expect(page.locator("[data-fact=perplexity-torch]")).to_have_text(
+        f"{card['verification']['perplexity_torch']:.3f}"
+    )
+    expect(page.locator("[data-fact=budget]")).to_contain_text(
+        f"{card['kv_cache']['budget_tokens']:,} tokens"
+    )
     shown = page.locator("#model-versions dd").all_text_contents()
     assert shown == list(card["versions"].values())
 
@@ -52,7 +65,13 @@ def test_it_shows_what_the_server_tells(page: Page, card: dict[str, Any]) -> Non
 def test_its_hashes_can_be_checked(page: Page, card: dict[str, Any]) -> None:
     lines = page.locator("#hashes").text_content() or ""
     assert lines.count("\n") + 1 == len(card["files"])
-    subprocess.run(["sha256sum", "--check", "--strict"], input=lines + "\n", text=True, cwd=EXAMPLE, check=True)  # noqa: S607
+    subprocess.run(
+        ["sha256sum", "--check", "--strict"],  # noqa: S607
+        input=lines + "\n",
+        text=True,
+        cwd=EXAMPLE,
+        check=True,
+    )
 
 
 def test_parts_add_up_to_the_parameters(page: Page, card: dict[str, Any]) -> None:

@@ -43,7 +43,9 @@ def test_a_view_fits_and_can_be_used_by_anyone(
     look: Callable[[Page, str], None],
     serious_findings: Callable[[Page], list[str]],
 ) -> None:
-    page = open_page(f"{url}/#{view}", color_scheme=theme, viewport={"width": WIDTHS[width], "height": 800})
+    page = open_page(
+        f"{url}/#{view}", color_scheme=theme, viewport={"width": WIDTHS[width], "height": 800}
+    )
     expect(page.locator(f"#{view}")).to_be_visible()
     page.wait_for_load_state("networkidle") if view != "live" else expect(
         page.locator("#live svg").first
@@ -54,7 +56,9 @@ def test_a_view_fits_and_can_be_used_by_anyone(
 
 
 @pytest.mark.parametrize("size", [125, 200])
-def test_larger_text_scrolls_down_and_not_sideways(size: int, open_page: Callable[..., Page], url: str) -> None:
+def test_larger_text_scrolls_down_and_not_sideways(
+    size: int, open_page: Callable[..., Page], url: str
+) -> None:
     page = open_page(url, viewport={"width": 380, "height": 800})
     page.evaluate("size => { document.documentElement.style.fontSize = `${size}%`; }", size)
     for view in VIEWS:
@@ -109,7 +113,12 @@ def test_the_tab_key_reaches_all_that_can_be_used(page: Page) -> None:
             page.keyboard.press("Tab")
         else:
             pytest.fail(f"the tab key never leaves {view}")
-        assert page.locator("[data-stop]").evaluate_all("all => all.map(one => one.outerHTML.slice(0, 200))") == []
+        assert (
+            page.locator("[data-stop]").evaluate_all(
+                "all => all.map(one => one.outerHTML.slice(0, 200))"
+            )
+            == []
+        )
 
 
 def test_back_leads_where_one_was(page: Page) -> None:
@@ -123,7 +132,9 @@ def test_back_leads_where_one_was(page: Page) -> None:
         expect(page.locator("#model")).to_be_visible()
         page.goto(page.url.split("#")[0] + nowhere)
         page.evaluate(NEXT_TASK)
-        assert page.locator("main > section:visible").evaluate_all("all => all.map(one => one.id)") == ["model"]
+        assert page.locator("main > section:visible").evaluate_all(
+            "all => all.map(one => one.id)"
+        ) == ["model"]
 
 
 def test_a_browser_that_keeps_nothing_shows_all(open_page: Callable[..., Page], url: str) -> None:
@@ -140,7 +151,9 @@ def test_a_browser_that_keeps_nothing_shows_all(open_page: Callable[..., Page], 
 
 def test_no_view_is_shown_before_the_server_answers(browser: Browser, url: str) -> None:
     """What cannot be used yet would lose what is typed; once the server is there, no one has to reload."""
-    page = browser.new_context().new_page()  # unwatched: the browser writes of each refusal to the console
+    page = (
+        browser.new_context().new_page()
+    )  # unwatched: the browser writes of each refusal to the console
     page.clock.install()
     asked: list[Route] = []
 
@@ -149,14 +162,18 @@ def test_no_view_is_shown_before_the_server_answers(browser: Browser, url: str) 
         if len(asked) == 1:
             route.abort()
         elif len(asked) == 2:
-            route.fulfill(status=503, headers={"retry-after": "3600"}, json={"error": {"message": "not yet"}})
+            route.fulfill(
+                status=503, headers={"retry-after": "3600"}, json={"error": {"message": "not yet"}}
+            )
         else:
             route.continue_()
 
     page.route("**/model", answer)
     page.goto(url)
     views, failure = page.locator("main > section:visible"), page.locator("#failure")
-    expect(failure).to_have_text("the server cannot be reached; is it still running? (trying again until it answers)")
+    expect(failure).to_have_text(
+        "the server cannot be reached; is it still running? (trying again until it answers)"
+    )
     page.locator("header a[href='#live']").click()
     assert views.count() == 0
     page.clock.fast_forward("00:02")

@@ -10,12 +10,21 @@ from contextlib import suppress
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
-from tests.browser.playground import CHARACTERS, answer, completion, figure, generate, part, setting, stream
+from tests.browser.playground import (
+    CHARACTERS,
+    answer,
+    completion,
+    figure,
+    generate,
+    part,
+    setting,
+    stream,
+)
 
 LEVELS = (0.9, 0.5, 0.2, 0.05)
 # Pieces of texts whose tokens end anywhere in a character, held back as the server does it; and whether all is placed.
 PLACE = """async events => {
-  const { Placement } = await import(new URL("static/placement.js", document.baseURI));
+  const { Placement } = await import(new URL("static/playground/placement.js", document.baseURI));
   const placement = new Placement();
   return [...events.flatMap(([text, tokens]) => placement.push(text, tokens)), ...placement.flush()];
 }"""
@@ -43,12 +52,24 @@ def test_what_is_shown_is_what_the_api_says(page: Page, url: str) -> None:
         shown[i].focus()
         bars = page.locator("#token-popover li")
         shares = [100 * math.exp(one) for one in scored["top_logprobs"][i].values()]
-        likely = [f"{share:.1f}".removesuffix(".0") + "\N{NO-BREAK SPACE}%" for share in shares if share >= 0.2]
+        likely = [
+            f"{share:.1f}".removesuffix(".0") + "\N{NO-BREAK SPACE}%"
+            for share in shares
+            if share >= 0.2
+        ]
         assert [bar.inner_text().split("\n")[-1] for bar in bars.all()][: len(likely)] == likely
 
 
 def test_only_what_differs_is_sent(page: Page) -> None:
-    assert set(generate(page)) == {"model", "prompt", "max_tokens", "seed", "logprobs", "stream", "stream_options"}
+    assert set(generate(page)) == {
+        "model",
+        "prompt",
+        "max_tokens",
+        "seed",
+        "logprobs",
+        "stream",
+        "stream_options",
+    }
     setting(page, "temperature").fill("0.125")  # finer than the slider
     setting(page, "stop").fill("zzz\\n\n\"'")
     setting(page, "ignore_eos").check()
@@ -61,12 +82,23 @@ def test_only_what_differs_is_sent(page: Page) -> None:
     page.reload()
     expect(setting(page, "temperature")).to_have_value("0.125")
     part(page, "reset").click()
-    assert set(generate(page)) == {"model", "prompt", "max_tokens", "seed", "logprobs", "stream", "stream_options"}
+    assert set(generate(page)) == {
+        "model",
+        "prompt",
+        "max_tokens",
+        "seed",
+        "logprobs",
+        "stream",
+        "stream_options",
+    }
 
 
 def test_the_text_is_held_to_a_form(page: Page) -> None:
     form, rule = setting(page, "form"), setting(page, "form-rule")
-    for kind, wrong, told in (("json_schema", "{", "this is not JSON"), ("regex", " ", "nothing is written here yet")):
+    for kind, wrong, told in (
+        ("json_schema", "{", "this is not JSON"),
+        ("regex", " ", "nothing is written here yet"),
+    ):
         form.select_option(kind)
         rule.fill(wrong)
         page.get_by_role("button", name="Generate", exact=True).click()  # sends nothing
@@ -104,13 +136,19 @@ def test_two_settings_differ_by_nothing_else(page: Page, url: str) -> None:
     setting(page, "temperature", "b").fill("0")
     expect(page.locator(".differs")).to_have_count(2)
     generate(page)
-    greedy = answer(page, url, {"prompt": page.locator("#prompt").input_value(), "max_tokens": 128, "temperature": 0})
+    greedy = answer(
+        page,
+        url,
+        {"prompt": page.locator("#prompt").input_value(), "max_tokens": 128, "temperature": 0},
+    )
     assert part(page, "text", "b").text_content() == greedy["choices"][0]["text"]
     assert part(page, "seed").inner_text() == part(page, "seed", "b").inner_text()
 
 
 @pytest.mark.refusals
-def test_a_refusal_is_told_in_the_api_s_words(page: Page, look: Callable[[Page, str], None]) -> None:
+def test_a_refusal_is_told_in_the_api_s_words(
+    page: Page, look: Callable[[Page, str], None]
+) -> None:
     setting(page, "max_tokens").fill("1020")
     with page.expect_response("**/v1/completions") as refused:
         page.get_by_role("button", name="Generate", exact=True).click()
@@ -122,7 +160,9 @@ def test_a_refusal_is_told_in_the_api_s_words(page: Page, look: Callable[[Page, 
     setting(page, "max_tokens").fill("10")
     expect(page.locator("#setting-a-max_tokens-error")).to_be_hidden()
     setting(page, "logit_bias").fill("{")
-    page.locator("#playground details").evaluate_all("all => { for (const each of all) each.open = false; }")
+    page.locator("#playground details").evaluate_all(
+        "all => { for (const each of all) each.open = false; }"
+    )
     page.get_by_role("button", name="Generate", exact=True).click()  # sends nothing
     expect(page.locator("#setting-a-logit_bias-error")).to_contain_text("this is not JSON")
     expect(page.locator("#setting-a-logit_bias")).to_be_focused()
@@ -133,7 +173,9 @@ def test_it_says_when_to_try_again(page: Page) -> None:
     error = {"message": "too many wait", "type": "overloaded", "param": None, "code": None}
     page.route(
         "**/v1/completions",
-        lambda route: route.fulfill(status=429, headers={"retry-after": "3"}, json={"error": error}),
+        lambda route: route.fulfill(
+            status=429, headers={"retry-after": "3"}, json={"error": error}
+        ),
     )
     page.get_by_role("button", name="Generate", exact=True).click()
     expect(part(page, "error")).to_have_text("too many wait · retry in 3 s")
@@ -147,7 +189,9 @@ def test_a_stream_that_breaks_off_keeps_its_text(page: Page) -> None:
     expect(figure(page, "ending")).to_have_text("broke off")
 
 
-def test_an_event_that_is_none_of_the_api_breaks_one_answer_only(browser: Browser, url: str) -> None:
+def test_an_event_that_is_none_of_the_api_breaks_one_answer_only(
+    browser: Browser, url: str
+) -> None:
     page = browser.new_context().new_page()  # unwatched: the page writes what it met to the console
     page.goto(url)
     stream(page, [completion("so far"), {"choices": 5}])
@@ -245,10 +289,15 @@ def test_nothing_in_a_text_acts_on_the_page(page: Page) -> None:
     page.locator("#prompt").fill(f"{bait}\u202eprompt ")
     page.get_by_role("button", name="Generate", exact=True).click()
     shown = part(page, "text").locator("> span")
-    expect(shown).to_have_text([bait, "one", "\u202etwo", "three", "👩\u200d💻"], use_inner_text=False)
+    expect(shown).to_have_text(
+        [bait, "one", "\u202etwo", "three", "👩\u200d💻"], use_inner_text=False
+    )
     expect(part(page, "prompt")).to_have_text(f"{bait}\u202eprompt ")
     assert page.locator("#playground img").count() == 0
-    assert [sign.get_attribute("data-sign") for sign in page.locator(".hidden-sign").all()] == ["U+202E", "U+202E"]
+    assert [sign.get_attribute("data-sign") for sign in page.locator(".hidden-sign").all()] == [
+        "U+202E",
+        "U+202E",
+    ]
     lefts = [box["x"] for span in shown.all()[1:4] if (box := span.bounding_box())]
     assert lefts == sorted(lefts)
     shown.nth(2).hover()
@@ -262,7 +311,11 @@ def test_the_end_of_the_text_is_seen_behind_a_long_prompt(page: Page) -> None:
         "box => box.clientHeight < innerHeight / 2 && box.scrollHeight > box.clientHeight"
     )
     generate(page)
-    assert part(page, "text").locator("..").evaluate("box => box.scrollHeight - box.clientHeight - box.scrollTop < 8")
+    assert (
+        part(page, "text")
+        .locator("..")
+        .evaluate("box => box.scrollHeight - box.clientHeight - box.scrollTop < 8")
+    )
 
 
 def test_it_says_that_it_waits(page: Page) -> None:
@@ -277,7 +330,9 @@ def test_it_says_that_it_waits(page: Page) -> None:
 
 def test_a_browser_that_keeps_nothing_will_do(page: Page) -> None:
     for place in ("localStorage", "sessionStorage"):
-        page.add_init_script(f"Object.defineProperty(window, '{place}', {{ get() {{ throw new Error('denied'); }} }})")
+        page.add_init_script(
+            f"Object.defineProperty(window, '{place}', {{ get() {{ throw new Error('denied'); }} }})"
+        )
     page.reload()
     generate(page)
 
@@ -318,7 +373,9 @@ def test_another_model_has_other_settings_and_examples(page: Page, url: str) -> 
     assert setting(page, "temperature").evaluate("input => input.checkValidity()")
 
 
-def test_shades_stay_where_colours_are_the_system_s(open_page: Callable[..., Page], url: str) -> None:
+def test_shades_stay_where_colours_are_the_system_s(
+    open_page: Callable[..., Page], url: str
+) -> None:
     page = open_page(url, forced_colors="active")
     colours = [
         shade.evaluate("element => getComputedStyle(element).backgroundColor")

@@ -85,7 +85,9 @@ def test_snippets_send_the_same_whatever_is_in_the_prompt(
 
 
 @pytest.mark.refusals
-def test_snippets_name_the_key_and_do_not_tell_it(open_page: Callable[..., Page], guarded_url: str) -> None:
+def test_snippets_name_the_key_and_do_not_tell_it(
+    open_page: Callable[..., Page], guarded_url: str
+) -> None:
     page = open_page(guarded_url)
     page.get_by_label("API key").fill("correct-horse")
     page.keyboard.press("Enter")

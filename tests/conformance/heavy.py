@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from export.graph import load_decoder
 from model.bundle import load_bundle
-from model.decoder import Decoder
+from model.network.decoder import Decoder
 from tests.conformance.target import CAPACITY, Conformed, Target
 
 LM_EVAL_ERROR = 1e-3  # of a log-likelihood; both sides compute in fp32
@@ -28,13 +28,24 @@ class Tools:
     """Programs of an environment, which may write to `folder`; none of them may ask the network for anything."""
 
     def __init__(self, environment: Path, folder: Path, target: Target, tokenizer: Path) -> None:
-        self.environment, self.folder, self.target, self.tokenizer = environment, folder, target, tokenizer
+        self.environment, self.folder, self.target, self.tokenizer = (
+            environment,
+            folder,
+            target,
+            tokenizer,
+        )
 
     def run(self, program: str, *arguments: str) -> None:
         """Raises AssertionError, with the last that it said, for a program that fails."""
-        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(self.folder / "huggingface")}
+        offline = {
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_OFFLINE": "1",
+            "HF_HOME": str(self.folder / "huggingface"),
+        }
         command = [str(self.environment / "bin" / program), *arguments]
-        ran = subprocess.run(command, env=os.environ | offline, capture_output=True, text=True, check=False)
+        ran = subprocess.run(
+            command, env=os.environ | offline, capture_output=True, text=True, check=False
+        )
         assert ran.returncode == 0, f"{program}: {(ran.stdout + ran.stderr)[-2000:]}"
 
     def version(self, package: str) -> str:
@@ -76,7 +87,12 @@ def use_lm_eval(tools: Tools, model: Path) -> Conformed:
     assert all(sample["resps"][0][0] for sample in continued)
     assert worst <= LM_EVAL_ERROR, f"a log-likelihood is off by {worst:g}"
     calls = n_continuations + len(documents) + len(continued)
-    return Conformed("lm_eval", tools.version("lm_eval"), calls, f"log-likelihoods within {worst:.0e} of PyTorch's")
+    return Conformed(
+        "lm_eval",
+        tools.version("lm_eval"),
+        calls,
+        f"log-likelihoods within {worst:.0e} of PyTorch's",
+    )
 
 
 def use_guidellm(tools: Tools) -> Conformed:
@@ -95,7 +111,8 @@ def use_guidellm(tools: Tools) -> Conformed:
     assert not requests["errored"], requests["errored"][0]["info"]["error"]
     assert len(requests["successful"]) == _REQUESTS
     counts = [
-        (one["input_metrics"]["text_tokens"], one["output_metrics"]["text_tokens"]) for one in requests["successful"]
+        (one["input_metrics"]["text_tokens"], one["output_metrics"]["text_tokens"])
+        for one in requests["successful"]
     ]
     assert set(counts) == {(64, 16)}, f"tokens in and out: {set(counts)}"
     return Conformed("guidellm", tools.version("guidellm"), _REQUESTS)

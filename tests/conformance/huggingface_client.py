@@ -37,7 +37,9 @@ def use_huggingface(target: Target) -> Conformed:
 
 def _generate(client: Any) -> str:
     text: str = client.text_generation("def read", **_GREEDY)
-    whole = client.text_generation("def read", details=True, decoder_input_details=True, top_n_tokens=2, **_GREEDY)
+    whole = client.text_generation(
+        "def read", details=True, decoder_input_details=True, top_n_tokens=2, **_GREEDY
+    )
     assert whole.generated_text == text
     assert len(whole.details.tokens) == whole.details.generated_tokens
     assert [token.logprob is None for token in whole.details.prefill][:2] == [True, False]
@@ -46,7 +48,9 @@ def _generate(client: Any) -> str:
     assert [piece.token.id for piece in pieces] == [token.id for token in whole.details.tokens]
     assert pieces[-1].details.finish_reason == whole.details.finish_reason
     assert client.text_generation("def read", return_full_text=True, **_GREEDY) == "def read" + text
-    held = client.text_generation("def read", grammar={"type": "json", "value": _DAY}, max_new_tokens=60)
+    held = client.text_generation(
+        "def read", grammar={"type": "json", "value": _DAY}, max_new_tokens=60
+    )
     assert json.loads(held) in _DAYS
     with pytest.raises(ValidationError, match="max_new_tokens"):
         client.text_generation("a", max_new_tokens=0)
@@ -56,7 +60,9 @@ def _generate(client: Any) -> str:
 
 
 def _chat(client: Any) -> None:
-    said = client.chat_completion(_MESSAGES, max_tokens=6, temperature=0.0).choices[0].message.content
+    said = (
+        client.chat_completion(_MESSAGES, max_tokens=6, temperature=0.0).choices[0].message.content
+    )
     stream = client.chat_completion(_MESSAGES, max_tokens=6, temperature=0.0, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == said
     named = {"type": "json_schema", "json_schema": {"name": "day", "schema": _DAY}}
@@ -69,7 +75,11 @@ def _call_functions(client: Any) -> None:
     """And go on after the call, with the message as the client has it."""
     tools = [{"type": "function", "function": {"name": "weather", "parameters": _DAY}}]
     choice = ToolChoice(function=ChatCompletionInputFunctionName(name="weather"))
-    message = client.chat_completion(_MESSAGES, tools=tools, tool_choice=choice, max_tokens=90).choices[0].message
+    message = (
+        client.chat_completion(_MESSAGES, tools=tools, tool_choice=choice, max_tokens=90)
+        .choices[0]
+        .message
+    )
     (call,) = message.tool_calls
     assert call.function.name == "weather"
     assert json.loads(call.function.arguments) in _DAYS

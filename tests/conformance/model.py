@@ -18,8 +18,12 @@ MAX_MODEL_LEN = 1024
 
 def make_model(out: Path) -> None:
     """With tokenizer_config.json beside it, from which transformers knows what kind of tokenizer it is."""
-    texts = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.rglob("*.py"))]
-    decoder = make_decoder(make_config(vocab_size=600, max_model_len=MAX_MODEL_LEN, eos_token_ids=(0,)))
+    texts = [
+        path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.rglob("*.py"))
+    ]
+    decoder = make_decoder(
+        make_config(vocab_size=600, max_model_len=MAX_MODEL_LEN, eos_token_ids=(0,))
+    )
     files = {CHAT_TEMPLATE_FILE: CHAT_TEMPLATE.encode()}
     with TemporaryDirectory() as folder:
         run = Path(folder)

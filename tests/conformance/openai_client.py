@@ -46,7 +46,11 @@ def use_openai(target: Target) -> Conformed:
         note(request)
 
     http = openai.DefaultHttpxClient(event_hooks={"request": [note]})
-    options: dict[str, Any] = {"base_url": target.openai_url, "api_key": target.key, "max_retries": 0}
+    options: dict[str, Any] = {
+        "base_url": target.openai_url,
+        "api_key": target.key,
+        "max_retries": 0,
+    }
     with openai.OpenAI(**options, http_client=http) as client:
         _complete(client, target)
         _chat(client, target)
@@ -60,10 +64,20 @@ def use_openai(target: Target) -> Conformed:
 def _complete(client: openai.OpenAI, target: Target) -> None:
     assert [model.id for model in client.models.list()] == [target.model]
     assert client.models.retrieve(target.model).id == target.model
-    body: dict[str, Any] = {"model": target.model, "prompt": "def read", "temperature": 0, "max_tokens": 8}
+    body: dict[str, Any] = {
+        "model": target.model,
+        "prompt": "def read",
+        "temperature": 0,
+        "max_tokens": 8,
+    }
     whole = client.completions.create(**body, logprobs=2)
-    chunks = list(client.completions.create(**body, stream=True, stream_options={"include_usage": True}))
-    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == whole.choices[0].text
+    chunks = list(
+        client.completions.create(**body, stream=True, stream_options={"include_usage": True})
+    )
+    assert (
+        "".join(choice.text for chunk in chunks for choice in chunk.choices)
+        == whole.choices[0].text
+    )
     assert chunks[-1].usage == whole.usage
     assert whole.choices[0].logprobs is not None
     assert whole.usage is not None
@@ -74,7 +88,8 @@ def _complete(client: openai.OpenAI, target: Target) -> None:
     several = client.completions.create(**body | {"prompt": ["def read", "x"]}, n=2, echo=True)
     assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
     assert [
-        choice.text.startswith(p) for choice, p in zip(several.choices, ("def read",) * 2 + ("x",) * 2, strict=True)
+        choice.text.startswith(p)
+        for choice, p in zip(several.choices, ("def read",) * 2 + ("x",) * 2, strict=True)
     ]
     by_ids = client.completions.create(**body | {"prompt": [5, 6, 7]})
     assert by_ids.usage is not None
@@ -82,15 +97,25 @@ def _complete(client: openai.OpenAI, target: Target) -> None:
 
 
 def _chat(client: openai.OpenAI, target: Target) -> None:
-    body: dict[str, Any] = {"model": target.model, "messages": _MESSAGES, "temperature": 0, "max_completion_tokens": 8}
+    body: dict[str, Any] = {
+        "model": target.model,
+        "messages": _MESSAGES,
+        "temperature": 0,
+        "max_completion_tokens": 8,
+    }
     whole = client.chat.completions.create(**body, logprobs=True, top_logprobs=1)
     chunks = list(client.chat.completions.create(**body, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        == whole.choices[0].message.content
+    )
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
     assert whole.choices[0].logprobs is not None
     assert whole.choices[0].logprobs.content
-    parsed = client.chat.completions.parse(model=target.model, messages=_MESSAGES, response_format=Reading)
+    parsed = client.chat.completions.parse(
+        model=target.model, messages=_MESSAGES, response_format=Reading
+    )
     message = parsed.choices[0].message
     assert isinstance(message.parsed, Reading)
     client.chat.completions.create(**body | {"messages": [*_MESSAGES, message, *_MESSAGES]})
@@ -163,7 +188,12 @@ def _occupied(client: openai.OpenAI, longest: dict[str, Any]) -> Iterator[None]:
 
 async def _at_once(client: openai.AsyncOpenAI, target: Target) -> None:
     async def text(i: int) -> str:
-        body: dict[str, Any] = {"model": target.model, "prompt": "def read"[: 1 + i], "max_tokens": 8, "seed": i}
+        body: dict[str, Any] = {
+            "model": target.model,
+            "prompt": "def read"[: 1 + i],
+            "max_tokens": 8,
+            "seed": i,
+        }
         stream = await client.completions.create(**body, stream=True)
         return "".join([chunk.choices[0].text async for chunk in stream])
 

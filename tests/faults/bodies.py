@@ -7,9 +7,20 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_TGI = {"max_new_tokens": 3, "top_n_tokens": 2, "stop": ["stop"], "seed": 1, "temperature": 0.5, "min_tokens": 1}
+_TGI = {
+    "max_new_tokens": 3,
+    "top_n_tokens": 2,
+    "stop": ["stop"],
+    "seed": 1,
+    "temperature": 0.5,
+    "min_tokens": 1,
+}
 _TGI |= {"timeout_ms": 60_000, "ignore_eos": True}
-_SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"]}
+_SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 9}},
+    "required": ["a"],
+}
 
 # By route, a body without fault that names as many fields as go together.
 VALID: dict[str, dict[str, Any]] = {
@@ -37,17 +48,25 @@ VALID: dict[str, dict[str, Any]] = {
         "truncate_prompt_tokens": 20,
         "timeout_ms": 60_000,
         "user": "somebody",
-        "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": _SCHEMA, "strict": True}},
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "s", "schema": _SCHEMA, "strict": True},
+        },
     },
     "/v1/chat/completions": {
         "model": "fake-model",
         "messages": [
             {"role": "system", "content": "be brief"},
             {"role": "user", "content": [{"type": "text", "text": "def"}], "name": "me"},
-            {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+            },
             {"role": "tool", "content": "2", "tool_call_id": "c"},
         ],
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": _SCHEMA, "strict": True}}],
+        "tools": [
+            {"type": "function", "function": {"name": "f", "parameters": _SCHEMA, "strict": True}}
+        ],
         "tool_choice": {"type": "function", "function": {"name": "f"}},
         "parallel_tool_calls": False,
         "logprobs": True,
@@ -62,22 +81,96 @@ VALID: dict[str, dict[str, Any]] = {
     },
     "/generate": {
         "inputs": "def read",
-        "parameters": {"details": True, "decoder_input_details": True, "return_full_text": True, "truncate": 20} | _TGI,
+        "parameters": {
+            "details": True,
+            "decoder_input_details": True,
+            "return_full_text": True,
+            "truncate": 20,
+        }
+        | _TGI,
     },
     "/generate_stream": {"inputs": "def read", "parameters": _TGI},
     "/": {"inputs": "def read", "parameters": _TGI, "stream": True},
-    "/tokenize": {"model": "fake-model", "prompt": "def read", "add_special_tokens": True, "return_token_strs": True},
+    "/tokenize": {
+        "model": "fake-model",
+        "prompt": "def read",
+        "add_special_tokens": True,
+        "return_token_strs": True,
+    },
     "/detokenize": {"model": "fake-model", "tokens": [5, 6, 7]},
-    "/explain": {"model": "fake-model", "text": "def read", "layers": [0], "heads": [0], "top_k": 3},
+    "/explain": {
+        "model": "fake-model",
+        "text": "def read",
+        "layers": [0],
+        "heads": [0],
+        "top_k": 3,
+    },
 }
 
-_NUMBERS = (0, 1, -1, 0.1, -0.0, 300, 2**31, 2**53 + 1, 2**63, -(2**63) - 1, 2**64, 10**400, 1e308, -1e308, 5e-324)
-_TEXTS = ("", "x", "\0\1\x1f\x7f", "\ud800", "\udfff\ud800", "\ufffe\u202e", "\U0001f600", "{{x}}", "{%", "x" * 5000)
+_NUMBERS = (
+    0,
+    1,
+    -1,
+    0.1,
+    -0.0,
+    300,
+    2**31,
+    2**53 + 1,
+    2**63,
+    -(2**63) - 1,
+    2**64,
+    10**400,
+    1e308,
+    -1e308,
+    5e-324,
+)
+_TEXTS = (
+    "",
+    "x",
+    "\0\1\x1f\x7f",
+    "\ud800",
+    "\udfff\ud800",
+    "\ufffe\u202e",
+    "\U0001f600",
+    "{{x}}",
+    "{%",
+    "x" * 5000,
+)
 _GRAMMARS = ("[", "((a*)*)*b", "a{0,99999}", "start: start", "start: /a/ start | start")
-_LISTS: tuple[Any, ...] = ([], [[]], [None], [-1], [300], [2**40], [1, 2, 3], [[1], [2]], [[300]], ["a"] * 20, [1, "a"])
-_OBJECTS: tuple[Any, ...] = ({}, {"": None}, {"type": "json_object"}, {"$ref": "#"}, {"role": "user", "content": "x"})
+_LISTS: tuple[Any, ...] = (
+    [],
+    [[]],
+    [None],
+    [-1],
+    [300],
+    [2**40],
+    [1, 2, 3],
+    [[1], [2]],
+    [[300]],
+    ["a"] * 20,
+    [1, "a"],
+)
+_OBJECTS: tuple[Any, ...] = (
+    {},
+    {"": None},
+    {"type": "json_object"},
+    {"$ref": "#"},
+    {"role": "user", "content": "x"},
+)
 _VALUES = (None, True, False, *_NUMBERS, *_TEXTS, *_GRAMMARS, *_LISTS, *_OBJECTS)
-_RAW = (b"NaN", b"-Infinity", b"1e999", b"01", b"0x1", b'"\xff"', b'"\xed\xa0\x80"', b'"\n"', b"", b",", b"[" * 300)
+_RAW = (
+    b"NaN",
+    b"-Infinity",
+    b"1e999",
+    b"01",
+    b"0x1",
+    b'"\xff"',
+    b'"\xed\xa0\x80"',
+    b'"\n"',
+    b"",
+    b",",
+    b"[" * 300,
+)
 _HERE = "\u2620here"  # where raw bytes go
 
 
@@ -93,7 +186,13 @@ def wrong_types(valid: dict[str, Any], names: set[str]) -> Iterator[bytes]:
 
 def random_body(chance: random.Random, valid: dict[str, Any]) -> bytes:
     """One of all the other kinds."""
-    kinds: tuple[Callable[[random.Random, dict[str, Any]], bytes], ...] = (_noise, _deep, _damaged, _several, _grown)
+    kinds: tuple[Callable[[random.Random, dict[str, Any]], bytes], ...] = (
+        _noise,
+        _deep,
+        _damaged,
+        _several,
+        _grown,
+    )
     weights = (2, 1, 6, 6, 0.2)
     return chance.choices(kinds, weights)[0](chance, valid)
 
@@ -104,7 +203,9 @@ def _noise(chance: random.Random, _valid: dict[str, Any]) -> bytes:
 
 def _deep(chance: random.Random, _valid: dict[str, Any]) -> bytes:
     depth = chance.choice((10, 100, 1000, 100_000))
-    opening, closing = chance.choice(((b"[", b"]"), (b'{"prompt":', b"}"), (b'{"parameters":', b"}")))
+    opening, closing = chance.choice(
+        ((b"[", b"]"), (b'{"prompt":', b"}"), (b'{"parameters":', b"}"))
+    )
     return opening * depth + b"1" + closing * chance.choice((0, depth))
 
 
@@ -140,7 +241,11 @@ def _places(value: Any) -> list[tuple[str | int, ...]]:
     if not isinstance(value, dict | list):
         return []
     items: Any = value.items() if isinstance(value, dict) else enumerate(value)
-    return [path for key, inner in items for path in [(key,), *((key, *deeper) for deeper in _places(inner))]]
+    return [
+        path
+        for key, inner in items
+        for path in [(key,), *((key, *deeper) for deeper in _places(inner))]
+    ]
 
 
 def _put(body: Any, place: tuple[str | int, ...], value: Any) -> Any:

@@ -22,13 +22,16 @@ def clock_jumps(n: int, seed: int = 0) -> Report:
     report = Report("clock jumps", n)
     chance = random.Random(seed)
     bodies = [
-        {"prompt": "def read"[: 1 + i % 8], "max_tokens": 1 + i % 20, "seed": i, "n": 1 + i % 2} for i in range(n)
+        {"prompt": "def read"[: 1 + i % 8], "max_tokens": 1 + i % 20, "seed": i, "n": 1 + i % 2}
+        for i in range(n)
     ]
     usual = asyncio.run(_answers(bodies))
     with _jumping(chance) as jumped:
         unusual = asyncio.run(_answers(bodies))
         report.check(jumped[0] > n, f"the clock was looked at only {jumped[0]} times")
-    report.lost += [f"{one}, not {other}" for one, other in zip(unusual, usual, strict=True) if one != other]
+    report.lost += [
+        f"{one}, not {other}" for one, other in zip(unusual, usual, strict=True) if one != other
+    ]
     report.note = f"{jumped[0]} jumps"
     return report
 

@@ -19,7 +19,9 @@ def damaged_models(n: int, seed: int = 0) -> Report:
     """n of: a byte changed, the end cut off, or all of it missing, in each file of a model directory."""
     report = Report("damaged model files")
     chance = random.Random(seed)
-    cases = list(product(sorted(path.name for path in EXAMPLE.iterdir()), (_flip, _truncate, _remove)))
+    cases = list(
+        product(sorted(path.name for path in EXAMPLE.iterdir()), (_flip, _truncate, _remove))
+    )
     for name, change in chance.sample(cases, min(n, len(cases))):
         report.tried += 1
         with TemporaryDirectory() as folder:
@@ -33,7 +35,9 @@ def damaged_models(n: int, seed: int = 0) -> Report:
 def _refusal(directory: Path) -> str:
     """What is wrong with how the server refuses the directory."""
     try:
-        run = subprocess.run(command(directory, 0), capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        run = subprocess.run(
+            command(directory, 0), capture_output=True, text=True, timeout=TIMEOUT, check=False
+        )
     except subprocess.TimeoutExpired:
         return "it is served"
     lines = run.stderr.splitlines()

@@ -22,7 +22,10 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER that closes without a farewell
 def disconnects(n: int, seed: int = 0) -> Report:
     """n clients that leave: connecting, in mid-upload, queued, before the first token, in mid-stream."""
     report = Report("clients that leave", n)
-    with errors_logged() as errors, live(FakeRunner(VOCAB_SIZE, max_num_seqs=4), max_queue=1000) as served:
+    with (
+        errors_logged() as errors,
+        live(FakeRunner(VOCAB_SIZE, max_num_seqs=4), max_queue=1000) as served,
+    ):
         chance = random.Random(seed)
         asyncio.run(_leave_all(served.port, chance, n // 4))  # to fill the pools that stay
         before = held(served)
@@ -62,7 +65,10 @@ def _request(chance: random.Random) -> bytes:
     parameters = {"ignore_eos": True, "max_new_tokens": n_tokens}
     more = {"max_tokens": n_tokens, "ignore_eos": True}
     bodies: tuple[tuple[str, dict[str, Any]], ...] = (
-        ("/v1/completions", {"prompt": "def read" * 4, "stream": True, "n": chance.randint(1, 3)} | more),
+        (
+            "/v1/completions",
+            {"prompt": "def read" * 4, "stream": True, "n": chance.randint(1, 3)} | more,
+        ),
         ("/v1/completions", {"prompt": ["a", "b"], "echo": True, "logprobs": 1} | more),
         ("/generate_stream", {"inputs": "a", "parameters": parameters}),
     )

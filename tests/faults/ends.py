@@ -23,7 +23,10 @@ def kills(n: int, seed: int = 0) -> Report:
     for _ in range(n):
         with serving_example(port) as server:
             port = server.port
-            family = [psutil.Process(server.popen.pid), *psutil.Process(server.popen.pid).children(recursive=True)]
+            family = [
+                psutil.Process(server.popen.pid),
+                *psutil.Process(server.popen.pid).children(recursive=True),
+            ]
             ends += asyncio.run(_end_under_load(server, signal.SIGKILL, chance, 200))
             _, alive = psutil.wait_procs(family, TIMEOUT)
             report.check(not alive, f"processes outlive it: {alive}")
@@ -55,9 +58,14 @@ def _summed_up(report: Report, ends: Counter[str]) -> Report:
     return report
 
 
-async def _end_under_load(server: ServerProcess, how: signal.Signals, chance: random.Random, most: int) -> Counter[str]:
+async def _end_under_load(
+    server: ServerProcess, how: signal.Signals, chance: random.Random, most: int
+) -> Counter[str]:
     """Signal when a few clients, any number of them, have begun to read; how each one's stream ended."""
-    streams = [Stream(server.port, max_tokens=chance.randint(1, most), n=chance.randint(1, 2)) for _ in range(_CLIENTS)]
+    streams = [
+        Stream(server.port, max_tokens=chance.randint(1, most), n=chance.randint(1, 2))
+        for _ in range(_CLIENTS)
+    ]
     running = [asyncio.ensure_future(stream.run()) for stream in streams]
     for stream in chance.sample(streams, chance.randint(1, 8)):
         await stream.begun.wait()

@@ -8,7 +8,7 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-from server.serve import bind
+from server.process.serve import bind
 from tests.fake_runner import TIMEOUT
 from tests.faults.report import Report
 from tests.faults.server_process import EXAMPLE, Stream, command, serving_example
@@ -29,15 +29,22 @@ def full_disk(n: int, _seed: int = 0) -> Report:
             ends += asyncio.run(_ask(server.port, n))
             server.popen.send_signal(signal.SIGTERM)
             code = server.popen.wait(TIMEOUT)
-            report.check(code == 0, f"with a {'closed' if is_closed else 'full'} pipe it ended with {code}")
+            report.check(
+                code == 0, f"with a {'closed' if is_closed else 'full'} pipe it ended with {code}"
+            )
     with bind("127.0.0.1", 0) as listener:
         port = listener.getsockname()[1]
-    with Path("/dev/full").open("w") as full, subprocess.Popen(command(EXAMPLE, port), stderr=full) as process:
+    with (
+        Path("/dev/full").open("w") as full,
+        subprocess.Popen(command(EXAMPLE, port), stderr=full) as process,
+    ):
         try:
             ends += asyncio.run(_ask(port, n))
         finally:
             process.terminate()
-    report.lost += [f"a stream is {how}" for how, count in ends.items() if how != "whole" for _ in range(count)]
+    report.lost += [
+        f"a stream is {how}" for how, count in ends.items() if how != "whole" for _ in range(count)
+    ]
     return report
 
 

@@ -22,7 +22,8 @@ def held(served: Live) -> dict[str, float]:
     return {
         "tasks": len(asyncio.all_tasks(served.loop)),
         "file descriptors": process.num_fds(),
-        "rows, promises and places": sum(served.service.engine.load()) + served.service.admission.n_inside,
+        "rows, promises and places": sum(served.service.engine.load())
+        + served.service.admission.n_inside,
         "bytes": process.memory_info().rss,
     }
 

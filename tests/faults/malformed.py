@@ -24,7 +24,10 @@ _VARYING = re.compile(r'"(id|created)":[^,]*')
 def malformed_bodies(n: int, seed: int = 0) -> Report:
     """n bodies: half of them with hostile values in the fields of valid ones, half of all other kinds."""
     report = Report("malformed bodies")
-    with errors_logged() as errors, live(FakeRunner(VOCAB_SIZE, max_model_len=400), max_queue=1000) as served:
+    with (
+        errors_logged() as errors,
+        live(FakeRunner(VOCAB_SIZE, max_model_len=400), max_queue=1000) as served,
+    ):
         asyncio.run(_send_all(served, n, seed, report))
         report.lost += errors
         report.check(served.service.engine.load() == (0, 0, 0.0), "rows or memory are still held")
@@ -50,8 +53,13 @@ async def _send_all(served: Live, n: int, seed: int, report: Report) -> None:
         after = [await client.post(path, json=body) for path, body in VALID.items()]
         for path, one, other in zip(VALID, before, after, strict=True):
             same = _VARYING.sub("", one.text) == _VARYING.sub("", other.text)
-            report.check(same, f"{path} answered a valid body with {one.text}, and afterwards with {other.text}")
-            is_there = one.status_code == (404 if path == "/explain" else 200)  # a fake model has no attention graph
+            report.check(
+                same,
+                f"{path} answered a valid body with {one.text}, and afterwards with {other.text}",
+            )
+            is_there = one.status_code == (
+                404 if path == "/explain" else 200
+            )  # a fake model has no attention graph
             report.check(is_there, f"{path} answered a valid body with {one.text}")
 
 

@@ -39,11 +39,14 @@ async def _wave(served: Served, report: Report) -> None:
     body: dict[str, Any] = {"prompt": "a", "max_tokens": _TOKENS, "ignore_eos": True}
     served.runner.hold()
     waiting = {
-        asyncio.ensure_future(served.client.post("/v1/completions", json=body)) for _ in range(_TIMES * _CAPACITY)
+        asyncio.ensure_future(served.client.post("/v1/completions", json=body))
+        for _ in range(_TIMES * _CAPACITY)
     }
     report.tried += len(waiting)
     refused: set[asyncio.Future[httpx.Response]] = set()
-    while len(waiting) > _CAPACITY:  # until what is left has been admitted, for the engine stands still
+    while (
+        len(waiting) > _CAPACITY
+    ):  # until what is left has been admitted, for the engine stands still
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         refused |= done
     for answer in (one.result() for one in refused):
@@ -51,5 +54,7 @@ async def _wave(served: Served, report: Report) -> None:
         report.check(is_told, f"a request too many got {answer.status_code} {answer.text}")
     served.runner.release()
     for answer in await asyncio.gather(*waiting):
-        is_whole = answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == _TOKENS
+        is_whole = (
+            answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == _TOKENS
+        )
         report.check(is_whole, f"an admitted request got {answer.status_code} {answer.text}")

@@ -15,7 +15,9 @@ from tests.live import KEY, Live, live
 from tests.serving import VOCAB_SIZE
 
 BODY = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
-_HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n"
+_HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n"
+)
 _LENGTH = b"Content-Length: %d\r\n" % len(BODY)
 _CLOSE = b"Connection: close\r\n"
 _CHUNK = b"%x\r\n%s\r\n" % (len(BODY), BODY)
@@ -33,7 +35,10 @@ def _get(target: bytes, version: bytes = b"HTTP/1.1") -> bytes:
 # What is sent, and the statuses of the answers before the server closes the connection.
 CASES: dict[str, tuple[bytes, list[int]]] = {
     "a valid request": (_with(_LENGTH), [200]),
-    "three requests in one packet": ((_HEAD + _LENGTH + b"\r\n" + BODY) * 2 + _with(_LENGTH), [200, 200, 200]),
+    "three requests in one packet": (
+        (_HEAD + _LENGTH + b"\r\n" + BODY) * 2 + _with(_LENGTH),
+        [200, 200, 200],
+    ),
     "a request, then garbage": (_HEAD + _LENGTH + b"\r\n" + BODY + b"\0\1\2\r\n\r\n", [400]),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", [400]),
     "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200), [400]),
@@ -44,7 +49,10 @@ CASES: dict[str, tuple[bytes, list[int]]] = {
     "CONNECT": (b"CONNECT example.org:443 HTTP/1.1\r\nHost: x\r\n" + _CLOSE + b"\r\n", [400]),
     "a header without a colon": (_with(_LENGTH + b"nonsense\r\n"), [400]),
     "a header with a null byte": (_with(_LENGTH + b"X-A: \0\r\n"), [400]),
-    "a key that is not ASCII": (_get(b"/v1/models").replace(b"Host: x", b"Authorization: Bearer \xff\xfe"), [401]),
+    "a key that is not ASCII": (
+        _get(b"/v1/models").replace(b"Host: x", b"Authorization: Bearer \xff\xfe"),
+        [401],
+    ),
     "an id that is not ASCII": (_with(_LENGTH + b"X-Request-Id: \xff\x80\r\n"), [200]),
     "no length": (_with(b"", b""), [400]),
     "a length below zero": (_with(b"Content-Length: -1\r\n"), [400]),
@@ -56,14 +64,23 @@ CASES: dict[str, tuple[bytes, list[int]]] = {
     "a length that is too short": (_HEAD + b"Content-Length: 5\r\n\r\n" + BODY, [400]),
     "a chunk whose size is none": (_with(_CHUNKED, b"zz\r\nx\r\n0\r\n\r\n"), [400]),
     "a chunk longer than its size": (_with(_CHUNKED, b"2\r\n{}}}\r\n0\r\n\r\n"), [400]),
-    "chunks without an end": (_with(_CHUNKED, (b"fffff\r\n" + b" " * 0xFFFFF + b"\r\n") * 5), [413]),
-    "chunks with extensions and trailers": (_with(_CHUNKED, _CHUNK + b"0;a=b\r\nX-A: x\r\n\r\n"), [200]),
+    "chunks without an end": (
+        _with(_CHUNKED, (b"fffff\r\n" + b" " * 0xFFFFF + b"\r\n") * 5),
+        [413],
+    ),
+    "chunks with extensions and trailers": (
+        _with(_CHUNKED, _CHUNK + b"0;a=b\r\nX-A: x\r\n\r\n"),
+        [200],
+    ),
     "an extension of 10 MB": (_with(_CHUNKED, b"1;" + b"x" * 10**7), [431]),
     "a trailer of 10 MB": (_with(_CHUNKED, _CHUNK + b"0\r\nX-A: " + b"x" * 10**7), [431]),
     "a million trailers": (_with(_CHUNKED, _CHUNK + b"0\r\n" + b"X-A: x\r\n" * 10**6), [431]),
     "an encoding that is unknown": (_with(b"Transfer-Encoding: gzip\r\n"), [400]),
     "a body that is compressed": (_with(b"Content-Encoding: gzip\r\n" + _LENGTH), [200]),
-    "a websocket": (_HEAD + b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\r\n", [400]),
+    "a websocket": (
+        _HEAD + b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\r\n",
+        [400],
+    ),
     "10,000 headers": (_with(_LENGTH + b"".join(b"X-%d: x\r\n" % i for i in range(10_000))), [431]),
     "a header of 10 MB": (_with(_LENGTH + b"X-A: " + b"x" * 10**7 + b"\r\n"), [431]),
 }
@@ -123,5 +140,7 @@ def _damaged(chance: random.Random, request: bytes) -> bytes:
     damaged = bytearray(request)
     for _ in range(chance.randint(1, 6)):
         at = chance.randrange(len(damaged) + 1)
-        damaged[at : at + chance.choice((0, 1, 1, 8))] = chance.choice((b"", b"\r\n", b"\0", b"9", chance.randbytes(2)))
+        damaged[at : at + chance.choice((0, 1, 1, 8))] = chance.choice(
+            (b"", b"\r\n", b"\0", b"9", chance.randbytes(2))
+        )
     return bytes(damaged)

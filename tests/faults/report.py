@@ -32,7 +32,9 @@ class _Errors(logging.Handler):
         self._messages = messages
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._messages.append(f"the log says: {record.name}: {record.getMessage()} {record.exc_info or ''}")
+        self._messages.append(
+            f"the log says: {record.name}: {record.getMessage()} {record.exc_info or ''}"
+        )
 
 
 @contextmanager

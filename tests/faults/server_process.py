@@ -25,7 +25,9 @@ class ServerProcess:
     """One that is ready. With `follows`, its log is read to the end, or it would stand still when the pipe is full."""
 
     def __init__(self, port: int, *options: str, follows: bool = True) -> None:
-        self.popen = subprocess.Popen(command(EXAMPLE, port, *options), stderr=subprocess.PIPE, text=True)
+        self.popen = subprocess.Popen(
+            command(EXAMPLE, port, *options), stderr=subprocess.PIPE, text=True
+        )
         self.port = int(self._until("listening")["port"])
         self._until("ready")
         self.reader = Thread(target=lambda: [None for _ in self.stderr])
@@ -62,7 +64,9 @@ class Stream:
     """A streamed completion on a connection of its own. `begun` is set by its first bytes, or its end."""
 
     def __init__(self, port: int, **fields: Any) -> None:
-        body = json.dumps({"prompt": "def read", "stream": True, "ignore_eos": True} | fields).encode()
+        body = json.dumps(
+            {"prompt": "def read", "stream": True, "ignore_eos": True} | fields
+        ).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
         self.begun = asyncio.Event()
         self.text = b""
@@ -79,9 +83,15 @@ class Stream:
             pass
         finally:
             self.begun.set()
-        if self.text.startswith(b"HTTP/1.1 200") and self.text.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+        if self.text.startswith(b"HTTP/1.1 200") and self.text.endswith(
+            b"data: [DONE]\n\n\r\n0\r\n\r\n"
+        ):
             return "whole"
-        return "refused" if not self.text or self.text.startswith((b"HTTP/1.1 503", b"HTTP/1.1 429")) else "cut"
+        return (
+            "refused"
+            if not self.text or self.text.startswith((b"HTTP/1.1 503", b"HTTP/1.1 429"))
+            else "cut"
+        )
 
     async def _read(self) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)

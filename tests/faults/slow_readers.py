@@ -20,11 +20,16 @@ def slow_readers(n: int, _seed: int = 0) -> Report:
     """n clients that read nothing, and n beside them that do."""
     report = Report("clients that do not read", n)
     runner = FakeRunner(VOCAB_SIZE, max_model_len=_TOKENS + 10, max_num_seqs=n + 2)
-    with errors_logged() as errors, live(runner, served_model_name=_NAME, send_timeout=1.0, max_queue=n) as served:
+    with (
+        errors_logged() as errors,
+        live(runner, served_model_name=_NAME, send_timeout=1.0, max_queue=n) as served,
+    ):
         _stand_still(served, n, report)
         before = held(served)
         most = _stand_still(served, n, report)
-        report.note = f"at most {most / 2**20:.1f} of {_TOKENS * len(_NAME) / 2**20:.1f} MiB waited for one, "
+        report.note = (
+            f"at most {most / 2**20:.1f} of {_TOKENS * len(_NAME) / 2**20:.1f} MiB waited for one, "
+        )
         check_nothing_leaked(report, before, held(served))
         report.lost += errors
     return report
@@ -46,7 +51,9 @@ def _stand_still(served: Live, n: int, report: Report) -> int:
 
 def _ask(served: Live) -> int:
     with served.http() as client:
-        return client.post("/v1/completions", json={"prompt": "a", "max_tokens": 5, "ignore_eos": True}).status_code
+        return client.post(
+            "/v1/completions", json={"prompt": "a", "max_tokens": 5, "ignore_eos": True}
+        ).status_code
 
 
 async def _most_buffered(served: Live) -> int:

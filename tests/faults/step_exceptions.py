@@ -13,9 +13,9 @@ from typing import Any
 
 import httpx
 
-import server.async_engine
 import server.engine
-from server.async_engine import AsyncEngine
+import server.requests.async_engine
+from server.requests.async_engine import AsyncEngine
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.faults.report import Report
 from tests.serving import VOCAB_SIZE, Served, serving
@@ -23,17 +23,31 @@ from tests.serving import VOCAB_SIZE, Served, serving
 Line = tuple[str, str, int]  # file, function, line
 
 _ENGINE = str(Path(server.engine.__file__ or "").parent)
-_ASYNC_ENGINE = server.async_engine.__file__
+_ASYNC_ENGINE = server.requests.async_engine.__file__
 _STEP = ("_turn", "_commands", "_hand_out", "_record", "_record_end", "_add", "_abort")
 
 # What runs while the exception strikes: most of what a step can meet.
 _BODIES: list[dict[str, Any]] = [
     {"max_tokens": 9, "stream": True, "temperature": 0},
     {"max_tokens": 3, "n": 2, "logprobs": 2, "echo": True},
-    {"max_tokens": 6, "prompt": "a a a a a a", "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 2},
+    {
+        "max_tokens": 6,
+        "prompt": "a a a a a a",
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "min_tokens": 2,
+    },
     {"max_tokens": 0, "echo": True, "logprobs": 0, "prompt": "def read_json(path):"},
     {"max_tokens": 9, "regex": "[a-z]{2,5}", "ignore_eos": False},
-    {"max_tokens": 9, "stream": True, "logit_bias": {"5": 1}, "top_p": 0.5, "typical_p": 0.5, "timeout_ms": 1},
+    {
+        "max_tokens": 9,
+        "stream": True,
+        "logit_bias": {"5": 1},
+        "top_p": 0.5,
+        "typical_p": 0.5,
+        "timeout_ms": 1,
+    },
 ]
 
 
@@ -107,11 +121,17 @@ async def _serve(tracer: Tracer) -> list[str]:
         tracer.install(served.service.engine)
         try:
             async with asyncio.timeout(TIMEOUT):
-                answers = await asyncio.gather(*(_post(served, body) for body in _BODIES), _leave(served))
+                answers = await asyncio.gather(
+                    *(_post(served, body) for body in _BODIES), _leave(served)
+                )
         except TimeoutError:
             return ["a request hangs"]
         whole = [answer for answer in answers if answer]
-        wrong = [f"{answer.status_code} {answer.text[-200:]}" for answer in whole if not _has_ended(answer)]
+        wrong = [
+            f"{answer.status_code} {answer.text[-200:]}"
+            for answer in whole
+            if not _has_ended(answer)
+        ]
         if served.service.admission.n_inside:
             wrong.append("places are still held")
     engine = served.service.engine
@@ -123,7 +143,9 @@ async def _serve(tracer: Tracer) -> list[str]:
 
 
 async def _post(served: Served, body: dict[str, Any]) -> httpx.Response:
-    return await served.client.post("/v1/completions", json={"prompt": "def a", "seed": 1, "ignore_eos": True} | body)
+    return await served.client.post(
+        "/v1/completions", json={"prompt": "def a", "seed": 1, "ignore_eos": True} | body
+    )
 
 
 async def _leave(served: Served) -> None:
@@ -139,4 +161,6 @@ async def _leave(served: Served) -> None:
 def _has_ended(answer: httpx.Response) -> bool:
     if answer.headers["content-type"].startswith("text/event-stream"):
         return answer.text.endswith("data: [DONE]\n\n")
-    return answer.status_code in (200, 429, 504) or (answer.status_code == 500 and "internal_error" in answer.text)
+    return answer.status_code in (200, 429, 504) or (
+        answer.status_code == 500 and "internal_error" in answer.text
+    )

@@ -1,0 +1,39 @@
+"""One completion in this process, streamed to a terminal: `kvasir generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import perf_counter
+from typing import NamedTuple
+
+from model.bundle import ModelBundle
+from server.engine.engine import Engine
+from server.engine.sampling import SamplingParams
+from server.engine.sequence import FinishReason, Sequence, SequenceTimes
+from server.requests.admission import check_length
+from server.text.detokenizer import Detokenizer
+
+
+class Piece(NamedTuple):
+    """What a token adds to the text, which may be nothing yet; None is the end, after the last token."""
+
+    text: str
+    token_id: int | None
+    finish_reason: FinishReason | None = None
+
+
+def generate(
+    engine: Engine, bundle: ModelBundle, prompt_ids: list[int], params: SamplingParams
+) -> Iterator[Piece]:
+    """The completion, token by token. Raises the errors of the door for a prompt that cannot fit."""
+    check_length(len(prompt_ids), params.max_tokens, engine)
+    ending_ids = frozenset(bundle.config.eos_token_ids)
+    engine.add(Sequence(0, prompt_ids, params, ending_ids, SequenceTimes(perf_counter())))
+    text = Detokenizer(bundle.tokenizer, prompt_ids)
+    reason = None
+    while engine.has_work:
+        for output in engine.step()[0]:
+            reason = output.finish_reason
+            if output.token_id is not None and reason is not FinishReason.STOP:
+                yield Piece(text.push(output.token_id), output.token_id)
+    yield Piece(text.flush(), None, reason)

@@ -1,0 +1,158 @@
+"""Chat templates: messages to the text that a model was trained on, rendered exactly as transformers does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from model.bundle import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE, parse_special_tokens
+
+# Names that templates and clients give to a message's reasoning; transformers fills the first from the others.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplateError(ValueError):
+    """A template that is not valid, or that refuses these messages; the message has what Jinja or the template said."""
+
+
+class ChatTemplate:
+    """A Jinja template, run in a sandbox, with the special tokens that it may name (bos_token, eos_token, …)."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, Any] | None = None) -> None:
+        """Raises ChatTemplateError when it is no template."""
+        self.source = source
+        self.special_tokens = dict(special_tokens or {})
+        try:
+            self._template = _environment().from_string(source)
+        except TemplateError as error:
+            raise ChatTemplateError(f"the chat template is not valid: {error}") from None
+
+    @classmethod
+    def load(cls, directory: Path) -> ChatTemplate | None:
+        """The template of a checkpoint or model directory, if it has one. Raises ChatTemplateError for a bad file."""
+        paths = [directory / name for name in (CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE)]
+        return cls.parse({path.name: path.read_bytes() for path in paths if path.is_file()})
+
+    @classmethod
+    def parse(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
+        """The same of the contents of these files, by name."""
+        if CHAT_TEMPLATE_FILE not in files:
+            return None
+        try:
+            source = files[CHAT_TEMPLATE_FILE].decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ChatTemplateError(f"{CHAT_TEMPLATE_FILE} is not UTF-8 text: {error}") from None
+        try:
+            special_tokens = parse_special_tokens(files.get(SPECIAL_TOKENS_FILE, b"{}"))
+        except ValueError as error:
+            raise ChatTemplateError(f"{SPECIAL_TOKENS_FILE} {error}") from None
+        return cls(source, special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,  # so that any name can be a variable's
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The text of messages, tools and variables, which hold plain JSON values only.
+
+        add_generation_prompt: end it where the assistant is to speak. Raises ChatTemplateError.
+        """
+        if not messages:
+            raise ChatTemplateError("the chat template cannot render this: there are no messages")
+        known = {**self.special_tokens, "documents": None, **variables, "tools": tools}
+        known |= {
+            "messages": [_prepare(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._template.render(known)
+        except Exception as error:  # a template is a program: it can fail in any way
+            raise ChatTemplateError(f"the chat template cannot render this: {error}") from None
+
+
+def _prepare(message: Mapping[str, Any]) -> dict[str, Any]:
+    """As transformers does: null is absent, and reasoning goes by the name that templates read."""
+    given = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((given[key] for key in REASONING if key in given), None)
+    return (
+        given
+        if reasoning is None
+        else {"thinking": reasoning, **given, "reasoning_content": reasoning}
+    )
+
+
+class _GenerationBlock(Extension):
+    """{% generation %} … {% endgeneration %}, by which some templates mark what the assistant says: left as it is."""
+
+    tags = {"generation"}  # noqa: RUF012  (as Jinja has it)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Namespace(Namespace):
+    """namespace() without names that begin with an underscore, which could lead out of the sandbox."""
+
+    def __init__(*arguments: Any, **names: Any) -> None:  # so that `self` can be a name
+        held = dict(*arguments[1:], **names)
+        for name in held:
+            _refuse_private(name)
+        Namespace.__init__(arguments[0], held)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: object) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"a namespace may not hold {name!r}")
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": _now,
+        "namespace": _Namespace,
+    }
+    return environment
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)  # noqa: DTZ005  (local time without a zone, as templates expect it)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter writes < and ' as escapes for HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

@@ -1,0 +1,76 @@
+"""Generation the slow and obvious way: no cache, no batch, the whole sequence again for every token.
+
+This is the oracle that every faster path is tested against, so it shares no code with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from model.network.decoder import Decoder
+
+
+@torch.inference_mode()
+def next_logits(decoder: Decoder, token_ids: list[int]) -> NDArray[np.float32]:
+    """Logits [vocab] of the token that follows `token_ids`."""
+    input_ids = torch.tensor([token_ids], device=decoder.embedding.weight.device)
+    logits: NDArray[np.float32] = decoder(input_ids)[0, -1].float().cpu().numpy()
+    return logits
+
+
+def generate(
+    decoder: Decoder,
+    prompt_ids: list[int],
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    sample_index: int = 0,
+    ending_ids: Collection[int] = (),
+) -> list[int]:
+    """The new token ids, the ending one included. Temperature 0 takes the likeliest token."""
+    decoder.eval()
+    generator = np.random.Generator(
+        np.random.Philox(key=np.array([seed, sample_index], dtype=np.uint64))
+    )
+    output_ids: list[int] = []
+    while len(output_ids) < max_tokens:
+        logits = next_logits(decoder, prompt_ids + output_ids)
+        if temperature == 0.0:
+            token_id = int(logits.argmax())
+        else:
+            token_id = draw(logits, temperature, top_k, top_p, uniform=generator.random())
+        output_ids.append(token_id)
+        if token_id in ending_ids:
+            break
+    return output_ids
+
+
+def draw(
+    logits: NDArray[np.float32], temperature: float, top_k: int, top_p: float, uniform: float
+) -> int:
+    """The token at which the cumulative probability, in order of ids, first exceeds `uniform`."""
+    scaled = logits.astype(np.float64) / temperature
+    order = np.argsort(-scaled, kind="stable")
+    kept = order[:top_k] if top_k else order
+    probabilities = np.exp(scaled[kept] - scaled.max())
+    probabilities /= probabilities.sum()
+    if top_p < 1.0:
+        n_nucleus = int((np.cumsum(probabilities) < top_p).sum()) + 1
+        kept, probabilities = (
+            kept[:n_nucleus],
+            probabilities[:n_nucleus] / probabilities[:n_nucleus].sum(),
+        )
+    cumulative = 0.0
+    by_id = sorted(zip(kept.tolist(), probabilities.tolist(), strict=True))
+    for token_id, probability in by_id:
+        cumulative += probability
+        if cumulative > uniform:
+            return int(token_id)
+    return int(by_id[-1][0])

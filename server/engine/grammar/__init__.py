@@ -1,0 +1,4 @@
+"""Grammars that a text must follow, and the masks of tokens that they allow.
+
+Imports nothing else of the server.
+"""

@@ -1,0 +1,110 @@
+"""Grammars tried in a process apart, where one that takes too much time or memory ends nothing but its trial.
+
+llguidance's own limits do not cover all of what a grammar can cost: from a schema of a hundred characters it can
+intersect patterns for minutes, until memory is used up, and that ends the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
+from typing import Any
+
+import psutil
+
+from server.engine.grammar.constraints import Grammar, GrammarCompiler, GrammarError
+
+CPU_SECONDS = 0.5
+MEMORY_BYTES = 32 * 2**20
+
+_ROOT = Path(__file__).parents[3]
+
+
+class TrialEndedError(GrammarError):
+    """The trial said nothing of the grammar."""
+
+
+class GrammarTrial:
+    """For one model's tokens and one thread. The process starts with the first grammar, and has to be closed."""
+
+    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        self._model = (tokenizer, vocab_size, list(eos_token_ids))
+        self._process: Popen[bytes] | None = None
+
+    def check(self, grammar: Grammar) -> None:
+        """Raises GrammarError for a grammar that cannot be compiled, or not within the limits; TrialEndedError."""
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            module = [sys.executable, "-m", __name__]
+            self._process = Popen(module, cwd=_ROOT, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)  # noqa: S603
+            self._send(self._model)
+        self._send((grammar.kind, grammar.source))
+        assert self._process.stdout is not None
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise TrialEndedError("the process that tries grammars was ended; try again")
+        if error := json.loads(answer):
+            raise GrammarError(error)
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _send(self, message: object) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # then there is no answer either
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+
+def _main() -> None:
+    """Answer each line of standard input, a grammar, by a line: what is wrong with it, or null. Ends with the input."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which reaches the server too
+    os.nice(10)
+    tokenizer, vocab_size, eos_token_ids = json.loads(sys.stdin.readline())
+    compiler = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
+    with suppress(GrammarError):
+        compiler.tokens  # noqa: B018  before the first fork
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            _try(compiler, *json.loads(line))
+        if os.waitpid(child, 0)[1]:
+            _answer(f"it takes more than {CPU_SECONDS} s or {MEMORY_BYTES // 2**20} MiB to compile")
+
+
+def _try(compiler: GrammarCompiler, kind: Any, source: str) -> None:
+    """Compile under limits, and end this process: by a signal, where it exceeds them."""
+    try:
+        memory = psutil.Process().memory_info().vms + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        error = None
+        try:
+            compiler.compile(Grammar(kind, source, ""))
+        except GrammarError as refusal:
+            error = str(refusal)
+        _answer(error)
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def _answer(error: str | None) -> None:
+    sys.stdout.write(json.dumps(error) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    _main()

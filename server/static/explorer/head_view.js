@@ -1,0 +1,133 @@
+// One head of one text: its map, the text shaded by one row, the weight that is pointed at, and that row as a table.
+
+import { byId, make } from "../shared/dom.js";
+import { CELL, HeatMap } from "./heatmap.js";
+import { listen } from "./heatmap_input.js";
+import { quoted, visible } from "../shared/token_text.js";
+import { TokenStrip } from "./token_strip.js";
+import { check, formatWeight, isVisible } from "./weights.js";
+import { sharpen } from "./weight_image.js";
+
+const TOLERANCE = 1e-4; // of a sum of 32-bit numbers
+
+export class HeadView {
+  constructor() {
+    this.map = new HeatMap(byId("map"));
+    const pin = (query) => {
+      this.pin(query);
+      this.map.reveal(query);
+    };
+    this.strip = new TokenStrip(byId("strip"), pin, (query) => this.hover(query));
+    listen(this.map, (cell, byKeyboard) => this.point(cell, byKeyboard), pin);
+    byId("row-details").addEventListener("toggle", () => this.fillTable());
+    const zoom = byId("zoom");
+    Object.assign(zoom, { min: CELL.least, max: CELL.most });
+    zoom.addEventListener("input", () => this.map.zoom(zoom.valueAsNumber));
+  }
+
+  /** Show a head whose weights have come. A new text is seen from its last token, which tells what comes next. */
+  show(reading, layer, head, window, palette) {
+    const isNew = reading !== this.reading;
+    Object.assign(this, { reading, window, palette, weights: reading.weights(layer, head) });
+    if (isNew) this.begin(reading);
+    this.map.show({ tokens: reading.tokens, weights: this.weights, window, palette });
+    if (isNew) this.map.reveal(this.pinned);
+    byId("map").setAttribute("aria-label", `Attention weights of layer ${layer}, head ${head}`);
+    drawLegend(palette);
+    this.showContract();
+    this.pin(this.pinned);
+  }
+
+  begin({ tokens, n }) {
+    this.strip.lay(tokens);
+    this.map.zoom(0);
+    this.map.marks = { pinned: n - 1, point: null };
+    this.map.cursor = null;
+    byId("zoom").value = this.map.size;
+  }
+
+  get pinned() {
+    return this.map.marks.pinned;
+  }
+
+  pin(query) {
+    this.map.mark({ pinned: query, point: this.map.marks.point });
+    this.strip.reveal(query);
+    this.fillTable();
+    this.showRow();
+  }
+
+  /** Point at a cell or, with null, at none: the keyboard's cell is shown then, or the pinned row. */
+  point(cell, byKeyboard) {
+    this.map.mark({ pinned: this.pinned, point: cell ?? this.map.cursor });
+    byId("weight").setAttribute("aria-live", byKeyboard ? "polite" : "off"); // a pointer passes too many
+    this.showRow();
+  }
+
+  hover(index) {
+    this.point(index === null ? null : { query: index, key: -1 }, false);
+  }
+
+  /** A row's weights, null where it is masked. */
+  row(query) {
+    const { n } = this.reading;
+    const row = Array.from(this.weights.subarray(query * n, (query + 1) * n));
+    return row.map((weight, key) => (isVisible(query, key, this.window) ? weight : null));
+  }
+
+  /** Shade the text by the row that is pointed at, or pinned, and say a weight: the one pointed at, or the largest. */
+  showRow() {
+    const { tokens } = this.reading;
+    const { point, pinned } = this.map.marks;
+    const query = point && point.query >= 0 ? point.query : pinned;
+    const row = this.row(query);
+    byId("strip-token").textContent = quoted(tokens[query]);
+    this.strip.shade(row, pinned, this.palette);
+    const isCell = point && point.key >= 0;
+    const key = isCell ? point.key : row.indexOf(Math.max(...row));
+    this.say(query, key, row[key], isCell ? "" : "most ");
+  }
+
+  say(query, key, weight, most) {
+    const { tokens, n } = this.reading;
+    const [asks, read] = [quoted(tokens[query]), quoted(tokens[key])];
+    const text = weight !== null
+      ? `${asks} attends ${most}to ${read}: ${formatWeight(weight)}`
+      : `${asks} does not see ${read}, which ${key > query ? "comes later" : "is outside the window"}`;
+    byId("weight").replaceChildren(text, " ", make("span", { class: "quiet" }, `row ${query}, column ${key} of ${n}`));
+  }
+
+  fillTable() {
+    if (!byId("row-details").open || !this.weights) return;
+    const { tokens } = this.reading;
+    byId("row-caption").textContent = `What ${quoted(tokens[this.pinned])}, at ${this.pinned}, attends to, most first`;
+    const seen = this.row(this.pinned).map((weight, key) => ({ weight, key })).filter(({ weight }) => weight !== null);
+    const rows = seen.sort((a, b) => b.weight - a.weight).map(({ weight, key }) => make("tr", {},
+      make("td", { class: "number" }, `${key}`), make("td", { class: "token-name" }, visible(tokens[key])),
+      make("td", { class: "number" }, formatWeight(weight))));
+    byId("row-body").replaceChildren(...rows);
+  }
+
+  /** What the export promises, tried on what came. */
+  showContract() {
+    const { deviation, leak } = check(this.weights, this.reading.n, this.window);
+    const hidden = this.window === null ? "above the diagonal" : "above the diagonal or outside the window";
+    const sums = deviation <= TOLERANCE ? "rows sum to 1" : "rows do not sum to 1";
+    const mask = leak === 0 ? `nothing ${hidden}` : `up to ${leak.toExponential(1)} ${hidden}`;
+    const broken = deviation > TOLERANCE || leak > 0;
+    byId("contract").textContent =
+      `${broken ? "✗" : "✓"} ${sums} (largest deviation ${deviation.toExponential(1)}) · ${mask}`;
+    byId("contract").className = broken ? "error" : "quiet";
+  }
+}
+
+function drawLegend(palette) {
+  const [width, height] = [160, 12];
+  const pen = sharpen(byId("legend"), width, height);
+  for (let x = 0; x < width; x++) {
+    const share = x / (width - 1);
+    [pen.fillStyle] = palette.pair(palette.lifted ? share ** 2 : share);
+    pen.fillRect(x, 0, 1, height);
+  }
+  byId("legend-middle").textContent = palette.lifted ? "0.25" : "0.5";
+}

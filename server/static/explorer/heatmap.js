@@ -1,0 +1,174 @@
+// One head, large: queries from top to bottom, keys from left to right, tokens on both axes, which stay in sight.
+// The canvas is as large as what is seen of the map, and is drawn anew as that is scrolled.
+
+import { themeColours } from "../shared/colours.js";
+import { visible } from "../shared/token_text.js";
+import { hatching, sharpen, weightImage } from "./weight_image.js";
+
+export const CELL = { least: 2, most: 48, fitted: [12, 34] }; // CSS pixels
+const LINE = 12; // between labels that are not to touch
+const LABEL = { least: 34, most: 104 };
+const LONGEST = 14; // characters of a label; the readout has all
+
+export class HeatMap {
+  /** `scroller` holds a sizer, as large as the whole map, which holds a canvas. */
+  constructor(scroller) {
+    this.scroller = scroller;
+    this.sizer = scroller.firstElementChild;
+    this.canvas = this.sizer.firstElementChild;
+    this.cell = 0; // what the user chose, or 0: as fits
+    this.marks = { pinned: 0, point: null };
+    this.cursor = null; // the keyboard's cell, while it is here
+    scroller.addEventListener("scroll", () => this.draw());
+    new ResizeObserver(() => this.layOut()).observe(scroller);
+  }
+
+  /** Show weights of n × n; the palette is that of the theme. */
+  show({ tokens, weights, window, palette }) {
+    this.labels = tokens.map(label);
+    this.n = tokens.length;
+    this.colours = themeColours();
+    this.image = weightImage(weights, this.n, window, palette);
+    this.layOut();
+  }
+
+  /** Mark the pinned row, and a cell {query, key} or none. */
+  mark(marks) {
+    this.marks = marks;
+    this.draw();
+  }
+
+  zoom(cell) {
+    this.cell = cell;
+    this.layOut();
+  }
+
+  /** CSS pixels from cell to cell: as chosen, or as many as let the whole map be seen, if that is enough to read it. */
+  get size() {
+    const [least, most] = CELL.fitted;
+    const side = Math.min(this.scroller.clientWidth, parseFloat(getComputedStyle(this.scroller).maxHeight));
+    return this.cell || Math.min(most, Math.max(least, Math.floor((side - this.margin - 1) / this.n)));
+  }
+
+  layOut() {
+    if (!this.image || !this.scroller.clientWidth) return; // hidden, or nothing to show yet
+    const pen = this.canvas.getContext("2d");
+    pen.font = this.font;
+    const widest = Math.max(...this.labels.map((text) => pen.measureText(text).width));
+    this.margin = Math.ceil(Math.min(LABEL.most, Math.max(LABEL.least, widest))) + 10;
+    const whole = this.margin + this.n * this.size + 1;
+    this.sizer.style.width = this.sizer.style.height = `${whole}px`;
+    this.width = Math.min(whole, this.scroller.clientWidth);
+    this.height = Math.min(whole, this.scroller.clientHeight);
+    this.draw();
+  }
+
+  get font() {
+    return `12px ${getComputedStyle(this.scroller).fontFamily}`;
+  }
+
+  /** Which cell lies at a place of the canvas; -1 for a query or a key is outside, on the labels. */
+  cellAt(x, y) {
+    const { margin, size } = this;
+    const index = (place, scrolled) => (place < margin ? -1 : Math.floor((place - margin + scrolled) / size));
+    const key = index(x, this.scroller.scrollLeft);
+    const query = index(y, this.scroller.scrollTop);
+    return query < this.n && key < this.n ? { query, key } : null;
+  }
+
+  /** Scroll as little as it takes to see a row or, with a key, a cell. */
+  reveal(query, key = null) {
+    const { scroller, size, margin } = this;
+    const into = (at, scrolled, room) => Math.min(at * size, Math.max(scrolled, (at + 1) * size + 1 - (room - margin)));
+    scroller.scrollTop = into(query, scroller.scrollTop, scroller.clientHeight);
+    if (key !== null) scroller.scrollLeft = into(key, scroller.scrollLeft, scroller.clientWidth);
+  }
+
+  draw() {
+    if (!this.width) return;
+    const pen = sharpen(this.canvas, this.width, this.height);
+    pen.font = this.font;
+    pen.textBaseline = "middle";
+    const { scrollLeft, scrollTop } = this.scroller;
+    inside(pen, this.margin, this.margin, this.width, this.height, () => {
+      pen.translate(this.margin - scrollLeft, this.margin - scrollTop);
+      this.drawCells(pen);
+    });
+    inside(pen, 0, this.margin, this.margin, this.height, () => {
+      pen.translate(0, this.margin - scrollTop);
+      this.drawLabels(pen, scrollTop, this.marks.point?.query, this.marks.pinned);
+    });
+    inside(pen, this.margin, 0, this.width, this.margin, () => {
+      pen.translate(this.margin - scrollLeft, this.margin);
+      pen.rotate(-Math.PI / 2);
+      this.drawLabels(pen, scrollLeft, this.marks.point?.key, -1, true);
+    });
+  }
+
+  drawCells(pen) {
+    const whole = this.n * this.size;
+    pen.fillStyle = hatching(pen, this.colours);
+    pen.fillRect(0, 0, whole, whole);
+    pen.imageSmoothingEnabled = false;
+    pen.drawImage(this.image, 0, 0, whole, whole);
+    if (this.size >= 9) this.drawGaps(pen, whole);
+    const { colours, marks: { pinned, point } } = this;
+    this.frame(pen, colours.accent, 0, pinned, this.n, 1);
+    if (point && point.query >= 0) this.frame(pen, colours.quiet, 0, point.query, this.n, 1);
+    if (point && point.key >= 0) this.frame(pen, colours.quiet, point.key, 0, 1, this.n);
+    if (point && point.query >= 0 && point.key >= 0) this.frame(pen, colours.text, point.key, point.query, 1, 1);
+  }
+
+  drawGaps(pen, whole) {
+    pen.strokeStyle = this.colours.surface;
+    pen.lineWidth = 1;
+    pen.beginPath();
+    for (let at = 0; at <= whole; at += this.size) {
+      pen.moveTo(at, 0);
+      pen.lineTo(at, whole);
+      pen.moveTo(0, at);
+      pen.lineTo(whole, at);
+    }
+    pen.stroke();
+  }
+
+  /** A frame around `columns` × `rows` cells. */
+  frame(pen, colour, key, query, columns, rows) {
+    pen.strokeStyle = colour;
+    pen.lineWidth = 2;
+    pen.strokeRect(key * this.size, query * this.size, columns * this.size, rows * this.size);
+  }
+
+  /** Tokens along an axis, as many as have room, and always those that are marked. */
+  drawLabels(pen, scrolled, pointed, pinned, upright = false) {
+    const every = Math.ceil(LINE / this.size);
+    const first = Math.max(0, Math.floor(scrolled / this.size) - 1);
+    const last = Math.min(this.n, first + Math.ceil((upright ? this.width : this.height) / this.size) + 2);
+    const marked = [pinned, pointed].filter((at) => at >= first && at < last);
+    const free = (at) => !marked.some((one) => Math.abs(one - at) * this.size < LINE);
+    const { accent, quiet, text } = this.colours;
+    const special = { [pinned]: accent, [pointed]: text };
+    for (let at = first; at < last; at++) {
+      if (!(at in special) && (at % every || !free(at))) continue;
+      pen.fillStyle = special[at] ?? quiet;
+      pen.textAlign = upright ? "left" : "right";
+      const middle = (at + 0.5) * this.size;
+      pen.fillText(this.labels[at], upright ? 6 : this.margin - 6, middle, this.margin - 10);
+    }
+  }
+}
+
+function inside(pen, left, top, right, bottom, draw) {
+  pen.save();
+  pen.beginPath();
+  pen.rect(left, top, right - left, bottom - top);
+  pen.clip();
+  draw();
+  pen.restore();
+}
+
+/** As much of a token as an axis has room for, its beginning and its end. */
+function label(token) {
+  const text = [...visible(token)];
+  return text.length <= LONGEST ? text.join("") : [...text.slice(0, 8), "…", ...text.slice(-5)].join("");
+}

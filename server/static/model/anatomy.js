@@ -1,0 +1,125 @@
+// A decoder in words and in order, from its configuration: what is drawn, and what is read where nothing is seen.
+
+import { formatCount as n } from "../shared/format.js";
+
+const FEED_FORWARDS = {
+  swiglu: "SwiGLU",
+  geglu: "GEGLU",
+  geglu_tanh: "GEGLU (tanh)",
+  gelu: "GELU",
+  gelu_tanh: "GELU (tanh)",
+  relu: "ReLU",
+};
+const NORMS = { rmsnorm: "RMSNorm", layernorm: "LayerNorm" };
+const MOST_LAYERS = 4; // that are named one by one
+
+/** Whether a gate multiplies what the activation sees. */
+export const isGated = (config) => config.feed_forward.includes("glu");
+
+/**
+ * The steps from tokens to logits. A step is { kind, title, notes }; a residual { branches: [[step]] }, whose input is
+ * added to what its branches return; a repetition { times, steps }.
+ */
+export function stepsOf(config) {
+  return [
+    { kind: "value", title: "Tokens", notes: [`up to ${n(config.max_model_len)} ids below ${n(config.vocab_size)}`] },
+    { kind: "embedding", title: "Embedding", notes: embeddingNotes(config) },
+    { times: config.n_layer, steps: blockSteps(config) },
+    ...(config.norm_placement === "post" ? [] : [normStep(config)]),
+    { kind: "embedding", title: "Output head", notes: headNotes(config) },
+    { kind: "value", title: "Logits", notes: [`${n(config.vocab_size)} numbers: softmax makes them probabilities`] },
+  ];
+}
+
+function blockSteps(config) {
+  const norm = normStep(config);
+  const [attention, feedForward] = [attentionStep(config), feedForwardStep(config)];
+  if (config.parallel_residual) return [{ branches: [[norm, attention], [norm, feedForward]] }];
+  return [attention, feedForward].flatMap((step) => {
+    if (config.norm_placement === "post") return [{ branches: [[step]] }, norm];
+    return [{ branches: [config.norm_placement === "both" ? [norm, step, norm] : [norm, step]] }];
+  });
+}
+
+const normStep = (config) => ({ kind: "norm", title: NORMS[config.norm], notes: [] });
+
+function embeddingNotes(config) {
+  const { d_model: width, max_model_len: length, position } = config;
+  const notes = [`${n(config.vocab_size)} tokens × ${n(width)} channels`];
+  if (config.embedding_scale !== 1) notes.push(`times ${round(config.embedding_scale)}`);
+  if (position === "learned") notes.push(`plus a learned vector for each of ${n(length)} positions`);
+  if (position === "sinusoidal") notes.push(`times √${n(width)}, plus sinusoids of the position`);
+  return notes;
+}
+
+function attentionStep(config) {
+  const { n_head: heads, head_dim: channels, attention_scale: scale } = config;
+  const notes = [
+    `${n(heads)} query ${heads === 1 ? "head" : "heads"} of ${n(channels)} channels`,
+    sharing(config),
+    ...positionNotes(config),
+    scale === null ? `scores / √${n(channels)}` : `scores × ${round(scale)}`,
+  ];
+  if (config.qk_norm) notes.push("RMSNorm on every head of queries and keys");
+  if (config.attention_softcap !== null) notes.push(`scores capped at ±${round(config.attention_softcap)} by tanh`);
+  if (config.sliding_window !== null) notes.push(windowNote(config));
+  const biased = [config.qkv_bias && "queries, keys and values", config.output_bias && "output"].filter(Boolean);
+  if (biased.length) notes.push(`biases on ${biased.join(" and ")}`);
+  return { kind: "attention", title: `${sharingName(config)} attention`, notes };
+}
+
+function sharingName({ n_head: heads, n_kv_head: shared }) {
+  if (heads === shared) return "Multi-head";
+  return shared === 1 ? "Multi-query" : "Grouped-query";
+}
+
+function sharing({ n_head: heads, n_kv_head: shared }) {
+  if (heads === shared) return "each with keys and values of its own";
+  return shared === 1
+    ? "all sharing one key-value head"
+    : `sharing ${n(shared)} key-value heads, ${n(heads / shared)} to each`;
+}
+
+function positionNotes(config) {
+  if (config.position === "rotary") return [rotaryNote(config)];
+  if (config.position === "alibi") return ["ALiBi: less for what is further away, by a slope for each head"];
+  if (config.position === "none") return ["no positions: only the mask tells what came before"];
+  if (config.position !== "relative") return [];
+  const [buckets, most] = [n(config.relative_buckets), n(config.relative_max_distance)];
+  return [`a learned bias for each of ${buckets} buckets of distance, up to ${most}`];
+}
+
+function rotaryNote(config) {
+  const { rotary_dim: turned, rope_scaling: scaling, layers_without_rotary: without } = config;
+  const parts = [`rotary positions, θ = ${n(config.rope_theta)}`];
+  if (turned !== null && turned < config.head_dim) parts.push(`on ${n(turned)} channels`);
+  if (scaling !== null) parts.push(`scaled by ${scaling.kind}, factor ${round(scaling.factor)}`);
+  if (without.length) parts.push(`but not ${layersNote(without, config)}`);
+  return parts.join(", ");
+}
+
+function windowNote({ sliding_window: window, sliding_window_layers: layers, ...config }) {
+  const where = layers === null ? "in all layers" : layersNote(layers, config);
+  return `sees ${n(window)} tokens, its own among them, ${where}`;
+}
+
+const layersNote = (layers, config) =>
+  layers.length > MOST_LAYERS
+    ? `in ${n(layers.length)} of ${n(config.n_layer)} layers`
+    : `in ${layers.length === 1 ? "layer" : "layers"} ${layers.join(", ")}`;
+
+function feedForwardStep(config) {
+  const widened = isGated(config) ? `2 × ${n(config.d_ff)}` : n(config.d_ff);
+  const notes = [`${FEED_FORWARDS[config.feed_forward]}: ${n(config.d_model)} → ${widened} → ${n(config.d_model)}`];
+  if (config.feed_forward_bias) notes.push("with biases");
+  return { kind: "feed-forward", title: "Feed-forward", notes };
+}
+
+function headNotes(config) {
+  const shape = `${n(config.d_model)} → ${n(config.vocab_size)}`;
+  const notes = [`${shape}, with ${config.tied_embeddings ? "the embedding's weights" : "weights of its own"}`];
+  if (config.logit_softcap !== null) notes.push(`capped at ±${round(config.logit_softcap)} by tanh`);
+  return notes;
+}
+
+const round = (value) => Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4 });

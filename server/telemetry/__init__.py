@@ -1,0 +1,4 @@
+"""Metrics, logs, traces and start-up times.
+
+Imports `server.engine` and errors.
+"""

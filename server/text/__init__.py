@@ -1,0 +1,4 @@
+"""Text around tokens: detokenizing, chat formats, tool calls.
+
+Imports `server.engine.grammar` and the chat template of `model`.
+"""

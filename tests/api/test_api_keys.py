@@ -1,0 +1,163 @@
+"""Keys from the setting and from a file, which may change at any time and in any way."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+
+import pytest
+
+from server.api.keys import LARGEST_FILE, ApiKeys
+from server.errors import StartupError
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text("first\n")
+    return path
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+async def known(keys: ApiKeys, *candidates: str) -> list[str]:
+    return [key for key in candidates if await keys.find(key.encode()) is not None]
+
+
+async def test_keys_come_from_the_setting_and_from_a_file(path: Path) -> None:
+    write(path, "# for the team\ntwo\n\n  three \r\n#four\n\u00fcnf\n")
+    keys = ApiKeys("one", path)
+    assert not keys.is_open
+    candidates = (
+        "one",
+        "two",
+        "three",
+        "\u00fcnf",
+        "four",
+        "#four",
+        "tw",
+        "twoo",
+        "",
+        "# for the team",
+        "TWO",
+    )
+    assert await known(keys, *candidates) == ["one", "two", "three", "\u00fcnf"]
+
+
+def test_without_keys_it_is_open() -> None:
+    assert ApiKeys().is_open
+
+
+async def test_keys_are_told_apart_and_not_shown(path: Path) -> None:
+    write(path, "two\nthree\n")
+    keys = ApiKeys("one", path)
+    names = [await keys.find(key) for key in (b"one", b"two", b"three", b"two")]
+    assert names[1] == names[3]
+    assert len(set(names)) == 3
+    assert await ApiKeys("one").find(b"one") != names[0]  # nobody can compute it beforehand
+    shown = str(vars(keys))
+    assert not any(key in shown for key in ("'one'", "two", "three"))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"\n# none\n", "holds no key"),
+        (b"one two\n", "a space or a control character in it"),
+        (b"one\0two\n", "a space or a control character in it"),
+        (b"x" * (LARGEST_FILE + 1), "more than 1048576"),
+    ],
+)
+def test_a_file_without_keys_does_not_leave_the_server_open(
+    path: Path, content: bytes, message: str
+) -> None:
+    path.write_bytes(content)
+    with pytest.raises(StartupError, match=message) as caught:
+        ApiKeys("also", path)
+    assert "one two" not in str(caught.value)
+    with pytest.raises(StartupError, match="no such file"):
+        ApiKeys(None, path.with_name("nothing"))
+
+
+@pytest.mark.parametrize("key", ["my secret", "my\x0bsecret", "secret\x7f", " \n"])
+def test_a_key_that_no_client_could_send_is_refused(key: str) -> None:
+    with pytest.raises(StartupError, match="api_key: ") as caught:
+        ApiKeys(key)
+    assert "secret" not in str(caught.value)
+
+
+async def test_what_files_put_around_keys_is_no_part_of_them(path: Path) -> None:
+    write(path, "\ufefffirst\r\nsecond \t\n")
+    assert await known(ApiKeys(" third\n", path), "first", "second", "third") == [
+        "first",
+        "second",
+        "third",
+    ]
+
+
+async def test_a_changed_file_counts_from_the_next_request_on(path: Path) -> None:
+    keys = ApiKeys("fixed", path)
+    assert await known(keys, "fixed", "first", "second") == ["fixed", "first"]
+    write(path, "second-longer\n")
+    assert await known(keys, "fixed", "first", "second-longer") == ["fixed", "second-longer"]
+
+
+async def test_a_link_that_is_swapped_is_a_change(tmp_path: Path) -> None:
+    """As Kubernetes publishes a new secret: sizes and the link's name stay."""
+    versions = [tmp_path / name for name in ("v1", "v2")]
+    for version in versions:
+        version.mkdir()
+        (version / "keys").write_text(f"key-{version.name}\n")
+    current, fresh = tmp_path / "data", tmp_path / "data_tmp"
+    current.symlink_to(versions[0])
+    keys = ApiKeys(None, current / "keys")
+    assert await known(keys, "key-v1", "key-v2") == ["key-v1"]
+    fresh.symlink_to(versions[1])
+    fresh.rename(current)
+    assert await known(keys, "key-v1", "key-v2") == ["key-v2"]
+
+
+async def test_a_file_that_gives_no_keys_keeps_the_old_ones_and_is_told_once(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ApiKeys(None, path)
+    with caplog.at_level(logging.ERROR, logger="kvasir"):
+        write(path, "")
+        assert await known(keys, *["first"] * 5) == ["first"] * 5
+        remove(path)
+        assert await known(keys, *["first"] * 5) == ["first"] * 5
+        write(path, "secret with spaces")
+        assert await known(keys, *["first"] * 5) == ["first"] * 5
+    assert [record.levelno for record in caplog.records] == [logging.ERROR] * 3
+    assert "secret" not in caplog.text
+    write(path, "second\n")
+    assert await known(keys, "first", "second") == ["second"]
+
+
+async def test_those_who_notice_a_change_together_read_it_once(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = ApiKeys(None, path)
+    write(path, "")
+    with caplog.at_level(logging.ERROR, logger="kvasir"):
+        assert None not in await asyncio.gather(*(keys.find(b"first") for _ in range(20)))
+    assert len(caplog.records) == 1
+    write(path, "second\n")
+    assert None not in await asyncio.gather(*(keys.find(b"second") for _ in range(20)))
+
+
+async def test_a_change_is_not_lost_with_the_request_that_noticed_it(path: Path) -> None:
+    keys = ApiKeys(None, path)
+    write(path, "second\n")
+    noticing = asyncio.create_task(keys.find(b"first"))
+    await asyncio.sleep(0)
+    noticing.cancel()
+    await asyncio.gather(noticing, return_exceptions=True)
+    assert await known(keys, "first", "second") == ["second"]

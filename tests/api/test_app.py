@@ -1,0 +1,125 @@
+"""The application's life: up before its model, and honest about it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from server.engine.engine import Engine
+from server.engine.runner import OnnxRunner
+from server.process.app import build_engine, create_app
+from server.settings import load_settings
+from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.random_models import RandomModel
+from tests.serving import MODEL, VOCAB_SIZE, fake_bundle
+
+
+async def test_it_answers_while_the_model_loads_and_serves_once_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_load = threading.Event()
+
+    def build(*_: object) -> Engine:
+        assert may_load.wait(TIMEOUT)
+        return Engine(FakeRunner(VOCAB_SIZE), chunk_size=8)
+
+    monkeypatch.setattr("server.process.app.build_engine", build)
+    app = create_app(load_settings(model=Path(MODEL)), fake_bundle())
+    loaded = asyncio.Event()
+    start = app.state.service.engine.start
+
+    async def noting(build: object) -> None:
+        await start(build)
+        loaded.set()
+
+    monkeypatch.setattr(app.state.service.engine, "start", noting)
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+    ):
+        refused = await client.post("/v1/completions", json={"prompt": "a"})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert (await client.get("/health/startup")).status_code == 503
+        assert (await client.get("/v1/models")).json()["data"][0]["max_model_len"] == 64
+        assert "kvasir_num_requests_running 0" in (await client.get("/metrics/router")).text
+        may_load.set()
+        await asyncio.wait_for(loaded.wait(), TIMEOUT)
+        assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+
+
+async def test_a_model_that_cannot_be_loaded_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*_: object) -> Engine:
+        raise RuntimeError("the graph is damaged")
+
+    monkeypatch.setattr("server.process.app.build_engine", build)
+    app = create_app(load_settings(model=Path(MODEL)), fake_bundle())
+    told: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+    app.state.service.on_load_failure = told.set_result
+    async with app.router.lifespan_context(app):
+        assert str(await asyncio.wait_for(told, TIMEOUT)) == "the graph is damaged"
+
+
+@pytest.mark.parametrize("speculate", [False, True])
+def test_speculation_reaches_the_engine_and_the_log(
+    random_model: RandomModel,
+    speculate: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("KVASIR_SPECULATE", str(speculate))
+    bundle = replace(fake_bundle(random_model.graph.parent), config=random_model.config)
+    settings = load_settings(model=bundle.path, kv_cache_memory=2**24, threads=1)
+    with caplog.at_level("INFO", logger="kvasir"):
+        assert build_engine(settings, bundle).speculate is speculate
+    assert ("speculation is on" in caplog.text) is speculate
+
+
+@pytest.mark.parametrize(
+    ("size", "n_bytes"),
+    [(None, 2**24 // 10), ("0", 0), ("3MiB", 3 * 2**20)],
+    ids=["default", "off", "size"],
+)
+def test_the_prefix_cache_gets_the_memory_that_was_set(
+    random_model: RandomModel, size: str | None, n_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default a tenth of what keys and values have."""
+    if size is not None:
+        monkeypatch.setenv("KVASIR_PREFIX_CACHE_MEMORY", size)
+    bundle = replace(fake_bundle(random_model.graph.parent), config=random_model.config)
+    engine = build_engine(
+        load_settings(model=bundle.path, kv_cache_memory=2**24, threads=1), bundle
+    )
+    block_bytes = 64 * 2 * 3 * 2 * 32 * 4  # keys and values of 3 layers, 2 heads, 32 floats
+    assert engine.scheduler.cache.capacity == n_bytes // block_bytes
+
+
+@pytest.mark.parametrize(("microseconds", "allowed"), [(None, "1"), (7, "1"), (0, "0")])
+def test_threads_spin_as_long_as_was_set(
+    random_model: RandomModel, microseconds: int | None, allowed: str
+) -> None:
+    """Read from the session that runs the model."""
+    bundle = replace(fake_bundle(random_model.graph.parent), config=random_model.config)
+    settings = load_settings(
+        model=bundle.path, kv_cache_memory=2**24, threads=1, spin_microseconds=microseconds
+    )
+    runner = build_engine(settings, bundle).runner
+    assert isinstance(runner, OnnxRunner)
+    entry = runner._session.get_session_options().get_session_config_entry
+    assert entry("session.intra_op.allow_spinning") == allowed
+    assert entry("session.intra_op.spin_duration_us") == str(max(1, settings.spin_microseconds))
+
+
+def test_importing_the_server_loads_neither_torch_nor_a_runtime() -> None:
+    code = "import sys, server.serve; print({'torch', 'onnxruntime', 'onnx'} & set(sys.modules))"
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout == "set()\n"

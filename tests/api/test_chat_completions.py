@@ -1,0 +1,847 @@
+"""/v1/chat/completions: what reaches the model, every form of the answer, and calls of functions."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel
+from tokenizers import AddedToken, Tokenizer
+
+from model.bundle import ModelBundle
+from server.engine.engine import Engine
+from server.engine.sequence import Sequence
+from server.errors import StartupError
+from server.process.app import create_app
+from server.requests.async_engine import OutputStream
+from server.settings import load_settings
+from tests.fake_runner import FakeRunner
+from tests.model.test_chat_template import LLAMA_2, LLAMA_3, TOKENS, by_transformers
+from tests.random_models import RandomModel
+from tests.serving import (
+    CHAT_TEMPLATE,
+    EOS,
+    MODEL,
+    VOCAB_SIZE,
+    Served,
+    beginning_with_end_of_text,
+    fake_bundle,
+    serving,
+    small_tokenizer,
+)
+
+tokenizer = small_tokenizer()
+USER: Any = [{"role": "user", "content": "Weather?"}]
+LLAMA_CALLS = """\
+{% for message in messages %}{{ message.role[0] }}>{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}
+{"name": "{{ call.function.name }}", "parameters": {{ call.function.arguments | tojson }}}
+{%- endfor %}
+{% endfor %}
+{% if add_generation_prompt %}a>{% endif %}"""
+LONG = 2000  # tokens of context
+
+
+def tool(name: str, schema: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": schema or {"type": "object"}, **more},
+    }
+
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Rome", "Ulm"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TIME = {
+    "type": "object",
+    "properties": {"utc": {"type": "boolean"}},
+    "required": ["utc"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [tool("weather", WEATHER), tool("time", TIME)]
+SCHEMAS = {"weather": WEATHER, "time": TIME}
+
+
+@asynccontextmanager
+async def chatting(
+    answer: str | list[int] | None = None, bundle: ModelBundle | None = None, **settings: Any
+) -> AsyncIterator[tuple[Served, openai.AsyncOpenAI, list[list[int]]]]:
+    """A server whose model always answers one text, or anything; OpenAI's client; the prompts that the model got."""
+    ids = tokenizer.encode(answer).ids if isinstance(answer, str) else answer
+    prompts: list[list[int]] = []
+
+    def next_token(prefix: list[int]) -> int | None:
+        place = len(prefix) - len(prompts[-1])
+        return None if ids is None else [*ids, EOS][min(place, len(ids))]
+
+    runner = FakeRunner(VOCAB_SIZE, max_model_len=LONG, next_token=next_token)
+    bundle = bundle or fake_bundle(max_model_len=LONG)
+    async with serving(runner, bundle=bundle, **settings) as served:
+        submit = served.service.engine.submit
+
+        def noting(sequences: list[Sequence]) -> OutputStream:
+            prompts.append(sequences[0].prompt_ids)
+            return submit(sequences)
+
+        served.service.engine.submit = noting  # type: ignore[method-assign]
+        http: Any = served.client
+        client = openai.AsyncOpenAI(
+            base_url="http://test/v1", api_key="x", http_client=http, max_retries=0
+        )
+        yield served, client, prompts
+
+
+def with_template(source: str | None, **changes: Any) -> ModelBundle:
+    return replace(
+        fake_bundle(max_model_len=LONG, chat_template=source), special_tokens=TOKENS, **changes
+    )
+
+
+async def post(served: Served, **body: Any) -> dict[str, Any]:
+    response = await served.client.post("/v1/chat/completions", json={"messages": USER} | body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def events(served: Served, **body: Any) -> list[dict[str, Any]]:
+    """Of a stream, without the last, which must be [DONE]."""
+    body = {"messages": USER, "stream": True} | body
+    response = await served.client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    *lines, last, end = response.text.split("\n\n")
+    assert (last, end) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def joined(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
+    """The choice that the chunks of a stream add up to, as a whole answer has it."""
+    choices = [
+        choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index
+    ]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+    content = ""
+    calls: list[dict[str, Any]] = []
+    logprobs: list[dict[str, Any]] = []
+    for choice in choices[1:]:
+        content += choice["delta"].get("content", "")
+        logprobs += (choice["logprobs"] or {"content": []})["content"]
+        for piece in choice["delta"].get("tool_calls", []):
+            if "id" in piece:
+                assert piece["index"] == len(calls)
+                calls.append({key: value for key, value in piece.items() if key != "index"})
+            else:
+                assert piece["index"] == len(calls) - 1
+                calls[-1]["function"]["arguments"] += piece["function"]["arguments"]
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if calls:
+        message |= {"content": content or None, "tool_calls": calls}
+    return {
+        "index": index,
+        "message": message,
+        "logprobs": {"content": logprobs} if logprobs else None,
+        "finish_reason": choices[-1]["finish_reason"],
+    }
+
+
+def calls_of(choice: dict[str, Any]) -> list[tuple[str, Any]]:
+    functions = [call["function"] for call in choice["message"].get("tool_calls", [])]
+    return [(function["name"], json.loads(function["arguments"])) for function in functions]
+
+
+def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
+    for call in choice["message"].get("tool_calls", []):
+        assert call.pop("id").startswith("call_")
+    return choice
+
+
+# What reaches the model
+
+
+def conversation(seed: int) -> list[dict[str, Any]]:
+    """On the wire: arguments are JSON in a string."""
+    rng = random.Random(seed)
+    messages: list[dict[str, Any]] = []
+    if rng.random() < 0.5:
+        messages.append({"role": "system", "content": "Be <kind> & 'brief'."})
+    for _ in range(rng.randint(1, 3)):
+        messages.append(
+            {
+                "role": "user",
+                "content": rng.choice(["  hi\n", "é?", "<|im_end|>", "a" * 50]),
+                "name": "me",
+            }
+        )
+        if rng.random() < 0.5:
+            function = {
+                "name": "time",
+                "arguments": json.dumps({"utc": rng.random() < 0.5, "é": [1, None]}),
+            }
+            messages += [
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [{"id": "c", "type": "function", "function": function}],
+                },
+                {"role": "tool", "content": "12:00", "tool_call_id": "c"},
+            ]
+        messages.append({"role": "assistant", "content": rng.choice(["yes ", "\n\nno"])})
+    return messages[: -1 if rng.random() < 0.7 else None]
+
+
+def with_mappings(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    messages = json.loads(json.dumps(messages))
+    for message in messages:
+        for call in message.get("tool_calls", []):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return messages
+
+
+@pytest.mark.parametrize(
+    "template", [CHAT_TEMPLATE, LLAMA_3, LLAMA_CALLS], ids=["hermes", "llama 3", "llama calls"]
+)
+async def test_the_model_gets_what_transformers_renders(template: str) -> None:
+    async with chatting(bundle=with_template(template)) as (served, _, prompts):
+        for seed in range(12):
+            messages = conversation(seed)
+            tools = TOOLS if seed % 2 else None
+            await post(served, messages=messages, tools=tools, max_tokens=1)
+            text = by_transformers(
+                template, with_mappings(messages), tools=tools, add_generation_prompt=True
+            )
+            assert prompts[-1] == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+SHOWING_CALLS = """\
+{% for m in messages %}
+{{ m.tool_calls[0].function.arguments if m.tool_calls else m.content }}|
+{%- endfor %}"""
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"city": Rome}', '{"city": "R', "[1]", "[" * 500, '"\\ud800"', '{"a": NaN}']
+)
+async def test_calls_that_were_badly_written_are_shown_as_they_are(arguments: str) -> None:
+    """The model made them, and is to learn what was wrong."""
+    messages = [*call(arguments), {"role": "tool", "content": "no JSON", "tool_call_id": "c"}]
+    async with chatting(bundle=with_template(SHOWING_CALLS)) as (served, _, prompts):
+        await post(served, messages=messages, max_tokens=1)
+    assert tokenizer.decode(prompts[-1]) == f"{arguments}|no JSON|"
+
+
+class City(BaseModel):
+    name: Literal["Rome", "Ulm"]
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the package's own, of `parsed`
+async def test_what_a_client_made_of_an_answer_can_be_sent_back() -> None:
+    """The openai package adds what it has parsed; the model sees what it said."""
+    cities: Any = [openai.pydantic_function_tool(City)]
+    async with chatting() as (_, client, prompts):
+        completions = client.chat.completions
+        called = await completions.parse(
+            model=MODEL, messages=USER, tools=cities, tool_choice="required"
+        )
+        held = await completions.parse(model=MODEL, messages=USER, response_format=City)
+        async with completions.stream(
+            model=MODEL, messages=USER, tools=cities, tool_choice="required"
+        ) as stream:
+            streamed = await stream.get_final_completion()
+        answers: list[Any] = [called, held, streamed]
+        for message in (answer.choices[0].message for answer in answers):
+            assert message.parsed or message.tool_calls
+            await completions.create(model=MODEL, messages=[*USER, message], max_tokens=1)
+            plain = message.model_dump(exclude_none=True, exclude={"parsed"})
+            for one in plain.get("tool_calls", []):
+                one["function"] = {key: one["function"][key] for key in ("name", "arguments")}
+            expected = by_transformers(
+                CHAT_TEMPLATE, with_mappings([*USER, plain]), add_generation_prompt=True
+            )
+            assert prompts[-1] == tokenizer.encode(expected).ids
+
+
+@pytest.mark.parametrize("content", ["Once upon", " Once ", [{"type": "text", "text": "Once "}]])
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, LLAMA_3, LLAMA_2])
+async def test_a_message_can_be_continued(template: str, content: Any) -> None:
+    messages = [*USER, {"role": "assistant", "content": content}]
+    text = content if isinstance(content, str) else content[0]["text"]
+    flat = [*USER, {"role": "assistant", "content": text}]
+    async with chatting(bundle=with_template(template)) as (served, _, prompts):
+        await post(served, messages=messages, continue_final_message=True, max_tokens=1)
+        expected = by_transformers(template, flat, continue_final_message=True)
+        assert prompts[-1] == tokenizer.encode(expected, add_special_tokens=False).ids
+        await post(served, messages=messages, add_generation_prompt=False, max_tokens=1)
+        expected = by_transformers(template, flat)
+        assert prompts[-1] == tokenizer.encode(expected, add_special_tokens=False).ids
+
+
+PARTS_ONLY = "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{{ p.text }}{% endfor %}|{% endfor %}"
+EITHER = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}|{% endfor %}"
+)
+TEXT_ONLY = "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (PARTS_ONLY, "system:s|user:ab|"),  # wants parts, of texts too
+        (EITHER, "s|ab|"),  # gets what was sent
+        (TEXT_ONLY, "system:s|user:a\nb|"),  # would show how parts are written
+        (TEXT_ONLY + "{# developer #}", "developer:s|user:a\nb|"),
+    ],
+)
+async def test_content_comes_in_the_form_that_the_template_reads(
+    template: str, expected: str
+) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "s"}, {"role": "user", "content": parts}]
+    async with chatting(bundle=with_template(template)) as (served, _, prompts):
+        await post(served, messages=messages, max_tokens=1)
+        assert tokenizer.decode(prompts[-1]) == expected
+
+
+async def test_variables_reach_the_template_and_long_prompts_are_cut() -> None:
+    template = "{{ mood }}{{ messages[0].content }}{{ self_ }}"
+    long = "x" * 5000
+    async with chatting(bundle=with_template(template)) as (served, _, prompts):
+        await post(
+            served, max_tokens=1, chat_template_kwargs={"mood": "gay", "self": 1, "messages_": 2}
+        )
+        assert tokenizer.decode(prompts[-1]) == "gayWeather?"
+        cut = [{"role": "user", "content": long}]
+        answer = await post(served, max_tokens=1, messages=cut, truncate_prompt_tokens=3)
+        assert prompts[-1] == tokenizer.encode(long).ids[-3:]
+        assert answer["usage"]["prompt_tokens"] == 3
+
+
+async def test_the_template_alone_writes_special_tokens() -> None:
+    """The tokenizer's own BOS would be a second one."""
+    template = "{{ bos_token }}{{ messages[0].content }}"
+    bundle = with_template(template, tokenizer=beginning_with_end_of_text())
+    bundle = replace(bundle, special_tokens={"bos_token": "<|endoftext|>"})
+    async with chatting(bundle=bundle) as (served, _, prompts):
+        await post(served, max_tokens=1)
+        await post(served, max_tokens=1, add_special_tokens=True)
+    assert prompts == [
+        [EOS, *tokenizer.encode("Weather?").ids],
+        [EOS, EOS, *tokenizer.encode("Weather?").ids],
+    ]
+
+
+# The answer
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"n": 3, "seed": 4},
+        {"logprobs": True, "top_logprobs": 3},
+        {"stop": ["a", "e"], "temperature": 0},
+        {"tools": TOOLS, "tool_choice": "required"},
+        {"tools": TOOLS, "tool_choice": "required", "logprobs": True, "n": 2},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "w", "schema": WEATHER},
+            }
+        },
+    ],
+)
+async def test_a_stream_says_what_the_whole_answer_says(extra: dict[str, Any]) -> None:
+    body = {
+        "max_completion_tokens": 200,
+        "seed": 3,
+        "ignore_eos": not extra.keys() & {"tools", "response_format"},
+    } | extra
+    async with chatting() as (served, _, _):
+        whole = await post(served, **body)
+        chunks = await events(served, **body, stream_options={"include_usage": True})
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"] == whole["usage"]
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert {(c["id"][:9], c["object"], c["model"]) for c in chunks} == {
+        ("chatcmpl-", "chat.completion.chunk", MODEL)
+    }
+    assert (whole["id"][:9], whole["object"]) == ("chatcmpl-", "chat.completion")
+    assert len(whole["choices"]) == extra.get("n", 1)
+    for choice in whole["choices"]:
+        assert without_ids(joined(chunks, choice["index"])) == without_ids(choice)
+
+
+async def test_the_status_is_decided_before_the_role_is_sent() -> None:
+    async with chatting("hi") as (served, client, _):
+        served.runner.hold()
+        streaming = client.chat.completions.create(model=MODEL, messages=USER, stream=True)
+        started = asyncio.ensure_future(streaming)
+        await served.submitted.acquire()
+        served.runner.error = RuntimeError("gone")
+        served.runner.release()
+        with pytest.raises(openai.InternalServerError):
+            await started
+
+
+async def test_openais_client_reads_it_all() -> None:
+    async with chatting("Hello wörld") as (_, client, prompts):
+        whole = await client.chat.completions.create(model=MODEL, messages=USER, logprobs=True)
+        texts = ""
+        async with client.chat.completions.stream(model=MODEL, messages=USER) as stream:
+            async for event in stream:
+                if event.type == "content.delta":
+                    texts += event.delta
+            final = await stream.get_final_completion()
+    assert (
+        whole.choices[0].message.content
+        == texts
+        == final.choices[0].message.content
+        == "Hello wörld"
+    )
+    assert whole.choices[0].finish_reason == final.choices[0].finish_reason == "stop"
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens == len(prompts[0])
+    assert whole.usage.completion_tokens == len(tokenizer.encode("Hello wörld").ids) + 1
+
+
+async def test_the_bytes_of_tokens_are_those_of_the_text() -> None:
+    text = "aé漢🙂 json"
+    async with chatting(text) as (served, _, _):
+        choice = (await post(served, logprobs=True, top_logprobs=2))["choices"][0]
+    entries = choice["logprobs"]["content"]
+    assert bytes(byte for entry in entries for byte in entry["bytes"] or []).decode() == text
+    assert [entry["token"] for entry in entries] == [
+        tokenizer.decode([i], skip_special_tokens=False) for i in [*tokenizer.encode(text).ids, EOS]
+    ]
+    assert entries[-1]["bytes"] is None
+    for entry in entries:
+        assert [len(entry["top_logprobs"]), entry["logprob"]] == [
+            2,
+            entry["top_logprobs"][0]["logprob"],
+        ]
+
+
+@pytest.mark.parametrize("budget", [None, 45])
+async def test_an_answer_may_fill_the_context_or_the_memory(budget: int | None) -> None:
+    runner = FakeRunner(VOCAB_SIZE, max_model_len=40, budget_tokens=budget)
+    async with serving(runner) as served:
+        answer = await post(
+            served, messages=[{"role": "user", "content": "abcdef"}], ignore_eos=True
+        )
+    usage = answer["usage"]
+    if budget is None:
+        assert usage["total_tokens"] == 40
+    else:
+        assert runner.rows.n_needed(usage["prompt_tokens"], usage["completion_tokens"]) == budget
+        assert usage["total_tokens"] < 40
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+# Calls of functions
+
+HERMES_TEXT = (
+    'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "time", "arguments": {"utc": true}}\n</tool_call>'
+)
+LLAMA_TEXT = (
+    '{"name": "weather", "parameters": {"city": "Rome", "days": 2}}; '
+    '{"name": "time", "parameters": {"utc": true}}'
+)
+BOTH = [("weather", {"city": "Rome", "days": 2}), ("time", {"utc": True})]
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "content"),
+    [(CHAT_TEMPLATE, HERMES_TEXT, "Let me see."), (LLAMA_CALLS, LLAMA_TEXT, None)],
+    ids=["hermes", "llama"],
+)
+async def test_calls_are_found_whole_and_streamed(
+    template: str, text: str, content: str | None
+) -> None:
+    async with chatting(text, with_template(template)) as (served, client, _):
+        choice = (await post(served, tools=TOOLS))["choices"][0]
+        assert (calls_of(choice), choice["message"]["content"], choice["finish_reason"]) == (
+            BOTH,
+            content,
+            "tool_calls",
+        )
+        chunks = await events(served, tools=TOOLS)
+        assert without_ids(joined(chunks)) == without_ids(choice)
+        deltas = [
+            call
+            for chunk in chunks
+            for c in chunk["choices"]
+            for call in c["delta"].get("tool_calls", [])
+        ]
+        assert len(deltas) > 10, "arguments come as they are made"
+        async with client.chat.completions.stream(
+            model=MODEL, messages=USER, tools=TOOLS
+        ) as stream:
+            message = (await stream.get_final_completion()).choices[0].message
+        assert [
+            (c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or []
+        ] == BOTH
+        one = (await post(served, tools=TOOLS, parallel_tool_calls=False))["choices"][0]
+        assert (calls_of(one), one["finish_reason"]) == (BOTH[:1], "tool_calls")
+        short = (await post(served, tools=TOOLS, max_tokens=50))["choices"][0]
+        assert short["finish_reason"] == "length"
+        unused: list[dict[str, Any]] = [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}]
+        for without in unused:
+            plain = (await post(served, **without))["choices"][0]
+            assert (plain["message"]["content"], plain["finish_reason"]) == (text, "stop")
+        assert served.runner.rows.reserved_tokens == 0
+
+
+async def test_tools_that_may_not_be_called_are_not_shown_to_the_model() -> None:
+    async with chatting() as (served, _, prompts):
+        for body in ({"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "none"}, {}):
+            await post(served, max_tokens=1, **body)
+    assert prompts[0] != prompts[1] == prompts[2]
+
+
+async def test_one_call_ends_the_sequence_where_one_is_wanted() -> None:
+    async with chatting(HERMES_TEXT) as (served, _, _):
+        answer = await post(served, tools=TOOLS, parallel_tool_calls=False)
+        chunks = await events(served, tools=TOOLS, parallel_tool_calls=False)
+    n = answer["usage"]["completion_tokens"]
+    assert n < len(tokenizer.encode(HERMES_TEXT).ids)
+    assert joined(chunks)["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("setting", ["hermes", "llama", "none", "auto"])
+async def test_the_format_can_be_set(setting: str) -> None:
+    found = {"hermes": 2, "llama": 0, "none": 0, "auto": 0}  # the template writes no calls at all
+    async with chatting(HERMES_TEXT, with_template(TEXT_ONLY), tool_call_format=setting) as (
+        served,
+        _,
+        _,
+    ):
+        choice = (await post(served, tools=TOOLS))["choices"][0]
+        forced = (await post(served, tools=TOOLS, tool_choice="required"))["choices"][0]
+    assert len(calls_of(choice)) == found[setting]
+    assert calls_of(forced), "what has to be a call is one in any format"
+
+
+async def test_tags_that_are_special_tokens_are_seen() -> None:
+    tagged = Tokenizer.from_str(tokenizer.to_str())
+    tagged.add_special_tokens(
+        [AddedToken(tag, special=True) for tag in ("<tool_call>", "</tool_call>", "<|x|>")]
+    )
+    ids = tagged.encode("<|x|>" + HERMES_TEXT).ids
+    assert len(ids) < len(tokenizer.encode(HERMES_TEXT).ids)
+    async with chatting(ids, with_template(CHAT_TEMPLATE, tokenizer=tagged)) as (served, _, _):
+        choice = (await post(served, tools=TOOLS, logprobs=True))["choices"][0]
+        plain = (await post(served))["choices"][0]
+        forced = (await post(served, tools=TOOLS, tool_choice="required"))["choices"][0]
+    assert calls_of(choice) == BOTH
+    assert choice["message"]["content"] == "Let me see."
+    shown = bytes(
+        byte for entry in choice["logprobs"]["content"] for byte in entry["bytes"] or []
+    ).decode()
+    assert shown == HERMES_TEXT
+    assert plain["message"]["content"] == HERMES_TEXT.replace("<tool_call>", "").replace(
+        "</tool_call>", ""
+    )
+    assert calls_of(forced)
+
+
+@pytest.mark.parametrize(
+    "template", [CHAT_TEMPLATE, LLAMA_CALLS, TEXT_ONLY], ids=["hermes", "llama", "none"]
+)
+async def test_what_has_to_be_a_call_is_a_valid_one_whatever_the_model(template: str) -> None:
+    named = {"type": "function", "function": {"name": "time"}}
+    async with chatting(bundle=with_template(template)) as (served, _, _):
+        for seed in range(6):
+            body = {"tools": TOOLS, "seed": seed, "temperature": 2.0, "max_tokens": 400}
+            several = (await post(served, **body, tool_choice="required"))["choices"][0]
+            one = (await post(served, **body, tool_choice="required", parallel_tool_calls=False))[
+                "choices"
+            ][0]
+            time = (await post(served, **body, tool_choice=named))["choices"][0]
+            assert [name for name, _ in calls_of(time)] == ["time"]
+            assert len(calls_of(one)) == 1
+            for choice in (several, one, time):
+                assert choice["message"]["content"] is None
+                assert choice["finish_reason"] == "tool_calls"
+                for name, arguments in calls_of(choice):
+                    jsonschema.validate(arguments, SCHEMAS[name])
+
+
+@pytest.mark.parametrize(
+    "response_format",
+    [
+        {"type": "json_schema", "json_schema": {"name": "t", "schema": TIME}},
+        {"type": "json_schema", "value": {"name": "t", "schema": TIME}},
+        {"type": "json_object", "value": TIME},
+        {"type": "json", "value": json.dumps(TIME)},
+        {"type": "regex", "value": r'\{"utc": (true|false)\}'},
+    ],
+)
+async def test_a_text_is_what_openais_words_or_tgis_say(response_format: dict[str, Any]) -> None:
+    async with chatting() as (served, _, _):
+        choice = (await post(served, response_format=response_format, seed=2))["choices"][0]
+    jsonschema.validate(json.loads(choice["message"]["content"]), TIME)
+
+
+async def test_a_function_can_be_named_as_tgis_clients_do() -> None:
+    async with chatting() as (served, _, _):
+        choice = (await post(served, tools=TOOLS, tool_choice={"function": {"name": "time"}}))[
+            "choices"
+        ][0]
+    assert [name for name, _ in calls_of(choice)] == ["time"]
+
+
+async def test_a_random_model_calls_what_it_is_told_to(random_model: RandomModel) -> None:
+    bundle = with_template("{{ messages[0].content }}")
+    engine = Engine(random_model.runner(), chunk_size=64)
+    app = create_app(
+        load_settings(model=MODEL), replace(bundle, config=random_model.config), engine
+    )
+    async with _client(app) as client:
+        body = {
+            "messages": USER,
+            "tools": TOOLS,
+            "tool_choice": "required",
+            "parallel_tool_calls": False,
+            "seed": 1,
+        }
+        answer = (await client.post("/v1/chat/completions", json=body)).json()
+    ((name, arguments),) = calls_of(answer["choices"][0])
+    jsonschema.validate(arguments, SCHEMAS[name])
+
+
+@asynccontextmanager
+async def _client(app: Any) -> AsyncIterator[Any]:
+    import httpx  # noqa: PLC0415
+
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test") as c,
+    ):
+        yield c
+
+
+async def test_strict_functions_are_called_as_their_schema_says_or_not_at_all() -> None:
+    """The model wants to call with a city that is not there, and gets one that is; text stays free."""
+    wrong = HERMES_TEXT.replace("Rome", "Pisa")
+    strict = [tool("weather", WEATHER, strict=True), tool("time", TIME)]
+    async with chatting(wrong) as (served, _, _):
+        loose = (await post(served, tools=TOOLS, max_tokens=300, seed=1))["choices"][0]
+        held = (await post(served, tools=strict, max_tokens=300, seed=1))["choices"][0]
+    assert calls_of(loose)[0] == ("weather", {"city": "Pisa", "days": 2})
+    assert held["message"]["content"] == "Let me see."
+    name, arguments = calls_of(held)[0]
+    jsonschema.validate(arguments, SCHEMAS[name])
+    async with chatting("Just text. {", with_template(LLAMA_CALLS)) as (served, _, _):
+        free = (await post(served, tools=strict))["choices"][0]
+    assert free["message"]["content"] == "Just text. {"
+
+
+@pytest.mark.parametrize(
+    ("template", "calls"),
+    [(CHAT_TEMPLATE, HERMES_TEXT.removeprefix("Let me see.\n")), (LLAMA_CALLS, LLAMA_TEXT)],
+    ids=["hermes", "llama"],
+)
+async def test_an_answer_in_json_leaves_room_for_calls(template: str, calls: str) -> None:
+    response_format = {"type": "json_schema", "json_schema": {"name": "t", "schema": TIME}}
+    body = {"tools": TOOLS, "response_format": response_format}
+    async with chatting('{"utc": true}', with_template(template)) as (served, _, _):
+        said = (await post(served, **body))["choices"][0]
+    async with chatting(calls, with_template(template)) as (served, _, _):
+        called = (await post(served, **body))["choices"][0]
+    async with chatting("Neither.", with_template(template)) as (served, _, _):
+        forced = (await post(served, **body, parallel_tool_calls=False))["choices"][0]
+    assert (said["message"]["content"], said["finish_reason"], calls_of(said)) == (
+        '{"utc": true}',
+        "stop",
+        [],
+    )
+    assert (called["message"]["content"], called["finish_reason"], calls_of(called)) == (
+        None,
+        "tool_calls",
+        BOTH,
+    )
+    assert (
+        calls_of(forced)
+        or jsonschema.validate(json.loads(forced["message"]["content"]), TIME) is None
+    )
+
+
+# What is refused
+
+
+def call(arguments: str) -> list[dict[str, Any]]:
+    return [
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": arguments}}],
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "oracle", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": 1}]}, "messages.0.content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
+            "messages.0.content.0.text",
+        ),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "messages.0.content.0.type"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "x", "tool_calls": call("{}")[0]["tool_calls"]}
+                ]
+            },
+            "messages.0",
+        ),
+        ({"messages": [{"role": "user", "content": "x", "mood": "x"}]}, "messages.0.mood"),
+        ({"tools": [{"type": "function"}]}, "tools.0.function"),
+        ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
+        ({"tools": [tool("f"), tool("f")]}, "tools"),
+        ({"tools": [tool("f", {"type": "string"})]}, "tools.0.function.parameters"),
+        ({"tools": [tool("f", colour="red")]}, "tools.0.function.colour"),
+        (
+            {
+                "tools": [tool("f", {"type": "object", "properties": {"a": {"pattern": "("}}})],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": ["auto"]}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"function": {}}}, "tool_choice.function.name"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "f", "function": {"name": "time"}}},
+            "tool_choice.type",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"NamedTool": 1, "function": {"name": "time"}}},
+            "tool_choice.NamedTool",
+        ),
+        ({"response_format": {"type": "json", "value": 1}}, "response_format.value"),
+        ({"response_format": {"type": "json_object", "value": "{"}}, "response_format.value"),
+        (
+            {"response_format": {"type": "json_schema", "value": {"str": {}}}},
+            "response_format.value.schema",
+        ),
+        ({"response_format": {"type": "regex", "value": {}}}, "response_format.value"),
+        ({"response_format": {"type": "text", "value": "x"}}, "response_format"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice",
+        ),
+        ({"tools": TOOLS, "tool_choice": "required", "regex": "a"}, "regex"),
+        ({"tools": TOOLS, "regex": "a"}, "regex"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+        ({"messages": call("{}"), "continue_final_message": True}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 9 * LONG}]}, "messages"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"functions": [{}]}, "functions"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+        ),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+    ],
+)
+async def test_a_bad_field_is_named(change: dict[str, Any], param: str) -> None:
+    async with chatting() as (served, _, _):
+        response = await served.client.post(
+            "/v1/chat/completions", json={"messages": USER} | change
+        )
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert param.partition(".")[0] in error["message"] or error["code"] == "context_length_exceeded"
+
+
+async def test_what_asks_for_nothing_is_accepted() -> None:
+    nothing: dict[str, Any] = {
+        "stream": True,
+        "stream_options": {"include_obfuscation": False},
+        "service_tier": "auto",
+        "modalities": ["text"],
+        "verbosity": "medium",
+        "reasoning_effort": "none",
+        "functions": [],
+        "function_call": "none",
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "echo": False,
+        "include_reasoning": True,
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "top_logprobs": 0,
+        "user": "me",
+    }
+    echoed: dict[str, Any] = {
+        "role": "assistant",
+        "content": "x",
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+        "tool_calls": None,
+    }
+    async with chatting("hi") as (served, _, _):
+        chunks = await events(served, messages=[*USER, echoed, *USER], **nothing)
+    assert joined(chunks)["message"]["content"] == "hi"
+
+
+async def test_what_the_template_refuses_is_a_400() -> None:
+    template = "{{ raise_exception('Roles must alternate') }}"
+    async with chatting(bundle=with_template(template)) as (served, _, _):
+        response = await served.client.post("/v1/chat/completions", json={"messages": USER})
+    assert response.status_code == 400
+    assert "Roles must alternate" in response.json()["error"]["message"]
+
+
+async def test_a_model_without_a_template_says_what_to_do() -> None:
+    async with chatting(bundle=with_template(None)) as (served, _, _):
+        response = await served.client.post("/v1/chat/completions", json={"messages": USER})
+    assert response.status_code == 400
+    assert "chat_template.jinja" in response.json()["error"]["message"]
+    assert "/v1/completions" in response.json()["error"]["message"]
+
+
+def test_a_template_that_is_none_ends_the_start() -> None:
+    with pytest.raises(StartupError, match=r"chat_template\.jinja: the chat template is not valid"):
+        create_app(load_settings(model=MODEL), with_template("{{ messages"))

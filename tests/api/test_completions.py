@@ -1,0 +1,573 @@
+"""/v1/completions and /v1/models: every form of the answer against the runner's own oracle."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from model.bundle import GenerationDefaults
+from server.text.detokenizer import token_name
+from tests.fake_runner import FakeRunner
+from tests.serving import (
+    EOS,
+    MODEL,
+    VOCAB_SIZE,
+    Served,
+    beginning_with_end_of_text,
+    fake_bundle,
+    saying,
+    serving,
+    small_tokenizer,
+)
+
+tokenizer = small_tokenizer()
+
+
+async def complete(served: Served, **body: Any) -> dict[str, Any]:
+    response = await served.client.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+async def stream(served: Served, **body: Any) -> list[dict[str, Any]]:
+    """The events of a stream, without the last, which must be [DONE]."""
+    response = await served.client.post("/v1/completions", json=body | {"stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    lines = response.text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def joined(events: list[dict[str, Any]], index: int = 0) -> tuple[str, str]:
+    """Text and finish reason of one choice."""
+    choices = [
+        choice for event in events for choice in event["choices"] if choice["index"] == index
+    ]
+    assert all(choice["finish_reason"] is None for choice in choices[:-1])
+    return "".join(choice["text"] for choice in choices), choices[-1]["finish_reason"]
+
+
+def log_softmax(
+    row: np.ndarray[Any, np.dtype[np.float32]],
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    wide = row.astype(np.float64)
+    shifted = wide - wide.max()
+    result: np.ndarray[Any, np.dtype[np.float64]] = shifted - np.log(np.exp(shifted).sum())
+    return result
+
+
+async def test_a_greedy_completion_is_what_the_model_says() -> None:
+    async with serving() as served:
+        answer = await complete(
+            served, prompt="def read", temperature=0, max_tokens=6, ignore_eos=True
+        )
+        ids = tokenizer.encode("def read").ids
+        expected = tokenizer.decode(served.runner.greedy(ids, 6))
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == (
+        expected,
+        "length",
+        None,
+    )
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == MODEL
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+    assert answer["usage"]["completion_tokens"] == 6
+    assert answer["usage"]["total_tokens"] == len(ids) + 6
+
+
+@pytest.mark.parametrize(
+    "extra", [{}, {"n": 2, "seed": 7}, {"echo": True}, {"stop": ["a", "e"], "temperature": 0}]
+)
+async def test_a_stream_says_what_the_whole_answer_says(extra: dict[str, Any]) -> None:
+    body = {"prompt": ["def read", "json"], "max_tokens": 12, "seed": 3} | extra
+    async with serving() as served:
+        whole = await complete(served, **body)
+        events = await stream(served, **body, stream_options={"include_usage": True})
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        assert joined(events[:-1], choice["index"]) == (choice["text"], choice["finish_reason"])
+
+
+async def test_usage_tells_how_much_of_the_prompts_was_cached() -> None:
+    """Each prompt once, however many samples; what a later sample finds of the first one's does not count."""
+    body = {"prompt": [[5] * 23, [6] * 3, [7] * 9], "max_tokens": 2, "n": 2}
+    async with serving(cache_bytes=2**20) as served:
+        cold = await complete(served, **body)
+        warm = await complete(served, **body)
+        events = await stream(served, **body, stream_options={"include_usage": True})
+    assert cold["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    assert warm["usage"]["prompt_tokens_details"] == {"cached_tokens": 20 + 0 + 4}
+    assert events[-1]["usage"] == warm["usage"]
+
+
+async def test_the_usage_so_far_is_in_every_event_of_a_stream_that_asks_for_it() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with serving() as served:
+        events = await stream(
+            served, prompt="def", max_tokens=9, stream_options=options, ignore_eos=True, logprobs=0
+        )
+    so_far = [event["usage"]["completion_tokens"] for event in events]
+    assert so_far == [*range(1, 10), 9]
+    assert {event["usage"]["prompt_tokens"] for event in events} == {
+        events[-1]["usage"]["prompt_tokens"]
+    }
+
+
+async def test_no_usage_unless_it_is_asked_for() -> None:
+    async with serving() as served:
+        assert all("usage" not in event for event in await stream(served, prompt="a", max_tokens=2))
+
+
+@pytest.mark.parametrize(
+    "prompt", ["json", ["json"], tokenizer.encode("json").ids, [tokenizer.encode("json").ids]]
+)
+async def test_the_four_forms_of_a_prompt_mean_the_same(prompt: Any) -> None:
+    async with serving() as served:
+        answer = await complete(
+            served, prompt=prompt, temperature=0, max_tokens=4, echo=True, ignore_eos=True
+        )
+        ids = tokenizer.encode("json").ids
+        assert answer["choices"][0]["text"] == "json" + tokenizer.decode(
+            served.runner.greedy(ids, 4)
+        )
+
+
+async def test_choices_are_numbered_prompt_by_prompt_and_sample_0_is_what_one_sample_would_be() -> (
+    None
+):
+    body = {"max_tokens": 8, "seed": 11, "ignore_eos": True}
+    async with serving() as served:
+        many = await complete(served, prompt=["def", "json"], n=3, **body)
+        alone = [
+            (await complete(served, prompt=prompt, **body))["choices"][0]["text"]
+            for prompt in ("def", "json")
+        ]
+    texts = [choice["text"] for choice in many["choices"]]
+    assert [choice["index"] for choice in many["choices"]] == list(range(6))
+    assert [texts[0], texts[3]] == alone
+    assert len(set(texts)) > 2
+
+
+async def test_logprobs_are_the_models_own_and_offsets_cut_the_text() -> None:
+    async with serving() as served:
+        body = {
+            "prompt": "def read",
+            "temperature": 0,
+            "max_tokens": 5,
+            "logprobs": 3,
+            "ignore_eos": True,
+        }
+        answer = await complete(served, echo=True, **body)
+        ids = tokenizer.encode("def read").ids
+        ids = [*ids, *served.runner.greedy(ids, 5)]
+        rows = [log_softmax(served.runner.logits(ids[:i])) for i in range(1, len(ids))]
+    choice = answer["choices"][0]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == [token_name(tokenizer, i) for i in ids]
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["top_logprobs"][0] is None
+    assert np.allclose(
+        logprobs["token_logprobs"][1:], [row[i] for row, i in zip(rows, ids[1:], strict=True)]
+    )
+    for row, top in zip(rows, logprobs["top_logprobs"][1:], strict=True):
+        assert np.isclose(max(top.values()), row.max())
+    offsets = [*logprobs["text_offset"], len(choice["text"])]
+    assert offsets == sorted(offsets)
+    assert choice["text"][: offsets[3]] == "def read"[: offsets[3]]
+
+
+@pytest.mark.parametrize("added", [False, True])
+async def test_offsets_of_an_echoed_prompt_are_where_its_tokens_are_in_the_text(
+    added: bool,
+) -> None:
+    """Special tokens that the text spells out have room in it; those that the tokenizer adds have none."""
+    prompt, long = "a <|endoftext|>b☃c ", "x" * 5000
+    framing = beginning_with_end_of_text()
+    framing.post_processor = TemplateProcessing(
+        "<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", EOS)]
+    )
+    bundle = replace(fake_bundle(max_model_len=6000), tokenizer=framing if added else tokenizer)
+    expected = [0] * added + [0, 1, 2, 15, 16, 16, 16, 17, 18] + [19] * added
+    body = {"echo": True, "logprobs": 0, "max_tokens": 1, "ignore_eos": True}
+
+    async def offsets(**fields: Any) -> list[list[int]]:
+        answer = await complete(served, **body, **fields)
+        return [choice["logprobs"]["text_offset"] for choice in answer["choices"]]
+
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=6000), bundle=bundle) as served:
+        assert await offsets(prompt=prompt) == [[*expected, 19]]
+        assert (await offsets(prompt=[long, prompt], n=2))[3] == [*expected, 19]
+        of_what_is_left = [0, 1, 1, 1, 2, 3, 4] if not added else [0, 0, 0, 1, 2, 3, 3]
+        assert await offsets(prompt=prompt, truncate_prompt_tokens=6) == [of_what_is_left]
+        ids = tokenizer.encode(prompt).ids
+        assert await offsets(prompt=ids) == [[0, 1, 2, 2, 3, 3, 3, 4, 5, 6]], (
+            "special tokens do not show"
+        )
+
+
+async def test_a_token_is_named_alike_and_by_itself_also_where_it_is_a_part_of_a_character() -> (
+    None
+):
+    """Readers tell by these names whether a token is the likeliest."""
+    prompt = "漢字かな é漢🙂 ☃☃"
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=200)) as served:
+        answer = await complete(
+            served, prompt=prompt, echo=True, max_tokens=20, logprobs=20, ignore_eos=True, seed=1
+        )
+    logprobs = answer["choices"][0]["logprobs"]
+    assert logprobs["tokens"][:3] == ["bytes:\\xe6", "bytes:\\xbc", "bytes:\\xa2"]
+    entries = zip(
+        logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+    )
+    assert all(top[name] == logprob for name, logprob, top in list(entries)[1:])
+
+
+async def test_streamed_logprobs_are_the_whole_ones() -> None:
+    body = {
+        "prompt": "def",
+        "max_tokens": 6,
+        "logprobs": 2,
+        "echo": True,
+        "seed": 1,
+        "ignore_eos": True,
+    }
+    async with serving() as served:
+        whole = (await complete(served, **body))["choices"][0]["logprobs"]
+        parts = [event["choices"][0]["logprobs"] for event in await stream(served, **body)]
+    for name, values in whole.items():
+        assert [value for part in parts for value in part[name]] == values
+
+
+async def test_a_prompt_can_be_scored_without_generating() -> None:
+    async with serving() as served:
+        answer = await complete(served, prompt="def read", max_tokens=0, echo=True, logprobs=0)
+        assert len(served.runner.batches) == 1
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("def read", "length")
+    assert len(choice["logprobs"]["tokens"]) == answer["usage"]["prompt_tokens"]
+    assert choice["logprobs"]["top_logprobs"] is None
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+async def test_a_stop_string_across_tokens_is_not_shown_and_frees_the_row() -> None:
+    text = "path)\n    return json"
+    async with serving(saying(text, n_prompt=len(tokenizer.encode("x").ids))) as served:
+        events = await stream(
+            served, prompt="x", temperature=0, max_tokens=40, stop=["\n    re", "never"]
+        )
+        assert joined(events) == ("path)", "stop")
+        again = await complete(
+            served, prompt="x", temperature=0, max_tokens=40, stop="json", min_tokens=40
+        )
+        assert text in again["choices"][0]["text"]
+        assert served.runner.rows.reserved_tokens == 0
+
+
+async def test_the_end_of_the_text_stops_it_unless_it_is_ignored() -> None:
+    async with serving(saying("json", n_prompt=1)) as served:
+        body = {"prompt": "x", "temperature": 0, "max_tokens": 9}
+        answer = await complete(served, **body)
+        assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == (
+            "json",
+            "stop",
+        )
+        ignoring = await complete(served, **body, ignore_eos=True)
+        assert (
+            ignoring["choices"][0]["finish_reason"],
+            ignoring["usage"]["completion_tokens"],
+        ) == ("length", 9)
+        stop_id = tokenizer.encode("json").ids[0]
+        stopped = await complete(served, **body, stop_token_ids=[stop_id])
+        assert (stopped["choices"][0]["text"], stopped["choices"][0]["finish_reason"]) == (
+            "",
+            "stop",
+        )
+
+
+async def test_special_tokens_around_a_prompt_can_be_left_out() -> None:
+    bundle = replace(fake_bundle(), tokenizer=beginning_with_end_of_text())
+    async with serving(bundle=bundle) as served:
+        usual = await complete(served, prompt="json", max_tokens=1)
+        without = await complete(served, prompt="json", max_tokens=1, add_special_tokens=False)
+    n = len(tokenizer.encode("json").ids)
+    assert (usual["usage"]["prompt_tokens"], without["usage"]["prompt_tokens"]) == (n + 1, n)
+
+
+async def test_a_prompt_is_cut_to_its_last_tokens() -> None:
+    ids = tokenizer.encode("def read_json(path)").ids
+    async with serving() as served:
+        body = {"temperature": 0, "max_tokens": 3, "ignore_eos": True, "echo": True}
+        cut = await complete(served, prompt="def read_json(path)", truncate_prompt_tokens=2, **body)
+        assert cut == cut | {
+            "choices": (await complete(served, prompt=ids[-2:], **body))["choices"]
+        }
+        assert cut["usage"]["prompt_tokens"] == 2
+
+
+async def test_the_default_length_is_sixteen_or_what_there_is_room_for() -> None:
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=20)) as served:
+        short = await complete(served, prompt=[5, 6], ignore_eos=True)
+        assert short["usage"]["completion_tokens"] == 16
+        long = await complete(served, prompt=[5] * 17, ignore_eos=True)
+        assert long["usage"]["completion_tokens"] == 3
+
+
+async def test_what_asks_for_nothing_is_accepted() -> None:
+    nothing: dict[str, Any] = {
+        "best_of": 1,
+        "suffix": None,
+        "watermark": False,
+        "response_format": {"type": "text"},
+        "regex": None,
+        "grammar": None,
+        "stream_options": None,
+        "stop": None,
+        "logit_bias": {},
+        "seed": None,
+        "user": "me",
+        "store": True,
+        "metadata": {"a": "b"},
+        "model": MODEL,
+        "temperature": None,
+        "top_k": -1,
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
+        "service_tier": "default",
+        "tools": [],
+        "tool_choice": "none",
+        "top_logprobs": 0,
+        "parallel_tool_calls": True,
+        "use_beam_search": False,
+        "length_penalty": 1,  # as much as 1.0
+        "early_stopping": False,
+        "spaces_between_special_tokens": True,
+        "return_token_ids": False,
+        "return_tokens_as_token_ids": False,
+        "detokenize": True,
+        "skip_special_tokens": True,
+        "bad_words": [],
+    }
+    async with serving() as served:
+        plain = await complete(served, prompt="a", max_tokens=2, seed=5)
+        assert (await complete(served, prompt="a", max_tokens=2, **nothing | {"seed": 5}))[
+            "choices"
+        ] == plain["choices"]
+
+
+async def test_every_sampling_field_reaches_the_sampler() -> None:
+    """Each makes the one token certain that it names, or would change the text if it were ignored."""
+    async with serving() as served:
+        body = {"prompt": "a", "max_tokens": 4, "seed": 2, "ignore_eos": True}
+        greedy = await complete(served, **body, temperature=0)
+        for certain in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-9}):
+            assert (await complete(served, **body, **certain))["choices"] == greedy["choices"]
+        biased = await complete(served, **body, logit_bias={"66": 100})
+        assert biased["choices"][0]["text"] == tokenizer.decode([66]) * 4
+        penalised = await complete(
+            served, **body, temperature=0, logit_bias={"66": 10}, repetition_penalty=100.0
+        )
+        assert penalised["choices"][0]["text"].count(tokenizer.decode([66])) < 4
+
+
+async def test_the_models_advice_holds_unless_the_request_says_otherwise() -> None:
+    """Null is not saying anything; TGI's routes have defaults of their own."""
+    async with serving() as served:
+        body = {"prompt": "a", "max_tokens": 12, "seed": 2, "ignore_eos": True}
+        neutral = (await complete(served, **body))["choices"]
+        greedy = (await complete(served, **body, temperature=0))["choices"]
+        tgi = {
+            "inputs": "a",
+            "parameters": {"seed": 2, "do_sample": True, "max_new_tokens": 12, "ignore_eos": True},
+        }
+        generated = (await served.client.post("/generate", json=tgi)).json()
+        advice = GenerationDefaults(temperature=0.0)
+        served.service.bundle = replace(served.service.bundle, generation=advice)
+        assert greedy != neutral
+        assert (await complete(served, **body))["choices"] == greedy
+        assert (await complete(served, **body, temperature=None))["choices"] == greedy
+        assert (await complete(served, **body, temperature=1.0))["choices"] == neutral
+        assert (await served.client.post("/generate", json=tgi)).json() == generated
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [VOCAB_SIZE]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [10**30]}, "prompt"),
+        ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
+        ({"logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 10**40}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"n": 17}, "n"),
+        ({"n": 0}, "n"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": [""]}, "stop.0"),
+        ({"seed": 2**64}, "seed"),
+        ({"timeout_ms": 0}, "timeout_ms"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"regex": "("}, "regex"),
+        ({"grammar": "start: A"}, "grammar"),
+        ({"response_format": {"type": "json"}}, "response_format.type"),
+        ({"priority": 101}, "priority"),
+        ({"priority": -7}, "priority"),
+        ({"priority": 0.5}, "priority"),
+        ({"priority": False}, "priority"),
+        ({"best_of": 2}, "best_of"),
+        ({"best_of": True}, "best_of"),
+        ({"tools": [{}]}, "tools"),
+        ({"suffix": "x"}, "suffix"),
+        ({"no_such_field": 1}, "no_such_field"),
+    ],
+)
+async def test_a_bad_field_is_named(change: dict[str, Any], param: str) -> None:
+    async with serving() as served:
+        response = await served.client.post("/v1/completions", json={"prompt": "a"} | change)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert param in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/completions", {"prompt": "a"}), ("/generate", {"inputs": "a"})]
+)
+async def test_what_costs_time_in_every_step_is_bounded(path: str, body: dict[str, Any]) -> None:
+    ids = [i % VOCAB_SIZE for i in range(1025)]
+    bias = {str(i).zfill(4): 0.0 for i in range(1025)}
+    async with serving() as served:
+        for name, value, n in [
+            ("stop_token_ids", ids[:1024], 1024),
+            ("stop_token_ids", ids, 1025),
+            ("logit_bias", bias, 1025),
+        ]:
+            fields = {name: value}
+            request = body | (fields if "prompt" in body else {"parameters": fields})
+            response = await served.client.post(path, json=request)
+            assert response.status_code == (200 if n == 1024 else 400)
+            if n > 1024:
+                assert (
+                    f"{name}: 1025 entries are too many: at most 1024 may be given" in response.text
+                )
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+async def test_a_token_must_be_left_while_none_may_end_the_text(ignore_eos: bool) -> None:
+    others = [i for i in range(VOCAB_SIZE) if i != EOS]
+    body = {"prompt": "a", "max_tokens": 2, "ignore_eos": ignore_eos}
+    async with serving() as served:
+        every = {"stop_token_ids": others if not ignore_eos else [*others, EOS]}
+        refused = await served.client.post("/v1/completions", json=body | every | {"min_tokens": 1})
+        await complete(served, **body, **every)
+        await complete(served, **body, stop_token_ids=others[1:], min_tokens=1)
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["param"] == "stop_token_ids"
+    assert error["message"] == (
+        f"stop_token_ids: all {VOCAB_SIZE} tokens would end the text, which min_tokens forbids at first; name fewer"
+    )
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b"null",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "a\x00b"}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "max_tokens": ' + b"9" * 6000 + b"}",
+        b"[" * 10_000,
+        b'{"prompt": "a", "stream_options": {"include_usage": true}}',
+        b'{"prompt": "a", "stream": true, "stream_options": {"continuous_usage_stats": true}}',
+        b'{"prompt": "a", "stream": true, "stream_options": {"usage": true}}',
+        b'{"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}',
+    ],
+)
+async def test_a_body_that_makes_no_sense_is_a_400(raw: bytes) -> None:
+    async with serving() as served:
+        response = await served.client.post("/v1/completions", content=raw)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"]
+
+
+async def test_control_characters_in_a_prompt_are_text_like_any_other() -> None:
+    async with serving() as served:
+        answer = await complete(served, prompt="\x00\x1b[2J\u2028", echo=True, max_tokens=0)
+    assert answer["choices"][0]["text"] == "\x00\x1b[2J\u2028"
+
+
+async def test_a_logprob_without_a_number_is_still_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = FakeRunner(VOCAB_SIZE)
+    draw = runner.logits
+
+    def cutting(prefix: list[int]) -> Any:
+        row = draw(prefix)
+        row[7] = -np.inf
+        return row
+
+    monkeypatch.setattr(runner, "logits", cutting)
+    async with serving(runner) as served:
+        answer = await complete(served, prompt=[5, 7], max_tokens=0, echo=True, logprobs=1)
+    assert answer["choices"][0]["logprobs"]["token_logprobs"] == [None, -9999.0]
+
+
+async def test_the_model_is_listed_and_others_are_not_there() -> None:
+    async with serving() as served:
+        listed = (await served.client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["max_model_len"]) for card in listed] == [(MODEL, 64)]
+        assert (await served.client.get(f"/v1/models/{MODEL}")).json() == listed[0]
+        missing = [
+            await served.client.get(f"/v1/models/{other}")
+            for other in ("other/model", "dummy", "tgi")
+        ]
+        for whichever in ("dummy", "tgi"):
+            assert (await complete(served, prompt="a", model=whichever))["model"] == MODEL
+    assert [answer.status_code for answer in missing] == [404] * 3
+    assert {answer.json()["error"]["code"] for answer in missing} == {"model_not_found"}
+
+
+async def test_special_tokens_have_no_text_but_a_name() -> None:
+    async with serving(saying("", n_prompt=1)) as served:
+        answer = await complete(served, prompt="x", temperature=0, max_tokens=3, logprobs=1)
+    assert answer["choices"][0]["text"] == ""
+    assert answer["choices"][0]["logprobs"]["tokens"] == [
+        tokenizer.decode([EOS], skip_special_tokens=False)
+    ]

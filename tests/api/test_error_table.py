@@ -1,0 +1,347 @@
+"""Every row of the error table, in both dialects, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from time import perf_counter
+from typing import Any
+
+import httpx
+import pytest
+
+from server.engine.engine import StepStats
+from server.requests.admission import Phase
+from server.requests.async_engine import OutputStream
+from tests.fake_runner import FakeRunner
+from tests.serving import VOCAB_SIZE, Served, serving
+
+Post = Callable[..., Coroutine[Any, Any, httpx.Response]]
+
+
+def bodies(dialect: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+    """Path and body of a request for `max_tokens` tokens, in OpenAI's words or TGI's."""
+    fields = {"max_tokens": 2} | fields
+    if dialect == "openai":
+        return "/v1/completions", {"prompt": "a", "ignore_eos": True} | fields
+    fields["max_new_tokens"] = fields.pop("max_tokens")
+    path = "/generate_stream" if fields.pop("stream", False) else "/generate"
+    return path, {"inputs": "a", "parameters": {"ignore_eos": True} | fields}
+
+
+def poster(served: Served, dialect: str) -> Post:
+    async def post(*, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+        path, body = bodies(dialect, **fields)
+        return await served.client.post(path, json=body, headers=headers)
+
+    return post
+
+
+async def bad_request(_served: Served, post: Post) -> httpx.Response:
+    return await post(top_p=2)
+
+
+async def too_long(_served: Served, post: Post) -> httpx.Response:
+    return await post(max_tokens=64)
+
+
+async def too_much_memory(_served: Served, post: Post) -> httpx.Response:
+    return await post(max_tokens=50)
+
+
+async def wrong_key(served: Served, post: Post) -> httpx.Response:
+    served.client.headers["authorization"] = "Bearer wrong"
+    return await post()
+
+
+async def too_large(_served: Served, post: Post) -> httpx.Response:
+    return await post(stop=["x" * 3000])
+
+
+@asynccontextmanager
+async def occupied(served: Served, post: Post) -> AsyncIterator[None]:
+    """The only row is taken until the block ends."""
+    served.runner.hold()
+    first = asyncio.create_task(post())
+    await served.submitted.acquire()
+    await asyncio.to_thread(served.runner.wait_until_held)
+    try:
+        yield
+    finally:
+        served.runner.release()
+        assert (await first).status_code == 200
+
+
+async def queue_full(served: Served, post: Post) -> httpx.Response:
+    async with occupied(served, post):
+        second = asyncio.create_task(post())
+        await served.submitted.acquire()
+        response = await post()
+    assert (await second).status_code == 200
+    return response
+
+
+async def queue_full_of_tokens(served: Served, post: Post) -> httpx.Response:
+    served.service.admission.max_queue_tokens = 1
+    served.service.admission.capacity = 3
+    return await queue_full(served, post)
+
+
+async def deadline_out_of_reach(served: Served, post: Post) -> httpx.Response:
+    """The row is held for an hour, as always."""
+    served.service.engine.forecast.ended(3600.0)
+    served.service.engine.forecast.step(StepStats(1, 0, 0, 0, 0, 0, 3600.0), 256)
+    async with occupied(served, post):
+        return await post(timeout_ms=60_000)
+
+
+async def key_in_use(served: Served, post: Post) -> httpx.Response:
+    served.service.admission.capacity = 9
+    async with occupied(served, post):
+        others = [asyncio.create_task(post()) for _ in range(2)]
+        for _ in others:
+            await served.submitted.acquire()
+        response = await post()
+    assert [(await other).status_code for other in others] == [200, 200]
+    return response
+
+
+async def deadline(served: Served, post: Post) -> httpx.Response:
+    """It waits in the queue until its time is over."""
+    return await expiring_in_the_queue(served, post, timeout_ms=1)
+
+
+async def expiring_in_the_queue(served: Served, post: Post, **fields: Any) -> httpx.Response:
+    expired = asyncio.Event()
+    expire = OutputStream.expire
+
+    def noting(stream: OutputStream) -> None:
+        expire(stream)
+        expired.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OutputStream, "expire", noting)
+        async with occupied(served, post):
+            late = asyncio.create_task(post(**fields))
+            expiring = asyncio.create_task(expired.wait())
+            await asyncio.wait(
+                (late, expiring), return_when=asyncio.FIRST_COMPLETED
+            )  # it may be over at the door
+            expiring.cancel()
+        return await late
+
+
+async def deadline_at_the_door(served: Served, post: Post) -> httpx.Response:
+    """Reading and tokenising the request takes all its time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("server.api.middleware.perf_counter", lambda: perf_counter() - 3600)
+        response = await post(timeout_ms=3_600_000)
+    assert served.runner.batches == []
+    return response
+
+
+async def loading(served: Served, post: Post) -> httpx.Response:
+    served.service.admission.phase = Phase.LOADING
+    return await post()
+
+
+async def draining(served: Served, post: Post) -> httpx.Response:
+    served.service.admission.phase = Phase.DRAINING
+    return await post()
+
+
+async def queued_at_shutdown(served: Served, post: Post) -> httpx.Response:
+    async with occupied(served, post):
+        waiting = asyncio.create_task(post())
+        await served.submitted.acquire()
+        draining = asyncio.create_task(served.service.drain())
+        await asyncio.sleep(0)  # it has begun, and sheds the queue before the next step
+    await draining
+    return await waiting
+
+
+async def engine_fails(served: Served, post: Post) -> httpx.Response:
+    served.runner.error = RuntimeError("secret detail")
+    return await post(headers={"x-request-id": "mine"})
+
+
+async def engine_failed_before(served: Served, post: Post) -> httpx.Response:
+    served.runner.error = RuntimeError("secret detail")
+    await post()
+    return await post(headers={"x-request-id": "mine"})
+
+
+CASES = [
+    (bad_request, 400, "invalid_request_error", None, "validation"),
+    (too_long, 400, "invalid_request_error", "context_length_exceeded", "validation"),
+    (too_much_memory, 400, "invalid_request_error", None, "validation"),
+    (wrong_key, 401, "authentication_error", None, "authentication_error"),
+    (too_large, 413, "invalid_request_error", "request_too_large", "validation"),
+    (queue_full, 429, "overloaded", None, "overloaded"),
+    (queue_full_of_tokens, 429, "overloaded", None, "overloaded"),
+    (deadline_out_of_reach, 429, "overloaded", None, "overloaded"),
+    (key_in_use, 429, "overloaded", None, "overloaded"),
+    (deadline, 504, "deadline_exceeded", None, "deadline_exceeded"),
+    (deadline_at_the_door, 504, "deadline_exceeded", None, "deadline_exceeded"),
+    (loading, 503, "unavailable", None, "unavailable"),
+    (draining, 503, "unavailable", None, "unavailable"),
+    (queued_at_shutdown, 503, "unavailable", None, "unavailable"),
+    (engine_fails, 500, "internal_error", None, "generation"),
+    (engine_failed_before, 500, "internal_error", None, "generation"),
+]
+
+
+REASONS: dict[Any, str] = {  # in the metric, where several limits share a row
+    queue_full_of_tokens: "overloaded_tokens",
+    deadline_out_of_reach: "overloaded_deadline",
+    key_in_use: "overloaded_key",
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", ["openai", "tgi"])
+@pytest.mark.parametrize(
+    ("case", "status", "kind", "code", "tgi_type"), CASES, ids=[case[0].__name__ for case in CASES]
+)
+async def test_row(
+    case: Callable[[Served, Post], Awaitable[httpx.Response]],
+    status: int,
+    kind: str,
+    code: str | None,
+    tgi_type: str,
+    dialect: str,
+    stream: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runner = FakeRunner(VOCAB_SIZE, max_num_seqs=1, budget_tokens=40)
+    caplog.set_level(logging.CRITICAL, logger="kvasir")
+    limits: dict[str, Any] = {"max_queue": 1, "max_body_bytes": 2000, "max_concurrency_per_key": 3}
+    async with serving(runner, **limits, api_key="right") as served:
+        served.client.headers["authorization"] = "Bearer right"
+        post = poster(served, dialect)
+        value = served.service.metrics.registry.get_sample_value
+        counted = ("kvasir_requests_rejected_total", {"reason": REASONS.get(case, code or kind)})
+        assert value(*counted) == 0, "of a series that is born as 1, rate() never sees the rise"
+        response = await case(served, post if not stream else _streaming(post))
+        rejected = value(*counted)
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    body = response.json()
+    if dialect == "openai":
+        assert body["error"].keys() == {"message", "type", "param", "code"}
+        assert (body["error"]["type"], body["error"]["code"]) == (kind, code)
+    else:
+        assert body.keys() == {"error", "error_type"}
+        assert body["error_type"] == tgi_type
+    assert rejected
+    if status in (429, 503):
+        assert int(response.headers["retry-after"]) >= 1
+    if status == 504:
+        assert response.headers["x-should-retry"] == "false"
+    if status == 500:
+        assert "request id mine" in response.text
+        assert "secret" not in response.text
+
+
+def _streaming(post: Post) -> Post:
+    async def streaming(**fields: Any) -> httpx.Response:
+        return await post(stream=True, **fields)
+
+    return streaming
+
+
+@pytest.mark.parametrize("fields", [{}, {"regex": "a+"}])
+async def test_a_deadline_that_has_passed_is_no_matter_of_the_load(fields: dict[str, Any]) -> None:
+    """Before any work, and where a forecast would refuse the request anyway."""
+    async with serving(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
+        post = poster(served, "openai")
+        served.service.engine.forecast.ended(3600.0)
+        served.service.engine.forecast.step(StepStats(1, 0, 0, 0, 0, 0, 3600.0), 256)
+        async with occupied(served, post):
+            early = await post(timeout_ms=60_000, **fields)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("server.api.middleware.perf_counter", lambda: perf_counter() - 3600)
+                late = await post(timeout_ms=3_600_000, **fields)
+            assert served.submitted.locked(), "neither reached the engine"
+    assert (early.status_code, late.status_code) == (429, 504)
+    assert late.json()["error"]["type"] == "deadline_exceeded"
+
+
+async def test_a_failed_engine_is_not_alive() -> None:
+    async with serving() as served:
+        assert (await served.client.get("/health/live")).status_code == 200
+        served.runner.error = RuntimeError("gone")
+        await poster(served, "openai")()
+        for path in ("/health/live", "/health/ready", "/health"):
+            assert (await served.client.get(path)).status_code == 503
+
+
+@pytest.mark.parametrize(("path", "method", "status", "code"), [
+    ("/v1/nothing", "GET", 404, "not_found"),
+    ("/v1/completions/", "POST", 404, "not_found"),
+    ("/v1/completions", "GET", 405, "method_not_allowed"),
+])  # fmt: skip
+async def test_unknown_paths_and_methods(path: str, method: str, status: int, code: str) -> None:
+    async with serving() as served:
+        response = await served.client.request(method, path)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert path in response.json()["error"]["message"]
+
+
+async def test_an_unknown_model() -> None:
+    async with serving() as served:
+        response = await served.client.post(
+            "/v1/completions", json={"prompt": "a", "model": "gpt-9"}
+        )
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_a_deadline_after_the_first_token_gives_what_there_is() -> None:
+    async with serving() as served:
+        for dialect in ("openai", "tgi"):
+            served.runner.hold()
+            path, body = bodies(dialect, max_tokens=30, timeout_ms=86_400_000)
+            expire: list[Callable[[], None]] = []
+            submit = served.service.engine.submit
+
+            def noting(sequences: Any, submit: Any = submit, expire: Any = expire) -> Any:
+                outputs = submit(sequences)
+                expire.append(outputs.expire)
+                return outputs
+
+            served.service.engine.submit = noting  # type: ignore[method-assign]
+            partial = asyncio.create_task(served.client.post(path, json=body))
+            await served.submitted.acquire()
+            served.runner.allow(3)
+            await asyncio.to_thread(served.runner.wait_until_held)
+            expire[0]()
+            served.runner.release()
+            response = await partial
+            assert response.status_code == 200
+            if dialect == "openai":
+                assert response.json()["choices"][0]["finish_reason"] == "timeout"
+                assert 0 < response.json()["usage"]["completion_tokens"] < 30
+
+
+async def test_a_failure_in_mid_stream_is_an_event_before_the_last() -> None:
+    async with serving() as served:
+        served.runner.hold()
+        path, body = bodies("openai", max_tokens=9, stream=True, logit_bias={"66": 100})
+        reading = asyncio.create_task(
+            served.client.post(path, json=body, headers={"x-request-id": "mine"})
+        )
+        await served.submitted.acquire()
+        served.runner.allow(2)
+        await asyncio.to_thread(served.runner.wait_until_held)
+        served.runner.error = RuntimeError("secret detail")
+        served.runner.release()
+        response = await reading
+    assert response.status_code == 200
+    events = response.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert events[-3].startswith('data: {"error":{"message":')
+    assert "request id mine" in events[-3]
+    assert "secret" not in response.text

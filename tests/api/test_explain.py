@@ -1,0 +1,186 @@
+"""`kvasir explain`: the exported model's attention against PyTorch's, which keeps its own, and the picture of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from export.attention_graph import write_attention_graph
+from export.directory import make_manifest
+from export.graph import export_graph
+from export.verify import GraphSession
+from kvasir import app
+from model.bundle import GRAPH_FILE, ModelBundle, Verification, load_bundle
+from model.config import RopeScaling
+from model.network.attention import Attention, attention_weights, split_heads, visible_keys
+from model.network.decoder import Decoder
+from model.network.positions import Positions, rotate
+from model.tokenizer import train_tokenizer
+from server.errors import ContextLengthError, InvalidRequestError, NotFoundError
+from server.explain import Explainer
+from tests.random_models import make_config, make_decoder
+
+TEXT = "The studious student graduated with honors."
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rotary": {"rope_scaling": RopeScaling(kind="linear", factor=2.0)},
+    "biased": {"position": "alibi", "qk_norm": True},
+    "windowed": {
+        "sliding_window": 5,
+        "sliding_window_layers": (1,),
+        "attention_softcap": 3.0,
+        "position": "learned",
+    },
+}
+
+
+def make_directory(folder: Path, precision: str, **changes: Any) -> tuple[Decoder, ModelBundle]:
+    """A model directory of a random decoder, as `kvasir export` leaves it."""
+    tokenizer = train_tokenizer([TEXT * 20], 280)
+    decoder = make_decoder(
+        make_config(vocab_size=tokenizer.get_vocab_size(), max_model_len=64, **changes)
+    )
+    folder.mkdir(parents=True)
+    decoder.config.save(folder / "config.json")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    export_graph(decoder, folder / GRAPH_FILE, precision)
+    write_attention_graph(folder)
+    figures = Verification(max_logit_error=0.0, greedy_agreement=1.0)
+    make_manifest(decoder, folder, precision, {}, figures).save(folder / "manifest.json")
+    return decoder, load_bundle(folder)
+
+
+def eager_weights(decoder: Decoder, token_ids: list[int]) -> list[torch.Tensor]:
+    """[n_head, n_tokens, n_tokens] of each layer, of what its attention heard and was told."""
+    found: list[torch.Tensor] = []
+
+    def listen(attention: Attention, inputs: tuple[torch.Tensor, Positions]) -> None:
+        x, positions = inputs
+        place = torch.arange(x.shape[1])
+        query, key, _ = split_heads(attention.project(x), attention.config)
+        if attention.rotates:
+            assert positions.rotary is not None
+            query, key = (rotate(part, positions.rotary, place[None]) for part in (query, key))
+        visible = visible_keys(place[None], place, attention.window)
+        found.append(attention_weights(query, key, visible, positions.bias, attention.config)[0])
+
+    attentions = [module for module in decoder.modules() if isinstance(module, Attention)]
+    hooks = [attention.register_forward_pre_hook(listen) for attention in attentions]
+    with torch.inference_mode():
+        decoder(torch.tensor([token_ids]))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_the_exported_models_weights_are_pytorchs(
+    changes: dict[str, Any], precision: str, tmp_path: Path
+) -> None:
+    decoder, bundle = make_directory(tmp_path / "model", precision, **changes)
+    explanation = Explainer(bundle).explain(TEXT, [1, 0], top_k=4)
+    expected = eager_weights(decoder, explanation.token_ids)
+    assert sorted(explanation.weights) == [0, 1]
+    for layer, weights in explanation.weights.items():
+        n = len(explanation.token_ids)
+        assert weights.shape == (4, n, n)
+        np.testing.assert_allclose(weights.sum(axis=-1), 1.0, atol=1e-5)
+        assert not np.triu(weights, k=1).any()
+        if bundle.config.window_of(layer):
+            assert not np.tril(weights, k=-5).any()
+            assert np.tril(weights, k=-4).any()
+        distance = np.abs(weights - expected[layer].numpy()).max()
+        assert distance < {"fp32": 1e-5, "int8": 0.15, "int4": 0.6}[precision]
+        assert (
+            np.abs(weights - weights[::-1]).max() > 0.1
+        )  # heads differ, so a wrong one would be noticed
+
+    with torch.inference_mode():
+        logits = decoder(torch.tensor([explanation.token_ids]))[0, -1]
+    served, n_tokens = GraphSession(bundle.graph_path, bundle.config), len(explanation.token_ids)
+    served.clear(1, n_tokens)
+    answered = served.run(np.array([explanation.token_ids]), [n_tokens])[0, -1].astype(np.float64)
+    answered = np.exp(answered - answered.max())
+    likeliest_served = np.argsort(-answered, kind="stable")[:4]
+    assert [token.token_id for token in explanation.next_tokens] == likeliest_served.tolist()
+    np.testing.assert_allclose(
+        [t.probability for t in explanation.next_tokens],
+        (answered / answered.sum())[likeliest_served],
+        rtol=1e-6,
+    )
+    if precision == "fp32":
+        likeliest = logits.softmax(0).topk(4)
+        assert [token.token_id for token in explanation.next_tokens] == likeliest.indices.tolist()
+        np.testing.assert_allclose(
+            [t.probability for t in explanation.next_tokens], likeliest.values, rtol=1e-4
+        )
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("explained") / "model"
+    make_directory(folder, "int8")
+    return folder
+
+
+def test_parts_of_characters_are_named_by_their_bytes(directory: Path) -> None:
+    explanation = Explainer(load_bundle(directory)).explain("a \u2603", [0], top_k=256)
+    assert explanation.tokens == ["a", " ", *(rf"bytes:\x{byte:x}" for byte in "\u2603".encode())]
+    assert {rf"bytes:\x{byte:x}" for byte in range(0x80, 0x100)} & {
+        token.text for token in explanation.next_tokens
+    }
+
+
+def test_texts_and_layers_that_cannot_be_explained(directory: Path, tmp_path: Path) -> None:
+    explainer = Explainer(load_bundle(directory))
+    with pytest.raises(
+        InvalidRequestError, match="there is no layer 2; the model has layers 0 to 1"
+    ):
+        explainer.explain(TEXT, [0, 2])
+    with pytest.raises(InvalidRequestError, match="there is no token in the text"):
+        explainer.explain("", [0])
+    with pytest.raises(
+        ContextLengthError, match=r"the text has \d+ tokens; at most 64 can be explained"
+    ):
+        explainer.explain(TEXT * 9, [0])
+    older = ModelBundle(
+        tmp_path, explainer._bundle.config, explainer._bundle.manifest, explainer._bundle.tokenizer
+    )
+    with pytest.raises(NotFoundError, match=r"has no attention.onnx; export the model again"):
+        Explainer(older)
+
+
+@pytest.mark.parametrize("head", [2, None])
+def test_the_command_draws_and_prints_what_it_found(
+    directory: Path, head: int | None, tmp_path: Path
+) -> None:
+    options = [] if head is None else ["--head", str(head)]
+    command = ["explain", str(directory), TEXT, "--layer", "1", *options, "--top-k", "3"]
+    result = CliRunner().invoke(app, [*command, "--out", str(tmp_path / "map.png"), "--json"])
+    assert result.exit_code == 0, result.output
+    written = json.loads(result.stdout)
+    expected = Explainer(load_bundle(directory)).explain(TEXT, [1])
+    assert "".join(written["tokens"]) == TEXT
+    assert list(written["heads"]) == (["0", "1", "2", "3"] if head is None else ["2"])
+    for name, weights in written["heads"].items():
+        assert (np.array(weights, dtype=np.float32) == expected.weights[1][int(name)]).all()
+    assert len(written["next_tokens"]) == 3
+    assert str(written["next_tokens"][0]["token_id"]) in CliRunner().invoke(app, command).stdout
+    with Image.open(tmp_path / "map.png") as picture:
+        assert picture.format == "PNG"
+        colours = picture.convert("RGB").getcolors(maxcolors=2**24)
+    assert colours is not None
+    assert len(colours) > 50  # a map, not an empty frame
+
+
+def test_a_wrong_head_is_one_line(directory: Path) -> None:
+    result = CliRunner().invoke(app, ["explain", str(directory), TEXT, "--head", "4"])
+    assert result.exit_code == 1
+    assert result.output == "kvasir: there is no head 4; the model has heads 0 to 3\n"

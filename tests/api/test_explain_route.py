@@ -1,0 +1,156 @@
+"""POST /explain: the numbers of `kvasir explain`, within bounds and beside the streams."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from model.bundle import load_bundle
+from server.api.answers import Explanation
+from server.api.explain import MAX_WEIGHTS
+from server.engine.engine import Engine
+from server.explain import Explainer
+from server.explain import Explanation as Explained
+from server.process.app import create_app
+from server.settings import load_settings
+from tests.api.test_explain import TEXT, make_directory
+from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.serving import serving
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("explained") / "model"
+    make_directory(folder, "fp32")
+    return folder
+
+
+@asynccontextmanager
+async def explaining(directory: Path) -> AsyncIterator[httpx.AsyncClient]:
+    bundle = load_bundle(directory)
+    app = create_app(
+        load_settings(model=directory),
+        bundle,
+        Engine(FakeRunner(bundle.config.vocab_size), chunk_size=8),
+    )
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test") as c,
+    ):
+        yield c
+
+
+async def test_the_numbers_are_the_explainers(directory: Path) -> None:
+    expected = Explainer(load_bundle(directory), threads=1).explain(TEXT, [0, 1], top_k=3)
+    async with explaining(directory) as client:
+        some = await client.post(
+            "/explain", json={"text": TEXT, "layers": [1, 0, 1], "heads": [2, 0], "top_k": 3}
+        )
+        usual = await client.post("/explain", json={"prompt": TEXT})
+        limits = (await client.get("/model")).json()["explain_limits"]
+    Explanation.model_validate_json(some.content)
+    answer = some.json()
+    assert answer["tokens"] == expected.tokens
+    assert answer["token_ids"] == expected.token_ids
+    assert [(one["layer"], one["head"]) for one in answer["attention"]] == [
+        (0, 0),
+        (0, 2),
+        (1, 0),
+        (1, 2),
+    ]
+    for one in answer["attention"]:
+        assert (
+            np.array(one["weights"], dtype=np.float32)
+            == expected.weights[one["layer"]][one["head"]]
+        ).all()
+    assert [(t["token_id"], t["text"], t["probability"]) for t in answer["next_tokens"]] == [
+        (token.token_id, token.text, token.probability) for token in expected.next_tokens
+    ]
+    assert [(one["layer"], one["head"]) for one in usual.json()["attention"]] == [
+        (0, head) for head in range(4)
+    ]
+    assert len(usual.json()["next_tokens"]) == 10
+    assert limits == {"max_tokens": 64, "max_weights": MAX_WEIGHTS}
+
+
+@pytest.mark.parametrize(("body", "param", "message"), [
+    ({"text": "a", "layers": [0, 2]}, "layers", "there is no layer 2; the model has layers 0 to 1"),
+    ({"text": "a", "heads": [4]}, "heads", "there is no head 4; the model has heads 0 to 3"),
+    ({"text": ""}, "text", "there is no token in the text"),
+    ({"text": "a" * 65}, "prompt", "at most 64"),
+    ({"text": "a", "prompt": "a"}, None, "give either text or prompt"),
+    ({}, None, "give either text or prompt"),
+    ({"text": "a", "layers": []}, "layers", "layers: List should have at least 1 item"),
+    ({"text": "abcdef"}, "heads", "1 layers and 4 heads of 6 tokens are 144 weights, more than the 143"),
+])  # fmt: skip
+async def test_a_wrong_wish_is_told_what_is_wrong(
+    directory: Path,
+    body: dict[str, Any],
+    param: str | None,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("server.api.explain.MAX_WEIGHTS", 143)
+    async with explaining(directory) as client:
+        response = await client.post("/explain", json=body)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == param
+
+
+async def test_a_model_without_the_graph_says_how_to_get_it() -> None:
+    async with serving() as served:
+        response = await served.client.post("/explain", json={"text": "a"})
+    assert response.status_code == 404
+    assert "no attention.onnx; export the model again" in response.json()["error"]["message"]
+
+
+async def test_one_is_explained_three_wait_and_others_are_refused(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside them the server answers, and whoever leaves makes room."""
+    may_finish, begun = threading.Event(), asyncio.Event()
+    loop, explain = asyncio.get_running_loop(), Explainer.explain_tokens
+    built: list[Explainer] = []
+    nicenesses: set[int] = set()
+
+    def held(explainer: Explainer, *arguments: Any, **options: Any) -> Explained:
+        built.append(explainer)
+        nicenesses.add(os.getpriority(os.PRIO_PROCESS, 0))  # of this thread, on Linux
+        loop.call_soon_threadsafe(begun.set)
+        assert may_finish.wait(TIMEOUT)
+        return explain(explainer, *arguments, **options)
+
+    monkeypatch.setattr(Explainer, "explain_tokens", held)
+    async with explaining(directory) as client:
+
+        def post() -> asyncio.Task[httpx.Response]:
+            return asyncio.create_task(client.post("/explain", json={"text": TEXT}))
+
+        first = post()
+        await asyncio.wait_for(begun.wait(), TIMEOUT)
+        waiting = [post() for _ in range(3)]
+        refused = await post()
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert (
+            await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        ).status_code == 200
+        may_finish.set()
+        assert [
+            one.status_code for one in (await first, *await asyncio.gather(*waiting), await post())
+        ] == [200] * 5
+    assert len(built) == 5
+    assert len(set(map(id, built))) == 1  # loaded once
+    if sys.platform == "linux":
+        assert min(nicenesses) > os.getpriority(os.PRIO_PROCESS, 0)

@@ -1,0 +1,62 @@
+"""Health through the phases of a server's life, metrics, version."""
+
+from __future__ import annotations
+
+import asyncio
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from server.requests.admission import Phase
+from tests.fake_runner import FakeRunner
+from tests.serving import MODEL, VOCAB_SIZE, Served, serving
+
+
+async def statuses(served: Served) -> dict[str, int]:
+    paths = ("live", "ready", "startup")
+    return {path: (await served.client.get(f"/health/{path}")).status_code for path in paths}
+
+
+async def test_each_probe_answers_its_own_question() -> None:
+    async with serving() as served:
+        assert await statuses(served) == {"live": 200, "ready": 200, "startup": 200}
+        served.service.admission.phase = Phase.LOADING
+        assert await statuses(served) == {"live": 200, "ready": 503, "startup": 503}
+        served.service.admission.phase = Phase.DRAINING
+        assert await statuses(served) == {"live": 200, "ready": 503, "startup": 200}
+
+
+async def test_a_full_queue_is_ready_and_routers_see_it() -> None:
+    runner = FakeRunner(
+        VOCAB_SIZE, max_num_seqs=1, budget_tokens=66
+    )  # a prompt of one token, in two rows, and 31 more
+    async with serving(runner, max_queue=1) as served:
+        served.runner.hold()
+        body = {"prompt": "a", "max_tokens": 31, "ignore_eos": True}
+        posts = [
+            asyncio.create_task(served.client.post("/v1/completions", json=body)) for _ in range(2)
+        ]
+        for _ in posts:
+            await served.submitted.acquire()
+        await asyncio.to_thread(served.runner.wait_until_held)
+        assert (await served.client.get("/health/ready")).status_code == 200
+        response = await served.client.get("/metrics/router")
+        seen = {
+            family.name: family.samples[0].value
+            for family in text_string_to_metric_families(response.text)
+        }
+        everything = (await served.client.get("/metrics")).text
+        served.runner.release()
+        assert [response.status_code for response in await asyncio.gather(*posts)] == [200, 200]
+    assert seen == {
+        "kvasir_num_requests_running": 1,
+        "kvasir_num_requests_waiting": 1,
+        "kvasir_kv_cache_usage_ratio": 0.5,
+    }
+    assert all(f"{name} {value}" in everything for name, value in seen.items())
+
+
+async def test_the_version_says_what_runs() -> None:
+    async with serving() as served:
+        answer = (await served.client.get("/version")).json()
+    assert answer.keys() == {"version", "onnxruntime", "model", "precision", "device", "speculate"}
+    assert (answer["model"], answer["precision"], answer["device"]) == (MODEL, "fp32", "cpu")

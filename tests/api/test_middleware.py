@@ -1,0 +1,260 @@
+"""Around every request: ids, keys and their limits, pages of other origins, the limit on bodies, a line in the log."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from server.requests.admission import Phase
+from tests.serving import Served, serving
+
+
+@pytest.mark.parametrize("given", ["abc-123", "x" * 128, "with space", '"}{'])
+async def test_the_callers_request_id_comes_back(given: str) -> None:
+    async with serving() as served:
+        response = await served.client.get("/health", headers={"x-request-id": given})
+        completion = await served.client.post(
+            "/v1/completions", json={"prompt": "a"}, headers={"x-request-id": given}
+        )
+    assert response.headers["x-request-id"] == given
+    assert completion.json()["id"] == f"cmpl-{given}"
+
+
+@pytest.mark.parametrize(
+    "given", ["", "x" * 129, "tab\there", "h\u00e9".encode("latin-1"), b"\x7f"]
+)
+async def test_an_unfit_request_id_is_replaced(given: str | bytes) -> None:
+    async with serving() as served:
+        headers = {b"x-request-id": given.encode() if isinstance(given, str) else given}
+        ids = {
+            (await served.client.get("/nothing", headers=headers)).headers["x-request-id"]
+            for _ in range(2)
+        }
+    assert len(ids) == 2
+    assert all(one.isalnum() for one in ids)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "Bearer wrong",
+        "Bearer one2",
+        "Bearer",
+        "Basic one",
+        "one",
+        "Bearer \u00fcber".encode("latin-1"),
+        "",
+    ],
+)
+async def test_without_a_valid_key_only_health_and_metrics_answer(
+    header: str | bytes | None,
+) -> None:
+    async with serving(api_key="one") as served:
+        headers = (
+            {}
+            if header is None
+            else {b"authorization": header.encode() if isinstance(header, str) else header}
+        )
+        for path in (
+            "/v1/models",
+            "/version",
+            "/nothing",
+            "/healthy",
+            "/metrics/",
+            "/health/live/x",
+        ):
+            response = await served.client.get(path, headers=headers)
+            assert (response.status_code, response.json()["error"]["type"]) == (
+                401,
+                "authentication_error",
+            )
+            assert response.headers["www-authenticate"] == "Bearer"
+        for path in (
+            "/health",
+            "/health/live",
+            "/health/ready",
+            "/health/startup",
+            "/metrics",
+            "/metrics/router",
+        ):
+            assert (await served.client.get(path, headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("header", ["Bearer one", "bearer one", "Bearer  one "])
+async def test_a_valid_key_opens_everything(header: str) -> None:
+    async with serving(api_key="one") as served:
+        assert (
+            await served.client.get("/v1/models", headers={"authorization": header})
+        ).status_code == 200
+
+
+def complete(served: Served, key: str, **fields: object) -> asyncio.Task[httpx.Response]:
+    body = {"prompt": "a"} | fields
+    return asyncio.create_task(
+        served.client.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_each_key_has_so_many_requests_in_flight(tmp_path: Path, stream: bool) -> None:
+    """Whatever ends one gives its place back: an answer, an error, a client that leaves."""
+    path = tmp_path / "keys"
+    path.write_text("one\ntwo\n")
+    async with serving(api_key_file=path, max_concurrency_per_key=2) as served:
+        served.runner.hold()
+        running = [complete(served, key, stream=stream) for key in ("one", "one", "two")]
+        for _ in running:
+            await served.submitted.acquire()
+        refused = await complete(served, "one")
+        assert (refused.status_code, refused.json()["error"]["type"]) == (429, "overloaded")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert "2 requests with this API key" in refused.json()["error"]["message"]
+        assert "one" not in refused.json()["error"]["message"].replace("one to end", "")
+        assert (await complete(served, "two", top_p=7)).status_code == 400
+        running[0].cancel()
+        await asyncio.gather(running[0], return_exceptions=True)
+        running[0] = complete(served, "one")
+        await served.submitted.acquire()
+        served.runner.release()
+        assert [response.status_code for response in await asyncio.gather(*running)] == [200] * 3
+        for _ in range(5):
+            assert (await complete(served, "one")).status_code == 200
+        rejected = served.service.metrics.registry.get_sample_value(
+            "kvasir_requests_rejected_total", {"reason": "overloaded_key"}
+        )
+    assert rejected == 1
+
+
+async def test_pages_of_other_origins_are_served_only_where_that_is_set() -> None:
+    preflight = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,x-any",
+    }
+    origin = {"origin": "https://a.example"}
+    async with serving(api_key="one") as served:
+        answers = [await served.client.options("/v1/completions", headers=origin | preflight)]
+        answers += [await served.client.get("/health", headers=origin)]
+        assert not any(
+            name.startswith("access-control") for answer in answers for name in answer.headers
+        )
+        assert answers[0].status_code == 401
+    async with serving(api_key="one", cors_origins="https://a.example,https://b.example") as served:
+        asked = await served.client.options("/v1/completions", headers=origin | preflight)
+        assert asked.status_code == 200  # without a key: browsers send none
+        assert asked.headers["access-control-allow-origin"] == "https://a.example"
+        assert "x-any" in asked.headers["access-control-allow-headers"]
+        assert asked.headers["x-request-id"]
+        key = {"authorization": "Bearer one"}
+        for headers, body, status in (
+            ({}, {}, 401),
+            (key, {"prompt": 1.5}, 400),
+            (key, {"prompt": "a"}, 200),
+        ):
+            answer = await served.client.post(
+                "/v1/completions", json=body, headers=origin | headers
+            )
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == "https://a.example"
+            exposed = answer.headers["access-control-expose-headers"].split(", ")
+            assert {"x-request-id", "retry-after", "x-should-retry"} <= set(exposed)
+        stranger = await served.client.options(
+            "/v1/completions", headers={"origin": "https://c.example"} | preflight
+        )
+        assert "access-control-allow-origin" not in stranger.headers
+
+
+@pytest.mark.parametrize("root_path", ["", "/llm"])
+async def test_a_proxy_may_publish_it_under_a_path(root_path: str) -> None:
+    async with serving(api_key="one", root_path=root_path) as served:
+        assert (await served.client.get(f"{root_path}/health")).status_code == 200
+        assert (await served.client.get(f"{root_path}/v1/models")).status_code == 401
+        refused = await served.client.post(f"{root_path}/generate", content=b"")
+        assert refused.json().keys() == {"error", "error_type"}
+
+
+async def test_a_large_body_is_refused_announced_or_not() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(5):
+            yield b" " * 30
+
+    async with serving(max_body_bytes=100) as served:
+        announced = await served.client.post("/v1/completions", content=b" " * 101)
+        counted = await served.client.post("/v1/completions", content=chunks())
+        fits = await served.client.post("/v1/completions", content=b'{"prompt":"a"}'.ljust(100))
+    assert (announced.status_code, counted.status_code, fits.status_code) == (413, 413, 200)
+    assert counted.json()["error"]["code"] == "request_too_large"
+    assert "100 bytes" in counted.json()["error"]["message"]
+
+
+async def test_one_line_for_each_request_without_what_was_asked_or_answered(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, logger="kvasir")
+    async with serving() as served:
+        body = {
+            "prompt": "secret words",
+            "max_tokens": 3,
+            "n": 2,
+            "ignore_eos": True,
+            "user": "somebody",
+        }
+        answer = await served.client.post(
+            "/v1/completions?token=hidden", json=body, headers={"x-request-id": "mine"}
+        )
+        await served.client.get("/nothing")
+    records = [record for record in caplog.records if record.getMessage() == "request"]
+    first, second = (getattr(record, "fields") for record in records)  # noqa: B009  set by `extra`
+    assert first["ttft_ms"] <= first["duration_ms"]
+    assert first == first | {
+        "request_id": "mine",
+        "route": "/v1/completions",
+        "status": 200,
+        "prompt_tokens": answer.json()["usage"]["prompt_tokens"],
+        "completion_tokens": 6,
+        "finish_reason": ["length", "length"],
+    }
+    assert (second["status"], second["route"]) == (404, "/nothing")
+    shown = str([record.__dict__ for record in caplog.records])
+    assert not any(private in shown for private in ("secret", "hidden", "somebody"))
+
+
+@pytest.mark.parametrize("root_path", ["", "/llm"])
+async def test_probes_and_scrapes_are_in_the_log_where_they_fail_or_at_debug(
+    root_path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, logger="kvasir")
+    paths = (
+        "/health",
+        "/health/live",
+        "/health/ready",
+        "/health/startup",
+        "/metrics",
+        "/metrics/router",
+        "/version",
+    )
+    async with serving(root_path=root_path) as served:
+        for path in paths:
+            assert (await served.client.get(root_path + path)).status_code == 200
+        served.service.admission.phase = Phase.DRAINING
+        assert (await served.client.get(f"{root_path}/health/ready")).status_code == 503
+    levels = [record.levelno for record in caplog.records if record.getMessage() == "request"]
+    assert levels == [logging.DEBUG] * 6 + [logging.INFO] * 2
+
+
+async def test_a_mistake_of_ours_is_a_500_with_the_request_id_and_no_trace(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving() as served:
+        monkeypatch.setattr(served.service, "complete", None)
+        response = await served.client.post(
+            "/v1/completions", json={"prompt": "a"}, headers={"x-request-id": "mine"}
+        )
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "internal error; request id mine"
+    assert "TypeError" in caplog.text

@@ -1,0 +1,73 @@
+"""GET /model: the card says what the model directory and the engine say, whatever has happened to the files since."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from model.bundle import ModelBundle
+from server.api.answers import ModelCard
+from server.process.app import create_app
+from server.settings import load_settings
+from tests.fake_runner import FakeRunner
+from tests.serving import MODEL, VOCAB_SIZE, fake_bundle, serving
+
+
+def bundle_with_files(path: Path) -> ModelBundle:
+    for name, size in (("config.json", 7), ("model.onnx", 3000)):
+        (path / name).write_bytes(b"x" * size)
+    bundle = fake_bundle(path)
+    files = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in path.iterdir()}
+    return replace(bundle, manifest=bundle.manifest.model_copy(update={"files": files}))
+
+
+async def card_of(bundle: ModelBundle) -> ModelCard:
+    app = create_app(load_settings(model=bundle.path), bundle)
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://kvasir"
+    ) as http:
+        response = await http.get("/model")
+    assert response.status_code == 200
+    return ModelCard.model_validate_json(response.content)
+
+
+async def test_files_are_those_of_the_manifest_with_their_sizes(tmp_path: Path) -> None:
+    bundle = bundle_with_files(tmp_path)
+    card = await card_of(bundle)
+    assert {file.name: file.sha256 for file in card.files} == bundle.manifest.files
+    assert {file.name: file.bytes for file in card.files} == {"config.json": 7, "model.onnx": 3000}
+    assert card.config == asdict(bundle.config) | {
+        "eos_token_ids": [0],
+        "layers_without_rotary": [],
+    }
+
+
+async def test_a_file_that_has_gone_has_no_size(tmp_path: Path) -> None:
+    bundle = bundle_with_files(tmp_path)
+    (tmp_path / "model.onnx").unlink()
+    card = await card_of(bundle)
+    assert {file.name: file.bytes for file in card.files} == {"config.json": 7, "model.onnx": None}
+
+
+async def test_memory_of_keys_and_values_is_unknown_until_the_model_is_loaded(
+    tmp_path: Path,
+) -> None:
+    assert (await card_of(bundle_with_files(tmp_path))).kv_cache is None
+
+
+@pytest.mark.parametrize("int8", [False, True])
+async def test_memory_of_keys_and_values_is_what_the_rows_take(*, int8: bool) -> None:
+    runner = FakeRunner(VOCAB_SIZE, int8=int8, budget_tokens=500)
+    async with serving(runner) as served:
+        card = ModelCard.model_validate_json((await served.client.get("/model")).content)
+    assert card.model == MODEL
+    assert card.kv_cache is not None
+    per_token = (card.kv_cache.bytes_per_token, card.kv_cache.prompt_bytes_per_token)
+    for n_bytes, memory in zip(per_token, (runner.rows.running, runner.rows.prompts), strict=True):
+        _, n_rows, _, n_positions, _ = memory.array.shape
+        assert n_bytes * n_rows * n_positions == memory.array.nbytes
+    assert card.kv_cache.budget_tokens == 500

@@ -1,0 +1,160 @@
+"""The OpenAPI document: every route is in it, and schemathesis finds no answer that it does not describe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import HealthCheck, settings
+from pydantic import TypeAdapter
+from schemathesis.specs.openapi.checks import (
+    allow_header_conformance,
+    content_type_conformance,
+    missing_required_header,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from server.api.openapi import OPERATIONS, document
+from tests.fake_runner import FakeRunner
+from tests.live import KEY, Live, live
+from tests.serving import VOCAB_SIZE, fake_app
+
+# Without positive_data_acceptance: what fits a schema may be longer than the model takes, or name tokens it lacks.
+CHECKS = [
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    negative_data_rejection,
+    missing_required_header,
+    unsupported_method,
+    allow_header_conformance,
+]
+BY_NAME = {operation.name: operation for operation in OPERATIONS}
+api = schemathesis.openapi.from_dict(document(has_keys=True))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(FakeRunner(VOCAB_SIZE, max_model_len=256)) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[requests.Session]:
+    with requests.Session() as kept:
+        yield kept
+
+
+@api.parametrize()
+@settings(max_examples=30, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_every_answer_is_as_described(
+    case: schemathesis.Case[Any], server: Live, session: requests.Session
+) -> None:
+    key = {"authorization": f"Bearer {KEY}"}
+    response = case.call_and_validate(
+        base_url=server.url, session=session, headers=key, checks=CHECKS
+    )
+    assert (
+        response.status_code < 500 or response.status_code == 504
+    )  # for a deadline of a millisecond
+
+
+def test_every_route_is_described_and_no_other() -> None:
+    routes = fake_app(FakeRunner(VOCAB_SIZE)).openapi()["paths"]
+    assert set(BY_NAME) == {
+        f"{method} {path}" for path, methods in routes.items() for method in methods
+    }
+
+
+def test_all_but_what_is_open_wants_a_key(server: Live, session: requests.Session) -> None:
+    for operation in OPERATIONS:
+        response = session.request(
+            operation.method, server.url + operation.path.format(model_id="x")
+        )
+        assert (response.status_code != 401) is operation.is_open, operation.name
+
+
+CHAT = [{"role": "user", "content": "a"}]
+TOOL = {"type": "function", "function": {"name": "f", "strict": True}}
+LONG = {"ignore_eos": True}  # a stream of one token would show no event but the last
+FULL: list[tuple[str, dict[str, Any]]] = [
+    (
+        "post /v1/completions",
+        {"prompt": ["ab", "c"], "n": 2, "logprobs": 2, "echo": True, "max_tokens": 3},
+    ),
+    (
+        "post /v1/completions",
+        LONG | {"prompt": [1, 2], "stream": True, "stream_options": {"include_usage": True}},
+    ),
+    ("post /v1/completions", LONG | {"prompt": "ab", "stream": True, "echo": True, "logprobs": 0}),
+    (
+        "post /v1/chat/completions",
+        {"messages": CHAT, "n": 2, "logprobs": True, "top_logprobs": 2, "max_tokens": 9},
+    ),
+    (
+        "post /v1/chat/completions",
+        {"messages": CHAT, "tools": [TOOL], "tool_choice": "required", "max_tokens": 60},
+    ),
+    (
+        "post /v1/chat/completions",
+        {"messages": CHAT, "tools": [TOOL], "tool_choice": "required", "stream": True},
+    ),
+    (
+        "post /v1/chat/completions",
+        LONG | {"messages": CHAT, "stream": True, "logprobs": True, "max_tokens": 5},
+    ),
+    (
+        "post /generate",
+        {"inputs": "ab", "parameters": {"details": True, "decoder_input_details": True}},
+    ),
+    (
+        "post /generate",
+        {"inputs": "ab", "parameters": {"details": True, "top_n_tokens": 2, "seed": 1, "top_k": 5}},
+    ),
+    (
+        "post /generate_stream",
+        {"inputs": "ab", "parameters": LONG | {"top_n_tokens": 2, "do_sample": True}},
+    ),
+    ("post /", {"inputs": "ab", "parameters": LONG, "stream": True}),
+    ("post /", {"inputs": "ab"}),
+    ("post /tokenize", {"prompt": "naïve ☃", "return_token_strs": True}),
+    ("post /tokenize", {"messages": [{"role": "user", "content": "a"}]}),
+    ("post /tokenize", {"inputs": "naïve ☃"}),
+]
+
+
+@pytest.mark.parametrize(("name", "body"), FULL)
+def test_full_answers_are_as_described(name: str, body: dict[str, Any], server: Live) -> None:
+    """With everything that may be in them; also against the types themselves, which the document comes from."""
+    operation = BY_NAME[name]
+    with server.http() as client:
+        response = client.post(operation.path, json=body)
+    assert response.status_code == 200, response.text
+    if response.headers["content-type"].startswith("application/json"):
+        TypeAdapter(operation.answer).validate_json(response.content)
+        return
+    *events, last = [
+        line.removeprefix("data:").strip() for line in response.text.split("\n\n") if line
+    ]
+    if operation.tgi:
+        events.append(last)
+    else:
+        assert last == "[DONE]"
+    assert len(events) > 2
+    for event in events:
+        TypeAdapter(operation.event).validate_json(event)
+
+
+def test_keys_and_root_path_are_in_the_document(server: Live) -> None:
+    with server.http() as client:
+        assert client.get("/openapi.json").json() == document(has_keys=True)
+    assert document(has_keys=False)["paths"]["/version"]["get"]["security"] == []
+    assert document("/llm")["servers"] == [{"url": "/llm"}]

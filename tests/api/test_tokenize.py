@@ -1,0 +1,159 @@
+"""/tokenize and /detokenize against the tokenizer itself, in vLLM's words and in TGI's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+
+from model.chat_template import ChatTemplate
+from model.tokenizer import keep_spaces_in_offsets, train_tokenizer
+from tests.fake_runner import FakeRunner
+from tests.serving import CHAT_TEMPLATE, MODEL, VOCAB_SIZE, serving, small_tokenizer
+
+TEXT = "def read_json(path):\n    return 'naïve ☃🙂'"
+
+
+async def post(path: str, **body: Any) -> Any:
+    async with serving() as served:
+        response = await served.client.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize("text", [TEXT, TEXT * 200, ""], ids=["short", "long", "empty"])
+async def test_tokens_are_the_tokenizers_and_lead_back(text: str) -> None:
+    """A long text takes the way through a thread."""
+    encoding = small_tokenizer().encode(text)
+    answer = await post("/tokenize", model=MODEL, prompt=text, return_token_strs=True)
+    assert answer == {
+        "prompt": None,
+        "count": len(encoding.ids),
+        "max_model_len": 64,
+        "tokens": encoding.ids,
+        "token_strs": encoding.tokens,
+        "offsets": [list(span) for span in encoding.offsets],
+    }
+    assert await post("/detokenize", model=MODEL, tokens=encoding.ids) == {"prompt": text}
+
+
+async def test_special_tokens_survive_and_strings_are_left_out() -> None:
+    answer = await post("/tokenize", prompt="a<|endoftext|>b")
+    assert 0 in answer["tokens"]
+    assert answer["token_strs"] is None
+    assert await post("/detokenize", tokens=answer["tokens"]) == {"prompt": "a<|endoftext|>b"}
+
+
+async def test_tgi_gets_a_list_of_tokens() -> None:
+    encoding = small_tokenizer().encode(TEXT)
+    answer = await post("/tokenize", inputs=TEXT)
+    assert [token["id"] for token in answer] == encoding.ids
+    assert [(token["start"], token["stop"]) for token in answer] == encoding.offsets
+    assert all(token["text"] == TEXT[token["start"] : token["stop"]] for token in answer)
+
+
+async def test_messages_are_tokens_of_what_the_template_makes_of_them() -> None:
+    """The same that the model gets to read as a chat."""
+    tool = {"type": "function", "function": {"name": "f", "description": "d"}}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "naïve"}], "tools": [tool]}
+    rendered = ChatTemplate(CHAT_TEMPLATE).render(
+        body["messages"], tools=[tool], add_generation_prompt=True
+    )
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=256)) as served:
+        answer = (await served.client.post("/tokenize", json=body)).json()
+        chat = await served.client.post("/v1/chat/completions", json=body | {"max_tokens": 1})
+        ended = await served.client.post("/tokenize", json=body | {"add_generation_prompt": False})
+    assert answer["prompt"] == rendered
+    assert answer["tokens"] == small_tokenizer().encode(rendered, add_special_tokens=False).ids
+    assert chat.json()["usage"]["prompt_tokens"] == answer["count"]
+    assert rendered.startswith(ended.json()["prompt"])
+    assert ended.json()["count"] < answer["count"]
+
+
+@pytest.mark.parametrize(("path", "body", "message"), [
+    ("/tokenize", {"messages": []}, "messages: List should have at least 1 item"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "prompt": "a"}, "the field 'prompt' is unknown"),
+    ("/tokenize", {}, "prompt: Field required"),
+    ("/tokenize", {"prompt": "a", "inputs": "b"}, "the field 'prompt' is unknown"),
+    ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "'add_generation_prompt' is unknown"),
+    ("/tokenize", {"prompt": [1, 2]}, "prompt: Input should be a valid string"),
+    ("/detokenize", {"tokens": [5, 300]}, "tokens: token id 300 is not in the vocabulary of 300"),
+    ("/detokenize", {"tokens": [-1]}, "tokens.0: Input should be greater than or equal to 0"),
+    ("/detokenize", {"tokens": "5"}, "tokens: Input should be a valid"),
+])  # fmt: skip
+async def test_a_wrong_body_is_told_what_is_wrong(
+    path: str, body: dict[str, Any], message: str
+) -> None:
+    async with serving() as served:
+        response = await served.client.post(path, json=body)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+async def test_another_model_is_not_found() -> None:
+    async with serving() as served:
+        for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
+            assert (
+                await served.client.post(path, json=body | {"model": "gpt-9"})
+            ).status_code == 404
+
+
+def byte_level(processor: Any) -> Tokenizer:
+    tokenizer = train_tokenizer(["the naïve cat sat on the mat\n" * 3], 290)
+    tokenizer.post_processor = processor
+    return tokenizer
+
+
+def sentence_piece() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))  # noqa: S106  of a vocabulary
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    parts = [f"<0x{i:02X}>" for i in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=290, special_tokens=["<unk>", *parts], show_progress=False
+    )
+    tokenizer.train_from_iterator(["the cat sat on the mat "] * 3, trainer)
+    return tokenizer
+
+
+SHAPES = {
+    "plain": byte_level(None),
+    "trimming": byte_level(processors.ByteLevel(trim_offsets=True)),
+    "trimming, in a sequence": byte_level(
+        processors.Sequence([processors.ByteLevel(trim_offsets=True)])
+    ),
+    "sentence piece": sentence_piece(),
+}
+
+
+@pytest.mark.parametrize("tokenizer", SHAPES.values(), ids=SHAPES.keys())
+@given(text=st.text(alphabet="the cat\n  naïve☃🙂e\u0301", max_size=40))
+def test_offsets_cover_the_text_and_parts_of_a_character_cover_it_whole(
+    tokenizer: Tokenizer, text: str
+) -> None:
+    keep_spaces_in_offsets(tokenizer)
+    place = 0
+    for start, end in tokenizer.encode(text).offsets:
+        assert start in (
+            place,
+            place - 1,
+        )  # at the end of what came before, or at the character that it is a part of
+        assert start < end
+        place = end
+    assert place == len(text)

@@ -1,0 +1,322 @@
+"""The command line itself: what help teaches, how mistakes end, what goes into a pipe, what the shell offers."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import model.bundle
+from commands import progress
+from commands.output import console
+from kvasir import app
+from model.training import run
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = str(ROOT / "examples/stdlib")
+COMMANDS = ("train", "import", "export", "verify", "serve", "generate", "explain", "bench serve")
+BENCHES = ("bench model", "bench engine", "bench serve")
+PLAIN = {
+    "COLUMNS": "80",
+    "_TYPER_FORCE_DISABLE_TERMINAL": "1",
+}  # which Typer does not know of CI's by itself
+
+
+def kvasir(*arguments: str, **environment: str) -> Result:
+    return CliRunner().invoke(app, arguments, env=environment, prog_name="kvasir")
+
+
+def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command as the shell runs it, in an environment without anybody's wishes for colours."""
+    known = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in {"NO_COLOR", "FORCE_COLOR", "TERM"}
+    }
+    command = [sys.executable, "-m", "kvasir", *arguments]
+    return subprocess.run(
+        command,
+        env=known | PLAIN | environment,
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+        timeout=60,
+    )
+
+
+def test_help_shows_the_whole_way_in_order() -> None:
+    lines = process("--help").stdout.splitlines()
+    examples = [line.strip() for line in lines if line.startswith(" kvasir ")]
+    assert len(examples) == len(COMMANDS)
+    assert all(map(str.startswith, examples, (f"kvasir {command} " for command in COMMANDS)))
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("command", [*COMMANDS[:-1], *BENCHES])
+def test_the_help_of_each_has_an_example(command: str) -> None:
+    result = kvasir(*command.split(), "--help", **PLAIN)
+    assert f"For example: kvasir {command} " in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_the_version_is_the_packages() -> None:
+    assert kvasir("--version").stdout == f"kvasir {version('kvasir-lm')}\n"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    """Or every look at it would take seconds."""
+    heavy = {
+        "torch",
+        "onnxruntime",
+        "onnx",
+        "fastapi",
+        "uvicorn",
+        "numpy",
+        "transformers",
+        "matplotlib",
+        "jinja2",
+    }
+    code = f"import atexit, sys; atexit.register(lambda: print(sorted({heavy} & sys.modules.keys()), file=sys.stderr))"
+    code += "; import kvasir; sys.argv[1:] = ['--help']; kvasir.main()"
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert run.stderr == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("export", "missing argument 'checkpoint'; see kvasir export --help"),
+        ("exprot", "no such command 'exprot'; did you mean 'export'; see kvasir --help"),
+        (
+            "serve --prot 1",
+            "no such option: --prot (Possible options: --host, --port); see kvasir serve --help",
+        ),
+        (
+            "export x --out y --top-p nan",
+            "invalid value for '--top-p': must be at most 1; see kvasir export --help",
+        ),
+        (
+            "generate x y --max-tokens 9.5",
+            "invalid value for '--max-tokens': must be a whole number; see kvasir generate --help",
+        ),
+        ("serve", "name a model directory: kvasir serve DIR, or KVASIR_MODEL=DIR"),
+        ("serve x --port abc", "setting port (KVASIR_PORT) = 'abc' must be a whole number"),
+        (
+            "explain x y --out a.jpg",
+            "invalid value for '--out': 'a.jpg' does not end in .png, which is what can be drawn; "
+            "see kvasir explain --help",
+        ),
+        (
+            "train x --out y --seed -1",
+            "invalid value for '--seed': -1 is not from 0 to 2**63 - 1; see kvasir train --help",
+        ),
+        (
+            "bench engine --device gpu",
+            "invalid value for '--device': 'gpu' is not one of 'cpu', 'cuda'; see kvasir bench engine --help",
+        ),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_answered_in_one(line: str, message: str) -> None:
+    result = kvasir(*line.split())
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"kvasir: {message}\n")
+
+
+@pytest.mark.parametrize("command", ["generate", "explain"])
+def test_bytes_that_are_no_text_are_refused(command: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "kvasir", command, EXAMPLE, b"\xff"],
+        capture_output=True,
+        check=False,
+    )
+    assert (run.returncode, run.stderr.count(b"\n")) == (2, 1)
+    assert b"is not UTF-8 text; see kvasir" in run.stderr
+
+
+@pytest.mark.skipif(
+    not Path("/dev/full").exists(), reason="only some systems have a device that is always full"
+)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--version"],
+        ["generate", EXAMPLE, "a", "--max-tokens", "2"],
+        ["explain", EXAMPLE, "a b", "--json"],
+    ],
+)
+def test_an_answer_that_cannot_be_written_is_one_line(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "kvasir", *arguments]
+        run = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False
+        )
+    assert (run.returncode, run.stderr) == (1, "kvasir: standard output: no space left on device\n")
+
+
+def test_a_room_that_an_image_leaves_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "export.directory", None)
+    result = kvasir("verify", EXAMPLE)
+    message = "this needs export/, which is not installed here; run it in a checkout of Kvasir"
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "", f"kvasir: {message}\n")
+
+
+def test_control_c_ends_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def press(_: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model.bundle, "load_bundle", press)
+    result = kvasir("generate", EXAMPLE, "x")
+    assert (result.exit_code, result.output) == (130, "")
+
+
+LOADING = """
+import signal
+from commands.progress import loading
+with loading("PyTorch"):
+    try:
+        signal.raise_signal(signal.SIGINT)
+    except KeyboardInterrupt:
+        pass  # as imports of extensions may do
+print("went on")
+"""
+IMPORTING = """
+import signal, sys
+class Press:
+    def find_spec(self, name, *_):
+        if name == "commands":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Press())
+import kvasir
+"""
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [(LOADING, 130), (IMPORTING, -signal.SIGINT)])
+def test_control_c_ends_imports_at_once(code: str, exit_code: int) -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert (run.returncode, run.stdout, run.stderr) == (exit_code, "", "")
+
+
+@pytest.mark.parametrize("loses", [True, False])
+def test_control_c_is_not_lost_on_libraries(loses: bool) -> None:
+    """PyTorch's tracing caught it, and exported a graph that lacked an input; or raised an AttributeError."""
+
+    def trace(bar: progress.ProgressBar) -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            if not loses:
+                raise AttributeError from None
+        bar("tracing", 1, 2)
+        raise AssertionError("it went on")
+
+    with pytest.raises(KeyboardInterrupt), progress.ProgressBar() as bar:
+        trace(bar)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["explain", EXAMPLE, "a b"], ["explain", EXAMPLE, "a b", "--json"]]
+)
+def test_a_reader_that_has_left_is_no_error(arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        command = [sys.executable, "-m", "kvasir", *arguments]
+        run = subprocess.run(
+            command, stdout=pipe, stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False
+        )
+    assert run.stderr == ""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["explain", EXAMPLE, "a b"]])
+def test_colours_come_and_go_as_one_wishes(arguments: list[str]) -> None:
+    forced = {"FORCE_COLOR": "1", "TERM": "xterm", "_TYPER_FORCE_DISABLE_TERMINAL": ""}
+    assert "\x1b[" in process(*arguments, **forced).stdout
+    assert "\x1b" not in process(*arguments, **forced, NO_COLOR="1").stdout
+    assert "\x1b" not in process(*arguments).stdout
+
+
+def test_a_completion_is_the_same_for_people_and_for_scripts() -> None:
+    arguments = ["generate", EXAMPLE, "def main():", "--max-tokens", "6", "--seed", "3"]
+    found = json.loads(kvasir(*arguments, "--json").stdout)
+    assert kvasir(*arguments).stdout == found["text"] + "\n"
+    assert (len(found["token_ids"]), found["finish_reason"], found["seed"]) == (6, "length", 3)
+    bundle = model.bundle.load_bundle(Path(EXAMPLE))
+    assert (
+        bundle.tokenizer.decode(found["prompt_token_ids"] + found["token_ids"])
+        == "def main():" + found["text"]
+    )
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+@pytest.mark.parametrize("quiet", [False, True])
+def test_bars_are_for_terminals(
+    kind: type[io.StringIO], quiet: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = kind()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(progress, "_PATIENCE", 0)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress.ProgressBar(quiet=quiet) as bar:
+        bar("writing", 1, 1234)
+        bar._timer.join()
+    shown = screen.isatty() and not quiet
+    assert ("writing" in screen.getvalue(), "1/1,234" in screen.getvalue()) == (shown, shown)
+    assert bool(screen.getvalue()) == shown
+
+
+@pytest.mark.parametrize("colours", [True, False])
+def test_training_shows_its_bar_beside_lines_that_go_into_a_pipe(
+    colours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen, pipe = Terminal(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setattr(sys, "stdout", pipe)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "" if colours else "1")
+    with run.ProgressBar(console(), console(stderr=True), 0, 2) as bar:
+        bar.step(1, 2.5, 1e3, 0.5)
+        bar.evaluated(1, 3.25, "a" * 90, "[b] 12")
+    assert pipe.getvalue() == f"step 1  held-out loss 3.2500\n{'a' * 90!r} … '[b] 12'\n"
+    assert "loss 2.500" in screen.getvalue()
+    assert ("\x1b[1m" in screen.getvalue()) == colours
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("", ["train", "import", "export", "verify", "serve", "generate", "explain", "bench"]),
+        ("train x --preset smol", ["smollm2-135m"]),
+        ("bench engine --preset t", ["tiny"]),
+        ("export x --device ", ["cpu", "cuda"]),
+        ("export x --precision ", ["int8", "int4", "fp32"]),
+        ("export x --device cuda --precision ", ["bf16", "fp16", "int8", "int4"]),
+        ("serve --drain", ["--drain-timeout"]),
+        ("serve ", [""]),  # the shell then offers paths
+    ],
+)
+def test_the_shell_offers_names(line: str, offered: list[str]) -> None:
+    words = f"kvasir {line}"
+    asked = {
+        "_KVASIR_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    assert kvasir(**asked).stdout.rstrip("\n").split("\n") == offered

@@ -1,0 +1,76 @@
+"""helm/README.md from the comments of helm/values.yaml: python -m tests.deploy.helm_values > helm/README.md
+
+`# -- text` documents the key under it; other comments document the section under them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CHART = Path(__file__).resolve().parents[2] / "helm"
+HEAD = """# Kvasir's chart
+
+`helm install kvasir helm/` serves the example model, which is in the image. Each file in `ci/` shows a feature,
+`values-gpu.yaml` a GPU. `router-values.yaml` is for the chart of llm-d's router, `adapter-values.yaml` for that of
+prometheus-adapter, which a HorizontalPodAutoscaler asks. All settings are in [docs/api.md](../docs/api.md#limits).
+[docs/operations.md](../docs/operations.md) has sizing, routing, upgrades and what to do about each alert.
+
+This table is written by `python -m tests.deploy.helm_values > helm/README.md` from the comments in `values.yaml`.
+
+| value | default | |
+|---|---|---|
+"""
+
+
+def comments(text: str) -> dict[str, str]:
+    """By dotted key: what the comment above it says."""
+    found: dict[str, str] = {}
+    place: list[tuple[int, str]] = []
+    comment: list[str] = []
+    for line in text.splitlines():
+        if match := re.match(r"\s*# (?:-- )?(.*)", line):
+            comment.append(match[1])
+        elif match := re.match(r"( *)([A-Za-z]+):", line):
+            place = [(depth, key) for depth, key in place if depth < len(match[1])] + [
+                (len(match[1]), match[2])
+            ]
+            found[".".join(key for _, key in place)] = " ".join(comment)
+            comment = []
+        else:
+            comment = []
+    return found
+
+
+def leaves(
+    values: dict[str, Any], known: dict[str, str], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Values that have no values of their own below them in the file."""
+    for key, value in values.items():
+        name = prefix + key
+        if isinstance(value, dict) and any(other.startswith(name + ".") for other in known):
+            if known.get(name):
+                yield name, None
+            yield from leaves(value, known, name + ".")
+        else:
+            yield name, value
+
+
+def main() -> int:
+    text = (CHART / "values.yaml").read_text(encoding="utf-8")
+    known = comments(text)
+    sys.stdout.write(HEAD)
+    for name, value in leaves(yaml.safe_load(text), known):
+        default = "" if value is None else f"`{json.dumps(value)}`"
+        sys.stdout.write(f"| `{name}` | {default} | {known.get(name, '')} |\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

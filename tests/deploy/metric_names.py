@@ -1,0 +1,87 @@
+"""Names of metrics and labels, wherever this repository writes them, against what a running server shows."""
+
+from __future__ import annotations
+
+import re
+import urllib.request
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+METRIC = re.compile(r"(?<![:\w])(?:kvasir|process)_[a-z0-9_]+\b")  # no parts of recorded names
+SELECTOR = re.compile(r"\b((?:kvasir|process)_[a-z0-9_]+)\{([^{}]*)\}")
+LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)\s*[\\]?[\"']")
+GROUPING = re.compile(r"\b(?:by|on|ignoring|without|group_left|group_right)\s*\(([\w\s,]*)\)")
+VARIABLE = re.compile(r"label_values\((\w+)(?:\{[^{}]*\})?,\s*(\w+)\)")  # Grafana's
+OF_THE_TARGET = {
+    "namespace",
+    "job",
+    "pod",
+    "instance",
+    "alertstate",
+}  # Prometheus adds them, the last to ALERTS
+# Locust's, and what prometheus-adapter makes of two gauges.
+ELSEWHERE = {"process_exit_code", "kvasir_requests_in_system"}
+TEXTS = (
+    "README.md",
+    "docs/*.md",
+    "docker-compose*.yml",
+    "helm/**/*",
+    "server/static/**/*",
+    "loadtest/**/*.py",
+)
+
+
+class Shown:
+    """What one path of a server shows, in Prometheus' text format."""
+
+    def __init__(self, url: str) -> None:
+        with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310
+            text = answer.read().decode()
+        self.names = set(re.findall(r"^(?:# TYPE )?([a-z0-9_]+)", text, re.MULTILINE))
+        histograms = re.findall(
+            r"^# TYPE (\S+) histogram", text, re.MULTILINE
+        )  # one with labels may be empty as yet
+        self.names |= {name + part for name in histograms for part in ("_bucket", "_sum", "_count")}
+        self.labels: dict[str, set[str]] = {}  # of names that have samples
+        for name, labels in re.findall(r"^([a-z0-9_]+)(?:\{(.*)\})? ", text, re.MULTILINE):
+            self.labels.setdefault(name, set()).update(LABEL.findall(labels))
+
+
+def texts(root: Path) -> Iterator[tuple[str, str]]:
+    """Of every file that may name metrics: where it is, and its text."""
+    for pattern in TEXTS:
+        for path in sorted(root.glob(pattern)):
+            if path.is_file():
+                yield str(path.relative_to(root)), path.read_text(encoding="utf-8")
+
+
+def unknown_names(named: Iterable[tuple[str, str]], known: set[str]) -> set[str]:
+    """`PLACE: NAME` of each metric that is not among the known ones."""
+    known = known | ELSEWHERE
+    return {
+        f"{place}: {name}"
+        for place, text in named
+        for name in METRIC.findall(text)
+        if name not in known
+    }
+
+
+def unknown_labels(
+    expressions: Iterable[tuple[str, str]], shown: Shown, recorded: set[str]
+) -> set[str]:
+    """`PLACE: LABEL` of each label that selects from, or groups, what does not have it."""
+    every = OF_THE_TARGET.union(*shown.labels.values())
+    wrong = set()
+    for place, text in expressions:
+        for name, selectors in SELECTOR.findall(text):
+            has = shown.labels.get(name, every) if name not in recorded else every
+            wrong |= {
+                f"{place}: {name}{{{label}}}"
+                for label in set(LABEL.findall(selectors)) - has - OF_THE_TARGET
+            }
+        for name, label in VARIABLE.findall(text):
+            if label not in shown.labels.get(name, every) | OF_THE_TARGET:
+                wrong.add(f"{place}: {name}, {label}")
+        for labels in GROUPING.findall(text):
+            wrong |= {f"{place}: {label}" for label in set(re.findall(r"\w+", labels)) - every}
+    return wrong

@@ -1,0 +1,154 @@
+"""The chart's files against the server itself. Rendering is for `make validate`, which needs Helm's engine."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from server.api import openapi
+from server.errors import StartupError
+from server.settings import PREFIX, load_settings
+from tests.deploy.helm_schema import settings_schema
+from tests.fake_runner import FakeRunner
+from tests.live import KEY, Live
+from tests.serving import VOCAB_SIZE
+
+CHART = Path(__file__).parents[2] / "helm"
+SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+PATHS = {operation.path for operation in openapi.OPERATIONS}
+INSIDE = re.compile(
+    r"/(health|metrics|debug)(/.*)?"
+)  # for probes, Prometheus and whoever may forward a port
+
+
+def as_environment(value: object) -> str:
+    """As the Deployment writes a setting."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+SAMPLES: dict[str, list[object]] = {
+    "boolean": [False, True],
+    "integer": [3, 4096, 2**40],
+    "number": [-1.5, 0.25, 3],
+    "string": [
+        "2GiB",
+        "64 mb",
+        "1.5k",
+        "2Gi",
+        "-1MB",
+        "MiB",
+        "much",
+        "/llm",
+        "llm",
+        "/a/",
+        "http://a/b",
+        "a:4318",
+    ],
+    "array": [["https://a.example"], ["*", "http://b:1"], ["a.example"], ["https://a.example/x"]],
+}
+
+
+def candidates(of: dict[str, Any]) -> Iterator[object]:
+    """Values of a setting's types, about the edges of its schema and elsewhere."""
+    for branch in of.get("anyOf", [of]):
+        for bound in {"minimum", "exclusiveMinimum", "maximum"} & branch.keys():
+            yield from (branch[bound] - 1, branch[bound], branch[bound] + 1)
+        yield from SAMPLES[branch["type"]]
+    yield from of.get("enum", ())
+
+
+@pytest.mark.parametrize("name", settings_schema())
+def test_the_chart_takes_a_setting_exactly_where_the_server_does(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = SCHEMA["properties"]["settings"]["properties"][name]
+    decisions = set()
+    for value in candidates(of):
+        monkeypatch.setenv(PREFIX + name.upper(), as_environment(value))
+        try:
+            load_settings(model=CHART, api_key="sesame")
+            taken = True
+        except StartupError:
+            taken = False
+        assert jsonschema.Draft7Validator(of).is_valid(value) == taken, value
+        decisions.add(taken)
+    assert decisions == ({True} if of.get("type") == "boolean" else {True, False})
+
+
+def test_the_schema_of_settings_is_the_server_s() -> None:
+    assert SCHEMA["properties"]["settings"]["properties"] == settings_schema(), (
+        "stale: python -m tests.deploy.helm_schema"
+    )
+
+
+@pytest.mark.parametrize(
+    "path",
+    [*sorted(CHART.glob("ci/*.yaml")), CHART / "values-gpu.yaml"],
+    ids=lambda path: path.stem,
+)
+def test_settings_of_the_examples_are_taken_from_the_environment(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("settings", {})
+    for name, value in given.items():
+        monkeypatch.setenv(PREFIX + name.upper(), as_environment(value))
+    settings = load_settings(model=CHART, api_key="sesame")
+    assert settings.model_fields_set == {"model", "api_key", *given}
+
+
+@pytest.fixture(scope="module")
+def published() -> set[str]:
+    """Paths of the API that HTTPRoute and Ingress lead to."""
+    helpers = (CHART / "templates/_helpers.tpl").read_text(encoding="utf-8")
+    public = yaml.safe_load(
+        helpers.split('define "kvasir.publicPaths" -}}')[1].split("{{- end }}")[0]
+    )
+    assert set(public["exact"]) <= PATHS
+    prefixes = tuple(f"{prefix}/" for prefix in public["prefixes"])
+    return {path for path in PATHS if path in public["exact"] or path.startswith(prefixes)}
+
+
+def test_a_route_is_public_or_for_those_inside(published: set[str]) -> None:
+    assert {path for path in PATHS if INSIDE.fullmatch(path)} == PATHS - published
+
+
+def test_the_page_needs_nothing_else_from_outside_but_for_its_live_view(
+    published: set[str],
+) -> None:
+    scripts = "".join(
+        path.read_text(encoding="utf-8") for path in Path("server/static").rglob("*.js")
+    )
+    asked = {f"/{name}" for name in re.findall(r"[\"'`]([a-z0-9_/]+)[\"'`]", scripts)} & PATHS
+    assert "/v1/completions" in asked
+    assert asked - published == {"/metrics", "/debug/batch"}
+
+
+@pytest.mark.parametrize("content", [f"# of the team\n\n  {KEY} \nanother\n", f"\ufeff{KEY}"])
+def test_the_chart_s_test_passes_with_a_key_from_any_legal_file(
+    content: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(content, encoding="utf-8")
+    server = Live(FakeRunner(VOCAB_SIZE))
+    try:
+        done = subprocess.run(
+            [sys.executable, CHART / "files/completion.py"],
+            env={"URL": server.url, "KEY_FILE": str(path)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    finally:
+        server.close()
+    assert done.returncode == 0, done.stderr
+    assert "the server answers" in done.stdout

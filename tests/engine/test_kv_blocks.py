@@ -1,0 +1,147 @@
+"""Blocks against a model of what they promise: no token is lost or overwritten, whatever is shared or evicted."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from server.engine.kv.blocks import KVBlocks
+
+BLOCK = 4
+
+
+def make_blocks(n_blocks: int = 12, max_num_seqs: int = 4, keep_prompts: bool = True) -> KVBlocks:
+    return KVBlocks(
+        n_blocks=n_blocks,
+        block_size=BLOCK,
+        max_num_seqs=max_num_seqs,
+        max_model_len=40,
+        keep_prompts=keep_prompts,
+    )
+
+
+class BlocksMachine(RuleBasedStateMachine):
+    """Prompts over few tokens, so that many begin alike. `memory` is what a device would hold, a token in a slot."""
+
+    rows = Bundle("rows")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = make_blocks()
+        self.memory = np.full(12 * BLOCK, -1)
+        self.texts: dict[int, list[int]] = {}
+
+    @rule(
+        target=rows,
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        max_tokens=st.integers(0, 20),
+        reuse=st.booleans(),
+    )
+    def admit(self, prompt: list[int], max_tokens: int, reuse: bool) -> int | None:
+        keys = self.blocks.keys(prompt)
+        reusable = keys[: max(0, len(prompt) - 2) // BLOCK] if reuse else []
+        n_found = self.blocks.count(reusable)
+        admitted = self.blocks.admit(len(prompt), max_tokens, reusable)
+        if admitted is None:
+            return None
+        row, n_cached = admitted
+        assert n_cached == n_found * BLOCK
+        self.memory[self.blocks.slots(row, n_cached, len(prompt))] = prompt[n_cached:]
+        self.blocks.computed(row, n_cached, len(prompt), keys)
+        new = [7] * max_tokens  # what decoding writes to the rest of its blocks
+        self.memory[self.blocks.slots(row, len(prompt), len(prompt) + max_tokens)] = new
+        self.texts[row] = prompt + new
+        return row
+
+    @rule(row=consumes(rows))
+    def free(self, row: int | None) -> None:
+        if row is not None:
+            self.blocks.free(row)
+            del self.texts[row]
+
+    @invariant()
+    def every_sequence_reads_what_was_written_for_it(self) -> None:
+        for row, text in self.texts.items():
+            assert self.memory[self.blocks.slots(row, 0, len(text))].tolist() == text
+
+    @invariant()
+    def the_budget_is_kept(self) -> None:
+        assert self.blocks.reserved_tokens <= self.blocks.budget_tokens
+        held = {
+            int(s) // BLOCK
+            for row, text in self.texts.items()
+            for s in self.blocks.slots(row, 0, len(text))
+        }
+        assert self.blocks.reserved_tokens == len(held) * BLOCK
+        assert self.blocks.n_free == 4 - len(self.texts)
+
+
+TestBlocks = BlocksMachine.TestCase
+TestBlocks.settings = settings(max_examples=100, stateful_step_count=30)
+
+
+def admit(blocks: KVBlocks, prompt: list[int], max_tokens: int = 0) -> tuple[int, int]:
+    """Admit a prompt that is computed at once."""
+    keys = blocks.keys(prompt)
+    admitted = blocks.admit(len(prompt), max_tokens, keys)
+    assert admitted is not None
+    blocks.computed(admitted[0], admitted[1], len(prompt), keys)
+    return admitted
+
+
+def test_prompts_that_begin_alike_share_blocks_and_count_them_once() -> None:
+    blocks = make_blocks()
+    assert admit(blocks, [1] * 8 + [2] * 4) == (0, 0)
+    assert admit(blocks, [1] * 8 + [3] * 4) == (1, 8)
+    assert blocks.table[0, :2].tolist() == blocks.table[1, :2].tolist()
+    assert blocks.reserved_tokens == 4 * BLOCK
+    blocks.free(0)
+    assert blocks.reserved_tokens == 3 * BLOCK
+
+
+def test_the_end_of_a_chain_that_nobody_uses_goes_first() -> None:
+    """And of two chains the one that was let go first."""
+    blocks = make_blocks(n_blocks=6)
+    old, new = [1] * 12, [2] * 8
+    blocks.free(admit(blocks, old)[0])
+    blocks.free(admit(blocks, new)[0])
+    assert (blocks.count(blocks.keys(old)), blocks.count(blocks.keys(new))) == (3, 2)
+    assert blocks.admit(8, 0, []) is not None  # a free block, and the end of the old chain
+    assert (blocks.count(blocks.keys(old)), blocks.count(blocks.keys(new))) == (2, 2)
+
+
+def test_what_is_to_be_shared_is_not_evicted_to_make_room_for_the_rest() -> None:
+    blocks = make_blocks(n_blocks=3)
+    blocks.free(admit(blocks, [1] * 8)[0])
+    row, n_cached = admit(blocks, [1] * 12)
+    assert (row, n_cached) == (0, 8)
+    assert blocks.admit(1, 0, []) is None  # nothing is left, and nobody who runs loses anything
+    blocks.free(row)
+    assert blocks.admit(12, 0, []) is not None
+    assert blocks.count(blocks.keys([1] * 12)) == 0
+
+
+def test_sequences_wait_for_blocks_and_for_rows() -> None:
+    blocks = make_blocks(n_blocks=4, max_num_seqs=2)
+    assert blocks.admit(4, 9, []) == (0, 0)  # 13 tokens are 4 blocks
+    assert blocks.admit(1, 0, []) is None
+    blocks.free(0)
+    assert [blocks.admit(1, 0, []), blocks.admit(1, 0, []), blocks.admit(1, 0, [])] == [
+        (0, 0),
+        (1, 0),
+        None,
+    ]
+    with pytest.raises(ValueError, match="a row of 1 blocks cannot hold 5 tokens"):
+        blocks.slots(1, 4, 5)
+    blocks.free(1)
+    with pytest.raises(ValueError, match="row 1 is free already"):
+        blocks.free(1)
+
+
+def test_without_a_cache_nothing_is_named() -> None:
+    blocks = make_blocks(keep_prompts=False)
+    assert blocks.keys([1] * 12) == []
+    assert [admit(blocks, [1] * 8), admit(blocks, [1] * 8)] == [(0, 0), (1, 0)]

@@ -1,0 +1,354 @@
+"""Speculation against one step a token, and against the definitions."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from server.engine.sampling import SamplingParams, sample
+from server.engine.sequence import Sequence
+from server.engine.speculation import NGRAM_SIZES, DraftPolicy, PromptLookup, Speculation, verify
+from tests.engine_driver import make_sequence
+
+VOCAB = 12
+PROMPT = [1, 2, 3, 1, 2]
+
+Model = Callable[[list[int]], NDArray[np.float32]]
+
+
+def random_model(seed: int, sharpness: float = 2.0) -> Model:
+    """Logits [vocab] that depend on the last two tokens."""
+    table = (
+        np.random.default_rng(seed)
+        .normal(scale=sharpness, size=(VOCAB, VOCAB, VOCAB))
+        .astype(np.float32)
+    )
+
+    def logits(token_ids: list[int]) -> NDArray[np.float32]:
+        return np.asarray(table[token_ids[-2], token_ids[-1]])
+
+    return logits
+
+
+def verify_with(model: Model, sequence: Sequence, draft: list[int]) -> list[int | None]:
+    """What the runner would do: the logits after the sequence's tokens and after each of the draft."""
+    ids = sequence.token_ids
+    return verify(
+        np.stack([model(ids + draft[:i]) for i in range(len(draft) + 1)]), sequence, draft
+    )
+
+
+def has_ended(sequence: Sequence) -> bool:
+    ids = sequence.output_ids
+    return len(ids) >= sequence.params.max_tokens or (bool(ids) and ids[-1] in sequence.ending_ids)
+
+
+def step_by_step(model: Model, sequence: Sequence) -> list[int]:
+    while not has_ended(sequence):
+        token = sample(model(sequence.token_ids)[None], [sequence])[0]
+        assert token is not None
+        sequence.output_ids.append(token)
+    return sequence.output_ids
+
+
+def speculate(model: Model, sequence: Sequence, propose: Callable[[], list[int]]) -> list[int]:
+    while not has_ended(sequence):
+        draft, before = propose(), list(sequence.output_ids)
+        tokens = verify_with(model, sequence, draft)
+        assert sequence.output_ids == before, "appending is the caller's"
+        assert 1 <= len(tokens) <= len(draft) + 1
+        assert tokens[: len(tokens) - 1] == draft[: len(tokens) - 1]
+        for token in tokens:
+            assert not has_ended(sequence), "tokens after the last"
+            assert token is not None
+            sequence.output_ids.append(token)
+    return sequence.output_ids
+
+
+def propose_by_definition(token_ids: list[int], n_draft: int) -> list[int]:
+    for size in sorted(NGRAM_SIZES, reverse=True):
+        for start in reversed(range(len(token_ids) - size)):
+            if token_ids[start : start + size] == token_ids[-size:]:
+                text = list(token_ids)
+                for i in range(n_draft):
+                    text.append(text[start + size + i])
+                return text[len(token_ids) :]
+    return []
+
+
+@settings(max_examples=200)
+@given(
+    token_ids=st.integers(1, 6).flatmap(
+        lambda n: st.lists(st.integers(0, n), min_size=1, max_size=60)
+    ),
+    lengths=st.lists(st.integers(1, 60), max_size=6),
+    n_draft=st.integers(0, 9),
+)
+def test_proposals_equal_a_search_of_the_whole_text(
+    token_ids: list[int], lengths: list[int], n_draft: int
+) -> None:
+    """Would catch an index that misses tokens between two calls, and one that finds the n-gram that it looks for."""
+    lookup = PromptLookup()
+    for n in [*sorted(lengths), len(token_ids), len(token_ids)]:
+        if n <= len(token_ids):
+            assert lookup.propose(token_ids[:n], n_draft) == propose_by_definition(
+                token_ids[:n], n_draft
+            )
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "draft"),
+    [
+        ([7, 8, 9, 1, 5, 8, 9, 2, 7, 8, 9], [1, 5, 8]),  # the longest first
+        ([8, 9, 1, 8, 9, 2, 8, 9], [2, 8, 9]),  # then the latest
+        ([8, 9, 1, 9], []),  # one token alone says too little
+        ([4, 5, 6, 5, 6], [5, 6, 5]),  # a loop goes on
+        ([3], []),
+    ],
+)
+def test_a_proposal_is_the_latest_continuation_of_the_longest_match(
+    token_ids: list[int], draft: list[int]
+) -> None:
+    assert PromptLookup().propose(token_ids, 3) == draft
+
+
+sampling = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 25),
+    min_tokens=st.sampled_from([0, 0, 4]),
+    temperature=st.sampled_from([0.0, 0.3, 0.9, 1.5]),
+    top_k=st.sampled_from([0, 0, 4]),
+    top_p=st.sampled_from([1.0, 0.8]),
+    min_p=st.sampled_from([0.0, 0.1]),
+    typical_p=st.sampled_from([1.0, 0.9]),
+    repetition_penalty=st.sampled_from([1.0, 1.5]),
+    frequency_penalty=st.sampled_from([0.0, 0.7]),
+    presence_penalty=st.sampled_from([0.0, -0.8]),
+    logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-3, 3), max_size=2),
+    stop_token_ids=st.frozensets(st.integers(0, VOCAB - 1), max_size=2),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+@settings(max_examples=300)
+@given(
+    params=sampling, model_seed=st.integers(0, 50), hit_rate=st.sampled_from([0.0, 0.6, 0.9, 1.0])
+)
+def test_tokens_and_draws_equal_those_of_one_step_a_token(
+    params: SamplingParams, model_seed: int, hit_rate: float
+) -> None:
+    """Whatever the drafts, which here look ahead but for a few errors, and run past the end.
+
+    Would catch penalties that miss an accepted token or keep a refused one, a draw that is lost or made twice, and
+    tokens after an ending.
+    """
+    model = random_model(model_seed)
+    plain, speculating = make_sequence(0, PROMPT, params), make_sequence(0, PROMPT, params)
+    expected = step_by_step(model, plain)
+    errors = np.random.default_rng(model_seed)
+
+    def look_ahead() -> list[int]:
+        ahead = [*expected, *range(8)][len(speculating.output_ids) :][: int(errors.integers(9))]
+        return [t if errors.random() < hit_rate else int(errors.integers(VOCAB)) for t in ahead]
+
+    assert speculate(model, speculating, look_ahead) == expected
+    assert speculating.generator.random() == plain.generator.random()
+
+
+def test_greedy_lookup_yields_the_greedy_tokens_in_fewer_steps() -> None:
+    model = random_model(4)
+    params = SamplingParams(max_tokens=200, temperature=0.0)
+    sequence = make_sequence(0, PROMPT, params)
+    speculation = Speculation(DraftPolicy())
+    drafts: list[list[int]] = []
+
+    def propose() -> list[int]:
+        drafts.append(speculation.draft(sequence, n_running=1))
+        return drafts[-1]
+
+    assert speculate(model, sequence, propose) == step_by_step(
+        model, make_sequence(0, PROMPT, params)
+    )
+    assert len(drafts) < 60  # a greedy model of two tokens soon goes round
+
+
+def distribution(
+    logits: NDArray[np.float32], params: SamplingParams, output_ids: list[int]
+) -> NDArray[np.float64]:
+    """[vocab], as the definitions of frequency penalty, temperature and top-k read."""
+    counts = np.bincount(output_ids, minlength=VOCAB)
+    scaled = (logits - params.frequency_penalty * counts) / params.temperature
+    weights = np.where(scaled >= np.sort(scaled)[-params.top_k], np.exp(scaled), 0.0)
+    return np.asarray(weights / weights.sum())
+
+
+@pytest.mark.parametrize("draft", [[], [3, 4], [5, 5], [0, 1]])
+def test_pairs_of_tokens_follow_the_models_distribution(draft: list[int]) -> None:
+    """Would catch a guess that is kept too readily, and a replacement that is drawn from the wrong rest.
+
+    Pearson's statistic X of d + 1 frequencies is about chi-square of d degrees, for which
+    P(X > d + 2 sqrt(dx) + 2x) < exp(-x) (Laurent and Massart 2000, lemma 1).
+    """
+    model = random_model(9, sharpness=0.7)
+    n, x = 10_000, 14.0
+    pairs: Counter[tuple[int | None, ...]] = Counter()
+    for i in range(n):
+        params = SamplingParams(
+            max_tokens=3, temperature=0.8, top_k=7, frequency_penalty=1.0, seed=11, sample_index=i
+        )
+        sequence = make_sequence(0, PROMPT, params)
+        while len(sequence.output_ids) < 2:
+            tokens = verify_with(model, sequence, draft[len(sequence.output_ids) :])
+            sequence.output_ids += [token for token in tokens if token is not None]
+        pairs[tuple(sequence.output_ids[:2])] += 1
+    statistic, degrees = 0.0, -1
+    for first, second in product(range(VOCAB), repeat=2):
+        p_first = distribution(model(PROMPT), params, [])[first]
+        p_second = distribution(model([*PROMPT, first]), params, [first])[second]
+        expected = n * p_first * p_second
+        if expected == 0.0:
+            assert (first, second) not in pairs
+            continue
+        assert expected > 5, "too few for the approximation"
+        statistic += (pairs[first, second] - expected) ** 2 / expected
+        degrees += 1
+    assert statistic < degrees + 2 * math.sqrt(degrees * x) + 2 * x
+
+
+def likes(*wanted: int) -> NDArray[np.float32]:
+    """Logits [n, vocab] whose likeliest tokens are these."""
+    return np.eye(VOCAB, dtype=np.float32)[list(wanted)]
+
+
+def greedy(max_tokens: int = 9, **params: Any) -> Sequence:
+    params |= {"max_tokens": max_tokens, "temperature": 0.0}
+    return make_sequence(0, PROMPT, SamplingParams(**params))
+
+
+@pytest.mark.parametrize(
+    ("draft", "tokens"),
+    [([], [4]), ([5], [4]), ([4, 5, 7], [4, 5, 6]), ([4, 5, 6], [4, 5, 6, 7]), ([6, 5, 4], [4])],
+)
+def test_a_draft_is_kept_up_to_its_first_error_and_a_token_follows(
+    draft: list[int], tokens: list[int]
+) -> None:
+    assert verify(likes(4, 5, 6, 7)[: len(draft) + 1], greedy(), draft) == tokens
+
+
+def test_nothing_follows_an_ending_token_in_a_draft() -> None:
+    assert verify(
+        likes(4, 5, 6, 7), make_sequence(0, PROMPT, greedy().params, eos=[5]), [4, 5, 6]
+    ) == [4, 5]
+
+
+@pytest.mark.parametrize("n_output", [0, 1, 2])
+def test_a_draft_beyond_max_tokens_is_cut(n_output: int) -> None:
+    sequence = greedy(max_tokens=3)
+    sequence.output_ids = [0] * n_output
+    assert verify(likes(4, 5, 6, 7), sequence, [4, 5, 6]) == [4, 5, 6][: 3 - n_output]
+
+
+def test_min_tokens_counts_the_accepted() -> None:
+    """The ban on ending lifts inside the draft."""
+    sequence = greedy(min_tokens=2, stop_token_ids=frozenset({5}))
+    logits = likes(4, 5, 5, 5)
+    logits[:, 4] = 0.5
+    assert verify(logits, sequence, [4, 4, 5]) == [4, 4, 5]
+
+
+def test_a_row_without_a_token_to_choose_comes_last() -> None:
+    logits = likes(4, 5, 6)
+    logits[1] = np.nan
+    assert verify(logits, greedy(), [4, 5]) == [4, None]
+
+
+def draft_length(hit_rate: float, n_running: int, room: int = 99) -> int:
+    return DraftPolicy(max_speculating=4, max_draft=8).n_draft(hit_rate, n_running, room)
+
+
+def test_drafts_are_as_long_as_they_are_worth() -> None:
+    """Longer where guesses are right; none where they are not, or where too many others would wait for the run."""
+    rates = np.linspace(0, 1, 101).tolist()
+    for n_running in range(1, 5):
+        lengths = [draft_length(rate, n_running) for rate in rates]
+        assert lengths == sorted(lengths)
+        assert lengths[0] == 0
+        assert lengths[-1] == 8
+    for rate in rates:
+        worth = [draft_length(rate, n_running) > 0 for n_running in range(1, 9)]
+        assert worth == sorted(worth, reverse=True)
+        assert not any(worth[4:])
+
+
+@pytest.mark.parametrize("n_running", [1, 4])
+def test_drafts_keep_to_what_is_reserved(n_running: int) -> None:
+    """Would catch keys and values written past the row's promise, which ends at max_model_len at most."""
+    for max_tokens in range(1, 12):
+        sequence = make_sequence(0, [1, 2, 3] * 4, SamplingParams(max_tokens=max_tokens))
+        while len(sequence.output_ids) < max_tokens:
+            draft = Speculation(DraftPolicy()).draft(sequence, n_running)
+            room = max_tokens - len(sequence.output_ids) - 1
+            assert len(draft) <= room
+            assert sequence.n_tokens + len(draft) < sequence.n_reserved
+            if n_running == 1 and room:
+                assert draft == [
+                    sequence.token_ids[i % 3]
+                    for i in range(sequence.n_tokens, sequence.n_tokens + min(room, 8))
+                ]
+            sequence.output_ids.append(sequence.token_ids[sequence.n_tokens % 3])
+
+
+def replay(
+    speculation: Speculation, sequence: Sequence, text: list[int], n_running: int
+) -> list[tuple[int, int]]:
+    """(guesses, hits) of every draft while the sequence is continued by `text`."""
+    drafts = []
+    end = sequence.n_tokens + len(text)
+    text = sequence.token_ids + text
+    while sequence.n_tokens < end:
+        draft = speculation.draft(sequence, n_running)
+        tokens: list[int | None] = []
+        for guess, token in zip((*draft, None), text[sequence.n_tokens :], strict=False):
+            tokens.append(token)
+            sequence.output_ids.append(token)
+            if token != guess:
+                break
+        if draft:
+            speculation.record(sequence, draft, tokens)
+            drafts.append((len(draft), sum(t == g for t, g in zip(tokens, draft, strict=False))))
+    return drafts
+
+
+@pytest.mark.parametrize(("n_running", "most"), [(1, 60), (2, 15), (4, 5)])
+def test_drafts_that_fail_pause_and_come_back_when_they_succeed(n_running: int, most: int) -> None:
+    """`most`: failing drafts in a thousand tokens, a third of which are where one could be made."""
+    sequence = make_sequence(0, [1, 2], SamplingParams(max_tokens=9999))
+    speculation = Speculation(DraftPolicy())
+    wrong = replay(
+        speculation, sequence, [token for i in range(333) for token in (10 + i, 1, 2)], n_running
+    )
+    assert wrong[0] == (8, 0)
+    assert not any(hits for _, hits in wrong)
+    assert len(wrong) <= most
+    right = replay(speculation, sequence, [5, 6, 7] * 400, n_running)
+    assert right[-10:-1] == [(8, 8)] * 9
+    assert len(right) < 160  # 134 drafts of eight would do
+
+
+def test_nothing_is_drafted_without_a_match_or_beside_too_many() -> None:
+    speculation = Speculation(DraftPolicy(max_speculating=2))
+    params = SamplingParams(max_tokens=50)
+    assert speculation.draft(make_sequence(0, [1, 2, 1, 2], params), n_running=3) == []
+    assert speculation.draft(make_sequence(0, [1, 2, 1, 2], params), n_running=2) == [1, 2] * 4
+    assert (
+        Speculation(DraftPolicy()).draft(make_sequence(0, [1, 2, 3, 4], params), n_running=1) == []
+    )

@@ -1,0 +1,269 @@
+"""`kvasir export` and `kvasir verify`: a model directory that proves itself, or none."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import onnx_ir
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from export import directory as export_directory
+from export import verify as export_verify
+from export.directory import export_checkpoint, verify_directory
+from export.graph import export_graph, input_names, output_names
+from export.verify import VerificationError, Verifier
+from kvasir import app
+from model.bundle import GenerationDefaults, load_bundle
+from model.checkpoint import CheckpointError, save_checkpoint
+from model.tokenizer import train_tokenizer
+from model.training.data import Corpus, write_tokens
+from server.engine.engine import Engine
+from server.engine.runner import OnnxRunner
+from server.engine.sampling import SamplingParams
+from tests.engine_driver import make_sequence, run_to_end
+from tests.random_models import export_random, make_config, make_decoder
+
+TEXT = "\n".join(f"the {i}th line of a text that nobody needs to read twice" for i in range(400))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training run: a checkpoint with random weights, and its token shards."""
+    folder = tmp_path_factory.mktemp("runs") / "tale"
+    tokenizer = train_tokenizer([TEXT], 300)
+    write_tokens(Corpus([TEXT], 0), tokenizer, folder / "data", held_out=0.1, context=32)
+    decoder = make_decoder(make_config(vocab_size=tokenizer.get_vocab_size()))
+    save_checkpoint(
+        folder, 40, decoder, tokenizer, {"torch_rng": torch.get_rng_state()}, {"seconds": 3.5}
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("artifacts") / "tale"
+    export_checkpoint(run, out, precision="fp32")
+    return out
+
+
+def test_the_directory_is_whole_and_says_what_was_measured(exported: Path) -> None:
+    manifest = load_bundle(exported).manifest
+    assert manifest.verification.max_logit_error < 1e-4
+    assert manifest.verification.greedy_agreement == 1.0
+    assert re.fullmatch(r"held-out text of tale, \d+ x 96 tokens", manifest.verification.text or "")
+    assert manifest.verification.perplexity_onnx == pytest.approx(
+        manifest.verification.perplexity_torch, rel=1e-4
+    )
+    assert manifest.source["training_step"] == 40
+    assert not list(exported.parent.glob("*.part*"))
+
+
+def test_the_graph_has_the_contracts_names_and_no_path_of_this_machine(exported: Path) -> None:
+    config, graph = load_bundle(exported).config, onnx_ir.load(exported / "model.onnx").graph
+    assert [value.name for value in graph.inputs] == input_names(config)
+    assert [value.name for value in graph.outputs] == output_names(config)
+    assert str(Path.cwd()).encode() not in (exported / "model.onnx").read_bytes()
+
+
+def test_the_engine_serves_it(exported: Path) -> None:
+    bundle = load_bundle(exported)
+    runner = OnnxRunner(bundle.graph_path, bundle.config, max_num_seqs=2, threads=1)
+    runner.warm_up()
+    assert runner.rows.reserved_tokens == 0
+    prompt_ids = bundle.tokenizer.encode("the 7th").ids
+    result = run_to_end(
+        Engine(runner, chunk_size=16), [make_sequence(0, prompt_ids, SamplingParams(max_tokens=5))]
+    )
+    assert len(result[0].token_ids) == 5
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_model_len": 97}, {"max_model_len": 1}, {"kv_cache_bytes": 10}]
+)
+def test_limits_that_cannot_be_met_are_refused(exported: Path, options: dict[str, int]) -> None:
+    bundle = load_bundle(exported)
+    with pytest.raises(ValueError, match=str(next(iter(options.values())))):
+        OnnxRunner(bundle.graph_path, bundle.config, max_num_seqs=2, **options)
+
+
+@pytest.mark.parametrize("max_model_len", [2, 3, 5, 36, 37, 38])
+def test_models_of_any_length_can_be_verified(max_model_len: int, tmp_path: Path) -> None:
+    """The checks' own lengths must fit the shortest model."""
+    model = export_random(tmp_path, max_model_len=max_model_len, n_layer=1)
+    assert Verifier(model.decoder, model.graph, text=None).verify().max_logit_error < 1e-4
+
+
+def test_a_wrong_graph_fails_the_export_and_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def export_something_else(
+        decoder: torch.nn.Module, path: Path, precision: str, *_: object
+    ) -> None:
+        export_graph(make_decoder(decoder.config, seed=1), path, precision)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(export_directory, "export_graph", export_something_else)
+    with pytest.raises(
+        VerificationError, match=r"logits differ from PyTorch's, .* more than 1e-03"
+    ):
+        export_checkpoint(run, tmp_path / "out", precision="fp32")
+    assert not list(tmp_path.iterdir())
+
+
+def test_int8_is_smaller_and_as_good(run: Path, exported: Path, tmp_path: Path) -> None:
+    manifest = export_checkpoint(run, tmp_path / "int8", precision="int8")
+    figures = manifest.verification
+    assert manifest.precision == "int8"
+    assert figures.perplexity_onnx == pytest.approx(figures.perplexity_torch, rel=0.01)
+    assert figures.perplexity_onnx != load_bundle(exported).manifest.verification.perplexity_onnx
+    sizes = [
+        (folder / "model.onnx.data").stat().st_size for folder in (tmp_path / "int8", exported)
+    ]
+    assert sizes[0] < 0.4 * sizes[1]
+    assert verify_directory(tmp_path / "int8", run)[1] == figures
+
+
+def test_int8_beyond_its_limit_is_not_written(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(export_verify.MAX_PERPLEXITY_LOSS, "int8", -0.5)
+    with pytest.raises(
+        VerificationError, match=r"perplexity is above PyTorch's by .* must not be served"
+    ):
+        export_checkpoint(run, tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_perplexity_can_be_measured_on_a_text_of_ones_own(run: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT[:3000])
+    figures = export_checkpoint(run, tmp_path / "out", precision="fp32", text=text).verification
+    assert re.fullmatch(r"text\.txt, \d+ x 96 tokens", figures.text or "")
+    text.write_text("")
+    with pytest.raises(ValueError, match=r"text\.txt has 0 tokens, too few"):
+        export_checkpoint(run, tmp_path / "other", precision="fp32", text=text)
+    text.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"text\.txt is not UTF-8"):
+        export_checkpoint(run, tmp_path / "other", precision="fp32", text=text)
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_folder_that_happens_to_be_called_data_is_not_a_runs(
+    exported: Path, tmp_path: Path
+) -> None:
+    """Beside a model directory, or a checkpoint that no training run wrote, it may hold anything."""
+    shutil.copytree(exported, tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    _, measured = verify_directory(tmp_path / "model")
+    assert measured is not None
+    assert measured.text is None
+    decoder, tokenizer = make_decoder(make_config()), train_tokenizer([TEXT], 300)
+    checkpoint = save_checkpoint(tmp_path, 1, decoder, tokenizer, {}, {})
+    (checkpoint / "training.json").unlink()  # as an imported checkpoint
+    assert (
+        export_checkpoint(checkpoint, tmp_path / "out", precision="fp32").verification.text is None
+    )
+
+
+def test_int8_without_text_to_measure_on_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    tokenizer = train_tokenizer([TEXT], 300)
+    checkpoint = save_checkpoint(tmp_path, 1, make_decoder(make_config()), tokenizer, {}, {})
+    with pytest.raises(VerificationError, match="has none; give --text FILE"):
+        export_checkpoint(checkpoint, tmp_path / "out")
+
+
+def test_a_checkpoint_of_ones_own_is_exported_as_it_is(tmp_path: Path) -> None:
+    """Nothing but the checkpoint: int8 measured on English prose, the checkpoint's own files, shorter rows."""
+    run, out = tmp_path / "run", tmp_path / "out"
+    files = {
+        "chat_template.jinja": b"{{ bos_token }}",
+        "special_tokens_map.json": b'{"bos_token": "<s>"}',
+        "generation_config.json": b'{"temperature": 0.6, "top_k": 40}',
+    }
+    decoder = make_decoder(make_config(position="learned", n_layer=1))
+    checkpoint = save_checkpoint(
+        run, 1, decoder, train_tokenizer([TEXT], 300), {}, {}, extra_files=files
+    )
+    advised = GenerationDefaults(temperature=0.3, top_p=0.9)
+    manifest = export_checkpoint(checkpoint, out, generation=advised, max_model_len=40)
+    python = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
+    assert manifest.verification.text == f"{python}'s pydoc topics, 16 x 40 tokens"
+    bundle = load_bundle(out)
+    assert bundle.config.max_model_len == bundle.manifest.max_model_len == 40
+    assert bundle.chat_template == "{{ bos_token }}"
+    assert bundle.special_tokens == {"bos_token": "<s>"}
+    assert bundle.generation.given() == {"temperature": 0.3, "top_k": 40, "top_p": 0.9}
+    assert verify_directory(out, checkpoint)[1] == manifest.verification
+
+
+def test_bad_advice_in_a_checkpoint_is_named(tmp_path: Path) -> None:
+    files = {"generation_config.json": b'{"temperature": -1}'}
+    decoder, tokenizer = make_decoder(make_config()), train_tokenizer([TEXT], 300)
+    save_checkpoint(tmp_path / "run", 1, decoder, tokenizer, {}, {}, extra_files=files)
+    with pytest.raises(
+        CheckpointError,
+        match=r"generation_config\.json: temperature: .* greater than or equal to 0",
+    ):
+        export_checkpoint(tmp_path / "run", tmp_path / "out", precision="fp32")
+    assert not (tmp_path / "out").exists()
+
+
+def test_commands_in_one_line_each(run: Path, exported: Path, tmp_path: Path) -> None:
+    def kvasir(*arguments: object, fails: bool = False) -> str:
+        result = CliRunner().invoke(
+            app, [str(argument) for argument in arguments], env={"COLUMNS": "200"}
+        )
+        assert result.exit_code == int(fails), result.output
+        if fails:
+            assert result.stderr.count("\n") == 1, result.stderr
+            assert not list(tmp_path.iterdir())
+        return result.stderr if fails else result.stdout
+
+    assert "greedy agreement" in kvasir("verify", exported)
+    measured = json.loads(kvasir("verify", exported, "--json"))
+    assert measured["manifest"] == load_bundle(exported).manifest.verification.model_dump()
+    advice = ["--temperature", "0.5", "--top-p", "0.9", "--json"]
+    made = json.loads(kvasir("export", run, "--out", run.parent / "advised", *advice))
+    assert (made["device"], made["precision"]) == ("cpu", "int8")
+    assert made["bytes"] == sum(path.stat().st_size for path in (run.parent / "advised").iterdir())
+    assert load_bundle(run.parent / "advised").generation.given() == {
+        "temperature": 0.5,
+        "top_p": 0.9,
+    }
+    assert load_bundle(exported).generation.given() == {}
+    assert "held-out text of tale" in kvasir("verify", exported, "--checkpoint", run)
+    assert "int8 is measured again against its source" in kvasir("verify", run.parent / "advised")
+    rounded = json.loads(kvasir("verify", run.parent / "advised", "--json"))
+    assert (rounded["manifest"], rounded["measured"]) == (made["verification"], None)
+    assert json.loads(kvasir("verify", run.parent / "advised", "--checkpoint", run, "--json"))[
+        "measured"
+    ]
+    assert "name --checkpoint" in kvasir(
+        "verify", run.parent / "advised", "--text", "x", fails=True
+    )
+    assert "is not empty" in kvasir("export", run, "--out", exported, fails=True)
+    assert "no precision 'int3'" in kvasir(
+        "export", run, "--out", tmp_path / "out", "--precision", "int3", fails=True
+    )
+    assert "holds no checkpoint" in kvasir(
+        "export", run.parent, "--out", tmp_path / "out", fails=True
+    )
+    assert "is not a directory" in kvasir("verify", run.parent / "absent", fails=True)
+    assert "is not a directory" in kvasir("generate", run.parent / "absent", "prompt", fails=True)
+    other = run.parent / "other"
+    save_checkpoint(
+        other, 1, make_decoder(make_config(), seed=2), train_tokenizer([TEXT], 300), {}, {}
+    )
+    assert "was not exported from" in kvasir("verify", exported, "--checkpoint", other, fails=True)
+
+
+def test_the_manifest_is_plain_json(exported: Path) -> None:
+    assert json.loads((exported / "manifest.json").read_text())["format_version"] == 1

@@ -1,0 +1,116 @@
+"""int8 keys and values for running sequences: their scales, and the graph that has two kinds of rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from export.kv_cache import measure_scales, scale_kv_channels
+from model.network.attention import split_heads
+from model.network.decoder import Decoder
+from model.network.positions import rotary_table, rotate
+from server.engine.sampling import SamplingParams
+from server.engine.scheduler import Batch, Chunk
+from server.engine.sequence import SequenceStatus
+from tests.engine_driver import make_sequence
+from tests.random_models import RandomModel, make_config, make_decoder
+
+
+def keys_and_values(decoder: Decoder, ids: torch.Tensor) -> list[torch.Tensor]:
+    """Of every layer, [rows, n_kv_head, tokens, head_dim]: what each attention hears, projected and rotated here."""
+    heard: list[torch.Tensor] = []
+    attentions = [
+        decoder.get_submodule(f"blocks.{i}.attention") for i in range(decoder.config.n_layer)
+    ]
+    hooks = [
+        attention.register_forward_pre_hook(
+            lambda module, inputs: heard.append(module.project(inputs[0]))
+        )
+        for attention in attentions
+    ]
+    with torch.inference_mode():
+        decoder(ids)
+    for hook in hooks:
+        hook.remove()
+    result = []
+    for qkv in heard:
+        _, key, value = split_heads(qkv, decoder.config)
+        if decoder.config.position == "rotary":
+            key = rotate(key, rotary_table(decoder.config), torch.arange(ids.shape[1])[None])
+        result += [key, value]
+    return result
+
+
+@pytest.mark.parametrize("changes", [{}, {"position": "learned", "n_kv_head": 4}])
+def test_a_scale_reaches_as_far_as_the_sample(changes: dict[str, object]) -> None:
+    """No key or value of the sample is clipped, and none of the sample's channels has more than it needs."""
+    config = make_config(**changes, max_model_len=32)
+    decoder = make_decoder(config)
+    ids = np.random.default_rng(3).integers(config.vocab_size, size=(8, 32))
+    scales = measure_scales(decoder, ids)
+    assert scales.shape == (2 * config.n_layer, config.n_kv_head, config.head_dim)
+    seen = keys_and_values(decoder, torch.from_numpy(ids))
+    for block, tensor in enumerate(seen):
+        reach = tensor.abs().amax(dim=(0, 2)).numpy()
+        assert (scales[block] * 127 >= reach * 0.9999).all()
+        if block % 2 or config.position != "rotary":
+            assert np.allclose(scales[block] * 127, reach, rtol=1e-4)
+        else:  # a rotary pair turns: neither channel goes beyond the pair's length, at whatever position
+            left, right = np.split(scales[block], 2, axis=1)
+            assert (left == right).all()
+            assert (left * 127 <= 1.001 * np.hypot(*np.split(reach, 2, axis=1))).all()
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_scaled_channels_leave_logits_as_they_were_and_fit_int8(qk_norm: bool) -> None:
+    """In PyTorch, with grouped heads and biases: what divides keys and values multiplies what meets them."""
+    config = make_config(qkv_bias=True, qk_norm=qk_norm, max_model_len=32)
+    decoder = make_decoder(config)
+    ids = torch.from_numpy(np.random.default_rng(3).integers(config.vocab_size, size=(8, 32)))
+    with torch.inference_mode():
+        before = decoder(ids)
+        scales = measure_scales(decoder, ids.numpy())
+        scale_kv_channels(
+            {name: p.numpy() for name, p in decoder.named_parameters()}, config, scales
+        )
+        assert torch.allclose(decoder(ids), before, rtol=1e-3, atol=1e-3 * before.std().item())
+    reach = torch.stack([tensor.abs().amax() for tensor in keys_and_values(decoder, ids)])
+    assert (reach <= 127.01).all()
+    assert (reach > 60).all()
+
+
+def test_layers_that_share_weights_are_refused() -> None:
+    """They would be scaled twice; zeros may be shared."""
+    config = make_config(qkv_bias=True, n_layer=2)
+    parameters = {name: p.detach().numpy() for name, p in make_decoder(config).named_parameters()}
+    scales = np.ones((4, config.n_kv_head, config.head_dim), dtype=np.float32)
+    parameters["blocks.1.attention.qkv.bias"] = parameters["blocks.0.attention.qkv.bias"]
+    parameters["blocks.0.attention.qkv.bias"][:] = 0.0
+    scale_kv_channels(parameters, config, scales)
+    parameters["blocks.0.attention.qkv.bias"][:] = 1.0
+    with pytest.raises(ValueError, match="share attention weights"):
+        scale_kv_channels(parameters, config, scales)
+
+
+def test_decoding_writes_and_reads_rows_of_int8(random_int8_model: RandomModel) -> None:
+    """In place, in its own row, and nowhere else; and what it reads there matters."""
+    runner = random_int8_model.runner(max_num_seqs=3)
+    sequence = make_sequence(0, [5, 6, 7, 8], SamplingParams(max_tokens=4))
+    sequence.row = runner.rows.allocate(8)
+    assert sequence.row == 0
+    runner.run(Batch([], [], [Chunk(sequence, 0, 4, 1)]))
+    runner.rows.fill(0, 0, 4)
+    rows = runner.rows.running.array
+    assert rows.dtype == np.int8
+    before = rows.copy()
+    assert rows[:, 0, :, :4].any(axis=(1, 2, 3)).all()  # every layer's keys and values
+    assert not rows[:, 0, :, 4:].any()
+    sequence.status, sequence.n_computed = SequenceStatus.RUNNING, 4
+    sequence.output_ids.append(9)
+    logits = runner.run(Batch([Chunk(sequence, 4, 1, 1)], [sequence], [])).copy()
+    assert rows[:, 0, :, 4].any(axis=(1, 2)).all()
+    rows[:, 0, :, 4] = 0
+    assert (rows == before).all()
+    rows[0, 0, :, 1] = -rows[0, 0, :, 1]  # a key of the first layer
+    assert (runner.run(Batch([Chunk(sequence, 4, 1, 1)], [sequence], [])) != logits).any()

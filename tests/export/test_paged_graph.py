@@ -1,0 +1,175 @@
+"""The graph that is exported for CUDA, run by numpy, against the decoder that it came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir
+import pytest
+import torch
+
+from export.block_weights import BLOCK, quantize_blocks
+from export.paged_graph import DTYPES, RUN_INPUTS, export_paged_graph
+from model.bundle import KV_BLOCK_SIZE, PRECISIONS
+from model.config import ConfigError
+from tests import paged_reference
+from tests.random_models import make_config, make_decoder
+
+BIASES = {"qkv_bias": True, "output_bias": True, "feed_forward_bias": True}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {
+        "position": "learned",
+        "norm": "layernorm",
+        "feed_forward": "gelu_tanh",
+        "n_kv_head": 4,
+        **BIASES,
+    },
+    "gemma2": {
+        "attention_softcap": 5.0,
+        "logit_softcap": 30.0,
+        "norm_placement": "both",
+        "feed_forward": "geglu_tanh",
+        "sliding_window": 5,
+        "sliding_window_layers": (0,),
+    },
+    "untied": {
+        "tied_embeddings": False,
+        "layers_without_rotary": (1,),
+        "parallel_residual": True,
+        "rotary_dim": 8,
+    },
+}
+
+
+def test_every_precision_has_a_type() -> None:
+    assert tuple(DTYPES) == PRECISIONS["cuda"]
+
+
+def run(
+    path: Path, chunks: list[tuple[list[int], int]], caches: dict[str, Any], blocks: list[list[int]]
+) -> Any:
+    """Logits of every token. chunks: new tokens of each sequence, and how many came before."""
+    places = [past + np.arange(len(ids)) for ids, past in chunks]
+    size = KV_BLOCK_SIZE
+    slots = [np.array(b)[p // size] * size + p % size for p, b in zip(places, blocks, strict=True)]
+    tokens = np.concatenate([ids for ids, _ in chunks])
+    feeds: dict[str, Any] = {
+        "input_ids": tokens.astype(np.int64),
+        "position_ids": np.concatenate(places),
+        "cumulative_sequence_length": np.cumsum([0, *map(len, places)]).astype(np.int32),
+        "past_seqlens": np.array([past for _, past in chunks], dtype=np.int32),
+        "block_table": np.array(blocks, dtype=np.int32),
+        "slot_mapping": np.concatenate(slots).astype(np.int32),
+        "attention_metadata": np.array([max(map(len, places)), 500, 1], dtype=np.int32),
+        "logits_indices": np.arange(len(tokens)),
+    }
+    assert list(feeds) == RUN_INPUTS
+    outputs: Any = paged_reference.load(path).run(["logits"], feeds | caches)
+    return outputs[0]
+
+
+def make_caches(path: Path, n_blocks: int) -> dict[str, Any]:
+    """Full of large numbers, in the graph's own type."""
+    caches = {}
+    for value in onnx_ir.load(path).graph.inputs:
+        if str(value.name).startswith("past_key_values"):
+            assert value.shape is not None
+            assert value.dtype is not None
+            shape = (n_blocks, *(int(str(size)) for size in value.shape[1:]))
+            caches[str(value.name)] = np.full(shape, 100, dtype=value.dtype.numpy())
+    return caches
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int4"])
+@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+def test_the_graph_computes_what_pytorch_does(
+    changes: dict[str, Any], precision: str, tmp_path: Path
+) -> None:
+    """A prompt beside a chunk, then a decode beside the rest, in blocks that are not in order."""
+    decoder = make_decoder(make_config(**changes, max_model_len=300))
+    path = tmp_path / "model.onnx"
+    export_paged_graph(decoder, path, precision)
+    generator = np.random.default_rng(1)
+    short, long = (
+        generator.integers(decoder.config.vocab_size, size=n).tolist() for n in (12, 262)
+    )
+    caches, blocks = make_caches(path, 4), [[1, 0], [3, 2]]
+    first = run(path, [(short[:11], 0), (long[:255], 0)], caches, blocks)
+    second = run(path, [(short[11:], 11), (long[255:], 255)], caches, blocks)
+    assert first.dtype == second.dtype == np.float32
+    with torch.inference_mode():
+        expected = [decoder(torch.tensor([ids]))[0].numpy() for ids in (short, long)]
+    found = [np.concatenate((first[:11], second[:1])), np.concatenate((first[11:], second[1:]))]
+    for actual, wanted in zip(found, expected, strict=True):
+        error = np.abs(actual - wanted).mean() / wanted.std()
+        assert error < {"fp16": 0.005, "bf16": 0.03, "int8": 0.03, "int4": 0.4}[precision]
+        assert error > 0.0
+
+
+@pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"qk_norm": True, "qkv_bias": True}], ids=["llama", "qk norm, biases"]
+)
+def test_keys_and_values_of_8_bits_stay_near(
+    changes: dict[str, Any], kv_cache: str, tmp_path: Path
+) -> None:
+    """Scales are in the weights: nothing overflows, and what is rounded is far from lost."""
+    decoder = make_decoder(make_config(**changes, max_model_len=64))
+    path = tmp_path / "model.onnx"
+    export_paged_graph(decoder, path, "fp16", kv_cache)
+    ids = np.random.default_rng(1).integers(300, size=40).tolist()
+    caches = make_caches(path, 1)
+    assert {cache.dtype.itemsize for cache in caches.values()} == {1}
+    found = np.concatenate(
+        (run(path, [(ids[:39], 0)], caches, [[0]]), run(path, [(ids[39:], 39)], caches, [[0]]))
+    )
+    with torch.inference_mode():
+        expected = decoder(torch.tensor([ids]))[0].numpy()
+    error = np.abs(found - expected).mean() / expected.std()
+    assert 0.001 < error < {"int8": 0.03, "fp8": 0.1}[kv_cache]
+    assert np.abs(caches["past_key_values.0.key"][0, :40].astype(np.float32)).max() > 60
+
+
+def test_head_norms_that_all_heads_share_go_into_the_operator(tmp_path: Path) -> None:
+    """As published ones do; others stay nodes of the graph. Both compute what PyTorch does."""
+    decoder = make_decoder(make_config(qk_norm=True, max_model_len=64))
+    ids = np.random.default_rng(1).integers(300, size=20).tolist()
+    for shared in (False, True):
+        if shared:
+            with torch.no_grad():
+                for name, parameter in decoder.named_parameters():
+                    if "query_norm" in name or "key_norm" in name:
+                        parameter.copy_(parameter[:1].expand_as(parameter).clone())
+        path = tmp_path / str(shared) / "model.onnx"
+        path.parent.mkdir()
+        export_paged_graph(decoder, path, "fp16")
+        operators = [node.op_type for node in onnx_ir.load(path).graph]
+        assert operators.count("RMSNormalization") == (5 if shared else 9)
+        with torch.inference_mode():
+            expected = decoder(torch.tensor([ids]))[0].numpy()
+        found = run(path, [(ids, 0)], make_caches(path, 1), [[0]])
+        assert np.abs(found - expected).max() < 0.05 * expected.std()
+
+
+@pytest.mark.parametrize("position", ["alibi", "relative"])
+def test_biased_scores_are_refused(position: str, tmp_path: Path) -> None:
+    decoder = make_decoder(make_config(position=position))
+    with pytest.raises(
+        ConfigError,
+        match=f"{position} positions bias scores, which ONNX Runtime's PagedAttention cannot",
+    ):
+        export_paged_graph(decoder, tmp_path / "model.onnx", "bf16")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_of_either_width_unpack_to_what_they_were(bits: int) -> None:
+    matrix = np.random.default_rng(2).standard_normal((70, 5), dtype=np.float32)
+    packed, scales = quantize_blocks(matrix, bits)
+    assert packed.shape == (5, 3, BLOCK * bits // 8)
+    unpacked = paged_reference.unpack(packed, scales.reshape(5, 3), bits)[:70]
+    steps = np.abs(scales).reshape(5, -1).repeat(BLOCK, axis=1)[:, :70].T
+    assert (np.abs(unpacked - matrix) <= steps * 1.001).all()

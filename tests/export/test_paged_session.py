@@ -1,0 +1,66 @@
+"""The verifier over blocks: the CUDA graph, run by numpy, is measured as the CPU's is; and export without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from export import paged_graph
+from export.directory import export_checkpoint
+from export.paged_graph import export_paged_graph
+from export.paged_session import PagedSession
+from export.verify import Verifier
+from model.checkpoint import save_checkpoint
+from model.tokenizer import train_tokenizer
+from server.engine.cuda.runtime import NoDeviceError
+from tests.engine.test_paged_runner import BLOCK, NumpyModel
+from tests.engine.test_session import NO_GPU
+from tests.random_models import make_config, make_decoder
+
+
+def test_a_graph_for_cuda_is_verified_as_one_for_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefill, chunks, ragged decode, a full row, greedy tokens; in float32, which only numpy's operator takes."""
+    decoder = make_decoder(make_config(n_layer=1, max_model_len=48))
+    monkeypatch.setitem(paged_graph.DTYPES, "fp32", torch.float32)
+    path = tmp_path / "model.onnx"
+    export_paged_graph(decoder, path, "fp32")
+    session = PagedSession(
+        decoder.config, lambda n_blocks: NumpyModel(path, n_blocks), block_size=BLOCK
+    )
+    figures = Verifier(decoder, path, text=None, session=session).verify()
+    assert figures.max_logit_error < 1e-4
+    assert figures.greedy_agreement == 1.0
+    with torch.no_grad():
+        decoder.get_parameter("blocks.0.attention.qkv.weight")[3, 5] += 0.5
+    assert Verifier(decoder, path, text=None, session=session).verify().max_logit_error > 1e-3
+
+
+@NO_GPU
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({}, {}, "install the extra cuda"),
+        (
+            {},
+            {"precision": "fp32"},
+            "no precision 'fp32' for cuda; there are bf16, fp16, int8, int4",
+        ),
+        ({}, {"kv_cache": "int4"}, "no kv cache 'int4' on cuda; on cuda there are int8, fp8"),
+        ({"position": "alibi"}, {}, "alibi positions bias scores"),
+    ],
+)
+def test_what_cannot_be_exported_for_cuda_leaves_nothing(
+    changes: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    tokenizer = train_tokenizer(["some text"], 257)
+    decoder = make_decoder(make_config(vocab_size=tokenizer.get_vocab_size(), **changes))
+    save_checkpoint(tmp_path / "run", 1, decoder, tokenizer, {}, {})
+    with pytest.raises((NoDeviceError, ValueError), match=message):
+        export_checkpoint(tmp_path / "run", tmp_path / "out", device="cuda", **options)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob("*.part*"))

@@ -1,0 +1,180 @@
+"""int8 graphs against the arithmetic that they are made of, written in numpy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from numpy.typing import NDArray
+
+from export.block_weights import BLOCK, quantize_blocks
+from export.quantize import quantize, quantize_columns
+from export.verify import Verifier
+from tests.random_models import RandomModel, export_random
+
+Floats = NDArray[np.float32]
+
+
+def quantized_product(x: Floats, weight: Floats) -> Floats:
+    """[..., in] x [in, out], a token at a time: the definition."""
+    scales = np.maximum(np.abs(weight).max(axis=0) / 127, 1e-12)
+    whole = np.rint(weight / scales)
+    result = np.zeros((*x.shape[:-1], weight.shape[1]), dtype=np.float32)
+    for place in np.ndindex(*x.shape[:-1]):
+        scale = np.abs(x[place]).max() * np.float32(1 / 127)
+        if scale:
+            result[place] = np.rint(x[place] / scale) @ whole * scales * scale
+    return result
+
+
+def value(name: str, array: NDArray[np.generic]) -> ir.Value:
+    tensor = ir.tensor(array, name=name)
+    kind = ir.TensorType(tensor.dtype)
+    return ir.Value(name=name, shape=ir.Shape(array.shape), type=kind, const_value=tensor)
+
+
+def small_model(table: Floats, weight: Floats, folder: Path) -> onnxruntime.InferenceSession:
+    """ids [batch, sequence] → embedding → product → hidden; and, of chosen rows, the tied head → logits."""
+    d_model = table.shape[1]
+    ids = ir.Value(
+        name="ids", shape=ir.Shape(["batch", "sequence"]), type=ir.TensorType(ir.DataType.INT64)
+    )
+    rows = ir.Value(name="rows", shape=ir.Shape(["rows"]), type=ir.TensorType(ir.DataType.INT64))
+    embedding, matrix = value("embedding.weight", table), value("matrix", weight)
+    flat = value("flat", np.array([-1, d_model]))
+    looked_up = ir.node("Gather", [embedding, ids])
+    product = ir.node("MatMul", [looked_up.outputs[0], matrix])
+    reshaped = ir.node("Reshape", [product.outputs[0], flat])
+    chosen = ir.node("Gather", [reshaped.outputs[0], rows])
+    head = ir.node("Gemm", [chosen.outputs[0], embedding], attributes={"transB": 1})
+    for node, name in ((product, "hidden"), (head, "logits")):
+        node.outputs[0].name, node.outputs[0].type = name, ir.TensorType(ir.DataType.FLOAT)
+    graph = ir.Graph(
+        [ids, rows],
+        [product.outputs[0], head.outputs[0]],
+        nodes=[looked_up, product, reshaped, chosen, head],
+        initializers=[embedding, matrix, flat],
+        opset_imports={"": 23},
+        name="small",
+    )
+    model = ir.Model(graph, ir_version=10)
+    quantize(model, "int8")
+    ir.save(model, folder / "small.onnx")
+    return onnxruntime.InferenceSession(folder / "small.onnx", providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize("n_rows", [0, 1, 5])
+def test_a_quantised_graph_is_its_definition(tmp_path: Path, n_rows: int) -> None:
+    """Rows of zeros and outliers too; and no row at all, of which ONNX Runtime would reduce the wrong axis."""
+    generator = np.random.default_rng(0)
+    table = generator.standard_normal((40, 32), dtype=np.float32)
+    table[3], table[5, 7] = 0.0, 300.0
+    weight = generator.standard_normal((32, 32), dtype=np.float32) * generator.uniform(
+        0.01, 3, 32
+    ).astype(np.float32)
+    session = small_model(table, weight, tmp_path)
+    ids = np.array([[3, 5, 0, 7], [39, 5, 3, 1]])
+    rows = generator.integers(8, size=n_rows)
+    hidden, logits = session.run(["hidden", "logits"], {"ids": ids, "rows": rows})
+    steps, scales = quantize_columns(table.T)
+    embedded = (steps.T * scales[:, None])[ids].astype(np.float32)
+    expected = quantized_product(embedded, weight)
+    assert np.allclose(hidden, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    assert logits.shape == (n_rows, 40)
+    assert np.allclose(
+        logits, quantized_product(hidden.reshape(8, 32)[rows], table.T), rtol=1e-4, atol=1e-3
+    )
+
+
+def test_the_tied_matrix_is_stored_once(
+    random_model: RandomModel, random_int8_model: RandomModel
+) -> None:
+    model = ir.load(random_int8_model.graph)
+    matrices = [
+        v.const_value
+        for v in model.graph.initializers.values()
+        if v.const_value and len(v.const_value.shape) == 2
+    ]
+    assert [list(m.shape) for m in matrices if 300 in list(m.shape)] == [[300, 192]]
+    assert {m.dtype for m in matrices if m.name and "rotary" not in m.name} == {ir.DataType.INT8}
+    sizes = [
+        (model.graph.parent / "model.onnx.data").stat().st_size
+        for model in (random_int8_model, random_model)
+    ]
+    assert sizes[0] < 0.35 * sizes[1]
+
+
+def test_columns_are_symmetric_and_within_half_a_step() -> None:
+    matrix = np.random.default_rng(1).standard_normal((50, 20), dtype=np.float32)
+    matrix[:, 4] = 0.0
+    steps, scales = quantize_columns(matrix)
+    assert steps.dtype == np.int8
+    assert (np.abs(steps).max(axis=0) == [0 if i == 4 else 127 for i in range(20)]).all()
+    assert (np.abs(steps * scales - matrix) <= scales / 2 * 1.001).all()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "tied_embeddings": False,
+            "qkv_bias": True,
+            "output_bias": True,
+            "feed_forward_bias": True,
+            "feed_forward": "gelu",
+        },
+        {"position": "learned", "norm": "layernorm", "n_kv_head": 4},
+        {"position": "sinusoidal", "norm_placement": "post", "feed_forward": "relu"},
+    ],
+)
+def test_every_kind_of_decoder_can_be_quantised(changes: dict[str, object], tmp_path: Path) -> None:
+    """No float matrix is left but positions, and the logits stay near PyTorch's."""
+    model = export_random(tmp_path, "int8", **changes)
+    figures = Verifier(model.decoder, model.graph, text=None).verify()
+    assert figures.max_logit_error < 0.5
+    assert figures.greedy_agreement > 0.8
+    operators = {node.op_type for node in ir.load(model.graph).graph}
+    assert not operators & {"MatMul", "Gemm"}
+
+
+@pytest.mark.parametrize(("n_in", "n_out"), [(64, 5), (32, 1), (40, 7)])
+def test_blocks_are_what_matmulnbits_unpacks(n_in: int, n_out: int) -> None:
+    """Against ONNX Runtime on rows of the unit matrix, in full precision; zeros, and a short last block."""
+    matrix = np.random.default_rng(2).standard_normal((n_in, n_out), dtype=np.float32)
+    matrix[:32, 0] = 0.0
+    packed, scales = quantize_blocks(matrix)
+    x = ir.Value(name="x", shape=ir.Shape(["rows", n_in]), type=ir.TensorType(ir.DataType.FLOAT))
+    inputs = [x, value("packed", packed), value("scales", scales)]
+    sizes = {"K": n_in, "N": n_out, "bits": 4, "block_size": BLOCK}
+    node = ir.node("MatMulNBits", inputs, attributes=sizes, domain="com.microsoft")
+    node.outputs[0].name, node.outputs[0].type = "y", ir.TensorType(ir.DataType.FLOAT)
+    opsets = {"": 23, "com.microsoft": 1}
+    graph = ir.Graph(
+        [x],
+        node.outputs,
+        nodes=[node],
+        initializers=inputs[1:],
+        opset_imports=opsets,
+        name="blocks",
+    )
+    model = ir.serde.serialize_model(ir.Model(graph, ir_version=10)).SerializeToString()
+    session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+    (unpacked,) = session.run(None, {"x": np.eye(n_in, dtype=np.float32)})
+    steps = np.abs(scales).reshape(n_out, -1).repeat(BLOCK, axis=1)[:, :n_in].T
+    assert (
+        np.abs(unpacked - matrix) <= steps * 1.001
+    ).all()  # half a step, or a whole one on the shorter side
+    assert np.abs(unpacked - matrix).mean() < 0.3 * steps.mean()
+
+
+def test_int4_stays_near_and_keeps_the_head_in_int8(tmp_path: Path) -> None:
+    model = export_random(tmp_path, "int4")
+    operators = [node.op_type for node in ir.load(model.graph).graph]
+    assert operators.count("MatMulIntegerToFloat") == 1
+    assert operators.count("MatMulNBits") == 4 * model.config.n_layer
+    figures = Verifier(model.decoder, model.graph, text=None).verify()
+    assert 0.01 < figures.max_logit_error < 1.5
+    assert figures.greedy_agreement > 0.6

@@ -1,0 +1,194 @@
+"""The load test with a real Locust, on a server whose model is faked; skipped where Locust is not installed."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from loadtest.locust.request_log import on_their_way, read
+from loadtest.locust.run import LOCUSTFILE, main
+from loadtest.locust.slo import LATENCIES
+from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.live import KEY, Live, live
+from tests.serving import VOCAB_SIZE
+
+LOCUST = LOCUSTFILE.parent.parent / "build/loadtest/bin/locust"
+pytestmark = pytest.mark.skipif(
+    not LOCUST.exists(), reason="make build/loadtest/.ready installs Locust"
+)
+
+
+def run(served: Live, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        str(LOCUST),
+        "-f",
+        str(LOCUSTFILE),
+        "--host",
+        served.url,
+        "--headless",
+        "-r",
+        "100",
+        "--only-summary",
+    ]
+    environment = os.environ | {"KVASIR_API_KEY": KEY}
+    return subprocess.run(
+        [*command, *options],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=TIMEOUT,
+        check=False,
+    )
+
+
+def test_mixed_streams_are_measured_and_kept_with_a_line_each(tmp_path: Path) -> None:
+    path = tmp_path / "requests.csv"
+    with live(FakeRunner(VOCAB_SIZE, max_model_len=2000), max_queue=100) as served:
+        options = (
+            "-u",
+            "4",
+            "-t",
+            "2s",
+            "--pace",
+            "spike",
+            "--prompt-words",
+            "4",
+            "--max-tokens",
+            "16",
+        )
+        done = run(
+            served, *options, "--requests-csv", str(path), "--slo", "errors:0 ttft:p50:20000"
+        )
+    assert done.returncode == 0, done.stderr
+    requests = read(path)
+    assert max(on_their_way(requests)[1]) == 4
+    for request in requests:
+        assert request.ttft is not None
+        assert (
+            0
+            < request.ttft
+            <= request.ttft + sum(request.gaps)
+            <= request.ended - request.sent + 1e-3
+        )
+        assert request.e2e is None or abs(request.e2e - (request.ended - request.sent)) < 1e-3
+        assert request.tokens >= 1
+    with path.open(encoding="utf-8") as file:
+        scenarios = {row["scenario"] for row in csv.DictReader(file)}
+    assert {"completion", "shared prefix"} <= scenarios
+    for kind in (*LATENCIES, "POST"):
+        assert f"\n{kind} " in done.stdout + done.stderr
+
+
+def test_clients_that_leave_make_the_server_throw_tokens_away() -> None:
+    """Poisson arrivals; more tokens are asked for than could be there by the time at which they leave."""
+    with live(FakeRunner(VOCAB_SIZE, max_model_len=20000), max_queue=100) as served:
+        options = (
+            "-u",
+            "2",
+            "-t",
+            "2s",
+            "--pace",
+            "poisson",
+            "--rate",
+            "5",
+            "-T",
+            "cancel",
+            "--spread",
+            "0",
+        )
+        lengths = ("--prompt-words", "2", "--max-tokens", "19000")
+        done = run(served, *options, *lengths, "--slo", "errors:0 ttft:p50:0 e2e:p50:60000")
+        assert served.value("tokens_wasted_total") > 0
+    assert "SLO missed: ttft p50" in done.stderr
+    assert "SLO missed: e2e p50 is unknown" in done.stderr, (
+        "what is left early says nothing of whole answers"
+    )
+    assert "failed" not in done.stderr
+    assert done.returncode == 1
+
+
+def test_limits_that_are_none_are_refused_before_anything_is_asked() -> None:
+    with live() as served:
+        done = run(served, "--slo", "ttft:99")
+        assert served.value("prompt_tokens_total") == 0
+    assert done.returncode == 2
+    assert "'ttft:99' is no limit" in done.stderr
+
+
+def test_streams_that_the_end_cuts_off_have_failed(tmp_path: Path) -> None:
+    """The pace goes on although nothing is answered: all that was due is sent, and nothing vanishes."""
+    path = tmp_path / "requests.csv"
+    runner = FakeRunner(VOCAB_SIZE, max_model_len=2000, max_num_seqs=2)
+    with live(runner, max_queue=1000) as served:
+        runner.allow(2)  # for the question before it starts
+        options = (
+            "-u",
+            "1",
+            "-t",
+            "1s",
+            "--pace",
+            "poisson",
+            "--rate",
+            "200",
+            "--stop-timeout",
+            "1",
+        )
+        done = run(
+            served, *options, "-T", "completion", "--requests-csv", str(path), "--slo", "errors:0"
+        )
+        runner.release()
+        assert all(served.submitted.acquire(blocking=False) for _ in range(20)), (
+            "more than they have connections"
+        )
+    requests = read(path)
+    assert len(requests) > 20, "of 200 that are due"
+    assert all(request.failed for request in requests)
+    assert f"SLO missed: {len(requests)} of {len(requests)} requests failed" in done.stderr
+    assert "it had not ended when the test did" in done.stdout + done.stderr
+    assert done.returncode == 1
+
+
+def test_lengths_are_held_to_the_model() -> None:
+    """More is asked for than fits; the server would refuse it."""
+    with live(max_queue=1000) as served:
+        lengths = ("--prompt-words", "500", "--max-tokens", "500")
+        done = run(served, "-u", "2", "-t", "1s", *lengths, "--slo", "errors:0")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_server_that_is_not_there_ends_it_at_once() -> None:
+    with live() as served:
+        pass
+    done = run(served, "-u", "1", "-t", "5m")
+    assert done.returncode == 1
+    assert "\nno load test: http://127.0.0.1:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("directory", "slo", "wanted"),
+    [
+        ("none", "errors:1", "none"),
+        ("examples/stdlib", "errors", "'errors' is no limit"),
+        ("examples/stdlib", "errors:1 --nope", "Locust ended with 2 before it"),
+    ],
+)
+def test_what_cannot_be_run_is_said_in_a_line(
+    directory: str, slo: str, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report.png").touch()  # of another run
+    command = ["run_locust", str(LOCUST), directory, str(tmp_path), "--slo", *slo.split()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", command)
+        assert main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith("no load test: ")
+    assert wanted in said
+    assert said.count("\n") == 1
+    assert "--nope" not in slo or not (tmp_path / "report.png").exists(), (
+        "it would pass for this run's"
+    )

@@ -1,0 +1,40 @@
+"""What the load test asks for: lengths around their median, users by the share of the time."""
+
+from __future__ import annotations
+
+from random import Random
+from statistics import median
+
+import pytest
+
+from loadtest.locust.traffic import draw, spike, step, words
+
+
+@pytest.mark.parametrize("middle", [3, 64, 1000])
+def test_half_of_the_lengths_are_below_their_median(middle: int) -> None:
+    """2,001 draws: their median is beyond 8 % with a probability of 1e-6."""
+    lengths = [draw(random, middle, 0.6) for random in [Random(0)] for _ in range(2001)]
+    assert median(lengths) == pytest.approx(middle, rel=0.08, abs=1)
+    assert min(lengths) >= 1
+    assert len(set(lengths)) > 5
+    assert {draw(Random(1), middle, 0) for _ in range(9)} == {middle}
+    assert draw(Random(1), 0.01, 0) == 1
+
+
+@pytest.mark.parametrize("n", [1, 2, 77])
+def test_so_many_words_that_another_can_follow(n: int) -> None:
+    text = words(Random(0), n)
+    assert len(text.split()) == n
+    assert text.endswith(" ")
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 16, 1001])
+def test_paces_begin_low_and_reach_all_users(most: int) -> None:
+    shares = [i / 1200 for i in range(1200)]
+    steps = [step(share, most) for share in shares]
+    spikes = [spike(share, most) for share in shares]
+    assert steps == sorted(steps)
+    assert {min(steps), min(spikes)} <= {max(1, most // 4), max(1, round(most / 4))}
+    assert steps[900:] == [most] * 300
+    assert spikes[400:800] == [most] * 400
+    assert len(set(spikes[:400] + spikes[800:])) == 1

@@ -1,0 +1,183 @@
+"""A model directory is served only when it is whole, and says in one line what is wrong when it is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from model.bundle import BundleError, Manifest, Verification, hash_files, load_bundle
+from model.tokenizer import train_tokenizer
+from tests.random_models import make_config
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Whole, as far as reading it can tell; its graph is not one."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    make_config().save(directory / "config.json")
+    train_tokenizer(["some text"], 300).save(str(directory / "tokenizer.json"))
+    (directory / "model.onnx").write_bytes(b"graph")
+    (directory / "model.onnx.data").write_bytes(b"weights")
+    write_manifest(directory)
+    return directory
+
+
+def write_manifest(directory: Path) -> None:
+    manifest = Manifest(
+        format_version=1,
+        architecture="kvasir-decoder",
+        parameters=1,
+        device="cpu",
+        precision="fp32",
+        max_model_len=96,
+        graph_inputs=[],
+        graph_outputs=[],
+        versions={},
+        files=hash_files(directory),
+        verification=Verification(max_logit_error=0.0, greedy_agreement=1.0),
+    )
+    manifest.save(directory / "manifest.json")
+
+
+def edit_manifest(directory: Path, **changes: object) -> None:
+    path = directory / "manifest.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def test_a_whole_directory_loads(directory: Path) -> None:
+    bundle = load_bundle(directory)
+    assert bundle.config == make_config()
+    assert bundle.manifest.precision == "fp32"
+    assert bundle.tokenizer.decode(bundle.tokenizer.encode("text").ids) == "text"
+    assert set(bundle.manifest.files) == {
+        "config.json",
+        "tokenizer.json",
+        "model.onnx",
+        "model.onnx.data",
+    }
+
+
+def damage(name: str) -> Callable[[Path], object]:
+    return lambda directory: (directory / name).write_bytes((directory / name).read_bytes() + b"x")
+
+
+def remove(name: str) -> Callable[[Path], object]:
+    return lambda directory: (directory / name).unlink()
+
+
+DAMAGES: list[tuple[Callable[[Path], object], str]] = [
+    (damage("model.onnx.data"), r"model\.onnx\.data does not match its hash .* copy it again"),
+    (damage("tokenizer.json"), r"tokenizer\.json does not match its hash"),
+    (remove("model.onnx"), r"model\.onnx is missing; copy it again"),
+    (remove("manifest.json"), r"has no manifest\.json, so it is not a model directory"),
+    (
+        lambda d: (d / "manifest.json").write_text("{"),
+        r"manifest\.json is damaged: .* export the model again",
+    ),
+    (lambda d: (d / "manifest.json").write_bytes(b"\xff\xfe"), r"manifest\.json is damaged"),
+    (
+        lambda d: edit_manifest(d, format_version=99, kv_type="int8"),
+        r"format version 99, newer than 1, .* upgrade it",
+    ),
+    (lambda d: (d / "manifest.json").write_text("[]"), r"manifest\.json is damaged at the file"),
+    (lambda d: edit_manifest(d, format_version="x"), r"damaged at format_version"),
+    (lambda d: edit_manifest(d, surprise=1), r"damaged at surprise"),
+    (lambda d: edit_manifest(d, device="tpu"), r"damaged at device"),
+    (lambda d: edit_manifest(d, files={}), r"does not list config\.json"),
+    (
+        lambda d: edit_manifest(d, files={**hash_files(d), "../secret": "0" * 64}),
+        r"lists '\.\./secret', which is outside the directory",
+    ),
+]
+
+
+@pytest.mark.parametrize(("break_it", "message"), DAMAGES)
+def test_a_damaged_directory_is_refused_in_one_line(
+    directory: Path, break_it: Callable[[Path], object], message: str
+) -> None:
+    break_it(directory)
+    with pytest.raises(BundleError, match=message) as caught:
+        load_bundle(directory)
+    assert "\n" not in str(caught.value)
+
+
+def test_advice_on_sampling_travels_with_the_model(directory: Path) -> None:
+    assert load_bundle(directory).generation.given() == {}
+    (directory / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 40}')
+    write_manifest(directory)
+    assert load_bundle(directory).generation.given() == {"temperature": 0.6, "top_k": 40}
+    (directory / "generation_config.json").write_text('{"temperature": -1}')
+    write_manifest(directory)
+    with pytest.raises(
+        BundleError, match=r"generation_config\.json: temperature: .* export the model again"
+    ):
+        load_bundle(directory)
+
+
+def test_a_chat_template_and_the_tokens_it_names_travel_with_the_model(directory: Path) -> None:
+    assert load_bundle(directory).chat_template is None
+    assert load_bundle(directory).special_tokens == {}
+    (directory / "chat_template.jinja").write_text("{{ bos_token }}é", encoding="utf-8")
+    tokens = {
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>", "lstrip": False},
+        "additional_special_tokens": ["x"],
+    }
+    (directory / "special_tokens_map.json").write_text(json.dumps(tokens))
+    write_manifest(directory)
+    assert load_bundle(directory).chat_template == "{{ bos_token }}é"
+    assert load_bundle(directory).special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("chat_template.jinja", b"\xff"),
+        ("special_tokens_map.json", b"["),
+        ("special_tokens_map.json", b"[]"),
+        ("special_tokens_map.json", b"\xff"),
+    ],
+)
+def test_a_damaged_chat_file_is_named(directory: Path, name: str, content: bytes) -> None:
+    (directory / name).write_bytes(content)
+    write_manifest(directory)
+    with pytest.raises(BundleError, match=rf"{name} .*; export the model again"):
+        load_bundle(directory)
+
+
+def test_a_configuration_that_hashes_well_but_is_wrong_is_refused(directory: Path) -> None:
+    (directory / "config.json").write_text('{"vocab_size": -3}')
+    write_manifest(directory)
+    with pytest.raises(BundleError, match="export the model again"):
+        load_bundle(directory)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(directory: Path) -> None:
+    """Or a text prompt asks the graph for an embedding that is not there."""
+    make_config(vocab_size=260).save(directory / "config.json")
+    tokenizer = train_tokenizer(["some text, and some more text that has other words in it"], 300)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() > 260
+    write_manifest(directory)
+    with pytest.raises(BundleError, match=r"token ids up to \d+, but the model only 260 tokens"):
+        load_bundle(directory)
+
+
+def test_a_file_that_cannot_be_read_is_one_line(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(BundleError, match=r"manifest\.json cannot be read: Permission denied"):
+        load_bundle(directory)
+
+
+def test_no_directory_at_all(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="is not a directory; make one with: kvasir export"):
+        load_bundle(tmp_path / "absent")

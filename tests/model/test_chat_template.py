@@ -1,0 +1,224 @@
+"""Chat templates against transformers' apply_chat_template, on templates written as published ones are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jinja2 import TemplateError
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from model.chat_template import ChatTemplate, ChatTemplateError
+
+CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] + '\\n\\n' }}{%- endif %}
+    {{- '# Tools\\n<tools>' }}
+    {%- for tool in tools %}
+        {{- '\\n' }}
+        {{- tool | tojson }}
+    {%- endfor %}
+    {{- '\\n</tools><|im_end|>\\n' }}
+{%- elif messages[0]['role'] == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'system' and loop.first %}{%- continue %}{%- endif %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- generation %}{{- (message.content or '') | trim }}{%- endgeneration %}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n<tool_call>' + call.function.name + call.function.arguments | tojson(indent=2) + '</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}
+"""
+LLAMA_2 = """\
+{% if messages[0]['role'] == 'system' %}
+    {% set loop_messages = messages[1:] %}
+    {% set system_message = messages[0]['content'] %}
+{% else %}
+    {% set loop_messages = messages %}
+    {% set system_message = false %}
+{% endif %}
+{% for message in loop_messages %}
+    {% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
+    {% endif %}
+    {% if loop.index0 == 0 and system_message %}
+        {% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}
+    {% else %}
+        {% set content = message['content'] %}
+    {% endif %}
+    {% if message['role'] == 'user' %}
+        {{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}
+    {% elif message['role'] == 'assistant' %}
+        {{ ' ' + content.strip() + ' ' + eos_token }}
+    {% endif %}
+{% endfor %}
+"""
+LLAMA_3 = """\
+{{- bos_token }}
+{%- set ns = namespace(first=true, n_users=0) %}
+{%- if not date_string is defined %}{%- set date_string = strftime_now("%Y") %}{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday: " + date_string + "<|eot_id|>" }}
+{%- for message in messages if message.role != 'debug' %}
+    {%- if message.role == 'user' %}{%- set ns.n_users = ns.n_users + 1 %}{%- endif %}
+    {%- if ns.n_users > 9 %}{%- break %}{%- endif %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + (message['content'] or '') | trim }}
+    {%- if message.reasoning_content %}{{- '<think>' ~ message.reasoning_content ~ '</think>' }}{%- endif %}
+    {{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+"""
+PLAIN = """\
+{% for message in messages %}
+{{ message['role'] | title }}: {{ message['content'] }}
+{% endfor %}
+{% if add_generation_prompt %}
+Assistant:{% endif %}
+"""
+TEMPLATES = {"chatml": CHATML, "llama 2": LLAMA_2, "llama 3": LLAMA_3, "plain": PLAIN}
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+
+USER = {"role": "user", "content": "  Is 1 < 2 & 'é' \"quoted\"?\n"}
+ANSWER = {"role": "assistant", "content": "Yes.\n\n  It is. "}
+SYSTEM = {"role": "system", "content": "Be <brief> & kind."}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "é": "<&>"}}}
+    ],
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "a + b <&'é\">", "parameters": {"type": "object"}},
+}
+CHATS: dict[str, list[dict[str, Any]]] = {
+    "one turn": [USER],
+    "two turns": [USER, ANSWER, USER],
+    "system": [SYSTEM, USER, ANSWER],
+    "tool": [USER, CALL, {"role": "tool", "content": "3", "name": "add"}, ANSWER],
+    "thoughts": [USER, {**ANSWER, "thinking": "hm"}],
+    "reasoning": [USER, {**ANSWER, "reasoning": "hm"}],
+    "unordered": [ANSWER, USER, USER],
+    "long": [USER, ANSWER] * 12,
+}
+
+
+def by_transformers(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=Tokenizer(models.BPE()), **TOKENS
+    )
+    rendered = tokenizer.apply_chat_template(
+        messages, chat_template=template, tokenize=False, **options
+    )
+    assert isinstance(rendered, str)
+    return rendered
+
+
+@pytest.mark.parametrize("tools", [None, [TOOL, TOOL]], ids=["no tools", "tools"])
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+@pytest.mark.parametrize("chat", CHATS.values(), ids=CHATS.keys())
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
+def test_what_is_rendered_is_what_transformers_renders(
+    template: str,
+    chat: list[dict[str, Any]],
+    add_generation_prompt: bool,
+    tools: list[dict[str, Any]] | None,
+) -> None:
+    """Blocks not trimmed, HTML escapes, unknown tags or missing tokens would make another text than was trained on."""
+    options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+    expected = outcome(lambda: by_transformers(template, chat, **options))
+    actual = outcome(lambda: ChatTemplate(template, TOKENS).render(chat, **options))
+    assert actual.removeprefix("the chat template cannot render this: ") == expected
+
+
+def outcome(render: Callable[[], str]) -> str:
+    """The text, or what the template refused it with."""
+    try:
+        return render()
+    except (ChatTemplateError, TemplateError) as error:
+        return str(error)
+
+
+def test_variables_reach_the_template() -> None:
+    chatml = ChatTemplate(CHATML).render([USER], add_generation_prompt=True, enable_thinking=False)
+    assert chatml == by_transformers(
+        CHATML, [USER], add_generation_prompt=True, enable_thinking=False
+    )
+    assert chatml.endswith("<think>\n\n</think>\n\n")
+    assert "Today: never" in ChatTemplate(LLAMA_3, TOKENS).render([USER], date_string="never")
+
+
+def test_rendering_changes_no_message() -> None:
+    messages = [{"role": "user", "content": "x", "thinking": "y"}]
+    ChatTemplate(LLAMA_3, TOKENS).render(messages)
+    assert messages == [{"role": "user", "content": "x", "thinking": "y"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ messages", "the chat template is not valid: unexpected end of template"),
+        ("{% generation %}x", "the chat template is not valid: "),
+        ("{{ raise_exception('No roles!') }}", "the chat template cannot render this: No roles!"),
+        (
+            "{{ messages[0].content + 1 }}",
+            "the chat template cannot render this: can only concatenate str",
+        ),
+        ("{{ messages.append(1) }}", "the chat template cannot render this: "),
+        ("{{ ''.__class__.__mro__ }}", "the chat template cannot render this: "),
+        (
+            "{% set n = namespace(_x=1) %}",
+            "the chat template cannot render this: a namespace may not hold '_x'",
+        ),
+        (
+            "{% set n = namespace() %}{% set n.__x = 1 %}",
+            "the chat template cannot render this: a namespace may not",
+        ),
+    ],
+)
+def test_a_template_that_is_wrong_or_reaches_out_of_the_sandbox_is_an_error(
+    source: str, message: str
+) -> None:
+    with pytest.raises(ChatTemplateError) as caught:
+        ChatTemplate(source).render([{"role": "user", "content": "x"}])
+    assert str(caught.value).startswith(message)
+
+
+def test_a_directory_may_hold_a_template_and_its_tokens(tmp_path: Path) -> None:
+    assert ChatTemplate.load(tmp_path) is None
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ bos_token }}{{ messages[0].content }}é", encoding="utf-8"
+    )
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None
+    assert template.render([{"role": "user", "content": "x"}]) == "xé"
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(TOKENS))
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None
+    assert template.render([{"role": "user", "content": "x"}]) == "<s>xé"
+    (tmp_path / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": {"content": "<b>", "lstrip": False}})
+    )
+    template = ChatTemplate.load(tmp_path)  # as published files have it, too
+    assert template is not None
+    assert template.render([{"role": "user", "content": "x"}]) == "<b>xé"
+
+
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_tokens_that_cannot_be_read_are_an_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "chat_template.jinja").write_text("x")
+    (tmp_path / "special_tokens_map.json").write_text(content)
+    with pytest.raises(ChatTemplateError, match=r"special_tokens_map\.json"):
+        ChatTemplate.load(tmp_path)

@@ -1,0 +1,364 @@
+"""Checkpoints: what is saved comes back bit for bit, a failure leaves the one before, and a misfit is named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from model import checkpoint
+from model.checkpoint import (
+    CheckpointError,
+    find_checkpoint,
+    load_checkpoint,
+    load_state,
+    optimizer_state,
+    restore_optimizer,
+    save_checkpoint,
+)
+from model.network.decoder import Decoder
+from model.tokenizer import train_tokenizer
+from tests.random_models import make_config, make_decoder
+
+tokenizer = train_tokenizer(["some text to count pairs in"], 270)
+STATE = {"x/exp_avg": torch.arange(6.0).view(2, 3)}
+
+
+def save(run: Path, step: int, seed: int = 0, **changes: Any) -> Path:
+    return save_checkpoint(
+        run, step, make_decoder(make_config(**changes), seed), tokenizer, STATE, {"note": step}
+    )
+
+
+def weights_equal(one: Decoder, other: Decoder) -> bool:
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tied_embeddings": False, "position": "learned", "norm": "layernorm", "qkv_bias": True}],
+    ids=["tied", "untied with biases"],
+)
+def test_what_is_saved_is_what_is_loaded(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = save(tmp_path / "run", 12, seed=3, **changes)
+    assert path == tmp_path / "run" / "step-00000012"
+    for directory in (tmp_path / "run", path):  # a run stands for its newest checkpoint
+        loaded = load_checkpoint(directory)
+        assert loaded.path == path
+        assert loaded.decoder.config == make_config(**changes)
+        assert weights_equal(loaded.decoder, make_decoder(make_config(**changes), 3))
+        assert not loaded.decoder.training
+        assert loaded.tokenizer.to_str() == tokenizer.to_str()
+        assert loaded.progress == {"note": 12, "step": 12}
+        state = load_state(loaded.path)
+        assert state.keys() == STATE.keys()
+        assert torch.equal(state["x/exp_avg"], STATE["x/exp_avg"])
+
+
+def test_nothing_in_it_is_pickled(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
+
+
+def test_a_loaded_state_outlives_its_file(tmp_path: Path) -> None:
+    """Saving the next checkpoint removes the files that a resumed optimizer's tensors were read from."""
+    path = save(tmp_path, 1)
+    state = load_state(path)
+    save(tmp_path, 2)
+    assert not path.exists()
+    state["x/exp_avg"].add_(1)
+    assert torch.equal(state["x/exp_avg"], STATE["x/exp_avg"] + 1)
+
+
+def test_the_newest_wins_and_older_ones_go(tmp_path: Path) -> None:
+    for step in (9, 10, 100):
+        save(tmp_path, step)
+        assert [path.name for path in tmp_path.iterdir()] == [f"step-{step:08d}"]
+    (tmp_path / "step-00000007").mkdir()  # a removal that was cut off
+    assert find_checkpoint(tmp_path).name == "step-00000100"
+
+
+def test_a_half_written_checkpoint_is_never_loaded(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    (tmp_path / "step-00000009.part").mkdir()
+    assert load_checkpoint(tmp_path).progress["step"] == 5
+    save(tmp_path, 10)
+    assert [path.name for path in tmp_path.iterdir()] == [
+        "step-00000010"
+    ]  # and is cleared away in time
+
+
+def test_only_a_half_written_checkpoint_is_none(tmp_path: Path) -> None:
+    (tmp_path / "step-00000009.part").mkdir()
+    with pytest.raises(CheckpointError, match="holds no checkpoint; make one with: kvasir train"):
+        find_checkpoint(tmp_path)
+
+
+def full(*_: object, **__: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def full_at(name: str, write: Callable[..., Any]) -> Callable[..., Any]:
+    """A way of writing that fails for the file of this name."""
+
+    def write_unless_full(*args: Any, **options: Any) -> Any:
+        return (
+            full()
+            if any(isinstance(arg, Path) and arg.name == name for arg in args)
+            else write(*args, **options)
+        )
+
+    return write_unless_full
+
+
+class FullTokenizer:
+    save = full
+
+
+@pytest.mark.parametrize(
+    "fails_at",
+    [
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+        "training.safetensors",
+        "training.json",
+        "rename",
+    ],
+)
+def test_a_failure_in_the_middle_of_saving_leaves_the_previous_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
+) -> None:
+    """Injected at each file that a checkpoint is made of, as a full disk would."""
+    save(tmp_path, 5, seed=1)
+    broken: Any = FullTokenizer() if fails_at == "tokenizer.json" else tokenizer
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full_at(fails_at, Path.write_text))
+        patch.setattr(checkpoint, "save_file", full_at(fails_at, save_file))
+        patch.setattr(Path, "rename", full if fails_at == "rename" else Path.rename)
+        with pytest.raises(OSError, match="No space left"):
+            save_checkpoint(tmp_path, 6, make_decoder(make_config(), 2), broken, STATE, {})
+    loaded = load_checkpoint(tmp_path)
+    assert loaded.progress["step"] == 5
+    assert weights_equal(loaded.decoder, make_decoder(make_config(), 1))
+    save(tmp_path, 6, seed=2)
+    assert load_checkpoint(tmp_path).progress["step"] == 6
+
+
+def test_a_kill_between_the_rename_and_the_removal_leaves_the_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 5, seed=1)
+
+    def killed(_: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(tmp_path, 6, seed=2)
+    assert load_checkpoint(tmp_path).progress["step"] == 6
+
+
+def test_saving_the_same_step_twice_keeps_the_first(tmp_path: Path) -> None:
+    """A run that Ctrl-C ended right after a checkpoint saves the same step again; it must not remove its only one."""
+    save(tmp_path, 5)
+    save(tmp_path, 5)
+    assert load_checkpoint(tmp_path).progress["step"] == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_takes_the_place_of_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of power right after the renaming would otherwise leave empty files, and the one before is gone."""
+    synced: set[int] = set()
+    fsync, rename = os.fsync, Path.rename
+
+    def note(descriptor: int) -> None:
+        synced.add(os.fstat(descriptor).st_ino)
+        fsync(descriptor)
+
+    def check(source: Path, target: Path) -> Path:
+        if target.name == "step-00000006":
+            assert {path.stat().st_ino for path in (source, *source.rglob("*"))} <= synced
+        return rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "rename", check)
+    save(tmp_path, 5)
+    shards = tmp_path / "step-00000006.training.part"
+    shards.mkdir()
+    save_file(STATE, shards / "shard.safetensors")
+    path = save_checkpoint(tmp_path, 6, make_decoder(make_config()), tokenizer, shards, {})
+    assert (path / "training" / "shard.safetensors").is_file()
+    assert tmp_path.stat().st_ino in synced
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_extra_files_travel_along(tmp_path: Path) -> None:
+    files = {
+        "chat_template.jinja": b"{{ x }}",
+        "special_tokens_map.json": b"{}",
+        "generation_config.json": b"{ }",
+    }
+    save_checkpoint(
+        tmp_path, 1, make_decoder(make_config()), tokenizer, STATE, {}, extra_files=files
+    )
+    assert load_checkpoint(tmp_path).extra_files == files
+    save(tmp_path, 2)
+    assert load_checkpoint(tmp_path).extra_files == {}
+
+
+def change_weights(path: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors")
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    change_weights(path, lambda weights: weights.__delitem__("blocks.1.attention.qkv.weight"))
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(tmp_path)
+    file = path / "model.safetensors"
+    assert (
+        str(caught.value)
+        == f"{file} lacks tensor 'blocks.1.attention.qkv.weight' for its config.json"
+    )
+
+
+def test_an_extra_tensor_is_named(tmp_path: Path) -> None:
+    """A head beside tied embeddings, say: loading without it would be another model."""
+    path = save(tmp_path, 1)
+    change_weights(path, lambda weights: weights.__setitem__("head.weight", torch.zeros(300, 48)))
+    with pytest.raises(
+        CheckpointError, match=r"holds the unknown tensor 'head\.weight' for its config\.json$"
+    ):
+        load_checkpoint(tmp_path)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    change_weights(path, lambda weights: weights.__setitem__("norm.weight", torch.zeros(47)))
+    with pytest.raises(
+        CheckpointError, match=r"^tensor 'norm\.weight' in .* has shape \[47\], not \[48\]$"
+    ):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer.json", "model.safetensors", "training.json"]
+)
+@pytest.mark.parametrize("damage", ["cut", "garbage"])
+def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, name: str, damage: str) -> None:
+    path = save(tmp_path, 1)
+    content = (path / name).read_bytes()
+    (path / name).write_bytes(content[: len(content) // 2] if damage == "cut" else b"\xff" * 100)
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(tmp_path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
+    path = save(tmp_path, 1)
+    (path / name).unlink()
+    with pytest.raises(CheckpointError, match=name):
+        load_checkpoint(tmp_path)
+
+
+def test_a_checkpoint_without_training_state_loads_but_cannot_be_resumed(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    (path / "training.safetensors").unlink()
+    (path / "training.json").unlink()
+    assert load_checkpoint(tmp_path).progress == {}
+    with pytest.raises(
+        CheckpointError, match=r"has no training\.safetensors, so its training cannot be resumed$"
+    ):
+        load_state(path)
+
+
+def test_a_damaged_training_state_is_named(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    (path / "training.safetensors").write_bytes(b"\0" * 9)
+    with pytest.raises(CheckpointError, match=r"training\.safetensors cannot be loaded: "):
+        load_state(path)
+
+
+@pytest.mark.parametrize("make", [True, False])
+def test_a_directory_without_a_checkpoint_says_how_to_make_one(tmp_path: Path, make: bool) -> None:
+    directory = tmp_path / "run"
+    if make:
+        directory.mkdir()
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(directory)
+    assert (
+        str(caught.value)
+        == f"{directory} holds no checkpoint; make one with: kvasir train CORPUS --out {directory}"
+    )
+
+
+def test_an_optimizer_continues_from_its_restored_state() -> None:
+    """One more step from the restored state lands on the same bits; a lost moment or step count would not."""
+
+    def update(decoder: Decoder, optimizer: torch.optim.Optimizer, tokens: list[int]) -> None:
+        decoder(torch.tensor([tokens])).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    decoder = make_decoder(make_config())
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
+    for token in range(3):
+        update(decoder, optimizer, [token, 1, 2])
+    state = {name: value.clone() for name, value in optimizer_state(decoder, optimizer).items()}
+    copy = Decoder(make_config()).eval()
+    copy.load_state_dict(decoder.state_dict())
+    restored = torch.optim.AdamW(copy.parameters(), lr=1e-2)
+    restore_optimizer(copy, restored, state)
+    update(decoder, optimizer, [7, 8, 9])
+    update(copy, restored, [7, 8, 9])
+    assert weights_equal(copy, decoder)
+    assert optimizer_state(copy, restored).keys() == state.keys()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_16_bits_make_a_decoder_of_32(dtype: torch.dtype, tmp_path: Path) -> None:
+    """As imported checkpoints have them."""
+    path = save(tmp_path, 1)
+    weights = {
+        name: tensor.to(dtype) for name, tensor in load_file(path / "model.safetensors").items()
+    }
+    save_file(weights, path / "model.safetensors")
+    loaded = load_checkpoint(path).decoder.state_dict()
+    assert all(tensor.dtype == torch.float32 for tensor in loaded.values())
+    assert all(torch.equal(loaded[name], tensor.float()) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize("position", ["rotary", "learned", "relative"])
+def test_a_shorter_decoder_computes_the_same(position: str, tmp_path: Path) -> None:
+    decoder = make_decoder(make_config(position=position, n_kv_head=4))
+    save_checkpoint(tmp_path, 1, decoder, tokenizer, STATE, {})
+    shorter = load_checkpoint(tmp_path, max_model_len=24).decoder
+    assert shorter.config == replace(decoder.config, max_model_len=24)
+    input_ids = torch.randint(decoder.config.vocab_size, (1, 24))
+    with torch.inference_mode():
+        torch.testing.assert_close(shorter(input_ids), decoder(input_ids))
+
+
+@pytest.mark.parametrize("length", [1, 97])
+def test_a_length_that_the_decoder_cannot_have_is_refused(length: int, tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="max_model_len must be from 2 to the model's own 96"):
+        load_checkpoint(tmp_path, max_model_len=length)

@@ -1,0 +1,462 @@
+"""From text files to batches: what is read, what is refused, and that every token lands in exactly one place."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from model.tokenizer import TokenizerError, train_tokenizer
+from model.training import data
+from model.training.data import (
+    IGNORED,
+    Batch,
+    Corpus,
+    CorpusError,
+    TokenData,
+    open_tokens,
+    read_corpus,
+    write_tokens,
+)
+
+TEXTS = [f"document {i}: " + "abc " * i for i in range(1, 30)]
+tokenizer = train_tokenizer(TEXTS, 300)
+
+
+def read(
+    *paths: Path, include: tuple[str, ...] = ("*",), exclude: tuple[str, ...] = (), seed: int = 0
+) -> Corpus:
+    return read_corpus(paths, include, exclude, seed)
+
+
+def write_files(folder: Path, contents: Mapping[str, bytes | str]) -> Path:
+    """Write files by their paths relative to a folder."""
+    for name, content in contents.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return folder
+
+
+def encoded(corpus: Corpus) -> list[int]:
+    return [token for text in corpus.texts for token in [*tokenizer.encode(text).ids, 0]]
+
+
+def rows_of(batch: Batch) -> NDArray[np.int64]:
+    """[rows, context + 1] of text, where every token is a target: inputs, and the last target."""
+    assert (batch.inputs[:, 1:] == batch.targets[:, :-1]).all()
+    return np.concatenate([batch.inputs, batch.targets[:, -1:]], axis=1)
+
+
+def tokens_in(data: TokenData) -> list[int]:
+    return [int(token) for part in [*data.shards, data.held_out] for token in part]
+
+
+# Reading
+
+
+def test_files_and_folders_are_read_whole_and_deeply(tmp_path: Path) -> None:
+    folder = write_files(
+        tmp_path / "f", {"a.txt": "one\r\n", "deep/er/b.py": "twö 🙂", "c": "\ufeffthree"}
+    )
+    single = write_files(tmp_path, {"d.md": "four"}) / "d.md"
+    corpus = read(folder, single)
+    assert sorted(corpus.texts) == sorted(["one\r\n", "twö 🙂", "\ufeffthree", "four"])
+    assert (corpus.n_skipped, corpus.n_bytes) == (0, 5 + 9 + 8 + 4)
+
+
+def test_the_order_is_a_function_of_the_seed_alone(tmp_path: Path) -> None:
+    """Folders list their files in no promised order; a shuffle on top of that would make training unrepeatable."""
+    forwards, backwards = tmp_path / "f", tmp_path / "b"
+    for folder, names in ((forwards, range(20)), (backwards, reversed(range(20)))):
+        for i in names:
+            write_files(folder, {f"{i:02d}": f"text {i}"})
+    assert read(forwards, seed=3).texts == read(backwards, seed=3).texts
+    assert read(forwards, seed=3).texts != read(forwards, seed=4).texts
+    assert sorted(read(forwards, seed=3).texts) == sorted(read(forwards, seed=4).texts)
+
+
+def test_patterns_choose_files_of_folders_by_relative_path(tmp_path: Path) -> None:
+    folder = write_files(
+        tmp_path, {"a.py": "a", "sub/b.py": "b", "sub/c.txt": "c", "test/d.py": "d", "e.md": "e"}
+    )
+
+    def names(*include: str, exclude: tuple[str, ...] = ()) -> str:
+        return "".join(sorted(read(folder, include=include, exclude=exclude).texts))
+
+    assert names("*") == "abcde"
+    assert names("*.py") == "abd"
+    assert names("*.py", "*.md") == "abde"
+    assert names("sub/*") == "bc"
+    assert names("*.py", exclude=("test/*",)) == "ab"
+    assert names("*", exclude=("*.py", "*.md")) == "c"
+    with pytest.raises(CorpusError, match=r"^no text in "):
+        names("*.rs")
+
+
+def test_a_file_named_outright_ignores_the_patterns(tmp_path: Path) -> None:
+    write_files(tmp_path, {"a.txt": "a", ".hidden": "h"})
+    assert read(tmp_path / "a.txt", include=("*.py",), exclude=("*",)).texts == ["a"]
+    assert read(tmp_path / ".hidden").texts == ["h"]
+
+
+def test_hidden_files_and_folders_are_passed_over(tmp_path: Path) -> None:
+    write_files(tmp_path, {"a": "a", ".b": "b", ".git/c": "c", "sub/.d": "d", "sub/.e/f/g": "g"})
+    corpus = read(tmp_path)
+    assert (corpus.texts, corpus.n_skipped) == (["a"], 0)
+
+
+def test_a_hidden_folder_named_outright_is_read(tmp_path: Path) -> None:
+    assert read(write_files(tmp_path / ".notes" / "x", {"a": "a"})).texts == ["a"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"a\0b", b"\xff\xfeh\0", "läsa".encode("latin-1"), b"\x80", b"ok \xed\xa0\x80"]
+)
+def test_what_is_not_utf8_text_is_counted_in_a_folder_and_refused_by_name(
+    tmp_path: Path, content: bytes
+) -> None:
+    write_files(tmp_path, {"good": "good", "bad": content})
+    corpus = read(tmp_path)
+    assert (corpus.texts, corpus.n_skipped) == (["good"], 1)
+    with pytest.raises(CorpusError) as caught:
+        read(tmp_path / "good", tmp_path / "bad")
+    assert str(caught.value) == f"{tmp_path / 'bad'} is not UTF-8 text; convert it, or leave it out"
+
+
+def test_blank_documents_are_left_out(tmp_path: Path) -> None:
+    assert read(write_files(tmp_path, {"a": "", "b": " \n\t", "c": "c"})).texts == ["c"]
+
+
+def test_a_file_reached_twice_is_read_once(tmp_path: Path) -> None:
+    """Twice in the corpus, it could be trained on and held out, and the held-out loss would be a lie."""
+    write_files(tmp_path, {"sub/a": "a", "b": "b"})
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    assert sorted(read(tmp_path, tmp_path / "sub", tmp_path / "sub" / "a", tmp_path).texts) == [
+        "a",
+        "b",
+    ]
+
+
+def test_a_missing_path_is_named(tmp_path: Path) -> None:
+    write_files(tmp_path, {"a": "a"})
+    with pytest.raises(CorpusError) as caught:
+        read(tmp_path / "a", tmp_path / "nowhere")
+    assert str(caught.value) == f"{tmp_path / 'nowhere'} does not exist"
+
+
+@pytest.mark.parametrize("contents", [{}, {"a": ""}, {"a": "\n"}])
+def test_a_folder_without_text_is_named(tmp_path: Path, contents: dict[str, str]) -> None:
+    with pytest.raises(CorpusError) as caught:
+        read(write_files(tmp_path, contents))
+    assert str(caught.value) == f"no text in {tmp_path}"
+
+
+def test_a_folder_of_nothing_but_binaries_says_so(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError) as caught:
+        read(write_files(tmp_path, {"a": b"\0", "b": b"\xff"}))
+    assert str(caught.value) == f"no text in {tmp_path}; passed over as not being UTF-8 text: 2"
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Injected, because a test that runs as root may read anything."""
+    write_files(tmp_path, {"a": "a", "b": "b"})
+    read_bytes = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.name == "b":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(CorpusError) as caught:
+        read(tmp_path)
+    assert str(caught.value) == f"{tmp_path / 'b'} cannot be read: Permission denied"
+
+
+def test_an_unreadable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passed over in silence, half a corpus could be missing."""
+    write_files(tmp_path, {"a": "a", "sub/b": "b"})
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if Path(path).name == "sub":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(CorpusError) as caught:
+        read(tmp_path)
+    assert str(caught.value) == f"{tmp_path / 'sub'} cannot be read: Permission denied"
+
+
+# Writing
+
+
+@pytest.mark.parametrize("shard_tokens", [7, 64, 10_000])
+@pytest.mark.parametrize("held_out", [0.0, 0.1, 0.5])
+def test_shards_and_held_out_are_the_encoded_corpus_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_tokens: int, held_out: float
+) -> None:
+    monkeypatch.setattr(data, "SHARD_TOKENS", shard_tokens)
+    monkeypatch.setattr(data, "_ENCODE_BATCH", 4)
+    corpus = Corpus(TEXTS, 0)
+    expected = encoded(corpus)
+    written = write_tokens(corpus, tokenizer, tmp_path / "data", held_out=held_out, context=5)
+    assert tokens_in(written) == expected
+    assert len(written.held_out) == max(int(len(expected) * held_out), 6)
+    assert written.n_train == len(expected) - len(written.held_out)  # so that no token is in both
+    assert all(len(shard) == shard_tokens for shard in written.shards[:-1])
+    assert 0 < len(written.shards[-1]) <= shard_tokens
+    assert tokens_in(open_tokens(tmp_path / "data")) == expected
+
+
+def test_more_than_ten_shards_keep_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data, "SHARD_TOKENS", 30)
+    corpus = Corpus(TEXTS, 0)
+    written = write_tokens(corpus, tokenizer, tmp_path / "data", held_out=0.0, context=5)
+    assert len(written.shards) > 10
+    assert tokens_in(open_tokens(tmp_path / "data")) == encoded(corpus)
+
+
+def test_a_tokenizer_without_an_end_of_text_token_adds_nothing(tmp_path: Path) -> None:
+    plain = Tokenizer(models.WordLevel({"abc": 0, "document": 1, "<unk>": 2}))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    written = write_tokens(Corpus(TEXTS, 0), plain, tmp_path / "data", held_out=0.1, context=5)
+    assert tokens_in(written) == [token for text in TEXTS for token in plain.encode(text).ids]
+
+
+@pytest.mark.parametrize(
+    ("form", "leading"), [("<s> $A", [3]), ("$A </s>", []), ("<s> </s> $A </s>", [3, 4])]
+)
+def test_documents_begin_with_what_the_tokenizer_puts_in_front_of_prompts(
+    tmp_path: Path, form: str, leading: list[int]
+) -> None:
+    """A model trained with a BOS would be tuned on text without, and then served with it."""
+    llama = Tokenizer(models.WordLevel({"abc": 0, "document": 1, "<unk>": 2, "<s>": 3, "</s>": 4}))
+    llama.pre_tokenizer = pre_tokenizers.Whitespace()
+    special_tokens = [("<s>", 3), ("</s>", 4)]
+    llama.post_processor = processors.TemplateProcessing(single=form, special_tokens=special_tokens)
+    written = write_tokens(
+        Corpus(TEXTS, 0), llama, tmp_path / "data", held_out=0.1, context=5, end_id=4
+    )
+    texts = [llama.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    assert tokens_in(written) == [token for ids in texts for token in [*leading, *ids, 4]]
+
+
+def test_a_tokenizer_that_cannot_encode_the_corpus_is_named_in_one_line(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel({"abc": 0}))
+    with pytest.raises(TokenizerError, match=r"^the tokenizer cannot encode the corpus: .*UNK"):
+        write_tokens(Corpus(TEXTS, 0), words, tmp_path / "data", held_out=0.1, context=5)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(2**16 - 1, np.uint16), (2**16, np.uint32)])
+def test_tokens_are_as_wide_as_the_largest_id_needs(
+    tmp_path: Path, largest: int, dtype: type
+) -> None:
+    """By the largest id, not the number of tokens: wrapped around, every id would still be a valid one."""
+    words = Tokenizer(models.WordLevel({"a": 0, "b": largest}))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    written = write_tokens(
+        Corpus(["a b " * 40], 0), words, tmp_path / "data", held_out=0.2, context=5
+    )
+    assert tokens_in(written) == [0, largest] * 40
+    assert written.held_out.dtype == dtype
+    assert rows_of(written.batch(seed=0, step=0, batch_size=2, context=5)).max() == largest
+
+
+@pytest.mark.parametrize("context", [60, 500])
+def test_too_little_text_is_an_error_and_writes_nothing(tmp_path: Path, context: int) -> None:
+    corpus = Corpus(["abc " * 25], 0)
+    n_tokens = len(encoded(corpus))
+    with pytest.raises(
+        CorpusError, match=f"^the corpus has {n_tokens} tokens, too few for a context of {context};"
+    ):
+        write_tokens(corpus, tokenizer, tmp_path / "run" / "data", held_out=0.1, context=context)
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(n_words=st.integers(1, 60), held_out=st.floats(0.0, 0.5), context=st.integers(1, 80))
+@settings(max_examples=150)
+def test_the_context_that_the_error_advises_is_one_that_works(
+    n_words: int, held_out: float, context: int
+) -> None:
+    corpus = Corpus(["abc " * n_words], 0)
+    with TemporaryDirectory() as parent:
+        folder = Path(parent) / "data"
+        try:
+            written = write_tokens(corpus, tokenizer, folder, held_out=held_out, context=context)
+        except CorpusError as error:
+            advice = str(error).rpartition("at most ")
+            assert not advice[1] or int(advice[2]) < context
+            if advice[1]:
+                written = write_tokens(
+                    corpus, tokenizer, folder, held_out=held_out, context=int(advice[2])
+                )
+                assert (
+                    len(written.batch(seed=0, step=0, batch_size=1, context=int(advice[2])).inputs)
+                    == 1
+                )
+        else:
+            assert written.batch(seed=0, step=0, batch_size=2, context=context).inputs.shape == (
+                2,
+                context,
+            )
+            assert written.held_out_rows(context, 3).targets.shape[1] == context
+
+
+def test_a_failure_while_writing_leaves_no_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(json, "dumps", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_tokens(Corpus(TEXTS, 0), tokenizer, tmp_path / "data", held_out=0.1, context=5)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_leftovers_of_a_run_that_was_killed_are_replaced(tmp_path: Path) -> None:
+    write_files(tmp_path / "data.part", {"shard-00099.bin": b"\1\0"})
+    corpus = Corpus(TEXTS, 0)
+    assert tokens_in(
+        write_tokens(corpus, tokenizer, tmp_path / "data", held_out=0.1, context=5)
+    ) == encoded(corpus)
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_opening_a_folder_without_shards_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="holds no token shards"):
+        open_tokens(tmp_path)
+
+
+# Batches
+
+
+def counting(*lengths: int, held_out: int = 20) -> TokenData:
+    """Shards of these lengths whose tokens are their own places in the corpus."""
+    ends = np.cumsum(lengths)
+    shards = [
+        np.arange(end - length, end, dtype=np.uint16)
+        for end, length in zip(ends, lengths, strict=True)
+    ]
+    return TokenData(
+        Path(), list(shards), np.arange(ends[-1], ends[-1] + held_out, dtype=np.uint16)
+    )
+
+
+def test_a_batch_is_a_function_of_seed_and_step() -> None:
+    one, other = counting(500, 300), counting(500, 300)
+
+    def batch(data: TokenData, seed: int, step: int) -> list[list[int]]:
+        rows: list[list[int]] = rows_of(
+            data.batch(seed=seed, step=step, batch_size=8, context=10)
+        ).tolist()
+        return rows
+
+    wanted = batch(one, 1, 5)
+    for step in (
+        0,
+        9,
+        5,
+        6,
+    ):  # other draws between must not matter: a resumed run has not made them
+        batch(other, 1, step)
+    assert batch(other, 1, 5) == wanted
+    assert batch(one, 2, 5) != wanted
+    assert batch(one, 1, 6) != wanted
+    assert batch(one, 5, 1) != wanted
+
+
+def test_rows_are_contiguous_stretches_of_one_shard() -> None:
+    data = counting(40, 11, 25)
+    for step in range(50):
+        rows = rows_of(data.batch(seed=0, step=step, batch_size=4, context=10))
+        assert rows.shape == (4, 11)
+        assert rows.dtype == np.int64
+        assert (np.diff(rows) == 1).all()
+        for row in rows:
+            assert any(row[0] in shard and row[-1] in shard for shard in data.shards)
+
+
+def test_every_place_is_reached_and_equally_often() -> None:
+    """Off by one at a shard's end would hide its last token; weighting shards by length would favour short ones."""
+    context = 4
+    data = counting(9, 5, 4, 3, 12)  # the third and fourth are shorter than a row
+    starts = np.concatenate(
+        [
+            data.batch(seed=0, step=step, batch_size=50, context=context).inputs[:, 0]
+            for step in range(200)
+        ]
+    )
+    places = {*range(5), 9, *range(21, 29)}
+    counts = {place: int((starts == place).sum()) for place in places}
+    assert sum(counts.values()) == len(starts)
+    expected = len(starts) / len(places)
+    statistic = sum((count - expected) ** 2 / expected for count in counts.values())
+    assert (
+        statistic < 34.5
+    )  # chi-squared with 13 degrees of freedom exceeds this once in a thousand
+
+
+def test_a_shard_of_exactly_one_row_can_be_drawn() -> None:
+    assert (
+        rows_of(counting(11).batch(seed=0, step=0, batch_size=2, context=10)).tolist()
+        == [list(range(11))] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("held_out", "n_rows", "expected"),
+    [(21, 9, [0, 10]), (20, 9, [0]), (11, 9, [0]), (99, 3, [0, 10, 20])],
+)
+def test_held_out_rows_overlap_by_the_token_that_is_predicted(
+    held_out: int, n_rows: int, expected: list[int]
+) -> None:
+    """Each held-out token is predicted once, the first one never."""
+    data = counting(50, held_out=held_out)
+    rows = rows_of(data.held_out_rows(context=10, n_rows=n_rows))
+    assert (rows - 50).tolist() == [list(range(start, start + 11)) for start in expected]
+    assert rows.dtype == np.int64
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_processes_read_the_parts_of_one_batch(size: int) -> None:
+    """Batches drawn apart would train on other text than one process does."""
+    data = counting(500, 300)
+
+    def read(rows: range | None) -> NDArray[np.int64]:
+        return rows_of(data.batch(seed=3, step=7, batch_size=6, context=10, rows=rows))
+
+    parts = [read(range(first, first + 6 // size)) for first in range(0, 6, 6 // size)]
+    assert np.concatenate(parts).tolist() == read(None).tolist()
+
+
+@pytest.mark.parametrize(("n_rows", "size"), [(5, 1), (5, 2), (5, 3), (1, 4), (6, 3)])
+def test_shares_of_a_batch_are_even_and_hold_each_target_once(n_rows: int, size: int) -> None:
+    """Uneven ones would leave one process waiting for another in an evaluation that shards take part in."""
+    batch = counting(50, held_out=99).held_out_rows(context=10, n_rows=n_rows)
+    shares = [batch.share(rank, size) for rank in range(size)]
+    assert len({share.inputs.shape for share in shares}) == 1
+    assert sum(share.n_targets for share in shares) == batch.n_targets == 10 * n_rows
+    learnt = np.concatenate([share.targets[share.targets != IGNORED] for share in shares])
+    assert sorted(learnt) == sorted(batch.targets.flatten())
+
+
+def test_a_batch_is_split_without_remainder() -> None:
+    parts = list(counting(50, held_out=99).held_out_rows(context=10, n_rows=5).split(2))
+    assert [len(part.inputs) for part in parts] == [2, 2, 1]
+    assert np.concatenate([part.inputs[:, 0] for part in parts]).tolist() == [50, 60, 70, 80, 90]

@@ -1,0 +1,409 @@
+"""Each layer against its formula, the cached decoder against the uncached one, and no position seeing the future."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from model.config import DecoderConfig, RopeScaling
+from model.network.attention import LayerCache, StepInputs
+from model.network.decoder import Block, Decoder, FeedForward
+from model.network.norm import RMSNorm, make_norm
+from model.network.positions import Positions, RotaryTable, sinusoidal_table
+from tests.random_models import make_config, make_decoder
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "rotary, rmsnorm, swiglu": {},
+    "multi-head": {"n_kv_head": 4},
+    "multi-query": {"n_kv_head": 1},
+    "untied": {"tied_embeddings": False},
+    "qkv bias": {"qkv_bias": True},
+    "rotary base": {"rope_theta": 500000.0, "norm_eps": 1e-6},
+    "gpt2": {
+        "n_kv_head": 4,
+        "position": "learned",
+        "norm": "layernorm",
+        "feed_forward": "gelu",
+        "qkv_bias": True,
+        "output_bias": True,
+        "feed_forward_bias": True,
+    },
+    "vaswani": {
+        "n_kv_head": 4,
+        "position": "sinusoidal",
+        "norm": "layernorm",
+        "norm_placement": "post",
+        "feed_forward": "relu",
+        "feed_forward_bias": True,
+    },
+    "sinusoidal, pre": {"position": "sinusoidal", "head_dim": 8},
+    "rmsnorm, post": {"norm_placement": "post", "tied_embeddings": False},
+    "wide heads": {"n_head": 2, "n_kv_head": 1, "head_dim": 32, "feed_forward": "relu"},
+    "one layer": {"n_layer": 1},
+    "alibi": {"position": "alibi", "n_kv_head": 4},
+    "relative": {"position": "relative", "head_dim": 24},
+    "no positions": {"position": "none", "feed_forward": "geglu"},
+    "windows": {"sliding_window": 5, "sliding_window_layers": (1,), "layers_without_rotary": (0,)},
+    "neox": {
+        "parallel_residual": True,
+        "rotary_dim": 4,
+        "norm": "layernorm",
+        "feed_forward": "gelu",
+        "qkv_bias": True,
+        "tied_embeddings": False,
+    },
+    "qwen3": {
+        "qk_norm": True,
+        "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_model_len=24),
+    },
+    "gemma2": {
+        "attention_softcap": 5.0,
+        "logit_softcap": 3.0,
+        "norm_placement": "both",
+        "feed_forward": "geglu_tanh",
+        "embedding_scale": 6.9,
+        "attention_scale": 0.3,
+        "sliding_window": 5,
+        "sliding_window_layers": (0,),
+    },
+}
+EVERY_VARIANT = pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
+
+
+def empty_caches(config: DecoderConfig, batch: int) -> list[LayerCache]:
+    shape = (batch, config.n_kv_head, config.max_model_len, config.head_dim)
+    return [LayerCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.n_layer)]
+
+
+def step(
+    decoder: Decoder, tokens: Tensor, lengths: list[int], caches: list[LayerCache]
+) -> tuple[Tensor, list[LayerCache]]:
+    """Append tokens [batch, sequence]; row b then holds lengths[b]. Logits [batch, sequence, vocab]."""
+    batch, sequence = tokens.shape
+    starts = (torch.tensor(lengths) - sequence).clamp(min=0)
+    inputs = StepInputs(
+        seqlens_k=torch.tensor(lengths, dtype=torch.int32) - 1,
+        total_sequence_length=torch.tensor(max(lengths), dtype=torch.int32),
+        position_ids=starts[:, None] + torch.arange(sequence),
+    )
+    logits, presents = decoder.step(tokens, inputs, torch.arange(batch * sequence), caches)
+    return logits.view(batch, sequence, -1), presents
+
+
+def random_tokens(config: DecoderConfig, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def randomise(module: nn.Module) -> None:
+    """Weights, biases and gains far from the ones and zeros they start as."""
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.7)
+
+
+# Layers by definition
+
+
+def test_rmsnorm_by_definition() -> None:
+    torch.manual_seed(0)
+    norm = make_norm(make_config(norm_eps=0.01))
+    assert isinstance(norm, RMSNorm)
+    randomise(norm)
+    x = torch.randn(5, 48) * 0.2  # small, so that ε matters
+    for row, normed in zip(x.double(), norm(x), strict=True):
+        mean_square = sum(float(value) ** 2 for value in row) / 48
+        torch.testing.assert_close(
+            normed, (row / math.sqrt(mean_square + 0.01) * norm.weight).float()
+        )
+
+
+def test_layernorm_by_definition() -> None:
+    torch.manual_seed(0)
+    norm = make_norm(make_config(norm="layernorm", norm_eps=0.01))
+    assert isinstance(norm, nn.LayerNorm)
+    randomise(norm)
+    x = torch.randn(5, 48) * 0.2 + 3
+    for row, normed in zip(x.double(), norm(x), strict=True):
+        mean = float(row.sum()) / 48
+        variance = sum((float(value) - mean) ** 2 for value in row) / 48
+        expected = (row - mean) / math.sqrt(variance + 0.01) * norm.weight + norm.bias
+        torch.testing.assert_close(normed, expected.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("d_model", [48, 7])
+def test_sinusoidal_table_by_formula(d_model: int) -> None:
+    table = sinusoidal_table(make_config(position="sinusoidal", d_model=d_model))
+    assert table.shape == (96, d_model)
+    for position in range(96):
+        for column in range(d_model):
+            angle = position / 10000 ** (2 * (column // 2) / d_model)
+            expected = math.cos(angle) if column % 2 else math.sin(angle)
+            assert abs(float(table[position, column]) - expected) < 1e-6
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x · Φ(x) (Hendrycks & Gimpel 2016), the exact one."""
+    return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "act"),
+    [("gelu", gelu), ("relu", lambda x: torch.where(x > 0, x, 0.0)), ("swiglu", silu)],
+)
+def test_feed_forward_by_formula(kind: str, act: Callable[[Tensor], Tensor], bias: bool) -> None:
+    torch.manual_seed(0)
+    config = make_config(feed_forward=kind, feed_forward_bias=bias)
+    layer = FeedForward(config)
+    randomise(layer)
+    x = torch.randn(2, 3, config.d_model)
+    hidden = x @ layer.up.weight.T + (layer.up.bias if bias else 0.0)
+    gated = kind == "swiglu"
+    hidden = act(hidden[..., : config.d_ff]) * hidden[..., config.d_ff :] if gated else act(hidden)
+    expected = hidden @ layer.down.weight.T + (layer.down.bias if bias else 0.0)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-3)
+    assert (layer.up.bias is not None, layer.down.bias is not None) == (bias, bias)
+
+
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("placement", ["pre", "post", "both", "parallel"])
+def test_block_normalises_before_or_after(norm: str, placement: str) -> None:
+    parallel = placement == "parallel"
+    changes = {"norm_placement": "pre" if parallel else placement, "parallel_residual": parallel}
+    config = make_config(norm=norm, position="none", **changes)
+    torch.manual_seed(0)
+    block = Block(config, layer=0).eval()
+    for name, layer in block.named_children():
+        if name.endswith("_norm"):
+            randomise(layer)
+    x = torch.randn(2, 5, config.d_model)
+    nowhere = Positions()
+    if placement == "post":
+        middle = block.attention_norm(x + block.attention(x, nowhere))
+        expected = block.feed_forward_norm(middle + block.feed_forward(middle))
+    elif placement == "both":
+        middle = x + block.attention_output_norm(block.attention(block.attention_norm(x), nowhere))
+        expected = middle + block.feed_forward_output_norm(
+            block.feed_forward(block.feed_forward_norm(middle))
+        )
+    else:
+        middle = x + block.attention(block.attention_norm(x), nowhere)
+        expected = middle + block.feed_forward(block.feed_forward_norm(x if parallel else middle))
+    torch.testing.assert_close(block(x, nowhere), expected)
+
+
+@EVERY_VARIANT
+def test_the_decoder_is_its_embedding_its_blocks_and_its_head(changes: dict[str, Any]) -> None:
+    config = make_config(**changes)
+    decoder = make_decoder(config)
+    tokens = random_tokens(config, 2, 7)
+    x = decoder.embedding.weight[tokens]
+    if config.position == "learned":
+        x = x + decoder.position_embedding.weight[:7]
+    if config.position == "sinusoidal":  # section 3.4 scales the embedding by √d_model
+        x = x * config.d_model**0.5 + sinusoidal_table(config)[:7]
+    x = x * config.embedding_scale
+    for block in decoder.blocks:
+        x = block(x, known_positions(decoder, 7))
+    if config.norm_placement != "post":
+        x = decoder.norm(x)
+    head = decoder.embedding.weight if decoder.head is None else decoder.head.weight
+    logits = x @ head.T
+    if config.logit_softcap:
+        logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
+    torch.testing.assert_close(decoder(tokens), logits, rtol=1e-4, atol=1e-4)
+
+
+def known_positions(decoder: Decoder, length: int) -> Positions:
+    """What the blocks are told of positions 0 … length - 1, biases written one at a time."""
+    config = decoder.config
+    if config.position == "rotary":
+        return Positions(RotaryTable(decoder.rotary_cos, decoder.rotary_sin))
+    if config.position not in ("alibi", "relative"):
+        return Positions()
+    bias = torch.zeros(1, config.n_head, length, length)
+    for head, query, key in np.ndindex(config.n_head, length, length):
+        distance = max(0, query - key)
+        if config.position == "alibi":
+            bias[0, head, query, key] = -(2 ** (-8 * (head + 1) / config.n_head)) * distance
+        else:  # all of these distances are buckets of their own
+            bias[0, head, query, key] = decoder.relative_bias.weight[distance, head]
+    return Positions(bias=bias)
+
+
+def test_tied_embeddings_are_one_tensor_that_both_ends_train() -> None:
+    config = make_config()
+    tied, untied = Decoder(config), Decoder(make_config(tied_embeddings=False))
+    assert untied.n_parameters - tied.n_parameters == config.vocab_size * config.d_model
+    assert tied.head is None
+    assert untied.head is not None
+    tied(torch.tensor([[5]])).sum().backward()
+    untied(torch.tensor([[5]])).sum().backward()
+    assert tied.embedding.weight.grad is not None
+    assert untied.embedding.weight.grad is not None
+    assert (
+        tied.embedding.weight.grad[6].abs().sum() > 0
+    )  # the head's share: token 6 was never looked up
+    assert untied.embedding.weight.grad[6].abs().sum() == 0
+
+
+def test_weights_start_as_in_gpt2() -> None:
+    torch.manual_seed(0)
+    config = make_config(
+        d_model=192, d_ff=384, n_layer=8, qkv_bias=True, output_bias=True, feed_forward_bias=True
+    )
+    decoder = Decoder(config)
+    narrow = 0.02 / math.sqrt(2 * 8)
+    for name, parameter in decoder.named_parameters():
+        if name.endswith("bias"):
+            assert (parameter == 0).all(), name
+        elif parameter.dim() == 1:
+            assert (parameter == 1).all(), name
+        else:
+            residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
+            expected = narrow if residual else 0.02
+            assert abs(parameter.std().item() / expected - 1) < 0.05, name
+
+
+def test_residual_dropout_acts_in_training_only() -> None:
+    config = make_config(dropout=0.5)
+    decoder = make_decoder(config)
+    without = make_decoder(make_config())
+    tokens = random_tokens(config, 2, 7)
+    assert torch.equal(decoder(tokens), without(tokens))
+    decoder.train()
+    torch.manual_seed(0)
+    dropped = decoder(tokens)
+    assert not torch.allclose(dropped, without(tokens), atol=1e-2)
+    torch.manual_seed(0)
+    assert torch.equal(decoder(tokens), dropped)
+
+
+# The cached decoder
+
+
+@EVERY_VARIANT
+@pytest.mark.parametrize("seed", range(3))
+@torch.inference_mode()
+def test_cached_rows_in_random_chunks_give_the_uncached_logits(
+    changes: dict[str, Any], seed: int
+) -> None:
+    config = make_config(**changes)
+    decoder = make_decoder(config, seed)
+    generator = np.random.default_rng(seed)
+    length, batch = 23, 3
+    tokens = random_tokens(config, batch, length, seed=seed)
+    cuts = generator.choice(np.arange(1, length), size=int(generator.integers(1, 8)), replace=False)
+    ends = [*sorted(cuts.tolist()), length]
+    caches, pieces = empty_caches(config, batch), []
+    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        logits, caches = step(decoder, tokens[:, start:end], [end] * batch, caches)
+        pieces.append(logits)
+    torch.testing.assert_close(torch.cat(pieces, dim=1), decoder(tokens), rtol=1e-4, atol=2e-5)
+
+
+@EVERY_VARIANT
+@torch.inference_mode()
+def test_cached_rows_of_different_lengths_give_each_row_its_own_logits(
+    changes: dict[str, Any],
+) -> None:
+    """A prompt padded on the right, then a token for every row at its own position, as continuous batching does."""
+    config = make_config(**changes)
+    decoder = make_decoder(config)
+    lengths = [4, 11, 1]
+    tokens = random_tokens(config, len(lengths), max(lengths) + 3)
+    expected = [decoder(tokens[row : row + 1])[0] for row in range(len(lengths))]
+    padded = tokens[:, : max(lengths)].clone()
+    for row, length in enumerate(lengths):
+        padded[row, length:] = 0
+    logits, caches = step(decoder, padded, lengths, empty_caches(config, len(lengths)))
+    for row, length in enumerate(lengths):
+        torch.testing.assert_close(
+            logits[row, :length], expected[row][:length], rtol=1e-4, atol=2e-5
+        )
+    for i in range(3):
+        places = torch.tensor(lengths) + i
+        logits, caches = step(
+            decoder, tokens.gather(1, places[:, None]), (places + 1).tolist(), caches
+        )
+        wanted = torch.stack([expected[row][place] for row, place in enumerate(places.tolist())])
+        torch.testing.assert_close(logits[:, 0], wanted, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("indices", [[], [0], [9], [7, 2, 2]])
+@torch.inference_mode()
+def test_logits_are_those_of_the_asked_positions(indices: list[int]) -> None:
+    config = make_config()
+    decoder = make_decoder(config)
+    tokens = random_tokens(config, 2, 5)
+    inputs = StepInputs(
+        seqlens_k=torch.tensor([4, 4], dtype=torch.int32),
+        total_sequence_length=torch.tensor(5, dtype=torch.int32),
+        position_ids=torch.arange(5).repeat(2, 1),
+    )
+    logits, _ = decoder.step(
+        tokens, inputs, torch.tensor(indices, dtype=torch.long), empty_caches(config, 2)
+    )
+    assert logits.shape == (len(indices), config.vocab_size)
+    torch.testing.assert_close(logits, decoder(tokens).flatten(0, 1)[indices], rtol=1e-4, atol=2e-5)
+
+
+# Causality
+
+
+@EVERY_VARIANT
+@torch.inference_mode()
+def test_no_position_sees_the_future_by_one_bit(changes: dict[str, Any]) -> None:
+    config = make_config(**changes)
+    decoder = make_decoder(config)
+    tokens = random_tokens(config, 1, 19)
+    logits = decoder(tokens)
+    for t in range(19):
+        perturbed = tokens.clone()
+        perturbed[0, t] = (tokens[0, t] + 1) % config.vocab_size
+        moved = decoder(perturbed)
+        assert torch.equal(moved[0, :t], logits[0, :t])
+        assert all(
+            not torch.equal(moved[0, s], logits[0, s]) for s in range(t, 19)
+        )  # and the past is seen
+
+
+@EVERY_VARIANT
+@torch.inference_mode()
+def test_no_cached_position_sees_the_future_by_one_bit(changes: dict[str, Any]) -> None:
+    """In a chunk after a past, where the mask must follow absolute positions, not places in the chunk."""
+    config = make_config(**changes)
+    decoder = make_decoder(config)
+    tokens = random_tokens(config, 1, 19)
+    _, caches = step(decoder, tokens[:, :8], [8], empty_caches(config, 1))
+    logits, _ = step(decoder, tokens[:, 8:], [19], caches)
+    for t in range(11):
+        perturbed = tokens[:, 8:].clone()
+        perturbed[0, t] = (perturbed[0, t] + 1) % config.vocab_size
+        moved, _ = step(decoder, perturbed, [19], caches)
+        assert torch.equal(moved[0, :t], logits[0, :t])
+        assert not torch.equal(moved[0, t], logits[0, t])
+
+
+@EVERY_VARIANT
+def test_no_gradient_flows_from_a_position_to_a_later_token(changes: dict[str, Any]) -> None:
+    """Training's mask, seen from behind: a loss at position t teaches exactly nothing about the tokens after it."""
+    config = make_config(
+        **changes, **({} if "tied_embeddings" in changes else {"tied_embeddings": False})
+    )
+    decoder = make_decoder(config).train()
+    tokens = torch.arange(11)[None]
+    decoder(tokens)[0, 4].sum().backward()
+    gradient = decoder.embedding.weight.grad
+    assert gradient is not None
+    assert (gradient[5:] == 0).all()
+    assert all(gradient[token].abs().sum() > 0 for token in range(5))

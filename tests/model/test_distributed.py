@@ -1,0 +1,254 @@
+"""Two processes that torchrun started against one: the same losses, also after every one of them was killed."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvasir import app
+from model.checkpoint import load_checkpoint, load_state
+from model.training.distributed import DistributedError, PeerError, Processes, alone
+
+ROOT = Path(__file__).parents[2]
+SHAPE = (
+    "n_layer=2",
+    "d_model=32",
+    "d_ff=48",
+    "n_head=2",
+    "n_kv_head=1",
+    "head_dim=16",
+    "vocab_size=270",
+)
+STEPS = 40
+HELD = "tests.held_training"
+# In float32: rounded to bfloat16, gradients summed over two halves of a batch are off by a percent.
+OPTIONS = [
+    *(f"--set={change}" for change in SHAPE),
+    *("--context=16", "--batch-size=4", "--accumulate=2", "--warmup=2", f"--steps={STEPS}"),
+    *("--evaluate-every=8", "--checkpoint-every=4", "--no-mixed-precision"),
+]
+LIMIT = 300.0  # seconds, for processes that wait for one another in vain
+
+
+@contextmanager
+def torchrun(*arguments: str, module: str = "commands.train") -> Iterator[subprocess.Popen[str]]:
+    """Two processes on this machine; all of them are gone when the block is left."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [*command, "-m", module, *arguments],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            kill(process)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        for one in [
+            process,
+            *psutil.Process(process.pid).children(recursive=True),
+        ]:  # the list is made before
+            one.kill()
+
+
+def rank(process: subprocess.Popen[str], number: int) -> psutil.Process:
+    children = psutil.Process(process.pid).children(recursive=True)
+    return next(child for child in children if child.environ().get("RANK") == str(number))
+
+
+def wait_for(process: subprocess.Popen[str], beginning: str) -> None:
+    """Until a line of its output begins like this."""
+    assert process.stdout is not None
+    assert any(line.startswith(beginning) for line in process.stdout), process.communicate()[1]
+
+
+def release(process: subprocess.Popen[str]) -> None:
+    """Let training that is held, or will be, go on to the next evaluation."""
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, errors
+    return output
+
+
+def one_process(*arguments: str) -> None:
+    result = CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
+
+
+def metrics(folder: Path) -> torch.Tensor:
+    """[steps, 3]: loss, held-out loss (0 where it was not measured) and gradient norm."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows] == list(range(1, len(rows) + 1))
+    columns = ("train_loss", "held_out_loss", "gradient_norm")
+    return torch.tensor(
+        [[float(row[column] or 0.0) for column in columns] for row in rows], dtype=torch.float64
+    )
+
+
+def assert_same_losses(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Sums over two halves are rounded otherwise than sums over all: to 1e-7, which training carries on."""
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0.0)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    for name in ("one", "two", "red", "blue"):
+        (folder / name).write_text(f"{name} fish swims in the sea of {name}. " * 30)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def one(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    one_process(str(corpus), f"--out={folder}", *OPTIONS)
+    return folder
+
+
+def test_two_processes_train_on_chats_as_one(tmp_path: Path) -> None:
+    """Each with its own half of a batch, in which more or less is learnt; a mean of means would weigh that alike."""
+    chats = tmp_path / "chats.jsonl"
+    answers = ["yes", "no, the sea is blue and the fish is red and the sea", "one"] * 12
+    turns = [
+        [{"role": "user", "content": "red?"}, {"role": "assistant", "content": answer}]
+        for answer in answers
+    ]
+    chats.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    template = tmp_path / "template.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    options = [str(chats), f"--chat-template={template}", *OPTIONS, "--context=48", "--steps=10"]
+    one_process(*options, f"--out={tmp_path / 'one'}")
+    with torchrun(*options, f"--out={tmp_path / 'two'}") as process:
+        output = finish(process)
+    assert (
+        output.count("held out; vocabulary") == output.count("step 8 ") == 1
+    )  # only the first one speaks
+    assert_same_losses(metrics(tmp_path / "two"), metrics(tmp_path / "one"))
+    weights = load_checkpoint(tmp_path / "one").decoder.state_dict()
+    for name, tensor in load_checkpoint(tmp_path / "two").decoder.state_dict().items():
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-4, atol=1e-5)
+
+
+def test_shards_train_as_one_process_through_kill_and_signal_and_in_another_number(
+    corpus: Path, one: Path, tmp_path: Path
+) -> None:
+    """One run: two sharded processes, killed; two more, of which one gets SIGTERM; one, unsharded.
+
+    Held where they are hit, however fast they are.
+    """
+    folder = tmp_path / "sharded"
+    with torchrun(str(corpus), f"--out={folder}", "--shard", *OPTIONS, module=HELD) as process:
+        wait_for(process, "step 8 ")
+        kill(process)
+    assert (
+        load_checkpoint(folder).progress["step"] == 4
+    )  # the checkpoint of step 8 comes after its evaluation
+    assert {path.suffix for path in load_checkpoint(folder).path.rglob("*.*")} == {
+        ".json",
+        ".safetensors",
+    }
+    assert len(list(load_checkpoint(folder).path.glob("training/*"))) == 2
+
+    with torchrun("--resume", f"--out={folder}", "--shard", module=HELD) as process:
+        wait_for(process, f"resuming {folder} at step 4")
+        release(process)  # from step 8
+        wait_for(process, "step 16 ")
+        rank(process, 1).send_signal(signal.SIGTERM)
+        release(process)
+        output, _ = process.communicate(timeout=LIMIT)
+    assert load_checkpoint(folder).progress["step"] == 16
+    assert "stopped and saved at step 16" in output
+    assert_same_losses(metrics(folder), metrics(one)[:16])
+
+    one_process("--resume", f"--out={folder}")
+    assert_same_losses(metrics(folder), metrics(one))
+
+
+def test_an_error_of_the_first_process_ends_all_with_one_line(tmp_path: Path) -> None:
+    with torchrun("nowhere", f"--out={tmp_path / 'run'}", *OPTIONS) as process:
+        _, errors = process.communicate(timeout=LIMIT)
+    assert process.returncode == 1
+    assert [line for line in errors.splitlines() if line.startswith("kvasir: ")] == [
+        "kvasir: nowhere does not exist"
+    ]
+    assert errors.count("Traceback") <= 1  # torchrun's own, of having failed
+
+
+# Without processes
+
+
+def test_shards_are_read_by_any_number_and_damage_to_them_is_named(
+    one: Path, tmp_path: Path
+) -> None:
+    """A whole tensor is a single slice."""
+    folder = tmp_path / "run"
+    shutil.copytree(one, folder)
+    checkpoint = load_checkpoint(folder)
+    state = load_state(checkpoint.path)
+    shards = checkpoint.path / "training"
+    shards.mkdir()
+    (checkpoint.path / "training.safetensors").rename(shards / "shard.safetensors")
+    loaded = alone().load_shards(shards, checkpoint.decoder)
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.items())
+
+    (shards / "shard.safetensors").write_bytes(b"\0" * 9)
+    result = CliRunner().invoke(app, ["train", "--resume", f"--out={folder}"])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"kvasir: {shards} cannot be loaded: ")
+    assert result.stderr.count("\n") == 1
+
+
+def test_shards_need_several_processes(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["train", "x", f"--out={tmp_path / 'run'}", "--shard"])
+    assert result.exit_code == 1
+    assert "torchrun --nproc-per-node" in result.stderr
+
+
+@pytest.mark.parametrize(("batch_size", "size"), [(16, 3), (1, 2)])
+def test_a_batch_that_cannot_be_split_evenly_is_refused(batch_size: int, size: int) -> None:
+    processes = Processes(0, size, torch.device("cpu"))
+    with pytest.raises(
+        DistributedError,
+        match=f"^a batch of {batch_size} cannot be split evenly over {size} processes",
+    ):
+        processes.share(batch_size)
+    assert Processes(1, 2, torch.device("cpu")).share(6) == 3
+
+
+def test_one_process_agrees_with_itself_and_keeps_its_errors() -> None:
+    processes = alone()
+    assert processes.reduce(2.5) == 2.5
+    assert [processes.any(flag) for flag in (True, False)] == [True, False]
+    with pytest.raises(OSError, match="full"), processes.together():
+        raise OSError("full")
+    assert not issubclass(PeerError, OSError)

@@ -1,0 +1,428 @@
+"""config.json of published decoders → DecoderConfig: both styles, what a file leaves out, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from model.config import ConfigError, DecoderConfig, RopeScaling, preset
+from model.importing.families import FAMILIES
+from model.importing.family import NEUTRAL, UnsupportedError
+from tests.huggingface_checkpoints import FAMILIES as CHECKPOINTS
+
+
+def config_of(family: str, **values: Any) -> DecoderConfig:
+    return FAMILIES[family].config(values, bos_token_id=None, eos_token_ids=[])
+
+
+# As the files of these models have it, but for keys that say nothing about the decoder.
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2-124m": (
+        "gpt2",
+        {
+            "activation_function": "gelu_new",
+            "attn_pdrop": 0.1,
+            "n_ctx": 1024,
+            "summary_activation": None,
+            "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        },
+    ),
+    "smollm2-135m": (
+        "llama",
+        {
+            "hidden_act": "silu",
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "is_llama_config": True,
+            "max_position_embeddings": 8192,
+            "num_attention_heads": 9,
+            "num_hidden_layers": 30,
+            "num_key_value_heads": 3,
+            "pretraining_tp": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_interleaved": False,
+            "rope_scaling": None,
+            "rope_theta": 100000,
+            "tie_word_embeddings": True,
+            "vocab_size": 49152,
+        },
+    ),
+    "qwen2.5-0.5b": (
+        "qwen2",
+        {
+            "hidden_act": "silu",
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 24,
+            "num_attention_heads": 14,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-06,
+            "rope_theta": 1000000.0,
+            "sliding_window": 32768,
+            "tie_word_embeddings": True,
+            "use_mrope": False,
+            "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+    ),
+    "llama3.2-1b": (
+        "llama",
+        {
+            "attention_bias": False,
+            "head_dim": 64,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "max_position_embeddings": 131072,
+            "mlp_bias": False,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 16,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 32.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+            "vocab_size": 128256,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_preset_is_what_its_published_file_says(name: str) -> None:
+    family, values = PUBLISHED[name]
+    config = config_of(family, **values)
+    assert replace(config, max_model_len=preset(name).max_model_len) == preset(name)
+    assert config.max_model_len == values.get("max_position_embeddings", 1024)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_the_older_style_of_rotary_parameters_is_the_same(name: str) -> None:
+    """rope_theta beside rope_scaling, whose kind is its type; GPT-NeoX and Phi-3 with their own names for a part."""
+    architecture, new = CHECKPOINTS[name]
+    family = next(
+        key for key, known in FAMILIES.items() if known.architectures[1] == f"{architecture}Model"
+    )
+    old = {key: value for key, value in new.items() if key != "rope_parameters"}
+    rope = dict(new.get("rope_parameters", {}))
+    theta, fraction = rope.pop("rope_theta", None), rope.pop("partial_rotary_factor", None)
+    if theta is not None:
+        old["rotary_emb_base" if family == "gpt_neox" else "rope_theta"] = theta
+        old["rope_scaling"] = {"type": rope.pop("rope_type"), **rope}
+    if fraction is not None:
+        old["rotary_pct" if family == "gpt_neox" else "partial_rotary_factor"] = fraction
+    assert config_of(family, **old) == config_of(family, **new)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_that_leaves_everything_out_has_the_familys_own_shape(family: str) -> None:
+    config = config_of(family)
+    assert config.n_layer >= 12
+    assert config.tied_embeddings == (family in {"gpt2", "opt", "smollm3", "gemma", "gemma2"})
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "expected"),
+    [
+        ("gpt_neox", "rotary_dim", 24),  # a quarter of 96
+        ("gemma", "head_dim", 256),
+        ("gemma", "embedding_scale", math.sqrt(3072)),
+        ("gemma2", "attention_scale", 1 / 16),
+        ("gemma2", "sliding_window_layers", tuple(range(0, 26, 2))),
+        ("gemma2", "logit_softcap", 30.0),
+        ("qwen3", "head_dim", 128),
+        ("qwen2", "sliding_window", None),
+        ("mistral", "sliding_window", 4096),
+        ("mistral", "sliding_window_layers", None),
+        ("smollm3", "rope_theta", 2e6),
+        ("smollm3", "layers_without_rotary", tuple(range(3, 36, 4))),
+        ("phi3", "norm_eps", 1e-5),
+        ("gpt2", "d_ff", 3072),
+    ],
+)
+def test_what_a_file_leaves_out_is_the_familys_default(
+    family: str, field: str, expected: object
+) -> None:
+    assert getattr(config_of(family), field) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "changes"),
+    [
+        ("mistral", {"sliding_window": None}, {"sliding_window": None}),
+        (
+            "gemma2",
+            {"sliding_window": None},
+            {"sliding_window": None, "sliding_window_layers": None},
+        ),
+        ("gemma2", {"final_logit_softcapping": None}, {"logit_softcap": None}),
+        (
+            "gemma",
+            {"hidden_act": "gelu", "hidden_activation": None},
+            {"feed_forward": "geglu_tanh"},
+        ),
+        ("gpt2", {"scale_attn_weights": False}, {"attention_scale": 1.0}),
+        ("gpt2", {"n_inner": 1000}, {"d_ff": 1000}),
+        ("gpt2", {"activation_function": "relu"}, {"feed_forward": "relu"}),
+        ("llama", {"hidden_act": "gelu"}, {"feed_forward": "geglu"}),
+        ("llama", {"num_key_value_heads": 4, "head_dim": None}, {"n_kv_head": 4}),
+        (
+            "qwen2",
+            {"use_sliding_window": True},
+            {"sliding_window": 4096, "sliding_window_layers": (28, 29, 30, 31)},
+        ),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 32}, {}),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "max_window_layers": 0},
+            {"sliding_window": 4096, "sliding_window_layers": tuple(range(32))},
+        ),
+        (
+            "smollm3",
+            {"use_sliding_window": True, "sliding_window": 64},
+            {"sliding_window": 64, "sliding_window_layers": tuple(range(3, 36, 4))},
+        ),
+        ("smollm3", {"no_rope_layers": [1] * 35 + [0]}, {"layers_without_rotary": (35,)}),
+        ("llama", {"sliding_window": 4096, "use_sliding_window": False}, {}),
+        (
+            "mistral",
+            {"sliding_window": 64, "use_sliding_window": False},
+            {"sliding_window": 64},
+        ),  # it has no switch
+        (
+            "llama",
+            {
+                "attention_dropout": 0.1,
+                "torch_dtype": "bfloat16",
+                "use_cache": True,
+                "pad_token_id": 0,
+            },
+            {},
+        ),
+    ],
+)
+def test_a_key_changes_what_it_should(
+    family: str, values: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    assert config_of(family, **values) == replace(config_of(family), **changes)
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_type": "linear", "factor": 4}, RopeScaling(kind="linear", factor=4)),
+        (
+            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+            RopeScaling(
+                kind="yarn",
+                factor=4.0,
+                original_max_model_len=512,
+                attention_factor=0.1 * math.log(4.0) + 1.0,
+            ),
+        ),
+        (
+            {
+                "type": "yarn",
+                "factor": None,
+                "original_max_position_embeddings": 512,
+                "attention_factor": 1.5,
+            },
+            RopeScaling(kind="yarn", factor=4.0, original_max_model_len=512, attention_factor=1.5),
+        ),
+        (
+            {
+                "type": "yarn",
+                "factor": 2.0,
+                "attention_factor": 1.0,
+                "beta_fast": 16,
+                "truncate": False,
+                "finetuned": True,
+            },
+            RopeScaling(
+                kind="yarn",
+                factor=2.0,
+                original_max_model_len=2048,
+                attention_factor=1,
+                beta_fast=16,
+                truncate=False,
+            ),
+        ),
+        ({"rope_type": "default", "rope_theta": 7.0}, None),
+    ],
+)
+def test_rotary_scalings(rope: dict[str, Any], expected: RopeScaling | None) -> None:
+    assert config_of("llama", rope_scaling=rope).rope_scaling == expected
+    assert config_of("llama", rope_parameters=rope).rope_theta == rope.get("rope_theta", 10000.0)
+
+
+LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+    ("gpt2", {"activation_function": "swish"}, "activation_function is 'swish', .* only 'gelu' or"),
+    (
+        "gpt2",
+        {"add_cross_attention": True},
+        "add_cross_attention is True, and the decoder computes GPT-2 without it",
+    ),
+    ("gpt_neox", {"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'"),
+    ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False, .* only True"),
+    (
+        "opt",
+        {"word_embed_proj_dim": 512},
+        r"word_embed_proj_dim is 512, .* hidden_size, 768 \(opt-350m\)",
+    ),
+    ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm is True"),
+    ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine is False"),
+    ("llama", {"hidden_act": "relu"}, "hidden_act is 'relu', .* only 'silu' or"),
+    ("llama", {"quantization_config": {"bits": 4}}, r"quantization_config is \{'bits': 4\}"),
+    (
+        "llama",
+        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "rope_scaling is 'dynamic', .* linear, llama3",
+    ),
+    ("llama", {"rope_scaling": LONGROPE}, "rope_scaling is 'longrope'"),
+    (
+        "llama",
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "ntk": 1}},
+        "the decoder computes no ntk",
+    ),
+    ("llama", {"rope_scaling": {"type": "linear"}}, "factor must be a positive number, not None"),
+    (
+        "llama",
+        {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
+        "the decoder computes no full_attention",
+    ),
+    ("llama", {"rope_scaling": "linear"}, "rope_scaling is 'linear', .* an object"),
+    ("llama", {"rope_interleaved": True}, "rope_interleaved is True"),
+    ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+    ("llama", {"sliding_window": 64}, "sliding_window is 64"),
+    ("llama", {"sliding_window": 64, "use_sliding_window": True}, "sliding_window is 64"),
+    ("llama", {"hidden_act": ["silu"]}, r"hidden_act is \['silu'\]"),
+    ("llama", {"rope_scaling": {"type": ["yarn"]}}, r"rope_scaling is \['yarn'\]"),
+    (
+        "llama",
+        {"rope_scaling": {"type": "yarn"}, "max_position_embeddings": "x"},
+        "max_position_embeddings must be a whole number from 1 to 2147483647, not 'x'",
+    ),
+    (
+        "llama",
+        {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": "x"}},
+        "original_max_position_embeddings must be a whole number from 1 to 2147483647, not 'x'",
+    ),
+    ("llama", {"num_local_experts": 8}, "num_local_experts is 8"),
+    ("llama", {"num_hidden_layers": "many"}, "n_layer must be a positive whole number, not 'many'"),
+    (
+        "llama",
+        {"num_attention_heads": 0},
+        "num_attention_heads must be a whole number from 1 to 2147483647, not 0",
+    ),
+    ("llama", {"hidden_size": 40, "num_attention_heads": 1}, "head_dim must be a multiple of 16"),
+    ("mistral", {"layer_types": ["full_attention"] * 32}, "layer_types is"),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 32},
+        "layer_types is .*chunked",
+    ),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "layer_types": ["full_attention"]},
+        "32 layers of full_attention",
+    ),
+    ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers is .* each of 36 layers"),
+    ("phi3", {"rope_scaling": LONGROPE}, "rope_scaling is 'longrope'"),
+    (
+        "phi3",
+        {"rope_scaling": {"type": "su", "short_factor": [], "long_factor": []}},
+        "rope_scaling is 'su'",
+    ),
+    ("gemma", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
+    ("gemma2", {"hidden_activation": "relu"}, "hidden_activation is 'relu'"),
+    ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+]
+
+
+@pytest.mark.parametrize(("family", "values", "message"), REFUSED)
+def test_what_the_decoder_does_not_compute_is_refused_by_key_and_value(
+    family: str, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises((UnsupportedError, ConfigError), match=message):
+        config_of(family, **values)
+
+
+WRONG: list[Any] = [
+    None,
+    True,
+    False,
+    "x",
+    "",
+    [],
+    {},
+    ["x"],
+    {"x": 1},
+    [[]],
+    [None],
+    0,
+    -1,
+    1.5,
+    math.nan,
+    math.inf,
+]
+WRONG += [2**31, 10**400, -(10**400)]
+ROPE = [
+    *(
+        "rope_theta",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+    ),
+    *(
+        "low_freq_factor",
+        "high_freq_factor",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+        "partial_rotary_factor",
+        "type",
+    ),
+]
+YARN = {
+    "type": "yarn",
+    "original_max_position_embeddings": 512,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_value_that_makes_no_sense_is_refused_and_nothing_worse(family: str) -> None:
+    """Every key that is read, every wrong type; with windows on, so that all of their keys are read."""
+    keys = {*FAMILIES[family].defaults, *NEUTRAL, "rope_scaling", "rope_parameters"}
+    changes = [{key: wrong} for key in sorted(keys) for wrong in WRONG]
+    kinds: list[dict[str, Any]] = [YARN, YARN | {"factor": 2.0}, {"type": "linear", "factor": 2.0}]
+    kinds += [
+        {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {},
+    ]
+    changes += [
+        {"rope_scaling": kind | {key: wrong}} for kind in kinds for key in ROPE for wrong in WRONG
+    ]
+    changes += [{"rope_scaling": YARN, "max_position_embeddings": wrong} for wrong in WRONG]
+    for change in changes:
+        for switch in ({}, {"use_sliding_window": True}):
+            with contextlib.suppress(UnsupportedError, ConfigError):
+                config_of(family, **{**switch, **change})

@@ -1,0 +1,100 @@
+"""Model FLOPs utilisation: the formula against PyTorch's own count of products, and the peak it is held to."""
+
+from __future__ import annotations
+
+import time
+from itertools import accumulate, chain, repeat
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from model.training import flops
+from model.training.flops import flops_per_token, peak_flops
+from tests.random_models import make_config, make_decoder
+
+CONTEXT = 32
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"tied_embeddings": False},
+        {"position": "learned", "norm": "layernorm", "feed_forward": "gelu", "n_kv_head": 4},
+        {"n_layer": 3, "qkv_bias": True, "d_ff": 80},
+    ],
+)
+def test_a_token_costs_three_times_what_pytorch_counts_forwards(changes: dict[str, Any]) -> None:
+    """Embedding tables counted as if they were multiplied would flatter small models most."""
+    decoder = make_decoder(make_config(**changes))
+    with (
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+        torch.inference_mode(),
+    ):
+        decoder(torch.zeros(1, CONTEXT, dtype=torch.int64))
+    vectors = sum(
+        parameter.numel() for parameter in decoder.parameters() if parameter.dim() == 1
+    )  # not in products
+    assert (
+        flops_per_token(decoder, CONTEXT) == 3 * counter.get_total_flops() // CONTEXT + 6 * vectors
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", 70e12),
+    ],
+)
+def test_a_known_gpu_has_the_peak_of_its_data_sheet(
+    name: str, peak: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert peak_flops(torch.device("cuda", 0), torch.bfloat16) == peak
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA L40",
+        "NVIDIA RTX A1000",
+        "NVIDIA H100 NVL",
+        "NVIDIA H200 NVL",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+    ],
+)
+def test_a_gpu_with_a_like_name_is_measured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An L40 was held to the peak of an L4, and a slice of a GPU to that of the whole."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    monkeypatch.setattr(flops, "_measure", lambda *_: 1.0)
+    assert peak_flops(torch.device("cuda", 0), torch.bfloat16) == 1.0
+
+
+def test_another_device_is_measured_once() -> None:
+    peak = peak_flops(CPU, torch.float32)
+    assert peak > 1e6
+    assert peak_flops(CPU, torch.float32) == peak
+
+
+def test_the_peak_is_not_what_others_left_of_the_first_milliseconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clock that stands still but for products: the first five share the processor with somebody."""
+    seconds = chain([0.05] * 5, repeat(0.01))
+    clock = chain.from_iterable((now, now) for now in accumulate(seconds))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    flops._measure.cache_clear()
+    assert peak_flops(CPU, torch.float32) == pytest.approx(2 * 1024**3 / 0.01)
+    flops._measure.cache_clear()

@@ -1,0 +1,47 @@
+"""`kvasir import`: every family against transformers, which shares no line with the decoder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from export.graph import export_graph
+from model.checkpoint import load_checkpoint
+from model.importing.huggingface import import_checkpoint
+from server.engine.engine import Engine
+from server.engine.sampling import SamplingParams
+from tests.engine_driver import make_sequence, run_to_end
+from tests.huggingface_checkpoints import FAMILIES, LENGTH, make_model, save_checkpoint
+from tests.random_models import RandomModel
+
+N_NEW = 64
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family(name: str, tmp_path: Path) -> None:
+    """The same logits as the original in PyTorch, and the same greedy tokens from the served graph."""
+    model: Any = make_model(name)
+    import_checkpoint(save_checkpoint(tmp_path / "theirs", model), tmp_path / "ours")
+    decoder = load_checkpoint(tmp_path / "ours").decoder
+    input_ids = torch.randint(decoder.config.vocab_size, (2, LENGTH))
+    with torch.inference_mode():
+        theirs, ours = model(input_ids).logits, decoder(input_ids)
+    assert (ours - theirs).abs().max() < 1e-4 * theirs.std()
+
+    prompt = input_ids[:1, : LENGTH - N_NEW - 2]
+    generated = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=N_NEW, do_sample=False
+    )
+    expected = generated[0, prompt.shape[1] :].tolist()
+    assert len(set(expected)) >= 12  # a text of few tokens would agree with much that is wrong
+    export_graph(decoder, tmp_path / "model.onnx")
+    engine = Engine(
+        RandomModel(decoder, tmp_path / "model.onnx").runner(max_num_seqs=1), chunk_size=16
+    )
+    sequence = make_sequence(
+        0, prompt[0].tolist(), SamplingParams(max_tokens=N_NEW, temperature=0.0)
+    )
+    assert run_to_end(engine, [sequence])[0].token_ids == expected

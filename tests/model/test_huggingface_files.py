@@ -1,0 +1,506 @@
+"""`kvasir import`: the forms that checkpoint folders come in, and what travels with the weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from export.directory import export_checkpoint
+from model.bundle import load_bundle
+from model.chat_template import ChatTemplate
+from model.checkpoint import load_checkpoint
+from model.config import DecoderConfig
+from model.importing.huggingface import Imported, import_checkpoint
+from model.importing.weights import Stored
+from tests.huggingface_checkpoints import (
+    BOS,
+    CHAT_TEMPLATE,
+    EOS,
+    TEXT,
+    make_model,
+    make_tokenizer,
+    save_checkpoint,
+)
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Saved checkpoints of one layer by family, made once; to be read only."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = save_checkpoint(
+                tmp_path_factory.mktemp("theirs"), make_model(name, num_hidden_layers=1)
+            )
+        return made[name]
+
+    return folder
+
+
+def weights_of(folder: Path, out: Path) -> bytes:
+    import_checkpoint(folder, out)
+    return (out / "model.safetensors").read_bytes()
+
+
+def with_tensors(
+    folder: Path, copy: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> Path:
+    """A copy of a checkpoint with other tensors."""
+    shutil.copytree(folder, copy)
+    save_file(change(load_file(folder / "model.safetensors")), copy / "model.safetensors")
+    return copy
+
+
+def with_values(folder: Path, copy: Path, file: str, **values: object) -> Path:
+    """A copy of a checkpoint with other values in one of its files."""
+    shutil.copytree(folder, copy)
+    path = copy / file
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(known | values))
+    return copy
+
+
+def renamed(old: str, new: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {
+        new + name.removeprefix(old) if name.startswith(old) else name: t
+        for name, t in tensors.items()
+    }
+
+
+def with_buffers(*names: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: tensors | {name: torch.ones(3, dtype=torch.bool) for name in names}
+
+
+SAME: dict[str, tuple[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]]] = {
+    "gpt2 without prefix": ("gpt2", renamed("transformer.", "")),
+    "llama without prefix": ("llama", renamed("model.", "")),
+    "opt as its base model": ("opt", renamed("model.decoder.", "decoder.")),
+    "opt without prefix": ("opt", renamed("model.decoder.", "")),
+    "gpt_neox without prefix": ("gpt_neox", renamed("gpt_neox.", "")),
+    "gpt_neox's head as it is called now": ("gpt_neox", renamed("embed_out.", "lm_head.")),
+    "gpt_neox's head as it was called": ("gpt_neox", renamed("lm_head.", "embed_out.")),
+    "gpt2 with masks": (
+        "gpt2",
+        with_buffers("transformer.h.0.attn.bias", "transformer.h.0.attn.masked_bias"),
+    ),
+    "gpt_neox with buffers": (
+        "gpt_neox",
+        with_buffers(
+            *(
+                f"gpt_neox.layers.0.attention.{n}"
+                for n in ("bias", "masked_bias", "rotary_emb.inv_freq")
+            )
+        ),
+    ),
+    "llama with frequencies": (
+        "llama",
+        with_buffers("model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"),
+    ),
+    "tied with its head": (
+        "llama3",
+        lambda t: t | {"lm_head.weight": t["model.embed_tokens.weight"].clone()},
+    ),
+    "tied under the head's name": ("llama3", renamed("model.embed_tokens.", "lm_head.")),
+}
+
+
+@pytest.mark.parametrize("variant", SAME)
+def test_the_same_weights_in_another_form_are_the_same(
+    variant: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    name, change = SAME[variant]
+    other = with_tensors(folders(name), tmp_path / "theirs", change)
+    assert weights_of(other, tmp_path / "a") == weights_of(folders(name), tmp_path / "b")
+
+
+def test_shards_are_one_checkpoint(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    model: Any = make_model("llama", num_hidden_layers=1)
+    save_checkpoint(tmp_path / "theirs", model, max_shard_size="60KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 2
+    assert weights_of(tmp_path / "theirs", tmp_path / "a") == weights_of(
+        folders("llama"), tmp_path / "b"
+    )
+
+
+def test_a_head_that_differs_from_the_embedding_is_its_own(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Though config.json says tied: as transformers reads such a checkpoint."""
+    head = torch.randn(320, 64)
+    folder = with_tensors(
+        folders("llama3"), tmp_path / "theirs", lambda tensors: tensors | {"lm_head.weight": head}
+    )
+    assert not import_checkpoint(folder, tmp_path / "ours").config.tied_embeddings
+    assert torch.equal(load_file(tmp_path / "ours" / "model.safetensors")["head.weight"], head)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_weights_of_16_bits_stay_so(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Only Gemma's norms become 1 + w in float32, and then the decoder computes what the original does in float32."""
+    model: Any = make_model("gemma2", num_hidden_layers=2).to(dtype)
+    imported = import_checkpoint(save_checkpoint(tmp_path / "theirs", model), tmp_path / "ours")
+    assert imported.dtype == str(dtype).removeprefix("torch.")
+    weights = load_file(tmp_path / "ours" / "model.safetensors")
+    assert {tensor.dtype for name, tensor in weights.items() if "norm" not in name} == {dtype}
+    assert {tensor.dtype for name, tensor in weights.items() if "norm" in name} == {torch.float32}
+    kind: Any = transformers.Gemma2ForCausalLM
+    wide = kind.from_pretrained(
+        tmp_path / "theirs", dtype=torch.float32, attn_implementation="eager"
+    )
+    input_ids = torch.randint(320, (2, 40))
+    with torch.inference_mode():
+        theirs, ours = wide(input_ids).logits, load_checkpoint(tmp_path / "ours").decoder(input_ids)
+    assert (ours - theirs).abs().max() < 1e-4 * theirs.std()
+
+
+def test_the_file_is_as_safetensors_writes_it(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Every tensor aligned to its type, the header to 8 bytes; float32 norms beside weights of 16 bits."""
+    change = lambda tensors: {n: t if "norm" in n else t.bfloat16() for n, t in tensors.items()}  # noqa: E731
+    import_checkpoint(
+        with_tensors(folders("llama"), tmp_path / "theirs", change), tmp_path / "ours"
+    )
+    path = tmp_path / "ours" / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    assert length % 8 == 0
+    assert header.pop("__metadata__") == {"format": "pt"}
+    offsets = sorted((tensor["data_offsets"], tensor["dtype"]) for tensor in header.values())
+    assert {dtype for _, dtype in offsets} == {"F32", "BF16"}
+    assert all(begin % {"F32": 4, "BF16": 2}[dtype] == 0 for (begin, _), dtype in offsets)
+    assert [begin for (begin, _), _ in offsets] == [0, *(end for (_, end), _ in offsets[:-1])]
+    assert offsets[-1][0][1] == len(content) - 8 - length
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert sorted(file.keys()) == sorted(header)
+
+
+def test_a_failure_in_the_middle_leaves_nothing(
+    folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, reads = folders("llama"), 0
+    read = Stored.read
+
+    def run_out(stored: Stored) -> Tensor:
+        nonlocal reads
+        reads += 1
+        if reads > 5:
+            raise OSError("No space left on device")
+        return read(stored)
+
+    monkeypatch.setattr(Stored, "read", run_out)
+    with pytest.raises(OSError, match="No space left"):
+        import_checkpoint(folder, tmp_path / "not" / "yet" / "there")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "make", [lambda out: (out.mkdir(), (out / "x").touch()), lambda out: out.touch()]
+)
+def test_a_place_in_use_is_refused(
+    make: Callable[[Path], object], folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    make(tmp_path / "ours")
+    with pytest.raises(FileExistsError, match="choose another --out"):
+        import_checkpoint(folders("llama"), tmp_path / "ours")
+
+
+def test_an_empty_directory_is_taken(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    (tmp_path / "ours").mkdir()
+    import_checkpoint(folders("llama"), tmp_path / "ours")
+    assert load_checkpoint(tmp_path / "ours").path == tmp_path / "ours"
+
+
+MEASURE = """
+import re, sys
+from pathlib import Path
+from model.importing.huggingface import import_checkpoint
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+before = peak()
+import_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]))
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads the peak from /proc")
+def test_memory_holds_a_parameter_at_a_time(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """200 MB of weights, of which the largest parameter is a tenth; what was freed may not be given back at once."""
+    values = {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "vocab_size": 10000,
+    }
+    folder = with_values(
+        folders("llama3"), tmp_path / "theirs", "config.json", **values, num_attention_heads=16
+    )
+    config = transformers.LlamaConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {
+            name: tensor.shape
+            for name, tensor in transformers.LlamaForCausalLM(config).state_dict().items()
+        }
+    shapes.pop("lm_head.weight")
+    save_file(
+        {name: torch.ones(shape) for name, shape in shapes.items()}, folder / "model.safetensors"
+    )
+    arguments = [sys.executable, "-c", MEASURE, str(folder), str(tmp_path / "ours")]
+    grown = int(
+        subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    )
+    size = (folder / "model.safetensors").stat().st_size
+    assert size > 190e6
+    assert grown < 0.7 * size
+
+
+def test_prompts_are_the_same_tokens(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """With BOS before them, which tokenizer.json itself puts there."""
+    import_checkpoint(folders("llama"), tmp_path / "ours")
+    theirs: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folders("llama"))
+    ours = load_checkpoint(tmp_path / "ours").tokenizer
+    for text in (TEXT[:100], "", f"one{EOS}two", "Ünïcode 你好 \n\n  x"):
+        ids = ours.encode(text).ids
+        assert ids == theirs(text).input_ids
+        assert ids[0] == theirs.bos_token_id
+    assert (
+        ours.encode("text", add_special_tokens=False).ids
+        == theirs("text", add_special_tokens=False).input_ids
+    )
+
+
+def imported_with(
+    folder: Path, tmp_path: Path, file: str, **values: object
+) -> tuple[Imported, Path]:
+    copy = with_values(folder, tmp_path / "theirs", file, **values)
+    return import_checkpoint(copy, tmp_path / "ours"), tmp_path / "ours"
+
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+NAMED = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
+
+
+@pytest.mark.parametrize(
+    ("template", "files", "left_out"),
+    [
+        ("{{ messages }}", {}, None),
+        (NAMED, {}, "rag"),
+        ({"tool_use": "no", "default": "yes", "rag": "no"}, {}, "rag, tool_use"),
+        (None, {}, None),
+        (NAMED, {"chat_template.jinja": "file"}, None),
+        ("old", {"additional_chat_templates/default.jinja": "yes"}, None),
+        (
+            None,
+            {"chat_template.jinja": "no", "additional_chat_templates/default.jinja": "yes"},
+            None,
+        ),
+        ("old", {"chat_template.jinja": "yes", "additional_chat_templates/rag.jinja": "no"}, "rag"),
+        ("old", {"additional_chat_templates/rag.jinja": "no"}, "rag; none of them is the default"),
+        ([{"name": "rag", "template": "no"}], {}, "rag; none of them is the default"),
+        ({"rag": "no"}, {}, "rag; none of them is the default"),
+    ],
+)
+def test_the_chat_template_is_the_one_that_transformers_renders(
+    template: object,
+    files: dict[str, str],
+    left_out: str | None,
+    folders: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    """Wherever it is; the others by name are left out, which is said."""
+    folder = with_values(
+        folders("llama"), tmp_path / "theirs", "tokenizer_config.json", chat_template=template
+    )
+    (folder / "chat_template.jinja").unlink()
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    imported = import_checkpoint(folder, tmp_path / "ours")
+    assert imported.notes == (() if left_out is None else (f"chat templates left out: {left_out}",))
+    theirs: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    ours = ChatTemplate.load(tmp_path / "ours")
+    assert imported.has_chat_template == (ours is not None)
+    if ours is None:
+        with pytest.raises(ValueError, match=r"no default specified|chat_template is not set"):
+            theirs.apply_chat_template(MESSAGES, tokenize=False)
+    else:
+        assert ours.render(MESSAGES) == theirs.apply_chat_template(MESSAGES, tokenize=False)
+
+
+def added(content: str) -> dict[str, object]:
+    return {
+        "__type": "AddedToken",
+        "content": content,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+    }
+
+
+WITHOUT = {"added_tokens_decoder": None}  # as a folder has it whose special tokens are in the map
+
+
+@pytest.mark.parametrize(
+    ("config", "in_map"),
+    [
+        ({}, {"bos_token": "old", "sep_token": "old"}),
+        (
+            {"sep_token": "a", "cls_token": added("b"), "mask_token": "c", "pad_token": None},
+            {"pad_token": "old"},
+        ),
+        ({"image_token": "a", "extra_special_tokens": {"audio_token": "b", "eoi": "c"}}, {}),
+        ({"extra_special_tokens": ["a", "b"]}, {}),
+        (
+            WITHOUT | {"bos_token": "old", "sep_token": "a"},
+            {"bos_token": BOS, "unk_token": added("?")},
+        ),
+        (WITHOUT | {"pad_token": "old"}, {"pad_token": None, "additional_special_tokens": ["a"]}),
+        (WITHOUT | {"image_token": "a"}, {"image_token": "old", "audio_token": "b"}),
+        (
+            WITHOUT | {"extra_special_tokens": {"eoi": "old"}},
+            {"extra_special_tokens": {"eoi": "a", "boi": "b"}},
+        ),
+    ],
+)
+def test_special_tokens_are_those_that_transformers_gives_a_template(
+    config: dict[str, object],
+    in_map: dict[str, object],
+    folders: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    """special_tokens_map.json counts only where tokenizer_config.json lacks added_tokens_decoder, and then more."""
+    folder = with_values(folders("llama"), tmp_path / "theirs", "special_tokens_map.json", **in_map)
+    path = folder / "tokenizer_config.json"
+    decoder = {
+        str(make_tokenizer().token_to_id(token)): {"content": token, "special": True}
+        for token in (BOS, EOS)
+    }
+    values = json.loads(path.read_text()) | {"added_tokens_decoder": decoder} | config
+    path.write_text(
+        json.dumps({name: value for name, value in values.items() if value is not None})
+    )
+    import_checkpoint(folder, tmp_path / "ours")
+    theirs: Any = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    assert (
+        json.loads((tmp_path / "ours" / "special_tokens_map.json").read_text())
+        == theirs.special_tokens_map
+    )
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "bos", "eos"),
+    [
+        ({}, {"bos_token_id": 3, "eos_token_id": 4}, 3, (4,)),
+        ({"eos_token_id": [5, 6]}, {"bos_token_id": 3, "eos_token_id": 4}, 3, (5, 6)),
+        ({"bos_token_id": 7, "eos_token_id": 5}, {"eos_token_id": [4, 8]}, 7, (5,)),
+        ({"eos_token_id": None}, {"eos_token_id": [4, 8]}, None, (4, 8)),
+        ({}, {"eos_token_id": None}, None, ()),
+    ],
+)
+def test_ends_of_text_come_from_generation_config_first(
+    generation: dict[str, object],
+    config: dict[str, object],
+    bos: int | None,
+    eos: tuple[int, ...],
+    folders: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    folder = with_values(folders("llama"), tmp_path / "theirs", "config.json", **config)
+    (folder / "generation_config.json").write_text(json.dumps(generation))
+    imported = import_checkpoint(folder, tmp_path / "ours").config
+    assert (imported.bos_token_id, imported.eos_token_ids) == (bos, eos)
+    assert DecoderConfig.load(tmp_path / "ours" / "config.json") == imported
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (
+            {
+                "do_sample": True,
+                "temperature": 0.6,
+                "top_k": 20,
+                "top_p": 0.95,
+                "min_p": None,
+                "repetition_penalty": 1.1,
+            },
+            {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.1},
+        ),
+        (
+            {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.05},
+            {"repetition_penalty": 1.05},
+        ),
+        ({"do_sample": False, "temperature": 0.6}, {}),
+        (
+            {
+                "do_sample": True,
+                "typical_p": 0.5,
+                "max_length": 20,
+                "cache_implementation": "hybrid",
+            },
+            {"typical_p": 0.5},
+        ),
+        ({"do_sample": True, "top_p": None}, {}),
+    ],
+)
+def test_advice_on_sampling_is_taken_where_it_means_something(
+    given: dict[str, object],
+    expected: dict[str, float],
+    folders: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    _, ours = imported_with(folders("llama"), tmp_path, "generation_config.json", **given)
+    written = ours / "generation_config.json"
+    assert (json.loads(written.read_text()) if written.is_file() else {}) == expected
+
+
+def test_advice_that_we_cannot_follow_is_left_out_and_named(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Off in other words, or no number: the rest of the checkpoint is as good as any."""
+    given = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_k": -1,
+        "top_p": 0,
+        "min_p": "x",
+        "repetition_penalty": [1],
+    }
+    imported, ours = imported_with(folders("llama"), tmp_path, "generation_config.json", **given)
+    assert json.loads((ours / "generation_config.json").read_text()) == {"temperature": 0.6}
+    left_out = {"top_k": -1, "top_p": 0, "min_p": "x", "repetition_penalty": [1]}
+    assert len(imported.notes) == len(left_out)
+    for note, (name, value) in zip(imported.notes, left_out.items(), strict=True):
+        assert note.startswith(
+            f"generation_config.json's {name} is left out: {value!r}: Input should be "
+        )
+
+
+def test_everything_travels_into_the_model_directory(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    given = {"eos_token_id": [5, 6], "do_sample": True, "temperature": 0.7}
+    _, ours = imported_with(folders("llama"), tmp_path, "generation_config.json", **given)
+    export_checkpoint(ours, tmp_path / "model", precision="fp32")
+    bundle = load_bundle(tmp_path / "model")
+    assert bundle.chat_template == CHAT_TEMPLATE
+    assert bundle.special_tokens == {"bos_token": BOS, "eos_token": EOS}
+    assert bundle.config.eos_token_ids == (5, 6)
+    assert bundle.generation.given() == {"temperature": 0.7}
+    assert bundle.tokenizer.encode("text").tokens[0] == BOS

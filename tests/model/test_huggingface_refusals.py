@@ -1,0 +1,340 @@
+"""`kvasir import` refuses what it cannot make ours in one line, with the mend, and before anything is written."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from kvasir import app
+from model.importing.huggingface import HuggingFaceError, import_checkpoint
+from tests.huggingface_checkpoints import make_model, save_checkpoint
+
+WEIGHTS = "model.safetensors"
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(
+        tmp_path_factory.mktemp("theirs"), make_model("llama", num_hidden_layers=1)
+    )
+
+
+@pytest.fixture
+def folder(llama: Path, tmp_path: Path) -> Path:
+    """A whole checkpoint, to be broken."""
+    return shutil.copytree(llama, tmp_path / "theirs")
+
+
+Break = Callable[[Path], object]
+
+
+def set_values(file: str, **values: Any) -> Break:
+    def change(folder: Path) -> None:
+        path = folder / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+def write(file: str, content: str | bytes) -> Break:
+    return lambda folder: (folder / file).write_bytes(
+        content if isinstance(content, bytes) else content.encode()
+    )
+
+
+def remove(file: str) -> Break:
+    return lambda folder: (folder / file).unlink()
+
+
+def set_tensors(**tensors: torch.Tensor) -> Break:
+    return lambda folder: save_file(load_file(folder / WEIGHTS) | tensors, folder / WEIGHTS)
+
+
+def drop_tensor(name: str) -> Break:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        del tensors[name]
+        save_file(tensors, folder / WEIGHTS)
+
+    return change
+
+
+def index(**files: object) -> Break:
+    def change(folder: Path) -> None:
+        (folder / WEIGHTS).rename(folder / "model-00001-of-00002.safetensors")
+        (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(files))
+
+    return change
+
+
+def as_pytorch(folder: Path) -> None:
+    (folder / WEIGHTS).rename(folder / "pytorch_model.bin")
+
+
+REFUSALS: dict[str, tuple[Break, str]] = {
+    "no config": (remove("config.json"), r"it has no config\.json; name a folder"),
+    "config that is no JSON": (write("config.json", "{"), r"config\.json is not JSON"),
+    "config that is no object": (
+        write("config.json", "[]"),
+        r"config\.json does not hold an object",
+    ),
+    "another model": (
+        set_values("config.json", model_type="bloom", architectures=["BloomForCausalLM"]),
+        r"describes BloomForCausalLM of model_type 'bloom'; supported are GPT2LMHeadModel \(gpt2\), .*Gemma2",
+    ),
+    "no model type": (
+        set_values("config.json", model_type=None, architectures=None),
+        "describes a model of model_type None; supported",
+    ),
+    "another head": (
+        set_values("config.json", architectures=["LlamaForSequenceClassification"]),
+        "describes LlamaForSequenceClassification of model_type 'llama'",
+    ),
+    "mixture of experts": (
+        set_values("config.json", model_type="mixtral", architectures=["MixtralForCausalLM"]),
+        "describes MixtralForCausalLM",
+    ),
+    "quantised": (
+        set_values("config.json", quantization_config={"bits": 4}),
+        "quantization_config is",
+    ),
+    "longrope": (
+        set_values("config.json", rope_scaling={"type": "longrope"}),
+        "rope_scaling is 'longrope'",
+    ),
+    "dynamic": (
+        set_values("config.json", rope_scaling={"type": "dynamic"}),
+        "rope_scaling is 'dynamic'",
+    ),
+    "opt-350m": (
+        set_values(
+            "config.json",
+            model_type="opt",
+            architectures=["OPTForCausalLM"],
+            word_embed_proj_dim=512,
+            hidden_size=1024,
+            do_layer_norm_before=False,
+        ),
+        "do_layer_norm_before is False",
+    ),
+    "end of text beyond the vocabulary": (
+        set_values("config.json", eos_token_id=320),
+        r"eos_token_ids must be in",
+    ),
+    "no tokenizer": (
+        remove("tokenizer.json"),
+        r"it has no tokenizer\.json; write one .* AutoTokenizer",
+    ),
+    "broken tokenizer": (write("tokenizer.json", "{}"), r"tokenizer\.json is not a tokenizer"),
+    "more tokens than embeddings": (
+        set_values("config.json", vocab_size=280),
+        r"tokenizer\.json has token ids up to 301, but the decoder 280 tokens",
+    ),
+    "chat template that is no text": (
+        lambda folder: (
+            remove("chat_template.jinja")(folder),
+            set_values("tokenizer_config.json", chat_template={"a": 1})(folder),
+        ),
+        r"tokenizer_config\.json's chat_template is neither a text nor texts by name",
+    ),
+    "chat templates without names": (
+        lambda folder: (
+            remove("chat_template.jinja")(folder),
+            set_values("tokenizer_config.json", chat_template=[{"name": [], "template": "x"}])(
+                folder
+            ),
+        ),
+        r"tokenizer_config\.json's chat_template is neither a text nor texts by name",
+    ),
+    "token that only transformers adds": (
+        set_values(
+            "tokenizer_config.json",
+            added_tokens_decoder={"302": {"content": "<tool>", "special": True}},
+        ),
+        r"tokenizer_config\.json adds the token '<tool>' as 302, which tokenizer\.json does not have.* AutoTokenizer",
+    ),
+    "token under another id": (
+        set_values(
+            "tokenizer_config.json", added_tokens_decoder={"5": {"content": "<s>", "special": True}}
+        ),
+        r"adds the token '<s>' as 5, which",
+    ),
+    "token that is no added one": (
+        set_values("tokenizer_config.json", added_tokens_decoder={"65": {"content": "a"}}),
+        r"adds the token 'a' as 65, which",
+    ),
+    "added token that is no object": (
+        set_values("tokenizer_config.json", added_tokens_decoder={"300": ["<s>"]}),
+        r"adds the token \['<s>'\] as 300, which",
+    ),
+    "added tokens that are no object": (
+        set_values("tokenizer_config.json", added_tokens_decoder=["<s>"]),
+        r"tokenizer_config\.json's added_tokens_decoder is \['<s>'\], not an object",
+    ),
+    "chat template in another encoding": (
+        write("chat_template.jinja", b"\xff"),
+        r"chat_template\.jinja is not UTF-8",
+    ),
+    "only PyTorch's file": (
+        as_pytorch,
+        r"neither model\.safetensors nor .* save that as safetensors with transformers",
+    ),
+    "missing tensor": (
+        drop_tensor(DOWN),
+        r"it lacks the tensor 'layers\.0\.mlp\.down_proj\.weight' of \[64, 96\]",
+    ),
+    "missing head": (
+        drop_tensor("lm_head.weight"),
+        r"it lacks the tensor 'lm_head.weight' of \[320, 64\]",
+    ),
+    "extra tensor": (
+        set_tensors(**{"model.layers.1.mlp.down_proj.weight": torch.ones(64, 96)}),
+        r"model\.safetensors holds the unknown tensor 'model\.layers\.1\.mlp\.down_proj\.weight' for its config\.json",
+    ),
+    "extra bias": (
+        set_tensors(**{"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}),
+        r"unknown tensor 'model\.layers\.0\.self_attn\.q_proj\.bias'",
+    ),
+    "mis-shaped tensor": (
+        set_tensors(**{DOWN: torch.ones(96, 64)}),
+        rf"tensor '{DOWN}' in model\.safetensors has shape \[96, 64\], not \[64, 96\]",
+    ),
+    "mis-shaped part": (
+        set_tensors(**{"model.layers.0.self_attn.k_proj.weight": torch.ones(64, 64)}),
+        r"k_proj\.weight' in model\.safetensors has shape \[64, 64\], not \[32, 64\]",
+    ),
+    "tensor of integers": (
+        set_tensors(**{DOWN: torch.ones(64, 96, dtype=torch.int8)}),
+        rf"tensor '{DOWN}' in model\.safetensors is I8; there are F32, F16, BF16",
+    ),
+    "tensor under two names": (
+        set_tensors(**{"layers.0.mlp.down_proj.weight": torch.ones(64, 96)}),
+        "are the same parameter",
+    ),
+    "damaged file": (write(WEIGHTS, b"\xff" * 100), "cannot be imported: .*[Hh]eader"),
+    "cut file": (
+        lambda folder: (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-100]),
+        "cannot be imported: .*incomplete",
+    ),
+    "missing shard": (
+        index(weight_map={"x": "model-00002-of-00002.safetensors"}),
+        "names 'model-00002-of-00002",
+    ),
+    "shard elsewhere": (
+        index(weight_map={"x": "../elsewhere.safetensors"}),
+        r"names '\.\./elsewhere",
+    ),
+    "index without a map": (index(metadata={}), r"index\.json has no weight_map"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_folder_is_refused_in_one_line_and_nothing_is_written(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    break_it, message = REFUSALS[name]
+    break_it(folder)
+    with pytest.raises(HuggingFaceError, match=message) as caught:
+        import_checkpoint(folder, tmp_path / "not" / "yet")
+    assert "\n" not in str(caught.value)
+    assert str(folder) in str(caught.value)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+KEYS = {
+    "config.json": (
+        "architectures",
+        "model_type",
+        "bos_token_id",
+        "eos_token_id",
+        "hidden_act",
+        "rope_parameters",
+    ),
+    "generation_config.json": (
+        "bos_token_id",
+        "eos_token_id",
+        "temperature",
+        "top_k",
+        "repetition_penalty",
+    ),
+    "tokenizer_config.json": (
+        "chat_template",
+        "added_tokens_decoder",
+        "bos_token",
+        "extra_special_tokens",
+    ),
+    "special_tokens_map.json": ("bos_token", "image_token", "extra_special_tokens"),
+    f"{WEIGHTS}.index.json": ("weight_map",),
+}
+WRONG: list[Any] = [
+    None,
+    True,
+    "x",
+    [],
+    {},
+    ["x"],
+    {"x": 1},
+    {"1": []},
+    {"x": WEIGHTS},
+    [[]],
+    [{}],
+    [None],
+    -1,
+    1.5,
+]
+
+
+@pytest.mark.parametrize("file", KEYS)
+def test_whatever_a_file_holds_ends_in_a_checkpoint_or_in_one_line(
+    file: str, folder: Path, tmp_path: Path
+) -> None:
+    """Every key that is read here, every wrong type; what `model.importing.family` reads is tried with it."""
+    remove("chat_template.jinja")(folder)
+    if file.endswith(".index.json"):
+        index()(folder)
+    path = folder / file
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    for key in KEYS[file]:
+        for number, wrong in enumerate(WRONG):
+            path.write_text(json.dumps({**known, "do_sample": True, key: wrong}))
+            try:
+                import_checkpoint(folder, tmp_path / key / str(number))
+            except HuggingFaceError as error:
+                assert "\n" not in str(error)  # noqa: PT017
+
+
+def test_the_command_says_what_it_made_or_why_not(folder: Path, tmp_path: Path) -> None:
+    set_values("generation_config.json", repetition_penalty=0)(folder)
+    arguments = ["import", str(folder), "--out", str(tmp_path / "ours")]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert (
+        "\nnote: generation_config.json's repetition_penalty is left out: 0: Input" in result.stdout
+    )
+    for row in (
+        r"family .* Llama",
+        r"parameters .* 71,872",
+        r"weights .* float32",
+        r"chat template .* yes",
+    ):
+        assert re.search(row, result.stdout), result.stdout
+    for_scripts = CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "too"), "--json"])
+    imported = json.loads(for_scripts.stdout)
+    assert (imported["family"], imported["n_parameters"]) == ("Llama", 71_872)
+    assert imported["notes"][0].startswith(
+        "generation_config.json's repetition_penalty is left out"
+    )
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 1
+    assert again.stderr.count("\n") == 1
+    assert "is not empty" in again.stderr

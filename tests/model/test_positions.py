@@ -1,0 +1,172 @@
+"""Positions against their papers' formulas, written one number at a time, and against transformers'."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from model.config import DecoderConfig, RopeScaling
+from model.network.positions import (
+    alibi_slopes,
+    alibi_table,
+    distances,
+    relative_buckets,
+    rotary_table,
+)
+from tests.random_models import make_config
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+SCALINGS: dict[
+    str, tuple[RopeScaling, dict[str, Any]]
+] = {  # ours, and the same in Hugging Face's words
+    "linear": (RopeScaling(kind="linear", factor=4.0), {"rope_type": "linear", "factor": 4.0}),
+    "llama3": (
+        RopeScaling(kind="llama3", factor=8.0, original_max_model_len=512),
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 512,
+        },
+    ),
+    "yarn": (
+        RopeScaling(kind="yarn", factor=4.0, original_max_model_len=1024),
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024},
+    ),
+    "yarn with its own constants": (
+        RopeScaling(
+            kind="yarn",
+            factor=16.0,
+            original_max_model_len=256,
+            beta_fast=24.0,
+            beta_slow=2.0,
+            attention_factor=1.5,
+            truncate=False,
+        ),
+        {
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 256,
+            "beta_fast": 24.0,
+            "beta_slow": 2.0,
+            "attention_factor": 1.5,
+            "truncate": False,
+        },
+    ),
+}
+
+
+def naive_frequency(pair: int, config: DecoderConfig) -> float:
+    """Radians a position for one rotary pair, as the papers have it."""
+    d = config.rotary_dim or config.head_dim
+    frequency: float = config.rope_theta ** (-2 * pair / d)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequency
+    if scaling.kind == "linear":
+        return frequency / scaling.factor
+    assert scaling.original_max_model_len is not None
+    if scaling.kind == "llama3":
+        wavelength = 2 * math.pi / frequency
+        if wavelength < scaling.original_max_model_len / scaling.high_freq_factor:
+            return frequency
+        if wavelength > scaling.original_max_model_len / scaling.low_freq_factor:
+            return frequency / scaling.factor
+        smooth = scaling.original_max_model_len / wavelength - scaling.low_freq_factor
+        smooth /= scaling.high_freq_factor - scaling.low_freq_factor
+        return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+    ends = []
+    for turns in (scaling.beta_fast, scaling.beta_slow):
+        wavelength = scaling.original_max_model_len / turns
+        ends.append(d / 2 * math.log(wavelength / (2 * math.pi), config.rope_theta))
+    low, high = (math.floor(ends[0]), math.ceil(ends[1])) if scaling.truncate else ends
+    low, high = max(low, 0), min(high, d - 1)
+    ramp = min(1.0, max(0.0, (pair - low) / (high - low)))
+    return ramp * frequency / scaling.factor + (1 - ramp) * frequency
+
+
+@pytest.mark.parametrize("rotary_dim", [None, 16])
+@pytest.mark.parametrize("scaling", [None, *(ours for ours, _ in SCALINGS.values())])
+def test_rotary_angles_are_the_formula(scaling: RopeScaling | None, rotary_dim: int | None) -> None:
+    config = make_config(
+        head_dim=64, max_model_len=100, rope_scaling=scaling, rotary_dim=rotary_dim
+    )
+    table = rotary_table(config)
+    amplitude = 1.0
+    if scaling and scaling.kind == "yarn":
+        amplitude = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1
+    for pair in range(32):
+        for position in (0, 1, 99):
+            turns = pair < (rotary_dim or 64) // 2
+            angle = position * naive_frequency(pair, config) if turns else 0.0
+            expected = [(amplitude if turns else 1.0) * f(angle) for f in (math.cos, math.sin)]
+            found = [float(table.cos[position, pair]), float(table.sin[position, pair])]
+            np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+@pytest.mark.parametrize(("ours", "theirs"), SCALINGS.values(), ids=SCALINGS.keys())
+def test_rotary_scaling_is_that_of_transformers(
+    ours: RopeScaling, theirs: dict[str, Any], theta: float
+) -> None:
+    config = make_config(head_dim=64, max_model_len=2, rope_theta=theta, rope_scaling=ours)
+    llama = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        head_dim=64,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_theta": theta, **theirs},
+    )
+    frequencies, amplitude = ROPE_INIT_FUNCTIONS[theirs["rope_type"]](llama, torch.device("cpu"))
+    table = rotary_table(config)
+    torch.testing.assert_close(table.cos[1], frequencies.cos() * amplitude, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(table.sin[1], frequencies.sin() * amplitude, rtol=1e-5, atol=1e-6)
+
+
+def test_alibi_slopes_are_the_papers() -> None:
+    """Press et al. 2022, section 3: 1/2 … 1/256 for 8 heads, 2^-0.5 … 2^-8 for 16."""
+    assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]
+    assert alibi_slopes(16) == [2.0 ** (-i / 2) for i in range(1, 17)]
+    assert alibi_slopes(1) == [2.0**-8]
+
+
+@pytest.mark.parametrize("n_head", [1, 2, 3, 4, 6, 7, 12, 14, 25, 32, 71])
+def test_alibi_is_that_of_transformers(n_head: int) -> None:
+    """Theirs is a bias by the key's place; after softmax, only differences count."""
+    config = make_config(position="alibi", n_head=n_head, n_kv_head=1, max_model_len=9)
+    theirs = build_alibi_tensor(torch.ones(1, 9), n_head, torch.float32).reshape(n_head, 9)
+    torch.testing.assert_close(alibi_table(config).flip(1), theirs - theirs[:, -1:])
+
+
+@pytest.mark.parametrize(("n_buckets", "largest"), [(32, 128), (16, 50), (8, 5), (3, 40), (2, 7)])
+def test_relative_buckets_are_those_of_transformers(n_buckets: int, largest: int) -> None:
+    config = make_config(
+        position="relative",
+        relative_buckets=n_buckets,
+        relative_max_distance=largest,
+        max_model_len=300,
+    )
+    theirs = T5Attention._relative_position_bucket(  # type: ignore[no-untyped-call]
+        -torch.arange(300), bidirectional=False, num_buckets=n_buckets, max_distance=largest
+    )
+    ours = relative_buckets(config)
+    assert torch.equal(ours, theirs)
+    assert ours.max() == n_buckets - 1
+    assert (ours.diff() >= 0).all()
+
+
+def test_distances_reach_back_and_not_ahead() -> None:
+    found = distances(torch.tensor([[3, 4], [0, 1]]), torch.arange(4))
+    assert found.tolist() == [[[3, 2, 1, 0], [4, 3, 2, 1]], [[0, 0, 0, 0], [1, 0, 0, 0]]]

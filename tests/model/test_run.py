@@ -1,0 +1,485 @@
+"""`kvasir train`: a folder of text becomes a run, and a mistake becomes one line with nothing left behind."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from kvasir import app
+from model.checkpoint import load_checkpoint
+from model.tokenizer import train_tokenizer
+from model.training import run
+from model.training.data import open_tokens
+
+SHAPE = ("n_layer=1", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
+QUICK = [*(f"--set={change}" for change in SHAPE), "--context=8", "--batch-size=2", "--warmup=1"]
+SMALL = [*QUICK, "--set=vocab_size=270"]
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to be in, with a corpus in `texts`."""
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    for name in ("one", "two"):
+        Path("texts", f"{name}.txt").write_text(f"{name} fish swims in the sea. " * 30)
+    return tmp_path
+
+
+def kvasir_train(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
+
+
+def files() -> set[str]:
+    return {path.as_posix() for path in Path().rglob("*")}
+
+
+def metrics(folder: str) -> list[list[str]]:
+    with Path(folder, "metrics.csv").open(newline="") as file:
+        return [
+            row[:-2] for row in csv.reader(file)
+        ]  # the last columns are of time: seconds, and MFU
+
+
+def refused(*arguments: str) -> str:
+    """What a command that must fail says; it leaves every file as it was."""
+    before = files()
+    result = kvasir_train(*arguments)
+    assert result.exit_code == 1
+    assert files() == before
+    assert result.stderr.startswith("kvasir: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr.removeprefix("kvasir: ").rstrip("\n")
+
+
+def binary() -> None:
+    Path("bad").write_bytes(b"\x7fELF\0\1")
+
+
+def folder_of_binaries() -> None:
+    Path("bad").mkdir()
+    Path("bad", "program").write_bytes(b"\x7fELF\0\1")
+
+
+def empty_folder() -> None:
+    Path("bad").mkdir()
+
+
+def short_text() -> None:
+    Path("bad").write_text("hi")
+
+
+def nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (nothing, "bad does not exist"),
+        (binary, "bad is not UTF-8 text; convert it, or leave it out"),
+        (empty_folder, "no text in bad"),
+        (folder_of_binaries, "no text in bad; passed over as not being UTF-8 text: 1"),
+        (short_text, "the corpus has 2 tokens, too few for a context of 8; add text"),
+    ],
+)
+def test_a_corpus_that_cannot_be_trained_on(prepare: Callable[[], None], message: str) -> None:
+    prepare()
+    assert refused("bad", "--out", "run", *SMALL) == message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "--preset huge",
+            "no preset 'huge'; there are tiny, gpt2-124m, smollm2-135m, qwen2.5-0.5b, llama3.2-1b",
+        ),
+        ("--set dropout", "--set takes name=value, not 'dropout'"),
+        ("--set depth=3", "unknown field 'depth' in the decoder's configuration"),
+        ("--set dropout=1", "dropout must be at least 0 and less than 1, not 1"),
+        ("--set dropout=none", "dropout must be at least 0 and less than 1, not 'none'"),
+        ("--set n_head=true", "n_head must be a positive whole number, not True"),
+        ("--set n_kv_head=5", "n_head (6) must be a multiple of n_kv_head (5)"),
+        ("--set rope_theta=x", "rope_theta must be a positive number, not 'x'"),
+        ("--set norm=batchnorm", "norm must be one of rmsnorm, layernorm, not 'batchnorm'"),
+        (
+            "--set vocab_size=99",
+            "vocab_size must be at least 257 (256 bytes and <|endoftext|>), not 99",
+        ),
+        ("--set bos_token_id=1", "bos_token_id follows from the tokenizer; leave it out of --set"),
+        (
+            "--tokenizer t.json --set vocab_size=300",
+            "vocab_size follows from the tokenizer; leave it out of --set",
+        ),
+        ("--tokenizer nowhere.json", "nowhere.json does not exist"),
+        (
+            "--tokenizer texts/one.txt",
+            "texts/one.txt is not a tokenizer: expected value at line 1 column 1",
+        ),
+        ("--include *.rs", "no text in texts"),
+        (
+            "--init nowhere",
+            "nowhere holds no checkpoint; make one with: kvasir train CORPUS --out nowhere",
+        ),
+        (
+            "--init x --preset tiny --tokenizer t --set dropout=0.1 --set n_layer=2",
+            "--init brings the checkpoint's own shape and tokenizer; leave out --preset, --tokenizer, --set n_layer",
+        ),
+    ],
+)
+def test_settings_that_cannot_be_used(arguments: str, message: str) -> None:
+    assert refused("texts", "--out", "run", *arguments.split()) == message
+
+
+def test_no_corpus_at_all() -> None:
+    assert (
+        refused("--out", "run") == "name at least one file or folder to train on, or give --resume"
+    )
+
+
+def test_a_folder_in_use_is_not_written_to() -> None:
+    message = "texts is not empty; continue it with --resume or choose another --out"
+    assert refused("texts", "--out", "texts", *SMALL) == message
+
+
+def test_an_out_that_is_a_file() -> None:
+    assert "texts/one.txt" in refused("texts", "--out", "texts/one.txt", *SMALL)
+
+
+@pytest.mark.parametrize("seed", ["-1", str(2**64)])
+def test_a_seed_that_no_generator_takes_is_a_usage_error(seed: str) -> None:
+    result = kvasir_train("texts", "--out", "run", *SMALL, "--seed", seed)
+    assert result.exit_code == 2
+    assert "--seed" in result.stderr
+    assert not Path("run").exists()
+
+
+def test_resuming_what_is_not_a_run() -> None:
+    for folder in ("nowhere", "texts"):
+        message = f"{folder} holds no checkpoint; make one with: kvasir train CORPUS --out {folder}"
+        assert refused("--resume", "--out", folder) == message
+
+
+def test_a_fresh_run_writes_what_resuming_and_exporting_need() -> None:
+    result = kvasir_train(
+        "texts", "--out", "runs/a", *SMALL, "--set", "dropout=0.1", "--steps", "3", "--seed", "4"
+    )
+    assert result.exit_code == 0, result.stderr
+    assert {path.name for path in Path("runs/a").iterdir()} == {
+        "data",
+        "loss.png",
+        "metrics.csv",
+        "step-00000003",
+    }
+    checkpoint = load_checkpoint(Path("runs/a"))
+    config = checkpoint.decoder.config
+    assert (config.n_layer, config.d_model, config.n_kv_head, config.dropout) == (1, 32, 1, 0.1)
+    assert config.vocab_size == checkpoint.tokenizer.get_vocab_size() <= 270
+    assert (config.bos_token_id, config.eos_token_ids) == (0, (0,))
+    assert checkpoint.progress["settings"]["seed"] == 4
+    assert open_tokens(Path("runs/a/data")).n_train == checkpoint.progress["train_tokens"]
+    assert [row[0] for row in metrics("runs/a")] == ["step", "1", "2", "3"]
+    assert "2 documents" in result.stdout
+    assert "held-out loss" in result.stdout
+
+
+def test_events_for_tensorboard_are_written_when_wanted() -> None:
+    assert (
+        kvasir_train("texts", "--out", "run", *SMALL, "--steps", "2", "--tensorboard").exit_code
+        == 0
+    )
+    assert len(list(Path("run/tensorboard").glob("events.*"))) == 1
+    assert kvasir_train("--resume", "--out", "run").exit_code == 0  # which keeps to it
+    assert len(list(Path("run/tensorboard").glob("events.*"))) == 2
+
+
+def test_a_given_tokenizer_is_used_as_it_is() -> None:
+    given = train_tokenizer(["quite other words"], 262)
+    given.save("given.json")
+    result = kvasir_train(
+        "texts", "--out", "run", *QUICK, "--tokenizer", "given.json", "--steps", "1"
+    )
+    assert result.exit_code == 0, result.stderr
+    checkpoint = load_checkpoint(Path("run"))
+    assert checkpoint.tokenizer.to_str() == given.to_str()
+    assert checkpoint.decoder.config.vocab_size == given.get_vocab_size()
+
+
+def test_a_context_longer_than_the_preset_has_positions_for_lengthens_it() -> None:
+    result = kvasir_train(
+        "texts", "--out", "run", *SMALL, "--set", "max_model_len=4", "--steps", "1"
+    )
+    assert result.exit_code == 0, result.stderr
+    assert load_checkpoint(Path("run")).decoder.config.max_model_len == 8
+
+
+def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Press Ctrl-C while the progress bar is told of a step."""
+    report = run.ProgressBar.step
+
+    def report_and_press(
+        bar: run.ProgressBar, at: int, loss: float, tokens_per_second: float, mfu: float
+    ) -> None:
+        report(bar, at, loss, tokens_per_second, mfu)
+        if at == step:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(run.ProgressBar, "step", report_and_press)
+
+
+def test_ctrl_c_saves_and_resume_completes_to_the_same_metrics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arguments = [*SMALL, "--set", "dropout=0.2", "--steps", "6", "--evaluate-every", "2"]
+    assert kvasir_train("texts", "--out", "whole", *arguments).exit_code == 0
+    with monkeypatch.context() as patch:
+        interrupt_at(3, patch)
+        stopped = kvasir_train("texts", "--out", "stopped", *arguments)
+    assert stopped.exit_code == 130
+    assert (
+        "stopped and saved at step 3; continue with: kvasir train --resume --out stopped\n"
+        in stopped.stdout
+    )
+    assert Path("stopped/loss.png").is_file()
+    resumed = kvasir_train("--resume", "--out", "stopped")
+    assert resumed.exit_code == 0, resumed.stderr
+    assert "resuming stopped at step 3 of 6" in resumed.stdout
+    assert metrics("stopped") == metrics("whole")
+
+
+def test_a_run_that_died_before_its_first_step_can_be_resumed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its folder was refused as not empty by a fresh run, and as without a checkpoint by a resumed one."""
+    assert kvasir_train("texts", "--out", "whole", *SMALL, "--steps", "3").exit_code == 0
+
+    def die(*_: object) -> None:
+        raise SystemExit(137)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "train", die)
+        assert kvasir_train("texts", "--out", "died", *SMALL, "--steps", "3").exit_code == 137
+    assert kvasir_train("--resume", "--out", "died").exit_code == 0
+    assert metrics("died") == metrics("whole")
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        ["data.part/shard-00000.bin"],
+        ["data/data.json", "data/held_out.bin", "data/shard-00000.bin"],
+        [
+            "data/data.json",
+            "data/held_out.bin",
+            "data/shard-00000.bin",
+            "step-00000000.part/config.json",
+        ],
+    ],
+)
+def test_a_run_that_died_while_it_was_prepared_starts_over(left: list[str]) -> None:
+    """A fresh run said to use --resume, and --resume that there was no checkpoint."""
+    assert kvasir_train("texts", "--out", "whole", *SMALL, "--steps", "2").exit_code == 0
+    for name in left:
+        Path("died", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("died", name).write_text("half of it")
+    message = "died holds no checkpoint; make one with: kvasir train CORPUS --out died"
+    assert refused("--resume", "--out", "died") == message
+    result = kvasir_train("texts", "--out", "died", *SMALL, "--steps", "2")
+    assert result.exit_code == 0, result.stderr
+    assert metrics("died") == metrics("whole")
+    assert {path.name for path in Path("died").iterdir()} == {
+        path.name for path in Path("whole").iterdir()
+    }
+
+
+@pytest.mark.parametrize(
+    "other", ["data/data.json", "data/notes.txt", "shard-00000.bin", "step-00000000.part/a/b"]
+)
+def test_a_folder_that_looks_like_a_preparation_is_not_written_to(other: str) -> None:
+    """`--out .` beside one's own `data` would lose it."""
+    for name in [other] if other == "data/data.json" else ["data/shard-00000.bin", other]:
+        Path("mine", name).parent.mkdir(parents=True, exist_ok=True)
+        Path("mine", name).write_text("text")
+    message = "mine is not empty; continue it with --resume or choose another --out"
+    assert refused("texts", "--out", "mine", *SMALL) == message
+
+
+def test_resume_refuses_what_it_would_not_heed() -> None:
+    """More steps, another rate or text given with --resume used to be passed over in silence."""
+    assert kvasir_train("texts", "--out", "run", *SMALL, "--steps", "1").exit_code == 0
+    message = "--resume continues the run with its own text and settings; leave out "
+    assert refused("texts", "--resume", "--out", "run") == message + "corpus"
+    assert (
+        refused("--resume", "--out", "run", "--steps", "9", "--set", "n_layer=2")
+        == message + "--set, --steps"
+    )
+    assert kvasir_train("--resume", "--out", "run").exit_code == 0
+
+
+def test_resume_names_what_a_run_has_lost() -> None:
+    assert kvasir_train("texts", "--out", "run", *SMALL, "--steps", "1").exit_code == 0
+    Path("run/data/data.json").rename("data.json")
+    assert "run/data holds no token shards" in refused("--resume", "--out", "run")
+    Path("data.json").rename("run/data/data.json")
+    Path("run/step-00000001/training.safetensors").write_bytes(b"\0")
+    assert "training.safetensors cannot be loaded" in refused("--resume", "--out", "run")
+    Path("run/step-00000001/training.json").write_text('{"step": 1}')
+    assert "training.json is not whole ('settings'); it cannot be resumed" in refused(
+        "--resume", "--out", "run"
+    )
+    Path("run/step-00000001/training.json").unlink()
+    assert "was not written by a training run, so there is nothing to resume" in refused(
+        "--resume", "--out", "run"
+    )
+
+
+# From a checkpoint, and on chats
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def write_chats(n: int = 8) -> None:
+    turns = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "one fish"}]
+    Path("chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * n)
+    Path("template.jinja").write_text(TEMPLATE)
+
+
+def test_a_run_begins_with_the_weights_tokenizer_and_files_of_another() -> None:
+    assert kvasir_train("texts", "--out", "base", *SMALL, "--steps", "2").exit_code == 0
+    base = load_checkpoint(Path("base"))
+    (base.path / "generation_config.json").write_text('{"temperature": 0.5}')
+    (base.path / "chat_template.jinja").write_text("{{ messages }}")
+    tuning = [
+        "--context=8",
+        "--batch-size=2",
+        "--steps=1",
+        "--learning-rate=0",
+        "--set",
+        "dropout=0.25",
+    ]
+    for start in ("base", str(base.path)):  # a run stands for its newest checkpoint
+        result = kvasir_train("texts/one.txt", "--out", f"tuned/{start}", "--init", start, *tuning)
+        assert result.exit_code == 0, result.stderr
+        tuned = load_checkpoint(Path("tuned", start))
+        assert tuned.decoder.config == replace(base.decoder.config, dropout=0.25)
+        assert tuned.tokenizer.to_str() == base.tokenizer.to_str()
+        assert tuned.extra_files == {
+            "generation_config.json": b'{"temperature": 0.5}',
+            "chat_template.jinja": b"{{ messages }}",
+        }
+        assert tuned.progress["step"] == 1
+        before = base.decoder.state_dict()
+        assert all(
+            torch.equal(tensor, before[name]) for name, tensor in tuned.decoder.state_dict().items()
+        )
+
+
+def test_a_run_from_a_checkpoint_resumes_without_it() -> None:
+    assert kvasir_train("texts", "--out", "base", *SMALL, "--steps", "1").exit_code == 0
+    tuning = ["--init=base", "--context=8", "--batch-size=2", "--steps=2"]
+    assert kvasir_train("texts", "--out", "tuned", *tuning).exit_code == 0
+    shutil.rmtree("base")
+    assert kvasir_train("--resume", "--out", "tuned").exit_code == 0
+
+
+def test_a_context_beyond_the_positions_of_the_checkpoint_is_refused() -> None:
+    assert (
+        kvasir_train(
+            "texts", "--out", "base", *SMALL, "--set=max_model_len=8", "--steps=1"
+        ).exit_code
+        == 0
+    )
+    message = refused("texts", "--out", "run", "--init", "base", "--context=9")
+    assert message.endswith(
+        "positions for 8 tokens, fewer than a context of 9; use --context 8 or less"
+    )
+
+
+def test_chats_are_learnt_from_a_template_that_travels_along(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    write_chats()
+    shape = [*SMALL, "--context=40", "--set", "dropout=0.2", "--evaluate-every=2"]
+    arguments = ["chats.jsonl", "--chat-template", "template.jinja", *shape, "--steps=4"]
+    result = kvasir_train(*arguments, "--out", "whole")
+    assert result.exit_code == 0, result.stderr
+    assert "8 conversations" in result.stdout
+    assert (
+        "0 conversations longer than 40 tokens were cut, 0 without an answer in them left out"
+        in result.stdout
+    )
+    checkpoint = load_checkpoint(Path("whole"))
+    assert checkpoint.extra_files["chat_template.jinja"].decode() == TEMPLATE
+    tokens = json.loads(checkpoint.extra_files["special_tokens_map.json"])
+    assert tokens == dict.fromkeys(("bos_token", "eos_token"), "<|endoftext|>")
+    assert checkpoint.decoder.config.eos_token_ids == (0,)
+
+    with monkeypatch.context() as patch:
+        interrupt_at(2, patch)
+        assert kvasir_train(*arguments, "--out", "stopped").exit_code == 130
+    assert kvasir_train("--resume", "--out", "stopped").exit_code == 0
+    assert metrics("stopped") == metrics("whole")
+
+    tuning = ["chats.jsonl", "--init", "whole", "--context=40", "--batch-size=2", "--steps=1"]
+    assert (
+        kvasir_train(*tuning, "--out", "tuned").exit_code == 0
+    )  # with the template that it brings
+    assert load_checkpoint(Path("tuned")).extra_files == checkpoint.extra_files
+
+
+def test_what_ends_an_answer_ends_generation_from_then_on() -> None:
+    """A base model's own end of text would never come after an answer."""
+    write_chats()
+    Path("template.jinja").write_text(TEMPLATE.replace("eos_token", "'<|im_end|>'"))
+    given = train_tokenizer(["who? one fish user assistant"], 262)
+    given.add_special_tokens(["<|im_end|>"])
+    given.save("given.json")
+    options = ["--chat-template", "template.jinja", *QUICK, "--context=60", "--steps=1"]
+    warning = "no answer ends in a special token of the tokenizer"
+    assert (
+        warning
+        in kvasir_train("chats.jsonl", "--out", "endless", "--set=vocab_size=270", *options).stdout
+    )
+    result = kvasir_train("chats.jsonl", "--out", "run", "--tokenizer", "given.json", *options)
+    assert result.exit_code == 0
+    assert warning not in result.stdout
+    assert load_checkpoint(Path("run")).decoder.config.eos_token_ids == (
+        0,
+        given.token_to_id("<|im_end|>"),
+    )
+
+
+def test_chats_that_cannot_be_trained_on() -> None:
+    write_chats()
+    message = "chats need a chat template, and there is none; give one with --chat-template FILE, or begin with a "
+    assert (
+        refused("chats.jsonl", "--out", "run", *SMALL)
+        == message + "checkpoint that has one: --init DIR"
+    )
+    Path("template.jinja").write_text("{% if %}")
+    given = ["--chat-template", "template.jinja"]
+    assert refused("chats.jsonl", "--out", "run", *SMALL, *given).startswith(
+        "the chat template is not valid: "
+    )
+    Path("template.jinja").write_text(TEMPLATE)
+    with Path("chats.jsonl").open("a") as file:
+        file.write("{}\n")
+    assert refused("chats.jsonl", "--out", "run", *SMALL, *given).startswith(
+        "chats.jsonl:9: not a chat, "
+    )
+    assert "nowhere.jinja" in refused(
+        "chats.jsonl", "--out", "run", *SMALL, "--chat-template", "nowhere.jinja"
+    )

@@ -1,0 +1,146 @@
+"""Byte-level BPE: every text comes back, and what cannot be trained or loaded says so in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from model.tokenizer import (
+    END_OF_TEXT,
+    TokenizerError,
+    load_tokenizer,
+    train_tokenizer,
+    vocabulary_size,
+)
+
+CORPUS = [
+    "the cat sat on the mat. ",
+    "def read(path):\n    return path.read_text()\n",
+    "räksmörgås 漢字 🙂\n",
+]
+tokenizer = train_tokenizer(CORPUS * 3, 320)
+
+
+@given(st.text(max_size=60).filter(lambda text: END_OF_TEXT not in text))
+@example("")
+@example(" ")
+@example("  two  spaces\t\ttabs\r\n\r\nlines\n\n")
+@example("👩‍👩‍👧‍👦 🇸🇪 e\u0301 \u200b\ufeff\u2028")
+@example("".join(map(chr, range(0x120))))
+@example("\x00\x1b[31m\x7f\ufffd\U0010ffff")
+@example("<|endoftext| ><|endoftext")
+def test_any_text_round_trips(text: str) -> None:
+    """Also characters that training never saw: the alphabet holds every byte."""
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids) == text
+    assert all(0 <= token_id < 320 for token_id in ids)
+
+
+@given(st.lists(st.text(max_size=20).filter(lambda text: END_OF_TEXT not in text), max_size=4))
+def test_texts_with_the_end_of_text_token_between_them_round_trip(texts: list[str]) -> None:
+    text = END_OF_TEXT.join(texts)
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
+    assert ids.count(0) == max(0, len(texts) - 1)
+    assert tokenizer.decode(ids) == "".join(texts)
+
+
+lines = st.text(alphabet="a \t\n:_.,7é", max_size=30)
+
+
+@given(lines, st.text(alphabet=" \t", max_size=5), lines)
+@example("def f(x):", "    ", "return x\n")
+def test_a_prompt_cut_after_an_indentation_starts_as_the_whole_text_does(
+    before: str, indent: str, after: str
+) -> None:
+    """Were "\\n    return" cut otherwise than "\\n    ", the model would go on from tokens it never saw in training."""
+    for prompt, rest in ((f"{before}\n{indent}", f"x{after}"), (f"{before}\n", after)):
+        ids = tokenizer.encode(prompt).ids
+        assert tokenizer.encode(prompt + rest).ids[: len(ids)] == ids
+
+
+def test_end_of_text_is_token_zero() -> None:
+    assert tokenizer.token_to_id(END_OF_TEXT) == 0
+    assert tokenizer.encode(END_OF_TEXT).ids == [0]
+
+
+def test_frequent_words_become_one_token() -> None:
+    """A tokenizer that learned no merges round-trips too, and makes every sequence several times longer."""
+    assert len(tokenizer.encode("the the the").ids) == 3
+
+
+def test_training_is_repeatable() -> None:
+    assert train_tokenizer(CORPUS * 3, 320).to_str() == tokenizer.to_str()
+
+
+@pytest.mark.parametrize("vocab_size", [-1, 0, 256])
+def test_a_vocabulary_that_cannot_hold_every_byte_is_refused(vocab_size: int) -> None:
+    with pytest.raises(
+        TokenizerError, match=rf"vocab_size must be at least 257 .*, not {vocab_size}$"
+    ):
+        train_tokenizer(CORPUS, vocab_size)
+
+
+def test_the_smallest_vocabulary_is_the_bytes() -> None:
+    smallest = train_tokenizer(CORPUS, 257)
+    assert vocabulary_size(smallest) == 257
+    assert len(smallest.encode("漢").ids) == 3
+    assert smallest.decode(smallest.encode("".join(CORPUS)).ids) == "".join(CORPUS)
+
+
+def test_saving_and_loading_gives_the_same_tokens(tmp_path: Path) -> None:
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path / "tokenizer.json").to_str() == tokenizer.to_str()
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    with pytest.raises(TokenizerError) as caught:
+        load_tokenizer(path)
+    assert str(caught.value) == f"{path} does not exist"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{}", b"[]", b"{", b"\xff\xfe\x00", b'{"model": {"type": "BPE"}}']
+)
+def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(content)
+    with pytest.raises(TokenizerError) as caught:
+        load_tokenizer(path)
+    assert str(caught.value).startswith(f"{path} is not a tokenizer: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_is_not_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerError, match="does not exist"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_loaded_tokenizer_neither_cuts_nor_pads(tmp_path: Path) -> None:
+    """Published tokenizer.json files may carry both; documents and prompts would lose their ends without a word."""
+    limited = Tokenizer.from_str(tokenizer.to_str())
+    limited.enable_truncation(4)
+    limited.enable_padding(length=16)
+    limited.save(str(tmp_path / "tokenizer.json"))
+    text = "".join(CORPUS)
+    assert (
+        load_tokenizer(tmp_path / "tokenizer.json").encode(text).ids == tokenizer.encode(text).ids
+    )
+
+
+def test_vocabulary_size_counts_gaps_between_ids() -> None:
+    """The number of tokens would be too few rows for the largest id."""
+    size = tokenizer.get_vocab_size()
+    assert vocabulary_size(tokenizer) == size
+    description = json.loads(tokenizer.to_str())
+    last = max(description["model"]["vocab"], key=description["model"]["vocab"].__getitem__)
+    description["model"]["vocab"][last] = 5000
+    gapped = Tokenizer.from_str(json.dumps(description))
+    assert gapped.get_vocab_size() == size
+    assert vocabulary_size(gapped) == 5001

@@ -1,0 +1,476 @@
+"""The training loop against AdamW written out, and a resumed run against one that nobody interrupted."""
+
+from __future__ import annotations
+
+import csv
+import math
+import signal
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from model.checkpoint import load_checkpoint
+from model.network.decoder import Decoder
+from model.tokenizer import train_tokenizer
+from model.training import trainer as training
+from model.training.data import Batch, Corpus, TokenData, open_tokens, write_tokens
+from model.training.metrics import plot_losses
+from model.training.trainer import Trainer, TrainSettings
+from tests.random_models import make_config
+
+TEXTS = [
+    f"The {animal} sat on the {place}.\n" * 6
+    for animal in ("cat", "dog", "hen")
+    for place in ("mat", "log")
+]
+CONTEXT = 16
+tokenizer = train_tokenizer(TEXTS, 270)
+CONFIG = make_config(vocab_size=tokenizer.get_vocab_size(), max_model_len=32, n_layer=1)
+SETTINGS = TrainSettings(
+    steps=8,
+    context=CONTEXT,
+    batch_size=2,
+    warmup=3,
+    evaluate_every=3,
+    evaluate_rows=3,
+    checkpoint_every=4,
+    seed=1,
+)
+
+
+class Recorder:
+    """What the loop reported; `at` runs as soon as a step is reported, which is while the loop is in it."""
+
+    def __init__(self, at: dict[int, Callable[[], None]] | None = None) -> None:
+        self.at = at or {}
+        self.losses: list[float] = []
+        self.speeds: list[tuple[float, float]] = []
+        self.evaluations: list[tuple[int, float, str, str]] = []
+
+    def step(self, step: int, loss: float, tokens_per_second: float, mfu: float) -> None:
+        self.speeds.append((tokens_per_second, mfu))
+        self.losses.append(loss)
+        self.at.get(step, lambda: None)()
+
+    def evaluated(self, step: int, held_out_loss: float, prompt: str, sample: str) -> None:
+        self.evaluations.append((step, held_out_loss, prompt, sample))
+
+
+class KilledError(Exception):
+    """Stands in for a kill: nothing in the loop catches it."""
+
+
+def kill() -> None:
+    raise KilledError
+
+
+def press_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> TokenData:
+    folder = tmp_path_factory.mktemp("corpus") / "data"
+    return write_tokens(Corpus(TEXTS, 0), tokenizer, folder, held_out=0.3, context=CONTEXT)
+
+
+def make_trainer(data: TokenData, settings: TrainSettings = SETTINGS, **changes: Any) -> Trainer:
+    torch.manual_seed(5)
+    return Trainer(Decoder(replace(CONFIG, **changes)), tokenizer, data, settings)
+
+
+def resume(folder: Path, data: TokenData) -> Trainer:
+    """As a new process would, whatever its random state."""
+    torch.manual_seed(999)
+    torch.rand(7)
+    checkpoint = load_checkpoint(folder)
+    settings = TrainSettings(**checkpoint.progress["settings"])
+    trainer = Trainer(checkpoint.decoder, checkpoint.tokenizer, open_tokens(data.folder), settings)
+    trainer.restore(checkpoint.path, checkpoint.progress)
+    return trainer
+
+
+def metrics(folder: Path) -> list[dict[str, str]]:
+    """metrics.csv as written, apart from the columns that cannot repeat."""
+    with (folder / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for row in rows:
+        del row["seconds"], row["mfu"]
+    return rows
+
+
+def rows_of(batch: Batch) -> Tensor:
+    """[rows, context + 1]: inputs, and the last target."""
+    return torch.cat(
+        [torch.from_numpy(batch.inputs), torch.from_numpy(batch.targets[:, -1:])], dim=1
+    )
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return load_checkpoint(folder).decoder.state_dict()
+
+
+# One step
+
+
+@pytest.mark.parametrize("warmup", [1, 10, 300])
+def test_the_learning_rate_rises_linearly_and_falls_along_a_cosine(warmup: int) -> None:
+    settings = TrainSettings(steps=200, context=8, learning_rate=0.4, warmup=warmup)
+    for step in range(200):
+        if step < warmup:
+            expected = 0.4 * (step + 1) / warmup
+        else:
+            expected = 0.04 + 0.36 * (1 + math.cos(math.pi * (step - warmup) / (200 - warmup))) / 2
+        assert math.isclose(settings.learning_rate_at(step), expected)
+
+
+def test_the_learning_rate_ends_at_a_tenth() -> None:
+    settings = TrainSettings(steps=10_000, context=8, learning_rate=0.4, warmup=10)
+    assert math.isclose(settings.learning_rate_at(9_999), 0.04, rel_tol=1e-3)
+    assert max(map(settings.learning_rate_at, range(10_000))) == 0.4
+
+
+def test_weight_decay_acts_on_matrices_only(data: TokenData) -> None:
+    """Decaying gains and biases pulls norms towards zero."""
+    trainer = make_trainer(
+        data, position="learned", norm="layernorm", qkv_bias=True, feed_forward_bias=True
+    )
+    decays = {
+        id(parameter): group["weight_decay"]
+        for group in trainer.optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for name, parameter in trainer.decoder.named_parameters():
+        matrix = name.endswith("weight") and "norm" not in name
+        assert decays.pop(id(parameter)) == (SETTINGS.weight_decay if matrix else 0.0), name
+    assert not decays
+
+
+def adamw_by_formula(
+    decoder: Decoder, batches: list[Tensor], settings: TrainSettings
+) -> list[tuple[float, float]]:
+    """Loshchilov & Hutter 2019, Algorithm 2, on the rows of each step at once; the loss and gradient norm of each."""
+    moments = {
+        name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in decoder.named_parameters()
+    }
+    history = []
+    for t, rows in enumerate(batches, start=1):
+        logits = decoder(rows[:, :-1])
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), rows[:, 1:].flatten())
+        decoder.zero_grad()
+        loss.backward()
+        gradients = {name: p.grad for name, p in decoder.named_parameters() if p.grad is not None}
+        norm = math.sqrt(sum(float((g**2).sum()) for g in gradients.values()))
+        history.append((loss.item(), norm))
+        rate = settings.learning_rate_at(t - 1)
+        with torch.no_grad():
+            for name, p in decoder.named_parameters():
+                gradient = gradients[name] * min(1.0, settings.clip / norm)
+                first, second = moments[name]
+                first.mul_(0.9).add_(0.1 * gradient)
+                second.mul_(0.95).add_(0.05 * gradient**2)
+                adapted = first / (1 - 0.9**t) / ((second / (1 - 0.95**t)).sqrt() + 1e-8)
+                p.sub_(rate * (adapted + (settings.weight_decay * p if p.dim() > 1 else 0.0)))
+    return history
+
+
+@pytest.mark.parametrize("clip", [0.1, 100.0])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_steps_are_adamw_on_all_their_rows_at_once(
+    data: TokenData, accumulate: int, clip: float
+) -> None:
+    """In float64. A loss not divided by `accumulate`, a gradient clipped per batch or one not reset would show."""
+    settings = replace(
+        SETTINGS, accumulate=accumulate, clip=clip, learning_rate=0.01, mixed_precision=False
+    )
+    trainer = make_trainer(data, settings, qkv_bias=True)
+    trainer.decoder.double()
+    expected = deepcopy(trainer.decoder)
+    batches = [
+        torch.cat(
+            [
+                rows_of(
+                    data.batch(seed=1, step=step * accumulate + i, batch_size=2, context=CONTEXT)
+                )
+                for i in range(accumulate)
+            ]
+        )
+        for step in range(3)
+    ]
+    history = adamw_by_formula(expected, batches, settings)
+    for loss, norm in history:
+        assert (norm > clip) == (clip == 0.1)
+        actual = trainer._update(settings.learning_rate_at(trainer.step))
+        trainer.step += 1
+        torch.testing.assert_close(
+            torch.tensor(actual), torch.tensor((loss, norm)), rtol=1e-5, atol=1e-6
+        )
+    for actual_p, expected_p in zip(
+        trainer.decoder.parameters(), expected.parameters(), strict=True
+    ):
+        torch.testing.assert_close(actual_p, expected_p, rtol=1e-6, atol=1e-7)
+
+
+def test_held_out_loss_is_the_mean_over_every_token(data: TokenData) -> None:
+    """Three rows in batches of two: a mean of the batches' means would weigh the last row twice."""
+    trainer = make_trainer(data, replace(SETTINGS, mixed_precision=False), dropout=0.5)
+    losses = []
+    decoder = trainer.decoder.eval()
+    for row in rows_of(data.held_out_rows(CONTEXT, 3)):
+        log_probabilities = decoder(row[None, :-1])[0].log_softmax(dim=-1).detach()
+        losses += [-float(log_probabilities[t, token]) for t, token in enumerate(row[1:])]
+    assert len(losses) == 3 * CONTEXT
+    decoder.train()
+    assert math.isclose(trainer.evaluate(), sum(losses) / len(losses), rel_tol=1e-5)
+
+
+# A run
+
+
+def test_the_loss_falls_from_that_of_guessing(data: TokenData, tmp_path: Path) -> None:
+    settings = replace(
+        SETTINGS,
+        steps=60,
+        batch_size=8,
+        learning_rate=0.01,
+        evaluate_every=30,
+        checkpoint_every=1000,
+    )
+    recorder = Recorder()
+    assert make_trainer(data, settings).run(tmp_path, recorder)
+    assert abs(recorder.losses[0] - math.log(CONFIG.vocab_size)) < 0.1
+    assert recorder.losses[-1] < 0.5 * recorder.losses[0]
+    (_, first, *_), (_, last, *_) = recorder.evaluations
+    assert last < first < math.log(CONFIG.vocab_size)
+
+
+def test_evaluating_and_saving_change_nothing(data: TokenData, tmp_path: Path) -> None:
+    """Drawing a sample or leaving evaluation mode on would move the training that follows."""
+    losses = []
+    for i, every in enumerate((1, 1000)):
+        recorder = Recorder()
+        settings = replace(SETTINGS, evaluate_every=every, checkpoint_every=every)
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        make_trainer(data, settings, dropout=0.3).run(folder, recorder)
+        losses.append(recorder.losses)
+    assert losses[0] == losses[1]
+
+
+def test_dropout_differs_between_steps_seeds_and_processes(data: TokenData) -> None:
+    """Seeded by step so that resuming repeats it; seeded the same at every step, it would prune the network instead."""
+    trainer = make_trainer(data, dropout=0.5)
+    drops = []
+    for seed, step, rank in ((1, 0, 0), (1, 1, 0), (2, 0, 0), (1, 0, 1), (1, 0, 0)):
+        training.seed_dropout(seed, step, rank)
+        drops.append(trainer.decoder.train().dropout(torch.ones(64)))
+    assert torch.equal(drops[0], drops[4])
+    assert not any(torch.equal(drops[0], other) for other in drops[1:4])
+
+
+def test_metrics_have_a_row_for_every_step(data: TokenData, tmp_path: Path) -> None:
+    recorder = Recorder()
+    settings = replace(SETTINGS, accumulate=2)
+    assert make_trainer(data, settings).run(tmp_path, recorder)
+    rows = metrics(tmp_path)
+    assert [int(row["step"]) for row in rows] == list(range(1, 9))
+    assert [int(row["tokens"]) for row in rows] == [step * 2 * 2 * CONTEXT for step in range(1, 9)]
+    assert [float(row["train_loss"]) for row in rows] == recorder.losses
+    assert [float(row["learning_rate"]) for row in rows] == [
+        settings.learning_rate_at(step) for step in range(8)
+    ]
+    held_out = {
+        int(row["step"]): float(row["held_out_loss"]) for row in rows if row["held_out_loss"]
+    }
+    assert held_out == {step: loss for step, loss, *_ in recorder.evaluations}
+    assert list(held_out) == [3, 6, 8]  # every so often, and at the end
+    assert all(float(row["gradient_norm"]) > 0 for row in rows)
+
+
+def test_utilisation_is_of_the_peak(
+    data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "peak_flops", lambda *_: 1e12)
+    recorder = Recorder()
+    trainer = make_trainer(data)
+    trainer.run(tmp_path, recorder)
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        written = [float(row["mfu"]) for row in csv.DictReader(file)]
+    assert written == [mfu for _, mfu in recorder.speeds]
+    for speed, mfu in recorder.speeds:
+        assert mfu == pytest.approx(speed * trainer.flops_per_token / 1e12)
+
+
+def test_an_evaluation_shows_the_held_out_text_and_a_continuation(
+    data: TokenData, tmp_path: Path
+) -> None:
+    recorder = Recorder()
+    make_trainer(data).run(tmp_path, recorder)
+    for _, _, prompt, sample in recorder.evaluations:
+        assert prompt
+        assert tokenizer.decode(data.held_out.tolist()).startswith(prompt)
+        assert sample
+
+
+@pytest.mark.parametrize("position", ["rotary", "learned"])
+def test_samples_fit_a_decoder_with_few_positions(
+    data: TokenData, tmp_path: Path, position: str
+) -> None:
+    """A prompt and a sample of the usual lengths would run past the last position and end the run in an error."""
+    settings = replace(SETTINGS, context=2, steps=2, evaluate_every=1)
+    for longest in (2, 3, 18):
+        recorder = Recorder()
+        trainer = make_trainer(data, settings, position=position, max_model_len=longest)
+        folder = tmp_path / str(longest)
+        folder.mkdir()
+        assert trainer.run(folder, recorder)
+        assert len(recorder.evaluations) == 2
+
+
+# Interruption
+
+
+def uninterrupted(data: TokenData, folder: Path, settings: TrainSettings, **changes: Any) -> None:
+    folder.mkdir(exist_ok=True)
+    assert make_trainer(data, settings, **changes).run(folder, Recorder())
+
+
+VARIANTS: dict[str, tuple[TrainSettings, dict[str, Any]]] = {
+    "dropout": (SETTINGS, {"dropout": 0.2, "attention_dropout": 0.1}),
+    "accumulation": (replace(SETTINGS, accumulate=2), {"dropout": 0.2}),
+    "gpt2": (
+        SETTINGS,
+        {"position": "learned", "norm": "layernorm", "qkv_bias": True, "tied_embeddings": False},
+    ),
+}
+
+
+@pytest.mark.parametrize(("settings", "changes"), VARIANTS.values(), ids=VARIANTS.keys())
+def test_a_run_that_ctrl_c_stopped_resumes_to_the_same_bits(
+    data: TokenData, tmp_path: Path, settings: TrainSettings, changes: dict[str, Any]
+) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    uninterrupted(data, whole, settings, **changes)
+    stopped.mkdir()
+    recorder = Recorder(at={5: press_ctrl_c})
+    assert not make_trainer(data, settings, **changes).run(stopped, recorder)
+    assert len(recorder.losses) == 5  # the step in progress is finished, and no other
+    assert load_checkpoint(stopped).progress["step"] == 5
+    assert metrics(stopped) == metrics(whole)[:5]
+
+    assert resume(stopped, data).run(stopped, Recorder())
+    assert metrics(stopped) == metrics(whole)
+    assert all(
+        torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(stopped).items()
+    )
+
+
+@pytest.mark.parametrize("killed_at", [4, 5, 7])
+def test_a_run_that_was_killed_resumes_from_its_last_checkpoint_to_the_same_bits(
+    data: TokenData, tmp_path: Path, killed_at: int
+) -> None:
+    """Rows that metrics.csv has beyond the checkpoint are of steps that will be done again."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    settings = replace(SETTINGS, checkpoint_every=2)
+    uninterrupted(data, whole, settings, dropout=0.2)
+    killed.mkdir()
+    with pytest.raises(KilledError):
+        make_trainer(data, settings, dropout=0.2).run(killed, Recorder(at={killed_at: kill}))
+    assert len(metrics(killed)) == killed_at
+    trainer = resume(killed, data)
+    assert trainer.step == (killed_at - 1) // 2 * 2
+    assert trainer.run(killed, Recorder())
+    assert metrics(killed) == metrics(whole)
+    assert all(
+        torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(killed).items()
+    )
+
+
+def test_a_run_can_be_stopped_at_every_step_it_has(data: TokenData, tmp_path: Path) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    uninterrupted(data, whole, SETTINGS, dropout=0.2)
+    stopped.mkdir()
+    make_trainer(data, dropout=0.2).save(stopped)
+    for step in range(1, SETTINGS.steps + 1):
+        assert resume(stopped, data).run(stopped, Recorder(at={step: press_ctrl_c})) == (
+            step == SETTINGS.steps
+        )
+    assert metrics(stopped) == metrics(whole)
+
+
+def test_resuming_a_finished_run_changes_nothing(data: TokenData, tmp_path: Path) -> None:
+    uninterrupted(data, tmp_path, SETTINGS)
+    before, rows = weights(tmp_path), metrics(tmp_path)
+    recorder = Recorder()
+    assert resume(tmp_path, data).run(tmp_path, recorder)
+    assert not recorder.losses
+    assert metrics(tmp_path) == rows
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path).items())
+
+
+def test_progress_is_kept_over_an_interruption(data: TokenData, tmp_path: Path) -> None:
+    """The held-out loss goes into the manifest of what is exported; stopping between two evaluations lost it."""
+    make_trainer(data).run(tmp_path, Recorder(at={4: press_ctrl_c}))
+    first = load_checkpoint(tmp_path).progress
+    assert first["held_out_loss"] > 0
+    assert (first["train_tokens"], first["held_out_tokens"]) == (data.n_train, len(data.held_out))
+    resume(tmp_path, data).run(tmp_path, Recorder(at={5: press_ctrl_c}))
+    second = load_checkpoint(tmp_path).progress
+    assert second["held_out_loss"] == first["held_out_loss"]
+    assert second["seconds"] >= first["seconds"]
+    assert second["settings"] == first["settings"]
+
+
+def test_a_second_ctrl_c_stops_at_once_and_the_usual_handler_returns(
+    data: TokenData, tmp_path: Path
+) -> None:
+    usual = signal.getsignal(signal.SIGINT)
+
+    def press_twice() -> None:
+        press_ctrl_c()
+        press_ctrl_c()
+
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(data).run(tmp_path, Recorder(at={5: press_twice}))
+    assert signal.getsignal(signal.SIGINT) is usual
+    assert load_checkpoint(tmp_path).progress["step"] == 4
+
+
+# The picture
+
+
+@pytest.mark.parametrize("n_rows", [0, 1, 8])
+def test_the_loss_picture_is_a_png(data: TokenData, tmp_path: Path, n_rows: int) -> None:
+    """Also of a run stopped before its first step or first evaluation."""
+    make_trainer(data).run(tmp_path, Recorder())
+    lines = (tmp_path / "metrics.csv").read_text().splitlines(keepends=True)
+    (tmp_path / "metrics.csv").write_text("".join(lines[: 1 + n_rows]))
+    plot_losses(tmp_path / "metrics.csv", tmp_path / "loss.png")
+    content = (tmp_path / "loss.png").read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert content.rstrip().endswith(b"IEND\xaeB`\x82")
+
+
+def test_a_loss_that_is_no_number_ends_training_and_keeps_the_last_checkpoint(
+    data: TokenData, tmp_path: Path
+) -> None:
+    """Would catch a run that trains on, and saves over what was good."""
+    trainer = make_trainer(data)
+
+    def spoil() -> None:
+        with torch.no_grad():
+            trainer.decoder.embedding.weight[:] = torch.nan
+
+    with pytest.raises(
+        training.DivergedError, match=r"became nan at step 6, .* learning rate below"
+    ):
+        trainer.run(tmp_path, Recorder({5: spoil}))
+    assert load_checkpoint(tmp_path).progress["step"] == 4
+    assert all(weight.isfinite().all() for weight in weights(tmp_path).values())

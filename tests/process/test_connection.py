@@ -1,0 +1,452 @@
+"""A connection's limits: on the head of a request, on the time in which one comes, and none on what may take long."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from server.process.connection import MOST_HEADERS, SLOWEST
+from server.process.serve import configure
+from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.live import Live, live
+from tests.serving import VOCAB_SIZE, fake_app
+
+LIMIT = 2048
+GET = b"GET /x HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def post(n_body: int) -> bytes:
+    return b"POST /x HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % n_body
+
+
+class Clock:
+    """An event loop whose clock stands still until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.timers: list[Timer] = []
+        self.create_task = asyncio.get_running_loop().create_task
+
+    def call_later(self, delay: float, callback: Callable[..., None], *arguments: Any) -> Timer:
+        self.timers.append(timer := Timer(self, self.now + delay, lambda: callback(*arguments)))
+        return timer
+
+    async def advance(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.timers and (first := min(self.timers, key=lambda timer: timer.at)).at <= end:
+            self.now = first.at
+            first.cancel()
+            first.fire()
+        self.now = end
+        await settle()
+
+
+class Timer:
+    def __init__(self, clock: Clock, at: float, fire: Callable[[], None]) -> None:
+        self.clock, self.at, self.fire = clock, at, fire
+
+    def cancel(self) -> None:
+        if self in self.clock.timers:
+            self.clock.timers.remove(self)
+
+
+async def settle() -> None:
+    """Let the application come to where it waits."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class Transport(asyncio.Transport):
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.is_closed = self.is_aborted = self.is_paused = False
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def write_eof(self) -> None:
+        """The client notices."""
+
+    def close(self) -> None:
+        self.is_closed = True
+
+    def abort(self) -> None:
+        self.is_closed = self.is_aborted = True
+
+    def is_closing(self) -> bool:
+        return self.is_closed
+
+    def pause_reading(self) -> None:
+        self.is_paused = True
+
+    def resume_reading(self) -> None:
+        self.is_paused = False
+
+
+class Connection:
+    """A connection to an application that echoes how long bodies are, and may be told to take its time."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.clock, self.transport = Clock(), Transport()
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+        self.told: list[str] = []
+        kind: Any = configure(
+            fake_app(FakeRunner(VOCAB_SIZE), max_header_bytes=LIMIT, **settings)
+        ).http
+        config = uvicorn.Config(
+            self.application,
+            interface="asgi3",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            timeout_keep_alive=75,
+        )
+        self.protocol = kind(config, ServerState(), {}, self.clock)
+        self.protocol.connection_made(self.transport)
+
+    async def application(self, _scope: Any, receive: Any, send: Any) -> None:
+        n_body, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.told.append("disconnect")
+                return
+            n_body += len(message["body"])
+            more = message["more_body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await self.may_answer.wait()
+        await send({"type": "http.response.body", "body": b"<%d>" % n_body})
+
+    async def receive(self, data: bytes) -> None:
+        self.protocol.data_received(data)
+        await settle()
+
+    @property
+    def statuses(self) -> list[int]:
+        return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+) ", self.transport.written)]
+
+    @property
+    def lengths(self) -> list[int]:
+        return [int(length) for length in re.findall(rb"<(\d+)>", self.transport.written)]
+
+
+@pytest.mark.parametrize("begun", [GET[:5], GET[:-2], post(10), post(10) + b"123", b"\r\n\r\n"])
+async def test_what_begins_has_to_come_in_time(begun: bytes) -> None:
+    """However it drips."""
+    connection = Connection()
+    await connection.receive(begun)
+    for _ in range(29):
+        await connection.clock.advance(1.0)
+        assert not connection.transport.is_closed
+        await connection.receive(b"\r\n" if begun == b"\r\n\r\n" else b"")
+    await connection.clock.advance(1.0)
+    assert connection.transport.is_aborted
+    connection.protocol.connection_lost(None)
+    await settle()
+    assert connection.told == (["disconnect"] if begun.startswith(b"POST") else [])
+    assert connection.clock.timers == []
+
+
+@pytest.mark.parametrize(
+    ("before", "seconds"), [(b"", 30.0), (GET, 75.0), (post(3) + b"abc", 75.0)]
+)
+async def test_an_idle_connection_may_ask_for_a_while_and_again_for_longer(
+    before: bytes, seconds: float
+) -> None:
+    connection = Connection()
+    if before:
+        await connection.receive(before)
+    await connection.clock.advance(seconds - 1.0)
+    assert not connection.transport.is_closed
+    await connection.clock.advance(1.0)
+    assert (connection.transport.is_closed, connection.transport.is_aborted) == (True, False)
+
+
+@pytest.mark.parametrize(("rate", "is_cut"), [(SLOWEST, False), (SLOWEST - 1, True)])
+async def test_a_long_body_may_take_its_time_while_it_comes(rate: int, is_cut: bool) -> None:
+    connection = Connection()
+    await connection.receive(post(200 * rate) + b"x" * rate)
+    for _ in range(199):
+        await connection.clock.advance(1.0)
+        await connection.receive(b"x" * rate)
+        if connection.transport.is_aborted:
+            break
+    assert connection.transport.is_aborted == is_cut
+    assert connection.lengths == ([] if is_cut else [200 * rate])
+
+
+@pytest.mark.parametrize("early", [b"", GET[:5], post(100_000), post(100_000) + b"x" * 70_000])
+async def test_an_answer_may_take_for_ever_whatever_of_the_next_request_came(early: bytes) -> None:
+    connection = Connection()
+    connection.may_answer.clear()
+    await connection.receive(GET + early)
+    for _ in range(100):
+        await connection.clock.advance(30.0)
+    assert not connection.transport.is_closed
+    connection.may_answer.set()
+    await settle()
+    assert connection.lengths == [0]
+    await connection.clock.advance(100.0)
+    assert connection.transport.is_closed
+
+
+async def refusing(_scope: Any, _receive: Any, send: Any) -> None:
+    await send(
+        {"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"0")]}
+    )
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.mark.parametrize(
+    ("came", "statuses"),
+    [
+        (b"", []),
+        (GET[:5], [503]),
+        (post(9), [503]),
+        (post(9) + b"123", [503]),
+        (GET + post(9), [200, 503]),
+        (GET, [200]),
+        (post(3) + b"123", [200]),
+    ],
+)
+async def test_what_has_not_come_as_a_whole_is_answered_at_shutdown(
+    came: bytes, statuses: list[int]
+) -> None:
+    connection = Connection()
+    await connection.receive(came)
+    connection.protocol.refuse_unfinished()
+    connection.protocol.refuse_unfinished()
+    await settle()
+    assert connection.statuses == statuses
+    await connection.clock.advance(2.0)
+    assert connection.transport.is_closed == (503 in statuses)
+
+
+@pytest.mark.parametrize("early", [b"", GET[:5], post(9)])
+async def test_an_answer_that_is_being_made_at_shutdown_is_not_lost(early: bytes) -> None:
+    connection = Connection()
+    connection.may_answer.clear()
+    await connection.receive(GET + early)
+    connection.protocol.refuse_unfinished()
+    connection.may_answer.set()
+    await settle()
+    assert connection.statuses == [200]
+
+
+async def test_what_is_still_coming_after_its_answer_is_not_read_for_ever() -> None:
+    """As of a body that was refused for its announced length."""
+
+    connection = Connection()
+    connection.protocol.app = refusing
+    await connection.receive(post(10**9))
+    assert connection.statuses == [413]
+    for _ in range(30):
+        await connection.clock.advance(1.0)
+        await connection.receive(b"x" * 100_000)
+    assert connection.transport.is_aborted
+
+
+CHUNKED = b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begun", "repeated"),
+    [
+        (b"3\r\nabc\r\n0\r\nx: ", b"y"),
+        (b"3\r\nabc\r\n0\r\n", b"y: z\r\n"),
+        (b"1;", b"y"),
+        (b"", b"0"),
+    ],
+    ids=["one trailer", "many trailers", "an extension", "a size"],
+)
+async def test_what_is_around_a_body_is_bounded_as_the_head_is(
+    begun: bytes, repeated: bytes
+) -> None:
+    """Trailers and the extensions of chunks: each by its length, and all by the time that they may take."""
+    connection = Connection()
+    await connection.receive(CHUNKED + begun + repeated * (LIMIT // len(repeated)))
+    assert connection.statuses == []
+    for _ in range(10):
+        await connection.receive(repeated * 1000)
+    assert connection.statuses == [431]
+
+    connection = Connection()
+    await connection.receive(CHUNKED + begun)
+    for _ in range(30):
+        await connection.clock.advance(1.0)
+        await connection.receive(repeated)
+    assert connection.transport.is_aborted
+
+
+async def test_bytes_around_a_body_do_not_make_it_fast() -> None:
+    connection = Connection()
+    await connection.receive(CHUNKED)
+    for _ in range(30):
+        await connection.clock.advance(1.0)
+        await connection.receive(b"1;" + b"y" * 1000 + b"\r\nx\r\n")
+    assert connection.transport.is_aborted
+
+
+async def test_trailers_are_no_headers() -> None:
+    connection = Connection()
+    await connection.receive(CHUNKED + b"3\r\nabc\r\n")
+    before = list(connection.protocol.headers)
+    await connection.receive(b"0\r\nAuthorization: Bearer x\r\n\r\n")
+    assert connection.lengths == [3]
+    assert connection.protocol.headers == before
+
+
+async def test_trailers_that_do_not_end_are_cut_off_without_a_second_answer() -> None:
+    """Which the client would take for that of its next request."""
+    connection = Connection()
+    connection.protocol.app = refusing
+    await connection.receive(CHUNKED + b"0\r\nx: ")
+    for _ in range(10):
+        await connection.receive(b"y" * 1000)
+    assert connection.statuses == [413]
+    await connection.clock.advance(2.0)
+    assert connection.transport.is_closed
+
+
+async def test_a_body_that_ends_after_its_answer_leaves_an_idle_connection() -> None:
+    connection = Connection()
+    connection.protocol.app = early = connection.application
+
+    async def hasty(scope: Any, _receive: Any, send: Any) -> None:
+        async def empty() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        await early(scope, empty, send)
+
+    connection.protocol.app = hasty
+    await connection.receive(post(3))
+    assert connection.lengths == [0]
+    await connection.receive(b"abc")
+    await connection.clock.advance(74.0)
+    assert not connection.transport.is_closed
+    await connection.receive(GET)
+    assert connection.lengths == [0, 0]
+    await connection.clock.advance(75.0)
+    assert (connection.transport.is_closed, connection.transport.is_aborted) == (True, False)
+
+
+def head(chance: random.Random) -> tuple[bytes, bool]:
+    """A head, and whether it is too large: by its URL, by one header, or by how many there are."""
+    n_url, n_headers = (
+        chance.choice([1, 1, 900, LIMIT, LIMIT + 1]),
+        chance.choice([0, 3, MOST_HEADERS, MOST_HEADERS + 1]),
+    )
+    headers = [(b"a", b"x" * chance.choice([1, 1, 500, LIMIT])) for _ in range(n_headers)]
+    size = n_url + sum(len(name) + len(value) + 4 for name, value in headers)
+    lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
+    return b"GET /" + b"u" * (
+        n_url - 1
+    ) + b" HTTP/1.1\r\n" + lines + b"\r\n", size > LIMIT or n_headers > MOST_HEADERS
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_the_same_bytes_are_answered_the_same_however_they_are_cut(seed: int) -> None:
+    """Requests, one behind the other, up to the first whose head is too large."""
+    chance = random.Random(seed)
+    seen = set()
+    for _ in range(25):
+        sent, expected, lengths = b"", [], []
+        for _ in range(4):
+            if chance.random() < 0.5:
+                n_body = chance.choice([0, 1, 5000])
+                sent += post(n_body) + b"x" * n_body
+                lengths.append(n_body)
+                expected.append(200)
+                continue
+            bytes_of_head, is_too_large = head(chance)
+            sent += bytes_of_head
+            expected.append(431 if is_too_large else 200)
+            if is_too_large:
+                break
+            lengths.append(0)
+        connection = Connection()
+        while sent:
+            n = chance.choice([1, 7, 100, 3000, 10**6])
+            await connection.receive(sent[:n])
+            sent = sent[n:]
+        if (
+            431 in expected
+        ):  # answers that have not begun when a head is refused are lost with the connection
+            assert connection.statuses in [[*expected[:n], 431] for n in range(len(expected))]
+        else:
+            assert connection.statuses == expected
+        assert connection.lengths == lengths[: len(connection.lengths)]
+        seen.add(tuple(connection.statuses))
+        await connection.clock.advance(2.0)
+        assert connection.transport.is_closed == (431 in expected)
+    assert len(seen) > 2
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b"x: " + b"x" * 100_000 + b"\r\n\r\n",
+        b"x: " + b"x" * 10_000_000,
+        b"x: y\r\n" * (MOST_HEADERS + 1) + b"\r\n",
+        b"x: y\r\n" * 100_000,
+    ],
+    ids=["one", "unfinished", "many", "endless"],
+)
+def test_a_large_head_is_refused_in_words(served: Live, path: str, rest: bytes) -> None:
+    """Also to a client that only listens when it has sent everything."""
+    with socket.create_connection(("127.0.0.1", served.port), TIMEOUT) as client:
+        client.sendall(f"POST {path} HTTP/1.1\r\nX-Request-Id: mine\r\n".encode() + rest)
+        with client.makefile("rb") as file:
+            answer = file.read()
+    top, _, body = answer.partition(b"\r\n\r\n")
+    lines = top.decode().lower().split("\r\n")
+    assert lines[0] == "http/1.1 431 request header fields too large"
+    assert {"connection: close", "content-type: application/json"} <= set(lines)
+    assert any(line.startswith("x-request-id: ") for line in lines)
+    shown = json.loads(body)
+    if path == "/generate":
+        assert shown.keys() == {"error", "error_type"}
+    else:
+        assert shown["error"].keys() == {"message", "type", "param", "code"}
+        assert shown["error"]["code"] == "request_head_too_large"
+        assert "more than 32768 bytes" in shown["error"]["message"]
+    assert served.value("requests_rejected_total", reason="request_head_too_large") >= 1
+    with served.http() as http:
+        assert http.get("/health").status_code == 200
+
+
+def test_what_is_no_http_is_refused_in_the_same_words(served: Live) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), TIMEOUT) as client:
+        client.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200))
+        with client.makefile("rb") as file:
+            answer = file.read()
+    top, _, body = answer.partition(b"\r\n\r\n")
+    assert top.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert b"\r\nx-request-id: " in top
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def test_whoever_asks_for_another_protocol_is_answered_in_this_one() -> None:
+    connection = Connection()
+    await connection.receive(b"GET /x HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
+    assert connection.statuses == [200]
+    assert connection.transport.is_closed
+    assert b"connection: close" in connection.transport.written
+
+
+@pytest.fixture(scope="module")
+def served() -> Any:
+    with live() as started:
+        yield started

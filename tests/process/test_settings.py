@@ -1,0 +1,107 @@
+"""Settings from options and the environment; every mistake is one line that names the setting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from server.errors import StartupError
+from server.settings import Settings, load_settings
+
+
+def test_options_win_over_the_environment_and_defaults_follow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVASIR_PORT", "9000")
+    monkeypatch.setenv("KVASIR_MAX_NUM_SEQS", "3")
+    settings = load_settings(model=Path("artifacts/mine"), port=9001, host=None)
+    assert (settings.port, settings.max_num_seqs, settings.host) == (9001, 3, "127.0.0.1")
+    assert settings.queue_limit == 12
+    assert settings.model_name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [("2GiB", 2 * 2**30), ("500MB", 500_000_000), ("4096", 4096)]
+)
+def test_memory_sizes_take_units(given: str, expected: int) -> None:
+    assert load_settings(model="m", kv_cache_memory=given).kv_cache_memory == expected
+
+
+def test_no_memory_for_prefixes_is_a_choice() -> None:
+    assert load_settings(model="m", prefix_cache_memory="0").prefix_cache_memory == 0
+
+
+def test_every_knob_is_documented() -> None:
+    assert [name for name, field in Settings.model_fields.items() if not field.description] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PORT", "70000"),
+        ("PORT", "http"),
+        ("CHUNK_SIZE", "1"),
+        ("KV_CACHE_MEMORY", "lots"),
+        ("PREFIX_CACHE_MEMORY", "-1"),
+        ("DRAIN_TIMEOUT", "nan"),
+        ("SEND_TIMEOUT", "0"),
+        ("RECEIVE_TIMEOUT", "-1"),
+        ("MAX_HEADER_BYTES", "10"),
+        ("CORS_ORIGINS", "https://a.example/"),
+        ("CORS_ORIGINS", "a.example"),
+        ("LOG_LEVEL", "loud"),
+        ("ROOT_PATH", "llm/"),
+    ],
+)
+def test_a_bad_value_is_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(f"KVASIR_{name}", value)
+    with pytest.raises(StartupError) as caught:
+        load_settings(model="m")
+    message = str(caught.value)
+    assert f"KVASIR_{name}" in message
+    assert repr(value) in message
+    assert "\n" not in message
+
+
+def test_an_unknown_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVASIR_PROT", "9000")
+    with pytest.raises(
+        StartupError,
+        match="unknown setting KVASIR_PROT in the environment; did you mean KVASIR_PORT",
+    ):
+        load_settings(model="m")
+
+
+def test_a_missing_model_and_an_unknown_option_are_named() -> None:
+    with pytest.raises(StartupError, match="KVASIR_MODEL"):
+        load_settings()
+    with pytest.raises(StartupError, match="prot"):
+        load_settings(model="m", prot=1)
+
+
+def test_a_key_is_not_shown() -> None:
+    assert "secret" not in repr(load_settings(model="m", api_key="secret"))
+
+
+def test_origins_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVASIR_CORS_ORIGINS", "https://a.example, http://localhost:3000")
+    assert load_settings(model="m").cors_origins == ("https://a.example", "http://localhost:3000")
+    assert load_settings(model="m", cors_origins="*").cors_origins == ("*",)
+
+
+def test_a_limit_for_each_key_needs_keys() -> None:
+    assert (
+        load_settings(model="m", api_key="one", max_concurrency_per_key=2).max_concurrency_per_key
+        == 2
+    )
+    with pytest.raises(StartupError, match="max_concurrency_per_key needs keys"):
+        load_settings(model="m", max_concurrency_per_key=2)
+
+
+def test_the_queues_bounds_follow_one_another() -> None:
+    assert load_settings(model="m", max_num_seqs=2).queue_tokens_limit == 2 * 4 * 4096
+    assert load_settings(model="m", max_queue=3).queue_tokens_limit == 3 * 4096
+    assert load_settings(model="m", max_queue_tokens=5).queue_tokens_limit == 5

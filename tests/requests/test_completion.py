@@ -1,0 +1,94 @@
+"""One request in no protocol's words: its deltas, its seed, its end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from server.engine.sampling import SamplingParams
+from server.engine.sequence import FinishReason
+from server.errors import EngineError
+from server.requests.completion import CompletionRequest, Delta, make_choices
+from server.requests.service import Service
+from tests.serving import EOS, serving, small_tokenizer
+
+
+async def request(
+    service: Service, *, n: int = 1, seed: int = 0, ignore_eos: bool = False
+) -> CompletionRequest:
+    wanted = SamplingParams(max_tokens=3, seed=seed, ignore_eos=ignore_eos)
+    return CompletionRequest(prompts=[await service.prompt([5])], params=wanted, n=n)
+
+
+async def test_silence_is_told_once_the_first_output_has_come() -> None:
+    async with serving() as served:
+        served.runner.hold()
+        async with served.service.complete(
+            await request(served.service, ignore_eos=True)
+        ) as completion:
+            deltas = completion.deltas(0.001)
+            waiting = asyncio.ensure_future(anext(deltas))
+            served.runner.allow(1)
+            assert len(await waiting) == 1
+            assert await anext(deltas) == []
+            assert await anext(deltas) == []
+            served.runner.release()
+            rest: list[Delta] = [delta async for batch in deltas for delta in batch]
+    assert [delta.finish_reason for delta in rest] == [None, FinishReason.LENGTH]
+    assert completion.n_completion_tokens == 3
+    assert completion.seconds_to_first_token is not None
+
+
+async def test_what_came_before_a_failure_is_given_out_before_it_is_raised() -> None:
+    async with serving() as served:
+        served.runner.hold()
+        async with served.service.complete(
+            await request(served.service, ignore_eos=True)
+        ) as completion:
+            served.runner.allow(2)
+            await asyncio.to_thread(served.runner.wait_until_held)
+            served.service.engine.give_up()  # by now both outputs and the failure wait to be received
+            deltas = completion.deltas()
+            assert [delta.token_id is None for delta in await anext(deltas)] == [False, False]
+            with pytest.raises(EngineError):
+                await anext(deltas)
+
+
+async def test_leaving_the_block_early_ends_the_request() -> None:
+    async with serving() as served:
+        served.runner.hold()
+        async with served.service.complete(await request(served.service, n=3)):
+            assert served.service.admission.n_inside == 3
+        assert served.service.admission.n_inside == 0
+        served.runner.release()
+        async with served.service.complete(await request(served.service)) as last:
+            assert [delta async for batch in last.deltas() for delta in batch]
+        registry = served.service.metrics.registry
+        assert (
+            registry.get_sample_value("kvasir_request_success_total", {"finished_reason": "abort"})
+            == 3
+        )
+
+
+async def test_samples_share_the_prompt_and_the_seed_and_differ_in_their_index() -> None:
+    async with serving() as served:
+        wanted = await request(served.service, n=2, seed=9)
+        ignoring = await request(served.service, ignore_eos=True)
+    choices = make_choices(wanted, small_tokenizer(), 40, [EOS])
+    assert [choice.sequence.id for choice in choices] == [40, 41]
+    assert [(c.sequence.params.seed, c.sequence.params.sample_index) for c in choices] == [
+        (9, 0),
+        (9, 1),
+    ]
+    assert choices[0].sequence.ending_ids == {EOS}
+    assert make_choices(ignoring, small_tokenizer(), 0, [EOS])[0].sequence.ending_ids == frozenset()
+
+
+async def test_samples_of_a_prompt_share_its_prefill() -> None:
+    """Each runs only what is behind the last whole block, two tokens at least; without a cache each runs it all."""
+    for cache_bytes, n_run in ((2**20, 21 + 3 * 5), (0, 4 * 21)):
+        async with serving(cache_bytes=cache_bytes) as served:
+            body = {"prompt": list(range(1, 22)), "n": 4, "max_tokens": 2, "ignore_eos": True}
+            assert (await served.client.post("/v1/completions", json=body)).status_code == 200
+            assert sum(n_prefill for _, n_prefill in served.runner.batches) == n_run

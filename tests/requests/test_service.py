@@ -1,0 +1,144 @@
+"""Prompts at the door: the event loop and the other streams go on whatever is sent. How waiting ends."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from server.errors import ContextLengthError
+from server.requests.service import Service, expire
+from server.settings import load_settings
+from tests.fake_runner import TIMEOUT
+from tests.serving import fake_bundle, small_tokenizer
+
+tokenizer = small_tokenizer()
+
+
+class Watched:
+    """A tokenizer that notes what is called, and whether another thread could run during each call.
+
+    Threads switch only when one lets go of the interpreter, so a call that keeps it is found out whatever the speed.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, bool]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(tokenizer, name)
+        return self._watching(name, real) if name.startswith(("encode", "decode")) else real
+
+    def _watching(self, name: str, real: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            go, went = threading.Lock(), threading.Event()
+            go.acquire()
+
+            def other() -> None:
+                with go:
+                    went.set()
+
+            thread = threading.Thread(target=other)
+            thread.start()
+            with uninterrupted():
+                go.release()
+                result = real(*arguments, **options)
+                self.calls.append((name, went.is_set()))
+            thread.join(TIMEOUT)
+            return result
+
+        return call
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1000.0)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual)
+
+
+def watched_service(max_model_len: int) -> tuple[Service, Watched]:
+    watched = Watched()
+    bundle = replace(fake_bundle(max_model_len=max_model_len), tokenizer=watched)  # type: ignore[arg-type]
+    return Service(load_settings(model="m"), bundle), watched
+
+
+async def test_other_threads_run_while_a_long_prompt_is_tokenised() -> None:
+    text = "def read_json(path):\n    return json.load(path)\n" * 5000
+    service, watched = watched_service(max_model_len=10**6)
+    prompt = await service.prompt(text)
+    assert [released for _, released in watched.calls] == [True]
+    assert prompt.ids == tokenizer.encode(text).ids
+    assert prompt.text == text
+
+
+async def test_other_threads_run_while_many_short_prompts_are_tokenised() -> None:
+    texts = [f"def read_{i}(path):\n" for i in range(5000)]
+    service, watched = watched_service(max_model_len=64)
+    prompts = await service.prompts([*texts, [5, 66]])
+    assert [(name, released) for name, released in watched.calls if name != "decode"] == [
+        ("encode_batch_fast", True)
+    ]
+    assert [prompt.ids for prompt in prompts] == [
+        *(tokenizer.encode(text).ids for text in texts),
+        [5, 66],
+    ]
+    assert [prompt.text for prompt in prompts] == [*texts, tokenizer.decode([5, 66])]
+
+
+async def test_a_long_text_means_the_same_as_in_short_with_its_special_tokens() -> None:
+    special = tokenizer.get_added_tokens_decoder()[0].content
+    text = f"{special}json.load(path) \u00e9\n" * 400
+    service, _ = watched_service(max_model_len=10**6)
+    assert (await service.prompt(text)).ids == tokenizer.encode(text).ids
+
+
+@pytest.mark.parametrize(("cut", "length"), [(None, 2_000_000), (100, 100)])
+async def test_token_ids_that_cannot_fit_are_refused_unread(cut: int | None, length: int) -> None:
+    service, watched = watched_service(max_model_len=64)
+    with pytest.raises(
+        ContextLengthError, match=f"at most 64 tokens, but the prompt has {length}"
+    ) as caught:
+        await service.prompt([-1] * 2_000_000, keep_last=cut)
+    assert caught.value.param == "prompt"
+    assert watched.calls == []
+
+
+async def test_token_ids_are_cut_before_they_are_read() -> None:
+    service, _ = watched_service(max_model_len=64)
+    prompt = await service.prompt([*[-1] * 2_000_000, 5, 66], keep_last=2)
+    assert (prompt.ids, prompt.text) == ([5, 66], tokenizer.decode([5, 66]))
+
+
+async def test_a_text_that_cannot_fit_is_refused_with_both_numbers() -> None:
+    service, _ = watched_service(max_model_len=64)
+    text = "json\n" * 2000
+    n = len(tokenizer.encode(text).ids)
+    with pytest.raises(ContextLengthError, match=f"at most 64 tokens, but the prompt has {n}"):
+        await service.prompt(text)
+
+
+@pytest.mark.parametrize("is_waiting", [True, False])
+async def test_what_has_lost_its_patience_ends_only_if_it_still_waits(is_waiting: bool) -> None:
+    ended = asyncio.Event()
+    completion: Any = SimpleNamespace(
+        is_waiting=is_waiting, stream=SimpleNamespace(expire=ended.set)
+    )
+    timers = expire(completion, -1.0, 3600.0)
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert ended.is_set() == is_waiting
+    for timer in timers:
+        timer.cancel()
+    for timer in expire(completion, 5.0, 0.0):
+        await asyncio.wait_for(ended.wait(), TIMEOUT)  # its deadline has passed, whatever it does
+        timer.cancel()

@@ -1,0 +1,133 @@
+"""Grammars of texts with calls: what they let through, the parser reads as valid calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer
+
+from server.engine.grammar.constraints import Constraint, Grammar, GrammarCompiler
+from server.text.tool_calls import ToolCallFormat, ToolCallParser, ToolCallPiece
+from server.text.tool_grammar import calls_in_text
+from tests.serving import EOS, small_tokenizer
+
+HERMES, LLAMA = ToolCallFormat.HERMES, ToolCallFormat.LLAMA
+FUNCTIONS: dict[str, dict[str, Any]] = {
+    "f": {
+        "type": "object",
+        "properties": {"a": {"const": 1}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+    "g": {"type": "object", "additionalProperties": {"type": "string"}},
+}
+KINDS = ("text", "special", "added")  # what the tags are to the tokenizer
+
+
+@cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    tokenizer = Tokenizer.from_str(small_tokenizer().to_str())
+    if kind != "text":
+        tags = sorted(tag for form in ToolCallFormat for tag in form.tags)
+        tokenizer.add_tokens(
+            [AddedToken(tag, special=kind == "special", normalized=False) for tag in tags]
+        )
+    return tokenizer
+
+
+@cache
+def begun(form: ToolCallFormat, kind: str) -> Constraint:
+    tokenizer = tokenizer_of(kind)
+    tokens = form.tags if kind != "text" else frozenset()
+    compiler = GrammarCompiler(tokenizer.to_str(), tokenizer.get_vocab_size(), [EOS])
+    return compiler.compile(Grammar.lark(calls_in_text(form, FUNCTIONS, tokens)))
+
+
+def ids_of(kind: str, pieces: Sequence[str], *, spelled: bool) -> list[int]:
+    """spelled: tags too are written in tokens of text."""
+    tokenizer = small_tokenizer() if spelled else tokenizer_of(kind)
+    return [i for piece in pieces for i in tokenizer.encode(piece).ids]
+
+
+def let_through(form: ToolCallFormat, kind: str, ids: list[int]) -> tuple[int, bool]:
+    """How many tokens of a text the grammar takes, and whether the text may end behind all of them."""
+    n = begun(form, kind).copy().matcher.validate_tokens([*ids, EOS])
+    return min(n, len(ids)), n > len(ids)
+
+
+def check(form: ToolCallFormat, text: str) -> int:
+    """Every call is one of a function, with valid arguments where they have ended. How many there are."""
+    parser = ToolCallParser(form)
+    pieces = [
+        piece for piece in (*parser.push(text), *parser.flush()) if isinstance(piece, ToolCallPiece)
+    ]
+    names = [piece.name for piece in pieces if piece.name is not None]
+    assert set(names) <= FUNCTIONS.keys(), text
+    for i, name in enumerate(names[: len(names) - parser.is_in_call]):
+        arguments = json.loads("".join(piece.arguments for piece in pieces if piece.index == i))
+        jsonschema.validate(arguments, FUNCTIONS[name])
+    return len(names)
+
+
+TAGS = ("<tool_call>", "</tool_call>", "<|python_tag|>")
+CALLS = tuple(
+    f'{{"name": "{name}", "{key}": {arguments}}}'
+    for name, arguments in [
+        ("f", '{"a": 1}'),
+        ("f", '{"a": 2}'),
+        ("g", '{"a": "<tool_call>"}'),
+        ("g", "{}"),
+        ("h", "{}"),
+    ]
+    for key in ("arguments", "parameters")
+)
+FRAGMENTS = (*TAGS, *CALLS, '{"name":"f",', "{", "}", "; ", "\n", " ", "\x1c", "So", "<", "é")
+
+
+@given(
+    form=st.sampled_from(ToolCallFormat),
+    kind=st.sampled_from(KINDS),
+    spelled=st.booleans(),
+    pieces=st.lists(st.sampled_from(FRAGMENTS), max_size=8),
+)
+@example(HERMES, "text", False, ["<tool_call>", CALLS[2], "</tool_call>"])
+@example(HERMES, "added", True, ["So", "<tool_call>", CALLS[2], "</tool_call>"])
+@example(HERMES, "text", False, ["<tool_call>", " ", "\n", CALLS[-1]])
+@example(LLAMA, "text", False, ["<|python_tag|>", CALLS[3]])
+@example(LLAMA, "text", False, ["So", " ", "<|python_tag|>", CALLS[-1]])
+@example(LLAMA, "special", True, ["So", "<|python_tag|>", CALLS[-1]])
+@example(LLAMA, "special", False, ["\x1c", CALLS[-1]])
+def test_what_is_read_as_a_call_in_a_text_is_valid(
+    form: ToolCallFormat, kind: str, spelled: bool, pieces: list[str]
+) -> None:
+    ids = ids_of(kind, pieces, spelled=spelled)
+    n, _ = let_through(form, kind, ids)
+    check(form, tokenizer_of(kind).decode(ids[:n], skip_special_tokens=False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("form", "text", "n_calls"),
+    [
+        (HERMES, "Just <b>text</b> {}", 0),
+        (HERMES, 'Two:\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+                 '<tool_call>{"name": "g", "arguments": {"b": "}"}}</tool_call> Done.', 2),
+        (LLAMA, "Just {text}", 0),
+        (LLAMA, '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}', 2),
+        (LLAMA, '<|python_tag|>{"name": "f", "parameters": {"a": 1}}', 1),
+        (LLAMA, 'So: <|python_tag|>{"name": "f", "parameters": {"a": 1}}', 1),
+    ],
+)  # fmt: skip
+def test_valid_calls_and_texts_are_let_through(
+    form: ToolCallFormat, kind: str, text: str, n_calls: int
+) -> None:
+    ids = ids_of(kind, [text], spelled=False)
+    assert let_through(form, kind, ids) == (len(ids), True)
+    assert check(form, text) == n_calls
