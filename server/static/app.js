@@ -20,7 +20,7 @@ let started = false;
 function show() {
   if (!started) return; // nothing would answer there yet
   const wanted = location.hash.slice(1) || "playground";
-  const name = Object.hasOwn(VIEWS, wanted) ? wanted : shown ?? "playground"; // "#main" is a place in any view
+  const name = Object.hasOwn(VIEWS, wanted) ? wanted : (shown ?? "playground"); // "#main" is a place in any view
   if (name === shown) return;
   if (shown !== null) VIEWS[shown].hide?.();
   shown = name;
@@ -109,7 +109,8 @@ function useKey(event) {
   }
   byId("key-form").hidden = true;
   byId("main").focus();
-  if (started) window.dispatchEvent(new Event("kvasir:new-key")); // what was refused is asked again
+  if (started)
+    window.dispatchEvent(new Event("kvasir:new-key")); // what was refused is asked again
   else start();
 }
 

@@ -29,7 +29,8 @@ export class Reading {
   }
 
   keep(attention) {
-    for (const { layer, head, weights } of attention) this.maps.set(`${layer}.${head}`, flatten(weights));
+    for (const { layer, head, weights } of attention)
+      this.maps.set(`${layer}.${head}`, flatten(weights));
     const most = Math.max(attention.length, Math.floor(MAX_KEPT / this.n ** 2));
     for (const oldest of [...this.maps.keys()].slice(0, -most)) this.maps.delete(oldest);
   }
@@ -37,7 +38,10 @@ export class Reading {
 
 /** Let the model read a text. One head comes with it: how many fit in an answer is known when the tokens are. */
 export async function read(text, layer, head, options) {
-  return new Reading(text, await explain({ text, layers: [layer], heads: [head], top_k: TOP_K }, options));
+  return new Reading(
+    text,
+    await explain({ text, layers: [layer], heads: [head], top_k: TOP_K }, options),
+  );
 }
 
 /** Get the heads of layers that have not come yet, in answers within the server's limits; `onarrival` after each. */
@@ -51,7 +55,10 @@ export async function complete(reading, layers, heads, options, onarrival) {
 
 /** Layers and heads in pieces of at most so many maps. */
 function* pieces(layers, heads, room) {
-  const [nLayers, nHeads] = [Math.max(1, Math.floor(room / heads.length)), Math.min(Math.floor(room), heads.length)];
+  const [nLayers, nHeads] = [
+    Math.max(1, Math.floor(room / heads.length)),
+    Math.min(Math.floor(room), heads.length),
+  ];
   for (let i = 0; i < layers.length; i += nLayers) {
     for (let j = 0; j < heads.length; j += nHeads) {
       yield { layers: layers.slice(i, i + nLayers), heads: heads.slice(j, j + nHeads) };

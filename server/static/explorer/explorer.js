@@ -39,7 +39,8 @@ export function start(modelCard) {
     explain({ text: byId("explain-text").value });
   });
   byId("explain-text").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) byId("explain-form").requestSubmit();
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey))
+      byId("explain-form").requestSubmit();
   });
   byId("lifted").addEventListener("change", colour);
   byId("overview-details").addEventListener("toggle", load);
@@ -55,16 +56,19 @@ export function show() {
 function sayMissing() {
   byId("explain-form").hidden = true;
   byId("attention-missing").hidden = false;
-  byId("attention-missing").textContent = card.device === "cpu"
-    ? "This model directory has no attention.onnx, which gives the weights; export the model again with kvasir export."
-    : "Attention can be looked at on the CPU only; export the model with kvasir export --device cpu, and serve that.";
+  byId("attention-missing").textContent =
+    card.device === "cpu"
+      ? "This model directory has no attention.onnx, which gives the weights; export the model again with kvasir export."
+      : "Attention can be looked at on the CPU only; export the model with kvasir export --device cpu, and serve that.";
 }
 
 const range = (count) => Array.from({ length: count }, (_, i) => i);
 
 function fillSelect(id, count) {
   byId(id).replaceChildren(...range(count).map((i) => make("option", { value: i }, `${i}`)));
-  byId(id).addEventListener("change", () => choose(Number(byId("layer").value), Number(byId("head").value)));
+  byId(id).addEventListener("change", () =>
+    choose(Number(byId("layer").value), Number(byId("head").value)),
+  );
 }
 
 function colour() {
@@ -121,11 +125,12 @@ async function fetchLacking(options) {
   const chosenFirst = [head, ...range(nHead).filter((other) => other !== head)];
   await complete(reading, [layer], chosenFirst, options, draw);
   const isSmall = nLayer * nHead * reading.n ** 2 <= MOST_OVERVIEWED;
-  if (byId("overview-details").open && isSmall) await complete(reading, range(nLayer), range(nHead), options, draw);
+  if (byId("overview-details").open && isSmall)
+    await complete(reading, range(nLayer), range(nHead), options, draw);
   byId("overview-note").textContent = isSmall
     ? "A row for each layer, from the first at the top."
-    : "A row for each layer. The text is too long to get all at once: a layer is drawn when you have been there, "
-      + "as long as the page keeps its weights.";
+    : "A row for each layer. The text is too long to get all at once: a layer is drawn when you have been there, " +
+      "as long as the page keeps its weights.";
 }
 
 /** What was there before stays, and is what is chosen again. */

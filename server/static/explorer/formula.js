@@ -13,12 +13,27 @@ const UNROTATED = {
 /** Fill in the formula for a text of n tokens. */
 export function showFormula(card, layer, head, n) {
   const { config } = card;
-  const facts = { layer, head, n, window: windowOf(config, layer), rotates: rotates(config, layer) };
-  const [biased, capped] = [["alibi", "relative"].includes(config.position), config.attention_softcap !== null];
+  const facts = {
+    layer,
+    head,
+    n,
+    window: windowOf(config, layer),
+    rotates: rotates(config, layer),
+  };
+  const [biased, capped] = [
+    ["alibi", "relative"].includes(config.position),
+    config.attention_softcap !== null,
+  ];
   const isUsual = !biased && !capped && config.attention_scale === null;
-  const shown = { "#formula-usual": isUsual, "#formula-general": !isUsual, ".with-bias": biased, ".with-cap": capped };
+  const shown = {
+    "#formula-usual": isUsual,
+    "#formula-general": !isUsual,
+    ".with-bias": biased,
+    ".with-cap": capped,
+  };
   for (const [selector, is] of Object.entries(shown)) {
-    for (const element of document.querySelectorAll(selector)) element.toggleAttribute("hidden", !is);
+    for (const element of document.querySelectorAll(selector))
+      element.toggleAttribute("hidden", !is);
   }
   const texts = { ...shapes(config, n), ...words(config, facts), ...scale(config, isUsual) };
   for (const [id, text] of Object.entries(texts)) byId(id).textContent = text;
@@ -45,19 +60,25 @@ function words(config, { layer, head, window, rotates }) {
     "about-k": sharing(config, head),
     "about-c": `A soft cap: it keeps scores between −${cap} and ${cap}.`,
     "about-b": bias(config),
-    "about-m": window === null ? "" : `In this layer a token sees ${window} tokens, itself the last.`,
-    "about-v": nHead === config.n_kv_head ? "Each head has its own." : "They are shared as the keys are.",
+    "about-m":
+      window === null ? "" : `In this layer a token sees ${window} tokens, itself the last.`,
+    "about-v":
+      nHead === config.n_kv_head ? "Each head has its own." : "They are shared as the keys are.",
     "about-z": `The ${nHead} heads' results, side by side, are ${nHead * headDim} numbers a token; learned weights turn
       them into the ${dModel} that the layer goes on with.`,
   };
 }
 
-const rotates = (config, layer) => config.position === "rotary" && !config.layers_without_rotary.includes(layer);
+const rotates = (config, layer) =>
+  config.position === "rotary" && !config.layers_without_rotary.includes(layer);
 
 function positions(config, rotated) {
   if (rotated) {
     const { head_dim: width, rotary_dim: part, rope_theta: base } = config;
-    const which = (part ?? width) === width ? "Q and K are" : `The first ${part} numbers of each row of Q and K are`;
+    const which =
+      (part ?? width) === width
+        ? "Q and K are"
+        : `The first ${part} numbers of each row of Q and K are`;
     return `${which} turned by angles that grow with the position (rotary, base ${base}), so that distance counts.`;
   }
   return UNROTATED[config.position] ?? "";
@@ -74,15 +95,17 @@ function sharing({ n_head: nHead, n_kv_head: nSets }, head) {
 
 function scale({ attention_scale: own, head_dim: width }, isUsual) {
   const usual = (width ** -0.5).toPrecision(4);
-  if (isUsual) return {
-    "symbol-s": "d",
-    "about-s": `A head's width, ${width}: scores would grow with it, but for 1/√d = 1/√${width} ≈ ${usual}.`,
-  };
+  if (isUsual)
+    return {
+      "symbol-s": "d",
+      "about-s": `A head's width, ${width}: scores would grow with it, but for 1/√d = 1/√${width} ≈ ${usual}.`,
+    };
   return {
     "symbol-s": "s",
-    "about-s": own === null
-      ? `The scale 1/√d = 1/√${width} ≈ ${usual}, or scores would grow with a head's width d.`
-      : `The scale, ${own}: this model's own, in place of 1/√d.`,
+    "about-s":
+      own === null
+        ? `The scale 1/√d = 1/√${width} ≈ ${usual}, or scores would grow with a head's width d.`
+        : `The scale, ${own}: this model's own, in place of 1/√d.`,
   };
 }
 

@@ -91,27 +91,44 @@ export class HeadView {
   say(query, key, weight, most) {
     const { tokens, n } = this.reading;
     const [asks, read] = [quoted(tokens[query]), quoted(tokens[key])];
-    const text = weight !== null
-      ? `${asks} attends ${most}to ${read}: ${formatWeight(weight)}`
-      : `${asks} does not see ${read}, which ${key > query ? "comes later" : "is outside the window"}`;
-    byId("weight").replaceChildren(text, " ", make("span", { class: "quiet" }, `row ${query}, column ${key} of ${n}`));
+    const text =
+      weight !== null
+        ? `${asks} attends ${most}to ${read}: ${formatWeight(weight)}`
+        : `${asks} does not see ${read}, which ${key > query ? "comes later" : "is outside the window"}`;
+    byId("weight").replaceChildren(
+      text,
+      " ",
+      make("span", { class: "quiet" }, `row ${query}, column ${key} of ${n}`),
+    );
   }
 
   fillTable() {
     if (!byId("row-details").open || !this.weights) return;
     const { tokens } = this.reading;
-    byId("row-caption").textContent = `What ${quoted(tokens[this.pinned])}, at ${this.pinned}, attends to, most first`;
-    const seen = this.row(this.pinned).map((weight, key) => ({ weight, key })).filter(({ weight }) => weight !== null);
-    const rows = seen.sort((a, b) => b.weight - a.weight).map(({ weight, key }) => make("tr", {},
-      make("td", { class: "number" }, `${key}`), make("td", { class: "token-name" }, visible(tokens[key])),
-      make("td", { class: "number" }, formatWeight(weight))));
+    byId("row-caption").textContent =
+      `What ${quoted(tokens[this.pinned])}, at ${this.pinned}, attends to, most first`;
+    const seen = this.row(this.pinned)
+      .map((weight, key) => ({ weight, key }))
+      .filter(({ weight }) => weight !== null);
+    const rows = seen
+      .sort((a, b) => b.weight - a.weight)
+      .map(({ weight, key }) =>
+        make(
+          "tr",
+          {},
+          make("td", { class: "number" }, `${key}`),
+          make("td", { class: "token-name" }, visible(tokens[key])),
+          make("td", { class: "number" }, formatWeight(weight)),
+        ),
+      );
     byId("row-body").replaceChildren(...rows);
   }
 
   /** What the export promises, tried on what came. */
   showContract() {
     const { deviation, leak } = check(this.weights, this.reading.n, this.window);
-    const hidden = this.window === null ? "above the diagonal" : "above the diagonal or outside the window";
+    const hidden =
+      this.window === null ? "above the diagonal" : "above the diagonal or outside the window";
     const sums = deviation <= TOLERANCE ? "rows sum to 1" : "rows do not sum to 1";
     const mask = leak === 0 ? `nothing ${hidden}` : `up to ${leak.toExponential(1)} ${hidden}`;
     const broken = deviation > TOLERANCE || leak > 0;

@@ -12,7 +12,9 @@ export class Heads {
 
   /** Make the buttons. `titled`: a head's number stands under it. */
   lay(layers, heads, titled) {
-    this.rows = new Map(layers.map((layer) => [layer, heads.map((head) => this.button(layer, head, titled))]));
+    this.rows = new Map(
+      layers.map((layer) => [layer, heads.map((head) => this.button(layer, head, titled))]),
+    );
     const rows = [...this.rows].map(([layer, buttons]) => {
       const title = titled ? [] : [make("span", { class: "quiet" }, `${layer}`)];
       return make("div", { class: "heads-row" }, ...title, ...buttons);
@@ -25,10 +27,19 @@ export class Heads {
     const choose = () => this.onchoose(layer, head);
     const label = `layer ${layer}, head ${head}`;
     const value = `${layer}.${head}`;
-    return make("label", { class: "head", title: label },
-      make("input", { type: "radio", name: this.name, "aria-label": label, value, onchange: choose }),
+    return make(
+      "label",
+      { class: "head", title: label },
+      make("input", {
+        type: "radio",
+        name: this.name,
+        "aria-label": label,
+        value,
+        onchange: choose,
+      }),
       make("canvas", { "aria-hidden": "true", width: this.side, height: this.side }),
-      ...(titled ? [make("span", {}, `${head}`)] : []));
+      ...(titled ? [make("span", {}, `${head}`)] : []),
+    );
   }
 
   choose(layer, head) {
@@ -46,7 +57,8 @@ export class Heads {
         this.drawn.set(button, [weights, palette]);
         const pen = sharpen(button.querySelector("canvas"), this.side, this.side);
         button.classList.toggle("lacking", !weights);
-        if (weights) this.paint(pen, weightImage(weights, reading.n, windows(layer), palette), colours);
+        if (weights)
+          this.paint(pen, weightImage(weights, reading.n, windows(layer), palette), colours);
       });
     }
   }

@@ -46,8 +46,13 @@ export class HeatMap {
   /** CSS pixels from cell to cell: as chosen, or as many as let the whole map be seen, if that is enough to read it. */
   get size() {
     const [least, most] = CELL.fitted;
-    const side = Math.min(this.scroller.clientWidth, parseFloat(getComputedStyle(this.scroller).maxHeight));
-    return this.cell || Math.min(most, Math.max(least, Math.floor((side - this.margin - 1) / this.n)));
+    const side = Math.min(
+      this.scroller.clientWidth,
+      parseFloat(getComputedStyle(this.scroller).maxHeight),
+    );
+    return (
+      this.cell || Math.min(most, Math.max(least, Math.floor((side - this.margin - 1) / this.n)))
+    );
   }
 
   layOut() {
@@ -70,7 +75,8 @@ export class HeatMap {
   /** Which cell lies at a place of the canvas; -1 for a query or a key is outside, on the labels. */
   cellAt(x, y) {
     const { margin, size } = this;
-    const index = (place, scrolled) => (place < margin ? -1 : Math.floor((place - margin + scrolled) / size));
+    const index = (place, scrolled) =>
+      place < margin ? -1 : Math.floor((place - margin + scrolled) / size);
     const key = index(x, this.scroller.scrollLeft);
     const query = index(y, this.scroller.scrollTop);
     return query < this.n && key < this.n ? { query, key } : null;
@@ -79,7 +85,8 @@ export class HeatMap {
   /** Scroll as little as it takes to see a row or, with a key, a cell. */
   reveal(query, key = null) {
     const { scroller, size, margin } = this;
-    const into = (at, scrolled, room) => Math.min(at * size, Math.max(scrolled, (at + 1) * size + 1 - (room - margin)));
+    const into = (at, scrolled, room) =>
+      Math.min(at * size, Math.max(scrolled, (at + 1) * size + 1 - (room - margin)));
     scroller.scrollTop = into(query, scroller.scrollTop, scroller.clientHeight);
     if (key !== null) scroller.scrollLeft = into(key, scroller.scrollLeft, scroller.clientWidth);
   }
@@ -112,11 +119,15 @@ export class HeatMap {
     pen.imageSmoothingEnabled = false;
     pen.drawImage(this.image, 0, 0, whole, whole);
     if (this.size >= 9) this.drawGaps(pen, whole);
-    const { colours, marks: { pinned, point } } = this;
+    const {
+      colours,
+      marks: { pinned, point },
+    } = this;
     this.frame(pen, colours.accent, 0, pinned, this.n, 1);
     if (point && point.query >= 0) this.frame(pen, colours.quiet, 0, point.query, this.n, 1);
     if (point && point.key >= 0) this.frame(pen, colours.quiet, point.key, 0, 1, this.n);
-    if (point && point.query >= 0 && point.key >= 0) this.frame(pen, colours.text, point.key, point.query, 1, 1);
+    if (point && point.query >= 0 && point.key >= 0)
+      this.frame(pen, colours.text, point.key, point.query, 1, 1);
   }
 
   drawGaps(pen, whole) {
@@ -143,7 +154,10 @@ export class HeatMap {
   drawLabels(pen, scrolled, pointed, pinned, upright = false) {
     const every = Math.ceil(LINE / this.size);
     const first = Math.max(0, Math.floor(scrolled / this.size) - 1);
-    const last = Math.min(this.n, first + Math.ceil((upright ? this.width : this.height) / this.size) + 2);
+    const last = Math.min(
+      this.n,
+      first + Math.ceil((upright ? this.width : this.height) / this.size) + 2,
+    );
     const marked = [pinned, pointed].filter((at) => at >= first && at < last);
     const free = (at) => !marked.some((one) => Math.abs(one - at) * this.size < LINE);
     const { accent, quiet, text } = this.colours;
@@ -170,5 +184,7 @@ function inside(pen, left, top, right, bottom, draw) {
 /** As much of a token as an axis has room for, its beginning and its end. */
 function label(token) {
   const text = [...visible(token)];
-  return text.length <= LONGEST ? text.join("") : [...text.slice(0, 8), "…", ...text.slice(-5)].join("");
+  return text.length <= LONGEST
+    ? text.join("")
+    : [...text.slice(0, 8), "…", ...text.slice(-5)].join("");
 }

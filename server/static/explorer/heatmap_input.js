@@ -41,7 +41,10 @@ export function listen(map, point, pin) {
 
 /** Where a key leads. The first press shows where the keyboard is: at the pinned token itself. */
 function moveCursor(map, name) {
-  const { cursor, marks: { pinned } } = map;
+  const {
+    cursor,
+    marks: { pinned },
+  } = map;
   const [query, key] = cursor ? MOVES[name](cursor) : [pinned, pinned];
   const within = (index) => Math.min(map.n - 1, Math.max(0, index));
   map.cursor = { query: within(query), key: within(key) };

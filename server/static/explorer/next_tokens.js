@@ -9,7 +9,9 @@ const isPart = (token) => /^bytes:.*\\x[0-9a-f]{2}/.test(token.text); // of a ch
 /** Show the distribution, and what is left for all others. Buttons stay where they are: the keyboard can go on. */
 export function showNextTokens(list, rest, nextTokens, onchoose) {
   nextTokens.forEach((token, i) => {
-    const button = list.children[i]?.firstElementChild ?? list.appendChild(make("li", {}, entry())).firstElementChild;
+    const button =
+      list.children[i]?.firstElementChild ??
+      list.appendChild(make("li", {}, entry())).firstElementChild;
     const [text, share, bar] = button.children;
     text.textContent = visible(token.text);
     share.textContent = formatShare(token.probability);
@@ -20,10 +22,17 @@ export function showNextTokens(list, rest, nextTokens, onchoose) {
     button.onclick = () => isPart(token) || onchoose(token);
   });
   while (list.children.length > nextTokens.length) list.lastElementChild.remove();
-  rest.textContent = formatShare(Math.max(0, 1 - nextTokens.reduce((sum, token) => sum + token.probability, 0)));
+  rest.textContent = formatShare(
+    Math.max(0, 1 - nextTokens.reduce((sum, token) => sum + token.probability, 0)),
+  );
 }
 
 function entry() {
-  return make("button", { type: "button", class: "next-token" },
-    make("span", { class: "next-text" }), make("span", { class: "next-share" }), make("span", { class: "next-bar" }));
+  return make(
+    "button",
+    { type: "button", class: "next-token" },
+    make("span", { class: "next-text" }),
+    make("span", { class: "next-share" }),
+    make("span", { class: "next-bar" }),
+  );
 }

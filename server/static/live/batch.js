@@ -11,7 +11,10 @@ const tableRows = new Map(); // by sequence id
 
 export function startBatch(maxNumSeqs) {
   for (let row = 0; row < maxNumSeqs; row += 1) {
-    const parts = { prompt: make("span", { class: "slot-prompt" }), output: make("span", { class: "slot-output" }) };
+    const parts = {
+      prompt: make("span", { class: "slot-prompt" }),
+      output: make("span", { class: "slot-output" }),
+    };
     const slot = make("div", { class: "slot" }, parts.output, parts.prompt);
     slots.push({ slot, ...parts });
   }
@@ -49,9 +52,14 @@ function fillSlot({ slot, prompt, output }, row, sequence) {
 }
 
 function showWaiting(waiting) {
-  const drawn = waiting.slice(0, MOST_WAITING).map((one) => make("span", { class: "waiter", title: one.request_id }));
+  const drawn = waiting
+    .slice(0, MOST_WAITING)
+    .map((one) => make("span", { class: "waiter", title: one.request_id }));
   const rest = waiting.length - drawn.length;
-  byId("batch-waiting").replaceChildren(...drawn, ...(rest > 0 ? [`and ${formatCount(rest)} more`] : []));
+  byId("batch-waiting").replaceChildren(
+    ...drawn,
+    ...(rest > 0 ? [`and ${formatCount(rest)} more`] : []),
+  );
   byId("batch-waiting-none").hidden = waiting.length > 0;
 }
 
@@ -63,7 +71,8 @@ function showTable(sequences) {
     tableRows.delete(id);
   }
   for (const sequence of sequences) {
-    if (!tableRows.has(sequence.sequence_id)) tableRows.set(sequence.sequence_id, newLine(sequence));
+    if (!tableRows.has(sequence.sequence_id))
+      tableRows.set(sequence.sequence_id, newLine(sequence));
     fillLine(tableRows.get(sequence.sequence_id), sequence);
   }
 }

@@ -28,7 +28,9 @@ export class Chart {
     this.#unit = element.dataset.unit;
     const range = { type: "range", min: -SHOWN_SECONDS, max: 0, step: 1, value: 0 };
     this.#parts = {
-      lines: this.#series.map((key, index) => makeSvg("path", { class: `line line-${index}`, "data-key": key })),
+      lines: this.#series.map((key, index) =>
+        makeSvg("path", { class: `line line-${index}`, "data-key": key }),
+      ),
       area: makeSvg("path", { class: "area" }),
       top: make("span", { class: "chart-top" }),
       rule: make("span", { class: "chart-rule", hidden: true }),
@@ -47,7 +49,8 @@ export class Chart {
     for (const [index, key] of this.#series.entries()) {
       this.#parts.lines[index].setAttribute("d", pathOf(points, key, top));
     }
-    if (this.#series.length === 1) this.#parts.area.setAttribute("d", areaOf(points, this.#series[0], top));
+    if (this.#series.length === 1)
+      this.#parts.area.setAttribute("d", areaOf(points, this.#series[0], top));
     this.#showCursor();
     const { slider } = this.#parts;
     if (document.activeElement !== slider) slider.setAttribute("aria-valuetext", this.#summary());
@@ -55,13 +58,30 @@ export class Chart {
 
   #plot() {
     const { area, lines, top, rule, slider } = this.#parts;
-    const svg = { viewBox: `0 0 ${SHOWN_SECONDS} 100`, preserveAspectRatio: "none", "aria-hidden": "true" };
-    return make("div", { class: "chart-plot" }, makeSvg("svg", svg, area, ...lines), top, rule, slider);
+    const svg = {
+      viewBox: `0 0 ${SHOWN_SECONDS} 100`,
+      preserveAspectRatio: "none",
+      "aria-hidden": "true",
+    };
+    return make(
+      "div",
+      { class: "chart-plot" },
+      makeSvg("svg", svg, area, ...lines),
+      top,
+      rule,
+      slider,
+    );
   }
 
   #axis() {
     const ends = [make("span", {}, "2 min ago"), make("span", {}, "now")];
-    return make("div", { class: "chart-axis", "aria-hidden": "true" }, ends[0], this.#parts.readout, ends[1]);
+    return make(
+      "div",
+      { class: "chart-axis", "aria-hidden": "true" },
+      ends[0],
+      this.#parts.readout,
+      ends[1],
+    );
   }
 
   #listen() {
@@ -103,7 +123,9 @@ export class Chart {
       const values = this.#points.map((point) => point[key]).filter((value) => value !== null);
       return values.length ? [Math.min(...values), Math.max(...values)] : [null, null];
     });
-    const told = ranges.map((range) => range.map((value) => formatFigure(value, this.#unit)).join(" to "));
+    const told = ranges.map((range) =>
+      range.map((value) => formatFigure(value, this.#unit)).join(" to "),
+    );
     return `${this.#told(0)}; in two minutes ${told.join(", ")}`;
   }
 
@@ -137,7 +159,9 @@ function stretchesOf(points, key, top) {
 const joined = (places) => places.map(([x, y]) => `${x.toFixed(2)} ${y.toFixed(2)}`).join("L");
 
 const pathOf = (points, key, top) =>
-  stretchesOf(points, key, top).map((places) => `M${joined(places)}`).join("");
+  stretchesOf(points, key, top)
+    .map((places) => `M${joined(places)}`)
+    .join("");
 
 const areaOf = (points, key, top) =>
   stretchesOf(points, key, top)

@@ -5,7 +5,10 @@ import { growth, Metrics, quantile } from "./prometheus.js";
 export const SHOWN_SECONDS = 120;
 const WINDOW_SECONDS = 30; // percentiles and shares are of what happened in the last of them
 const RATE_SECONDS = 5;
-const LATENCIES = { ttft: "kvasir_time_to_first_token_seconds", itl: "kvasir_inter_token_latency_seconds" };
+const LATENCIES = {
+  ttft: "kvasir_time_to_first_token_seconds",
+  itl: "kvasir_inter_token_latency_seconds",
+};
 const QUANTILES = { p50: 0.5, p90: 0.9, p99: 0.99 };
 const STARTED = "process_start_time_seconds";
 
@@ -35,7 +38,9 @@ export class Figures {
   get isUntouched() {
     const { metrics } = this.#moments.at(-1);
     const { running, waiting } = this.points.at(-1);
-    const ended = metrics.total("kvasir_request_success_total") + metrics.total("kvasir_requests_rejected_total");
+    const ended =
+      metrics.total("kvasir_request_success_total") +
+      metrics.total("kvasir_requests_rejected_total");
     return running + waiting + ended === 0;
   }
 
@@ -52,7 +57,9 @@ export class Figures {
     return {
       output: this.#rate("kvasir_generation_tokens_total"),
       prompt: this.#rate("kvasir_prompt_tokens_total"),
-      hits: queried ? this.#grown("kvasir_prefix_cache_hits_total", WINDOW_SECONDS) / queried : null,
+      hits: queried
+        ? this.#grown("kvasir_prefix_cache_hits_total", WINDOW_SECONDS) / queried
+        : null,
       rejected: this.#grown("kvasir_requests_rejected_total", WINDOW_SECONDS),
     };
   }
@@ -62,7 +69,8 @@ export class Figures {
     const [before, after] = this.#ends(WINDOW_SECONDS);
     for (const [key, name] of Object.entries(LATENCIES)) {
       const grown = growth(before.metrics.buckets(name), after.metrics.buckets(name));
-      for (const [suffix, q] of Object.entries(QUANTILES)) figures[`${key}-${suffix}`] = quantile(q, grown);
+      for (const [suffix, q] of Object.entries(QUANTILES))
+        figures[`${key}-${suffix}`] = quantile(q, grown);
     }
     return figures;
   }

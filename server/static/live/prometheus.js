@@ -30,7 +30,10 @@ export class Metrics {
 
   /** A histogram's cumulative counts, [[upper bound, count]] with bounds ascending. */
   buckets(name) {
-    const pairs = this.samples(`${name}_bucket`).map(({ labels, value }) => [readNumber(labels.le), value]);
+    const pairs = this.samples(`${name}_bucket`).map(({ labels, value }) => [
+      readNumber(labels.le),
+      value,
+    ]);
     return pairs.sort(([one], [other]) => (one < other ? -1 : 1));
   }
 }

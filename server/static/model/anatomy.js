@@ -22,19 +22,35 @@ export const isGated = (config) => config.feed_forward.includes("glu");
  */
 export function stepsOf(config) {
   return [
-    { kind: "value", title: "Tokens", notes: [`up to ${n(config.max_model_len)} ids below ${n(config.vocab_size)}`] },
+    {
+      kind: "value",
+      title: "Tokens",
+      notes: [`up to ${n(config.max_model_len)} ids below ${n(config.vocab_size)}`],
+    },
     { kind: "embedding", title: "Embedding", notes: embeddingNotes(config) },
     { times: config.n_layer, steps: blockSteps(config) },
     ...(config.norm_placement === "post" ? [] : [normStep(config)]),
     { kind: "embedding", title: "Output head", notes: headNotes(config) },
-    { kind: "value", title: "Logits", notes: [`${n(config.vocab_size)} numbers: softmax makes them probabilities`] },
+    {
+      kind: "value",
+      title: "Logits",
+      notes: [`${n(config.vocab_size)} numbers: softmax makes them probabilities`],
+    },
   ];
 }
 
 function blockSteps(config) {
   const norm = normStep(config);
   const [attention, feedForward] = [attentionStep(config), feedForwardStep(config)];
-  if (config.parallel_residual) return [{ branches: [[norm, attention], [norm, feedForward]] }];
+  if (config.parallel_residual)
+    return [
+      {
+        branches: [
+          [norm, attention],
+          [norm, feedForward],
+        ],
+      },
+    ];
   return [attention, feedForward].flatMap((step) => {
     if (config.norm_placement === "post") return [{ branches: [[step]] }, norm];
     return [{ branches: [config.norm_placement === "both" ? [norm, step, norm] : [norm, step]] }];
@@ -47,7 +63,8 @@ function embeddingNotes(config) {
   const { d_model: width, max_model_len: length, position } = config;
   const notes = [`${n(config.vocab_size)} tokens × ${n(width)} channels`];
   if (config.embedding_scale !== 1) notes.push(`times ${round(config.embedding_scale)}`);
-  if (position === "learned") notes.push(`plus a learned vector for each of ${n(length)} positions`);
+  if (position === "learned")
+    notes.push(`plus a learned vector for each of ${n(length)} positions`);
   if (position === "sinusoidal") notes.push(`times √${n(width)}, plus sinusoids of the position`);
   return notes;
 }
@@ -61,9 +78,13 @@ function attentionStep(config) {
     scale === null ? `scores / √${n(channels)}` : `scores × ${round(scale)}`,
   ];
   if (config.qk_norm) notes.push("RMSNorm on every head of queries and keys");
-  if (config.attention_softcap !== null) notes.push(`scores capped at ±${round(config.attention_softcap)} by tanh`);
+  if (config.attention_softcap !== null)
+    notes.push(`scores capped at ±${round(config.attention_softcap)} by tanh`);
   if (config.sliding_window !== null) notes.push(windowNote(config));
-  const biased = [config.qkv_bias && "queries, keys and values", config.output_bias && "output"].filter(Boolean);
+  const biased = [
+    config.qkv_bias && "queries, keys and values",
+    config.output_bias && "output",
+  ].filter(Boolean);
   if (biased.length) notes.push(`biases on ${biased.join(" and ")}`);
   return { kind: "attention", title: `${sharingName(config)} attention`, notes };
 }
@@ -82,7 +103,8 @@ function sharing({ n_head: heads, n_kv_head: shared }) {
 
 function positionNotes(config) {
   if (config.position === "rotary") return [rotaryNote(config)];
-  if (config.position === "alibi") return ["ALiBi: less for what is further away, by a slope for each head"];
+  if (config.position === "alibi")
+    return ["ALiBi: less for what is further away, by a slope for each head"];
   if (config.position === "none") return ["no positions: only the mask tells what came before"];
   if (config.position !== "relative") return [];
   const [buckets, most] = [n(config.relative_buckets), n(config.relative_max_distance)];
@@ -110,16 +132,22 @@ const layersNote = (layers, config) =>
 
 function feedForwardStep(config) {
   const widened = isGated(config) ? `2 × ${n(config.d_ff)}` : n(config.d_ff);
-  const notes = [`${FEED_FORWARDS[config.feed_forward]}: ${n(config.d_model)} → ${widened} → ${n(config.d_model)}`];
+  const notes = [
+    `${FEED_FORWARDS[config.feed_forward]}: ${n(config.d_model)} → ${widened} → ${n(config.d_model)}`,
+  ];
   if (config.feed_forward_bias) notes.push("with biases");
   return { kind: "feed-forward", title: "Feed-forward", notes };
 }
 
 function headNotes(config) {
   const shape = `${n(config.d_model)} → ${n(config.vocab_size)}`;
-  const notes = [`${shape}, with ${config.tied_embeddings ? "the embedding's weights" : "weights of its own"}`];
-  if (config.logit_softcap !== null) notes.push(`capped at ±${round(config.logit_softcap)} by tanh`);
+  const notes = [
+    `${shape}, with ${config.tied_embeddings ? "the embedding's weights" : "weights of its own"}`,
+  ];
+  if (config.logit_softcap !== null)
+    notes.push(`capped at ±${round(config.logit_softcap)} by tanh`);
   return notes;
 }
 
-const round = (value) => Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4 });
+const round = (value) =>
+  Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4 });

@@ -20,7 +20,11 @@ const BETWEEN = 0.4; // groups of heads, of a head's width
 export function drawArchitecture(config, labelledBy) {
   const drawing = new Drawing(config);
   const height = drawing.place(stepsOf(config), 0, WIDTH, 1) + 1;
-  const attributes = { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-labelledby": labelledBy };
+  const attributes = {
+    viewBox: `0 0 ${WIDTH} ${height}`,
+    role: "img",
+    "aria-labelledby": labelledBy,
+  };
   return makeSvg("svg", attributes, ...drawing.elements);
 }
 
@@ -49,7 +53,12 @@ class Drawing {
 
   #repetition({ times, steps }, x, width, y) {
     const top = y;
-    this.#text(`× ${formatCount(times)} ${times === 1 ? "layer" : "layers"}`, x + width - PAD, y + TITLE, "caption");
+    this.#text(
+      `× ${formatCount(times)} ${times === 1 ? "layer" : "layers"}`,
+      x + width - PAD,
+      y + TITLE,
+      "caption",
+    );
     y = this.#line(x + width / 2, y, y + GAP + FRAME);
     y = this.place(steps, x + FRAME, width - 2 * FRAME, y);
     y = this.#line(x + width / 2, y, y + FRAME);
@@ -64,14 +73,16 @@ class Drawing {
     const space = (width - 2 * INSET - PAD * (branches.length - 1)) / branches.length;
     y = this.#line(middle, y, y + PAD);
     const starts = branches.map((_, index) => x + INSET + index * (space + PAD));
-    if (starts.length > 1) this.#path(`M${starts[0] + space / 2} ${y}H${starts.at(-1) + space / 2}`);
+    if (starts.length > 1)
+      this.#path(`M${starts[0] + space / 2} ${y}H${starts.at(-1) + space / 2}`);
     const ends = branches.map((steps, index) => {
       const begin = this.#arrow(starts[index] + space / 2, y, y + GAP - 4);
       return this.place(steps, starts[index], space, begin);
     });
     y = Math.max(...ends) + PAD;
     for (const [index, end] of ends.entries()) this.#line(starts[index] + space / 2, end, y);
-    if (starts.length > 1) this.#path(`M${starts[0] + space / 2} ${y}H${starts.at(-1) + space / 2}`);
+    if (starts.length > 1)
+      this.#path(`M${starts[0] + space / 2} ${y}H${starts.at(-1) + space / 2}`);
     y = this.#line(middle, y, y + 4);
     this.#path(`M${middle} ${top + 4}H${left}V${y + 8}H${middle - 14}`);
     this.#triangle(middle - 8, y + 8, "right");
@@ -80,7 +91,8 @@ class Drawing {
 
   #box({ kind, title, notes }, x, width, y) {
     const lines = notes.flatMap((note) => wrap(note, (width - 2 * PAD) / LETTER));
-    const picture = kind === "attention" ? this.#heads : kind === "feed-forward" ? this.#widths : () => 0;
+    const picture =
+      kind === "attention" ? this.#heads : kind === "feed-forward" ? this.#widths : () => 0;
     const box = makeSvg("rect", { class: `box ${kind}`, x: x + 0.5, y, width: width - 1, rx: 6 });
     this.elements.push(box);
     let end = y;
@@ -107,7 +119,13 @@ class Drawing {
     }
     const group = (heads / shared) * each;
     for (let head = 0; head < shared; head += 1) {
-      this.#rect("key-value", start + head * (group + between), y + MOST_SQUARE + 3, group - each + square, 6);
+      this.#rect(
+        "key-value",
+        start + head * (group + between),
+        y + MOST_SQUARE + 3,
+        group - each + square,
+        6,
+      );
     }
     return MOST_SQUARE + 3 + 6 + 3;
   }
@@ -124,7 +142,9 @@ class Drawing {
   }
 
   #rect(name, x, y, width, height) {
-    this.elements.push(makeSvg("rect", { class: name, x, y, width, height, rx: Math.min(1.5, width / 4) }));
+    this.elements.push(
+      makeSvg("rect", { class: name, x, y, width, height, rx: Math.min(1.5, width / 4) }),
+    );
   }
 
   #text(content, x, y, name) {

@@ -30,7 +30,11 @@ export class Conversation {
     const id = `turn-${Date.now()}-${this.turns.childElementCount}`;
     const text = make("textarea", { id, rows: 1, dir: "auto" });
     text.value = content;
-    const remove = make("button", { type: "button", "aria-label": `Remove this message of the ${role}` }, "Remove");
+    const remove = make(
+      "button",
+      { type: "button", "aria-label": `Remove this message of the ${role}` },
+      "Remove",
+    );
     const turn = make("li", { "data-role": role }, make("label", { for: id }, role), remove, text);
     remove.addEventListener("click", () => {
       turn.remove();
@@ -48,7 +52,8 @@ export class Conversation {
   /** What is kept; with an answer that is no turn yet, as one. */
   state(answer = "") {
     const turns = [...this.turns.children].map((turn) => ({
-      role: turn.dataset.role, content: turn.querySelector("textarea").value,
+      role: turn.dataset.role,
+      content: turn.querySelector("textarea").value,
     }));
     if (answer) turns.push({ role: "assistant", content: answer });
     return { system: byId("system").value, turns, message: byId("message").value };

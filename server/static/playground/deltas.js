@@ -16,7 +16,10 @@ export function ofCompletion({ choices: [choice], usage }) {
 
 /** Of an object of logprobs by name, which puts names that are digits first. */
 function likeliestFirst(logprobs) {
-  const all = Object.entries(logprobs).map(([name, logprob]) => ({ name: named(name).name, logprob }));
+  const all = Object.entries(logprobs).map(([name, logprob]) => ({
+    name: named(name).name,
+    logprob,
+  }));
   return all.sort((one, other) => other.logprob - one.logprob);
 }
 
@@ -35,6 +38,11 @@ export function ofChat({ choices: [choice], usage }) {
 
 /** `bytes` are null for a token that adds nothing to the text. */
 function read({ token, logprob, bytes }) {
-  if (bytes === null || !token.includes("\ufffd")) return { name: token, text: bytes === null ? "" : token, logprob };
-  return { name: bytes.map((byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join(""), text: null, logprob };
+  if (bytes === null || !token.includes("\ufffd"))
+    return { name: token, text: bytes === null ? "" : token, logprob };
+  return {
+    name: bytes.map((byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join(""),
+    text: null,
+    logprob,
+  };
 }

@@ -41,7 +41,8 @@ function wire() {
   byId("regenerate").addEventListener("click", regenerate);
   byId("clear").addEventListener("click", clear);
   byId("shaded").addEventListener("change", changed);
-  for (const id of ["mode-completion", "mode-chat"]) byId(id).addEventListener("change", changeMode);
+  for (const id of ["mode-completion", "mode-chat"])
+    byId(id).addEventListener("change", changeMode);
   byId("compare").addEventListener("change", changed);
   byId("prompt-form").addEventListener("input", save);
   byId("message").addEventListener("input", () => byId("message").setCustomValidity(""));
@@ -58,16 +59,18 @@ function act(event, action) {
   action();
 }
 
-const generate = () => afterStop(() => {
-  if (!areSettingsRight() || (isChat() && !hasMessage())) return null;
-  if (isChat()) goOn();
-  return send(input());
-});
+const generate = () =>
+  afterStop(() => {
+    if (!areSettingsRight() || (isChat() && !hasMessage())) return null;
+    if (isChat()) goOn();
+    return send(input());
+  });
 
-const regenerate = () => afterStop(() => {
-  for (const { settings } of shownRuns()) settings.nextSeed();
-  return areSettingsRight() ? send(answered) : null;
-});
+const regenerate = () =>
+  afterStop(() => {
+    for (const { settings } of shownRuns()) settings.nextSeed();
+    return areSettingsRight() ? send(answered) : null;
+  });
 
 const areSettingsRight = () => shownRuns().every((run) => run.settings.fields() !== null);
 
@@ -94,7 +97,10 @@ async function send(what) {
   runs[0].reveal();
   save();
   say(`Done: ${(await sending).join(", and ")}.`);
-  keepFocus(byId(isAgain && shownRuns().some((run) => run.hasAnswer) ? "regenerate" : "generate"), () => busy(false));
+  keepFocus(
+    byId(isAgain && shownRuns().some((run) => run.hasAnswer) ? "regenerate" : "generate"),
+    () => busy(false),
+  );
   save();
 }
 
@@ -105,19 +111,22 @@ function keepFocus(next, change) {
   if (had.disabled || !had.checkVisibility()) next.focus({ preventScroll: true }); // the answer stays in sight
 }
 
-const input = () => (isChat() ? { messages: conversation.messages() } : { prompt: byId("prompt").value });
+const input = () =>
+  isChat() ? { messages: conversation.messages() } : { prompt: byId("prompt").value };
 
-const clear = () => afterStop(() => {
-  if (isChat()) conversation.clear();
-  else byId("prompt").value = "";
-  forget();
-  byId(isChat() ? "message" : "prompt").focus();
-});
+const clear = () =>
+  afterStop(() => {
+    if (isChat()) conversation.clear();
+    else byId("prompt").value = "";
+    forget();
+    byId(isChat() ? "message" : "prompt").focus();
+  });
 
-const changeMode = () => afterStop(() => {
-  if (isAnswerOfChat()) keep(runs[0]);
-  else forget();
-});
+const changeMode = () =>
+  afterStop(() => {
+    if (isAnswerOfChat()) keep(runs[0]);
+    else forget();
+  });
 
 const isAnswerOfChat = () => runs[0].hasAnswer && "messages" in answered;
 
@@ -203,7 +212,8 @@ function save() {
 function restore() {
   try {
     fill(load(stored) ?? {});
-  } catch { // kept by another version of this page
+  } catch {
+    // kept by another version of this page
     fill({});
   }
 }

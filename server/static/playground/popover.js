@@ -32,16 +32,25 @@ export function hide(element) {
 
 function about({ text, tokens }) {
   const blocks = tokens.map(aboutToken);
-  if (tokens.length > 1) blocks.unshift(make("p", {}, `${tokens.length} tokens make ${short(text)}`));
-  else if (text === "") blocks.push(make("p", { class: "quiet" }, "Not in the text: it ended it, or is special."));
+  if (tokens.length > 1)
+    blocks.unshift(make("p", {}, `${tokens.length} tokens make ${short(text)}`));
+  else if (text === "")
+    blocks.push(make("p", { class: "quiet" }, "Not in the text: it ended it, or is special."));
   return blocks;
 }
 
 function aboutToken({ name, logprob, top }) {
   const place = top.filter((one) => one.logprob > logprob).length;
   const isAmongThem = place < N_CHOICES;
-  const choice = isAmongThem ? `the model's ${ORDINALS[place]} choice` : `beyond its first ${N_CHOICES} choices`;
-  const title = make("p", {}, make("code", {}, short(name)), make("span", { class: "quiet" }, ` ${choice}`));
+  const choice = isAmongThem
+    ? `the model's ${ORDINALS[place]} choice`
+    : `beyond its first ${N_CHOICES} choices`;
+  const title = make(
+    "p",
+    {},
+    make("code", {}, short(name)),
+    make("span", { class: "quiet" }, ` ${choice}`),
+  );
   const rows = top.map((one) => bar(one, one.name === name));
   if (!top.some((one) => one.name === name)) rows.push(bar({ name, logprob }, true));
   return make("div", {}, title, make("ol", {}, ...rows));
@@ -52,5 +61,11 @@ function bar({ name, logprob }, isChosen) {
   const filled = make("span", { class: "share" });
   filled.style.width = `${share * 100}%`;
   const track = make("span", { class: "track" }, filled);
-  return make("li", { class: isChosen ? "chosen" : "" }, make("code", {}, short(name)), track, formatShare(share));
+  return make(
+    "li",
+    { class: isChosen ? "chosen" : "" },
+    make("code", {}, short(name)),
+    track,
+    formatShare(share),
+  );
 }

@@ -12,7 +12,10 @@ import { TokenText } from "./tokens.js";
 
 const EACH_SECOND = 1000;
 const WIDE = "(min-width: 60rem)"; // as in playground.css: where settings do not stand before the text
-const STREAMED = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
+const STREAMED = {
+  stream: true,
+  stream_options: { include_usage: true, continuous_usage_stats: true },
+};
 
 export class Run {
   #abort = null;
@@ -23,7 +26,8 @@ export class Run {
     this.card = card;
     this.element = byId("run-template").content.cloneNode(true).firstElementChild;
     this.element.dataset.run = name;
-    for (const title of this.element.querySelectorAll(".of-run")) title.textContent = ` ${name.toUpperCase()}`;
+    for (const title of this.element.querySelectorAll(".of-run"))
+      title.textContent = ` ${name.toUpperCase()}`;
     this.settings = new Settings(this.part("controls"), `setting-${name}`, card, changed);
     this.part("reset").addEventListener("click", () => {
       this.settings.restore();
@@ -116,7 +120,9 @@ export class Run {
     const message = isKnown ? error.message : `the answer cannot be read: ${error.message}`;
     const wait = error.retryAfter ? ` · retry in ${error.retryAfter} s` : "";
     this.part("error").textContent = message + wait;
-    this.tokens.follow(() => { this.part("error").hidden = false; });
+    this.tokens.follow(() => {
+      this.part("error").hidden = false;
+    });
     if (error.param) this.settings.mark(error.param, error.message);
   }
 

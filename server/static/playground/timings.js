@@ -54,11 +54,18 @@ export class Timings {
   }
 
   show() {
-    const { prompt_tokens: prompt, completion_tokens: completion, prompt_tokens_details: details } = this.#usage ?? {};
+    const {
+      prompt_tokens: prompt,
+      completion_tokens: completion,
+      prompt_tokens_details: details,
+    } = this.#usage ?? {};
     const nTokens = completion ?? this.#nTokens;
     const seconds = (this.#last - this.#first) / 1000;
     const rate = seconds >= SHORTEST ? (nTokens - 1) / seconds : null;
-    this.#write("ttft", this.#first === null ? null : `${(this.#first - this.#sent).toFixed(0)} ms`);
+    this.#write(
+      "ttft",
+      this.#first === null ? null : `${(this.#first - this.#sent).toFixed(0)} ms`,
+    );
     this.#write("rate", rate?.toFixed(0));
     this.#write("prompt", prompt);
     this.#write("cached", details?.cached_tokens);

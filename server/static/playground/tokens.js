@@ -9,8 +9,12 @@ const NEAR = 8; // pixels from the end at which a text is followed
 const before = (span) => span.previousElementSibling;
 const after = (span) => span.nextElementSibling;
 const TARGETS = {
-  ArrowLeft: before, ArrowUp: before, ArrowRight: after, ArrowDown: after,
-  Home: (span) => span.parentElement.firstElementChild, End: (span) => span.parentElement.lastElementChild,
+  ArrowLeft: before,
+  ArrowUp: before,
+  ArrowRight: after,
+  ArrowDown: after,
+  Home: (span) => span.parentElement.firstElementChild,
+  End: (span) => span.parentElement.lastElementChild,
 };
 
 const levelOf = (tokens) => {
@@ -31,7 +35,9 @@ export class TokenText {
     this.box = element.parentElement;
     this.card = element.closest(".card");
     this.drawn = drawn;
-    element.addEventListener("pointerover", (event) => this.#describe(event.target.closest("[tabindex]")));
+    element.addEventListener("pointerover", (event) =>
+      this.#describe(event.target.closest("[tabindex]")),
+    );
     element.addEventListener("pointerleave", () => this.#describe(this.#focused()));
     element.addEventListener("focusin", (event) => this.#arrive(event.target));
     element.addEventListener("focusout", () => this.#describe(null));
@@ -83,7 +89,11 @@ export class TokenText {
     if (tokens.length) attributes["data-level"] = levelOf(tokens);
     if (text === "") attributes.class = "outside";
     else if (text.includes("\n")) attributes.class = "break";
-    const span = make("span", attributes, ...revealed(text || tokens.map((token) => token.name).join("")));
+    const span = make(
+      "span",
+      attributes,
+      ...revealed(text || tokens.map((token) => token.name).join("")),
+    );
     this.#pieces.set(span, piece);
     return span;
   }

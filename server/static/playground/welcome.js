@@ -13,5 +13,6 @@ export function welcome({ model, parameters, config, source }) {
     source.train_tokens ? `, trained on ${formatCompact(source.train_tokens)} tokens` : "",
     isExample ? " of Python's standard library. " : ". ",
   );
-  for (const text of isExample ? PYTHON : PROSE) byId("examples").append(make("button", { type: "button" }, text), " ");
+  for (const text of isExample ? PYTHON : PROSE)
+    byId("examples").append(make("button", { type: "button" }, text), " ");
 }

@@ -19,7 +19,8 @@ export const getKey = () => key;
 
 /** Use a key, for as long as this tab lives; "" forgets it. Throws for one that no server can have. */
 export function setKey(wanted) {
-  if (/\s|\p{Cc}/u.test(wanted)) throw new Error("A key has no space and no control character in it.");
+  if (/\s|\p{Cc}/u.test(wanted))
+    throw new Error("A key has no space and no control character in it.");
   key = wanted;
   save("key", key, "sessionStorage");
 }
@@ -29,7 +30,12 @@ export async function request(path, { body, signal } = {}) {
   const headers = {};
   if (key) headers.authorization = `Bearer ${inBytes(key)}`;
   if (body !== undefined) headers["content-type"] = "application/json";
-  const options = { headers, signal, method: body === undefined ? "GET" : "POST", body: body && JSON.stringify(body) };
+  const options = {
+    headers,
+    signal,
+    method: body === undefined ? "GET" : "POST",
+    body: body && JSON.stringify(body),
+  };
   let response;
   try {
     response = await fetch(path, options);
@@ -48,14 +54,20 @@ const inBytes = (text) => String.fromCharCode(...new TextEncoder().encode(text))
 function errorOf(text, response) {
   try {
     const { error } = JSON.parse(text);
-    return new ApiError(error.message, response.status, error.param, response.headers.get("retry-after"));
+    return new ApiError(
+      error.message,
+      response.status,
+      error.param,
+      response.headers.get("retry-after"),
+    );
   } catch {
     return new ApiError(`${response.status} ${response.statusText}`.trim(), response.status);
   }
 }
 
 export const getJson = async (path, options) => (await request(path, options)).json();
-export const postJson = async (path, body, signal) => (await request(path, { body, signal })).json();
+export const postJson = async (path, body, signal) =>
+  (await request(path, { body, signal })).json();
 
 /** The objects that a stream sends, until [DONE]. Throws ApiError for one that failed or broke off. */
 export async function* stream(path, body, signal) {

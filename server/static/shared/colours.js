@@ -2,8 +2,16 @@
 
 const STEPS = 256;
 // OKLCH at weight 0, a half and 1: lightness is linear, so that equal steps of weight look equal.
-const LIGHT = [[0.975, 0.012, 85], [0.635, 0.15, 58], [0.295, 0.075, 30]];
-const DARK = [[0.26, 0.014, 80], [0.605, 0.13, 58], [0.95, 0.085, 95]];
+const LIGHT = [
+  [0.975, 0.012, 85],
+  [0.635, 0.15, 58],
+  [0.295, 0.075, 30],
+];
+const DARK = [
+  [0.26, 0.014, 80],
+  [0.605, 0.13, 58],
+  [0.95, 0.085, 95],
+];
 
 /** The colours of base.css as the theme has them now, for a canvas. */
 export function themeColours() {
@@ -13,7 +21,9 @@ export function themeColours() {
     probe.style.color = `var(--${name})`;
     return [name, getComputedStyle(probe).color];
   };
-  const colours = Object.fromEntries(["accent", "line", "page", "quiet", "surface", "text"].map(resolve));
+  const colours = Object.fromEntries(
+    ["accent", "line", "page", "quiet", "surface", "text"].map(resolve),
+  );
   probe.remove();
   return colours;
 }
@@ -56,7 +66,9 @@ function render(stops) {
   for (let i = 0; i < STEPS; i++) {
     const place = (2 * i) / (STEPS - 1);
     const from = Math.min(1, Math.floor(place));
-    const mix = stops[from].map((value, channel) => value + (stops[from + 1][channel] - value) * (place - from));
+    const mix = stops[from].map(
+      (value, channel) => value + (stops[from + 1][channel] - value) * (place - from),
+    );
     context.fillStyle = `oklch(${mix.join(" ")})`;
     context.fillRect(i, 0, 1, 1);
   }
@@ -65,6 +77,8 @@ function render(stops) {
 
 /** Relative luminance (WCAG 2.2) of sRGB bytes. */
 function luminance(rgb) {
-  const [r, g, b] = rgb.map((byte) => (byte / 255 <= 0.04045 ? byte / 3294.6 : ((byte / 255 + 0.055) / 1.055) ** 2.4));
+  const [r, g, b] = rgb.map((byte) =>
+    byte / 255 <= 0.04045 ? byte / 3294.6 : ((byte / 255 + 0.055) / 1.055) ** 2.4,
+  );
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 }

@@ -5,7 +5,8 @@ import { byId } from "./dom.js";
 import { curl, python } from "./snippets.js";
 
 export function start() {
-  for (const name of ["curl", "python"]) byId(`copy-${name}`).addEventListener("click", () => copy(name));
+  for (const name of ["curl", "python"])
+    byId(`copy-${name}`).addEventListener("click", () => copy(name));
   byId("copy-close").addEventListener("click", () => byId("copy-dialog").close());
 }
 
@@ -28,7 +29,8 @@ export async function copyText(element) {
   try {
     await navigator.clipboard.writeText(element.textContent);
     return "Copied.";
-  } catch { // only pages of localhost and of HTTPS may write to the clipboard
+  } catch {
+    // only pages of localhost and of HTTPS may write to the clipboard
     getSelection().selectAllChildren(element);
     return "Selected: press Ctrl+C.";
   }

@@ -1,7 +1,16 @@
 // A request of this page as a command and as a program that send the same.
 
 const OF_OPENAI = new Set([
-  ...["model", "prompt", "messages", "temperature", "top_p", "max_tokens", "frequency_penalty", "presence_penalty"],
+  ...[
+    "model",
+    "prompt",
+    "messages",
+    "temperature",
+    "top_p",
+    "max_tokens",
+    "frequency_penalty",
+    "presence_penalty",
+  ],
   ...["logit_bias", "seed", "stop", "stream", "stream_options", "logprobs", "top_logprobs"],
 ]); // what methods of the openai package take by name; the rest goes into extra_body
 const PYTHON = { null: "None", true: "True", false: "False" };
@@ -42,5 +51,7 @@ function literal(value) {
   if (Array.isArray(value)) return `[${value.map(literal).join(", ")}]`;
   if (typeof value === "string") return JSON.stringify(value);
   if (value === null || typeof value !== "object") return PYTHON[value] ?? String(value);
-  return `{${Object.entries(value).map(([name, one]) => `${JSON.stringify(name)}: ${literal(one)}`).join(", ")}}`;
+  return `{${Object.entries(value)
+    .map(([name, one]) => `${JSON.stringify(name)}: ${literal(one)}`)
+    .join(", ")}}`;
 }

@@ -7,16 +7,30 @@ import { make } from "../../shared/dom.js";
 
 const FORMS = {
   any: { label: "anything" },
-  json_object: { label: "a JSON object", fields: () => ({ response_format: { type: "json_object" } }) },
+  json_object: {
+    label: "a JSON object",
+    fields: () => ({ response_format: { type: "json_object" } }),
+  },
   json_schema: {
     label: "JSON of a schema",
     example: '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}',
     fields: (text) => ({
-      response_format: { type: "json_schema", json_schema: { name: "answer", schema: parseJson(text) } },
+      response_format: {
+        type: "json_schema",
+        json_schema: { name: "answer", schema: parseJson(text) },
+      },
     }),
   },
-  regex: { label: "a match of a regex", example: "[0-9]+\\.[0-9]{2}", fields: (text) => ({ regex: text }) },
-  grammar: { label: "of a Lark grammar", example: 'start: "yes" | "no"', fields: (text) => ({ grammar: text }) },
+  regex: {
+    label: "a match of a regex",
+    example: "[0-9]+\\.[0-9]{2}",
+    fields: (text) => ({ regex: text }),
+  },
+  grammar: {
+    label: "of a Lark grammar",
+    example: 'start: "yes" | "no"',
+    fields: (text) => ({ grammar: text }),
+  },
 };
 const ESCAPES = { "\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\" };
 
@@ -47,7 +61,12 @@ export function control(field, prefix) {
 }
 
 const row = (field, id, ...inputs) =>
-  make("div", { class: `control ${field.kind}` }, make("label", { for: id }, field.label ?? field.name), ...inputs);
+  make(
+    "div",
+    { class: `control ${field.kind}` },
+    make("label", { for: id }, field.label ?? field.name),
+    ...inputs,
+  );
 
 function check(input) {
   if (!input.checkValidity()) throw new Error(input.validationMessage);
@@ -57,11 +76,22 @@ function number(field, id) {
   const { min, max, step, initial } = field;
   const isWhole = step === 1;
   const input = make("input", {
-    id, type: "number", min, max, step: isWhole ? 1 : "any", value: initial, required: true,
+    id,
+    type: "number",
+    min,
+    max,
+    step: isWhole ? 1 : "any",
+    value: initial,
+    required: true,
   });
   const [from, to] = field.slider;
   const slider = make("input", {
-    type: "range", min: from, max: to, step: "any", value: initial, "aria-label": `${field.name}, slider`,
+    type: "range",
+    min: from,
+    max: to,
+    step: "any",
+    value: initial,
+    "aria-label": `${field.name}, slider`,
   });
   const notches = 1 / step;
   slider.addEventListener("input", () => {
@@ -88,7 +118,14 @@ function number(field, id) {
 }
 
 function seed(field, id) {
-  const input = make("input", { id, type: "number", step: 1, min: field.min, max: field.max, placeholder: "random" });
+  const input = make("input", {
+    id,
+    type: "number",
+    step: 1,
+    min: field.min,
+    max: field.max,
+    placeholder: "random",
+  });
   return emptyAtFirst(field, id, input, () => {
     check(input);
     return input.value ? { seed: input.valueAsNumber } : {};
@@ -97,9 +134,9 @@ function seed(field, id) {
 
 function text(field, id, attributes, fields) {
   const input = make("textarea", { id, rows: 2, spellcheck: "false", ...attributes });
-  return emptyAtFirst(field, id, input, () => (
-    input.value.trim() === "" ? {} : { [field.name]: fields(input.value) }
-  ));
+  return emptyAtFirst(field, id, input, () =>
+    input.value.trim() === "" ? {} : { [field.name]: fields(input.value) },
+  );
 }
 
 /** What is sent, by `fields`, and kept only once something has been typed. */
@@ -117,7 +154,12 @@ function emptyAtFirst(field, id, input, fields) {
 
 function lines(field, id) {
   const unescape = (line) => line.replace(/\\[ntr\\]/g, (pair) => ESCAPES[pair]);
-  return text(field, id, {}, (value) => value.split("\n").filter((line) => line !== "").map(unescape));
+  return text(field, id, {}, (value) =>
+    value
+      .split("\n")
+      .filter((line) => line !== "")
+      .map(unescape),
+  );
 }
 
 const json = (field, id) => text(field, id, { placeholder: field.example }, parseJson);
@@ -136,10 +178,16 @@ function toggle(field, id) {
 }
 
 function form(field, id) {
-  const options = Object.entries(FORMS).map(([value, { label }]) => make("option", { value }, label));
+  const options = Object.entries(FORMS).map(([value, { label }]) =>
+    make("option", { value }, label),
+  );
   const input = make("select", { id }, ...options);
   const rule = make("textarea", {
-    id: `${id}-rule`, rows: 4, spellcheck: "false", "aria-label": "schema, regex or grammar", hidden: true,
+    id: `${id}-rule`,
+    rows: 4,
+    spellcheck: "false",
+    "aria-label": "schema, regex or grammar",
+    hidden: true,
   });
   const follow = () => {
     rule.placeholder = FORMS[input.value].example ?? "";
@@ -157,7 +205,8 @@ function form(field, id) {
     },
     fields: () => {
       const { example, fields } = FORMS[input.value];
-      if (example && rule.value.trim() === "") throw new Error(`nothing is written here yet; an example: ${example}`);
+      if (example && rule.value.trim() === "")
+        throw new Error(`nothing is written here yet; an example: ${example}`);
       return fields?.(rule.value) ?? {};
     },
   };

@@ -10,7 +10,9 @@ export class Settings {
   /** Puts the controls into `parent`. `changed` is called after every change. */
   constructor(parent, prefix, card, changed) {
     this.controls = new Map();
-    this.groups = groups(card).map(({ title, fields }) => this.#group(parent, prefix, title, fields));
+    this.groups = groups(card).map(({ title, fields }) =>
+      this.#group(parent, prefix, title, fields),
+    );
     parent.addEventListener("input", () => {
       this.#settle();
       changed();
@@ -49,7 +51,8 @@ export class Settings {
     const field = param.split(".")[0];
     const found = this.controls.get(CONTROL_OF[field] ?? field);
     if (found === undefined) return false;
-    for (let at = found.input.closest("details"); at; at = at.parentElement.closest("details")) at.open = true;
+    for (let at = found.input.closest("details"); at; at = at.parentElement.closest("details"))
+      at.open = true;
     found.tell(message);
     found.blamed().focus();
     return true;
