@@ -1,22 +1,23 @@
-// A decoder drawn from top to bottom. Colours are classes of model.css, so themes need no drawing again.
+// A drawing of a decoder from top to bottom. Colours are classes of model.css, so it is drawn once
+// for all themes.
 
 import { isGated, stepsOf } from "./anatomy.js";
 import { makeSvg } from "../shared/dom.js";
 import { formatCount } from "../shared/format.js";
 
 const WIDTH = 360;
-const GAP = 16; // between steps: an arrow
-const INSET = 20; // of a residual, for the line that goes around it
-const FRAME = 10; // of a repetition
+const GAP = 16; // between steps; the length of an arrow
+const INSET = 20; // of a residual's branches, for the line around them
+const FRAME = 10; // padding of a repetition's frame
 const PAD = 8;
-const TITLE = 17; // heights of lines
+const TITLE = 17; // line heights
 const NOTE = 15;
-const LETTER = 6.2; // the width of a note's letter, about
+const LETTER = 6.2; // approximate width of a letter in a note
 const TITLE_LETTER = 7.6;
 const MOST_SQUARE = 14;
-const BETWEEN = 0.4; // groups of heads, of a head's width
+const BETWEEN = 0.4; // space between groups of heads, in widths of a head
 
-/** The drawing as an SVG element, for `labelledBy` to name. */
+/** Return the drawing as an SVG element, named by the elements with the ids `labelledBy`. */
 export function drawArchitecture(config, labelledBy) {
   const drawing = new Drawing(config);
   const height = drawing.place(stepsOf(config), 0, WIDTH, 1) + 1;
@@ -36,7 +37,10 @@ class Drawing {
     this.#config = config;
   }
 
-  /** Draw steps below each other from y on, between x and x + width, with arrows between them. The end of the last. */
+  /**
+   * Draw steps from y downwards, between x and x + width, with arrows between them. Return the end
+   * of the last.
+   */
   place(steps, x, width, y) {
     for (const [index, step] of steps.entries()) {
       if (index) y = this.#arrow(x + width / 2, y, y + GAP);
@@ -63,11 +67,11 @@ class Drawing {
     y = this.place(steps, x + FRAME, width - 2 * FRAME, y);
     y = this.#line(x + width / 2, y, y + FRAME);
     const frame = { class: "frame", x: x + 0.5, y: top, width: width - 1, height: y - top, rx: 8 };
-    this.elements.unshift(makeSvg("rect", frame)); // behind all
+    this.elements.unshift(makeSvg("rect", frame)); // behind everything else
     return y;
   }
 
-  /** What goes in is added to what the branches make of it. */
+  /** Draw branches, and a line around them that adds their input to their output. */
   #residual(branches, x, width, y) {
     const [middle, top, left] = [x + width / 2, y, x + PAD];
     const space = (width - 2 * INSET - PAD * (branches.length - 1)) / branches.length;
@@ -106,7 +110,7 @@ class Drawing {
     return end + (lines.length ? 3 : 2);
   }
 
-  /** Query heads above the key-value heads that they share. The height of it. */
+  /** Draw query heads above the key-value heads that they share. Return the height. */
   #heads(x, width, y) {
     const { n_head: heads, n_kv_head: shared } = this.#config;
     const each = Math.min(MOST_SQUARE + 2, width / (heads + BETWEEN * (shared - 1)));
@@ -130,7 +134,7 @@ class Drawing {
     return MOST_SQUARE + 3 + 6 + 3;
   }
 
-  /** Bars as wide as what goes in, what it becomes and what comes out. The height of it. */
+  /** Draw bars as wide as the input, the inner layer and the output. Return the height. */
   #widths(x, width, y) {
     const { d_model: model, d_ff: inner } = this.#config;
     const bars = ["outer", ...(isGated(this.#config) ? ["inner", "inner"] : ["inner"]), "outer"];
@@ -178,7 +182,7 @@ class Drawing {
   }
 }
 
-/** Lines of at most so many letters. */
+/** Split a text into lines of at most `most` letters. */
 function wrap(text, most) {
   const lines = [""];
   for (const word of text.split(" ")) {

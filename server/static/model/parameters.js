@@ -1,8 +1,8 @@
-// How many parameters each part of a decoder has, from its configuration.
+// The number of parameters of each part of a decoder, from its configuration.
 
 import { isGated } from "./anatomy.js";
 
-/** [[part, count]], without parts of none. Their sum is the decoder's size. */
+/** Return [[part, count]] of all parts that have parameters. */
 export function parametersOf(config) {
   const parts = [
     ["Embedding", config.vocab_size * config.d_model],

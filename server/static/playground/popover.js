@@ -1,17 +1,18 @@
-// What the model thought of a token: its probability, and those of its likeliest rivals. One popover for all outputs.
+// The popover of a token: its probability and those of the likeliest alternatives. All outputs
+// share it.
 
 import { byId, make } from "../shared/dom.js";
 import { formatShare } from "../shared/format.js";
 import { visible } from "../shared/token_text.js";
 
 const ORDINALS = ["first", "second", "third", "fourth", "fifth"];
-export const N_CHOICES = ORDINALS.length; // the likeliest tokens that are asked for, at each place
+export const N_CHOICES = ORDINALS.length; // likeliest tokens requested at each position
 const GAP = 6; // pixels between a token and its popover
 
-/** A token's name on one short line: indentation is counted. */
+/** Return a token on one short line, with long indentation as a count. */
 const short = (name) => visible(name).replace(/·{4,}/g, ({ length }) => `·×${length}`);
 
-/** Show what is known of a piece of text beside its element. */
+/** Show the tokens of a piece of text in the popover, beside its element. */
 export function show(element, piece) {
   const popover = byId("token-popover");
   popover.replaceChildren(...about(piece));
@@ -25,6 +26,7 @@ export function show(element, piece) {
   popover.style.left = `${Math.max(GAP, Math.min(at.left, clientWidth - offsetWidth - GAP))}px`;
 }
 
+/** Hide the popover of an element. */
 export function hide(element) {
   byId("token-popover").hidden = true;
   element?.removeAttribute("aria-describedby");
@@ -33,18 +35,18 @@ export function hide(element) {
 function about({ text, tokens }) {
   const blocks = tokens.map(aboutToken);
   if (tokens.length > 1)
-    blocks.unshift(make("p", {}, `${tokens.length} tokens make ${short(text)}`));
+    blocks.unshift(make("p", {}, `${tokens.length} tokens form ${short(text)}`));
   else if (text === "")
-    blocks.push(make("p", { class: "quiet" }, "Not in the text: it ended it, or is special."));
+    blocks.push(make("p", { class: "quiet" }, "Not part of the text: an end or special token."));
   return blocks;
 }
 
 function aboutToken({ name, logprob, top }) {
   const place = top.filter((one) => one.logprob > logprob).length;
-  const isAmongThem = place < N_CHOICES;
-  const choice = isAmongThem
+  const isListed = place < N_CHOICES;
+  const choice = isListed
     ? `the model's ${ORDINALS[place]} choice`
-    : `beyond its first ${N_CHOICES} choices`;
+    : `not among the model's first ${N_CHOICES} choices`;
   const title = make(
     "p",
     {},

@@ -1,7 +1,7 @@
-// The colours of weights: lightness rises or falls evenly from 0 to 1, in one hue after another.
+// Colours of attention weights. Lightness changes evenly with the weight from 0 to 1.
 
 const STEPS = 256;
-// OKLCH at weight 0, a half and 1: lightness is linear, so that equal steps of weight look equal.
+// OKLCH at weights 0, 0.5 and 1. Lightness is linear, so equal steps of weight look equal.
 const LIGHT = [
   [0.975, 0.012, 85],
   [0.635, 0.15, 58],
@@ -13,7 +13,7 @@ const DARK = [
   [0.95, 0.085, 95],
 ];
 
-/** The colours of base.css as the theme has them now, for a canvas. */
+/** Return the current theme's colours of base.css, for drawing on a canvas. */
 export function themeColours() {
   const probe = document.body.appendChild(document.createElement("i"));
   probe.style.forcedColorAdjust = "none";
@@ -33,25 +33,31 @@ function isDark() {
   return theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
-/** The colours of weights in the theme that is shown. `lifted`: by the weight's root, so that small ones show. */
+/**
+ * The colour scale of the current theme. If `emphasised`, it uses square roots, so small weights
+ * show.
+ */
 export class Palette {
-  constructor(lifted) {
-    this.lifted = lifted;
+  constructor(emphasised) {
+    this.emphasised = emphasised;
     this.bytes = render(isDark() ? DARK : LIGHT);
   }
 
-  /** Red, green and blue at `target[offset]` and on. */
+  /** Write red, green and blue bytes to `target`, beginning at `offset`. */
   paint(weight, target, offset) {
     const at = 4 * this.step(weight);
     for (let i = 0; i < 3; i++) target[offset + i] = this.bytes[at + i];
   }
 
   step(weight) {
-    const share = Math.min(1, Math.max(0, this.lifted ? Math.sqrt(weight) : weight));
+    const share = Math.min(1, Math.max(0, this.emphasised ? Math.sqrt(weight) : weight));
     return Math.round(share * (STEPS - 1));
   }
 
-  /** For text on this weight's colour: [background, ink], always at least 4.5 to 1. */
+  /**
+   * Return [background, text colour] for text on this weight's colour, with contrast of at least
+   * 4.5:1.
+   */
   pair(weight) {
     const rgb = [0, 0, 0];
     this.paint(weight, rgb, 0);
@@ -59,7 +65,7 @@ export class Palette {
   }
 }
 
-/** The browser turns OKLCH into bytes. */
+/** Render the scale: the browser converts OKLCH to bytes. */
 function render(stops) {
   const canvas = new OffscreenCanvas(STEPS, 1);
   const context = canvas.getContext("2d");
@@ -75,7 +81,7 @@ function render(stops) {
   return context.getImageData(0, 0, STEPS, 1).data;
 }
 
-/** Relative luminance (WCAG 2.2) of sRGB bytes. */
+/** Return the relative luminance (WCAG 2.2) of sRGB bytes. */
 function luminance(rgb) {
   const [r, g, b] = rgb.map((byte) =>
     byte / 255 <= 0.04045 ? byte / 3294.6 : ((byte / 255 + 0.055) / 1.055) ** 2.4,

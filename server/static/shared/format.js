@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Numbers formatted for people.
 
 const exact = new Intl.NumberFormat("en");
 const rough = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
@@ -16,7 +16,7 @@ export const formatCompact = (value) => compact.format(value);
 export const formatRough = (value) =>
   (value < 1000 ? rough : exact).format(value < 1000 ? value : Math.round(value));
 
-/** 0.9765625 → "97.7 %", and "< 0.1 %" for what is more than nothing; all with no-break spaces */
+/** 0.9765625 → "97.7 %", 0.0001 → "< 0.1 %", with no-break spaces */
 export const formatShare = (value) =>
   value > 0 && value < 0.001 ? "<\u00a00.1\u00a0%" : `${tenths.format(100 * value)}\u00a0%`;
 
