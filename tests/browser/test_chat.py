@@ -100,7 +100,7 @@ def test_answers_and_errors_are_scrolled_into_view(page: Page) -> None:
     setting(page, "max_tokens").fill("250")
     setting(page, "form").select_option("regex")
     setting(page, "form-rule").fill("(a\\n){60}")  # taller than the window
-    for _ in range(3):
+    for _ in range(2):
         page.get_by_label("Your message").fill("def main():")
         with page.expect_request("**/v1/chat/completions"):
             page.get_by_label("System message").press(
@@ -110,8 +110,8 @@ def test_answers_and_errors_are_scrolled_into_view(page: Page) -> None:
         expect(part(page, "text").locator("span").last).to_be_in_viewport()
         expect(figure(page, "ending")).to_be_in_viewport()
     error = {"message": "too many wait", "type": "overloaded", "param": None, "code": None}
-    page.route(
-        "**/v1/chat/completions", lambda route: route.fulfill(status=429, json={"error": error})
-    )
+    answer = {"status": 429, "headers": {"retry-after": "3"}, "json": {"error": error}}
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(**answer))
     page.get_by_label("System message").press("Control+Enter")
+    expect(part(page, "error")).to_have_text("too many wait · retry in 3 s")
     expect(part(page, "error")).to_be_in_viewport()

@@ -118,11 +118,9 @@ def test_metrics_are_parsed_exactly(page: Page) -> None:
     for seed in range(20):
         text, samples = random_samples(random.Random(seed))
         read = page.evaluate(PARSE, [text, list(samples)])
-        numbers = [
-            [(labels, float(value.replace("Infinity", "inf"))) for labels, value in one]
-            for one in read
-        ]
-        assert numbers == list(samples.values())
+        assert [[(labels, float(value)) for labels, value in one] for one in read] == list(
+            samples.values()
+        )
 
 
 def test_quantiles_are_interpolated(page: Page) -> None:
@@ -150,20 +148,11 @@ def test_figures_show_the_metrics(page: Page, server: FakeServer) -> None:
     expect(figure(page, "output")).to_have_text(NO_VALUE)  # a rate needs two snapshots
     page.clock.run_for(1000)
     expect(figure(page, "ttft-p50")).to_have_text("15 ms")
-    shown = {
-        "running": "3",
-        "waiting": "2",
-        "kv": "25 %",
-        "ttft-p90": "19 ms",
-        "itl-p50": NO_VALUE,
-        "hits": NO_VALUE,
-    }
-    for name, text in shown.items():
+    shown = {"running": "3", "waiting": "2", "kv": "25 %", "ttft-p90": "19 ms"}
+    for name, text in (shown | dict.fromkeys(("itl-p50", "hits"), NO_VALUE)).items():
         expect(figure(page, name)).to_have_text(text)
     expect(figure(page, "output")).not_to_have_text(NO_VALUE)
-    expect(page.locator("#live-reasons")).to_have_text(
-        f"Since the server started: {server.polls} overloaded."
-    )
+    expect(page.locator("#live-reasons")).to_contain_text(f"{server.polls} overloaded")
     slider = page.get_by_role("slider", name="Running")
     slider.focus()
     page.keyboard.press("ArrowLeft")

@@ -35,21 +35,21 @@ export function showFormula(card, layer, head, n) {
     for (const element of document.querySelectorAll(selector))
       element.toggleAttribute("hidden", !is);
   }
-  const texts = { ...shapes(config, n), ...words(config, facts), ...scale(config, isUsual) };
+  const texts = { ...shapes(config, n), ...descriptions(config, facts), ...scale(config, isUsual) };
   for (const [id, text] of Object.entries(texts)) byId(id).textContent = text;
-  byId("formula-note").textContent = `${exported(isUsual)} ${precision(card)}`;
+  byId("formula-note").textContent = `${exportNote(isUsual)} ${precisionNote(card)}`;
 }
 
 function shapes({ d_model, head_dim }, n) {
-  const [ofHead, square] = [`${n} × ${head_dim}`, `${n} × ${n}`];
+  const [headShape, square] = [`${n} × ${head_dim}`, `${n} × ${n}`];
   return {
     "shape-x": `${n} × ${d_model}`,
-    ...{ "shape-q": ofHead, "shape-k": ofHead, "shape-v": ofHead, "shape-z": ofHead },
+    ...{ "shape-q": headShape, "shape-k": headShape, "shape-v": headShape, "shape-z": headShape },
     ...{ "shape-a": square, "shape-b": square, "shape-m": square },
   };
 }
 
-function words(config, { layer, head, window, rotates }) {
+function descriptions(config, { layer, head, window, rotates }) {
   const { n_head: nHead, head_dim: headDim, d_model: dModel, attention_softcap: cap } = config;
   const about = [`Each of the ${nHead} heads has its own.`, positions(config, rotates)];
   if (config.qk_norm) about.splice(1, 0, "RMSNorm follows in each head, for Q and K.");
@@ -122,13 +122,13 @@ function bias({ position, relative_buckets }) {
     : `Learned bias per head for each of ${relative_buckets} distance ranges, the same in all layers.`;
 }
 
-function exported(isUsual) {
+function exportNote(isUsual) {
   return isUsual
     ? "In the exported graph 1/√d is part of the weights of Q. Scaling leaves 0 and −∞ as they are."
     : "In the exported graph s is part of the weights of Q.";
 }
 
-function precision({ precision: name }) {
+function precisionNote({ precision: name }) {
   if (!name.startsWith("int")) return "";
   return `The weights of Q, K and V are ${name}. Softmax is computed in floats, as in prefill.`;
 }
