@@ -40,7 +40,8 @@ def explain(page: Page, text: str) -> None:
 
 
 def shown_tokens(page: Page) -> list[str]:
-    return page.locator("#strip button").all_inner_texts()
+    tokens: list[str] = page.locator("#strip button").all_inner_texts()
+    return tokens
 
 
 def quoted(token: str) -> str:
