@@ -5,7 +5,7 @@ FROM ${BASE} AS packages
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
 RUN python3 -m venv /opt/kvasir
 WORKDIR /src
-COPY pyproject.toml constraints.txt README.md kvasir.py ./
+COPY pyproject.toml constraints.txt LICENSE README.md kvasir.py ./
 
 # The heavy wheels first: they change less often than the source, which is copied last.
 FROM packages AS packages-cpu

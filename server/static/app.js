@@ -1,4 +1,5 @@
-// The page: which view is shown, the key, the theme, and the model's card, which every view starts from.
+// The page: navigation between views, the API key, the theme, and the model card that views start
+// from.
 
 import { ApiError, getJson, getKey, request, setKey } from "./shared/api.js";
 import { byId } from "./shared/dom.js";
@@ -9,18 +10,20 @@ import { pause } from "./shared/pause.js";
 import * as playground from "./playground/playground.js";
 import { load, save } from "./shared/storage.js";
 
-// Each view has start(card), called once, and may have show() and hide(), called when it comes and goes.
+// Each view has start(card), called once. It may have show() and hide(), called when it appears and
+// disappears.
 const VIEWS = { playground, attention: explorer, live, model };
 const THEMES = ["system", "light", "dark"];
 const RETRY_SECONDS = 2;
 
 let shown = null;
-let started = false;
+let isStarted = false;
 
 function show() {
-  if (!started) return; // nothing would answer there yet
-  const wanted = location.hash.slice(1) || "playground";
-  const name = Object.hasOwn(VIEWS, wanted) ? wanted : shown ?? "playground"; // "#main" is a place in any view
+  if (!isStarted) return; // the views are not initialised yet
+  const requested = location.hash.slice(1) || "playground";
+  // Other hashes, such as "#main", are places within the current view.
+  const name = Object.hasOwn(VIEWS, requested) ? requested : (shown ?? "playground");
   if (name === shown) return;
   if (shown !== null) VIEWS[shown].hide?.();
   shown = name;
@@ -36,13 +39,13 @@ function setTheme(theme) {
   if (theme === "system") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
   byId("theme-name").textContent = theme;
-  byId("theme").setAttribute("aria-label", `Theme: ${theme}`); // a narrow window has room for the name alone
+  byId("theme").setAttribute("aria-label", `Theme: ${theme}`); // narrow windows show only the name
   save("theme", theme);
-  sayTheme();
+  announceTheme();
 }
 
-function sayTheme() {
-  window.dispatchEvent(new Event("kvasir:theme")); // what is drawn on a canvas is drawn again
+function announceTheme() {
+  window.dispatchEvent(new Event("kvasir:theme")); // canvases have to be redrawn
 }
 
 function nextTheme() {
@@ -50,12 +53,12 @@ function nextTheme() {
   setTheme(THEMES[(THEMES.indexOf(theme) + 1) % THEMES.length]);
 }
 
-/** Start every view, as soon as the server tells what it serves: before that, none is shown. */
+/** Start every view once the server has sent the model card. Show no view before that. */
 async function start() {
   try {
     const card = await getCard();
     byId("failure").hidden = true;
-    started = true;
+    isStarted = true;
     byId("key-forget").hidden = !getKey();
     byId("served").textContent = `${card.model} · ${card.precision} on ${card.device}`;
     document.title = `${card.model} · Kvasir`;
@@ -63,41 +66,43 @@ async function start() {
     show();
   } catch (error) {
     byId("failure").hidden = true;
-    if (error.status === 401) return; // the key is asked for
-    fail(error.message);
+    if (error.status === 401) return; // the key form is open
+    showFailure(error.message);
     throw error;
   }
 }
 
-/** From a server that cannot be reached or cannot answer yet: again until it does. */
+/** Get the model card. Retry while the server cannot be reached or is not ready. */
 async function getCard() {
   for (;;) {
     try {
       return await getJson("model");
     } catch (error) {
-      const isPassing = error instanceof ApiError && (error.status === 0 || error.status >= 500);
-      if (!isPassing) throw error;
-      fail(`${error.message} (trying again until it answers)`);
+      const isTemporary = error instanceof ApiError && (error.status === 0 || error.status >= 500);
+      if (!isTemporary) throw error;
+      showFailure(`${error.message} (retrying)`);
       await pause(1000 * (error.retryAfter ?? RETRY_SECONDS));
     }
   }
 }
 
-/** An alert is read out when its text changes, so the same one is said once. */
-function fail(message) {
+/**
+ * Show an alert. Screen readers announce each change of its text, so do not repeat the same text.
+ */
+function showFailure(message) {
   byId("failure").hidden = false;
   if (byId("failure").textContent !== message) byId("failure").textContent = message;
 }
 
 function askForKey() {
-  sayOfKey(getKey() && "The server does not know this key.");
+  showKeyError(getKey() && "The server rejected this key.");
   byId("key-form").hidden = false;
   byId("key").select();
 }
 
-function sayOfKey(what) {
-  byId("key-error").hidden = what === "";
-  byId("key-error").textContent = what;
+function showKeyError(message) {
+  byId("key-error").hidden = message === "";
+  byId("key-error").textContent = message;
 }
 
 function useKey(event) {
@@ -105,22 +110,26 @@ function useKey(event) {
   try {
     setKey(byId("key").value.trim());
   } catch (error) {
-    return sayOfKey(error.message);
+    return showKeyError(error.message);
   }
   byId("key-form").hidden = true;
   byId("main").focus();
-  if (started) window.dispatchEvent(new Event("kvasir:new-key")); // what was refused is asked again
+  if (isStarted)
+    window.dispatchEvent(new Event("kvasir:new-key")); // views repeat rejected requests
   else start();
 }
 
-/** And all that was shown with it. */
+/** Forget the key and everything that was loaded with it. */
 function forgetKey() {
   setKey("");
   location.reload();
 }
 
-/** A link sends no key: where there is one, what it leads to is fetched, and shown as it came. */
-async function followWithKey(event) {
+/**
+ * Open a link to the API. Links cannot send a key, so if there is one, fetch the target and show
+ * it.
+ */
+async function openWithKey(event) {
   const link = event.target.closest("a[data-api]");
   if (!link || !getKey()) return;
   event.preventDefault();
@@ -128,7 +137,7 @@ async function followWithKey(event) {
     const answer = await request(link.getAttribute("href"));
     location.assign(URL.createObjectURL(await answer.blob()));
   } catch (error) {
-    fail(error.message);
+    showFailure(error.message);
   }
 }
 
@@ -136,8 +145,8 @@ setTheme(THEMES.find((theme) => theme === load("theme")) ?? "system");
 byId("theme").addEventListener("click", nextTheme);
 byId("key-form").addEventListener("submit", useKey);
 byId("key-forget").addEventListener("click", forgetKey);
-document.addEventListener("click", followWithKey);
+document.addEventListener("click", openWithKey);
 window.addEventListener("kvasir:key", askForKey);
 window.addEventListener("hashchange", show);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", sayTheme);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", announceTheme);
 start();

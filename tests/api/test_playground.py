@@ -1,4 +1,4 @@
-"""The page and its files: what a browser may do with them, who may read them, and that nothing else can be read."""
+"""The page and its files: headers, access, caching, and complete lists of modules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INLINE = re.compile(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=|javascr
 
 
 def relative(name: str, in_html: str, in_js: str) -> str:
-    """The path below `static` of what a file there loads."""
+    """Return the path, below `static`, of a file that the file `name` loads."""
     return in_html.removeprefix("static/") or posixpath.normpath(
         posixpath.join(posixpath.dirname(name), in_js)
     )
@@ -34,7 +34,7 @@ def client(**settings: Any) -> httpx.AsyncClient:
 
 
 @pytest.mark.parametrize("path", ["/", *(f"/static/{name}" for name in FILES)])
-async def test_what_the_page_is_made_of_is_open_and_strict(path: str) -> None:
+async def test_files_are_public_and_have_strict_headers(path: str) -> None:
     async with client(api_key="secret") as http:
         response = await http.get(path)
         assert response.status_code == 200
@@ -48,21 +48,21 @@ async def test_what_the_page_is_made_of_is_open_and_strict(path: str) -> None:
 @pytest.mark.parametrize(
     "path", ["/static/", "/static/none.js", "/static/../app.py", "/static/%2e%2e/app.py", "/static"]
 )
-async def test_nothing_else_can_be_read(path: str) -> None:
+async def test_other_files_cannot_be_read(path: str) -> None:
     async with client() as http:
         response = await http.get(path)
     assert response.status_code == 404
     assert response.json()["error"]["code"] == "not_found"
 
 
-async def test_a_file_that_a_browser_has_is_not_sent_again() -> None:
+async def test_cached_files_are_not_sent_again() -> None:
     async with client() as http:
         first = await http.get("/static/app.js")
         again = await http.get("/static/app.js", headers={"if-none-match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
 
 
-async def test_a_path_of_two_routes_tells_both_methods() -> None:
+async def test_allow_lists_the_methods_of_all_routes() -> None:
     async with client() as http:
         assert (await http.put("/")).headers["allow"] == "GET, HEAD, POST"
         assert (await http.put("/static/app.js")).headers["allow"] == "GET, HEAD"
@@ -83,8 +83,8 @@ async def test_links_lead_to_routes() -> None:
     assert 404 not in found.values(), found
 
 
-def test_no_file_is_forgotten() -> None:
-    """What is only loaded ahead is not used."""
+def test_every_file_is_used() -> None:
+    """Preloading alone does not count as use."""
     texts = {name: PRELOADED.sub("", (STATIC / name).read_text(encoding="utf-8")) for name in FILES}
     named = {
         relative(name, *found) for name, text in texts.items() for found in LOADED.findall(text)
@@ -92,7 +92,7 @@ def test_no_file_is_forgotten() -> None:
     assert named | {"index.html"} == set(FILES)
 
 
-def test_all_modules_are_loaded_at_once() -> None:
-    """Not import by import: each costs a way to the server and back."""
+def test_all_modules_are_preloaded() -> None:
+    """Importing one by one would cost a round trip to the server for each."""
     preloaded = PRELOADED.findall((STATIC / "index.html").read_text(encoding="utf-8"))
     assert sorted([*preloaded, "app.js"]) == [name for name in FILES if name.endswith(".js")]

@@ -1,7 +1,8 @@
-"""A real browser on real servers: `make browser-test`, in an environment that has Playwright and pytest and no Kvasir.
+"""Fixtures of the browser tests: real servers, used in Chromium (`make browser-test`).
 
-A page fails its test where anything was written to the console as an error, broke the content security policy, or was
-asked of another server. Pictures are left in build/browser/screenshots.
+They run in an environment that has Playwright and pytest, but not Kvasir. A test fails if its page
+logs an error to the console, violates the content security policy, or sends a request to another
+server. Screenshots are in build/browser/screenshots.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 from loadtest.local_server import serve_locally  # noqa: E402  after the path
 
 BUILD = ROOT / "build/browser"
-PYTHON = ROOT / ".venv/bin/python"  # which has Kvasir
+PYTHON = ROOT / ".venv/bin/python"  # has Kvasir installed
 EXAMPLE = ROOT / "examples/stdlib"
 KEY = "correct-horse"
 CHROMIUM = next(
@@ -45,26 +46,26 @@ WATCH_POLICY = (
 
 def pytest_configure() -> None:
     if not CHROMIUM:
-        pytest.exit("there is no chromium on the PATH; Debian has it: apt-get install chromium", 2)
+        pytest.exit("no chromium on the PATH; on Debian: apt-get install chromium", 2)
 
 
 @pytest.fixture(scope="session")
 def url() -> Iterator[str]:
-    """The example model, four sequences at once."""
+    """Serve the example model with four slots."""
     with serve_locally(EXAMPLE, "--max-num-seqs", "4", python=PYTHON) as started:
         yield started
 
 
 @pytest.fixture(scope="session")
 def guarded_url() -> Iterator[str]:
-    """The same behind a key."""
+    """Serve the example model with an API key."""
     with serve_locally(EXAMPLE, "--api-key", KEY, python=PYTHON) as started:
         yield started
 
 
 @pytest.fixture(scope="session")
 def chat_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The same with a chat template."""
+    """Serve the example model with a chat template."""
     directory = tmp_path_factory.mktemp("models") / "chat"
     shutil.copytree(EXAMPLE, directory)
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
@@ -87,7 +88,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser, request: pytest.FixtureRequest) -> Iterator[Callable[..., Page]]:
-    """Opens pages in contexts of their own: open_page(url, color_scheme="dark", viewport={…}). Watches each of them."""
+    """Open pages in new browser contexts and watch them: open_page(url, color_scheme="dark")."""
     may_refuse = request.node.get_closest_marker("refusals") is not None
     pages: list[Page] = []
     faults: list[str] = []
@@ -132,7 +133,7 @@ def page(open_page: Callable[..., Page], url: str) -> Page:
 
 @pytest.fixture(scope="session")
 def look() -> Callable[[Page, str], None]:
-    """Leave a picture for people to look at."""
+    """Save a screenshot."""
     folder = BUILD / "screenshots"
     folder.mkdir(parents=True, exist_ok=True)
     return lambda page, name: page.screenshot(path=folder / f"{name}.png", full_page=True) and None
@@ -140,7 +141,7 @@ def look() -> Callable[[Page, str], None]:
 
 @pytest.fixture(scope="session")
 def serious_findings() -> Callable[[Page], list[str]]:
-    """What axe-core holds against a page, serious or critical, with where it is."""
+    """Return the serious and critical findings of axe-core on a page."""
     source = (BUILD / "node_modules/axe-core/axe.min.js").read_text(encoding="utf-8")
 
     def find(page: Page) -> list[str]:

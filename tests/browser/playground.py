@@ -1,4 +1,4 @@
-"""What one does in the playground, and answers for it that no server needs to give."""
+"""Helpers that use the playground, and fake answers of the API."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ CHARACTERS = [*"'\"\\$`!\n\t#%&{}a ä漢🙂\u2028\x7f"]
 
 
 def setting(page: Page, name: str, run: str = "a") -> Locator:
-    """The control, in a group that has been opened."""
+    """Return a control, after opening the groups that contain it."""
     found = page.locator(f"#setting-{run}-{name}")
+    found.wait_for(state="attached")
     for details in found.locator("xpath=ancestor::details").all():
         details.evaluate("details => { details.open = true; }")
     return found
@@ -29,17 +30,19 @@ def figure(page: Page, name: str, run: str = "a") -> Locator:
 
 
 def generate(page: Page, button: str = "Generate") -> dict[str, Any]:
-    """To the end; what the page sent."""
+    """Generate to the end, and return the body that the page sent."""
     with page.expect_request(lambda asked: asked.method == "POST") as sent:
         page.get_by_role("button", name=button, exact=True).click()
     expect(page.locator("#stop")).to_be_disabled()
-    expect(page.locator("#generation-status")).to_have_text(re.compile("^Done: (reached|ended)"))
+    expect(page.locator("#generation-status")).to_have_text(
+        re.compile(r"^Done\. Finish reason: (length|stop[,.])")
+    )
     body: dict[str, Any] = sent.value.post_data_json
     return body
 
 
 def answer(page: Page, url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """The API's own, in one piece."""
+    """Return the API's unstreamed answer to the same body."""
     whole = {
         name: value for name, value in body.items() if name not in ("stream", "stream_options")
     }
@@ -50,7 +53,7 @@ def answer(page: Page, url: str, body: dict[str, Any]) -> dict[str, Any]:
 def completion(
     text: str, logprob: float = -1.0, top: dict[str, float] | None = None
 ) -> dict[str, Any]:
-    """An event of a stream: one token."""
+    """Return an event of a stream with one token."""
     scored = {
         "tokens": [text],
         "token_logprobs": [logprob],
@@ -64,7 +67,7 @@ def completion(
 
 
 def stream(page: Page, events: Sequence[Any], end: str = "data: [DONE]\n\n") -> None:
-    """Answer completions with these events instead of the server's."""
+    """Answer completions with the given events."""
 
     def answer(route: Route) -> None:
         body = "".join(f"data: {json.dumps(event)}\n\n" for event in events)

@@ -1,4 +1,4 @@
-"""The attention explorer: what it shows is what POST /explain says, and only the last question is answered."""
+"""The attention explorer: it shows POST /explain, and only the last request counts."""
 
 from __future__ import annotations
 
@@ -26,12 +26,22 @@ def explanation(page: Page, **body: Any) -> dict[str, Any]:
 @pytest.fixture
 def explorer(page: Page) -> Page:
     page.locator("header a[href='#attention']").click()
-    settled(page)
+    wait_until_settled(page)
     return page
 
 
-def settled(page: Page) -> None:
+def wait_until_settled(page: Page) -> None:
     expect(page.locator("#explained:not([aria-busy])")).to_be_visible()
+
+
+def explain(page: Page, text: str) -> None:
+    page.get_by_label("Input text").fill(text)
+    page.keyboard.press("Control+Enter")
+
+
+def shown_tokens(page: Page) -> list[str]:
+    tokens: list[str] = page.locator("#strip button").all_inner_texts()
+    return tokens
 
 
 def quoted(token: str) -> str:
@@ -43,11 +53,11 @@ def visible(token: str) -> str:
 
 
 def shown_weights(page: Page) -> list[float | None]:
-    """What the text is shaded by: None is masked."""
+    """Return the weights that shade the text; None is masked."""
     titles = page.locator("#strip button").evaluate_all(
         "buttons => buttons.map(button => button.title)"
     )
-    return [None if "not seen" in title else float(title) for title in titles]
+    return [None if title == "masked" else float(title) for title in titles]
 
 
 def expected_weights(row: list[float], query: int) -> list[Any]:
@@ -56,12 +66,10 @@ def expected_weights(row: list[float], query: int) -> list[Any]:
     ]
 
 
-def test_weights_and_next_tokens_are_those_of_the_api(explorer: Page) -> None:
+def test_weights_and_next_tokens_match_the_api(explorer: Page) -> None:
     expected = explanation(explorer, text=TEXT, layers=[0, 1, 2, 3])
     tokens, n = expected["tokens"], len(expected["tokens"])
-    assert explorer.locator("#strip button").all_inner_texts() == [
-        visible(token) for token in tokens
-    ]
+    assert shown_tokens(explorer) == [visible(token) for token in tokens]
     rows = explorer.locator("#next-tokens button")
     assert rows.locator(".next-text").all_inner_texts() == [
         visible(one["text"]) for one in expected["next_tokens"]
@@ -69,39 +77,27 @@ def test_weights_and_next_tokens_are_those_of_the_api(explorer: Page) -> None:
     for share, one in zip(
         rows.locator(".next-share").all_inner_texts(), expected["next_tokens"], strict=True
     ):
-        told = (
-            f"{100 * one['probability']:.1f}".removesuffix(".0")
-            if one["probability"] >= 0.001
-            else "< 0.1"
-        )
-        assert share.replace("\xa0", " ") == f"{told} %"
-    assert re.search(
-        r"✓ rows sum to 1 \(largest deviation \d.*e-[678]\)",
-        explorer.locator("#contract").inner_text(),
-    )
+        percent = f"{100 * one['probability']:.1f}".removesuffix(".0")
+        expected_share = percent if one["probability"] >= 0.001 else "< 0.1"
+        assert share.replace("\xa0", " ") == f"{expected_share} %"
+    expect(explorer.locator("#contract")).to_contain_text(re.compile(r"✓ .*\d.*e-[678]\)"))
     for one in random.sample(expected["attention"], 4):
         explorer.get_by_label("Layer", exact=True).select_option(str(one["layer"]))
         explorer.get_by_label("Head", exact=True).select_option(str(one["head"]))
-        settled(explorer)
+        wait_until_settled(explorer)
         query = random.randrange(n)
         explorer.locator("#strip button").nth(query).click()
         explorer.mouse.move(0, 0)
         assert shown_weights(explorer) == expected_weights(one["weights"][query], query)
 
 
-def test_the_map_is_read_and_pinned_with_the_keyboard_alone(explorer: Page) -> None:
+def test_the_map_works_with_the_keyboard(explorer: Page) -> None:
     [of_head] = explanation(explorer, text=TEXT, heads=[0])["attention"]
-    tokens = explorer.locator("#strip button").all_inner_texts()
+    tokens = shown_tokens(explorer)
     last = len(tokens) - 1
     explorer.locator(MAP).focus()
-    for key in (
-        "ArrowUp",
-        "ArrowUp",
-        "ArrowLeft",
-    ):  # the first shows where one is: the last row's last column
-        explorer.locator(
-            "#strip button"
-        ).first.hover()  # a pointer that passes does not lead the keyboard astray
+    for key in ("ArrowUp", "ArrowUp", "ArrowLeft"):  # the first selects the last row's last column
+        explorer.locator("#strip button").first.hover()  # the pointer must not move the cell
         explorer.locator("#explained h3").first.hover()
         explorer.keyboard.press(key)
     weight = of_head["weights"][last - 1][last - 1]
@@ -114,7 +110,7 @@ def test_the_map_is_read_and_pinned_with_the_keyboard_alone(explorer: Page) -> N
         f"does not see {quoted(tokens[-1])}, which comes later"
     )
     explorer.keyboard.press("Enter")
-    explorer.get_by_text("The pinned row as a table").press("Enter")
+    explorer.get_by_text("Pinned row as a table").press("Enter")
     expect(explorer.locator("#row-body tr")).to_have_count(last)
     cells = explorer.locator("#row-body tr").evaluate_all(READ_CELLS)
     assert [[int(at), token] for at, token, _ in sorted(cells, key=lambda cell: int(cell[0]))] == [
@@ -129,7 +125,7 @@ def test_the_map_is_read_and_pinned_with_the_keyboard_alone(explorer: Page) -> N
     expect(explorer.get_by_label("Head", exact=True)).to_have_value("1")
 
 
-def test_pointing_at_a_cell_reads_its_weight(explorer: Page) -> None:
+def test_the_pointer_reads_and_pins(explorer: Page) -> None:
     canvas = explorer.locator(f"{MAP} canvas")
     box = canvas.bounding_box()
     assert box is not None
@@ -141,42 +137,32 @@ def test_pointing_at_a_cell_reads_its_weight(explorer: Page) -> None:
     expect(explorer.locator("#strip button").nth(16)).to_have_attribute("aria-pressed", "true")
 
 
-def test_a_next_token_is_appended_and_explained(explorer: Page) -> None:
+def test_a_next_token_can_be_appended(explorer: Page) -> None:
     [likeliest] = explanation(explorer, text=TEXT, heads=[0], top_k=1)["next_tokens"]
     explorer.locator("#next-tokens button").first.press("Enter")
     expect(explorer.locator("#strip button")).to_have_count(19)
-    expect(explorer.get_by_label("Text for the model to read")).to_have_value(
-        TEXT + likeliest["text"]
-    )
+    expect(explorer.get_by_label("Input text")).to_have_value(TEXT + likeliest["text"])
     expect(explorer.locator("#next-tokens button").first).to_be_focused()
     expect(explorer.locator("#next-note")).to_be_hidden()
 
 
-def test_only_the_last_question_is_answered(explorer: Page) -> None:
-    """An answer that comes late, to a question that nobody asks any more, changes nothing."""
+def test_only_the_last_request_counts(explorer: Page) -> None:
+    """A late response to an earlier request changes nothing."""
     held: list[Route] = []
 
     def hold_slow(route: Route) -> None:
         held.append(route) if "slow" in (route.request.post_data or "") else route.continue_()
 
     explorer.route("**/explain", hold_slow)
-    text, submit = (
-        explorer.get_by_label("Text for the model to read"),
-        explorer.get_by_role("button", name="Explain"),
-    )
     with explorer.expect_request("**/explain"):
-        text.fill("slow words")
-        submit.click()
-    text.fill("fast words")
-    submit.click()
+        explain(explorer, "slow words")
+    explain(explorer, "fast words")
     explorer.get_by_label("Layer", exact=True).select_option("3")
-    settled(explorer)
+    wait_until_settled(explorer)
     expected = explanation(explorer, text="fast words", layers=[3], heads=[0])
     for route in held:
         route.abort()
-    assert explorer.locator("#strip button").all_inner_texts() == [
-        visible(token) for token in expected["tokens"]
-    ]
+    assert shown_tokens(explorer) == [visible(token) for token in expected["tokens"]]
     last = len(expected["tokens"]) - 1
     assert shown_weights(explorer) == expected_weights(
         expected["attention"][0]["weights"][last], last
@@ -184,25 +170,20 @@ def test_only_the_last_question_is_answered(explorer: Page) -> None:
     expect(explorer.locator("#heads-layer")).to_have_text("3")
 
 
-def test_parts_of_characters_are_bytes_and_not_text(explorer: Page) -> None:
-    text = explorer.get_by_label("Text for the model to read")
-    text.fill("# caf\u00e9")
-    explorer.keyboard.press("Control+Enter")
-    settled(explorer)
-    assert explorer.locator("#strip button").all_inner_texts()[-2:] == [
-        "bytes:\\xc3",
-        "bytes:\\xa9",
-    ]
+def test_parts_of_characters_are_shown_as_bytes(explorer: Page) -> None:
+    text = explorer.get_by_label("Input text")
+    explain(explorer, "# caf\u00e9")
+    wait_until_settled(explorer)
+    assert shown_tokens(explorer)[-2:] == ["bytes:\\xc3", "bytes:\\xa9"]
 
     def as_if_likely(route: Route) -> None:
         answer = route.fetch().json()
-        for likeliest in answer["next_tokens"][:1]:
-            likeliest["text"] = "bytes:\\xc3"
+        if answer["next_tokens"]:
+            answer["next_tokens"][0]["text"] = "bytes:\\xc3"
         route.fulfill(json=answer)
 
     explorer.route("**/explain", as_if_likely)
-    text.fill("# caf")
-    explorer.keyboard.press("Control+Enter")
+    explain(explorer, "# caf")
     first, second = (explorer.locator("#next-tokens button").nth(place) for place in range(2))
     expect(first).to_have_attribute("aria-disabled", "true")
     first.click(force=True)
@@ -210,29 +191,25 @@ def test_parts_of_characters_are_bytes_and_not_text(explorer: Page) -> None:
     second.click()
     expect(text).not_to_have_value("# caf")
     assert text.input_value().startswith("# caf")
-    settled(explorer)
+    wait_until_settled(explorer)
 
 
-@pytest.mark.parametrize("n", [40, 43, 47, 60])
-def test_the_last_row_of_a_new_text_is_seen_whole(explorer: Page, n: int) -> None:
-    explorer.get_by_label("Text for the model to read").fill(" a" * n)
-    explorer.keyboard.press("Control+Enter")
-    expect(explorer.locator("#strip button")).to_have_count(n)
-    assert (
-        explorer.locator(MAP).evaluate("map => map.scrollHeight - map.clientHeight - map.scrollTop")
-        < 1
-    )
+def test_the_last_row_of_a_new_text_is_visible(explorer: Page) -> None:
+    for n in (43, 60):
+        explain(explorer, " a" * n)
+        expect(explorer.locator("#strip button")).to_have_count(n)
+        assert explorer.locator(MAP).evaluate(
+            "map => map.scrollHeight - map.clientHeight - map.scrollTop < 1"
+        )
 
 
 @pytest.mark.refusals
-def test_what_is_chosen_is_what_is_shown_also_where_the_key_is_refused(
-    open_page: Any, guarded_url: str
-) -> None:
+def test_a_rejected_key_restores_the_selection(open_page: Any, guarded_url: str) -> None:
     page = open_page(guarded_url)
     page.get_by_label("API key").fill(KEY)
     page.keyboard.press("Enter")
     page.locator("header a[href='#attention']").click()
-    settled(page)
+    wait_until_settled(page)
     layer, shown = page.get_by_label("Layer", exact=True), page.locator(MAP)
     page.route(
         "**/explain",
@@ -252,13 +229,8 @@ def test_what_is_chosen_is_what_is_shown_also_where_the_key_is_refused(
 
 
 @pytest.mark.refusals
-def test_a_refusal_is_told_and_one_for_now_is_tried_again(explorer: Page) -> None:
-    text, submit = (
-        explorer.get_by_label("Text for the model to read"),
-        explorer.get_by_role("button", name="Explain"),
-    )
-    text.fill("a b " * 280)
-    submit.click()
+def test_errors_are_shown_and_429_is_retried(explorer: Page) -> None:
+    explain(explorer, "a b " * 280)
     expect(explorer.locator("#explain-error")).to_contain_text("at most 512 can be explained")
     expect(explorer.locator("#strip button")).to_have_count(18)
     asked: list[str] = []
@@ -268,35 +240,30 @@ def test_a_refusal_is_told_and_one_for_now_is_tried_again(explorer: Page) -> Non
         if len(asked) > 1:
             route.continue_()
         else:
-            route.fulfill(
-                status=429,
-                headers={"retry-after": "0"},
-                json={"error": {"message": "others are before you"}},
-            )
+            route.fulfill(status=429, headers={"retry-after": "0"}, json={"error": {"message": ""}})
 
     explorer.route("**/explain", refuse_once)
-    text.fill("Again")
-    submit.click()
-    settled(explorer)
+    explorer.get_by_label("Input text").fill("Again")
+    explorer.get_by_role("button", name="Explain").click()
+    wait_until_settled(explorer)
     expect(explorer.locator("#explain-error")).to_be_hidden()
     expect(explorer.locator("#strip button").first).to_have_text("A")
     assert len(asked) >= 2
 
 
-def test_a_long_text_comes_in_pieces_within_the_limit(explorer: Page) -> None:
+def test_a_long_text_is_fetched_in_parts(explorer: Page) -> None:
     text = " ".join(f"word{i}" for i in range(110))
     n = len(explanation(explorer, text=text, heads=[0])["tokens"])
-    assert 6 * n**2 > 2**20  # so that all heads at once would be refused
-    explorer.get_by_label("Text for the model to read").fill(text)
-    explorer.keyboard.press("Control+Enter")
+    assert 6 * n**2 > 2**20  # too many weights for one response
+    explain(explorer, text)
     expect(explorer.locator("#strip button")).to_have_count(n)
-    settled(explorer)
-    expect(explorer.locator("#heads .head:not(.lacking)")).to_have_count(6)
+    wait_until_settled(explorer)
+    expect(explorer.locator("#heads .head:not(.missing)")).to_have_count(6)
     assert explorer.evaluate("document.documentElement.scrollWidth") <= 1280
 
 
 def other_card(page: Page, **changes: Any) -> Page:
-    """The explorer of a server that says something else of its model."""
+    """Open the explorer with a changed model card."""
 
     def change(route: Route) -> None:
         answer = route.fetch()
@@ -312,27 +279,25 @@ def other_card(page: Page, **changes: Any) -> Page:
     return page
 
 
-def test_weights_that_break_the_promise_are_told(page: Page) -> None:
-    """The model has no window; taken for one that has, it attends to what it should not see."""
+def test_invalid_weights_are_reported(page: Page) -> None:
+    """The model has no window. With a card that names one, it attends to masked tokens."""
     explorer = other_card(
         page, config={"sliding_window": 3, "sliding_window_layers": [0], "attention_softcap": 30.0}
     )
-    settled(explorer)
+    wait_until_settled(explorer)
     expect(explorer.locator("#contract.error")).to_contain_text("outside the window")
     assert [one is None for one in shown_weights(explorer)] == [True] * 15 + [False] * 3
-    expect(explorer.locator("#about-m")).to_have_text(
-        "In this layer a token sees 3 tokens, itself the last."
-    )
+    expect(explorer.locator("#about-m")).to_contain_text("3 tokens")
     expect(explorer.locator("#formula-usual")).to_be_hidden()
     expect(explorer.locator(".formula .with-cap").first).to_be_visible()
     expect(explorer.locator(".formula .with-bias")).to_be_hidden()
     explorer.get_by_label("Layer", exact=True).select_option("1")
-    settled(explorer)
+    wait_until_settled(explorer)
     expect(explorer.locator("#contract")).to_contain_text("✓")
     expect(explorer.locator("#about-m")).to_be_empty()
 
 
-def test_a_model_without_the_graph_says_what_to_do(page: Page) -> None:
+def test_a_missing_attention_graph_is_reported(page: Page) -> None:
     explorer = other_card(page, has_attention=False)
-    expect(explorer.locator("#attention-missing")).to_contain_text("export the model again")
+    expect(explorer.locator("#attention-missing")).to_contain_text("attention.onnx")
     expect(explorer.get_by_role("button", name="Explain")).to_be_hidden()

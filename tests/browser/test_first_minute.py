@@ -1,4 +1,4 @@
-"""What a newcomer does first: a completion, then a head. The README's two pictures are of this."""
+"""First steps of a new user: a completion, then an attention head. Both make a README picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def picture(page: Page, name: str) -> None:
     page.screenshot(path=BUILD / "screenshots" / f"{name}.png")
 
 
-def test_a_completion_and_what_else_its_tokens_might_have_been(
+def test_a_completion_and_alternatives_of_its_tokens(
     open_page: Callable[..., Page], url: str
 ) -> None:
     page = open_page(url, **window(860))
@@ -28,21 +28,17 @@ def test_a_completion_and_what_else_its_tokens_might_have_been(
     generate(page)
     tokens = page.locator("[data-run=a] [data-part=text] span[data-level]")
     assert tokens.count() > 20
-    page.evaluate("scrollTo(0, 0)")  # the page has followed the text
+    page.evaluate("scrollTo(0, 0)")  # the page followed the text
     tokens.filter(has_text="path").nth(1).hover()
     expect(page.get_by_role("tooltip")).to_contain_text("%")
     picture(page, "first-completion")
 
 
-def test_a_head_that_looks_back_at_what_is_to_be_read(
-    open_page: Callable[..., Page], url: str
-) -> None:
+def test_a_head_that_attends_to_the_argument(open_page: Callable[..., Page], url: str) -> None:
     """In `json.load(`, this head of the example model attends to the path that was opened."""
     page = open_page(url, color_scheme="dark", reduced_motion="reduce", **window(1240))
     page.get_by_role("link", name="Attention").click()
-    page.get_by_label("Text for the model to read").fill(
-        "with open(path) as file:\n    return json.load("
-    )
+    page.get_by_label("Input text").fill("with open(path) as file:\n    return json.load(")
     page.get_by_role("button", name="Explain").click()
     page.get_by_label("Layer", exact=True).select_option("1")
     page.get_by_label("Head", exact=True).select_option("3")

@@ -1,4 +1,4 @@
-"""The live view: /metrics read exactly, and what it and /debug/batch say shown as it is."""
+"""The live view: its parser, its figures, the batch, and when it polls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Samples = dict[str, list[tuple[dict[str, str], float]]]
 PARSE = """async ([text, names]) => {
   const { Metrics } = await import("./static/live/prometheus.js");
   const metrics = new Metrics(text);
-  return names.map((name) => metrics.samples(name).map(({ labels, value }) => [labels, String(value)]));
+  return names.map((name) =>
+    metrics.samples(name).map(({ labels, value }) => [labels, String(value)]));
 }"""
 QUANTILES = """async ([buckets, qs]) => {
   const { quantile } = await import("./static/live/prometheus.js");
@@ -28,49 +29,27 @@ FIGURES = """async (moments) => {
   for (const [text, at] of moments) figures.add(text, at);
   return figures.points;
 }"""
-# When it is answered, earlier ones were seen.
+# Once it is answered, all earlier requests have been counted.
 LATER_REQUEST = "fetch('health/live').then((response) => response.status)"
 ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
-NOTHING = "\N{EN DASH}"
-BATCH: dict[str, Any] = {
+NO_VALUE = "\N{EN DASH}"
+FIELDS = (
+    *("request_id", "sequence_id", "state", "row", "max_tokens", "prompt_tokens"),
+    *("cached_tokens", "computed_tokens", "generated_tokens", "seconds"),
+)
+SEQUENCES = (
+    ("a-name-longer-than-the-table", 1, "running", 2, 80, 20, 16, 59, 40, 1.5),
+    ("prefills", 2, "prefilling", 0, 50, 50, 0, 25, 0, 0.2),
+    ("waits", 3, "waiting", None, 10, 1234, 0, 0, 0, 0.1),
+)
+BATCH = {
     "max_num_seqs": 4,
-    "sequences": [
-        {
-            "request_id": "a-name-longer-than-the-table",
-            "sequence_id": 1,
-            "state": "running",
-            "row": 2,
-            "max_tokens": 80,
-        }
-        | {
-            "prompt_tokens": 20,
-            "cached_tokens": 16,
-            "computed_tokens": 59,
-            "generated_tokens": 40,
-            "seconds": 1.5,
-        },
-        {"request_id": "reads", "sequence_id": 2, "state": "prefilling", "row": 0, "max_tokens": 50}
-        | {
-            "prompt_tokens": 50,
-            "cached_tokens": 0,
-            "computed_tokens": 25,
-            "generated_tokens": 0,
-            "seconds": 0.2,
-        },
-        {"request_id": "waits", "sequence_id": 3, "state": "waiting", "row": None, "max_tokens": 10}
-        | {
-            "prompt_tokens": 1234,
-            "cached_tokens": 0,
-            "computed_tokens": 0,
-            "generated_tokens": 0,
-            "seconds": 0.1,
-        },
-    ],
+    "sequences": [dict(zip(FIELDS, values, strict=True)) for values in SEQUENCES],
 }
 
 
 def metrics(step: int) -> str:
-    """A server in its `step`-th second: 50 tokens each, 15 ms to the first of ten requests, from 10 to 20 ms."""
+    """Return metrics of second `step`: 50 tokens/s, 10 requests/s with a TTFT of 10 to 20 ms."""
     return f"""
 process_start_time_seconds 1.7e+09
 kvasir_num_requests_running 3.0
@@ -86,19 +65,19 @@ kvasir_time_to_first_token_seconds_bucket{{le="+Inf"}} {7 + 10 * step}
 
 
 class FakeServer:
-    """What the page is answered, a second of the server's life each time that it asks."""
+    """Answers polls with the metrics of one second after the other."""
 
     def __init__(self, page: Page) -> None:
-        self.asked = 0
+        self.polls = 0
         self.refusal: tuple[str, int] | None = None
         page.route("**/metrics", self._metrics)
         page.route("**/debug/batch", lambda route: route.fulfill(json=BATCH))
         page.clock.install()
 
     def _metrics(self, route: Route) -> None:
-        self.asked += 1
+        self.polls += 1
         if self.refusal is None:
-            route.fulfill(body=metrics(self.asked))
+            route.fulfill(body=metrics(self.polls))
         else:
             message, status = self.refusal
             route.fulfill(status=status, json={"error": {"message": message}})
@@ -118,7 +97,7 @@ def figure(page: Page, name: str) -> Any:
 
 
 def random_samples(rng: random.Random) -> tuple[str, Samples]:
-    """A page of metrics, and what it says."""
+    """Return random metrics as text, and their samples."""
     lines, samples = ["# HELP a_metric Text, with \\\\ and a { in it.", ""], Samples()
     for _ in range(40):
         name = rng.choice(("a", "b:c", "_d9"))
@@ -127,28 +106,25 @@ def random_samples(rng: random.Random) -> tuple[str, Samples]:
             for key in rng.sample("klm", 2)
         }
         value = rng.choice((0.0, -1.5, 6.60291584e08, 1e-12, math.inf, -math.inf))
-        told = {math.inf: "+Inf", -math.inf: "-Inf"}.get(value, repr(value))
+        written = {math.inf: "+Inf", -math.inf: "-Inf"}.get(value, repr(value))
         escaped = [f'{key}="{text.translate(ESCAPES)}"' for key, text in labels.items()]
-        lines.append(
-            f"{name}{{{','.join(escaped)}{rng.choice(('', ','))}}} {told}{rng.choice(('', ' 1700000000'))}"
-        )
+        comma, time = rng.choice(("", ",")), rng.choice(("", " 1700000000"))
+        lines.append(f"{name}{{{','.join(escaped)}{comma}}} {written}{time}")
         samples.setdefault(name, []).append((labels, value))
     return "\n".join(lines), samples
 
 
-def test_any_page_of_metrics_is_read_exactly(page: Page) -> None:
+def test_metrics_are_parsed_exactly(page: Page) -> None:
     for seed in range(20):
         text, samples = random_samples(random.Random(seed))
         read = page.evaluate(PARSE, [text, list(samples)])
-        numbers = [
-            [(labels, float(value.replace("Infinity", "inf"))) for labels, value in one]
-            for one in read
-        ]
-        assert numbers == list(samples.values())
+        assert [[(labels, float(value)) for labels, value in one] for one in read] == list(
+            samples.values()
+        )
 
 
-def test_a_quantile_is_where_interpolation_puts_it(page: Page) -> None:
-    """Against the definition: within a bucket observations are taken to be spread evenly."""
+def test_quantiles_are_interpolated(page: Page) -> None:
+    """Compare with the definition: observations are spread evenly within a bucket."""
     rng, qs = random.Random(0), (0.01, 0.5, 0.9, 0.99, 1.0)
     for _ in range(20):
         bounds = sorted(rng.uniform(0.001, 10) for _ in range(5))
@@ -168,32 +144,23 @@ def test_a_quantile_is_where_interpolation_puts_it(page: Page) -> None:
             assert value == pytest.approx(lower + (bounds[place] - lower) * within / sizes[place])
 
 
-def test_figures_are_those_of_the_metrics(page: Page, server: FakeServer) -> None:
-    expect(figure(page, "output")).to_have_text(NOTHING)  # a rate takes two moments
+def test_figures_show_the_metrics(page: Page, server: FakeServer) -> None:
+    expect(figure(page, "output")).to_have_text(NO_VALUE)  # a rate needs two snapshots
     page.clock.run_for(1000)
     expect(figure(page, "ttft-p50")).to_have_text("15 ms")
-    shown = {
-        "running": "3",
-        "waiting": "2",
-        "kv": "25 %",
-        "ttft-p90": "19 ms",
-        "itl-p50": NOTHING,
-        "hits": NOTHING,
-    }
-    for name, text in shown.items():
+    shown = {"running": "3", "waiting": "2", "kv": "25 %", "ttft-p90": "19 ms"}
+    for name, text in (shown | dict.fromkeys(("itl-p50", "hits"), NO_VALUE)).items():
         expect(figure(page, name)).to_have_text(text)
-    expect(figure(page, "output")).not_to_have_text(NOTHING)
-    expect(page.locator("#live-reasons")).to_have_text(
-        f"Since the start: {server.asked} overloaded."
-    )
+    expect(figure(page, "output")).not_to_have_text(NO_VALUE)
+    expect(page.locator("#live-reasons")).to_contain_text(f"{server.polls} overloaded")
     slider = page.get_by_role("slider", name="Running")
     slider.focus()
     page.keyboard.press("ArrowLeft")
     expect(slider).to_have_attribute("aria-valuetext", "1 s ago: 3")
 
 
-def test_rates_and_percentiles_are_of_their_windows(page: Page) -> None:
-    """A server asked at uneven times, which does the same between any two of them."""
+def test_rates_and_percentiles_have_windows(page: Page) -> None:
+    """Poll at irregular times a server that does the same work between any two polls."""
     rng = random.Random(0)
     at = list(accumulate(rng.uniform(0.2, 8) for _ in range(60)))
     points = page.evaluate(FIGURES, [(metrics(step), when) for step, when in enumerate(at)])
@@ -210,77 +177,64 @@ def test_rates_and_percentiles_are_of_their_windows(page: Page) -> None:
 
 
 @pytest.mark.usefixtures("server")
-def test_the_batch_is_who_shares_it(page: Page) -> None:
+def test_the_batch_shows_its_sequences(page: Page) -> None:
     rows = page.locator("#batch-table tr")
     expect(rows).to_have_count(3)
     expect(rows.nth(0).locator("th")).to_have_attribute("title", "a-name-longer-than-the-table")
-    assert rows.nth(0).locator("td").all_text_contents() == [
-        "running",
-        "2",
-        "20",
-        "16",
-        "59",
-        "40 of 80 ",
-        "1.5",
-    ]
+    cells = rows.nth(0).locator("td").all_text_contents()
+    assert cells == ["running", "2", "20", "16", "59", "40 of 80 ", "1.5"]
     assert rows.nth(0).locator("progress").evaluate("one => one.value") == 0.5
-    assert rows.nth(2).locator("td").all_text_contents()[:3] == ["waiting", NOTHING, "1,234"]
-    states = page.locator("#batch-rows .slot").evaluate_all(
+    assert rows.nth(2).locator("td").all_text_contents()[:3] == ["waiting", NO_VALUE, "1,234"]
+    states = page.locator("#batch-slots .slot").evaluate_all(
         "slots => slots.map((slot) => slot.dataset.state)"
     )
     assert states == ["prefilling", "free", "running", "free"]
-    picture = page.get_by_role(
-        "img", name="4 rows: 1 running, 1 reading their prompts; 1 waiting for a row"
-    )
+    picture = page.get_by_role("img", name="4 slots: 1 running, 1 prefilling; 1 waiting for a slot")
     expect(picture).to_be_visible()
     expect(page.locator("#batch-waiting .waiter")).to_have_count(1)
 
 
-def test_nobody_asks_while_nobody_looks(page: Page, server: FakeServer) -> None:
+def test_a_hidden_view_does_not_poll(page: Page, server: FakeServer) -> None:
     page.get_by_role("button", name="Pause").click()
     page.evaluate(LATER_REQUEST)
-    asked = server.asked
+    polls = server.polls
     page.clock.run_for(5000)
     page.evaluate(LATER_REQUEST)
-    assert server.asked == asked
+    assert server.polls == polls
     page.get_by_role("button", name="Resume").click()
     page.wait_for_function("document.getElementById('live-pause').textContent === 'Pause'")
     page.locator("header a[href='#model']").click()
     page.evaluate(LATER_REQUEST)
-    asked = server.asked
+    polls = server.polls
     page.clock.run_for(5000)
     page.evaluate(LATER_REQUEST)
-    assert server.asked == asked
+    assert server.polls == polls
 
 
 @pytest.mark.refusals
-def test_a_server_that_refuses_is_told_and_asked_again(page: Page, server: FakeServer) -> None:
+def test_errors_are_shown_and_polling_goes_on(page: Page, server: FakeServer) -> None:
     server.refusal = "the server is shutting down", 503
     page.clock.run_for(1000)
-    expect(page.locator("#live-error")).to_have_text(
-        "the server is shutting down (trying again every second)"
-    )
+    expect(page.locator("#live-error")).to_contain_text("the server is shutting down")
     server.refusal = None
     page.clock.run_for(1000)
     expect(page.locator("#live-error")).to_be_hidden()
 
 
 @pytest.mark.refusals
-@pytest.mark.parametrize(
-    ("status", "told"), [(404, "The server's figures are not published here: "), (401, "")]
-)
-def test_figures_that_are_refused_are_asked_for_once(
-    page: Page, server: FakeServer, status: int, told: str
+@pytest.mark.parametrize("status", [404, 401])
+def test_polling_ends_where_metrics_are_refused(
+    page: Page, server: FakeServer, status: int
 ) -> None:
-    """Until there is a new key, or somebody comes back to look."""
+    """It begins again with a new key, or when the view is opened again."""
     server.refusal = "no such page here", status
     page.clock.run_for(1000)
-    expect(page.locator("#live-error")).to_have_text(f"{told}no such page here")
+    expect(page.locator("#live-error")).to_contain_text("no such page here")
     expect(page.locator("#live-pause")).to_be_hidden()
-    asked = server.asked
+    polls = server.polls
     page.clock.run_for(5000)
     page.evaluate(LATER_REQUEST)
-    assert server.asked == asked
+    assert server.polls == polls
     server.refusal = None
     if status == 401:
         page.get_by_label("API key").fill("another")
@@ -290,13 +244,13 @@ def test_figures_that_are_refused_are_asked_for_once(
         page.locator("header a[href='#live']").click()
     expect(page.locator("#live-error")).to_be_hidden()
     expect(page.locator("#live-pause")).to_be_visible()
-    assert server.asked > asked
+    assert server.polls > polls
 
 
-def test_a_real_server_shows_what_it_has_done(open_page: Callable[..., Page], url: str) -> None:
+def test_a_real_server_shows_its_requests(open_page: Callable[..., Page], url: str) -> None:
     page = open_page(f"{url}/#live")
     body = {"prompt": "def f", "max_tokens": 100, "ignore_eos": True}
     assert page.request.post(f"{url}/v1/completions", data=body).ok
-    expect(figure(page, "prompt")).not_to_have_text(NOTHING)
+    expect(figure(page, "prompt")).not_to_have_text(NO_VALUE)
     expect(page.locator("#live-empty")).to_be_hidden()
     expect(figure(page, "running")).to_have_text("0")

@@ -1,4 +1,4 @@
-"""The model card: what it shows is what GET /model says, and its drawing and sums are those of any decoder."""
+"""The model view: it shows GET /model, and draws and counts any decoder correctly."""
 
 from __future__ import annotations
 
@@ -18,18 +18,13 @@ COUNT = """async (config) => {
 DRAW = """async (config) => {
   const { drawArchitecture } = await import("./static/model/architecture.js");
   const drawing = drawArchitecture(config, "model-title");
-  return ["plus", "norm", "query", "key-value"].map((name) => drawing.querySelectorAll(`.${name}`).length);
+  const count = (name) => drawing.querySelectorAll(`.${name}`).length;
+  return ["plus", "norm", "query", "key-value"].map(count);
 }"""
-# GPT-2 small and Qwen2.5 0.5B, whose sizes have been published; tied embeddings count once.
+# GPT-2 small and Qwen2.5 0.5B have published sizes. Tied embeddings count once.
 SIZES = (
-    "vocab_size",
-    "max_model_len",
-    "n_layer",
-    "n_head",
-    "n_kv_head",
-    "head_dim",
-    "d_model",
-    "d_ff",
+    *("vocab_size", "max_model_len", "n_layer", "n_head", "n_kv_head"),
+    *("head_dim", "d_model", "d_ff"),
 )
 GPT2: dict[str, Any] = dict(
     zip(SIZES, (50257, 1024, 12, 12, 12, 64, 768, 3072), strict=True)
@@ -41,11 +36,11 @@ QWEN = dict(zip(SIZES, (151936, 2048, 24, 14, 2, 64, 896, 4864), strict=True)) |
 @pytest.fixture
 def card(page: Page, url: str) -> dict[str, Any]:
     page.locator("header a[href='#model']").click()
-    told: dict[str, Any] = page.request.get(f"{url}/model").json()
-    return told
+    model_card: dict[str, Any] = page.request.get(f"{url}/model").json()
+    return model_card
 
 
-def test_it_shows_what_the_server_tells(page: Page, card: dict[str, Any]) -> None:
+def test_it_shows_the_model_card(page: Page, card: dict[str, Any]) -> None:
     expect(page.locator("#model-title")).to_have_text(f"Model: {card['model']}")
     size = sum(file["bytes"] for file in card["files"])
     expect(page.locator("[data-fact=size]")).to_contain_text(f"({size:,} bytes)")
@@ -62,7 +57,7 @@ def test_it_shows_what_the_server_tells(page: Page, card: dict[str, Any]) -> Non
     assert shown == list(card["versions"].values())
 
 
-def test_its_hashes_can_be_checked(page: Page, card: dict[str, Any]) -> None:
+def test_hashes_can_be_checked(page: Page, card: dict[str, Any]) -> None:
     lines = page.locator("#hashes").text_content() or ""
     assert lines.count("\n") + 1 == len(card["files"])
     subprocess.run(
@@ -82,12 +77,12 @@ def test_parts_add_up_to_the_parameters(page: Page, card: dict[str, Any]) -> Non
     assert page.evaluate(COUNT, like | QWEN) == 494_032_768
 
 
-def test_parts_that_do_not_add_up_are_told(open_page: Callable[..., Page], url: str) -> None:
+def test_a_wrong_number_of_parameters_is_reported(open_page: Callable[..., Page], url: str) -> None:
     page = open_page(url)
 
     def answer(route: Route) -> None:
-        told = route.fetch().json()
-        route.fulfill(json=told | {"parameters": told["parameters"] + 1})
+        wrong = route.fetch().json()
+        route.fulfill(json=wrong | {"parameters": wrong["parameters"] + 1})
 
     page.route("**/model", answer)
     page.reload()
@@ -104,17 +99,17 @@ def test_parts_that_do_not_add_up_are_told(open_page: Callable[..., Page], url: 
         ({"parallel_residual": True}, 1, 3),
     ],
 )
-def test_residuals_and_norms_are_drawn_where_they_are(
+def test_residuals_and_norms_are_drawn(
     page: Page, card: dict[str, Any], changes: dict[str, Any], sums: int, norms: int
 ) -> None:
-    """Each norm is drawn once for all layers, and the final one beside them, but for post."""
+    """Norms of a layer are drawn once; a final norm follows, except after post-norm layers."""
     shape = {"n_head": 12, "n_kv_head": 3}
     assert page.evaluate(DRAW, card["config"] | shape | changes) == [sums, norms, 12, 3]
 
 
-def test_it_can_be_read_without_being_seen(page: Page, card: dict[str, Any]) -> None:
+def test_the_drawing_has_a_text_version(page: Page, card: dict[str, Any]) -> None:
     expect(page.get_by_role("img", name="Architecture")).to_be_visible()
-    page.get_by_text("In words").click()
+    page.get_by_text("As text").click()
     words = page.locator("#architecture-words")
     expect(words).to_contain_text(f"{card['config']['n_layer']} times:")
     expect(words).to_contain_text(f"sharing {card['config']['n_kv_head']} key-value heads")

@@ -1,4 +1,4 @@
-"""A request as curl and as Python: both send what the page sends."""
+"""Requests as curl and Python: both send what the page sends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.browser.playground import CHARACTERS, generate, setting
 
 
 class _Stub(BaseHTTPRequestHandler):
-    """Keeps what it is sent."""
+    """Record every request."""
 
     received: list[tuple[str, str | None, Any]]
 
@@ -30,7 +30,7 @@ class _Stub(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Keep the test's output clean."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def stub() -> Iterator[tuple[str, list[tuple[str, str | None, Any]]]]:
 
 
 def run_python(program: str) -> dict[str, Any]:
-    """What a program asks of the openai package."""
+    """Return the arguments with which a program calls the openai package."""
     asked: dict[str, Any] = {}
 
     def create(extra_body: dict[str, Any] | None = None, **fields: Any) -> list[Any]:
@@ -62,8 +62,8 @@ def run_python(program: str) -> dict[str, Any]:
     return asked
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_snippets_send_the_same_whatever_is_in_the_prompt(
+@pytest.mark.parametrize("seed", range(2))
+def test_snippets_send_the_same_request(
     seed: int, page: Page, url: str, stub: tuple[str, list[tuple[str, str | None, Any]]]
 ) -> None:
     address, received = stub
@@ -75,7 +75,7 @@ def test_snippets_send_the_same_whatever_is_in_the_prompt(
     setting(page, "form-rule").fill('{"type": "string", "description": "it\'s"}')
     setting(page, "max_tokens").fill("1")
     sent = generate(page)
-    page.locator("#prompt").fill("the next prompt")  # which has not been sent
+    page.locator("#prompt").fill("the next prompt")  # not sent
     setting(page, "temperature").fill("0")
     page.get_by_role("button", name="Copy as curl or Python").click()
     command = page.locator("#as-curl").inner_text()
@@ -85,9 +85,7 @@ def test_snippets_send_the_same_whatever_is_in_the_prompt(
 
 
 @pytest.mark.refusals
-def test_snippets_name_the_key_and_do_not_tell_it(
-    open_page: Callable[..., Page], guarded_url: str
-) -> None:
+def test_snippets_do_not_contain_the_key(open_page: Callable[..., Page], guarded_url: str) -> None:
     page = open_page(guarded_url)
     page.get_by_label("API key").fill("correct-horse")
     page.keyboard.press("Enter")
@@ -97,7 +95,7 @@ def test_snippets_name_the_key_and_do_not_tell_it(
     assert "correct-horse" not in page.locator("#copy-dialog").inner_text()
 
 
-def test_keys_do_nothing_behind_the_dialog(page: Page) -> None:
+def test_shortcuts_do_nothing_behind_the_dialog(page: Page) -> None:
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.method))
     page.get_by_role("button", name="Copy as curl or Python").click()

@@ -1,64 +1,90 @@
-// The formula of attention with the shapes and the particulars of one head of this model.
+// The attention formula, with the shapes and properties of one head of this model.
 
 import { byId } from "../shared/dom.js";
 import { windowOf } from "./weights.js";
 
 const UNROTATED = {
-  rotary: "This is one of the layers that do not turn them by position.",
-  learned: "Positions are learned, and added to X before the first layer.",
+  rotary: "This layer does not rotate them by position.",
+  learned: "Positions are learned vectors, added to X before the first layer.",
   sinusoidal: "Positions are sinusoids, added to X before the first layer.",
-  none: "The model is told no positions; it knows order by the mask alone.",
+  none: "The model has no positions; only the mask tells it the order.",
 };
 
 /** Fill in the formula for a text of n tokens. */
 export function showFormula(card, layer, head, n) {
   const { config } = card;
-  const facts = { layer, head, n, window: windowOf(config, layer), rotates: rotates(config, layer) };
-  const [biased, capped] = [["alibi", "relative"].includes(config.position), config.attention_softcap !== null];
+  const facts = {
+    layer,
+    head,
+    n,
+    window: windowOf(config, layer),
+    rotates: rotates(config, layer),
+  };
+  const [biased, capped] = [
+    ["alibi", "relative"].includes(config.position),
+    config.attention_softcap !== null,
+  ];
   const isUsual = !biased && !capped && config.attention_scale === null;
-  const shown = { "#formula-usual": isUsual, "#formula-general": !isUsual, ".with-bias": biased, ".with-cap": capped };
+  const shown = {
+    "#formula-usual": isUsual,
+    "#formula-general": !isUsual,
+    ".with-bias": biased,
+    ".with-cap": capped,
+  };
   for (const [selector, is] of Object.entries(shown)) {
-    for (const element of document.querySelectorAll(selector)) element.toggleAttribute("hidden", !is);
+    for (const element of document.querySelectorAll(selector))
+      element.toggleAttribute("hidden", !is);
   }
-  const texts = { ...shapes(config, n), ...words(config, facts), ...scale(config, isUsual) };
+  const texts = { ...shapes(config, n), ...descriptions(config, facts), ...scale(config, isUsual) };
   for (const [id, text] of Object.entries(texts)) byId(id).textContent = text;
-  byId("formula-note").textContent = `${exported(isUsual)} ${precision(card)}`;
+  byId("formula-note").textContent = `${exportNote(isUsual)} ${precisionNote(card)}`;
 }
 
 function shapes({ d_model, head_dim }, n) {
-  const [ofHead, square] = [`${n} × ${head_dim}`, `${n} × ${n}`];
+  const [headShape, square] = [`${n} × ${head_dim}`, `${n} × ${n}`];
   return {
     "shape-x": `${n} × ${d_model}`,
-    ...{ "shape-q": ofHead, "shape-k": ofHead, "shape-v": ofHead, "shape-z": ofHead },
+    ...{ "shape-q": headShape, "shape-k": headShape, "shape-v": headShape, "shape-z": headShape },
     ...{ "shape-a": square, "shape-b": square, "shape-m": square },
   };
 }
 
-function words(config, { layer, head, window, rotates }) {
+function descriptions(config, { layer, head, window, rotates }) {
   const { n_head: nHead, head_dim: headDim, d_model: dModel, attention_softcap: cap } = config;
   const about = [`Each of the ${nHead} heads has its own.`, positions(config, rotates)];
-  if (config.qk_norm) about.splice(1, 0, "RMSNorm follows in each head, here and for K.");
+  if (config.qk_norm) about.splice(1, 0, "RMSNorm follows in each head, for Q and K.");
   return {
     "formula-layer": layer,
     "formula-head": head,
     "about-q": about.join(" "),
     "about-k": sharing(config, head),
-    "about-c": `A soft cap: it keeps scores between −${cap} and ${cap}.`,
+    "about-c": `Soft cap: it keeps scores between −${cap} and ${cap}.`,
     "about-b": bias(config),
-    "about-m": window === null ? "" : `In this layer a token sees ${window} tokens, itself the last.`,
-    "about-v": nHead === config.n_kv_head ? "Each head has its own." : "They are shared as the keys are.",
-    "about-z": `The ${nHead} heads' results, side by side, are ${nHead * headDim} numbers a token; learned weights turn
-      them into the ${dModel} that the layer goes on with.`,
+    "about-m":
+      window === null
+        ? ""
+        : `In this layer a token sees ${window} tokens: itself and those before it.`,
+    "about-v":
+      nHead === config.n_kv_head
+        ? "Each head has its own."
+        : "Heads share values as they share keys.",
+    "about-z": `The results of all ${nHead} heads together are ${nHead * headDim} numbers per token,
+      which learned weights map to the layer's width of ${dModel}.`,
   };
 }
 
-const rotates = (config, layer) => config.position === "rotary" && !config.layers_without_rotary.includes(layer);
+const rotates = (config, layer) =>
+  config.position === "rotary" && !config.layers_without_rotary.includes(layer);
 
 function positions(config, rotated) {
   if (rotated) {
     const { head_dim: width, rotary_dim: part, rope_theta: base } = config;
-    const which = (part ?? width) === width ? "Q and K are" : `The first ${part} numbers of each row of Q and K are`;
-    return `${which} turned by angles that grow with the position (rotary, base ${base}), so that distance counts.`;
+    const which =
+      (part ?? width) === width
+        ? "Q and K are"
+        : `The first ${part} numbers of each row of Q and K are`;
+    return `${which} rotated by angles that grow with the position (rotary, base ${base}), so that
+      scores depend on distance.`;
   }
   return UNROTATED[config.position] ?? "";
 }
@@ -72,33 +98,37 @@ function sharing({ n_head: nHead, n_kv_head: nSets }, head) {
   return `${nHead} heads share ${nSets} sets of keys, ${group} heads each: ${which}.`;
 }
 
-function scale({ attention_scale: own, head_dim: width }, isUsual) {
+function scale({ attention_scale: modelScale, head_dim: width }, isUsual) {
   const usual = (width ** -0.5).toPrecision(4);
-  if (isUsual) return {
-    "symbol-s": "d",
-    "about-s": `A head's width, ${width}: scores would grow with it, but for 1/√d = 1/√${width} ≈ ${usual}.`,
-  };
+  if (isUsual)
+    return {
+      "symbol-s": "d",
+      "about-s":
+        `Width of a head, ${width}. The factor 1/√d = 1/√${width} ≈ ${usual} keeps ` +
+        `scores from growing with it.`,
+    };
   return {
     "symbol-s": "s",
-    "about-s": own === null
-      ? `The scale 1/√d = 1/√${width} ≈ ${usual}, or scores would grow with a head's width d.`
-      : `The scale, ${own}: this model's own, in place of 1/√d.`,
+    "about-s":
+      modelScale === null
+        ? `Scale 1/√d = 1/√${width} ≈ ${usual}: it keeps scores from growing with a head's width d.`
+        : `Scale of this model, ${modelScale}, instead of 1/√d.`,
   };
 }
 
 function bias({ position, relative_buckets }) {
   return position === "alibi"
-    ? "ALiBi: minus the distance to the key, times a slope that each head has; what is far counts less."
-    : `A learned number for each head and each of ${relative_buckets} ranges of distance, the same in all layers.`;
+    ? "ALiBi: minus the distance to the key, times a slope per head. Distant tokens count less."
+    : `Learned bias per head for each of ${relative_buckets} distance ranges, the same in all layers.`;
 }
 
-function exported(isUsual) {
+function exportNote(isUsual) {
   return isUsual
-    ? "In the exported graph 1/√d is part of the weights that make Q: the same, for 0 and −∞ stay what they are."
-    : "In the exported graph s is part of the weights that make Q.";
+    ? "In the exported graph 1/√d is part of the weights of Q. Scaling leaves 0 and −∞ as they are."
+    : "In the exported graph s is part of the weights of Q.";
 }
 
-function precision({ precision: name }) {
+function precisionNote({ precision: name }) {
   if (!name.startsWith("int")) return "";
-  return `The weights that make Q, K and V are ${name}; softmax is computed in floats, as when a prompt is read.`;
+  return `The weights of Q, K and V are ${name}. Softmax is computed in floats, as in prefill.`;
 }

@@ -1,4 +1,5 @@
-// One head of one text: its map, the text shaded by one row, the weight that is pointed at, and that row as a table.
+// One head of one text: its heat map, the text shaded by one row, the weight under the pointer, and
+// a table.
 
 import { byId, make } from "../shared/dom.js";
 import { CELL, HeatMap } from "./heatmap.js";
@@ -25,21 +26,26 @@ export class HeadView {
     zoom.addEventListener("input", () => this.map.zoom(zoom.valueAsNumber));
   }
 
-  /** Show a head whose weights have come. A new text is seen from its last token, which tells what comes next. */
-  show(reading, layer, head, window, palette) {
-    const isNew = reading !== this.reading;
-    Object.assign(this, { reading, window, palette, weights: reading.weights(layer, head) });
-    if (isNew) this.begin(reading);
-    this.map.show({ tokens: reading.tokens, weights: this.weights, window, palette });
+  /** Show a head. In a new text the last token is pinned, because it predicts the next one. */
+  show(explanation, layer, head, window, palette) {
+    const isNew = explanation !== this.explanation;
+    Object.assign(this, {
+      explanation,
+      window,
+      palette,
+      weights: explanation.weights(layer, head),
+    });
+    if (isNew) this.reset(explanation);
+    this.map.show({ tokens: explanation.tokens, weights: this.weights, window, palette });
     if (isNew) this.map.reveal(this.pinned);
     byId("map").setAttribute("aria-label", `Attention weights of layer ${layer}, head ${head}`);
     drawLegend(palette);
-    this.showContract();
+    this.showChecks();
     this.pin(this.pinned);
   }
 
-  begin({ tokens, n }) {
-    this.strip.lay(tokens);
+  reset({ tokens, n }) {
+    this.strip.setTokens(tokens);
     this.map.zoom(0);
     this.map.marks = { pinned: n - 1, point: null };
     this.map.cursor = null;
@@ -57,10 +63,11 @@ export class HeadView {
     this.showRow();
   }
 
-  /** Point at a cell or, with null, at none: the keyboard's cell is shown then, or the pinned row. */
+  /** Point at a cell. With null, show the keyboard's cell or else the pinned row. */
   point(cell, byKeyboard) {
     this.map.mark({ pinned: this.pinned, point: cell ?? this.map.cursor });
-    byId("weight").setAttribute("aria-live", byKeyboard ? "polite" : "off"); // a pointer passes too many
+    // A pointer passes too many cells to announce each.
+    byId("weight").setAttribute("aria-live", byKeyboard ? "polite" : "off");
     this.showRow();
   }
 
@@ -68,16 +75,16 @@ export class HeadView {
     this.point(index === null ? null : { query: index, key: -1 }, false);
   }
 
-  /** A row's weights, null where it is masked. */
+  /** Return the weights of a row, null where masked. */
   row(query) {
-    const { n } = this.reading;
+    const { n } = this.explanation;
     const row = Array.from(this.weights.subarray(query * n, (query + 1) * n));
     return row.map((weight, key) => (isVisible(query, key, this.window) ? weight : null));
   }
 
-  /** Shade the text by the row that is pointed at, or pinned, and say a weight: the one pointed at, or the largest. */
+  /** Shade the text by the row under the pointer, or the pinned one, and show one weight of it. */
   showRow() {
-    const { tokens } = this.reading;
+    const { tokens } = this.explanation;
     const { point, pinned } = this.map.marks;
     const query = point && point.query >= 0 ? point.query : pinned;
     const row = this.row(query);
@@ -85,33 +92,51 @@ export class HeadView {
     this.strip.shade(row, pinned, this.palette);
     const isCell = point && point.key >= 0;
     const key = isCell ? point.key : row.indexOf(Math.max(...row));
-    this.say(query, key, row[key], isCell ? "" : "most ");
+    this.showWeight(query, key, row[key], isCell ? "" : "most ");
   }
 
-  say(query, key, weight, most) {
-    const { tokens, n } = this.reading;
-    const [asks, read] = [quoted(tokens[query]), quoted(tokens[key])];
-    const text = weight !== null
-      ? `${asks} attends ${most}to ${read}: ${formatWeight(weight)}`
-      : `${asks} does not see ${read}, which ${key > query ? "comes later" : "is outside the window"}`;
-    byId("weight").replaceChildren(text, " ", make("span", { class: "quiet" }, `row ${query}, column ${key} of ${n}`));
+  showWeight(query, key, weight, most) {
+    const { tokens, n } = this.explanation;
+    const reason = key > query ? "comes later" : "is outside the window";
+    const [queryToken, keyToken] = [quoted(tokens[query]), quoted(tokens[key])];
+    const text =
+      weight !== null
+        ? `${queryToken} attends ${most}to ${keyToken}: ${formatWeight(weight)}`
+        : `${queryToken} does not see ${keyToken}, which ${reason}`;
+    byId("weight").replaceChildren(
+      text,
+      " ",
+      make("span", { class: "quiet" }, `row ${query}, column ${key} of ${n}`),
+    );
   }
 
   fillTable() {
     if (!byId("row-details").open || !this.weights) return;
-    const { tokens } = this.reading;
-    byId("row-caption").textContent = `What ${quoted(tokens[this.pinned])}, at ${this.pinned}, attends to, most first`;
-    const seen = this.row(this.pinned).map((weight, key) => ({ weight, key })).filter(({ weight }) => weight !== null);
-    const rows = seen.sort((a, b) => b.weight - a.weight).map(({ weight, key }) => make("tr", {},
-      make("td", { class: "number" }, `${key}`), make("td", { class: "token-name" }, visible(tokens[key])),
-      make("td", { class: "number" }, formatWeight(weight))));
+    const { tokens } = this.explanation;
+    byId("row-caption").textContent =
+      `Attention of ${quoted(tokens[this.pinned])} at position ${this.pinned}, largest first`;
+    const seen = this.row(this.pinned)
+      .map((weight, key) => ({ weight, key }))
+      .filter(({ weight }) => weight !== null);
+    const rows = seen
+      .sort((a, b) => b.weight - a.weight)
+      .map(({ weight, key }) =>
+        make(
+          "tr",
+          {},
+          make("td", { class: "number" }, `${key}`),
+          make("td", { class: "token-name" }, visible(tokens[key])),
+          make("td", { class: "number" }, formatWeight(weight)),
+        ),
+      );
     byId("row-body").replaceChildren(...rows);
   }
 
-  /** What the export promises, tried on what came. */
-  showContract() {
-    const { deviation, leak } = check(this.weights, this.reading.n, this.window);
-    const hidden = this.window === null ? "above the diagonal" : "above the diagonal or outside the window";
+  /** Check the weights: rows must sum to 1, and masked cells must be 0. */
+  showChecks() {
+    const { deviation, leak } = check(this.weights, this.explanation.n, this.window);
+    const hidden =
+      this.window === null ? "above the diagonal" : "above the diagonal or outside the window";
     const sums = deviation <= TOLERANCE ? "rows sum to 1" : "rows do not sum to 1";
     const mask = leak === 0 ? `nothing ${hidden}` : `up to ${leak.toExponential(1)} ${hidden}`;
     const broken = deviation > TOLERANCE || leak > 0;
@@ -126,8 +151,8 @@ function drawLegend(palette) {
   const pen = sharpen(byId("legend"), width, height);
   for (let x = 0; x < width; x++) {
     const share = x / (width - 1);
-    [pen.fillStyle] = palette.pair(palette.lifted ? share ** 2 : share);
+    [pen.fillStyle] = palette.pair(palette.emphasised ? share ** 2 : share);
     pen.fillRect(x, 0, 1, height);
   }
-  byId("legend-middle").textContent = palette.lifted ? "0.25" : "0.5";
+  byId("legend-middle").textContent = palette.emphasised ? "0.25" : "0.5";
 }

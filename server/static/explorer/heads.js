@@ -1,52 +1,64 @@
-// Heads side by side, small: those of one layer to choose from, and those of all layers to look over.
+// Thumbnails of heads: those of one layer, and an overview of all layers.
 
 import { make } from "../shared/dom.js";
 import { hatching, sharpen, weightImage } from "./weight_image.js";
 
-/** Radio buttons with a picture each, a row for each layer; `name` tells groups apart. */
+/** Radio buttons with a picture each, one row per layer. `name` is the name of the radio group. */
 export class Heads {
-  constructor(place, name, side, onchoose) {
-    Object.assign(this, { place, name, side, onchoose, rows: new Map(), drawn: new Map() });
-    place.addEventListener("keydown", (event) => this.changeRow(event));
+  constructor(element, name, side, onchoose) {
+    Object.assign(this, { element, name, side, onchoose, rows: new Map(), drawn: new Map() });
+    element.addEventListener("keydown", (event) => this.changeRow(event));
   }
 
-  /** Make the buttons. `titled`: a head's number stands under it. */
-  lay(layers, heads, titled) {
-    this.rows = new Map(layers.map((layer) => [layer, heads.map((head) => this.button(layer, head, titled))]));
+  /** Create the buttons. If `titled`, the number of each head stands below it. */
+  setHeads(layers, heads, titled) {
+    this.rows = new Map(
+      layers.map((layer) => [layer, heads.map((head) => this.button(layer, head, titled))]),
+    );
     const rows = [...this.rows].map(([layer, buttons]) => {
       const title = titled ? [] : [make("span", { class: "quiet" }, `${layer}`)];
       return make("div", { class: "heads-row" }, ...title, ...buttons);
     });
     this.drawn.clear();
-    this.place.replaceChildren(...rows);
+    this.element.replaceChildren(...rows);
   }
 
   button(layer, head, titled) {
-    const choose = () => this.onchoose(layer, head);
+    const select = () => this.onchoose(layer, head);
     const label = `layer ${layer}, head ${head}`;
     const value = `${layer}.${head}`;
-    return make("label", { class: "head", title: label },
-      make("input", { type: "radio", name: this.name, "aria-label": label, value, onchange: choose }),
+    return make(
+      "label",
+      { class: "head", title: label },
+      make("input", {
+        type: "radio",
+        name: this.name,
+        "aria-label": label,
+        value,
+        onchange: select,
+      }),
       make("canvas", { "aria-hidden": "true", width: this.side, height: this.side }),
-      ...(titled ? [make("span", {}, `${head}`)] : []));
+      ...(titled ? [make("span", {}, `${head}`)] : []),
+    );
   }
 
-  choose(layer, head) {
+  select(layer, head) {
     const chosen = this.rows.get(layer)?.[head]?.querySelector("input");
     if (chosen) chosen.checked = true;
   }
 
-  /** Draw all that has come and is not drawn yet; the rest is left empty. */
-  draw(reading, windows, palette, colours) {
+  /** Draw the heads that have been fetched and not drawn yet. The others stay empty. */
+  draw(explanation, windowAt, palette, colours) {
     for (const [layer, buttons] of this.rows) {
       buttons.forEach((button, head) => {
-        const weights = reading.weights(layer, head);
+        const weights = explanation.weights(layer, head);
         const [before, by] = this.drawn.get(button) ?? [];
         if (before === weights && by === palette) return;
         this.drawn.set(button, [weights, palette]);
         const pen = sharpen(button.querySelector("canvas"), this.side, this.side);
-        button.classList.toggle("lacking", !weights);
-        if (weights) this.paint(pen, weightImage(weights, reading.n, windows(layer), palette), colours);
+        button.classList.toggle("missing", !weights);
+        if (weights)
+          this.paint(pen, weightImage(weights, explanation.n, windowAt(layer), palette), colours);
       });
     }
   }
@@ -58,7 +70,7 @@ export class Heads {
     pen.drawImage(image, 0, 0, this.side, this.side);
   }
 
-  /** Up and down go to the same head of another layer; a browser's own would go to the next head. */
+  /** Move to the same head of another layer. By default browsers move to the next head. */
   changeRow(event) {
     const step = { ArrowUp: -1, ArrowDown: 1 }[event.key];
     if (!step || this.rows.size < 2) return;

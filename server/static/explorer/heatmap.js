@@ -1,29 +1,32 @@
-// One head, large: queries from top to bottom, keys from left to right, tokens on both axes, which stay in sight.
-// The canvas is as large as what is seen of the map, and is drawn anew as that is scrolled.
+// The heat map of one head: queries from top to bottom, keys from left to right, tokens on both
+// axes. The axes stay in view. The canvas has the size of the visible part and is redrawn on
+// scrolling.
 
 import { themeColours } from "../shared/colours.js";
 import { visible } from "../shared/token_text.js";
 import { hatching, sharpen, weightImage } from "./weight_image.js";
 
 export const CELL = { least: 2, most: 48, fitted: [12, 34] }; // CSS pixels
-const LINE = 12; // between labels that are not to touch
+const LINE = 12; // least distance between labels
 const LABEL = { least: 34, most: 104 };
-const LONGEST = 14; // characters of a label; the readout has all
+const LONGEST = 14; // characters of a label; the readout shows the whole token
 
 export class HeatMap {
-  /** `scroller` holds a sizer, as large as the whole map, which holds a canvas. */
+  /**
+   * Draws in `scroller`, which contains a sizer as large as the whole map, which contains a canvas.
+   */
   constructor(scroller) {
     this.scroller = scroller;
     this.sizer = scroller.firstElementChild;
     this.canvas = this.sizer.firstElementChild;
-    this.cell = 0; // what the user chose, or 0: as fits
+    this.cell = 0; // size chosen by the user, or 0 to fit
     this.marks = { pinned: 0, point: null };
-    this.cursor = null; // the keyboard's cell, while it is here
+    this.cursor = null; // the keyboard's cell while the map has the focus
     scroller.addEventListener("scroll", () => this.draw());
     new ResizeObserver(() => this.layOut()).observe(scroller);
   }
 
-  /** Show weights of n × n; the palette is that of the theme. */
+  /** Show n × n weights with the palette of the current theme. */
   show({ tokens, weights, window, palette }) {
     this.labels = tokens.map(label);
     this.n = tokens.length;
@@ -32,7 +35,7 @@ export class HeatMap {
     this.layOut();
   }
 
-  /** Mark the pinned row, and a cell {query, key} or none. */
+  /** Mark the pinned row, and a cell { query, key } or null. */
   mark(marks) {
     this.marks = marks;
     this.draw();
@@ -43,15 +46,23 @@ export class HeatMap {
     this.layOut();
   }
 
-  /** CSS pixels from cell to cell: as chosen, or as many as let the whole map be seen, if that is enough to read it. */
+  /**
+   * CSS pixels from cell to cell: as chosen, or the size at which the whole map fits, within
+   * limits.
+   */
   get size() {
     const [least, most] = CELL.fitted;
-    const side = Math.min(this.scroller.clientWidth, parseFloat(getComputedStyle(this.scroller).maxHeight));
-    return this.cell || Math.min(most, Math.max(least, Math.floor((side - this.margin - 1) / this.n)));
+    const side = Math.min(
+      this.scroller.clientWidth,
+      parseFloat(getComputedStyle(this.scroller).maxHeight),
+    );
+    return (
+      this.cell || Math.min(most, Math.max(least, Math.floor((side - this.margin - 1) / this.n)))
+    );
   }
 
   layOut() {
-    if (!this.image || !this.scroller.clientWidth) return; // hidden, or nothing to show yet
+    if (!this.image || !this.scroller.clientWidth) return; // hidden or empty
     const pen = this.canvas.getContext("2d");
     pen.font = this.font;
     const widest = Math.max(...this.labels.map((text) => pen.measureText(text).width));
@@ -67,19 +78,21 @@ export class HeatMap {
     return `12px ${getComputedStyle(this.scroller).fontFamily}`;
   }
 
-  /** Which cell lies at a place of the canvas; -1 for a query or a key is outside, on the labels. */
+  /** Return the cell at a point of the canvas, or null. A query or key of -1 is on the labels. */
   cellAt(x, y) {
     const { margin, size } = this;
-    const index = (place, scrolled) => (place < margin ? -1 : Math.floor((place - margin + scrolled) / size));
+    const index = (place, scrolled) =>
+      place < margin ? -1 : Math.floor((place - margin + scrolled) / size);
     const key = index(x, this.scroller.scrollLeft);
     const query = index(y, this.scroller.scrollTop);
     return query < this.n && key < this.n ? { query, key } : null;
   }
 
-  /** Scroll as little as it takes to see a row or, with a key, a cell. */
+  /** Scroll just enough to show a row or, with a key, a cell. */
   reveal(query, key = null) {
     const { scroller, size, margin } = this;
-    const into = (at, scrolled, room) => Math.min(at * size, Math.max(scrolled, (at + 1) * size + 1 - (room - margin)));
+    const into = (at, scrolled, room) =>
+      Math.min(at * size, Math.max(scrolled, (at + 1) * size + 1 - (room - margin)));
     scroller.scrollTop = into(query, scroller.scrollTop, scroller.clientHeight);
     if (key !== null) scroller.scrollLeft = into(key, scroller.scrollLeft, scroller.clientWidth);
   }
@@ -112,11 +125,15 @@ export class HeatMap {
     pen.imageSmoothingEnabled = false;
     pen.drawImage(this.image, 0, 0, whole, whole);
     if (this.size >= 9) this.drawGaps(pen, whole);
-    const { colours, marks: { pinned, point } } = this;
+    const {
+      colours,
+      marks: { pinned, point },
+    } = this;
     this.frame(pen, colours.accent, 0, pinned, this.n, 1);
     if (point && point.query >= 0) this.frame(pen, colours.quiet, 0, point.query, this.n, 1);
     if (point && point.key >= 0) this.frame(pen, colours.quiet, point.key, 0, 1, this.n);
-    if (point && point.query >= 0 && point.key >= 0) this.frame(pen, colours.text, point.key, point.query, 1, 1);
+    if (point && point.query >= 0 && point.key >= 0)
+      this.frame(pen, colours.text, point.key, point.query, 1, 1);
   }
 
   drawGaps(pen, whole) {
@@ -132,18 +149,21 @@ export class HeatMap {
     pen.stroke();
   }
 
-  /** A frame around `columns` × `rows` cells. */
+  /** Draw a frame around `columns` × `rows` cells. */
   frame(pen, colour, key, query, columns, rows) {
     pen.strokeStyle = colour;
     pen.lineWidth = 2;
     pen.strokeRect(key * this.size, query * this.size, columns * this.size, rows * this.size);
   }
 
-  /** Tokens along an axis, as many as have room, and always those that are marked. */
+  /** Draw the tokens along an axis: as many as fit, and always the marked ones. */
   drawLabels(pen, scrolled, pointed, pinned, upright = false) {
     const every = Math.ceil(LINE / this.size);
     const first = Math.max(0, Math.floor(scrolled / this.size) - 1);
-    const last = Math.min(this.n, first + Math.ceil((upright ? this.width : this.height) / this.size) + 2);
+    const last = Math.min(
+      this.n,
+      first + Math.ceil((upright ? this.width : this.height) / this.size) + 2,
+    );
     const marked = [pinned, pointed].filter((at) => at >= first && at < last);
     const free = (at) => !marked.some((one) => Math.abs(one - at) * this.size < LINE);
     const { accent, quiet, text } = this.colours;
@@ -167,8 +187,10 @@ function inside(pen, left, top, right, bottom, draw) {
   pen.restore();
 }
 
-/** As much of a token as an axis has room for, its beginning and its end. */
+/** Shorten a token to the length of a label, keeping its beginning and its end. */
 function label(token) {
   const text = [...visible(token)];
-  return text.length <= LONGEST ? text.join("") : [...text.slice(0, 8), "…", ...text.slice(-5)].join("");
+  return text.length <= LONGEST
+    ? text.join("")
+    : [...text.slice(0, 8), "…", ...text.slice(-5)].join("");
 }

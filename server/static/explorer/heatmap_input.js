@@ -1,4 +1,4 @@
-// What pointer and keyboard do on the large map: read a weight, pin a row.
+// Pointer and keyboard input of the heat map: read a weight, pin a row.
 
 const MOVES = {
   ArrowUp: ({ query, key }) => [query - 1, key],
@@ -11,7 +11,7 @@ const MOVES = {
   End: ({ query }) => [query, query],
 };
 
-/** Calls point(cell or null, byKeyboard) and pin(query). A query or key is -1 where the pointer is on the labels. */
+/** Call point(cell or null, byKeyboard) and pin(query). A query or key of -1 is on the labels. */
 export function listen(map, point, pin) {
   const { scroller } = map;
   const under = (event) => {
@@ -39,9 +39,14 @@ export function listen(map, point, pin) {
   });
 }
 
-/** Where a key leads. The first press shows where the keyboard is: at the pinned token itself. */
+/**
+ * Move the keyboard's cell and return it. The first key press selects the pinned token's own cell.
+ */
 function moveCursor(map, name) {
-  const { cursor, marks: { pinned } } = map;
+  const {
+    cursor,
+    marks: { pinned },
+  } = map;
   const [query, key] = cursor ? MOVES[name](cursor) : [pinned, pinned];
   const within = (index) => Math.min(map.n - 1, Math.max(0, index));
   map.cursor = { query: within(query), key: within(key) };

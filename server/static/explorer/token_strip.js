@@ -1,34 +1,37 @@
-// The text as tokens, shaded by how much one of them takes from each.
+// The tokens of the text, shaded by how much one of them attends to each.
 
 import { make } from "../shared/dom.js";
 import { formatWeight } from "./weights.js";
 import { visible } from "../shared/token_text.js";
 
 export class TokenStrip {
-  /** Calls onpin(index) for a click and onhover(index or null). One stop for the Tab key; arrows go on from there. */
-  constructor(place, onpin, onhover) {
-    this.place = place;
+  /**
+   * Calls onpin(index) and onhover(index or null). The Tab key stops once; arrow keys move between
+   * tokens.
+   */
+  constructor(element, onpin, onhover) {
+    this.element = element;
     const index = (event) => {
       const button = event.target.closest("button");
       return button ? this.buttons.indexOf(button) : null;
     };
-    place.addEventListener("click", (event) => index(event) !== null && onpin(index(event)));
-    place.addEventListener("pointerover", (event) => onhover(index(event)));
-    place.addEventListener("pointerleave", () => onhover(null));
-    place.addEventListener("keydown", (event) => this.move(event));
+    element.addEventListener("click", (event) => index(event) !== null && onpin(index(event)));
+    element.addEventListener("pointerover", (event) => onhover(index(event)));
+    element.addEventListener("pointerleave", () => onhover(null));
+    element.addEventListener("keydown", (event) => this.move(event));
   }
 
-  lay(tokens) {
+  setTokens(tokens) {
     const button = (token) => make("button", { type: "button", class: "token" }, visible(token));
     this.buttons = tokens.map(button);
-    this.place.replaceChildren(...this.buttons);
+    this.element.replaceChildren(...this.buttons);
   }
 
-  /** Scroll as little as it takes to see a token. */
+  /** Scroll just enough to show a token. */
   reveal(index) {
     const { offsetTop: top, offsetHeight: height } = this.buttons[index];
-    const { scrollTop, clientHeight } = this.place;
-    this.place.scrollTop = Math.min(top, Math.max(scrollTop, top + height - clientHeight));
+    const { scrollTop, clientHeight } = this.element;
+    this.element.scrollTop = Math.min(top, Math.max(scrollTop, top + height - clientHeight));
   }
 
   /** Shade each token by its weight in a row; null is masked. */
@@ -38,7 +41,7 @@ export class TokenStrip {
       button.style.background = background;
       button.style.color = ink;
       button.classList.toggle("masked", row[i] === null);
-      button.title = row[i] === null ? "not seen from there" : formatWeight(row[i]);
+      button.title = row[i] === null ? "masked" : formatWeight(row[i]);
       button.setAttribute("aria-pressed", i === pinned);
       button.tabIndex = i === pinned ? 0 : -1;
     });

@@ -1,8 +1,11 @@
-// A head as a picture, one pixel a weight, from which maps of any size are drawn; and what lies behind it.
+// A head as an image with one pixel per weight, from which maps of any size are drawn, and its
+// background.
 
 import { isVisible } from "./weights.js";
 
-/** n × n pixels. What is masked is left clear, for the hatching behind it to show. */
+/**
+ * Return an image of n × n pixels. Masked pixels are transparent, so the hatching shows through.
+ */
 export function weightImage(weights, n, window, palette) {
   const canvas = new OffscreenCanvas(n, n);
   const context = canvas.getContext("2d");
@@ -19,7 +22,7 @@ export function weightImage(weights, n, window, palette) {
   return canvas;
 }
 
-/** What masked cells show: thin diagonals on the page's ground. */
+/** Return the pattern of masked cells: thin diagonals on the page's background. */
 export function hatching(context, { page, line }) {
   const tile = new OffscreenCanvas(8, 8);
   const pen = tile.getContext("2d");
@@ -35,7 +38,7 @@ export function hatching(context, { page, line }) {
   return context.createPattern(tile, "repeat");
 }
 
-/** Give a canvas as many pixels as the screen has for it, and a pen that counts in CSS pixels. */
+/** Size a canvas to the screen's resolution, and return its context, scaled to CSS pixels. */
 export function sharpen(canvas, width, height) {
   const ratio = devicePixelRatio;
   canvas.width = Math.round(width * ratio);

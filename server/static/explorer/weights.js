@@ -1,23 +1,26 @@
-// One head's attention weights: which cells a token may see, and whether the weights keep their promise.
+// Attention weights of one head: which cells are visible, and whether the weights are valid.
 
-/** How many tokens one sees in this layer, itself among them; null is all before it. */
+/** Return the number of tokens that a token sees in this layer, itself included; null is all. */
 export function windowOf(config, layer) {
   const everywhere = config.sliding_window_layers === null;
   return everywhere || config.sliding_window_layers.includes(layer) ? config.sliding_window : null;
 }
 
+/** Return whether a query may attend to a key. */
 export function isVisible(query, key, window) {
   return key <= query && (window === null || query - key < window);
 }
 
-/** Rows as JSON has them, one after another in one array. They were 32-bit numbers before, so nothing is lost. */
+/**
+ * Flatten rows of JSON numbers into a Float32Array. They were 32-bit floats, so this loses nothing.
+ */
 export function flatten(rows) {
   const flat = new Float32Array(rows.length ** 2);
   rows.forEach((row, i) => flat.set(row, i * rows.length));
   return flat;
 }
 
-/** How far a row's sum is from 1 at most, and the largest weight where nothing may be seen. */
+/** Return the largest deviation of a row's sum from 1, and the largest weight of a masked cell. */
 export function check(weights, n, window) {
   let deviation = 0;
   let leak = 0;
@@ -33,7 +36,7 @@ export function check(weights, n, window) {
   return { deviation, leak };
 }
 
-/** 0.4213, or 3.1e-6 where four digits would show nothing. */
+/** 0.42131 → "0.4213", 0.0000031 → "3.1e-6" */
 export function formatWeight(weight) {
   return weight > 0 && weight < 0.00005 ? weight.toExponential(1) : weight.toFixed(4);
 }

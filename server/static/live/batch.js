@@ -1,30 +1,35 @@
-// Who shares the batch: a column for each row, those who wait beside them, and all of them in a table.
+// The current batch: a bar for each slot of the KV cache, the waiting sequences, and a table of all
+// of them.
 
 import { byId, make } from "../shared/dom.js";
 import { formatCount } from "../shared/format.js";
 
-const MOST_WAITING = 24; // that are drawn; the table has all
+const MAX_WAITING = 24; // drawn; the table has all
 const SHORT_ID = 10;
 
-const slots = []; // by row
+const slots = []; // by row of the KV cache
 const tableRows = new Map(); // by sequence id
 
+/** Create a bar for each slot. */
 export function startBatch(maxNumSeqs) {
   for (let row = 0; row < maxNumSeqs; row += 1) {
-    const parts = { prompt: make("span", { class: "slot-prompt" }), output: make("span", { class: "slot-output" }) };
+    const parts = {
+      prompt: make("span", { class: "slot-prompt" }),
+      output: make("span", { class: "slot-output" }),
+    };
     const slot = make("div", { class: "slot" }, parts.output, parts.prompt);
     slots.push({ slot, ...parts });
   }
-  byId("batch-rows").replaceChildren(...slots.map(({ slot }) => slot));
+  byId("batch-slots").replaceChildren(...slots.map(({ slot }) => slot));
 }
 
-/** Show an answer of /debug/batch. */
+/** Show a response of /debug/batch. */
 export function showBatch({ sequences }) {
   const byRow = new Map(sequences.filter((one) => one.row !== null).map((one) => [one.row, one]));
   for (const [row, slot] of slots.entries()) fillSlot(slot, row, byRow.get(row));
   const waiting = sequences.filter((one) => one.state === "waiting");
   showWaiting(waiting);
-  byId("batch-rows").setAttribute("aria-label", summaryOf(sequences));
+  byId("batch-slots").setAttribute("aria-label", summaryOf(sequences));
   byId("batch-idle").hidden = sequences.length > 0;
   byId("batch-scroll").hidden = sequences.length === 0;
   showTable(sequences);
@@ -33,15 +38,18 @@ export function showBatch({ sequences }) {
 function summaryOf(sequences) {
   const count = (state) => sequences.filter((one) => one.state === state).length;
   return (
-    `${slots.length} rows: ${count("running")} running, ${count("prefilling")} reading their prompts; ` +
-    `${count("waiting")} waiting for a row`
+    `${slots.length} slots: ${count("running")} running, ${count("prefilling")} prefilling; ` +
+    `${count("waiting")} waiting for a slot`
   );
 }
 
-/** As tall as all that the request may take: its prompt from below, then its new tokens. */
+/**
+ * Fill a bar: the computed prompt from below, then the new tokens. Full height is all that the
+ * request may take.
+ */
 function fillSlot({ slot, prompt, output }, row, sequence) {
   slot.dataset.state = sequence?.state ?? "free";
-  slot.title = `Row ${row}: ${sequence ? `${sequence.request_id}, ${sequence.state}` : "free"}`;
+  slot.title = `Slot ${row}: ${sequence ? `${sequence.request_id}, ${sequence.state}` : "free"}`;
   const most = sequence ? Math.max(1, sequence.prompt_tokens + sequence.max_tokens) : 1;
   const computed = sequence ? Math.min(sequence.computed_tokens, sequence.prompt_tokens) : 0;
   prompt.style.height = `${(100 * computed) / most}%`;
@@ -49,9 +57,14 @@ function fillSlot({ slot, prompt, output }, row, sequence) {
 }
 
 function showWaiting(waiting) {
-  const drawn = waiting.slice(0, MOST_WAITING).map((one) => make("span", { class: "waiter", title: one.request_id }));
+  const drawn = waiting
+    .slice(0, MAX_WAITING)
+    .map((one) => make("span", { class: "waiter", title: one.request_id }));
   const rest = waiting.length - drawn.length;
-  byId("batch-waiting").replaceChildren(...drawn, ...(rest > 0 ? [`and ${formatCount(rest)} more`] : []));
+  byId("batch-waiting").replaceChildren(
+    ...drawn,
+    ...(rest > 0 ? [`and ${formatCount(rest)} more`] : []),
+  );
   byId("batch-waiting-none").hidden = waiting.length > 0;
 }
 
@@ -63,7 +76,8 @@ function showTable(sequences) {
     tableRows.delete(id);
   }
   for (const sequence of sequences) {
-    if (!tableRows.has(sequence.sequence_id)) tableRows.set(sequence.sequence_id, newLine(sequence));
+    if (!tableRows.has(sequence.sequence_id))
+      tableRows.set(sequence.sequence_id, newLine(sequence));
     fillLine(tableRows.get(sequence.sequence_id), sequence);
   }
 }
@@ -83,7 +97,7 @@ function newLine({ request_id: id }) {
   return { line, cells, text, progress };
 }
 
-/** Only what has changed: a text that somebody marks stays marked. */
+/** Update only what has changed, so that selected text stays selected. */
 function fillLine({ line, cells, text, progress }, sequence) {
   line.dataset.state = sequence.state;
   setText(cells.state, sequence.state);

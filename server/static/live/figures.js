@@ -1,41 +1,47 @@
-// What the live view shows, computed from /metrics as it was from moment to moment.
+// The figures of the live view, computed from successive snapshots of /metrics.
 
 import { growth, Metrics, quantile } from "./prometheus.js";
 
 export const SHOWN_SECONDS = 120;
-const WINDOW_SECONDS = 30; // percentiles and shares are of what happened in the last of them
-const RATE_SECONDS = 5;
-const LATENCIES = { ttft: "kvasir_time_to_first_token_seconds", itl: "kvasir_inter_token_latency_seconds" };
+const WINDOW_SECONDS = 30; // window of percentiles, shares and counts
+const RATE_SECONDS = 5; // window of rates
+const LATENCIES = {
+  ttft: "kvasir_time_to_first_token_seconds",
+  itl: "kvasir_inter_token_latency_seconds",
+};
 const QUANTILES = { p50: 0.5, p90: 0.9, p99: 0.99 };
 const STARTED = "process_start_time_seconds";
 
-/** Points {at, running, waiting, …} of the last two minutes; a figure that nothing has happened for is null. */
+/** Points { at, running, waiting, … } of the last two minutes. A figure without data is null. */
 export class Figures {
   points = [];
-  #moments = []; // {at, metrics} of the last window, the oldest first
+  #snapshots = []; // { at, metrics } of the last window, oldest first
 
-  /** Take up what /metrics said `at` a moment, in seconds. */
+  /** Add a snapshot of /metrics, taken `at` a time in seconds. */
   add(text, at) {
     const metrics = new Metrics(text);
-    const last = this.#moments.at(-1);
-    if (last && last.metrics.total(STARTED) !== metrics.total(STARTED)) this.#moments = []; // counters began again
-    this.#moments.push({ at, metrics });
-    this.#moments = this.#moments.filter((one) => at - one.at <= WINDOW_SECONDS);
+    const last = this.#snapshots.at(-1);
+    const hasRestarted = last && last.metrics.total(STARTED) !== metrics.total(STARTED);
+    if (hasRestarted) this.#snapshots = [];
+    this.#snapshots.push({ at, metrics });
+    this.#snapshots = this.#snapshots.filter((one) => at - one.at <= WINDOW_SECONDS);
     this.points = this.points.filter((one) => at - one.at <= SHOWN_SECONDS);
     this.points.push({ at, ...this.#levels(metrics), ...this.#rates(), ...this.#latencies() });
   }
 
-  /** How many requests were rejected since the server started, {reason: count}. */
+  /** Requests rejected since the server started: { reason: count }. */
   get rejected() {
-    const samples = this.#moments.at(-1).metrics.samples("kvasir_requests_rejected_total");
+    const samples = this.#snapshots.at(-1).metrics.samples("kvasir_requests_rejected_total");
     return Object.fromEntries(samples.map(({ labels, value }) => [labels.reason, value]));
   }
 
-  /** Whether the server has had nothing to do since it started. */
+  /** True if the server has had no request since it started. */
   get isUntouched() {
-    const { metrics } = this.#moments.at(-1);
+    const { metrics } = this.#snapshots.at(-1);
     const { running, waiting } = this.points.at(-1);
-    const ended = metrics.total("kvasir_request_success_total") + metrics.total("kvasir_requests_rejected_total");
+    const ended =
+      metrics.total("kvasir_request_success_total") +
+      metrics.total("kvasir_requests_rejected_total");
     return running + waiting + ended === 0;
   }
 
@@ -52,7 +58,9 @@ export class Figures {
     return {
       output: this.#rate("kvasir_generation_tokens_total"),
       prompt: this.#rate("kvasir_prompt_tokens_total"),
-      hits: queried ? this.#grown("kvasir_prefix_cache_hits_total", WINDOW_SECONDS) / queried : null,
+      hits: queried
+        ? this.#grown("kvasir_prefix_cache_hits_total", WINDOW_SECONDS) / queried
+        : null,
       rejected: this.#grown("kvasir_requests_rejected_total", WINDOW_SECONDS),
     };
   }
@@ -62,15 +70,16 @@ export class Figures {
     const [before, after] = this.#ends(WINDOW_SECONDS);
     for (const [key, name] of Object.entries(LATENCIES)) {
       const grown = growth(before.metrics.buckets(name), after.metrics.buckets(name));
-      for (const [suffix, q] of Object.entries(QUANTILES)) figures[`${key}-${suffix}`] = quantile(q, grown);
+      for (const [suffix, q] of Object.entries(QUANTILES))
+        figures[`${key}-${suffix}`] = quantile(q, grown);
     }
     return figures;
   }
 
-  /** The first moment that is at most so many seconds old, and the last. */
+  /** Return the oldest snapshot within `seconds`, and the last one. */
   #ends(seconds) {
-    const last = this.#moments.at(-1);
-    return [this.#moments.find((one) => last.at - one.at <= seconds), last];
+    const last = this.#snapshots.at(-1);
+    return [this.#snapshots.find((one) => last.at - one.at <= seconds), last];
   }
 
   #grown(name, seconds) {

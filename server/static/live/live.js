@@ -1,4 +1,4 @@
-// The live view: asks the server once a second, as long as somebody can see it.
+// The live view: polls the server once a second while it is visible.
 
 import { getJson, request } from "../shared/api.js";
 import { showBatch, startBatch } from "./batch.js";
@@ -9,50 +9,50 @@ import { formatCount } from "../shared/format.js";
 import { pause } from "../shared/pause.js";
 
 const EVERY_MS = 1000;
-const UNPUBLISHED = [403, 404]; // as a gateway answers for what it keeps to itself
+const UNPUBLISHED = [403, 404]; // responses of a gateway for routes that it does not publish
 
 const figures = new Figures();
 let charts = [];
 let isShown = false;
 let isPaused = false;
-let isRefused = false; // asking again would change nothing
-let polling = null; // what stops it
+let isRefused = false; // polling again would not help
+let polling = null; // aborts polling
 
 export function start(card) {
   startBatch(card.max_num_seqs);
   charts = [...byId("live").querySelectorAll("[data-series]")].map(
     (element) => new Chart(element, element.closest(".tile").querySelector("h3").textContent),
   );
-  byId("live-rows").textContent = `of ${formatCount(card.max_num_seqs)}`;
+  byId("live-slots").textContent = `of ${formatCount(card.max_num_seqs)}`;
   byId("live-pause").addEventListener("click", togglePause);
-  document.addEventListener("visibilitychange", follow);
-  window.addEventListener("kvasir:new-key", () => refuse(false));
+  document.addEventListener("visibilitychange", updatePolling);
+  window.addEventListener("kvasir:new-key", () => setRefused(false));
 }
 
 export function show() {
   isShown = true;
-  refuse(false);
+  setRefused(false);
 }
 
 export function hide() {
   isShown = false;
-  follow();
+  updatePolling();
 }
 
 function togglePause() {
   isPaused = !isPaused;
   byId("live-pause").textContent = isPaused ? "Resume" : "Pause";
-  follow();
+  updatePolling();
 }
 
-function refuse(is) {
+function setRefused(is) {
   isRefused = is;
   byId("live-pause").hidden = is;
-  follow();
+  updatePolling();
 }
 
-/** Poll exactly while it is of use. */
-function follow() {
+/** Start or stop polling, so that it runs exactly while it is useful. */
+function updatePolling() {
   const isWanted = isShown && !isPaused && !isRefused && !document.hidden;
   if (isWanted && polling === null) {
     polling = new AbortController();
@@ -66,24 +66,24 @@ function follow() {
 async function poll(signal) {
   while (!signal.aborted) {
     try {
-      await look(signal);
-      tell("");
+      await update(signal);
+      showMessage("");
     } catch (error) {
-      if (!signal.aborted) fail(error);
+      if (!signal.aborted) showError(error);
     }
     await pause(EVERY_MS, signal).catch(() => {});
   }
 }
 
-function fail(error) {
+function showError(error) {
   const isUnpublished = UNPUBLISHED.includes(error.status);
-  const isFinal = isUnpublished || error.status === 401; // then the page asks for the key
-  if (isUnpublished) tell(`The server's figures are not published here: ${error.message}`);
-  else tell(isFinal ? error.message : `${error.message} (trying again every second)`);
-  if (isFinal) refuse(true);
+  const isFinal = isUnpublished || error.status === 401; // 401: the page shows the key form
+  if (isUnpublished) showMessage(`The server's metrics are not published here: ${error.message}`);
+  else showMessage(isFinal ? error.message : `${error.message} (retrying every second)`);
+  if (isFinal) setRefused(true);
 }
 
-async function look(signal) {
+async function update(signal) {
   const text = await (await request("metrics", { signal })).text();
   figures.add(text, performance.now() / 1000);
   showFigures();
@@ -98,13 +98,19 @@ function showFigures() {
   }
   for (const chart of charts) chart.update(figures.points);
   const reasons = Object.entries(figures.rejected).filter(([, count]) => count > 0);
-  const told = reasons.map(([reason, count]) => `${formatCount(count)} ${reason}`).join(", ");
-  byId("live-reasons").textContent = told ? `Since the start: ${told}.` : "None since the start.";
+  const reasonTexts = reasons
+    .map(([reason, count]) => `${formatCount(count)} ${reason}`)
+    .join(", ");
+  byId("live-reasons").textContent = reasonTexts
+    ? `Since the server started: ${reasonTexts}.`
+    : "None since the server started.";
   byId("live-empty").hidden = !figures.isUntouched;
 }
 
-/** An alert is read out when its text changes, so the same one is said once. */
-function tell(message) {
+/**
+ * Show an alert. Screen readers announce each change of its text, so do not repeat the same text.
+ */
+function showMessage(message) {
   const element = byId("live-error");
   element.hidden = message === "";
   if (element.textContent !== message) element.textContent = message;

@@ -1,11 +1,11 @@
-// Prometheus' text format, version 0.0.4: samples read exactly, and what can be derived of two moments of them.
+// Prometheus' text format, version 0.0.4: a parser, and functions of two snapshots.
 
 const SAMPLE = /^([a-zA-Z_:][\w:]*)[ \t]*(?:\{(.*)\})?[ \t]*([^\s{}]+)(?:[ \t]+-?\d+)?$/;
 const LABEL = /[ \t]*([a-zA-Z_]\w*)[ \t]*=[ \t]*"((?:[^"\\]|\\.)*)"[ \t]*(?:,|$)/y;
 const ESCAPES = { "\\n": "\n", '\\"': '"', "\\\\": "\\" };
 const SPECIAL = { "+inf": Infinity, inf: Infinity, "-inf": -Infinity, nan: NaN };
 
-/** All samples of one moment, by name. Throws for a line that is none. */
+/** All samples of one snapshot, by name. Throws an Error for an invalid line. */
 export class Metrics {
   #samples = new Map();
 
@@ -18,31 +18,35 @@ export class Metrics {
     }
   }
 
-  /** [{labels, value}] of a name; none where there is no such name. */
+  /** Return [{ labels, value }] of a name; [] for an unknown name. */
   samples(name) {
     return this.#samples.get(name) ?? [];
   }
 
-  /** The sum over all labels: 0 for a counter that has not counted yet. */
+  /** Return the sum over all labels; 0 for a counter that has no samples yet. */
   total(name) {
     return this.samples(name).reduce((sum, { value }) => sum + value, 0);
   }
 
-  /** A histogram's cumulative counts, [[upper bound, count]] with bounds ascending. */
+  /** Return a histogram's cumulative counts, [[upper bound, count]] with ascending bounds. */
   buckets(name) {
-    const pairs = this.samples(`${name}_bucket`).map(({ labels, value }) => [readNumber(labels.le), value]);
+    const pairs = this.samples(`${name}_bucket`).map(({ labels, value }) => [
+      readNumber(labels.le),
+      value,
+    ]);
     return pairs.sort(([one], [other]) => (one < other ? -1 : 1));
   }
 }
 
-/** How much a histogram grew: buckets, as of two moments of one process. */
+/** Return the growth of a histogram's buckets between two snapshots of one process. */
 export function growth(before, after) {
   return after.map(([bound, count], index) => [bound, count - (before[index]?.[1] ?? 0)]);
 }
 
 /**
- * The q-quantile of a histogram's buckets, by linear interpolation within one, as histogram_quantile computes it for
- * bounds above 0: beyond the last finite bound it is that bound. null for a histogram of nothing.
+ * Return the q-quantile of a histogram's buckets, by linear interpolation within a bucket, as
+ * Prometheus' histogram_quantile does for bounds above 0. Beyond the last finite bound it is that
+ * bound. null if empty.
  */
 export function quantile(q, buckets) {
   const total = buckets.at(-1)?.[1] ?? 0;
@@ -67,7 +71,7 @@ function readLabels(text, line) {
   LABEL.lastIndex = 0;
   while (LABEL.lastIndex < text.length) {
     const found = LABEL.exec(text);
-    if (found === null) throw new Error(`not the labels of a sample: ${line}`);
+    if (found === null) throw new Error(`invalid labels in a sample: ${line}`);
     labels[found[1]] = found[2].replace(/\\[n"\\]/g, (escape) => ESCAPES[escape]);
   }
   return labels;

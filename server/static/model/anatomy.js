@@ -1,4 +1,4 @@
-// A decoder in words and in order, from its configuration: what is drawn, and what is read where nothing is seen.
+// The steps of a decoder, derived from its configuration. They are drawn, and listed as text.
 
 import { formatCount as n } from "../shared/format.js";
 
@@ -11,30 +11,48 @@ const FEED_FORWARDS = {
   relu: "ReLU",
 };
 const NORMS = { rmsnorm: "RMSNorm", layernorm: "LayerNorm" };
-const MOST_LAYERS = 4; // that are named one by one
+const MAX_NAMED_LAYERS = 4; // more layers are only counted
 
-/** Whether a gate multiplies what the activation sees. */
+/** Return whether the feed-forward is gated (a GLU variant). */
 export const isGated = (config) => config.feed_forward.includes("glu");
 
 /**
- * The steps from tokens to logits. A step is { kind, title, notes }; a residual { branches: [[step]] }, whose input is
- * added to what its branches return; a repetition { times, steps }.
+ * Return the steps from tokens to logits.
+ *
+ * A step is { kind, title, notes }. A residual is { branches: [[step]] }, whose input is added to the
+ * output of its branches. A repetition is { times, steps }.
  */
 export function stepsOf(config) {
   return [
-    { kind: "value", title: "Tokens", notes: [`up to ${n(config.max_model_len)} ids below ${n(config.vocab_size)}`] },
+    {
+      kind: "value",
+      title: "Tokens",
+      notes: [`up to ${n(config.max_model_len)} ids below ${n(config.vocab_size)}`],
+    },
     { kind: "embedding", title: "Embedding", notes: embeddingNotes(config) },
     { times: config.n_layer, steps: blockSteps(config) },
     ...(config.norm_placement === "post" ? [] : [normStep(config)]),
     { kind: "embedding", title: "Output head", notes: headNotes(config) },
-    { kind: "value", title: "Logits", notes: [`${n(config.vocab_size)} numbers: softmax makes them probabilities`] },
+    {
+      kind: "value",
+      title: "Logits",
+      notes: [`${n(config.vocab_size)} numbers, which softmax turns into probabilities`],
+    },
   ];
 }
 
 function blockSteps(config) {
   const norm = normStep(config);
   const [attention, feedForward] = [attentionStep(config), feedForwardStep(config)];
-  if (config.parallel_residual) return [{ branches: [[norm, attention], [norm, feedForward]] }];
+  if (config.parallel_residual)
+    return [
+      {
+        branches: [
+          [norm, attention],
+          [norm, feedForward],
+        ],
+      },
+    ];
   return [attention, feedForward].flatMap((step) => {
     if (config.norm_placement === "post") return [{ branches: [[step]] }, norm];
     return [{ branches: [config.norm_placement === "both" ? [norm, step, norm] : [norm, step]] }];
@@ -47,7 +65,8 @@ function embeddingNotes(config) {
   const { d_model: width, max_model_len: length, position } = config;
   const notes = [`${n(config.vocab_size)} tokens × ${n(width)} channels`];
   if (config.embedding_scale !== 1) notes.push(`times ${round(config.embedding_scale)}`);
-  if (position === "learned") notes.push(`plus a learned vector for each of ${n(length)} positions`);
+  if (position === "learned")
+    notes.push(`plus a learned vector for each of ${n(length)} positions`);
   if (position === "sinusoidal") notes.push(`times √${n(width)}, plus sinusoids of the position`);
   return notes;
 }
@@ -61,9 +80,13 @@ function attentionStep(config) {
     scale === null ? `scores / √${n(channels)}` : `scores × ${round(scale)}`,
   ];
   if (config.qk_norm) notes.push("RMSNorm on every head of queries and keys");
-  if (config.attention_softcap !== null) notes.push(`scores capped at ±${round(config.attention_softcap)} by tanh`);
+  if (config.attention_softcap !== null)
+    notes.push(`scores capped at ±${round(config.attention_softcap)} by tanh`);
   if (config.sliding_window !== null) notes.push(windowNote(config));
-  const biased = [config.qkv_bias && "queries, keys and values", config.output_bias && "output"].filter(Boolean);
+  const biased = [
+    config.qkv_bias && "queries, keys and values",
+    config.output_bias && "output",
+  ].filter(Boolean);
   if (biased.length) notes.push(`biases on ${biased.join(" and ")}`);
   return { kind: "attention", title: `${sharingName(config)} attention`, notes };
 }
@@ -74,7 +97,7 @@ function sharingName({ n_head: heads, n_kv_head: shared }) {
 }
 
 function sharing({ n_head: heads, n_kv_head: shared }) {
-  if (heads === shared) return "each with keys and values of its own";
+  if (heads === shared) return "each with its own keys and values";
   return shared === 1
     ? "all sharing one key-value head"
     : `sharing ${n(shared)} key-value heads, ${n(heads / shared)} to each`;
@@ -82,8 +105,9 @@ function sharing({ n_head: heads, n_kv_head: shared }) {
 
 function positionNotes(config) {
   if (config.position === "rotary") return [rotaryNote(config)];
-  if (config.position === "alibi") return ["ALiBi: less for what is further away, by a slope for each head"];
-  if (config.position === "none") return ["no positions: only the mask tells what came before"];
+  if (config.position === "alibi")
+    return ["ALiBi: a penalty that grows with the distance, with one slope per head"];
+  if (config.position === "none") return ["no positions: only the mask tells the order"];
   if (config.position !== "relative") return [];
   const [buckets, most] = [n(config.relative_buckets), n(config.relative_max_distance)];
   return [`a learned bias for each of ${buckets} buckets of distance, up to ${most}`];
@@ -94,32 +118,37 @@ function rotaryNote(config) {
   const parts = [`rotary positions, θ = ${n(config.rope_theta)}`];
   if (turned !== null && turned < config.head_dim) parts.push(`on ${n(turned)} channels`);
   if (scaling !== null) parts.push(`scaled by ${scaling.kind}, factor ${round(scaling.factor)}`);
-  if (without.length) parts.push(`but not ${layersNote(without, config)}`);
+  if (without.length) parts.push(`except ${layersNote(without, config)}`);
   return parts.join(", ");
 }
 
 function windowNote({ sliding_window: window, sliding_window_layers: layers, ...config }) {
   const where = layers === null ? "in all layers" : layersNote(layers, config);
-  return `sees ${n(window)} tokens, its own among them, ${where}`;
+  return `sliding window of ${n(window)} tokens, the token itself included, ${where}`;
 }
 
 const layersNote = (layers, config) =>
-  layers.length > MOST_LAYERS
+  layers.length > MAX_NAMED_LAYERS
     ? `in ${n(layers.length)} of ${n(config.n_layer)} layers`
     : `in ${layers.length === 1 ? "layer" : "layers"} ${layers.join(", ")}`;
 
 function feedForwardStep(config) {
-  const widened = isGated(config) ? `2 × ${n(config.d_ff)}` : n(config.d_ff);
-  const notes = [`${FEED_FORWARDS[config.feed_forward]}: ${n(config.d_model)} → ${widened} → ${n(config.d_model)}`];
+  const width = n(config.d_model);
+  const inner = isGated(config) ? `2 × ${n(config.d_ff)}` : n(config.d_ff);
+  const notes = [`${FEED_FORWARDS[config.feed_forward]}: ${width} → ${inner} → ${width}`];
   if (config.feed_forward_bias) notes.push("with biases");
   return { kind: "feed-forward", title: "Feed-forward", notes };
 }
 
 function headNotes(config) {
   const shape = `${n(config.d_model)} → ${n(config.vocab_size)}`;
-  const notes = [`${shape}, with ${config.tied_embeddings ? "the embedding's weights" : "weights of its own"}`];
-  if (config.logit_softcap !== null) notes.push(`capped at ±${round(config.logit_softcap)} by tanh`);
+  const notes = [
+    `${shape}, with ${config.tied_embeddings ? "the embedding's weights" : "weights of its own"}`,
+  ];
+  if (config.logit_softcap !== null)
+    notes.push(`capped at ±${round(config.logit_softcap)} by tanh`);
   return notes;
 }
 
-const round = (value) => Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4 });
+const round = (value) =>
+  Number(value.toPrecision(4)).toLocaleString("en", { maximumSignificantDigits: 4 });

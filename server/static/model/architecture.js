@@ -1,26 +1,31 @@
-// A decoder drawn from top to bottom. Colours are classes of model.css, so themes need no drawing again.
+// A drawing of a decoder from top to bottom. Colours are classes of model.css, so it is drawn once
+// for all themes.
 
 import { isGated, stepsOf } from "./anatomy.js";
 import { makeSvg } from "../shared/dom.js";
 import { formatCount } from "../shared/format.js";
 
 const WIDTH = 360;
-const GAP = 16; // between steps: an arrow
-const INSET = 20; // of a residual, for the line that goes around it
-const FRAME = 10; // of a repetition
+const GAP = 16; // between steps; the length of an arrow
+const INSET = 20; // of a residual's branches, for the line around them
+const FRAME = 10; // padding of a repetition's frame
 const PAD = 8;
-const TITLE = 17; // heights of lines
+const TITLE = 17; // line heights
 const NOTE = 15;
-const LETTER = 6.2; // the width of a note's letter, about
+const LETTER = 6.2; // approximate width of a letter in a note
 const TITLE_LETTER = 7.6;
 const MOST_SQUARE = 14;
-const BETWEEN = 0.4; // groups of heads, of a head's width
+const BETWEEN = 0.4; // space between groups of heads, in widths of a head
 
-/** The drawing as an SVG element, for `labelledBy` to name. */
+/** Return the drawing as an SVG element, named by the elements with the ids `labelledBy`. */
 export function drawArchitecture(config, labelledBy) {
   const drawing = new Drawing(config);
   const height = drawing.place(stepsOf(config), 0, WIDTH, 1) + 1;
-  const attributes = { viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-labelledby": labelledBy };
+  const attributes = {
+    viewBox: `0 0 ${WIDTH} ${height}`,
+    role: "img",
+    "aria-labelledby": labelledBy,
+  };
   return makeSvg("svg", attributes, ...drawing.elements);
 }
 
@@ -32,7 +37,10 @@ class Drawing {
     this.#config = config;
   }
 
-  /** Draw steps below each other from y on, between x and x + width, with arrows between them. The end of the last. */
+  /**
+   * Draw steps from y downwards, between x and x + width, with arrows between them. Return the end
+   * of the last.
+   */
   place(steps, x, width, y) {
     for (const [index, step] of steps.entries()) {
       if (index) y = this.#arrow(x + width / 2, y, y + GAP);
@@ -49,29 +57,36 @@ class Drawing {
 
   #repetition({ times, steps }, x, width, y) {
     const top = y;
-    this.#text(`× ${formatCount(times)} ${times === 1 ? "layer" : "layers"}`, x + width - PAD, y + TITLE, "caption");
+    this.#text(
+      `× ${formatCount(times)} ${times === 1 ? "layer" : "layers"}`,
+      x + width - PAD,
+      y + TITLE,
+      "caption",
+    );
     y = this.#line(x + width / 2, y, y + GAP + FRAME);
     y = this.place(steps, x + FRAME, width - 2 * FRAME, y);
     y = this.#line(x + width / 2, y, y + FRAME);
     const frame = { class: "frame", x: x + 0.5, y: top, width: width - 1, height: y - top, rx: 8 };
-    this.elements.unshift(makeSvg("rect", frame)); // behind all
+    this.elements.unshift(makeSvg("rect", frame)); // behind everything else
     return y;
   }
 
-  /** What goes in is added to what the branches make of it. */
+  /** Draw branches, and a line around them that adds their input to their output. */
   #residual(branches, x, width, y) {
     const [middle, top, left] = [x + width / 2, y, x + PAD];
     const space = (width - 2 * INSET - PAD * (branches.length - 1)) / branches.length;
     y = this.#line(middle, y, y + PAD);
     const starts = branches.map((_, index) => x + INSET + index * (space + PAD));
-    if (starts.length > 1) this.#path(`M${starts[0] + space / 2} ${y}H${starts.at(-1) + space / 2}`);
+    if (starts.length > 1)
+      this.#path(`M${starts[0] + space / 2} ${y}H${starts.at(-1) + space / 2}`);
     const ends = branches.map((steps, index) => {
       const begin = this.#arrow(starts[index] + space / 2, y, y + GAP - 4);
       return this.place(steps, starts[index], space, begin);
     });
     y = Math.max(...ends) + PAD;
     for (const [index, end] of ends.entries()) this.#line(starts[index] + space / 2, end, y);
-    if (starts.length > 1) this.#path(`M${starts[0] + space / 2} ${y}H${starts.at(-1) + space / 2}`);
+    if (starts.length > 1)
+      this.#path(`M${starts[0] + space / 2} ${y}H${starts.at(-1) + space / 2}`);
     y = this.#line(middle, y, y + 4);
     this.#path(`M${middle} ${top + 4}H${left}V${y + 8}H${middle - 14}`);
     this.#triangle(middle - 8, y + 8, "right");
@@ -80,7 +95,8 @@ class Drawing {
 
   #box({ kind, title, notes }, x, width, y) {
     const lines = notes.flatMap((note) => wrap(note, (width - 2 * PAD) / LETTER));
-    const picture = kind === "attention" ? this.#heads : kind === "feed-forward" ? this.#widths : () => 0;
+    const picture =
+      kind === "attention" ? this.#heads : kind === "feed-forward" ? this.#widths : () => 0;
     const box = makeSvg("rect", { class: `box ${kind}`, x: x + 0.5, y, width: width - 1, rx: 6 });
     this.elements.push(box);
     let end = y;
@@ -94,7 +110,7 @@ class Drawing {
     return end + (lines.length ? 3 : 2);
   }
 
-  /** Query heads above the key-value heads that they share. The height of it. */
+  /** Draw query heads above the key-value heads that they share. Return the height. */
   #heads(x, width, y) {
     const { n_head: heads, n_kv_head: shared } = this.#config;
     const each = Math.min(MOST_SQUARE + 2, width / (heads + BETWEEN * (shared - 1)));
@@ -107,12 +123,18 @@ class Drawing {
     }
     const group = (heads / shared) * each;
     for (let head = 0; head < shared; head += 1) {
-      this.#rect("key-value", start + head * (group + between), y + MOST_SQUARE + 3, group - each + square, 6);
+      this.#rect(
+        "key-value",
+        start + head * (group + between),
+        y + MOST_SQUARE + 3,
+        group - each + square,
+        6,
+      );
     }
     return MOST_SQUARE + 3 + 6 + 3;
   }
 
-  /** Bars as wide as what goes in, what it becomes and what comes out. The height of it. */
+  /** Draw bars as wide as the input, the inner layer and the output. Return the height. */
   #widths(x, width, y) {
     const { d_model: model, d_ff: inner } = this.#config;
     const bars = ["outer", ...(isGated(this.#config) ? ["inner", "inner"] : ["inner"]), "outer"];
@@ -124,7 +146,9 @@ class Drawing {
   }
 
   #rect(name, x, y, width, height) {
-    this.elements.push(makeSvg("rect", { class: name, x, y, width, height, rx: Math.min(1.5, width / 4) }));
+    this.elements.push(
+      makeSvg("rect", { class: name, x, y, width, height, rx: Math.min(1.5, width / 4) }),
+    );
   }
 
   #text(content, x, y, name) {
@@ -158,7 +182,7 @@ class Drawing {
   }
 }
 
-/** Lines of at most so many letters. */
+/** Split a text into lines of at most `most` letters. */
 function wrap(text, most) {
   const lines = [""];
   for (const word of text.split(" ")) {

@@ -1,8 +1,8 @@
-// How many parameters each part of a decoder has, from its configuration.
+// The number of parameters of each part of a decoder, from its configuration.
 
 import { isGated } from "./anatomy.js";
 
-/** [[part, count]], without parts of none. Their sum is the decoder's size. */
+/** Return [[part, count]] of all parts that have parameters. */
 export function parametersOf(config) {
   const parts = [
     ["Embedding", config.vocab_size * config.d_model],
@@ -15,12 +15,24 @@ export function parametersOf(config) {
   return parts.filter(([, count]) => count > 0);
 }
 
-function positions({ position, max_model_len: length, d_model: width, relative_buckets: buckets, n_head: heads }) {
+function positions({
+  position,
+  max_model_len: length,
+  d_model: width,
+  relative_buckets: buckets,
+  n_head: heads,
+}) {
   if (position === "learned") return length * width;
   return position === "relative" ? buckets * heads : 0;
 }
 
-function attention({ d_model: width, n_head: heads, n_kv_head: shared, head_dim: channels, ...config }) {
+function attention({
+  d_model: width,
+  n_head: heads,
+  n_kv_head: shared,
+  head_dim: channels,
+  ...config
+}) {
   const projected = (heads + 2 * shared) * channels;
   const biases = (config.qkv_bias ? projected : 0) + (config.output_bias ? width : 0);
   return width * projected + heads * channels * width + biases;
@@ -31,7 +43,13 @@ function feedForward({ d_model: width, d_ff: inner, feed_forward_bias: isBiased,
   return width * widened + inner * width + (isBiased ? widened + width : 0);
 }
 
-function norms({ d_model: width, n_head: heads, n_kv_head: shared, head_dim: channels, ...config }) {
+function norms({
+  d_model: width,
+  n_head: heads,
+  n_kv_head: shared,
+  head_dim: channels,
+  ...config
+}) {
   const one = config.norm === "layernorm" ? 2 * width : width;
   const ofHeads = config.qk_norm ? (heads + shared) * channels : 0;
   const perLayer = (config.norm_placement === "both" ? 4 : 2) * one + ofHeads;

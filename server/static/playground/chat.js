@@ -1,9 +1,9 @@
-// A conversation: the system message, the turns so far, each of which can be edited, and the next message.
+// A conversation: the system message, the turns, which can be edited, and the next message.
 
 import { byId, make } from "../shared/dom.js";
 
 export class Conversation {
-  /** `changed` is called when a turn was removed. */
+  /** Calls `changed` after a turn is removed. */
   constructor(changed) {
     this.turns = byId("turns");
     this.changed = changed;
@@ -13,8 +13,8 @@ export class Conversation {
     return !byId("message").value && this.turns.childElementCount === 0;
   }
 
-  /** The message that is being written becomes a turn. */
-  take() {
+  /** Turn the message in the input into a turn of the conversation. */
+  commitMessage() {
     if (byId("message").value) this.add("user", byId("message").value);
     byId("message").value = "";
   }
@@ -25,12 +25,16 @@ export class Conversation {
     return [...given, ...turns, ...(message ? [{ role: "user", content: message }] : [])];
   }
 
-  /** Returns where its text can be edited. */
+  /** Add a turn and return the text area in which it can be edited. */
   add(role, content) {
     const id = `turn-${Date.now()}-${this.turns.childElementCount}`;
     const text = make("textarea", { id, rows: 1, dir: "auto" });
     text.value = content;
-    const remove = make("button", { type: "button", "aria-label": `Remove this message of the ${role}` }, "Remove");
+    const remove = make(
+      "button",
+      { type: "button", "aria-label": `Remove this ${role} message` },
+      "Remove",
+    );
     const turn = make("li", { "data-role": role }, make("label", { for: id }, role), remove, text);
     remove.addEventListener("click", () => {
       turn.remove();
@@ -45,10 +49,11 @@ export class Conversation {
     this.restore({ system: byId("system").value });
   }
 
-  /** What is kept; with an answer that is no turn yet, as one. */
+  /** Return what to store. `answer` is an answer that is not a turn yet; it is stored as one. */
   state(answer = "") {
     const turns = [...this.turns.children].map((turn) => ({
-      role: turn.dataset.role, content: turn.querySelector("textarea").value,
+      role: turn.dataset.role,
+      content: turn.querySelector("textarea").value,
     }));
     if (answer) turns.push({ role: "assistant", content: answer });
     return { system: byId("system").value, turns, message: byId("message").value };

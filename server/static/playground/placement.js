@@ -1,14 +1,18 @@
-// Which of a stream's text belongs to which of its tokens.
+// Matches a stream's text with its tokens.
 //
-// They do not come together: a character may take several tokens, text that may begin a stop string is held back, and
-// some tokens (the end of the text) have none. The text is what counts: all of it is placed, in its order.
+// Text and tokens do not arrive together: a character may take several tokens, text that may begin
+// a stop string is held back, and some tokens (such as the end of text) have no text. All of the
+// text is placed, in order.
 
-/** A piece is { text, tokens }: mostly one token, several that share a character, or one that is not in the text. */
+/**
+ * Splits a stream into pieces { text, tokens }: usually one token, or several that share a
+ * character.
+ */
 export class Placement {
   #tokens = [];
   #text = "";
 
-  /** The pieces that are certain now. */
+  /** Take in an event, and return the pieces that are now certain. */
   push(text, tokens) {
     this.#tokens.push(...tokens);
     this.#text += text;
@@ -17,7 +21,7 @@ export class Placement {
     return pieces;
   }
 
-  /** What was left, at the end of the stream. */
+  /** Return the remaining pieces at the end of the stream. */
   flush() {
     const pieces = this.#text ? [{ text: this.#text, tokens: this.#tokens }] : [];
     if (!this.#text) pieces.push(...this.#tokens.map((token) => ({ text: "", tokens: [token] })));
@@ -26,7 +30,10 @@ export class Placement {
     return pieces;
   }
 
-  /** Whether the text so far is only the beginning of the next token's: the rest is held back. */
+  /**
+   * Return whether the text is only the beginning of the next token, the rest of which is held
+   * back.
+   */
   #mayGrow() {
     const { text } = this.#tokens[0];
     return text !== null && text.length > this.#text.length && text.startsWith(this.#text);

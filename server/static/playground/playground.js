@@ -1,19 +1,20 @@
-// The playground: a prompt or a conversation, one column or two, and what the buttons do.
+// The playground: a prompt or a conversation, one column or two to compare, and the actions of the
+// buttons.
 
 import { Conversation } from "./chat.js";
 import * as copying from "../shared/copying.js";
 import { byId } from "../shared/dom.js";
 import { Run } from "./run.js";
 import { load, save as store } from "../shared/storage.js";
-import { welcome } from "./welcome.js";
+import { showWelcome } from "./welcome.js";
 
-let stored; // the name of what is kept: of each model apart
+let storageName; // one for each model
 let runs;
 let conversation;
 let hasChat;
-let sending = Promise.resolve(); // never rejected
-let answered = null; // the input of what is shown
-let latest = null;
+let sending = Promise.resolve(); // never rejects
+let answered = null; // the input whose answer is shown
+let latest = null; // the last action that was asked for
 
 const isChat = () => hasChat && byId("mode-chat").checked;
 const isComparing = () => byId("compare").checked;
@@ -21,14 +22,14 @@ const shownRuns = () => (isComparing() ? runs : runs.slice(0, 1));
 
 export function start(card) {
   hasChat = card.has_chat_template;
-  stored = `playground-${card.model}`;
-  welcome(card);
+  storageName = `playground-${card.model}`;
+  showWelcome(card);
   runs = ["a", "b"].map((name) => new Run(name, card, changed));
   conversation = new Conversation(save);
   for (const run of runs) {
     byId("runs").append(run.element);
     run.part("copy").addEventListener("click", () => copy(run));
-    run.part("keep").addEventListener("click", () => keep(run).focus());
+    run.part("keep").addEventListener("click", () => keepAnswer(run).focus());
   }
   restore();
   layOut();
@@ -36,92 +37,105 @@ export function start(card) {
 }
 
 function wire() {
-  byId("prompt-form").addEventListener("submit", (event) => act(event, generate));
+  byId("prompt-form").addEventListener("submit", (event) => handle(event, generate));
   byId("stop").addEventListener("click", stop);
   byId("regenerate").addEventListener("click", regenerate);
   byId("clear").addEventListener("click", clear);
   byId("shaded").addEventListener("change", changed);
-  for (const id of ["mode-completion", "mode-chat"]) byId(id).addEventListener("change", changeMode);
+  for (const id of ["mode-completion", "mode-chat"])
+    byId(id).addEventListener("change", changeMode);
   byId("compare").addEventListener("change", changed);
   byId("prompt-form").addEventListener("input", save);
   byId("message").addEventListener("input", () => byId("message").setCustomValidity(""));
   byId("examples").addEventListener("click", useExample);
   byId("playground").addEventListener("keydown", (event) => {
     const isOfPage = !event.target.closest("dialog");
-    if (isOfPage && event.key === "Enter" && (event.ctrlKey || event.metaKey)) act(event, generate);
+    if (isOfPage && event.key === "Enter" && (event.ctrlKey || event.metaKey))
+      handle(event, generate);
   });
   copying.start();
 }
 
-function act(event, action) {
+function handle(event, action) {
   event.preventDefault();
   action();
 }
 
-const generate = () => afterStop(() => {
-  if (!areSettingsRight() || (isChat() && !hasMessage())) return null;
-  if (isChat()) goOn();
-  return send(input());
-});
+const generate = () =>
+  afterStop(() => {
+    if (!areSettingsValid() || (isChat() && !hasMessage())) return null;
+    if (isChat()) commitTurns();
+    return send(input());
+  });
 
-const regenerate = () => afterStop(() => {
-  for (const { settings } of shownRuns()) settings.nextSeed();
-  return areSettingsRight() ? send(answered) : null;
-});
+const regenerate = () =>
+  afterStop(() => {
+    for (const { settings } of shownRuns()) settings.nextSeed();
+    return areSettingsValid() ? send(answered) : null;
+  });
 
-const areSettingsRight = () => shownRuns().every((run) => run.settings.fields() !== null);
+const areSettingsValid = () => shownRuns().every((run) => run.settings.fields() !== null);
 
 function hasMessage() {
   byId("message").setCustomValidity(conversation.isEmpty ? "Write a message first." : "");
   return byId("message").reportValidity();
 }
 
-/** In a conversation, what is shown is the answer to the last message: before the next one it becomes a turn. */
-function goOn() {
-  if (byId("message").value && runs[0].hasAnswer) keep(runs[0]);
-  conversation.take();
+/** Add the shown answer and the new message to the conversation as turns. */
+function commitTurns() {
+  if (byId("message").value && runs[0].hasAnswer) keepAnswer(runs[0]);
+  conversation.commitMessage();
 }
 
-/** Both columns get the same seed, so that what differs comes from their settings. */
-async function send(what) {
-  answered = what;
-  const isAgain = document.activeElement === byId("regenerate");
+/** Send the input in all columns, with the same seed, so that only settings make a difference. */
+async function send(sentInput) {
+  answered = sentInput;
+  const isRegenerating = document.activeElement === byId("regenerate");
   const seed = Math.floor(Math.random() * 2 ** 32);
   keepFocus(byId("stop"), () => {
-    sending = Promise.all(shownRuns().map((run) => run.send(run.request(what, seed))));
-    busy(true);
+    sending = Promise.all(shownRuns().map((run) => run.send(run.request(sentInput, seed))));
+    setBusy(true);
   });
   runs[0].reveal();
   save();
-  say(`Done: ${(await sending).join(", and ")}.`);
-  keepFocus(byId(isAgain && shownRuns().some((run) => run.hasAnswer) ? "regenerate" : "generate"), () => busy(false));
+  announce(`Done. Finish reason: ${(await sending).join(", ")}.`);
+  keepFocus(
+    byId(isRegenerating && shownRuns().some((run) => run.hasAnswer) ? "regenerate" : "generate"),
+    () => setBusy(false),
+  );
   save();
 }
 
-/** Where a change disables, hides or removes what has the focus, `next` gets it. */
+/**
+ * Make a change. If it disables, hides or removes the focused element, move the focus to `next`.
+ */
 function keepFocus(next, change) {
   const had = document.activeElement;
   change();
-  if (had.disabled || !had.checkVisibility()) next.focus({ preventScroll: true }); // the answer stays in sight
+  const isLost = had.disabled || !had.checkVisibility();
+  if (isLost) next.focus({ preventScroll: true }); // keep the answer in view
 }
 
-const input = () => (isChat() ? { messages: conversation.messages() } : { prompt: byId("prompt").value });
+const input = () =>
+  isChat() ? { messages: conversation.messages() } : { prompt: byId("prompt").value };
 
-const clear = () => afterStop(() => {
-  if (isChat()) conversation.clear();
-  else byId("prompt").value = "";
-  forget();
-  byId(isChat() ? "message" : "prompt").focus();
-});
+const clear = () =>
+  afterStop(() => {
+    if (isChat()) conversation.clear();
+    else byId("prompt").value = "";
+    clearAnswers();
+    byId(isChat() ? "message" : "prompt").focus();
+  });
 
-const changeMode = () => afterStop(() => {
-  if (isAnswerOfChat()) keep(runs[0]);
-  else forget();
-});
+const changeMode = () =>
+  afterStop(() => {
+    if (isAnswerOfChat()) keepAnswer(runs[0]);
+    else clearAnswers();
+  });
 
 const isAnswerOfChat = () => runs[0].hasAnswer && "messages" in answered;
 
-function forget() {
+function clearAnswers() {
   for (const run of runs) run.clear();
   changed();
 }
@@ -130,35 +144,40 @@ function stop() {
   for (const run of runs) run.stop();
 }
 
-/** Do it once what runs has ended: what came late would be shown as the next one's. Of several, do the last. */
+/**
+ * Stop the current run and act once it has ended, so that its late events do not show up in the
+ * next one. Of several actions that wait, only the last one happens.
+ */
 async function afterStop(action) {
-  const own = (latest = action);
+  latest = action;
   stop();
   await sending;
-  if (latest === own) await action();
+  if (latest === action) await action();
 }
 
-/** What a column shows becomes a turn; returns where that can be edited. */
-function keep(run) {
+/** Turn a column's answer into a turn of the conversation, and return the text area to edit it. */
+function keepAnswer(run) {
   const turn = conversation.add("assistant", run.tokens.text);
-  forget();
+  clearAnswers();
   return turn;
 }
 
-/** What was sent for the answer that is shown; before there is any, what would be. */
+/**
+ * Show the request of the current answer as code, or the next request if there is no answer yet.
+ */
 function copy(run) {
   const request = run.sent ?? run.request(input());
   if (request) copying.open(request);
 }
 
-function busy(isBusy) {
-  if (isBusy) say("Generating.");
+function setBusy(isBusy) {
+  if (isBusy) announce("Generating.");
   byId("stop").disabled = !isBusy;
   layOut();
 }
 
-const say = (what) => {
-  byId("generation-status").textContent = what;
+const announce = (message) => {
+  byId("generation-status").textContent = message;
 };
 
 function useExample(event) {
@@ -190,7 +209,7 @@ function layOut() {
 }
 
 function save() {
-  store(stored, {
+  store(storageName, {
     prompt: byId("prompt").value,
     chat: hasChat ? byId("mode-chat").checked : undefined,
     compare: isComparing(),
@@ -202,8 +221,9 @@ function save() {
 
 function restore() {
   try {
-    fill(load(stored) ?? {});
-  } catch { // kept by another version of this page
+    fill(load(storageName) ?? {});
+  } catch {
+    // stored by another version of this page
     fill({});
   }
 }

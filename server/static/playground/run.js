@@ -1,7 +1,8 @@
-// One column: a request's settings, its answer as it comes, and what was measured. There are two of them to compare.
+// One column: the settings of a request, its streamed answer, and measurements. Comparing takes two
+// columns.
 
 import { ApiError, stream } from "../shared/api.js";
-import { ofChat, ofCompletion } from "./deltas.js";
+import { fromChat, fromCompletion } from "./deltas.js";
 import { byId } from "../shared/dom.js";
 import { Placement } from "./placement.js";
 import { N_CHOICES } from "./popover.js";
@@ -11,19 +12,23 @@ import { revealed } from "../shared/token_text.js";
 import { TokenText } from "./tokens.js";
 
 const EACH_SECOND = 1000;
-const WIDE = "(min-width: 60rem)"; // as in playground.css: where settings do not stand before the text
-const STREAMED = { stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
+const WIDE = "(min-width: 60rem)"; // as in playground.css: settings beside the text, not above it
+const STREAMED = {
+  stream: true,
+  stream_options: { include_usage: true, continuous_usage_stats: true },
+};
 
 export class Run {
   #abort = null;
   #sent = null; // the request whose answer is shown
 
-  /** `changed` is called when a setting was. */
+  /** Calls `changed` after each change of a setting. */
   constructor(name, card, changed) {
     this.card = card;
     this.element = byId("run-template").content.cloneNode(true).firstElementChild;
     this.element.dataset.run = name;
-    for (const title of this.element.querySelectorAll(".of-run")) title.textContent = ` ${name.toUpperCase()}`;
+    for (const title of this.element.querySelectorAll(".of-run"))
+      title.textContent = ` ${name.toUpperCase()}`;
     this.settings = new Settings(this.part("controls"), `setting-${name}`, card, changed);
     this.part("reset").addEventListener("click", () => {
       this.settings.restore();
@@ -50,18 +55,25 @@ export class Run {
     return this.#sent;
   }
 
-  /** The path and the body of a request for `input`: { prompt } or { messages }. Null where a setting is wrong. */
-  request(input, drawnSeed = null) {
+  /**
+   * Return the { path, body } of a request for { prompt } or { messages }, or null if a setting is
+   * invalid.
+   */
+  request(input, defaultSeed = null) {
     const fields = this.settings.fields();
     if (fields === null) return null;
-    const seed = drawnSeed === null ? {} : { seed: drawnSeed };
+    const seed = defaultSeed === null ? {} : { seed: defaultSeed };
     const isChat = "messages" in input;
     const scores = isChat ? { logprobs: true, top_logprobs: N_CHOICES } : { logprobs: N_CHOICES };
     const body = { model: this.card.model, ...input, ...seed, ...fields, ...scores, ...STREAMED };
     return { path: isChat ? "v1/chat/completions" : "v1/completions", body };
   }
 
-  /** Send a request, not before another has ended, and show its answer. Returns in words how it ended; never throws. */
+  /**
+   * Send a request and show its answer. Return how it ended, in words. Never throws.
+   *
+   * The previous request must have ended.
+   */
   async send({ path, body }) {
     this.clear();
     this.#sent = { path, body };
@@ -72,9 +84,9 @@ export class Run {
     const { signal } = this.#abort;
     const clock = setInterval(() => this.#measure(), EACH_SECOND);
     try {
-      await this.#show(stream(path, body, signal), "messages" in body ? ofChat : ofCompletion);
+      await this.#show(stream(path, body, signal), "messages" in body ? fromChat : fromCompletion);
     } catch (error) {
-      if (signal.aborted) this.timings.ended("stopped");
+      if (signal.aborted) this.timings.end("stopped");
       else this.#fail(error);
     } finally {
       clearInterval(clock);
@@ -91,35 +103,38 @@ export class Run {
     try {
       for await (const event of events) {
         const delta = read(event);
-        this.timings.came(delta);
+        this.timings.record(delta);
         this.tokens.add(placement.push(delta.text, delta.tokens));
       }
     } finally {
-      this.tokens.add(placement.flush()); // of a stream that broke off, too
+      this.tokens.add(placement.flush()); // also after an error
       this.tokens.draw();
     }
   }
 
   #measure() {
     const seconds = this.isRunning ? this.timings.waited : null;
-    const what = seconds ? `waiting for the first token… ${seconds} s` : "";
+    const message = seconds ? `waiting for the first token… ${seconds} s` : "";
     this.tokens.follow(() => {
       this.timings.show();
-      this.part("waiting").replaceChildren(what);
+      this.part("waiting").replaceChildren(message);
     });
   }
 
   #fail(error) {
-    this.timings.ended(error.status ? "refused" : "failed");
-    const isKnown = error instanceof ApiError;
-    if (!isKnown) console.error(error);
-    const message = isKnown ? error.message : `the answer cannot be read: ${error.message}`;
+    this.timings.end(error.status ? "refused" : "failed");
+    const isApiError = error instanceof ApiError;
+    if (!isApiError) console.error(error);
+    const message = isApiError ? error.message : `cannot read the answer: ${error.message}`;
     const wait = error.retryAfter ? ` · retry in ${error.retryAfter} s` : "";
     this.part("error").textContent = message + wait;
-    this.tokens.follow(() => { this.part("error").hidden = false; });
-    if (error.param) this.settings.mark(error.param, error.message);
+    this.tokens.follow(() => {
+      this.part("error").hidden = false;
+    });
+    if (error.param) this.settings.showError(error.param, error.message);
   }
 
+  /** Scroll the answer into view. */
   reveal() {
     this.tokens.card.scrollIntoView({ block: "nearest" });
   }

@@ -1,13 +1,13 @@
-// What is measured of an answer while it comes: when, how fast, how many tokens, and how it ended.
+// Measurements of a streamed answer: time to first token, speed, token counts, and how it ended.
 
-const SHORTEST = 0.02; // seconds; a text that came within less tells about packets, not about the model
+const SHORTEST = 0.02; // seconds; below this, a rate measures network packets and not the model
 const ENDINGS = {
-  stop: "ended by itself",
-  length: "reached max_tokens",
-  timeout: "ran out of time",
-  stopped: "stopped by you",
-  refused: "refused",
-  failed: "broke off",
+  stop: "stop",
+  length: "length (max_tokens)",
+  timeout: "timeout",
+  stopped: "stopped by user",
+  refused: "rejected",
+  failed: "failed",
 };
 
 export class Timings {
@@ -18,7 +18,7 @@ export class Timings {
   #usage;
   #end;
 
-  /** `element`: a list whose dd have data-figure. */
+  /** Shows the figures in `element`, a list whose dd elements have data-figure attributes. */
   constructor(element) {
     this.element = element;
     this.begin();
@@ -31,8 +31,8 @@ export class Timings {
     this.#first = this.#last = this.#usage = this.#end = null;
   }
 
-  /** An event has come. */
-  came({ text, tokens, finish, usage }) {
+  /** Record an event that has just arrived. */
+  record({ text, tokens, finish, usage }) {
     if (text) this.#first ??= performance.now();
     if (tokens.length && this.#first !== null) this.#last = performance.now();
     this.#nTokens += tokens.length;
@@ -40,7 +40,8 @@ export class Timings {
     if (finish) this.#end = finish;
   }
 
-  ended(how) {
+  /** Set how the answer ended, if the server has not said so. */
+  end(how) {
     this.#end ??= how;
   }
 
@@ -48,17 +49,24 @@ export class Timings {
     return ENDINGS[this.#end] ?? "";
   }
 
-  /** Whole seconds since it was sent; null once there is text. */
+  /** Whole seconds since the request was sent, or null once there is text. */
   get waited() {
     return this.#first === null ? Math.round((performance.now() - this.#sent) / 1000) : null;
   }
 
   show() {
-    const { prompt_tokens: prompt, completion_tokens: completion, prompt_tokens_details: details } = this.#usage ?? {};
+    const {
+      prompt_tokens: prompt,
+      completion_tokens: completion,
+      prompt_tokens_details: details,
+    } = this.#usage ?? {};
     const nTokens = completion ?? this.#nTokens;
     const seconds = (this.#last - this.#first) / 1000;
     const rate = seconds >= SHORTEST ? (nTokens - 1) / seconds : null;
-    this.#write("ttft", this.#first === null ? null : `${(this.#first - this.#sent).toFixed(0)} ms`);
+    this.#write(
+      "ttft",
+      this.#first === null ? null : `${(this.#first - this.#sent).toFixed(0)} ms`,
+    );
     this.#write("rate", rate?.toFixed(0));
     this.#write("prompt", prompt);
     this.#write("cached", details?.cached_tokens);

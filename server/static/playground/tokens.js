@@ -1,16 +1,21 @@
-// A text as it comes, a span for each token, shaded by how likely the model held it to be. Arrow keys go through them.
+// A streamed text with one span per token, shaded by its probability. Arrow keys move between the
+// tokens.
 
 import { make } from "../shared/dom.js";
 import { hide, show } from "./popover.js";
 import { revealed } from "../shared/token_text.js";
 
-const LEVELS = [0.9, 0.5, 0.2, 0.05]; // at least so likely; the last level is below all
-const NEAR = 8; // pixels from the end at which a text is followed
+const LEVELS = [0.9, 0.5, 0.2, 0.05]; // least probabilities; the last level is below all
+const NEAR = 8; // pixels from the end within which scrolling follows the text
 const before = (span) => span.previousElementSibling;
 const after = (span) => span.nextElementSibling;
 const TARGETS = {
-  ArrowLeft: before, ArrowUp: before, ArrowRight: after, ArrowDown: after,
-  Home: (span) => span.parentElement.firstElementChild, End: (span) => span.parentElement.lastElementChild,
+  ArrowLeft: before,
+  ArrowUp: before,
+  ArrowRight: after,
+  ArrowDown: after,
+  Home: (span) => span.parentElement.firstElementChild,
+  End: (span) => span.parentElement.lastElementChild,
 };
 
 const levelOf = (tokens) => {
@@ -25,13 +30,18 @@ export class TokenText {
   #frame = null;
   #described = null;
 
-  /** Shows pieces in `element`, which holds nothing else; its parent scrolls, in a card; `drawn` follows each batch. */
+  /**
+   * Shows pieces in `element`, whose parent scrolls and lies in a card. Calls `drawn` after each
+   * batch.
+   */
   constructor(element, drawn) {
     this.element = element;
     this.box = element.parentElement;
     this.card = element.closest(".card");
     this.drawn = drawn;
-    element.addEventListener("pointerover", (event) => this.#describe(event.target.closest("[tabindex]")));
+    element.addEventListener("pointerover", (event) =>
+      this.#describe(event.target.closest("[tabindex]")),
+    );
     element.addEventListener("pointerleave", () => this.#describe(this.#focused()));
     element.addEventListener("focusin", (event) => this.#arrive(event.target));
     element.addEventListener("focusout", () => this.#describe(null));
@@ -45,7 +55,7 @@ export class TokenText {
     return [...this.#pieces.values(), ...this.#waiting].map((piece) => piece.text).join("");
   }
 
-  /** Pieces are drawn together, once a frame: a fast model sends more than one in that time. */
+  /** Add pieces. They are drawn once per frame, because a fast model sends several in that time. */
   add(pieces) {
     this.#waiting.push(...pieces);
     if (pieces.length) this.#frame ??= requestAnimationFrame(() => this.draw());
@@ -59,7 +69,9 @@ export class TokenText {
     this.drawn();
   }
 
-  /** Change what the card holds: who saw its end, or that of the text in it, still does. */
+  /**
+   * Make a change of the card. If its end, or the end of its text, was in view, keep it in view.
+   */
   follow(change) {
     const isAtEnd = this.box.scrollTop + this.box.clientHeight >= this.box.scrollHeight - NEAR;
     const isInSight = this.card.getBoundingClientRect().bottom <= innerHeight + NEAR;
@@ -83,7 +95,11 @@ export class TokenText {
     if (tokens.length) attributes["data-level"] = levelOf(tokens);
     if (text === "") attributes.class = "outside";
     else if (text.includes("\n")) attributes.class = "break";
-    const span = make("span", attributes, ...revealed(text || tokens.map((token) => token.name).join("")));
+    const span = make(
+      "span",
+      attributes,
+      ...revealed(text || tokens.map((token) => token.name).join("")),
+    );
     this.#pieces.set(span, piece);
     return span;
   }
@@ -106,7 +122,7 @@ export class TokenText {
     to.focus();
   }
 
-  /** The tab key stops once in the text: where one was last. */
+  /** Move the focus to a token. The Tab key stops at one token only: the one focused last. */
   #arrive(span) {
     this.element.querySelector("[tabindex='0']").setAttribute("tabindex", "-1");
     span.setAttribute("tabindex", "0");

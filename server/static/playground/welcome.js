@@ -1,4 +1,4 @@
-// What a newcomer is told in the playground: what is served, and with which texts to begin.
+// The playground's introduction: the served model, and example prompts.
 
 import { byId, make } from "../shared/dom.js";
 import { formatCompact, formatCount } from "../shared/format.js";
@@ -6,12 +6,15 @@ import { formatCompact, formatCount } from "../shared/format.js";
 const PROSE = ["Once upon a time", "The capital of France is", "There are three reasons why"];
 const PYTHON = ["def read_json(path):", "class Stack:", "with open(path) as file:"];
 
-export function welcome({ model, parameters, config, source }) {
+/** Describe the model and offer example prompts. */
+export function showWelcome({ model, parameters, config, source }) {
   const isExample = source.name === "stdlib"; // the model that comes with Kvasir
   byId("welcome").prepend(
-    `This is ${model}: ${formatCompact(parameters)} parameters in ${formatCount(config.n_layer)} layers`,
+    `This is ${model}: ${formatCompact(parameters)} parameters in `,
+    `${formatCount(config.n_layer)} layers`,
     source.train_tokens ? `, trained on ${formatCompact(source.train_tokens)} tokens` : "",
     isExample ? " of Python's standard library. " : ". ",
   );
-  for (const text of isExample ? PYTHON : PROSE) byId("examples").append(make("button", { type: "button" }, text), " ");
+  for (const text of isExample ? PYTHON : PROSE)
+    byId("examples").append(make("button", { type: "button" }, text), " ");
 }

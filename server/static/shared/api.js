@@ -1,9 +1,13 @@
-// The server's API: requests with the key, errors in the API's words, streams as events.
+// Client of the server's API: requests with the API key, errors with the API's message, streams as
+// events.
 
 import { readEvents } from "./sse.js";
 import { load, save } from "./storage.js";
 
-/** What the server answered instead of a 2xx, or in a stream. `message` is the API's own, `retryAfter` in seconds. */
+/**
+ * An error response, or an error event of a stream. `message` is the API's; `retryAfter` is in
+ * seconds.
+ */
 export class ApiError extends Error {
   constructor(message, status = 0, param = null, retryAfter = null) {
     super(message);
@@ -17,47 +21,63 @@ let key = `${load("key", "sessionStorage") ?? ""}`;
 
 export const getKey = () => key;
 
-/** Use a key, for as long as this tab lives; "" forgets it. Throws for one that no server can have. */
+/** Use a key until this tab is closed; "" removes it. Throws an Error for a malformed key. */
 export function setKey(wanted) {
-  if (/\s|\p{Cc}/u.test(wanted)) throw new Error("A key has no space and no control character in it.");
+  if (/\s|\p{Cc}/u.test(wanted))
+    throw new Error("A key must not contain spaces or control characters.");
   key = wanted;
   save("key", key, "sessionStorage");
 }
 
-/** The response to a GET, or to a POST of `body` as JSON. A 401 fires "kvasir:key" on the window. Throws ApiError. */
+/**
+ * Send a GET, or a POST of `body` as JSON, and return the response. Throws ApiError.
+ *
+ * A 401 also fires "kvasir:key" on the window.
+ */
 export async function request(path, { body, signal } = {}) {
   const headers = {};
-  if (key) headers.authorization = `Bearer ${inBytes(key)}`;
+  if (key) headers.authorization = `Bearer ${toHeaderBytes(key)}`;
   if (body !== undefined) headers["content-type"] = "application/json";
-  const options = { headers, signal, method: body === undefined ? "GET" : "POST", body: body && JSON.stringify(body) };
+  const options = {
+    headers,
+    signal,
+    method: body === undefined ? "GET" : "POST",
+    body: body && JSON.stringify(body),
+  };
   let response;
   try {
     response = await fetch(path, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError("the server cannot be reached; is it still running?");
+    throw new ApiError("cannot reach the server; is it running?");
   }
   if (response.ok) return response;
   if (response.status === 401) window.dispatchEvent(new Event("kvasir:key"));
-  throw errorOf(await response.text(), response);
+  throw parseError(await response.text(), response);
 }
 
-/** What fetch sends as these characters' UTF-8: of a header it takes bytes only, a character each. */
-const inBytes = (text) => String.fromCharCode(...new TextEncoder().encode(text));
+/** Encode a text for a header: fetch accepts only characters that stand for one byte each. */
+const toHeaderBytes = (text) => String.fromCharCode(...new TextEncoder().encode(text));
 
-function errorOf(text, response) {
+function parseError(text, response) {
   try {
     const { error } = JSON.parse(text);
-    return new ApiError(error.message, response.status, error.param, response.headers.get("retry-after"));
+    return new ApiError(
+      error.message,
+      response.status,
+      error.param,
+      response.headers.get("retry-after"),
+    );
   } catch {
     return new ApiError(`${response.status} ${response.statusText}`.trim(), response.status);
   }
 }
 
 export const getJson = async (path, options) => (await request(path, options)).json();
-export const postJson = async (path, body, signal) => (await request(path, { body, signal })).json();
+export const postJson = async (path, body, signal) =>
+  (await request(path, { body, signal })).json();
 
-/** The objects that a stream sends, until [DONE]. Throws ApiError for one that failed or broke off. */
+/** Yield the objects of a stream until [DONE]. Throws ApiError if it fails or is cut off. */
 export async function* stream(path, body, signal) {
   const response = await request(path, { body: { ...body, stream: true }, signal });
   try {
@@ -68,7 +88,7 @@ export async function* stream(path, body, signal) {
       yield event;
     }
   } catch (error) {
-    if (!(error instanceof TypeError)) throw error; // which is how a lost connection shows
+    if (!(error instanceof TypeError)) throw error; // a lost connection is a TypeError
   }
-  throw new ApiError("the stream broke off before its end");
+  throw new ApiError("the connection was lost before the stream ended");
 }

@@ -1,15 +1,16 @@
-// The clipboard, and the dialog with the request as curl and as Python.
+// The clipboard, and the dialog that shows a request as curl and Python.
 
 import { getKey } from "./api.js";
 import { byId } from "./dom.js";
 import { curl, python } from "./snippets.js";
 
 export function start() {
-  for (const name of ["curl", "python"]) byId(`copy-${name}`).addEventListener("click", () => copy(name));
+  for (const name of ["curl", "python"])
+    byId(`copy-${name}`).addEventListener("click", () => copy(name));
   byId("copy-close").addEventListener("click", () => byId("copy-dialog").close());
 }
 
-/** Show a request, { path, body }, in both languages. */
+/** Show a request { path, body } as curl and Python. */
 export function open({ path, body }) {
   const here = document.baseURI.replace(/[?#].*$/, "");
   const hasKey = getKey() !== "";
@@ -23,12 +24,15 @@ async function copy(name) {
   byId("copied").textContent = await copyText(byId(`as-${name}`));
 }
 
-/** Copy an element's text, or select it where the browser refuses. Returns what was done, for people. */
+/**
+ * Copy an element's text, or select it if the browser denies access. Return a message for the user.
+ */
 export async function copyText(element) {
   try {
     await navigator.clipboard.writeText(element.textContent);
     return "Copied.";
-  } catch { // only pages of localhost and of HTTPS may write to the clipboard
+  } catch {
+    // only HTTPS and localhost pages may write to the clipboard
     getSelection().selectAllChildren(element);
     return "Selected: press Ctrl+C.";
   }

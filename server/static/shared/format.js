@@ -1,4 +1,4 @@
-// Numbers as people read them.
+// Numbers formatted for people.
 
 const exact = new Intl.NumberFormat("en");
 const rough = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
@@ -13,14 +13,16 @@ export const formatCount = (value) => exact.format(value);
 export const formatCompact = (value) => compact.format(value);
 
 /** 1234.5 → "1,230" */
-export const formatRough = (value) => (value < 1000 ? rough : exact).format(value < 1000 ? value : Math.round(value));
+export const formatRough = (value) =>
+  (value < 1000 ? rough : exact).format(value < 1000 ? value : Math.round(value));
 
-/** 0.9765625 → "97.7 %", and "< 0.1 %" for what is more than nothing; all with no-break spaces */
+/** 0.9765625 → "97.7 %", 0.0001 → "< 0.1 %", with no-break spaces */
 export const formatShare = (value) =>
   value > 0 && value < 0.001 ? "<\u00a00.1\u00a0%" : `${tenths.format(100 * value)}\u00a0%`;
 
 /** 0.00123 → "1.23 ms" */
-export const formatSeconds = (value) => (value < 1 ? `${rough.format(value * 1000)} ms` : `${rough.format(value)} s`);
+export const formatSeconds = (value) =>
+  value < 1 ? `${rough.format(value * 1000)} ms` : `${rough.format(value)} s`;
 
 /** 2065152 → "1.97 MiB" */
 export function formatBytes(value) {

@@ -1,8 +1,8 @@
-// A timer that can be given up.
+// A timer that can be aborted.
 
 const NEVER = new AbortController().signal;
 
-/** Resolves after so many milliseconds; rejects with the signal's reason as soon as that is aborted. */
+/** Resolve after `milliseconds`. Reject with the signal's reason as soon as it is aborted. */
 export function pause(milliseconds, signal = NEVER) {
   return new Promise((resolve, reject) => {
     signal.throwIfAborted();

@@ -1,6 +1,7 @@
-// Server-sent events (WHATWG HTML, 9.2), of a body that fetch gives: EventSource can neither POST nor send a key.
+// Server-sent events (WHATWG HTML, 9.2) from a fetch body: EventSource can neither POST nor send a
+// key.
 
-/** The data of each event. Comments and other fields are passed over. */
+/** Yield the data of each event. Comments and other fields are ignored. */
 export async function* readEvents(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -21,6 +22,6 @@ export async function* readEvents(body) {
       }
     }
   } finally {
-    await reader.cancel(); // the server then stops to generate
+    await reader.cancel(); // the server then stops generating
   }
 }

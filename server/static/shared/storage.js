@@ -1,6 +1,9 @@
-// What the browser keeps for this page, as JSON. It may refuse (private windows, a full quota): nothing is kept then.
+// JSON in the browser's storage. If the browser denies access (private windows, a full quota),
+// nothing is stored.
 
-/** What was saved under this name, or null. `place` is localStorage or, for this tab alone, "sessionStorage". */
+/**
+ * Return the value saved under this name, or null. `place` is "localStorage" or "sessionStorage".
+ */
 export function load(name, place = "localStorage") {
   try {
     return JSON.parse(window[place].getItem(`kvasir-${name}`));
@@ -9,10 +12,11 @@ export function load(name, place = "localStorage") {
   }
 }
 
+/** Save a value under this name. */
 export function save(name, value, place = "localStorage") {
   try {
     window[place].setItem(`kvasir-${name}`, JSON.stringify(value));
   } catch {
-    // the page works without
+    // the page works without storage
   }
 }

@@ -1,21 +1,25 @@
-// Tokens as people can read them.
+// Readable forms of tokens.
 
 import { make } from "./dom.js";
 
 const SIGNS = { " ": "·", "\n": "↵", "\r": "␍", "\t": "→" };
-// Controls, marks that turn a text round, what has no width; but no joiners and variants that scripts and emoji need.
+// Control characters, marks that change the direction of text, and characters of zero width, except
+// the joiners and variation selectors that scripts and emoji need.
 const HIDDEN = /(?![\n\t]|(?<=[^\0-\x7f])[\u200c\u200d\ufe00-\ufe0f])[\p{Cc}\p{DI}\u2028\u2029]/gu;
 
 const signOf = (character) =>
   SIGNS[character] ?? `U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
 
-/** A token with its whitespace, and all that would not be seen, made visible. */
+/** Return a token with visible signs for whitespace and hidden characters. */
 export const visible = (token) => token.replace(/[ \n\t]/g, signOf).replace(HIDDEN, signOf) || "∅";
 
-/** A token in a sentence. */
+/** Return a token in quotation marks, for use in a sentence. */
 export const quoted = (token) => `‘${visible(token)}’`;
 
-/** A text in strings and elements: what would not be seen in it has a sign before it, and acts on nothing else. */
+/**
+ * Return a text as strings and elements. Each hidden character is in an element of its own, which
+ * shows a sign for it and isolates its effect.
+ */
 export function revealed(text) {
   const parts = [];
   let end = 0;

@@ -1,4 +1,4 @@
-// One column's settings: all controls, what they add to a request, what was changed, and what is wrong.
+// The settings of one column: its controls, the fields they add to a request, changes, and errors.
 
 import { control } from "./controls.js";
 import { make } from "../../shared/dom.js";
@@ -7,10 +7,12 @@ import { groups } from "./sampling.js";
 const CONTROL_OF = { response_format: "form", regex: "form", grammar: "form" };
 
 export class Settings {
-  /** Puts the controls into `parent`. `changed` is called after every change. */
+  /** Puts the controls into `parent`. Calls `changed` after each change. */
   constructor(parent, prefix, card, changed) {
     this.controls = new Map();
-    this.groups = groups(card).map(({ title, fields }) => this.#group(parent, prefix, title, fields));
+    this.groups = groups(card).map(({ title, fields }) =>
+      this.#group(parent, prefix, title, fields),
+    );
     parent.addEventListener("input", () => {
       this.#settle();
       changed();
@@ -30,32 +32,36 @@ export class Settings {
     return { controls, count };
   }
 
-  /** The fields of a request; null where a control is wrong, which then says so and has the focus. */
+  /**
+   * Return the fields of a request, or null if a control is invalid. Then it shows why and gets the
+   * focus.
+   */
   fields() {
     const all = {};
     for (const [name, each] of this.controls) {
       try {
         Object.assign(all, each.fields());
       } catch (error) {
-        this.mark(name, error.message);
+        this.showError(name, error.message);
         return null;
       }
     }
     return all;
   }
 
-  /** Say beside the control of an API's field what is wrong with it. False where there is no such control. */
-  mark(param, message) {
+  /** Show an error beside the control of an API field. Return false if there is no such control. */
+  showError(param, message) {
     const field = param.split(".")[0];
     const found = this.controls.get(CONTROL_OF[field] ?? field);
     if (found === undefined) return false;
-    for (let at = found.input.closest("details"); at; at = at.parentElement.closest("details")) at.open = true;
-    found.tell(message);
-    found.blamed().focus();
+    for (let at = found.input.closest("details"); at; at = at.parentElement.closest("details"))
+      at.open = true;
+    found.setError(message);
+    found.errorInput().focus();
     return true;
   }
 
-  /** What was changed, by control: for keeping and comparing. */
+  /** Return the changed values by control, to store and compare. */
   state() {
     const states = [...this.controls].map(([name, each]) => [name, each.state()]);
     return Object.fromEntries(states.filter(([, state]) => state !== null));
@@ -66,24 +72,25 @@ export class Settings {
     this.#settle();
   }
 
-  /** Another seed where one is set; where none is, each request gets its own. */
+  /** Increment the seed if one is set. Otherwise each request gets a random one. */
   nextSeed() {
     const { input } = this.controls.get("seed");
     if (input.value) input.value = input.valueAsNumber + 1;
   }
 
-  /** Mark the controls that are set otherwise than those of `other`; null is none. */
+  /** Mark the controls whose values differ from those of `other`; null marks none. */
   markDifferences(other) {
-    const theirs = other?.state();
-    const own = this.state();
+    const otherStates = other?.state();
+    const states = this.state();
     for (const [name, each] of this.controls) {
-      const differs = other !== null && JSON.stringify(own[name]) !== JSON.stringify(theirs[name]);
+      const differs =
+        other !== null && JSON.stringify(states[name]) !== JSON.stringify(otherStates[name]);
       each.element.classList.toggle("differs", differs);
     }
   }
 
   #settle() {
-    for (const each of this.controls.values()) each.tell("");
+    for (const each of this.controls.values()) each.setError("");
     for (const { controls, count } of this.groups) {
       const n = controls.filter((each) => each.state() !== null).length;
       if (count) count.textContent = n ? `${n} set` : "";
