@@ -1,6 +1,7 @@
-"""The engine from asyncio: one thread owns it, an inbox leads to it, and the event loop is woken once a step.
+"""The engine behind asyncio: one thread owns it, and the event loop is woken once per step.
 
-Each accepted sequence ends in exactly one terminal output: from the engine, or from here when the engine fails.
+The event loop puts commands in an inbox, and the thread runs them before each step. Each accepted
+sequence ends in exactly one terminal output: the engine's, or one made here when the engine fails.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from time import monotonic, perf_counter
@@ -17,7 +19,7 @@ from time import monotonic, perf_counter
 from server.engine.engine import Engine, StepStats, TokenOutput
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from server.errors import EngineError
-from server.requests.forecast import Backlog, Forecast, Work
+from server.requests.forecast import Forecast, Snapshot, Work
 from server.telemetry.metrics import Metrics
 
 logger = logging.getLogger("kvasir")
@@ -27,56 +29,57 @@ STALL_SECONDS = 120.0  # a step that takes longer means that the engine hangs
 _JOIN_SECONDS = 5.0
 _IDLE_SECONDS = 10.0
 
-Command = Callable[[Engine], list[TokenOutput]]
+Command = Callable[[Engine], Iterable[TokenOutput | None]]
 
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A sequence that has not ended, and all those of its request.
+    """A sequence that has not ended.
 
-    `left_as`: how its listener ended it, after which nobody listens.
+    request: all sequences of its request. cancelled_as: how its listener ended it; no output is
+    delivered afterwards.
     """
 
     sequence: Sequence
     request: list[Sequence]
     queue: asyncio.Queue[TokenOutput]
     last_output: float | None = None
-    left_as: FinishReason | None = None
+    cancelled_as: FinishReason | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class OutputStream:
-    """The outputs of one request's sequences. Close it, whatever happens: what still runs for it is aborted."""
+    """The outputs of one request's sequences. It must be closed, which cancels what still runs."""
 
-    def __init__(
-        self, engine: AsyncEngine, ids: list[int], queue: asyncio.Queue[TokenOutput]
-    ) -> None:
-        self._engine = engine
-        self._ids = ids
-        self._queue = queue
+    _engine: AsyncEngine
+    _ids: list[int]
+    _queue: asyncio.Queue[TokenOutput]
 
     async def receive(self) -> list[TokenOutput]:
-        """What has come since the last call, at least one output."""
+        """Wait for output; return all that has come since the last call."""
         outputs = [await self._queue.get()]
         while not self._queue.empty():
             outputs.append(self._queue.get_nowait())
         return outputs
 
     def expire(self) -> None:
-        """The deadline has passed: what still runs ends with TIMEOUT, in an output like any other."""
+        """End what still runs, after its deadline, with a terminal output of reason TIMEOUT."""
         self._engine.abort(self._ids, FinishReason.TIMEOUT)
 
     def stop(self, sequence_id: int) -> None:
-        """End one sequence that has produced a stop string; it gives no further output."""
-        self._engine.leave([sequence_id], FinishReason.STOP)
+        """End a sequence that has produced a stop string; it gives no further output."""
+        self._engine.cancel([sequence_id], FinishReason.STOP)
 
     def close(self) -> None:
-        self._engine.leave(self._ids, FinishReason.ABORT)
+        """Cancel all sequences that have not ended."""
+        self._engine.cancel(self._ids, FinishReason.ABORT)
 
 
 class AsyncEngine:
-    """Runs an engine in a thread of its own; all methods belong to the event loop's thread.
+    """An engine in a thread of its own. All methods are for the event loop's thread.
 
-    Gauges and the heartbeat are read across threads without a lock: they are single values and need not agree.
+    Gauges and the heartbeat are read across threads without a lock: each is a single value, and
+    they need not agree.
     """
 
     def __init__(self) -> None:
@@ -93,134 +96,155 @@ class AsyncEngine:
 
     @property
     def is_healthy(self) -> bool:
+        """False once the engine has failed, and while a step hangs."""
         since = self._busy_since
         return not self.failed and (since is None or monotonic() - since < STALL_SECONDS)
 
     @property
     def is_running(self) -> bool:
-        """Whether the thread is there still: loading, idle, or in a step."""
+        """True while the thread exists: loading, idle, or in a step."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def sequences(self) -> list[Sequence]:
+        """Sequences that have not ended, by arrival. The engine's thread keeps changing them."""
+        return [live.sequence for live in self._live.values()]
+
     def load(self) -> tuple[float, float, float]:
-        """Sequences that hold a row, sequences that wait, share of the key-value memory that is promised."""
+        """Return the sequences that hold a slot, those that wait, and the KV cache's used share."""
         if self.engine is None:
             return 0.0, 0.0, 0.0
         rows = self.engine.runner.rows
         running = len(self.engine.scheduler.held)
         return running, max(0, len(self._live) - running), rows.reserved_tokens / rows.budget_tokens
 
-    @property
-    def sequences(self) -> list[Sequence]:
-        """Those that have not ended, in the order of their arrival. The engine's thread goes on changing them."""
-        return [live.sequence for live in self._live.values()]
-
-    def backlog(self, turn: float) -> Backlog:
-        """What stands before a sequence with that turn, once it is submitted."""
-        assert self.engine is not None
+    def snapshot(self) -> Snapshot:
+        """Return the work of all live sequences and the measured rates, for admission."""
+        if self.engine is None:
+            return Snapshot()
         now = perf_counter()
-        prompts: dict[int, int] = {}  # by identity: samples of one prompt share it
+        prompts: dict[int, int] = {}  # lengths by identity: the samples of a prompt share it
         running: list[Work] = []
         waiting: list[Work] = []
         for sequence in self.sequences:
-            is_waiting = sequence.status is SequenceStatus.WAITING
-            if is_waiting:
+            status = sequence.status
+            if status is SequenceStatus.WAITING:
                 prompts[id(sequence.prompt_ids)] = len(sequence.prompt_ids)
-            if sequence.status is not SequenceStatus.FINISHED and not (
-                is_waiting and sequence.turn[0] > turn
-            ):
-                (waiting if is_waiting else running).append(_work(sequence, now))
-        n_rows = self.engine.runner.rows.max_num_seqs
-        return Backlog(n_rows, running, waiting, sum(prompts.values()))
+                waiting.append(_work(sequence, now))
+            elif status is not SequenceStatus.FINISHED:
+                running.append(_work(sequence, now))
+        return Snapshot(
+            self.forecast.rates,
+            self.engine.runner.rows.max_num_seqs,
+            tuple(running),
+            tuple(waiting),
+            sum(prompts.values()),
+        )
 
     async def start(self, build: Callable[[], Engine]) -> None:
-        """Start the thread, whose first work is to build the engine; returns when it has, raises what it raised."""
-        loop = asyncio.get_running_loop()
-        built: asyncio.Future[Engine] = loop.create_future()
-        self._loop = loop
+        """Start the thread and wait until it has built the engine. Raises what `build` raises."""
+        built: Future[Engine] = Future()
+        self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(
             target=self._main, args=(build, built), name="engine", daemon=True
         )
         self._thread.start()
-        self.engine = await built
+        self.engine = await asyncio.wrap_future(built)
 
     async def stop(self) -> None:
-        """End every sequence and the thread, unless it hangs in its step."""
+        """End every sequence and the thread, unless it hangs in a step."""
         if self.engine is None or self._thread is None:
             return
-        self.abort(list(self._live), FinishReason.ABORT)
+        self.abort_all()
         self._inbox.put(self._stop)
         await asyncio.to_thread(self._thread.join, _JOIN_SECONDS)
 
     def new_ids(self, n: int) -> int:
-        """The first of `n` consecutive sequence ids that nobody else gets."""
+        """Reserve `n` consecutive sequence ids and return the first."""
         self._n_ids += n
         return self._n_ids - n
 
     def submit(self, sequences: list[Sequence]) -> OutputStream:
-        """Hand over sequences that the door has found to fit. Raises EngineError when the engine has failed."""
+        """Queue the admitted sequences of one request. Raises EngineError if the engine failed."""
         if self.failed:
             raise EngineError("the engine has failed; the server must be restarted")
         queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
-        self._live.update(
-            (sequence.id, _Live(sequence, sequences, queue)) for sequence in sequences
-        )
-        self._inbox.put(lambda engine: _add(engine, sequences))
+        for sequence in sequences:
+            self._live[sequence.id] = _Live(sequence, sequences, queue)
+        self._inbox.put(lambda engine: map(engine.add, sequences))
         return OutputStream(self, [sequence.id for sequence in sequences], queue)
 
     def abort(self, ids: Iterable[int], reason: FinishReason) -> None:
-        """End sequences from here; those that listen get the terminal output."""
-        if running := [i for i in ids if i in self._live]:
-            self._inbox.put(lambda engine: _abort(engine, running, reason))
+        """End live sequences, with a terminal output to each listener."""
+        if live := [i for i in ids if i in self._live]:
+            self._inbox.put(lambda engine: [engine.abort(i, reason) for i in live])
 
     def abort_all(self) -> None:
+        """End every sequence with reason ABORT."""
         self.abort(list(self._live), FinishReason.ABORT)
 
     def abort_waiting(self) -> None:
-        """End the requests of which nothing has begun: to abort one sequence is to end its whole request."""
+        """End the requests of which no sequence has had a slot yet.
+
+        A request with a sequence that runs stays whole: to end one sequence is to end its request.
+        """
         live = list(self._live.values())
-        self._inbox.put(lambda engine: _abort(engine, _not_begun(live), FinishReason.ABORT))
+
+        def abort(engine: Engine) -> Iterable[TokenOutput | None]:
+            waiting = [
+                one.sequence.id
+                for one in live
+                if all(other.status is SequenceStatus.WAITING for other in one.request)
+            ]
+            return [engine.abort(i, FinishReason.ABORT) for i in waiting]
+
+        self._inbox.put(abort)
+
+    def cancel(self, ids: Iterable[int], reason: FinishReason) -> None:
+        """End sequences whose outputs nobody reads any more; they give none."""
+        ids = [i for i in ids if i in self._live and self._live[i].cancelled_as is None]
+        for i in ids:
+            self._live[i].cancelled_as = reason
+        self.abort(ids, reason)
 
     def give_up(self) -> None:
-        """The engine has failed, or hangs: end every sequence from here, and listen to it no more."""
+        """Mark the engine as failed, end every sequence from here, and ignore its later outputs."""
         self.failed = True
         ended, self._live = list(self._live.values()), {}
         for live in ended:
-            if live.left_as is None:
+            if live.cancelled_as is None:
                 live.queue.put_nowait(
                     TokenOutput(live.sequence.id, None, finish_reason=FinishReason.ERROR)
                 )
-        for live in ended:  # only when all have been told
+        for live in ended:  # recording may raise, so every listener is told first
             self._record_end(live, FinishReason.ERROR)
         self._inbox.put(self._stop)
 
-    def leave(self, ids: Iterable[int], reason: FinishReason) -> None:
-        """End sequences to which nobody listens any more."""
-        left = [i for i in ids if i in self._live and self._live[i].left_as is None]
-        for sequence_id in left:
-            self._live[sequence_id].left_as = reason
-        self.abort(left, reason)
-
     # In the engine's thread
 
-    def _main(self, build: Callable[[], Engine], built: asyncio.Future[Engine]) -> None:
+    def _main(self, build: Callable[[], Engine], built: Future[Engine]) -> None:
+        built.set_running_or_notify_cancel()
         try:
             engine = build()
-        except BaseException as error:  # a panic in Rust is no Exception
-            self._post(
-                _resolve, built, error if isinstance(error, Exception) else RuntimeError(str(error))
-            )
+        except BaseException as error:  # a panic in Rust is not an Exception
+            built.set_exception(error if isinstance(error, Exception) else RuntimeError(str(error)))
             return
-        self._post(_resolve, built, engine)
+        built.set_result(engine)
         try:
             while not self._stopping:
-                self._turn(engine)
+                self._step(engine)
         except BaseException:
             logger.exception("the engine failed")
             self._post(self.give_up)
 
-    def _turn(self, engine: Engine) -> None:
-        """Obey the inbox, take a step, wake the event loop."""
-        outputs = [output for command in self._commands(engine) for output in command(engine)]
+    def _step(self, engine: Engine) -> None:
+        """Run the commands of the inbox, take a step, and wake the event loop."""
+        outputs = [
+            output
+            for command in self._commands(engine)
+            for output in command(engine)
+            if output is not None
+        ]
         stats = None
         if engine.has_work and not self._stopping:
             self._busy_since = monotonic()
@@ -230,34 +254,32 @@ class AsyncEngine:
             self._post(self._deliver, outputs, stats)
 
     def _commands(self, engine: Engine) -> Iterator[Command]:
+        """Yield the commands of the inbox; while the engine is idle, wait for one.
+
+        The memory of free slots is given back when none comes for a while.
+        """
         if not engine.has_work:
             self._busy_since = None
-            yield self._wait(engine)
+            try:
+                yield self._inbox.get(timeout=_IDLE_SECONDS)
+            except Empty:
+                engine.give_back_memory()
+                yield self._inbox.get()
         while not self._inbox.empty():
             yield self._inbox.get()
 
-    def _wait(self, engine: Engine) -> Command:
-        """The next command; the memory of free rows goes back to the operating system when none comes for a while."""
-        try:
-            return self._inbox.get(timeout=_IDLE_SECONDS)
-        except Empty:
-            engine.give_back_memory()
-            return self._inbox.get()
-
-    def _stop(self, _engine: Engine) -> list[TokenOutput]:
+    def _stop(self, _engine: Engine) -> Iterable[TokenOutput]:
         self._stopping = True
-        return []
+        return ()
 
     def _post(self, callback: Callable[..., None], *args: object) -> None:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the loop is closed: the process is going, and nobody listens
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process is ending
             self._loop.call_soon_threadsafe(callback, *args)
 
-    # In the event loop's thread again
+    # In the event loop's thread
 
     def _deliver(self, outputs: list[TokenOutput], stats: StepStats | None) -> None:
-        """Where handing them out fails, the rest is lost: nobody may wait for it."""
+        """Hand out a step's outputs. If that fails, the rest is lost and everything ends."""
         if self.failed:
             return
         try:
@@ -274,67 +296,35 @@ class AsyncEngine:
         now = perf_counter()
         for output in outputs:
             live = self._live[output.sequence_id]
-            if live.left_as is None:
+            if live.cancelled_as is None:
                 live.queue.put_nowait(output)
             if output.finish_reason is not None:
                 del self._live[output.sequence_id]
-            self._record(live, output, now)
-
-    def _record(self, live: _Live, output: TokenOutput, now: float) -> None:
-        if output.token_id is not None:
-            self.metrics.tokens()
-        if live.last_output is not None and output.token_id is not None:
-            self.metrics.next_token(now - live.last_output)
-        elif live.last_output is None and live.sequence.n_computed >= len(live.sequence.prompt_ids):
-            self.metrics.first_token(live.sequence, now)
-        live.last_output = now
-        if output.finish_reason is not None:
-            self._record_end(live, output.finish_reason)
+            self.metrics.output(
+                live.sequence, live.last_output, now, has_token=output.token_id is not None
+            )
+            live.last_output = now
+            if output.finish_reason is not None:
+                self._record_end(live, output.finish_reason)
 
     def _record_end(self, live: _Live, reason: FinishReason) -> None:
         self.metrics.finished(
-            live.sequence, live.left_as or reason, wasted=live.left_as is FinishReason.ABORT
+            live.sequence,
+            live.cancelled_as or reason,
+            wasted=live.cancelled_as is FinishReason.ABORT,
         )
         times = live.sequence.times
         if times.scheduled is not None and times.finished is not None:
             self.forecast.ended(times.finished - times.scheduled)
 
 
-def _add(engine: Engine, sequences: list[Sequence]) -> list[TokenOutput]:
-    for sequence in sequences:
-        engine.add(sequence)
-    return []
-
-
-def _abort(engine: Engine, ids: list[int], reason: FinishReason) -> list[TokenOutput]:
-    ended = [engine.abort(sequence_id, reason) for sequence_id in ids]
-    return [output for output in ended if output is not None]
-
-
 def _work(sequence: Sequence, now: float) -> Work:
-    scheduled = sequence.times.scheduled
+    n_output, scheduled = len(sequence.output_ids), sequence.times.scheduled
     return Work(
-        max(0, len(sequence.prompt_ids) - sequence.n_computed),
-        sequence.params.max_tokens - len(sequence.output_ids),
-        max(0, sequence.n_sure - len(sequence.output_ids)),
-        held=0.0 if scheduled is None else now - scheduled,
-        left=sequence.deadline - now,
+        n_prompt=max(0, len(sequence.prompt_ids) - sequence.n_computed),
+        n_new=sequence.params.max_tokens - n_output,
+        n_sure=max(0, sequence.n_sure - n_output),
+        seconds_held=0.0 if scheduled is None else now - scheduled,
+        seconds_left=sequence.deadline - now,
+        turn=sequence.turn[0],
     )
-
-
-def _not_begun(live: list[_Live]) -> list[int]:
-    """Sequences none of whose request holds a row, or has held one."""
-    return [
-        one.sequence.id
-        for one in live
-        if all(s.status is SequenceStatus.WAITING for s in one.request)
-    ]
-
-
-def _resolve(future: asyncio.Future[Engine], result: Engine | Exception) -> None:
-    if future.cancelled():
-        return
-    if isinstance(result, Exception):
-        future.set_exception(result)
-    else:
-        future.set_result(result)

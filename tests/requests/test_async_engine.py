@@ -178,7 +178,7 @@ async def test_outputs_that_cannot_be_handed_out_leave_nobody_waiting(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with running(FakeRunner(VOCAB_SIZE, max_num_seqs=2)) as engine:
-        monkeypatch.setattr(engine.metrics, "next_token", lambda _: 1 / 0)
+        monkeypatch.setattr(engine.metrics, "output", lambda *_, **__: 1 / 0)
         with caplog.at_level(logging.CRITICAL, logger="kvasir"):
             outputs = await collect(
                 engine.submit(sequences(engine, [1], [2], [3], max_tokens=9)), 3
@@ -263,19 +263,21 @@ async def test_a_newcomer_sees_who_stands_before_it() -> None:
         waits[0].deadline = perf_counter() + 1000.0
         runner.allow(3)
         runner.wait_until_held()
-        backlog = engine.backlog(perf_counter())
-        assert backlog.n_rows == 1
-        assert [(work.n_prompt, work.n_new) for work in backlog.running] == [(0, 4)]
-        assert backlog.running[0].held > 0
-        assert [(work.n_prompt, work.n_new, work.held) for work in backlog.waiting] == [
+        snapshot, now = engine.snapshot(), perf_counter()
+        assert snapshot.n_slots == 1
+        assert [(work.n_prompt, work.n_new) for work in snapshot.running] == [(0, 4)]
+        assert snapshot.running[0].seconds_held > 0
+        ahead = snapshot.ahead_of(now).waiting
+        assert [(work.n_prompt, work.n_new, work.seconds_held) for work in ahead] == [
             (5, 8, 0.0)
         ] * 2
-        assert backlog.waiting[0].left < 1000.0 < backlog.waiting[1].left == math.inf
-        assert backlog.n_waiting_tokens == 5 + 6  # samples of one prompt share it
-        assert len(engine.backlog(perf_counter() + LEVEL_SECONDS).waiting) == 3
+        assert ahead[0].seconds_left < 1000.0 < ahead[1].seconds_left == math.inf
+        assert snapshot.n_waiting_tokens == 5 + 6  # the samples of a prompt share it
+        assert snapshot.ahead_of(now + LEVEL_SECONDS).waiting == snapshot.waiting
+        assert len(snapshot.waiting) == 3
         runner.release()
         await collect(streams[0], 3)
-        assert engine.forecast.seconds_held > 0
+        assert engine.forecast.rates.slot > 0
 
 
 async def test_a_step_that_hangs_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
