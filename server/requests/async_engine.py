@@ -25,7 +25,6 @@ from server.telemetry.metrics import Metrics
 logger = logging.getLogger("kvasir")
 
 STALL_SECONDS = 120.0  # a step that takes longer means that the engine hangs
-
 _JOIN_SECONDS = 5.0
 _IDLE_SECONDS = 10.0
 
@@ -34,17 +33,13 @@ Command = Callable[[Engine], Iterable[TokenOutput | None]]
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A sequence that has not ended.
-
-    request: all sequences of its request. cancelled_as: how its listener ended it; no output is
-    delivered afterwards.
-    """
+    """A sequence that has not ended."""
 
     sequence: Sequence
-    request: list[Sequence]
+    request: list[Sequence]  # all sequences of its request
     queue: asyncio.Queue[TokenOutput]
     last_output: float | None = None
-    cancelled_as: FinishReason | None = None
+    cancelled_as: FinishReason | None = None  # the end that its listener gave it
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +58,7 @@ class OutputStream:
         return outputs
 
     def expire(self) -> None:
-        """End what still runs, after its deadline, with a terminal output of reason TIMEOUT."""
+        """End what still runs after its deadline, with a terminal output."""
         self._engine.abort(self._ids, FinishReason.TIMEOUT)
 
     def stop(self, sequence_id: int) -> None:
@@ -78,8 +73,7 @@ class OutputStream:
 class AsyncEngine:
     """An engine in a thread of its own. All methods are for the event loop's thread.
 
-    Gauges and the heartbeat are read across threads without a lock: each is a single value, and
-    they need not agree.
+    Gauges and the heartbeat are single values, which need not agree: they are read without a lock.
     """
 
     def __init__(self) -> None:
@@ -111,7 +105,7 @@ class AsyncEngine:
         return [live.sequence for live in self._live.values()]
 
     def load(self) -> tuple[float, float, float]:
-        """Return the sequences that hold a slot, those that wait, and the KV cache's used share."""
+        """Return the sequences that hold a slot, those that wait, the KV cache's reserved share."""
         if self.engine is None:
             return 0.0, 0.0, 0.0
         rows = self.engine.runner.rows
@@ -119,27 +113,22 @@ class AsyncEngine:
         return running, max(0, len(self._live) - running), rows.reserved_tokens / rows.budget_tokens
 
     def snapshot(self) -> Snapshot:
-        """Return the work of all live sequences and the measured rates, for admission."""
+        """Return the work of all sequences and the measured rates, for admission."""
         if self.engine is None:
             return Snapshot()
-        now = perf_counter()
-        prompts: dict[int, int] = {}  # lengths by identity: the samples of a prompt share it
+        now, n_slots = perf_counter(), self.engine.runner.rows.max_num_seqs
         running: list[Work] = []
         waiting: list[Work] = []
+        prompts: dict[int, int] = {}  # lengths by identity: the samples of a prompt share it
         for sequence in self.sequences:
             status = sequence.status
             if status is SequenceStatus.WAITING:
-                prompts[id(sequence.prompt_ids)] = len(sequence.prompt_ids)
                 waiting.append(_work(sequence, now))
+                prompts[id(sequence.prompt_ids)] = len(sequence.prompt_ids)
             elif status is not SequenceStatus.FINISHED:
                 running.append(_work(sequence, now))
-        return Snapshot(
-            self.forecast.rates,
-            self.engine.runner.rows.max_num_seqs,
-            tuple(running),
-            tuple(waiting),
-            sum(prompts.values()),
-        )
+        n_tokens = sum(prompts.values())
+        return Snapshot(self.forecast.rates, n_slots, tuple(running), tuple(waiting), n_tokens)
 
     async def start(self, build: Callable[[], Engine]) -> None:
         """Start the thread and wait until it has built the engine. Raises what `build` raises."""
@@ -165,7 +154,7 @@ class AsyncEngine:
         return self._n_ids - n
 
     def submit(self, sequences: list[Sequence]) -> OutputStream:
-        """Queue the admitted sequences of one request. Raises EngineError if the engine failed."""
+        """Queue the admitted sequences of a request. Raises EngineError if the engine failed."""
         if self.failed:
             raise EngineError("the engine has failed; the server must be restarted")
         queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
@@ -184,38 +173,31 @@ class AsyncEngine:
         self.abort(list(self._live), FinishReason.ABORT)
 
     def abort_waiting(self) -> None:
-        """End the requests of which no sequence has had a slot yet.
-
-        A request with a sequence that runs stays whole: to end one sequence is to end its request.
-        """
-        live = list(self._live.values())
+        """End the requests of which no sequence has had a slot; the others stay whole."""
+        requests = [(live.sequence.id, live.request) for live in self._live.values()]
 
         def abort(engine: Engine) -> Iterable[TokenOutput | None]:
-            waiting = [
-                one.sequence.id
-                for one in live
-                if all(other.status is SequenceStatus.WAITING for other in one.request)
-            ]
-            return [engine.abort(i, FinishReason.ABORT) for i in waiting]
+            waiting = SequenceStatus.WAITING
+            ids = [i for i, request in requests if all(s.status is waiting for s in request)]
+            return [engine.abort(i, FinishReason.ABORT) for i in ids]
 
         self._inbox.put(abort)
 
     def cancel(self, ids: Iterable[int], reason: FinishReason) -> None:
-        """End sequences whose outputs nobody reads any more; they give none."""
+        """End sequences to which nobody listens any more; they give no further output."""
         ids = [i for i in ids if i in self._live and self._live[i].cancelled_as is None]
         for i in ids:
             self._live[i].cancelled_as = reason
         self.abort(ids, reason)
 
     def give_up(self) -> None:
-        """Mark the engine as failed, end every sequence from here, and ignore its later outputs."""
+        """Mark the engine as failed, end every sequence from here, and ignore later outputs."""
         self.failed = True
         ended, self._live = list(self._live.values()), {}
         for live in ended:
             if live.cancelled_as is None:
-                live.queue.put_nowait(
-                    TokenOutput(live.sequence.id, None, finish_reason=FinishReason.ERROR)
-                )
+                end = TokenOutput(live.sequence.id, None, finish_reason=FinishReason.ERROR)
+                live.queue.put_nowait(end)
         for live in ended:  # recording may raise, so every listener is told first
             self._record_end(live, FinishReason.ERROR)
         self._inbox.put(self._stop)
@@ -239,13 +221,8 @@ class AsyncEngine:
 
     def _step(self, engine: Engine) -> None:
         """Run the commands of the inbox, take a step, and wake the event loop."""
-        outputs = [
-            output
-            for command in self._commands(engine)
-            for output in command(engine)
-            if output is not None
-        ]
-        stats = None
+        ended = [end for command in self._commands(engine) for end in command(engine)]
+        outputs, stats = [end for end in ended if end is not None], None
         if engine.has_work and not self._stopping:
             self._busy_since = monotonic()
             stepped, stats = engine.step()
@@ -254,10 +231,7 @@ class AsyncEngine:
             self._post(self._deliver, outputs, stats)
 
     def _commands(self, engine: Engine) -> Iterator[Command]:
-        """Yield the commands of the inbox; while the engine is idle, wait for one.
-
-        The memory of free slots is given back when none comes for a while.
-        """
+        """Yield the commands of the inbox; while the engine is idle, wait for one."""
         if not engine.has_work:
             self._busy_since = None
             try:
@@ -295,24 +269,20 @@ class AsyncEngine:
             self.forecast.step(stats, self.engine.scheduler.chunk_size)
         now = perf_counter()
         for output in outputs:
-            live = self._live[output.sequence_id]
+            live, reason = self._live[output.sequence_id], output.finish_reason
             if live.cancelled_as is None:
                 live.queue.put_nowait(output)
-            if output.finish_reason is not None:
+            if reason is not None:
                 del self._live[output.sequence_id]
-            self.metrics.output(
-                live.sequence, live.last_output, now, has_token=output.token_id is not None
-            )
+            has_token = output.token_id is not None
+            self.metrics.output(live.sequence, live.last_output, now, has_token=has_token)
             live.last_output = now
-            if output.finish_reason is not None:
-                self._record_end(live, output.finish_reason)
+            if reason is not None:
+                self._record_end(live, reason)
 
     def _record_end(self, live: _Live, reason: FinishReason) -> None:
-        self.metrics.finished(
-            live.sequence,
-            live.cancelled_as or reason,
-            wasted=live.cancelled_as is FinishReason.ABORT,
-        )
+        is_wasted = live.cancelled_as is FinishReason.ABORT
+        self.metrics.finished(live.sequence, live.cancelled_as or reason, wasted=is_wasted)
         times = live.sequence.times
         if times.scheduled is not None and times.finished is not None:
             self.forecast.ended(times.finished - times.scheduled)

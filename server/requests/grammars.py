@@ -42,7 +42,7 @@ class Grammars:
         self._bundle = bundle
         self._trials = _Worker("grammar-trials")
         self._compilations = _Worker("grammars")
-        self._verdicts = _Verdicts()
+        self._errors = _Errors()
 
     async def constraint(self, request: CompletionRequest) -> Constraint | None:
         """Compile a request's grammar, to be copied for each of its texts; None without one.
@@ -53,31 +53,31 @@ class Grammars:
         grammar = request.grammar
         if grammar is None:
             return None
-        for name in ("ignore_eos", "min_tokens"):  # the grammar says where the text may end
+        param = grammar.param
+        for name in ("ignore_eos", "min_tokens"):
             if getattr(request.params, name):
                 raise InvalidRequestError(
-                    f"{name} cannot be combined with {grammar.param}, which says where the text "
-                    "may end",
+                    f"{name} cannot be combined with {param}, which says where the text may end",
                     param=name,
                 )
         seconds_left = request.demand.work.seconds_left
         try:
             async with asyncio.timeout(min(_WAIT_SECONDS, seconds_left)):
                 check_size(grammar)
-                error = self._verdicts.get(grammar)
+                error = self._errors.get(grammar)
                 if error is None:
                     error = await self._trials.run(self._try, grammar)
                 if error:
                     raise GrammarError(error)
                 return await self._compilations.run(self._compile, grammar)
         except GrammarError as error:
-            raise InvalidRequestError(f"{grammar.param}: {error}", param=grammar.param) from None
+            raise InvalidRequestError(f"{param}: {error}", param=param) from None
         except TimeoutError:
             if seconds_left > _WAIT_SECONDS:
                 raise _too_many() from None
             raise DeadlineExceededError(
-                f"the deadline passed while the grammar of {grammar.param} waited; allow more "
-                "time, or try later"
+                f"the deadline passed while the grammar of {param} waited; allow more time, or "
+                "try later"
             ) from None
 
     def close(self) -> None:
@@ -89,20 +89,22 @@ class Grammars:
 
     def _try(self, grammar: Grammar) -> str:
         """Return the error of a grammar, "" for a good one. Raises TrialEndedError."""
-        error = self._verdicts.get(grammar)  # an equal grammar may have been tried just before
+        error = self._errors.get(grammar)  # an equal grammar may have been tried just before
         if error is None:
-            error = ""
             try:
                 self._trial.check(grammar)
+                error = ""
             except TrialEndedError:
                 raise
             except GrammarError as refusal:
                 error = str(refusal)
-            self._verdicts.add(grammar, error)
+            self._errors.add(grammar, error)
         return error
 
     def _compile(self, grammar: Grammar) -> Constraint:
-        return self._compiler.compile(grammar)  # a compiler is made and used in one thread
+        return self._compiler.compile(grammar)
+
+    # Made in the threads that use them
 
     @cached_property
     def _tokens(self) -> tuple[str, int, tuple[int, ...]]:
@@ -126,10 +128,7 @@ class _Worker:
         self._n_waiting = 0
 
     async def run(self, work: Callable[[Grammar], T], grammar: Grammar) -> T:
-        """Run work in the thread; if cancelled before its turn it never begins.
-
-        Raises OverloadedError when the queue is full, and the errors of the work.
-        """
+        """Run work in the thread; if cancelled before its turn, it never begins."""
         if self._n_waiting >= _MOST_WAITING:
             raise _too_many()
         self._n_waiting += 1
@@ -142,7 +141,7 @@ class _Worker:
         self._thread.shutdown(cancel_futures=True)
 
 
-class _Verdicts:
+class _Errors:
     """The errors of the latest grammars, "" for good ones. Refused ones displace no good ones."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from server.engine.engine import StepKind, StepStats
-from server.engine.sequence import FinishReason, Sequence, SequenceTimes
+from server.engine.sequence import FinishReason, Sequence
 from server.errors import KvasirError
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -89,9 +89,7 @@ class Metrics:
         )
         self._hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.")
         self._drafted = counter("spec_decode_draft_tokens", "Draft tokens verified.")
-        self._accepted = counter(
-            "spec_decode_accepted_tokens", "Draft tokens accepted; each saved a step."
-        )
+        self._accepted = counter("spec_decode_accepted_tokens", "Draft tokens that saved a step.")
         self._finished = counter(
             "request_success", "Requests that ended, by reason.", ["finished_reason"]
         )
@@ -110,36 +108,27 @@ class Metrics:
         self._first_token = histogram(
             "time_to_first_token_seconds", "Arrival to first token.", buckets=_FIRST_TOKEN
         )
-        self._inter_token = token_seconds(
-            "inter_token_latency_seconds", "One token to the next token."
-        )
+        self._inter_token = token_seconds("inter_token_latency_seconds", "One token to the next.")
         self._e2e = seconds("e2e_request_latency_seconds", "Arrival to end.")
-        self._queue = seconds(
-            "request_queue_time_seconds", "Arrival to a slot, or to the end without one."
-        )
+        self._queue = seconds("request_queue_time_seconds", "Arrival to a slot, or to the end.")
         self._prefill = seconds("request_prefill_time_seconds", "Slot to first token.")
         self._decode = seconds("request_decode_time_seconds", "First token to end.")
         self._per_token = token_seconds(
-            "request_time_per_output_token_seconds",
-            "First token to end, divided by the number of later tokens.",
+            "request_time_per_output_token_seconds", "First token to end, per later token."
         )
         self._step = token_seconds("engine_step_seconds", "One step of the engine.", ["kind"])
         self._batch = histogram("batch_size", "Sequences that decode in one step.", buckets=_BATCH)
-        self._prompt_size = histogram(
-            "request_prompt_tokens", "Prompt tokens of a request.", buckets=_TOKENS
-        )
-        self._output_size = histogram(
-            "request_generation_tokens", "Tokens generated for a request.", buckets=_TOKENS
-        )
+        tokens = partial(histogram, buckets=_TOKENS)
+        self._prompt_size = tokens("request_prompt_tokens", "Prompt tokens of a request.")
+        self._output_size = tokens("request_generation_tokens", "Tokens generated for a request.")
 
         # A series that begins with 1 shows no rise to `rate`, so all of them begin with 0.
-        for metric, values in (
-            (self._finished, FinishReason),
-            (self._rejected, KvasirError.reasons()),
-            (self._step, get_args(StepKind)),
-        ):
-            for value in values:
-                metric.labels(value)
+        for reason in FinishReason:
+            self._finished.labels(reason.value)
+        for error in KvasirError.reasons():
+            self._rejected.labels(error)
+        for kind in get_args(StepKind):
+            self._step.labels(kind)
 
     def info(self, name: str, text: str, values: dict[str, str]) -> None:
         """Add a gauge that is always 1 and holds its facts in its labels."""
@@ -175,13 +164,10 @@ class Metrics:
         self._output_size.observe(n_generated)
         if wasted:
             self._wasted.inc(n_generated)
-        self._observe_times(sequence.times, n_generated - 1, is_complete=reason in _GOOD_ENDS)
-
-    def _observe_times(self, times: SequenceTimes, n_later: int, *, is_complete: bool) -> None:
-        """Observe the times of a sequence with so many tokens after the first."""
-        arrived, end = times.arrived, times.finished
+        times, end, n_later = sequence.times, sequence.times.finished, n_generated - 1
         if end is None:
             return
+        arrived = times.arrived
         first = times.first_token or end  # where no token was wanted, the end counts as the first
         self._e2e.observe(end - arrived)
         self._queue.observe((times.scheduled or end) - arrived)
@@ -191,7 +177,7 @@ class Metrics:
             if n_later > 0:
                 self._per_token.observe((end - first) / n_later)
         is_quick = end - first <= _GOOD_PER_TOKEN * max(1, n_later)
-        if is_complete and is_quick and first - arrived <= _GOOD_FIRST_TOKEN:
+        if reason in _GOOD_ENDS and is_quick and first - arrived <= _GOOD_FIRST_TOKEN:
             self._good.inc()
 
     def rejected(self, reason: str) -> None:

@@ -12,7 +12,7 @@ from typing import IO, Any
 import pytest
 
 from server.telemetry import logs
-from server.telemetry.logs import MOST_LINES, PatientHandler
+from server.telemetry.logs import MAX_LINES, QueuedHandler
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def pipe() -> Iterator[tuple[int, IO[str]]]:
 def log(pipe: tuple[int, IO[str]]) -> logging.Logger:
     """One of its own, at the end to write to."""
     logger = logging.Logger("own")
-    logger.addHandler(PatientHandler(pipe[0]))
+    logger.addHandler(QueuedHandler(pipe[0]))
     return logger
 
 
@@ -48,8 +48,8 @@ def test_nobody_waits_for_who_does_not_read(
     log: logging.Logger, pipe: tuple[int, IO[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is dropped is told once it can be; the rest is whole."""
-    monkeypatch.setattr(logs, "_LAST_LINES", 0.01)
-    n = 3 * MOST_LINES
+    monkeypatch.setattr(logs, "_FLUSH_SECONDS", 0.01)
+    n = 3 * MAX_LINES
     for i in range(n):
         log.info("x" * 500, extra={"fields": {"i": i}})
     log.handlers[0].flush()
@@ -63,12 +63,12 @@ def test_nobody_waits_for_who_does_not_read(
 
     reader = Thread(target=read)
     reader.start()
-    monkeypatch.setattr(logs, "_LAST_LINES", 60.0)
+    monkeypatch.setattr(logs, "_FLUSH_SECONDS", 60.0)
     log.handlers[0].flush()
     log.info("end")
     reader.join()
     kept = [line["i"] for line in lines if "i" in line]
-    assert kept[:MOST_LINES] == list(range(MOST_LINES))
+    assert kept[:MAX_LINES] == list(range(MAX_LINES))
     assert kept == sorted(kept)
     assert sum(line["lines"] for line in lines if line["level"] == "warning") == n - len(kept) > 0
 
