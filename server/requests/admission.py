@@ -30,14 +30,11 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The resources that a request asks for.
-
-    n_prompt_tokens: each prompt once. work: that of its first sequence, as far as it is sure.
-    """
+    """The resources that a request asks for."""
 
     n_sequences: int
-    n_prompt_tokens: int
-    work: Work
+    n_prompt_tokens: int  # each prompt once
+    work: Work  # of its first sequence, as far as it is sure
 
 
 class Admission:
@@ -109,10 +106,7 @@ class Admission:
                 self._empty.set()
 
     def retry_after(self, n_sequences: int, snapshot: Snapshot) -> int:
-        """Return the whole seconds, at least 1, until that many sequences will have ended.
-
-        This follows the rate of the last ends, or the tokens that are sure, whichever is later.
-        """
+        """Return the seconds until that many sequences end, as the last did, or at the earliest."""
         usual = n_sequences * snapshot.rates.slot / self.max_num_seqs
         ahead = replace(snapshot, waiting=snapshot.waiting[: max(0, n_sequences - 1)])
         return _whole(max(usual, ahead.seconds_to_slot()))

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heapreplace
+from statistics import fmean
 from typing import NamedTuple, Self
 
 from server.engine.engine import StepStats
 
-# Lower bounds are this share of what was measured: the load may ease, and a request that would then
-# meet its deadline has to be admitted.
+# Of what was measured. The load may ease, and a request that could then be in time is admitted.
 LEAST_SHARE = 0.75
 _STEPS = 64  # the last steps, which give the time of a new token
 _FULL_STEPS = 16  # the last steps that ran as many prompt tokens as fit
@@ -23,31 +23,23 @@ _COPIES = 16  # cached tokens that take as much of a step as one computed token
 
 
 class Work(NamedTuple):
-    """The tokens that a sequence still needs, and its times.
-
-    n_prompt: prompt tokens. n_new: new tokens at most. n_sure: new tokens that it needs however
-    its text ends. seconds_held: since it got its slot. seconds_left: until its deadline. turn: the
-    moment that orders the queue, as in `Sequence.turn`.
-    """
+    """The tokens that a sequence still needs, and its times."""
 
     n_prompt: int
-    n_new: int
-    n_sure: int = 0
-    seconds_held: float = 0.0
-    seconds_left: float = math.inf
-    turn: float = 0.0
+    n_new: int  # at most
+    n_sure: int = 0  # new tokens that it needs however its text ends
+    seconds_held: float = 0.0  # since it got its slot
+    seconds_left: float = math.inf  # until its deadline
+    turn: float = 0.0  # the moment that orders the queue, as in `Sequence.turn`
 
 
 class Rates(NamedTuple):
-    """Measured times, in seconds: of tokens in steps, and of a sequence in its slot (the mean).
+    """Measured times, in seconds."""
 
-    A prompt token takes as long as in the best of the last steps that were full of them.
-    """
-
-    token: float = 0.0
+    token: float = 0.0  # the mean of the last steps
     token_alone: float = 0.0  # with no prompts in the same step
-    prompt_token: float = 0.0
-    slot: float = 0.0
+    prompt_token: float = 0.0  # in the best of the last steps that were full of them
+    slot: float = 0.0  # for which a sequence holds its slot, the mean
 
     def seconds_to_run(self, work: Work) -> float:
         """Estimate the seconds that a sequence takes once it has a slot."""
@@ -58,22 +50,15 @@ class Rates(NamedTuple):
         return LEAST_SHARE * (n_prompt * self.prompt_token + n_new * self.token_alone)
 
 
-_UNMEASURED = Rates()
-
-
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The engine's work at one moment, and its measured rates.
+    """The engine's work at one moment, and its measured rates."""
 
-    running: sequences that hold one of `n_slots`. waiting: the others, by arrival.
-    n_waiting_tokens: prompt tokens that wait, those of a prompt with several samples once.
-    """
-
-    rates: Rates = _UNMEASURED
+    rates: Rates = field(default_factory=Rates)
     n_slots: int = 1
-    running: tuple[Work, ...] = ()
-    waiting: tuple[Work, ...] = ()
-    n_waiting_tokens: int = 0
+    running: tuple[Work, ...] = ()  # sequences that hold a slot
+    waiting: tuple[Work, ...] = ()  # the others, by arrival
+    n_waiting_tokens: int = 0  # their prompts' tokens, once for all samples of a prompt
 
     def ahead_of(self, turn: float) -> Self:
         """Return the snapshot without the waiting sequences that come after a turn."""
@@ -99,11 +84,7 @@ class Snapshot:
         return max(free_at[0], computed_at)
 
     def _seconds_in_slot(self, work: Work) -> float:
-        """Estimate the seconds for which a sequence still holds its slot.
-
-        That is as long as the last ones did, but at least the time of the tokens that it surely
-        needs, and at most the time of all its tokens.
-        """
+        """Return as long as the last ones held a slot, within the times of its tokens."""
         usual = LEAST_SHARE * self.rates.slot - work.seconds_held
         sure = self.rates.least_seconds_to_run(work.n_prompt, work.n_sure)
         longest = self.rates.least_seconds_to_run(work.n_prompt, work.n_new)
@@ -135,15 +116,8 @@ class Forecast:
 
     @property
     def rates(self) -> Rates:
-        """The rates of the recorded steps."""
-        token = _mean(self._steps)
-        return Rates(
-            token,
-            min(token, _mean(self._bare_steps or self._steps)),
-            min(self._full_steps, default=0.0),
-            _mean(self._ends),
-        )
-
-
-def _mean(values: deque[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+        """The rates of the recorded steps and ends."""
+        steps = self._steps or (0.0,)
+        token, token_alone = fmean(steps), fmean(self._bare_steps or steps)
+        prompt_token, slot = min(self._full_steps, default=0.0), fmean(self._ends or (0.0,))
+        return Rates(token, min(token, token_alone), prompt_token, slot)

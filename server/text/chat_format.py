@@ -67,7 +67,6 @@ class ChatFormat:
         messages: Sequence[Message],
         /,
         *,
-        add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         **options: Any,
     ) -> str:
@@ -78,7 +77,6 @@ class ChatFormat:
         """
         fitted = [self._fit(message) for message in messages]
         if not continue_final_message:
-            options["add_generation_prompt"] = add_generation_prompt
             return self._template.render(fitted, **options)
         content = fitted[-1]["content"]
         if not content:

@@ -133,51 +133,46 @@ class ToolCallParser:
 
     def _read_call(self, opening: str) -> Reading:
         """Read a call; show the opening, and what follows it, as content if it opens none."""
-        scanner, n_scanned = _ObjectScanner(), 0
-        while True:
+        scanner, end, n_scanned = _ObjectScanner(), None, 0
+        while end is None:
             text = self._buffer.lstrip()
             if text and text[0] != "{":
                 return self._show(opening)
             if (head := _HEAD.match(text)) and (name := _name(head[1])) is not None:
                 self._buffer = text[head.end() :]
                 self._begin_call(name)
-                yield from self._read_arguments()
-                if not self.is_in_call:
-                    yield from self._read_closing("}", self._form.closing)
-                return None
-            end = scanner.scan(text[n_scanned:])
-            if end is not None:
-                end += n_scanned
-                break
-            if self._is_end:
-                return self._show(opening + self._take(len(self._buffer)))
-            n_scanned = len(text)
-            yield
-        call = None if scanner.is_broken else _call(text[:end], is_tagged=bool(opening.strip()))
+                return (yield from self._read_arguments())
+            if (end := scanner.scan(text[n_scanned:])) is None:
+                if self._is_end:
+                    return self._show(opening + self._take(len(self._buffer)))
+                n_scanned = len(text)
+                yield
+        end += n_scanned
+        call = _call(text[:end], is_tagged=bool(opening.strip()))
         if call is None:
             return self._show(opening + self._take(len(self._buffer) - len(text) + end))
         self._buffer = text[end:]
         self._begin_call(call[0])
         self._pieces.append(ToolCallPiece(self.n_calls - 1, None, call[1]))
-        yield from self._read_closing(self._form.closing)
+        return (yield from self._read_closing(self._form.closing))
 
     def _begin_call(self, name: str) -> None:
         self._pieces.append(ToolCallPiece(self.n_calls, name, ""))
         self.n_calls += 1
 
     def _read_arguments(self) -> Reading:
+        scanner, end = _ObjectScanner(), None
         self.is_in_call = True
-        scanner = _ObjectScanner()
-        while True:
+        while end is None:
             end = scanner.scan(self._buffer)
             if text := self._take(len(self._buffer) if end is None else end):
                 self._pieces.append(ToolCallPiece(self.n_calls - 1, None, text))
-            if end is not None:
-                self.is_in_call = False
-                return
-            if self._is_end:
-                return
-            yield
+            if end is None:
+                if self._is_end:
+                    return
+                yield
+        self.is_in_call = False
+        yield from self._read_closing("}", self._form.closing)
 
     def _read_closing(self, *expected: str) -> Reading:
         """Skip what closes a call, of which every part may be missing."""
@@ -198,7 +193,6 @@ class _ObjectScanner:
     """A search for the end of a JSON object, of which the text comes in pieces."""
 
     def __init__(self) -> None:
-        self.is_broken = False
         self._depth = 0
         self._in_string = False
         self._is_escaped = False
@@ -210,7 +204,6 @@ class _ObjectScanner:
                 self._in_string = self._is_escaped or char != '"'
                 self._is_escaped = char == "\\" and not self._is_escaped
             elif char == "<":  # a tag, where the closing braces are missing
-                self.is_broken = True
                 return at
             elif char == '"':
                 self._in_string = True
