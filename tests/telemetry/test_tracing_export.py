@@ -44,7 +44,7 @@ async def test_a_span_arrives_with_its_attributes() -> None:
 
 
 async def test_requests_do_not_wait_for_a_collector_that_does_not_answer() -> None:
-    """It holds the first batch while the other requests are answered, and gets their spans afterwards."""
+    """It holds the first batch while requests are answered, and gets their spans later."""
     n = 20
     with collecting() as collector:
         async with serving(otlp_endpoint=collector.endpoint) as served:
