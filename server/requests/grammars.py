@@ -30,9 +30,9 @@ T = TypeVar("T")
 
 _KNOWN = 64  # good grammars, and as many refused ones, that are remembered: clients repeat theirs
 _MOST_WAITING = 64  # requests that wait for a trial, and as many whose grammars are compiled
-# A trial is bounded by processor time, so even a full queue of the slowest takes half of this. On
-# a busy machine a grammar that is too slow is still refused as such, and not as one too many.
-_WAIT_SECONDS = 60.0
+# A trial is bounded by processor time: a full queue of the slowest takes a quarter of this. On a
+# busy machine a grammar that is too slow is still refused as such, and not as one too many.
+_WAIT_SECONDS = 120.0
 
 
 class Grammars:

@@ -50,6 +50,7 @@ class Tracing:
         self._model = model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; if it was accepted, send its span at the end."""
         status: int | None = None
 
         async def send_noting_status(message: Message) -> None:

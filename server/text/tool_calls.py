@@ -113,7 +113,7 @@ class ToolCallParser:
             self._pieces.append(content)
 
     def _find_opening(self) -> str | None:
-        """Show content up to what may open a call; return that with the whitespace before it."""
+        """Show content up to a possible call; return its opening with the whitespace before."""
         buffer, tag = self._buffer, self._form.opening
         n_space = len(buffer) - len(buffer.lstrip())
         if self._at_start and self._form is ToolCallFormat.LLAMA and buffer[n_space:][:1] == "{":
@@ -198,7 +198,7 @@ class _ObjectScanner:
         self._is_escaped = False
 
     def scan(self, text: str) -> int | None:
-        """Return the place in the next piece behind the object, or where it stops being JSON."""
+        """Return where the object ends in the next piece, or stops being JSON; None if nowhere."""
         for at, char in enumerate(text):
             if self._in_string:
                 self._in_string = self._is_escaped or char != '"'

@@ -23,34 +23,14 @@ def send_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")  # milliseconds
 
 
-async def test_a_span_arrives_with_its_attributes() -> None:
-    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    headers = {"traceparent": parent}
-    with collecting() as collector:
-        async with serving(otlp_endpoint=collector.endpoint) as served:
-            await served.client.post("/v1/completions", json=BODY, headers=headers)
-        path, sent = collector.batches.get(timeout=TIMEOUT)
-        assert collector.batches.empty()
-    (span,) = sent.scope_spans[0].spans
-    assert (path, span.name) == ("/v1/traces", "llm_request")
-    assert f"00-{span.trace_id.hex()}-{span.parent_span_id.hex()}-01" == parent
-    service = {one.key: one.value.string_value for one in sent.resource.attributes}
-    assert service["service.name"] == "kvasir"
-    found = {one.key: one.value for one in span.attributes}
-    assert found["gen_ai.request.model"].string_value == MODEL
-    assert found["gen_ai.usage.output_tokens"].int_value == 6
-    reasons = found["gen_ai.response.finish_reasons"].array_value.values
-    assert [one.string_value for one in reasons] == ["length"]
-
-
-async def test_requests_do_not_wait_for_a_collector_that_does_not_answer() -> None:
+async def test_spans_arrive_and_requests_do_not_wait_for_the_collector() -> None:
     """It holds the first batch while requests are answered, and gets their spans later."""
-    n = 20
+    n, parent = 20, "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with collecting() as collector:
         async with serving(otlp_endpoint=collector.endpoint) as served:
             collector.may_answer.clear()
-            await served.client.post("/v1/completions", json=BODY)
-            _, first = await asyncio.to_thread(collector.batches.get, timeout=TIMEOUT)
+            await served.client.post("/v1/completions", json=BODY, headers={"traceparent": parent})
+            path, first = await asyncio.to_thread(collector.batches.get, timeout=TIMEOUT)
             for _ in range(n):
                 assert (await served.client.post("/v1/completions", json=BODY)).status_code == 200
             assert collector.batches.empty()
@@ -59,6 +39,16 @@ async def test_requests_do_not_wait_for_a_collector_that_does_not_answer() -> No
         while not collector.batches.empty():
             sent.append(collector.batches.get()[1])
     assert sum(len(one.scope_spans[0].spans) for one in sent) == 1 + n
+    (span,) = first.scope_spans[0].spans
+    assert (path, span.name) == ("/v1/traces", "llm_request")
+    assert f"00-{span.trace_id.hex()}-{span.parent_span_id.hex()}-01" == parent
+    service = {one.key: one.value.string_value for one in first.resource.attributes}
+    assert service["service.name"] == "kvasir"
+    found = {one.key: one.value for one in span.attributes}
+    assert found["gen_ai.request.model"].string_value == MODEL
+    assert found["gen_ai.usage.output_tokens"].int_value == 6
+    reasons = found["gen_ai.response.finish_reasons"].array_value.values
+    assert [one.string_value for one in reasons] == ["length"]
 
 
 def test_the_process_does_not_wait_for_it_either(monkeypatch: pytest.MonkeyPatch) -> None:
