@@ -13,9 +13,8 @@ from server.engine.engine import Engine
 from server.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
 from server.requests.forecast import LEAST_SHARE, Snapshot, Work
 
-SLACK = (
-    1.25  # a late request must get its slot this many times its running time before its deadline
-)
+# A request that will probably be late must get its slot so many running times before its deadline.
+SLACK = 1.25
 _LONGEST_RETRY = 60  # seconds
 _LOADING_RETRY = 5  # seconds
 

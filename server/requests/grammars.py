@@ -40,8 +40,8 @@ class Grammars:
 
     def __init__(self, bundle: ModelBundle) -> None:
         self._bundle = bundle
-        self._trials = _Worker("grammar-trials")
-        self._compilations = _Worker("grammars")
+        self._trials = _Worker(1, "grammar-trials")
+        self._compilations = _Worker(1, "grammars")
         self._errors = _Errors()
 
     async def constraint(self, request: CompletionRequest) -> Constraint | None:
@@ -66,10 +66,10 @@ class Grammars:
                 check_size(grammar)
                 error = self._errors.get(grammar)
                 if error is None:
-                    error = await self._trials.run(self._try, grammar)
+                    error = await self._trials.call(self._try, grammar)
                 if error:
                     raise GrammarError(error)
-                return await self._compilations.run(self._compile, grammar)
+                return await self._compilations.call(self._compile, grammar)
         except GrammarError as error:
             raise InvalidRequestError(f"{param}: {error}", param=param) from None
         except TimeoutError:
@@ -82,8 +82,8 @@ class Grammars:
 
     def close(self) -> None:
         """End the threads, and the process of the trials."""
-        self._trials.close()
-        self._compilations.close()
+        self._trials.shutdown(cancel_futures=True)
+        self._compilations.shutdown(cancel_futures=True)
         if "_trial" in vars(self):
             self._trial.close()
 
@@ -120,25 +120,20 @@ class Grammars:
         return GrammarCompiler(*self._tokens)
 
 
-class _Worker:
+class _Worker(ThreadPoolExecutor):
     """A thread with a bounded queue."""
 
-    def __init__(self, name: str) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._n_waiting = 0
+    _n_waiting = 0
 
-    async def run(self, work: Callable[[Grammar], T], grammar: Grammar) -> T:
-        """Run work in the thread; if cancelled before its turn, it never begins."""
+    async def call(self, work: Callable[[Grammar], T], grammar: Grammar) -> T:
+        """Call work in the thread, unless cancelled before its turn comes."""
         if self._n_waiting >= _MOST_WAITING:
             raise _too_many()
         self._n_waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work, grammar)
+            return await asyncio.get_running_loop().run_in_executor(self, work, grammar)
         finally:
             self._n_waiting -= 1
-
-    def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
 
 
 class _Errors:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import pytest
 import server.telemetry.start_clock
 from server.telemetry.start_clock import StartClock
 from tests.faults.cold_start import start, table
-from tests.serving import serving
 
 EXAMPLE = Path(__file__).parents[2] / "examples/stdlib"
 
@@ -44,16 +42,6 @@ def test_the_process_began_between_its_parents_call_and_its_own_first_line() -> 
     )
     tick = 1 / os.sysconf("SC_CLK_TCK")
     assert asked - tick <= began <= first + tick
-
-
-async def test_a_server_that_is_ready_logs_the_seconds_of_its_start(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.INFO, "kvasir"):
-        async with serving():
-            pass
-    (fields,) = [vars(record)["fields"] for record in caplog.records if record.message == "ready"]
-    assert list(fields["start_seconds"]) == ["application", "total"]
 
 
 def test_a_real_start_is_logged_step_by_step() -> None:
