@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector that keeps what it is sent by OTLP/HTTP, and answers when it may."""
+"""An OpenTelemetry collector that keeps what it is sent by OTLP/HTTP."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from tests.fake_runner import TIMEOUT
 
 
 class Collector:
-    """Clear `may_answer` to let the next batches wait for their answer until it is set."""
+    """A collector that answers a batch only while `may_answer` is set.
+
+    batches: the path that each batch was sent to, and its spans.
+    """
 
     def __init__(self) -> None:
-        self.batches = SimpleQueue[
-            tuple[str, ResourceSpans]
-        ]()  # the path that each was sent to, and the spans
+        self.batches = SimpleQueue[tuple[str, ResourceSpans]]()
         self.may_answer = threading.Event()
         self.may_answer.set()
         collector = self

@@ -42,7 +42,7 @@ class Live:
         self.thread.start()
 
     def _announce(self, engine: AsyncEngine) -> None:
-        submit, leave, free = engine.submit, engine.leave, self.runner.rows.free
+        submit, cancel, free = engine.submit, engine.cancel, self.runner.rows.free
 
         def submitting(sequences: list[Sequence]) -> OutputStream:
             stream = submit(sequences)
@@ -50,7 +50,7 @@ class Live:
             return stream
 
         def leaving(*arguments: Any) -> None:
-            leave(*arguments)
+            cancel(*arguments)
             self.left.release()
 
         def freeing(row: int) -> None:
@@ -58,7 +58,7 @@ class Live:
             self.freed.release()
 
         engine.submit = submitting  # type: ignore[method-assign]
-        engine.leave = leaving  # type: ignore[assignment,method-assign]
+        engine.cancel = leaving  # type: ignore[assignment,method-assign]
         self.runner.rows.free = freeing  # type: ignore[method-assign]
 
     @property

@@ -1,4 +1,4 @@
-"""Random JSON schemas that some document satisfies, of every keyword that is held."""
+"""Random satisfiable JSON schemas with every keyword that grammars enforce."""
 
 from __future__ import annotations
 
@@ -9,20 +9,8 @@ from typing import Any
 Schema = dict[str, Any]
 
 _VALUES: tuple[Any, ...] = (
-    0,
-    -7,
-    2.5,
-    True,
-    False,
-    None,
-    "",
-    "yes",
-    'quo"te\\',
-    "ünïcode ☃",
-    [1, "a"],
-    {"k": [None]},
-    [],
-    {},
+    *(0, -7, 2.5, True, False, None, "", "yes", 'quo"te\\', "ünïcode ☃"),
+    *([1, "a"], {"k": [None]}, [], {}),
 )
 _PATTERNS = ("^[a-z]{1,5}$", "^(ab|cd)+$", r"^\d{2}-\d{2}$", "[a-m]", "^[A-Z][a-z]*(, [a-z]{2})?$")
 _FORMATS = ("date", "ipv4", "ipv6", "uuid", "email")
@@ -103,7 +91,7 @@ def _plain(chance: Random, _depth: int) -> Schema:
 
 
 def _linked(chance: Random) -> Schema:
-    """A list linked by references to the whole."""
+    """A linked list: references to the root."""
     link = {
         "type": "object",
         "properties": {"value": {"$ref": "#/$defs/leaf"}, "next": {"$ref": "#"}},

@@ -30,7 +30,7 @@ RULES = {
     "server.engine.kv": (),
     "server.engine.grammar": (*WITHOUT_TORCH, "server.engine.sequence"),
     "server.engine": WITHOUT_TORCH,
-    "server.telemetry": ("server.errors", "server.engine", "server.requests.completion"),
+    "server.telemetry": ("server.errors", "server.engine"),
     "server.text": (*WITHOUT_TORCH, "server.engine"),
     "server.explain": (*WITHOUT_TORCH, "server.errors", "server.engine", "server.text"),
     "server.requests": (

@@ -130,9 +130,10 @@ class KeyCheck:
     def _place(self, key: bytes, scope: Scope) -> Iterator[None]:
         """Hold one of the key's places for as long as its request lasts. Raises OverloadedError."""
         if self.most is not None and self._in_flight[key] >= self.most:
+            service = scope["app"].state.service
             raise OverloadedError(
                 f"{self.most} requests with this API key are in flight, which is its limit; wait for one to end",
-                retry_after=scope["app"].state.service.admission.retry_after(1),
+                retry_after=service.admission.retry_after(1, service.engine.snapshot()),
                 limit="key",
             )
         self._in_flight[key] += 1

@@ -62,9 +62,15 @@ class CompletionRequest:
         """What it asks of the engine, were it submitted now."""
         now = perf_counter()
         left = math.inf if self.deadline is None else self.deadline - now
-        own = Work(len(self.prompts[0].ids), self.n_sure, self.n_sure, left=left)
+        work = Work(
+            len(self.prompts[0].ids),
+            self.n_sure,
+            self.n_sure,
+            seconds_left=left,
+            turn=turn(now, self.priority),
+        )
         n_tokens = sum(len(prompt.ids) for prompt in self.prompts)
-        return Demand(self.n_sequences, n_tokens, turn(now, self.priority), own)
+        return Demand(self.n_sequences, n_tokens, work)
 
     @property
     def n_sure(self) -> int:

@@ -1,119 +1,123 @@
-"""How long a newcomer would have to wait, from what the engine's last steps took.
+"""Estimates of how long a request waits for a slot, from the times of the engine's last steps.
 
-Nothing here reads a clock or asks the engine. Where nothing has been measured, nothing takes any time.
+Nothing here reads a clock or asks the engine. Where nothing was measured, nothing takes any time.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heapreplace
-from typing import NamedTuple
+from statistics import fmean
+from typing import NamedTuple, Self
 
 from server.engine.engine import StepStats
 
-OPTIMISM = 0.75  # part of what was measured that is expected: the load may ease, and who would make it has to be let in
-_STEPS = 64  # the last ones, from which a step's time is known
-_FULL_STEPS = 16  # of those that ran as many prompt tokens as they may
-_ENDS = 64  # of sequences, from which it is known how long one holds a row
-_COPIES = 16  # cached tokens that take as much of a step as one that is computed
+# Of what was measured. The load may ease, and a request that could then be in time is admitted.
+LEAST_SHARE = 0.75
+_STEPS = 64  # the last steps, which give the time of a new token
+_FULL_STEPS = 16  # the last steps that ran as many prompt tokens as fit
+_ENDS = 64  # the last sequences that ended, which give the time that one holds a slot
+_COPIES = 16  # cached tokens that take as much of a step as one computed token
 
 
 class Work(NamedTuple):
-    """What a sequence still needs, in tokens: of its prompt, and new ones at most.
-
-    n_sure: new ones that it needs however its text may end. held: seconds since it got its row. left: seconds until its
-    deadline.
-    """
+    """The tokens that a sequence still needs, and its times."""
 
     n_prompt: int
-    n_new: int
-    n_sure: int = 0
-    held: float = 0.0
-    left: float = math.inf
+    n_new: int  # at most
+    n_sure: int = 0  # new tokens that it needs however its text ends
+    seconds_held: float = 0.0  # since it got its slot
+    seconds_left: float = math.inf  # until its deadline
+    turn: float = 0.0  # the moment that orders the queue, as in `Sequence.turn`
+
+
+class Rates(NamedTuple):
+    """Measured times, in seconds."""
+
+    token: float = 0.0  # the mean of the last steps
+    token_alone: float = 0.0  # with no prompts in the same step
+    prompt_token: float = 0.0  # in the best of the last steps that were full of them
+    slot: float = 0.0  # for which a sequence holds its slot, the mean
+
+    def seconds_to_run(self, work: Work) -> float:
+        """Estimate the seconds that a sequence takes once it has a slot."""
+        return work.n_prompt * self.prompt_token + work.n_new * self.token
+
+    def least_seconds_to_run(self, n_prompt: int, n_new: int) -> float:
+        """Return a lower bound on the seconds that so many tokens take."""
+        return LEAST_SHARE * (n_prompt * self.prompt_token + n_new * self.token_alone)
 
 
 @dataclass(frozen=True, slots=True)
-class Backlog:
-    """What stands before a newcomer: who holds one of `n_rows`, and who waits with an earlier turn.
+class Snapshot:
+    """The engine's work at one moment, and its measured rates."""
 
-    n_waiting_tokens: prompt tokens of all that wait, each prompt once.
-    """
+    rates: Rates = field(default_factory=Rates)
+    n_slots: int = 1
+    running: tuple[Work, ...] = ()  # sequences that hold a slot
+    waiting: tuple[Work, ...] = ()  # the others, by arrival
+    n_waiting_tokens: int = 0  # their prompts' tokens, once for all samples of a prompt
 
-    n_rows: int
-    running: list[Work]
-    waiting: list[Work]
-    n_waiting_tokens: int
+    def ahead_of(self, turn: float) -> Self:
+        """Return the snapshot without the waiting sequences that come after a turn."""
+        return replace(self, waiting=tuple(work for work in self.waiting if work.turn <= turn))
+
+    def seconds_to_slot(self) -> float:
+        """Return a lower bound on the seconds until a request behind all of this begins.
+
+        Waiting sequences begin in turn, each when a slot is free and the prompts before it have
+        been computed, if it can still meet its deadline then.
+        """
+        n_free = self.n_slots - len(self.running)
+        free_at = [0.0] * n_free + [self._seconds_in_slot(work) for work in self.running]
+        heapify(free_at)
+        n_prompt = sum(work.n_prompt for work in self.running)
+        computed_at = self.rates.least_seconds_to_run(n_prompt, 0)
+        for work in self.waiting:
+            begin = max(free_at[0], computed_at)
+            least = self.rates.least_seconds_to_run(work.n_prompt, work.n_new)
+            if begin + least <= work.seconds_left:
+                heapreplace(free_at, begin + self._seconds_in_slot(work))
+                computed_at = begin + self.rates.least_seconds_to_run(work.n_prompt, 0)
+        return max(free_at[0], computed_at)
+
+    def _seconds_in_slot(self, work: Work) -> float:
+        """Return as long as the last ones held a slot, within the times of its tokens."""
+        usual = LEAST_SHARE * self.rates.slot - work.seconds_held
+        sure = self.rates.least_seconds_to_run(work.n_prompt, work.n_sure)
+        longest = self.rates.least_seconds_to_run(work.n_prompt, work.n_new)
+        return min(max(usual, sure), longest, work.seconds_left)
 
 
 class Forecast:
-    """Rates of the engine, and what follows from them.
-
-    A sequence is expected to hold its row as long as the last ones did, but no shorter than its sure tokens take, and
-    no longer than all of them. Prompts are expected to run as fast as in the best of the last steps that were full of
-    them. What something takes at least is a part of what is expected, with no prompts beside it.
-    """
+    """A record of the last steps and ends, which gives the engine's rates."""
 
     def __init__(self) -> None:
-        self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds a token of one sequence
-        self._bare_steps: deque[float] = deque(maxlen=_STEPS)  # those of them that ran no prompts
-        self._full_steps: deque[float] = deque(maxlen=_FULL_STEPS)  # seconds a prompt token
-        self._ends: deque[float] = deque(maxlen=_ENDS)  # seconds in a row
-        self._seconds_a_token = 0.0
-        self._least_seconds_a_token = 0.0
-        self._seconds_a_prompt_token = 0.0
-        self.seconds_held = 0.0  # how long a sequence holds its row, as a mean
+        self._steps: deque[float] = deque(maxlen=_STEPS)  # seconds per token of one sequence
+        self._bare_steps: deque[float] = deque(maxlen=_STEPS)  # those that ran no prompts
+        self._full_steps: deque[float] = deque(maxlen=_FULL_STEPS)  # seconds per prompt token
+        self._ends: deque[float] = deque(maxlen=_ENDS)  # seconds in a slot
 
     def step(self, stats: StepStats, chunk_size: int) -> None:
-        """`chunk_size`: prompt tokens that fill a step."""
+        """Record a step; `chunk_size` is the number of prompt tokens that fill one."""
         if stats.n_decode:
             seconds = stats.seconds * stats.n_decode / (stats.n_decode + stats.n_accepted)
             self._steps.append(seconds)
             if not stats.n_prefill_tokens:
                 self._bare_steps.append(seconds)
-            self._seconds_a_token = _mean(self._steps)
-            self._least_seconds_a_token = min(
-                map(_mean, filter(None, (self._steps, self._bare_steps)))
-            )
         if stats.n_prefill_tokens + stats.n_cached / _COPIES >= 0.9 * chunk_size:
             self._full_steps.append(stats.seconds / (stats.n_prefill_tokens + stats.n_cached))
-            self._seconds_a_prompt_token = min(self._full_steps)
 
-    def ended(self, held: float) -> None:
-        self._ends.append(held)
-        self.seconds_held = _mean(self._ends)
+    def ended(self, seconds_held: float) -> None:
+        """Record that a sequence has held its slot for so many seconds."""
+        self._ends.append(seconds_held)
 
-    def seconds_to_run(self, work: Work) -> float:
-        """What the tokens take in a row of their own."""
-        return work.n_prompt * self._seconds_a_prompt_token + work.n_new * self._seconds_a_token
-
-    def least_seconds_to_run(self, n_prompt: int, n_new: int) -> float:
-        seconds = n_prompt * self._seconds_a_prompt_token + n_new * self._least_seconds_a_token
-        return OPTIMISM * seconds
-
-    def seconds_to_row(self, backlog: Backlog) -> float:
-        """At least, until a newcomer begins; those who wait do in turn, each when a row is free and the prompts before
-        it are read, if it is then still in time.
-        """
-        n_free = backlog.n_rows - len(backlog.running)
-        free_at = [0.0] * n_free + [self._seconds_in_row(work) for work in backlog.running]
-        heapify(free_at)
-        read_at = self.least_seconds_to_run(sum(work.n_prompt for work in backlog.running), 0)
-        for work in backlog.waiting:
-            begin = max(free_at[0], read_at)
-            if begin + self.least_seconds_to_run(work.n_prompt, work.n_new) <= work.left:
-                heapreplace(free_at, begin + self._seconds_in_row(work))
-                read_at = begin + self.least_seconds_to_run(work.n_prompt, 0)
-        return max(free_at[0], read_at)
-
-    def _seconds_in_row(self, work: Work) -> float:
-        usual = OPTIMISM * self.seconds_held - work.held
-        sure = self.least_seconds_to_run(work.n_prompt, work.n_sure)
-        return min(
-            max(usual, sure), self.least_seconds_to_run(work.n_prompt, work.n_new), work.left
-        )
-
-
-def _mean(values: deque[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
+    @property
+    def rates(self) -> Rates:
+        """The rates of the recorded steps and ends."""
+        steps = self._steps or (0.0,)
+        token, token_alone = fmean(steps), fmean(self._bare_steps or steps)
+        prompt_token, slot = min(self._full_steps, default=0.0), fmean(self._ends or (0.0,))
+        return Rates(token, min(token, token_alone), prompt_token, slot)

@@ -1,6 +1,7 @@
-"""Grammars compiled off the event loop, for requests that wait for it only so long.
+"""Grammars compiled off the event loop.
 
-What is not known yet waits for its trial, one grammar at a time; what is known does not wait for that.
+An unknown grammar is tried first, in a process with limits on time and memory, one at a time. A
+known one does not wait for that.
 """
 
 from __future__ import annotations
@@ -27,74 +28,83 @@ from server.requests.completion import CompletionRequest
 
 T = TypeVar("T")
 
-_KNOWN = 64  # grammars that were found good, and as many that were refused: clients send the same ones again
-_MOST_WAITING = 64  # requests, for a trial or to be compiled
-_WAIT_SECONDS = 10.0
+_KNOWN = 64  # good grammars, and as many refused ones, that are remembered: clients repeat theirs
+_MOST_WAITING = 64  # requests that wait for a trial, and as many whose grammars are compiled
+# A trial is bounded by processor time: a full queue of the slowest takes a quarter of this. On a
+# busy machine a grammar that is too slow is still refused as such, and not as one too many.
+_WAIT_SECONDS = 120.0
 
 
 class Grammars:
-    """For one model. Close it: a process belongs to it, once there has been a grammar."""
+    """The grammars of one model's requests. It must be closed, to end the process of its trials."""
 
     def __init__(self, bundle: ModelBundle) -> None:
         self._bundle = bundle
-        self._trials = _Worker("grammar-trials")
-        self._compilations = _Worker("grammars")
-        self._verdicts = _Verdicts()
+        self._trials = _Worker(1, "grammar-trials")
+        self._compilations = _Worker(1, "grammars")
+        self._errors = _Errors()
 
     async def constraint(self, request: CompletionRequest) -> Constraint | None:
-        """A request's grammar, to be copied for each of its texts; None without one.
+        """Compile a request's grammar, to be copied for each of its texts; None without one.
 
-        Raises InvalidRequestError for a grammar that cannot be held, OverloadedError where too many are compiled,
-        DeadlineExceededError where that takes too long.
+        Raises InvalidRequestError for a grammar that cannot be compiled, OverloadedError when too
+        many wait, DeadlineExceededError when the request's deadline passes first.
         """
         grammar = request.grammar
         if grammar is None:
             return None
-        _check_params(request)
-        left = request.demand.own.left
+        param = grammar.param
+        for name in ("ignore_eos", "min_tokens"):
+            if getattr(request.params, name):
+                raise InvalidRequestError(
+                    f"{name} cannot be combined with {param}, which says where the text may end",
+                    param=name,
+                )
+        seconds_left = request.demand.work.seconds_left
         try:
-            async with asyncio.timeout(min(_WAIT_SECONDS, left)):
-                return await self._begin(grammar)
+            async with asyncio.timeout(min(_WAIT_SECONDS, seconds_left)):
+                check_size(grammar)
+                error = self._errors.get(grammar)
+                if error is None:
+                    error = await self._trials.call(self._try, grammar)
+                if error:
+                    raise GrammarError(error)
+                return await self._compilations.call(self._compile, grammar)
         except GrammarError as error:
-            raise InvalidRequestError(f"{grammar.param}: {error}", param=grammar.param) from None
+            raise InvalidRequestError(f"{param}: {error}", param=param) from None
         except TimeoutError:
-            if left > _WAIT_SECONDS:
-                raise _busy() from None
+            if seconds_left > _WAIT_SECONDS:
+                raise _too_many() from None
             raise DeadlineExceededError(
-                f"the deadline passed while the grammar of {grammar.param} waited; allow more time, or try later"
+                f"the deadline passed while the grammar of {param} waited; allow more time, or "
+                "try later"
             ) from None
 
     def close(self) -> None:
-        self._trials.close()
-        self._compilations.close()
+        """End the threads, and the process of the trials."""
+        self._trials.shutdown(cancel_futures=True)
+        self._compilations.shutdown(cancel_futures=True)
         if "_trial" in vars(self):
             self._trial.close()
 
-    async def _begin(self, grammar: Grammar) -> Constraint:
-        """Raises GrammarError."""
-        check_size(grammar)
-        verdict = self._verdicts.of(grammar)
-        if verdict is None:
-            verdict = await self._trials.run(self._try, grammar)
-        if verdict:
-            raise GrammarError(verdict)
-        return await self._compilations.run(self._compile, grammar)
-
     def _try(self, grammar: Grammar) -> str:
-        verdict = self._verdicts.of(grammar)  # of its twin, which waited before it
-        if verdict is None:
-            verdict = ""
+        """Return the error of a grammar, "" for a good one. Raises TrialEndedError."""
+        error = self._errors.get(grammar)  # an equal grammar may have been tried just before
+        if error is None:
             try:
                 self._trial.check(grammar)
+                error = ""
             except TrialEndedError:
                 raise
-            except GrammarError as error:
-                verdict = str(error)
-            self._verdicts.add(grammar, verdict)
-        return verdict
+            except GrammarError as refusal:
+                error = str(refusal)
+            self._errors.add(grammar, error)
+        return error
 
     def _compile(self, grammar: Grammar) -> Constraint:
         return self._compiler.compile(grammar)
+
+    # Made in the threads that use them
 
     @cached_property
     def _tokens(self) -> tuple[str, int, tuple[int, ...]]:
@@ -110,36 +120,31 @@ class Grammars:
         return GrammarCompiler(*self._tokens)
 
 
-class _Worker:
-    """A thread, and those who wait for it."""
+class _Worker(ThreadPoolExecutor):
+    """A thread with a bounded queue."""
 
-    def __init__(self, name: str) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._n_waiting = 0
+    _n_waiting = 0
 
-    async def run(self, work: Callable[[Grammar], T], grammar: Grammar) -> T:
-        """Raises what the work does, or OverloadedError. Who is cancelled while it waits leaves the queue."""
+    async def call(self, work: Callable[[Grammar], T], grammar: Grammar) -> T:
+        """Call work in the thread, unless cancelled before its turn comes."""
         if self._n_waiting >= _MOST_WAITING:
-            raise _busy()
+            raise _too_many()
         self._n_waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work, grammar)
+            return await asyncio.get_running_loop().run_in_executor(self, work, grammar)
         finally:
             self._n_waiting -= 1
 
-    def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
 
-
-class _Verdicts:
-    """What is wrong with the latest grammars, "" where nothing is. Those that are refused push no good ones out."""
+class _Errors:
+    """The errors of the latest grammars, "" for good ones. Refused ones displace no good ones."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._good: OrderedDict[Grammar, str] = OrderedDict()
         self._refused: OrderedDict[Grammar, str] = OrderedDict()
 
-    def of(self, grammar: Grammar) -> str | None:
+    def get(self, grammar: Grammar) -> str | None:
         with self._lock:
             for latest in (self._good, self._refused):
                 if grammar in latest:
@@ -147,24 +152,13 @@ class _Verdicts:
                     return latest[grammar]
         return None
 
-    def add(self, grammar: Grammar, verdict: str) -> None:
+    def add(self, grammar: Grammar, error: str) -> None:
         with self._lock:
-            latest = self._refused if verdict else self._good
-            latest[grammar] = verdict
+            latest = self._refused if error else self._good
+            latest[grammar] = error
             if len(latest) > _KNOWN:
                 latest.popitem(last=False)
 
 
-def _busy() -> OverloadedError:
+def _too_many() -> OverloadedError:
     return OverloadedError("too many grammars are being compiled; try again", retry_after=1)
-
-
-def _check_params(request: CompletionRequest) -> None:
-    """A grammar says where the text may end, so nothing else may forbid it there."""
-    assert request.grammar is not None
-    for name in ("ignore_eos", "min_tokens"):
-        if getattr(request.params, name):
-            raise InvalidRequestError(
-                f"{name} cannot be combined with {request.grammar.param}, which says where the text may end",
-                param=name,
-            )

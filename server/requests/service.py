@@ -55,8 +55,6 @@ class Service:
             max_num_seqs=settings.max_num_seqs,
             max_queue=settings.queue_limit,
             max_queue_tokens=settings.queue_tokens_limit,
-            forecast=self.engine.forecast,
-            backlog=self.engine.backlog,
         )
         self.metrics.info("build", "The software.", {"version": version("kvasir-lm")})
         self.metrics.info("model", "The model.", self.describe_model())
@@ -231,15 +229,15 @@ class Service:
             check_length(len(prompt.ids), request.params.max_tokens, engine)
         self._check_endings(request)
         constraint, demand = None, request.demand
-        if request.grammar is not None and demand.own.left > 0:
-            self.admission.check(demand)  # before work on it
+        if request.grammar is not None and demand.work.seconds_left > 0:
+            self.admission.check(demand, self.engine.snapshot())  # before work on it
             constraint = await self.grammars.constraint(request)
             demand = request.demand
-        if demand.own.left <= 0:
+        if demand.work.seconds_left <= 0:
             raise DeadlineExceededError(
                 "the deadline passed while the prompt was read; allow more time, or try later"
             )
-        with self.admission.admit(demand) as patience:
+        with self.admission.admit(demand, self.engine.snapshot()) as patience:
             first_id = self.engine.new_ids(request.n_sequences)
             choices = make_choices(
                 request,
@@ -250,9 +248,8 @@ class Service:
             )
             stream = self.engine.submit([choice.sequence for choice in choices])
             completion = Completion(choices, stream)
-            timers = (
-                expire(completion, patience, demand.own.left) if demand.own.left < math.inf else []
-            )
+            left = demand.work.seconds_left
+            timers = expire(completion, patience, left) if left < math.inf else []
             try:
                 yield completion
             finally:

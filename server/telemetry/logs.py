@@ -1,4 +1,4 @@
-"""The log: JSON lines on standard error, written by a thread of their own, so that nobody waits for who reads them."""
+"""The log: JSON lines on standard error, written by a thread of its own, so no request waits."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from time import sleep
 
-MOST_LINES = 1000  # that wait to be written
-_LAST_LINES = 1.0  # seconds for those that wait at the end
-_PAUSE = 0.05  # seconds between two batches: a thread that wakes for every line takes the interpreter from streams
+MAX_LINES = 1000  # that wait to be written
+_FLUSH_SECONDS = 1.0  # that the end of the process waits for the last lines
+_PAUSE = 0.05  # seconds between batches: waking for every line would take the GIL from streams
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object on one line; `extra={"fields": {...}}` adds fields to it."""
+    """One JSON object per line; `extra={"fields": {...}}` adds fields to it."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
         line = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname.lower(),
@@ -31,10 +32,10 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
-class PatientHandler(logging.Handler):
-    """Writes to a file descriptor, in batches. Lines that come while `MOST_LINES` wait are dropped, and counted.
+class QueuedHandler(logging.Handler):
+    """A writer of batches to a file descriptor; lines that come while many wait are dropped.
 
-    A second signal may log while a line is being put: a SimpleQueue is made for that.
+    SimpleQueue is reentrant: a signal's handler may log while a line is being put.
     """
 
     def __init__(self, fd: int) -> None:
@@ -45,25 +46,23 @@ class PatientHandler(logging.Handler):
         Thread(target=self._write, args=(fd,), name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
-        if self._waiting.qsize() >= MOST_LINES:
+        """Queue a line, after a warning with the number of dropped lines, if any."""
+        if self._waiting.qsize() >= MAX_LINES:
             self._n_dropped += 1
             return
         if self._n_dropped:
-            told = {
-                "msg": "dropped lines of the log: they are not read fast enough",
-                "levelname": "WARNING",
-            }
-            self._waiting.put(
-                self.format(logging.makeLogRecord(told | {"fields": {"lines": self._n_dropped}}))
-            )
+            text = "dropped lines of the log: they are not read fast enough"
+            warning = logging.LogRecord("kvasir", logging.WARNING, "", 0, text, None, None)
+            warning.fields = {"lines": self._n_dropped}
+            self._waiting.put(self.format(warning))
             self._n_dropped = 0
         self._waiting.put(self.format(record))
 
     def flush(self) -> None:
-        """Wait until what is there has been written, but not for ever."""
+        """Wait until all lines so far are written, or for a second."""
         written = Event()
         self._waiting.put(written)
-        written.wait(_LAST_LINES)
+        written.wait(_FLUSH_SECONDS)
 
     def _write(self, fd: int) -> None:
         while True:
@@ -71,7 +70,7 @@ class PatientHandler(logging.Handler):
             while not self._waiting.empty():
                 batch.append(self._waiting.get())
             left = "".join(line + "\n" for line in batch if isinstance(line, str)).encode()
-            with suppress(OSError):  # there is nowhere to say so
+            with suppress(OSError):  # nothing can be logged about the log
                 while left:
                     left = left[os.write(fd, left) :]
             for item in batch:
@@ -81,8 +80,8 @@ class PatientHandler(logging.Handler):
 
 
 def log_to_stderr(level: str) -> logging.Handler:
-    """Our lines from `level` on, and everybody's warnings."""
-    handler = PatientHandler(sys.stderr.fileno()) if sys.stderr else logging.NullHandler()
+    """Log Kvasir's lines from `level` on, and the warnings of all libraries."""
+    handler = QueuedHandler(sys.stderr.fileno()) if sys.stderr else logging.NullHandler()
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("kvasir").setLevel(level.upper())
     return handler

@@ -1,14 +1,16 @@
 """OpenTelemetry: a span for each accepted request, sent by OTLP.
 
-The SDK is imported, and anything of this runs, only where an endpoint is set. A span is made when its request has
-ended, from the times that the request carries anyway. Most names are those of OpenTelemetry's semantic conventions for
-generative AI and HTTP; `llm_request`, `gen_ai.request.id` and `gen_ai.latency.*` are vLLM's, which has spans alike.
+The SDK is imported only where an endpoint is set. A span is made when its request has ended, from
+the times that the request has recorded. Most names are those of OpenTelemetry's semantic
+conventions for generative AI and HTTP; `llm_request`, `gen_ai.request.id` and `gen_ai.latency.*`
+are vLLM's, whose spans are similar.
 """
 
 from __future__ import annotations
 
 import logging
 from time import monotonic, perf_counter, time_ns
+from typing import Protocol
 
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -18,12 +20,25 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.engine.sequence import FinishReason
-from server.requests.completion import Completion
+from server.engine.sequence import FinishReason, Sequence
 
-_QUIET = 60.0  # seconds until the log says again what ails the collector
+_LOG_SECONDS = 60.0  # between two lines of one kind about the collector
 _TRACE_CONTEXT = TraceContextTextMapPropagator()  # and no baggage: nothing here reads it
 _BAD_ENDS = frozenset({FinishReason.ABORT, FinishReason.ERROR})
+
+
+class _Choice(Protocol):
+    sequence: Sequence
+    finish_reason: FinishReason | None
+
+
+class _Completion(Protocol):
+    """The facts of an accepted request that its span states."""
+
+    choices: list[_Choice]
+    n_prompt_tokens: int
+    n_completion_tokens: int
+    seconds_to_first_token: float | None
 
 
 class Tracing:
@@ -35,31 +50,32 @@ class Tracing:
         self._model = model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; if it was accepted, send its span at the end."""
         status: int | None = None
 
-        async def noting(message: Message) -> None:
+        async def send_noting_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
         try:
-            await self.app(scope, receive, noting)
+            await self.app(scope, receive, send_noting_status)
         finally:
-            completion: Completion | None = scope.get("state", {}).get("completion")
+            completion: _Completion | None = scope.get("state", {}).get("completion")
             if completion is not None:
                 self._record(scope, completion, status)
 
-    def _record(self, scope: Scope, completion: Completion, status: int | None) -> None:
-        """status: None where the client left before an answer began."""
+    def _record(self, scope: Scope, completion: _Completion, status: int | None) -> None:
+        """Send the span of a request; status is None if the client disconnected before it."""
         now, ended = perf_counter(), time_ns()
         seconds = now - scope["state"]["arrived"]
+        is_chat = scope["path"].endswith("/chat/completions")
         times = [choice.sequence.times for choice in completion.choices]
+        queued = [t.scheduled - t.arrived for t in times if t.scheduled is not None]
         reasons = [choice.finish_reason or FinishReason.ABORT for choice in completion.choices]
-        attributes: dict[str, str | int | float | tuple[str, ...]] = {
-            "gen_ai.operation.name": "chat"
-            if scope["path"].endswith("/chat/completions")
-            else "text_completion",
+        attributes = {
+            "gen_ai.operation.name": "chat" if is_chat else "text_completion",
             "gen_ai.provider.name": "kvasir",
             "gen_ai.request.model": self._model,
             "gen_ai.request.id": scope["state"]["request_id"],
@@ -67,21 +83,17 @@ class Tracing:
             "gen_ai.usage.output_tokens": completion.n_completion_tokens,
             "gen_ai.response.finish_reasons": tuple(reasons),
             "gen_ai.latency.e2e": seconds,
+            "gen_ai.latency.time_in_queue": min(queued, default=None),
+            "gen_ai.latency.time_to_first_token": completion.seconds_to_first_token,
             "http.route": scope["path"],
+            "http.response.status_code": status,
         }
-        if status is not None:
-            attributes["http.response.status_code"] = status
-        scheduled = [t.scheduled - t.arrived for t in times if t.scheduled is not None]
-        if scheduled:
-            attributes["gen_ai.latency.time_in_queue"] = min(scheduled)
-        if completion.seconds_to_first_token is not None:
-            attributes["gen_ai.latency.time_to_first_token"] = completion.seconds_to_first_token
         span = self._tracer.start_span(
             "llm_request",
             _TRACE_CONTEXT.extract(Headers(scope=scope)),
             kind=SpanKind.SERVER,
             start_time=ended - round(seconds * 1e9),
-            attributes=attributes,
+            attributes={name: value for name, value in attributes.items() if value is not None},
         )
         if failed := [reason for reason in reasons if reason in _BAD_ENDS or (status or 0) >= 500]:
             span.set_attribute("error.type", failed[0])
@@ -89,42 +101,42 @@ class Tracing:
         span.end(ended)
 
 
-class Seldom(logging.Filter):
-    """Passes each kind of message once a minute: exporters say of every attempt that it failed."""
+class RateLimit(logging.Filter):
+    """A filter that passes each kind of message once a minute: exporters log every attempt."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._said: dict[str, float] = {}
+        self._passed_at: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Return False for a kind of message that has passed in the last minute."""
         now = monotonic()
-        if now - self._said.get(record.msg, -_QUIET) < _QUIET:
+        if now - self._passed_at.get(record.msg, -_LOG_SECONDS) < _LOG_SECONDS:
             return False
-        self._said[record.msg] = now
+        self._passed_at[record.msg] = now
         return True
 
 
 def make_provider(
     endpoint: str, version: str, exporter: SpanExporter | None = None
 ) -> TracerProvider:
-    """Spans go to `endpoint`, such as http://collector:4318/v1/traces, in batches and from a thread of their own.
+    """Return a provider that sends spans, in batches from a thread, to an endpoint.
 
-    OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, which the SDK reads, say more of the service, or call it otherwise.
+    The endpoint is such as http://collector:4318/v1/traces. The SDK reads OTEL_SERVICE_NAME and
+    OTEL_RESOURCE_ATTRIBUTES, which rename or describe the service.
     """
     if exporter is None:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter  # noqa: PLC0415
+        from opentelemetry.exporter.otlp.proto.http import trace_exporter  # noqa: PLC0415
 
-        exporter = OTLPSpanExporter(endpoint)
-        logging.getLogger(OTLPSpanExporter.__module__).addFilter(Seldom())
-    logging.getLogger(TraceState.__module__).setLevel(
-        logging.ERROR
-    )  # its warnings quote what callers sent
-    told = (
-        OTELResourceDetector().detect().attributes
-    )  # beside attributes given to create() the SDK would drop these
-    resource = Resource.create({"service.name": "kvasir", "service.version": version, **told})
-    provider = TracerProvider(
-        resource=resource, shutdown_on_exit=False
-    )  # the application does it, and waits less
+        exporter = trace_exporter.OTLPSpanExporter(endpoint)
+        logging.getLogger(trace_exporter.__name__).addFilter(RateLimit())
+    # Its warnings quote what callers sent.
+    logging.getLogger(TraceState.__module__).setLevel(logging.ERROR)
+    # Attributes given to create() would otherwise replace those of the environment.
+    environment = OTELResourceDetector().detect().attributes
+    service = {"service.name": "kvasir", "service.version": version}
+    # The application shuts the provider down, and waits less than the SDK would.
+    resource = Resource.create({**service, **environment})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return provider

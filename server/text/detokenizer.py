@@ -1,4 +1,4 @@
-"""From tokens to text, a piece at a time: characters that are whole, and nothing that may be part of a stop string."""
+"""Incremental text from tokens: only whole characters, and nothing that may begin a stop string."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Container, Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-_CONTEXT = (
-    8  # prompt tokens shown to the decoder: some decoders treat the start of a text specially
-)
-_BROKEN = "\ufffd"  # what a decoder shows for bytes that are no character, or not yet
-# The byte-level alphabet of GPT-2 (Radford et al. 2019): printable bytes are themselves, the others follow from 256 on.
+# Prompt tokens given to the decoder: some decoders treat the start of a text specially.
+_CONTEXT = 8
+_BROKEN = "\ufffd"  # the character that decoders show for bytes that are none, or not yet
+# The byte-level alphabet of GPT-2 (Radford et al. 2019): printable bytes stand for themselves, the
+# others follow from 256 on.
 _PRINTABLE = (*range(33, 127), *range(161, 173), *range(174, 256))
 _OTHERS = (byte for byte in range(256) if byte not in _PRINTABLE)
 _BYTES = {chr(b): b for b in _PRINTABLE} | {chr(256 + i): b for i, b in enumerate(_OTHERS)}
 
 
 class Detokenizer:
-    """The text of one sequence. A character whose bytes are still to come is held back until `flush`.
+    """The text of one sequence, piece by piece.
 
-    Special tokens have no text, except those in `kept`.
+    A character whose bytes are incomplete is held back until `flush`. Special tokens have no text,
+    except those in `kept`. n_chars: characters returned so far.
     """
 
     def __init__(
@@ -28,7 +29,7 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._kept = kept
-        self.n_chars = 0  # of text that has been given out
+        self.n_chars = 0
         self._begin(list(prompt_ids[-_CONTEXT:]))
 
     def _begin(self, context: list[int]) -> None:
@@ -37,37 +38,32 @@ class Detokenizer:
             context, before = [], ""
         self._stream = DecodeStream(ids=context, skip_special_tokens=True)
         self._ids = context
-        self._n_decoded = len(
-            before
-        )  # characters of what the ids decode to that are not ours, or have been given out
+        self._n_decoded = len(before)  # characters of the decoded ids: context, and text returned
 
     def push(self, token_id: int) -> str:
-        if token_id in self._kept:
-            return self._keep(token_id)
-        self._ids.append(token_id)
-        return self._give(self._stream.step(self._tokenizer, token_id) or "")
-
-    def flush(self) -> str:
-        """What was held back, at the end of the sequence."""
-        return self._give(self._tokenizer.decode(self._ids)[self._n_decoded :])
-
-    def _keep(self, token_id: int) -> str:
-        """The text of a special token, which the decoder would leave out; it begins anew behind it."""
+        """Return the text that a token completes."""
+        if token_id not in self._kept:
+            self._ids.append(token_id)
+            return self._count(self._stream.step(self._tokenizer, token_id) or "")
         held, piece = self.flush(), token_text(self._tokenizer, token_id)
         self.n_chars += len(piece)
-        self._begin(self._ids[-_CONTEXT:])
+        self._begin(self._ids[-_CONTEXT:])  # the decoder would leave the special token out
         return held + piece
 
-    def _give(self, piece: str) -> str:
+    def flush(self) -> str:
+        """Return what was held back, at the end of the sequence."""
+        return self._count(self._tokenizer.decode(self._ids)[self._n_decoded :])
+
+    def _count(self, piece: str) -> str:
         self._n_decoded += len(piece)
         self.n_chars += len(piece)
         return piece
 
 
 class StopChecker:
-    """Looks for the stop string that is complete first, and of several complete at once for the longest.
+    """A search for the stop string that is complete first, the longest of several.
 
-    Text that may be the beginning of one is held back; the stop string itself, and what follows, is never given out.
+    Text that may begin one is held back; the stop string and what follows it are never returned.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -77,7 +73,7 @@ class StopChecker:
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """The text that is safe to show."""
+        """Return the text that is safe to show."""
         if self.stopped:
             return ""
         buffer = self._held + text
@@ -85,30 +81,25 @@ class StopChecker:
         if found:
             self.stopped, self._held = True, ""
             return buffer[: min(found)[1]]
-        n_held = self._n_held(buffer)
-        self._held = buffer[len(buffer) - n_held :]
-        return buffer[: len(buffer) - n_held]
+        begins = range(max(0, len(buffer) - self._longest + 1), len(buffer))
+        begun = (at for at in begins if any(s.startswith(buffer[at:]) for s in self._stops))
+        at = next(begun, len(buffer))
+        self._held = buffer[at:]
+        return buffer[:at]
 
     def flush(self) -> str:
-        """What was held back, when no more text will come."""
+        """Return what was held back, at the end of the text."""
         text, self._held = self._held, ""
         return text
 
-    def _n_held(self, buffer: str) -> int:
-        """Length of the longest end of `buffer` that begins a stop string."""
-        for n in range(min(len(buffer), self._longest - 1), 0, -1):
-            if any(stop.startswith(buffer[-n:]) for stop in self._stops):
-                return n
-        return 0
-
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """One token by itself, special tokens too; bytes that are no whole character show as U+FFFD."""
+    """Return a token's text, also a special one's; incomplete characters show as U+FFFD."""
     return token_bytes(tokenizer, token_id).decode("utf-8", "replace")
 
 
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
-    r"""As OpenAI's completions name it: by its text, or `bytes:\xe6\xbc` where that is no whole characters."""
+    r"""Name a token as OpenAI does: its text, or `bytes:\xe6\xbc` where that is not UTF-8."""
     added = token_bytes(tokenizer, token_id)
     try:
         return added.decode()
@@ -117,16 +108,14 @@ def token_name(tokenizer: Tokenizer, token_id: int) -> str:
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """What one token adds to a text, special tokens too: their text, and part of a character where that is a token."""
+    """Return the bytes that a token, also a special one, adds to a text."""
     token: str | None = tokenizer.id_to_token(token_id)
     decoder = tokenizer.decoder
     if token is None or decoder is None:
         return (token or "").encode()
     if decoder.decode(["x\u0120x"]) == "x x":  # a byte-level alphabet
-        return (
-            bytes(_BYTES[char] for char in token) if _BYTES.keys() >= set(token) else token.encode()
-        )
-    text: str = decoder.decode(["x", token])[
-        1:
-    ]  # behind something, for some take a space off the start of a text
+        is_encoded = _BYTES.keys() >= set(token)
+        return bytes(_BYTES[char] for char in token) if is_encoded else token.encode()
+    # Some decoders strip a space off the start of a text, so the token follows another.
+    text: str = decoder.decode(["x", token])[1:]
     return bytes([int(token[3:5], 16)]) if text == _BROKEN and token != text else text.encode()

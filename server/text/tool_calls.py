@@ -1,45 +1,56 @@
-"""Calls of functions in what a model writes: found as the text comes, whatever pieces it comes in.
+"""Function calls in the text of a model, found as the text comes, in whatever pieces.
 
-A call begins where its function's name and the brace that opens its arguments have come; from then on its arguments
-are given out as they are, even where they turn out to be no JSON. All that is no call stays content, and nothing is
-lost but whitespace around calls.
+A call begins once its function's name and the brace that opens its arguments have come. From then
+on its arguments are passed on as they are, even if they turn out not to be JSON. Everything else is
+content; only whitespace around calls is lost.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Generator
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import StrEnum
 from typing import Any
 
 from pydantic_core import from_json
 
+_HEAD = re.compile(
+    r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+
 
 class ToolCallFormat(StrEnum):
-    HERMES = "hermes"  # <tool_call>{"name": …, "arguments": …}</tool_call>, one after the other, behind any text
-    LLAMA = "llama"  # {"name": …, "parameters": …}; …: from the text's start on, or behind <|python_tag|>
+    """The formats in which models write calls.
+
+    HERMES: `<tool_call>{"name": …, "arguments": …}</tool_call>`, one after the other, after any
+    text. LLAMA: `{"name": …, "parameters": …}; …`, from the start of the text or after
+    `<|python_tag|>`.
+    """
+
+    HERMES = "hermes"
+    LLAMA = "llama"
 
     @property
     def opening(self) -> str:
+        """The text before a call."""
         return "<tool_call>" if self is ToolCallFormat.HERMES else "<|python_tag|>"
 
     @property
     def closing(self) -> str:
+        """The text after a call."""
         return "</tool_call>" if self is ToolCallFormat.HERMES else ";"
 
     @property
     def tags(self) -> frozenset[str]:
-        """What may be special tokens."""
-        return frozenset(
-            {"<tool_call>", "</tool_call>"} if self is ToolCallFormat.HERMES else {"<|python_tag|>"}
-        )
+        """The parts of the format that may be special tokens."""
+        return frozenset({self.opening, self.closing} - {";"})
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallPiece:
-    """Something of a call: its name where it begins, more of its arguments' JSON afterwards."""
+    """A part of a call: first its name, then pieces of its arguments' JSON."""
 
     index: int
     name: str | None
@@ -47,183 +58,152 @@ class ToolCallPiece:
 
 
 Piece = str | ToolCallPiece
-
-_HEAD = re.compile(
-    r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-)
-
-
-class _State(Enum):
-    TEXT = "content, up to the next call"
-    HEAD = "an object that may be a call"
-    ARGUMENTS = "the arguments of a call"
-    CLOSING = "what closes a call"
-    OVER = "behind the last call that may be"
+Reading = Generator[None, None, None]  # it yields wherever it needs more text
 
 
 class ToolCallParser:
-    """Pieces of content and calls from pieces of text. `most`: calls; what follows them is left out."""
+    """A parser from pieces of text to pieces of content and calls.
+
+    most: the number of calls after which the rest of the text is ignored. is_over: that many calls
+    are complete. is_in_call: the arguments of a call have begun and not ended.
+    """
 
     def __init__(self, form: ToolCallFormat, most: int | None = None) -> None:
         self.n_calls = 0
+        self.is_over = False
+        self.is_in_call = False
         self._form = form
         self._most = most
-        self._state = _State.TEXT
-        self._buffer = ""
-        self._before = ""  # of a call, what will be content if it is none
-        self._is_tagged = False
-        self._at_start = (
-            True  # of the text, or behind a call: nothing but whitespace has come since
-        )
-        self._object = _ObjectEnd()
-        self._expected: Sequence[str] = ()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether there are as many calls as there may be."""
-        return self._state is _State.OVER
-
-    @property
-    def is_in_call(self) -> bool:
-        """Whether the arguments of a call have not ended yet."""
-        return self._state is _State.ARGUMENTS
+        self._buffer = ""  # text that is not read yet
+        self._is_end = False  # no more text will come
+        self._at_start = True  # only whitespace since the start of the text or the last call
+        self._pieces: list[Piece] = []
+        self._reading = self._read()
 
     def push(self, text: str) -> list[Piece]:
+        """Return the pieces that more text completes."""
         self._buffer += text
-        return self._read(is_end=False)
+        self._pieces = []
+        next(self._reading, None)
+        return self._pieces
 
     def flush(self) -> list[Piece]:
-        """What was held back, at the end of the text."""
-        return self._read(is_end=True)
+        """Return what was held back, at the end of the text."""
+        self._is_end = True
+        return self.push("")
 
-    def _read(self, *, is_end: bool) -> list[Piece]:
-        steps = {
-            _State.TEXT: self._read_text,
-            _State.HEAD: self._read_head,
-            _State.ARGUMENTS: self._read_arguments,
-            _State.CLOSING: self._read_closing,
-        }
-        pieces: list[Piece] = []
-        while self._state is not _State.OVER:
-            before = self._state
-            pieces += steps[before](is_end)
-            if self._state is before:  # more text must tell
+    def _read(self) -> Reading:
+        while not self.is_over:
+            opening = self._find_opening()
+            if opening is not None:
+                yield from self._read_call(opening)
+            elif self._is_end:
                 break
-        return pieces
+            else:
+                yield
 
-    def _read_text(self, is_end: bool) -> list[Piece]:
-        buffer, opening = self._buffer, self._form.opening
-        text = buffer.lstrip()
-        if self._at_start and self._form is ToolCallFormat.LLAMA and text.startswith("{"):
-            return self._open(len(buffer) - len(text), "")
-        at = buffer.find(opening)
+    def _take(self, n: int) -> str:
+        """Remove and return the first characters of the buffer."""
+        text, self._buffer = self._buffer[:n], self._buffer[n:]
+        return text
+
+    def _show(self, content: str) -> None:
+        if content:
+            self._at_start = False
+            self._pieces.append(content)
+
+    def _find_opening(self) -> str | None:
+        """Show content up to a possible call; return its opening with the whitespace before."""
+        buffer, tag = self._buffer, self._form.opening
+        n_space = len(buffer) - len(buffer.lstrip())
+        if self._at_start and self._form is ToolCallFormat.LLAMA and buffer[n_space:][:1] == "{":
+            return self._take(n_space)
+        at = buffer.find(tag)
         if at >= 0:
-            return self._open(at, opening)
-        if is_end:
-            self._buffer = ""
-            return [] if self.n_calls and self._at_start and not text else self._content(buffer)
-        shown = buffer[: len(buffer) - _n_begun(buffer, opening)].rstrip()
-        self._buffer = buffer[len(shown) :]
-        return self._content(shown)
+            n_content = len(buffer[:at].rstrip())
+            self._show(self._take(n_content))
+            return self._take(at + len(tag) - n_content)
+        if self._is_end:
+            is_trailing_space = self.n_calls and self._at_start and n_space == len(buffer)
+            self._show("" if is_trailing_space else self._take(len(buffer)))
+            return None
+        n_begun = next((n for n in range(len(tag) - 1, 0, -1) if buffer.endswith(tag[:n])), 0)
+        self._show(self._take(len(buffer[: len(buffer) - n_begun].rstrip())))
+        return None
 
-    def _open(self, at: int, opening: str) -> list[Piece]:
-        """A call may begin at that place of the buffer."""
-        text = self._buffer[:at]
-        shown = text.rstrip()
-        self._before = text[len(shown) :] + opening
-        self._buffer = self._buffer[at + len(opening) :]
-        self._is_tagged = bool(opening)
-        self._object = _ObjectEnd()
-        self._state = _State.HEAD
-        return self._content(shown)
-
-    def _read_head(self, is_end: bool) -> list[Piece]:
-        text = self._buffer.lstrip()
-        space = len(self._buffer) - len(text)
-        if text and text[0] != "{":
-            return self._refuse(0)
-        if (head := _HEAD.match(text)) and (name := _name(head[1])) is not None:
-            self._buffer = text[head.end() :]
-            self._object = _ObjectEnd()
-            self._expected = ("}", self._form.closing)
-            self._state = _State.ARGUMENTS
-            return [self._begin(name)]
-        end = self._object.find(text)
-        if end is None:
-            return self._refuse(len(self._buffer)) if is_end else []
-        call = (
-            None
-            if self._object.is_broken
-            else _call(text[:end], may_lack_arguments=self._is_tagged)
-        )
+    def _read_call(self, opening: str) -> Reading:
+        """Read a call; show the opening, and what follows it, as content if it opens none."""
+        scanner, end, n_scanned = _ObjectScanner(), None, 0
+        while end is None:
+            text = self._buffer.lstrip()
+            if text and text[0] != "{":
+                return self._show(opening)
+            if (head := _HEAD.match(text)) and (name := _name(head[1])) is not None:
+                self._buffer = text[head.end() :]
+                self._begin_call(name)
+                return (yield from self._read_arguments())
+            if (end := scanner.scan(text[n_scanned:])) is None:
+                if self._is_end:
+                    return self._show(opening + self._take(len(self._buffer)))
+                n_scanned = len(text)
+                yield
+        end += n_scanned
+        call = _call(text[:end], is_tagged=bool(opening.strip()))
         if call is None:
-            return self._refuse(space + end)
+            return self._show(opening + self._take(len(self._buffer) - len(text) + end))
         self._buffer = text[end:]
-        self._expected = (self._form.closing,)
-        self._state = _State.CLOSING
-        name, arguments = call
-        return [self._begin(name), ToolCallPiece(self.n_calls - 1, None, arguments)]
+        self._begin_call(call[0])
+        self._pieces.append(ToolCallPiece(self.n_calls - 1, None, call[1]))
+        return (yield from self._read_closing(self._form.closing))
 
-    def _begin(self, name: str) -> ToolCallPiece:
+    def _begin_call(self, name: str) -> None:
+        self._pieces.append(ToolCallPiece(self.n_calls, name, ""))
         self.n_calls += 1
-        return ToolCallPiece(self.n_calls - 1, name, "")
 
-    def _refuse(self, n: int) -> list[Piece]:
-        """It is no call: what came before it, and the buffer's first `n` characters, are content."""
-        text, self._buffer = self._before + self._buffer[:n], self._buffer[n:]
-        self._state = _State.TEXT
-        return self._content(text)
+    def _read_arguments(self) -> Reading:
+        scanner, end = _ObjectScanner(), None
+        self.is_in_call = True
+        while end is None:
+            end = scanner.scan(self._buffer)
+            if text := self._take(len(self._buffer) if end is None else end):
+                self._pieces.append(ToolCallPiece(self.n_calls - 1, None, text))
+            if end is None:
+                if self._is_end:
+                    return
+                yield
+        self.is_in_call = False
+        yield from self._read_closing("}", self._form.closing)
 
-    def _read_arguments(self, is_end: bool) -> list[Piece]:  # noqa: ARG002  (the end is the end of the arguments)
-        end = self._object.find(self._buffer)
-        text, self._buffer = self._buffer[:end], "" if end is None else self._buffer[end:]
-        self._object.forget()
-        if end is not None:
-            self._state = _State.CLOSING
-        return [ToolCallPiece(self.n_calls - 1, None, text)] if text else []
-
-    def _read_closing(self, is_end: bool) -> list[Piece]:
-        if self.n_calls == self._most:
-            self._state = _State.OVER
-            return []
-        at = 0
-        for expected in self._expected:  # either may be missing
-            text = self._buffer[at:].lstrip()
-            if text.startswith(expected):
-                at = len(self._buffer) - len(text) + len(expected)
-            elif expected.startswith(text) and not is_end:
-                return []
-        self._buffer = self._buffer[at:]
+    def _read_closing(self, *expected: str) -> Reading:
+        """Skip what closes a call, of which every part may be missing."""
+        self.is_over = self.n_calls == self._most
+        if self.is_over:
+            return
+        for part in expected:
+            while (text := self._buffer.lstrip()) != part and part.startswith(text):
+                if self._is_end:
+                    break
+                yield
+            if text.startswith(part):
+                self._buffer = text[len(part) :]
         self._at_start = True
-        self._state = _State.TEXT
-        return []
-
-    def _content(self, text: str) -> list[Piece]:
-        if not text:
-            return []
-        self._at_start = False
-        return [text]
 
 
-class _ObjectEnd:
-    """Where a JSON object ends of which the beginning grows, or where it cannot be JSON any more."""
+class _ObjectScanner:
+    """A search for the end of a JSON object, of which the text comes in pieces."""
 
     def __init__(self) -> None:
-        self.is_broken = False
-        self._n_read = 0
         self._depth = 0
         self._in_string = False
         self._is_escaped = False
 
-    def find(self, text: str) -> int | None:
-        """The place behind the object in `text`, which begins with what was there at the last call."""
-        for at in range(self._n_read, len(text)):
-            char = text[at]
+    def scan(self, text: str) -> int | None:
+        """Return where the object ends in the next piece, or stops being JSON; None if nowhere."""
+        for at, char in enumerate(text):
             if self._in_string:
                 self._in_string = self._is_escaped or char != '"'
                 self._is_escaped = char == "\\" and not self._is_escaped
             elif char == "<":  # a tag, where the closing braces are missing
-                self.is_broken = True
                 return at
             elif char == '"':
                 self._in_string = True
@@ -233,19 +213,7 @@ class _ObjectEnd:
                 self._depth -= 1
                 if not self._depth:
                     return at + 1
-        self._n_read = len(text)
         return None
-
-    def forget(self) -> None:
-        """The next text begins behind what has been read."""
-        self._n_read = 0
-
-
-def _n_begun(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that begins a tag."""
-    return next(
-        (n for n in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:n])), 0
-    )
 
 
 def _name(literal: str) -> str | None:
@@ -255,16 +223,19 @@ def _name(literal: str) -> str | None:
         return None
 
 
-def _call(text: str, *, may_lack_arguments: bool) -> tuple[str, str] | None:
-    """Name and arguments of a call whose keys stand in another order, if it is one."""
+def _call(text: str, *, is_tagged: bool) -> tuple[str, str] | None:
+    """Return the name and arguments of a call whose keys come in another order; None if it is none.
+
+    Only a tagged call may lack arguments.
+    """
     try:
         call: dict[str, Any] = from_json(text, allow_inf_nan=False)
         found = [call[key] for key in ("arguments", "parameters") if key in call]
-        if not isinstance(call.get("name"), str) or not (found or may_lack_arguments):
+        if not isinstance(call.get("name"), str) or not (found or is_tagged):
             return None
         arguments: Any = next((value for value in found if value is not None), {})
-        return call["name"], arguments if isinstance(arguments, str) else json.dumps(
-            arguments, ensure_ascii=False
-        )
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return call["name"], arguments
     except ValueError:
         return None

@@ -1,92 +1,93 @@
-"""Grammars, in Lark's notation, of texts that call functions: for calls that must be, or must be valid."""
+"""Grammars in Lark's notation for texts with function calls that must come, or must be valid."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
+from functools import partial
 from typing import Any
 
 from server.engine.grammar.constraints import JSON_OPTIONS
 from server.engine.grammar.json_schemas import held_schema
 from server.text.tool_calls import ToolCallFormat
 
+Schema = Mapping[str, Any]
+Functions = Mapping[str, Schema]  # the schema of the arguments of each function, by its name
+
+_dumps = partial(json.dumps, ensure_ascii=False)
 _LINE = r'"\n"'
-_SPACE = r"SPACE: /[ \n]/"
-# In Llama's format a text that begins with a brace is a call. What Python takes for whitespace is more than \s is here.
+# In Llama's format a text that begins with a brace is a call. Python's whitespace, which the parser
+# strips, is more than \s is here.
 _NO_OBJECT = r"/[\s\x1c-\x1f]*[^{\s\x1c-\x1f](.|\n)*/"
 
 
 def calls_only(
     form: ToolCallFormat,
-    functions: Mapping[str, Mapping[str, Any]],
+    functions: Functions,
     tokens: Container[str],
     *,
     most: int | None,
-    otherwise: Mapping[str, Any] | None = None,
+    otherwise: Schema | None = None,
 ) -> str:
-    """Calls of functions, given by name with the schemas of their arguments; or JSON of the schema `otherwise`.
+    """Return the grammar of calls of functions, or of JSON that the schema `otherwise` allows.
 
-    tokens: tags that are added tokens, of which a grammar speaks by name. most: calls; None is any number.
+    tokens: tags that are added tokens; a grammar refers to those by name. most: 1 call, or None
+    for any number.
     """
-    call, separator = "body", _literal("; ")
+    call, separator = "body", _dumps("; ")
     if form is ToolCallFormat.HERMES:
         call = f"{_tag(form.opening, tokens)} {_LINE} body {_LINE} {_tag(form.closing, tokens)}"
         separator = _LINE
-    calls = "call" if most == 1 else f"call ({separator} call)*"
-    lines = [
-        f"start: {calls}" + ("" if otherwise is None else " | answer"),
-        f"call: {call}",
-        *_bodies(form, functions),
-    ]
+    start = "call" if most == 1 else f"call ({separator} call)*"
+    lines = [f"call: {call}", *_bodies(form, functions)]
     if otherwise is not None:
+        start += " | answer"
         lines.append(f"answer: {_json(otherwise)}")
-    return "\n".join(lines)
+    return "\n".join([f"start: {start}", *lines])
 
 
-def calls_in_text(
-    form: ToolCallFormat, functions: Mapping[str, Mapping[str, Any]], tokens: Container[str]
-) -> str:
-    """Any text, in which all that `ToolCallParser` reads as calls is valid calls."""
+def calls_in_text(form: ToolCallFormat, functions: Functions, tokens: Container[str]) -> str:
+    """Return the grammar of any text in which all that `ToolCallParser` reads as calls is valid."""
     opening, closing = form.opening, _tag(form.closing, tokens)
     if form is ToolCallFormat.LLAMA:
-        start = f"(lead | {_tag(opening, tokens)})? body ({_literal('; ')} body)* | TEXT?"
+        start = f"(lead | {_tag(opening, tokens)})? body ({_dumps('; ')} body)* | TEXT?"
         text = _NO_OBJECT
     else:
         start = f"(lead SPACE? body SPACE? {closing})* TEXT"
         text = r"/(.|\n)*/"
-    # Also where the tag is a token, its characters are read as the tag.
-    lead = (
-        f"lead: TEXT {_tag(opening, tokens)}"
-        if opening in tokens
-        else f"lead[lazy]: TEXT {_literal(opening)}"
-    )
-    text = rf"TEXT: {text} & ~/(.|\n)*{re.escape(opening)}(.|\n)*/"
-    return "\n".join([f"start: {start}", lead, text, _SPACE, *_bodies(form, functions)])
+    lead = f"lead: TEXT {opening}"
+    if opening not in tokens:
+        lead = f"lead[lazy]: TEXT {_dumps(opening)}"
+    lines = [
+        f"start: {start}",
+        lead,
+        # Even where the tag is a token, its characters are read as the tag.
+        rf"TEXT: {text} & ~/(.|\n)*{re.escape(opening)}(.|\n)*/",
+        r"SPACE: /[ \n]/",
+    ]
+    return "\n".join([*lines, *_bodies(form, functions)])
 
 
 def _tag(tag: str, tokens: Container[str]) -> str:
-    return tag if tag in tokens else _literal(tag)
+    return tag if tag in tokens else _dumps(tag)
 
 
-def _bodies(form: ToolCallFormat, functions: Mapping[str, Mapping[str, Any]]) -> Sequence[str]:
-    """Cut up as JSON is, for the longest piece wins: `{"name": ` would not let an answer be `{"city": `."""
+def _bodies(form: ToolCallFormat, functions: Functions) -> list[str]:
+    """Return the rules of calls, split into the same pieces as JSON.
+
+    The longest piece wins in the lexer: `{"name": ` would not let an answer be `{"city": `.
+    """
     key = "arguments" if form is ToolCallFormat.HERMES else "parameters"
     lines = ["body: " + " | ".join(f"body_{i}" for i in range(len(functions)))]
     for i, (name, schema) in enumerate(functions.items()):
-        begin = ("{", '"name"', ": ", json.dumps(name, ensure_ascii=False), ", ", f'"{key}"', ": ")
+        begin = ("{", '"name"', ": ", _dumps(name), ", ", f'"{key}"', ": ")
         lines += [
-            f'body_{i}: {" ".join(map(_literal, begin))} arguments_{i} "}}"',
+            f'body_{i}: {" ".join(map(_dumps, begin))} arguments_{i} "}}"',
             f"arguments_{i}: {_json(schema)}",
         ]
     return lines
 
 
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    return "%json " + json.dumps(
-        {**held_schema(schema), "x-guidance": JSON_OPTIONS}, ensure_ascii=False
-    )
+def _json(schema: Schema) -> str:
+    return "%json " + _dumps({**held_schema(schema), "x-guidance": JSON_OPTIONS})

@@ -24,7 +24,7 @@ Line = tuple[str, str, int]  # file, function, line
 
 _ENGINE = str(Path(server.engine.__file__ or "").parent)
 _ASYNC_ENGINE = server.requests.async_engine.__file__
-_STEP = ("_turn", "_commands", "_hand_out", "_record", "_record_end", "_add", "_abort")
+_STEP = ("_step", "_commands", "_hand_out", "_record_end", "abort")
 
 # What runs while the exception strikes: most of what a step can meet.
 _BODIES: list[dict[str, Any]] = [
@@ -65,7 +65,7 @@ class Tracer:
 
     def install(self, engine: AsyncEngine) -> None:
         """Trace both sides: the engine's thread, and the event loop while it hands out."""
-        turn, hand_out = engine._turn, engine._hand_out
+        step, hand_out = engine._step, engine._hand_out
 
         def traced(function: Callable[..., None]) -> Callable[..., None]:
             def call(*arguments: Any) -> None:
@@ -77,7 +77,7 @@ class Tracer:
 
             return call
 
-        engine._turn = traced(turn)  # type: ignore[method-assign]
+        engine._step = traced(step)  # type: ignore[method-assign]
         engine._hand_out = traced(hand_out)  # type: ignore[method-assign]
 
     def _on_call(self, frame: FrameType, _event: str, _argument: Any) -> Any:

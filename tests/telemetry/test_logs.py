@@ -1,4 +1,4 @@
-"""The log's thread: every line in order, and nobody who waits for it."""
+"""The log's thread writes every line in order, and nothing waits for it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import IO, Any
 import pytest
 
 from server.telemetry import logs
-from server.telemetry.logs import MOST_LINES, PatientHandler
+from server.telemetry.logs import MAX_LINES, QueuedHandler
 
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, IO[str]]]:
-    """Its end to write to, and the one to read from."""
+    """A pipe: the descriptor to write to, and the file to read from."""
     read, write = os.pipe()
     with os.fdopen(read) as file:
         yield write, file
@@ -25,9 +25,9 @@ def pipe() -> Iterator[tuple[int, IO[str]]]:
 
 @pytest.fixture
 def log(pipe: tuple[int, IO[str]]) -> logging.Logger:
-    """One of its own, at the end to write to."""
+    """A logger that writes to the pipe."""
     logger = logging.Logger("own")
-    logger.addHandler(PatientHandler(pipe[0]))
+    logger.addHandler(QueuedHandler(pipe[0]))
     return logger
 
 
@@ -44,12 +44,12 @@ def test_every_line_is_written_in_order(log: logging.Logger, pipe: tuple[int, IO
     assert [line["i"] for line in lines[1:]] == list(range(1, 100))
 
 
-def test_nobody_waits_for_who_does_not_read(
+def test_logging_does_not_wait_for_a_slow_reader(
     log: logging.Logger, pipe: tuple[int, IO[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is dropped is told once it can be; the rest is whole."""
-    monkeypatch.setattr(logs, "_LAST_LINES", 0.01)
-    n = 3 * MOST_LINES
+    """A warning counts the dropped lines once there is room; the others are complete."""
+    monkeypatch.setattr(logs, "_FLUSH_SECONDS", 0.01)
+    n = 3 * MAX_LINES
     for i in range(n):
         log.info("x" * 500, extra={"fields": {"i": i}})
     log.handlers[0].flush()
@@ -63,17 +63,17 @@ def test_nobody_waits_for_who_does_not_read(
 
     reader = Thread(target=read)
     reader.start()
-    monkeypatch.setattr(logs, "_LAST_LINES", 60.0)
+    monkeypatch.setattr(logs, "_FLUSH_SECONDS", 60.0)
     log.handlers[0].flush()
     log.info("end")
     reader.join()
     kept = [line["i"] for line in lines if "i" in line]
-    assert kept[:MOST_LINES] == list(range(MOST_LINES))
+    assert kept[:MAX_LINES] == list(range(MAX_LINES))
     assert kept == sorted(kept)
     assert sum(line["lines"] for line in lines if line["level"] == "warning") == n - len(kept) > 0
 
 
-def test_what_cannot_be_written_is_nobodys_problem(
+def test_lines_that_cannot_be_written_are_ignored(
     log: logging.Logger, pipe: tuple[int, IO[str]]
 ) -> None:
     pipe[1].close()

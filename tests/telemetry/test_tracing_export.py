@@ -1,4 +1,4 @@
-"""Spans over the wire: what a collector gets, and what requests notice of one that does not answer (nothing)."""
+"""Spans over the wire: a collector gets them, and requests do not wait for one that is silent."""
 
 from __future__ import annotations
 
@@ -23,46 +23,14 @@ def send_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")  # milliseconds
 
 
-async def test_a_span_arrives_with_its_attributes() -> None:
-    with collecting() as collector:
-        async with serving(otlp_endpoint=collector.endpoint) as served:
-            parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-            headers = {"traceparent": parent, "x-request-id": "mine"}
-            assert (
-                await served.client.post("/v1/completions", json=BODY, headers=headers)
-            ).status_code == 200
-        path, sent = collector.batches.get(timeout=TIMEOUT)
-        assert collector.batches.empty()
-    (span,) = sent.scope_spans[0].spans
-    assert path == "/v1/traces"
-    assert {one.key: one.value.string_value for one in sent.resource.attributes}[
-        "service.name"
-    ] == "kvasir"
-    assert (span.name, span.trace_id.hex(), span.parent_span_id.hex()) == (
-        "llm_request",
-        parent[3:35],
-        parent[36:52],
-    )
-    found = {one.key: one.value for one in span.attributes}
-    assert found["gen_ai.request.model"].string_value == MODEL
-    assert found["gen_ai.request.id"].string_value == "mine"
-    assert found["gen_ai.usage.input_tokens"].int_value == 9
-    assert found["gen_ai.usage.output_tokens"].int_value == 6
-    assert [
-        one.string_value for one in found["gen_ai.response.finish_reasons"].array_value.values
-    ] == ["length"]
-    seconds = found["gen_ai.latency.e2e"].double_value
-    assert span.end_time_unix_nano - span.start_time_unix_nano == round(seconds * 1e9)
-
-
-async def test_requests_do_not_wait_for_a_collector_that_does_not_answer() -> None:
-    """It holds the first batch while the other requests are answered, and gets their spans afterwards."""
-    n = 20
+async def test_spans_arrive_and_requests_do_not_wait_for_the_collector() -> None:
+    """It holds the first batch while requests are answered, and gets their spans later."""
+    n, parent = 20, "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
     with collecting() as collector:
         async with serving(otlp_endpoint=collector.endpoint) as served:
             collector.may_answer.clear()
-            await served.client.post("/v1/completions", json=BODY)
-            _, first = await asyncio.to_thread(collector.batches.get, timeout=TIMEOUT)
+            await served.client.post("/v1/completions", json=BODY, headers={"traceparent": parent})
+            path, first = await asyncio.to_thread(collector.batches.get, timeout=TIMEOUT)
             for _ in range(n):
                 assert (await served.client.post("/v1/completions", json=BODY)).status_code == 200
             assert collector.batches.empty()
@@ -71,6 +39,16 @@ async def test_requests_do_not_wait_for_a_collector_that_does_not_answer() -> No
         while not collector.batches.empty():
             sent.append(collector.batches.get()[1])
     assert sum(len(one.scope_spans[0].spans) for one in sent) == 1 + n
+    (span,) = first.scope_spans[0].spans
+    assert (path, span.name) == ("/v1/traces", "llm_request")
+    assert f"00-{span.trace_id.hex()}-{span.parent_span_id.hex()}-01" == parent
+    service = {one.key: one.value.string_value for one in first.resource.attributes}
+    assert service["service.name"] == "kvasir"
+    found = {one.key: one.value for one in span.attributes}
+    assert found["gen_ai.request.model"].string_value == MODEL
+    assert found["gen_ai.usage.output_tokens"].int_value == 6
+    reasons = found["gen_ai.response.finish_reasons"].array_value.values
+    assert [one.string_value for one in reasons] == ["length"]
 
 
 def test_the_process_does_not_wait_for_it_either(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,12 +68,11 @@ def test_the_process_does_not_wait_for_it_either(monkeypatch: pytest.MonkeyPatch
         assert not sending.is_alive()
 
 
-async def test_an_endpoint_that_refuses_is_said_once(
+async def test_an_endpoint_that_refuses_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(
-        server.process.app, "_LAST_SPANS", TIMEOUT
-    )  # nobody logs when the test is over
+    # Nothing is logged after the test.
+    monkeypatch.setattr(server.process.app, "_LAST_SPANS", TIMEOUT)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "2")  # seconds that it tries
     refused = threading.Semaphore(0)
 
@@ -103,9 +80,8 @@ async def test_an_endpoint_that_refuses_is_said_once(
         refused.release()
         return record.name == EXPORTER
 
-    monkeypatch.setattr(
-        logging.getLogger(EXPORTER), "filters", [count]
-    )  # before the one under test
+    # This filter comes before the one under test.
+    monkeypatch.setattr(logging.getLogger(EXPORTER), "filters", [count])
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     async with serving(otlp_endpoint=f"http://127.0.0.1:{port}/v1/traces") as served:

@@ -1,4 +1,4 @@
-"""Calls in a model's text: nothing is lost, and pieces mean what the whole means."""
+"""Calls in a model's text: nothing is lost, and the pieces do not matter."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from server.text.tool_calls import Piece, ToolCallFormat, ToolCallParser, ToolCallPiece
+from server.text.tool_calls import ToolCallFormat, ToolCallParser, ToolCallPiece
 
 HERMES, LLAMA = ToolCallFormat.HERMES, ToolCallFormat.LLAMA
 Call = tuple[str, str]  # name, arguments
+SAME = None  # the content is the whole text
 
 
 def read(
@@ -52,101 +53,51 @@ def written(form: ToolCallFormat, name: str, arguments: str) -> str:
     ("form", "text", "content", "calls"),
     [
         (HERMES, "Just text. ", "Just text. ", []),
-        (
-            HERMES,
-            'Wait.\n<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>\n',
-            "Wait.",
-            [("f", '{"a":1}')],
-        ),
-        (
-            HERMES,
-            '<tool_call>{"arguments": {"é": "\\n"}, "name": "f"}</tool_call>',
-            "",
-            [("f", '{"é": "\\n"}')],
-        ),
-        (
-            HERMES,
-            '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
-            "",
-            [("f", '{"a": 1}')],
-        ),
+        (HERMES, 'Wait.\n<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>\n', "Wait.",
+         [("f", '{"a":1}')]),
+        (HERMES, '<tool_call>{"arguments": {"é": "\\n"}, "name": "f"}</tool_call>', "",
+         [("f", '{"é": "\\n"}')]),
+        (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "",
+         [("f", '{"a": 1}')]),
         (HERMES, '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
         (HERMES, '<tool_call>{"name": "f", "arguments": null}</tool_call>', "", [("f", "{}")]),
         (HERMES, '<tool_call>{"name": "f", "arguments": {}}', "", [("f", "{}")]),
-        (
-            HERMES,
-            '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}',
-            "",
-            [("f", '{"a": "</tool_call>"}')],
-        ),
-        (
-            HERMES,
-            '<tool_call>{"name": "f", "arguments": {"a": [</tool_call>\nYes.',
-            "\nYes.",
-            [("f", '{"a": [')],
-        ),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}', "",
+         [("f", '{"a": "</tool_call>"}')]),
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"a": [</tool_call>\nYes.', "\nYes.",
+         [("f", '{"a": [')]),
         (HERMES, '<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
-        (HERMES, '<tool_call>{"name": "f", "argum', '<tool_call>{"name": "f", "argum', []),
-        (HERMES, "\n<tool_call>none</tool_call>", "\n<tool_call>none</tool_call>", []),
-        (HERMES, '<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', []),
-        (
-            HERMES,
-            '<tool_call>{"name": "\\ud800", "arguments": {}}',
-            '<tool_call>{"name": "\\ud800", "arguments": {}}',
-            [],
-        ),
+        (HERMES, '<tool_call>{"name": "f", "argum', SAME, []),
+        (HERMES, "\n<tool_call>none</tool_call>", SAME, []),
+        (HERMES, '<tool_call>{"name": 1}</tool_call>', SAME, []),
+        (HERMES, '<tool_call>{"name": "\\ud800", "arguments": {}}', SAME, []),
         (HERMES, '<tool_call><tool_call>{"name":"f","arguments":{}}', "<tool_call>", [("f", "{}")]),
-        (HERMES, '{"name": "f", "parameters": {}}', '{"name": "f", "parameters": {}}', []),
+        (HERMES, '{"name": "f", "parameters": {}}', SAME, []),
         (LLAMA, ' {"name": "f", "parameters": {"a": "}"}}', "", [("f", '{"a": "}"}')]),
         (LLAMA, '{"type": "function", "name": "f", "parameters": {}}', "", [("f", "{}")]),
         (LLAMA, '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", "{}")]),
         (LLAMA, 'So: <|python_tag|>{"name": "f", "parameters": {}} ', "So:", [("f", "{}")]),
-        (LLAMA, 'So: {"name": "f", "parameters": {}}', 'So: {"name": "f", "parameters": {}}', []),
-        (LLAMA, '{"name": "f", "age": 3}', '{"name": "f", "age": 3}', []),
-        (
-            LLAMA,
-            '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}',
-            "",
-            [("f", "{}"), ("g", "{}")],
-        ),
+        (LLAMA, 'So: {"name": "f", "parameters": {}}', SAME, []),
+        (LLAMA, '{"name": "f", "age": 3}', SAME, []),
+        (LLAMA, '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {}}', "",
+         [("f", "{}"), ("g", "{}")]),
         (LLAMA, '{"name": "f", "parameters": {}} Done.', " Done.", [("f", "{}")]),
-        (LLAMA, "<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+        (LLAMA, "<|python_tag|>print(1)", SAME, []),
     ],
-)
-def test_what_is_a_call_and_what_is_not(
-    form: ToolCallFormat, text: str, content: str, calls: list[Call]
+)  # fmt: skip
+def test_calls_are_told_from_content(
+    form: ToolCallFormat, text: str, content: str | None, calls: list[Call]
 ) -> None:
-    assert read(form, [text]) == (content, calls)
-    assert read(form, text) == (content, calls), "one character after the other"
+    expected = (text if content is SAME else content, calls)
+    assert read(form, [text]) == expected
+    assert read(form, text) == expected, "one character after the other"
 
 
 FRAGMENTS = (
-    *(
-        "<tool_call>",
-        "</tool_call>",
-        "<|python_tag|>",
-        '{"name": "f", "arguments": ',
-        '{"name": "g", "parameters": ',
-    ),
-    *(
-        "{",
-        "}",
-        "}}",
-        '"',
-        "\\",
-        ";",
-        "\n",
-        " ",
-        "<",
-        "a",
-        '{"a": 1}',
-        '"arguments"',
-        '"name": "h"',
-        ", ",
-        ": ",
-        "é",
-    ),
-)
+    "<tool_call>", "</tool_call>", "<|python_tag|>", '{"name": "f", "arguments": ',
+    '{"name": "g", "parameters": ', "{", "}", "}}", '"', "\\", ";", "\n", " ", "<", "a",
+    '{"a": 1}', '"arguments"', '"name": "h"', ", ", ": ", "é",
+)  # fmt: skip
 texts = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 
 
@@ -156,7 +107,7 @@ texts = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
     cuts=st.lists(st.integers(0, 80)),
     most=st.sampled_from([1, None]),
 )
-def test_however_a_text_is_cut_it_means_the_same(
+def test_the_cuts_of_a_text_do_not_matter(
     form: ToolCallFormat, text: str, cuts: list[int], most: int | None
 ) -> None:
     places = [0, *sorted(cuts), len(text)]
@@ -167,14 +118,12 @@ def test_however_a_text_is_cut_it_means_the_same(
 @given(form=st.sampled_from(ToolCallFormat), text=texts)
 @example(HERMES, " <tool_call> {")
 def test_content_is_the_text_without_the_calls(form: ToolCallFormat, text: str) -> None:
-    """Both keep the text's order, and a text without a call is left as it is."""
+    """The content keeps its order; a text without a call stays as it is."""
     content, calls = read(form, [text])
     if not calls:
         assert content == text
     rest = iter(text)
-    assert all(char in rest for char in content), (
-        "something that was not there, or not in this order"
-    )
+    assert all(char in rest for char in content), "something new, or not in this order"
     for _, arguments in calls:
         assert arguments in text or json.loads(arguments) is not None
 
@@ -214,19 +163,18 @@ def test_calls_that_were_written_are_read(
         assert read(form, ["Let me see.\n\n", text[:cut], text[cut:]]) == ("Let me see.", expected)
 
 
-def test_a_call_is_told_before_it_is_complete() -> None:
-    """A name as soon as it is known, arguments as they come, and text that can be no call at once."""
+def test_a_call_is_passed_on_before_it_is_complete() -> None:
+    """A name comes once it is known, arguments as they come, text that is no call at once."""
     parser = ToolCallParser(HERMES)
-    told: list[list[Piece]] = [
-        parser.push(text) for text in ("So <", "b>", '<tool_call>{"name": "f", "argu')
-    ]
-    assert told == [["So"], [" <b>"], []]
+    assert parser.push("So <") == ["So"]
+    assert parser.push("b>") == [" <b>"]
+    assert parser.push('<tool_call>{"name": "f", "argu') == []
     assert parser.push('ments": {"a') == [ToolCallPiece(0, "f", ""), ToolCallPiece(0, None, '{"a')]
     assert parser.push('": 1') == [ToolCallPiece(0, None, '": 1')]
     assert parser.push("}}") == [ToolCallPiece(0, None, "}")]
 
 
-def test_the_last_call_that_may_be_ends_the_text() -> None:
+def test_text_after_the_last_allowed_call_is_ignored() -> None:
     parser = ToolCallParser(HERMES, most=1)
     parser.push('<tool_call>{"name": "f", "arguments": {')
     assert not parser.is_over

@@ -1,4 +1,4 @@
-"""Grammars of texts with calls: what they let through, the parser reads as valid calls."""
+"""Grammars of texts with calls: all calls that the parser reads in such a text are valid."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     },
     "g": {"type": "object", "additionalProperties": {"type": "string"}},
 }
-KINDS = ("text", "special", "added")  # what the tags are to the tokenizer
+KINDS = ("text", "special", "added")  # the kinds of tokens that the tags can be
 
 
 @cache
@@ -51,19 +51,19 @@ def begun(form: ToolCallFormat, kind: str) -> Constraint:
 
 
 def ids_of(kind: str, pieces: Sequence[str], *, spelled: bool) -> list[int]:
-    """spelled: tags too are written in tokens of text."""
+    """Tokenize a text; `spelled`: with tags in tokens of text."""
     tokenizer = small_tokenizer() if spelled else tokenizer_of(kind)
     return [i for piece in pieces for i in tokenizer.encode(piece).ids]
 
 
-def let_through(form: ToolCallFormat, kind: str, ids: list[int]) -> tuple[int, bool]:
-    """How many tokens of a text the grammar takes, and whether the text may end behind all of them."""
+def accepted(form: ToolCallFormat, kind: str, ids: list[int]) -> tuple[int, bool]:
+    """How many tokens the grammar accepts, and whether the text may end after all of them."""
     n = begun(form, kind).copy().matcher.validate_tokens([*ids, EOS])
     return min(n, len(ids)), n > len(ids)
 
 
 def check(form: ToolCallFormat, text: str) -> int:
-    """Every call is one of a function, with valid arguments where they have ended. How many there are."""
+    """Count the calls; each names a function, and has valid arguments where these have ended."""
     parser = ToolCallParser(form)
     pieces = [
         piece for piece in (*parser.push(text), *parser.flush()) if isinstance(piece, ToolCallPiece)
@@ -104,11 +104,11 @@ FRAGMENTS = (*TAGS, *CALLS, '{"name":"f",', "{", "}", "; ", "\n", " ", "\x1c", "
 @example(LLAMA, "text", False, ["So", " ", "<|python_tag|>", CALLS[-1]])
 @example(LLAMA, "special", True, ["So", "<|python_tag|>", CALLS[-1]])
 @example(LLAMA, "special", False, ["\x1c", CALLS[-1]])
-def test_what_is_read_as_a_call_in_a_text_is_valid(
+def test_calls_in_an_accepted_text_are_valid(
     form: ToolCallFormat, kind: str, spelled: bool, pieces: list[str]
 ) -> None:
     ids = ids_of(kind, pieces, spelled=spelled)
-    n, _ = let_through(form, kind, ids)
+    n, _ = accepted(form, kind, ids)
     check(form, tokenizer_of(kind).decode(ids[:n], skip_special_tokens=False))
 
 
@@ -125,9 +125,9 @@ def test_what_is_read_as_a_call_in_a_text_is_valid(
         (LLAMA, 'So: <|python_tag|>{"name": "f", "parameters": {"a": 1}}', 1),
     ],
 )  # fmt: skip
-def test_valid_calls_and_texts_are_let_through(
+def test_valid_calls_and_texts_are_accepted(
     form: ToolCallFormat, kind: str, text: str, n_calls: int
 ) -> None:
     ids = ids_of(kind, [text], spelled=False)
-    assert let_through(form, kind, ids) == (len(ids), True)
+    assert accepted(form, kind, ids) == (len(ids), True)
     assert check(form, text) == n_calls
