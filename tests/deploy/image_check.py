@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from loadtest.local_server import running
+from loadtest.local_server import run_server
 from loadtest.sse_client import Target, complete
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,7 +162,7 @@ def check_answer(image: str, root: Path) -> str:
     ]
     shell = ["unshare", "--mount", "sh", "-ec", IN_THE_IMAGE, "sh", root, config["User"], *command]
     body = {"prompt": "def main():\n", "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
-    with running(shell) as ready:
+    with run_server(shell) as ready:
         target = Target(f"http://127.0.0.1:{ready['port']}")
         answer = asyncio.run(complete(target, json.dumps(body).encode(), limit=60))
     if answer.error is not None:

@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 from urllib.request import urlopen
 
-from loadtest.sse_client import Answer, Target, complete
+from loadtest.sse_client import StreamedCompletion, Target, complete
 
 N_CLIENTS = 8
 # So long, and of such different lengths, that some stream runs whenever a server is told to stop.
@@ -122,7 +122,7 @@ class Load:
         self._seeds = count()
         self._stopping = False
         self._ended = asyncio.Condition()
-        self.answers: list[Answer] = []
+        self.answers: list[StreamedCompletion] = []
 
     async def client(self) -> None:
         while not self._stopping:

@@ -15,14 +15,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.local_server import start_locally
+from loadtest.local_server import run_server, serve_command
 
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 
 def start(directory: Path) -> dict[str, float]:
     """Seconds by step, of one start."""
-    with start_locally(directory) as ready:
+    with run_server(serve_command(directory)) as ready:
         seconds: dict[str, float] = ready["start_seconds"]
     return seconds
 

@@ -22,7 +22,7 @@ import uvloop
 
 from loadtest.load import Prompts, Workload, closed_loop, open_loop
 from loadtest.local_server import serve_locally
-from loadtest.sse_client import Answer, Target, complete
+from loadtest.sse_client import StreamedCompletion, Target, complete
 
 GOAL = 1.15
 
@@ -75,7 +75,7 @@ class Flood:
             bodies = list(islice(cycle(_INVALID), round(self._rate)))
             await open_loop(self._ask, bodies, self._rate, np.random.default_rng(seed))
 
-    async def _ask(self, body: bytes) -> Answer:
+    async def _ask(self, body: bytes) -> StreamedCompletion:
         answer = await complete(self._target, body, _LIMIT)
         if not (answer.error or "").startswith("HTTP 400"):
             raise RuntimeError(f"an invalid request got {answer.error or 'an answer'}")

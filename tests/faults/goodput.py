@@ -18,7 +18,7 @@ import uvloop
 
 from loadtest.load import Prompts, Workload, closed_loop, open_loop
 from loadtest.local_server import serve_locally
-from loadtest.sse_client import Answer, Target, complete
+from loadtest.sse_client import StreamedCompletion, Target, complete
 
 LEAST_GOODPUT = 0.9  # of the peak
 _TIMES = 10
@@ -51,7 +51,7 @@ class Overload:
         usual = await self._run_peak(seconds / 3)
         await self._run_beyond(2 * seconds / 3, _PATIENCE * usual)
 
-    async def _ask(self, body: bytes) -> Answer:
+    async def _ask(self, body: bytes) -> StreamedCompletion:
         return await complete(self.target, body, _LIMIT)
 
     async def _run_peak(self, seconds: float) -> float:
@@ -72,13 +72,13 @@ class Overload:
         self.lateness += [answer.e2e / deadline for answer in whole]
         self.ends += Counter(map(self._end, answers))
 
-    def _end(self, answer: Answer) -> str:
+    def _end(self, answer: StreamedCompletion) -> str:
         if answer.error:
             return answer.error.partition(":")[0]
         return "whole" if answer.n_tokens == self.workload.output_len else _CUT
 
 
-def _rate(whole: list[Answer], answers: list[Answer]) -> float:
+def _rate(whole: list[StreamedCompletion], answers: list[StreamedCompletion]) -> float:
     """Whole answers a second, from the first request until the last of them."""
     return len(whole) / (
         max(answer.ended for answer in whole) - min(answer.sent for answer in answers)

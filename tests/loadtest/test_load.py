@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from loadtest.load import SUITE, Prompts, Workload, closed_loop, open_loop
-from loadtest.sse_client import Answer
+from loadtest.sse_client import StreamedCompletion
 
 
 @pytest.mark.parametrize("text", [*map(str, SUITE), "3x5/7", "2x64+32/8"])
@@ -83,14 +83,14 @@ class Clients:
         self.arrived = asyncio.Semaphore(0)
         self.most = 0
 
-    async def ask(self, _: bytes) -> Answer:
+    async def ask(self, _: bytes) -> StreamedCompletion:
         told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.waiting.append(told)
         self.most = max(self.most, len(self.waiting))
         self.arrived.release()
         await told
         self.waiting.remove(told)
-        return Answer()
+        return StreamedCompletion()
 
 
 async def test_a_closed_loop_sends_the_next_request_when_one_is_answered() -> None:

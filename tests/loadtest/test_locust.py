@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.locust.request_log import on_their_way, read
+from loadtest.locust.request_log import open_requests, read
 from loadtest.locust.run import LOCUSTFILE, main
 from loadtest.locust.slo import LATENCIES
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.live import KEY, Live, live
 from tests.serving import VOCAB_SIZE
 
-LOCUST = LOCUSTFILE.parent.parent / "build/loadtest/bin/locust"
+LOCUST = Path(__file__).parents[2] / "build/loadtest/bin/locust"
 pytestmark = pytest.mark.skipif(
     not LOCUST.exists(), reason="make build/loadtest/.ready installs Locust"
 )
@@ -65,7 +65,7 @@ def test_mixed_streams_are_measured_and_kept_with_a_line_each(tmp_path: Path) ->
         )
     assert done.returncode == 0, done.stderr
     requests = read(path)
-    assert max(on_their_way(requests)[1]) == 4
+    assert max(open_requests(requests)[1]) == 4
     for request in requests:
         assert request.ttft is not None
         assert (
@@ -116,7 +116,7 @@ def test_limits_that_are_none_are_refused_before_anything_is_asked() -> None:
         done = run(served, "--slo", "ttft:99")
         assert served.value("prompt_tokens_total") == 0
     assert done.returncode == 2
-    assert "'ttft:99' is no limit" in done.stderr
+    assert "'ttft:99' is not a limit" in done.stderr
 
 
 def test_streams_that_the_end_cuts_off_have_failed(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_a_server_that_is_not_there_ends_it_at_once() -> None:
     ("directory", "slo", "wanted"),
     [
         ("none", "errors:1", "none"),
-        ("examples/stdlib", "errors", "'errors' is no limit"),
+        ("examples/stdlib", "errors", "'errors' is not a limit"),
         ("examples/stdlib", "errors:1 --nope", "Locust ended with 2 before it"),
     ],
 )

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from loadtest.locust.request_log import (
-    LEVELS,
+    MAX_LEVELS,
     Request,
     by_concurrency,
     latencies,
-    on_their_way,
+    open_requests,
     read,
 )
 from tests.load_requests import TICK, random_requests
@@ -52,12 +52,12 @@ def test_a_file_without_requests_is_refused(tmp_path: Path) -> None:
 
 
 @seeds
-def test_throughput_is_of_the_ticks_in_which_so_many_were_on_their_way(seed: int) -> None:
+def test_throughput_is_of_the_ticks_in_which_so_many_were_open_requests(seed: int) -> None:
     requests = random_requests(Random(seed))
     n_ticks = round(max(request.ended for request in requests) / TICK)
     counts = [sum(r.sent <= i * TICK < r.ended for r in requests) for i in range(n_ticks + 1)]
     n_before = round(requests[0].sent / TICK)
-    width = -(-max(counts) // LEVELS)
+    width = -(-max(counts) // MAX_LEVELS)
     ticks: dict[int, list[int]] = defaultdict(list)
     tokens: dict[int, float] = defaultdict(float)
     firsts: dict[int, list[float]] = defaultdict(list)
@@ -102,9 +102,9 @@ def test_a_spikes_quarter_counts_for_the_time_in_which_it_was_there() -> None:
 
 
 @seeds
-def test_all_that_were_sent_are_on_their_way_until_they_end(seed: int) -> None:
+def test_all_that_were_sent_are_open_requests_until_they_end(seed: int) -> None:
     requests = random_requests(Random(seed))
-    moments, counts = on_their_way(requests)
+    moments, counts = open_requests(requests)
     assert counts[-1] == 0
     lasted = float(np.diff(moments) @ counts[:-1])
     assert lasted == pytest.approx(sum(request.ended - request.sent for request in requests))

@@ -18,18 +18,18 @@ from loadtest.serve_figures import (
     parse_limits,
     ratios,
 )
-from loadtest.sse_client import Answer
+from loadtest.sse_client import StreamedCompletion
 
 WORKLOAD = Workload(4, 10, 8)
 
 
 def answer(
     rng: random.Random, start: float = 0.0, *, n_tokens: int = 8, n_events: int = 8
-) -> Answer:
+) -> StreamedCompletion:
     sent = start + rng.random()
     times = sorted(sent + rng.random() * 3 for _ in range(n_events))
     usage = {"prompt_tokens": 10, "completion_tokens": n_tokens}
-    return Answer(sent=sent, event_times=times, ended=times[-1] + rng.random() / 10, usage=usage)
+    return StreamedCompletion(sent=sent, event_times=times, ended=times[-1] + rng.random() / 10, usage=usage)
 
 
 def percentile(values: list[float], p: float) -> float:
@@ -102,7 +102,7 @@ def test_what_is_no_limit(text: str) -> None:
 def test_failed_requests_count_nowhere_but_are_told() -> None:
     rng = random.Random(0)
     fine = [answer(rng) for _ in range(4)]
-    failed = [Answer(sent=-100.0, event_times=[1.0], error="HTTP 429: full"), Answer(error="other")]
+    failed = [StreamedCompletion(sent=-100.0, event_times=[1.0], error="HTTP 429: full"), StreamedCompletion(error="other")]
     assert figures([[failed[0], *fine], [failed[1]]], {}) == figures([fine], {})
     measured = Measured(WORKLOAD, {}, [[[failed[0], *fine], [failed[1]]]])
     assert measured.errors == ["HTTP 429: full", "other"]

@@ -61,7 +61,7 @@ def test_limits_are_read() -> None:
     ],
 )
 def test_what_is_no_limit_is_named(text: str) -> None:
-    with pytest.raises(ValueError, match="is no limit") as raised:
+    with pytest.raises(ValueError, match="is not a limit") as raised:
         parse_slo(f"errors:1 {text}")
     assert repr(text) in str(raised.value)
 
@@ -81,8 +81,8 @@ def test_a_limit_is_missed_by_more_than_it_and_not_by_as_much(seed: int) -> None
 def test_errors_are_a_share_of_requests_and_unknown_is_missed() -> None:
     limits = parse_slo("errors:1")
     assert list(missed(limits, {}, 200, 2)) == []
-    assert list(missed(limits, {}, 200, 3)) == ["3 of 200 requests failed, at most 1 % may"]
-    assert list(missed(limits, {}, 0, 0)) == ["0 of 0 requests failed, at most 1 % may"]
+    assert list(missed(limits, {}, 200, 3)) == ["3 of 200 requests failed; the limit is 1 %"]
+    assert list(missed(limits, {}, 0, 0)) == ["0 of 0 requests failed; the limit is 1 %"]
     assert list(missed(parse_slo("ttft:p99:1"), {}, 1, 0)) == [
-        "ttft p99 is unknown, at most 1 ms may be"
+        "ttft p99 is unknown; the limit is 1 ms"
     ]

@@ -9,19 +9,19 @@ import threading
 
 import pytest
 
-from loadtest.sse_client import Answer, Target, complete
+from loadtest.sse_client import StreamedCompletion, Target, complete
 from tests.fake_completions import DONE, FakeCompletions, event, fake_completions, usage, well
 from tests.fake_runner import TIMEOUT
 
 BODY = b'{"prompt": [1, 2], "max_tokens": 3}'
 
 
-def ask(url: str, body: bytes = BODY, limit: float = TIMEOUT) -> Answer:
+def ask(url: str, body: bytes = BODY, limit: float = TIMEOUT) -> StreamedCompletion:
     return asyncio.run(complete(Target(url), body, limit))
 
 
 def test_figures_follow_their_definitions() -> None:
-    answer = Answer(sent=10.0)
+    answer = StreamedCompletion(sent=10.0)
     for now, data in [
         (10.5, event("a")),
         (11.0, event("b") + event("")),
@@ -50,7 +50,7 @@ def test_a_stream_means_the_same_wherever_it_is_cut(line_end: bytes) -> None:
     )
     stream = stream.replace(b"\n\n", 2 * line_end)
     for cut in range(len(stream) + 1):
-        answer = Answer()
+        answer = StreamedCompletion()
         answer.feed(stream[:cut], 1.0)
         answer.feed(stream[cut:], 2.0)
         answer.finish(2.0)
@@ -65,7 +65,7 @@ def test_a_chat_says_its_text_in_deltas() -> None:
         {"content": "b"},
         None,
     ]
-    answer = Answer()
+    answer = StreamedCompletion()
     for now, delta in enumerate(deltas):
         answer.feed(b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n", now)
     answer.finish(5.0)
@@ -91,15 +91,15 @@ def test_an_event_in_two_packets_arrives_with_the_second(monkeypatch: pytest.Mon
     with fake_completions(lambda _: (200, [whole[:20], whole[20:], DONE])) as fake:
         fake.step = threading.Semaphore(0)
         seen: list[int] = []
-        feed = Answer.feed
+        feed = StreamedCompletion.feed
 
-        def feeding(answer: Answer, data: bytes, now: float) -> None:
+        def feeding(answer: StreamedCompletion, data: bytes, now: float) -> None:
             feed(answer, data, now)
             seen.append(len(answer.event_times))
             assert fake.step is not None
             fake.step.release()
 
-        monkeypatch.setattr(Answer, "feed", feeding)
+        monkeypatch.setattr(StreamedCompletion, "feed", feeding)
         assert ask(fake.url).error is None
     assert seen == [0, 1, 1]
 
@@ -178,7 +178,7 @@ def test_what_does_not_speak_http() -> None:
 
 
 def test_many_at_once() -> None:
-    async def all_of_them(fake: FakeCompletions) -> list[Answer]:
+    async def all_of_them(fake: FakeCompletions) -> list[StreamedCompletion]:
         return await asyncio.gather(*(complete(Target(fake.url), BODY, TIMEOUT) for _ in range(20)))
 
     with fake_completions(well) as fake:

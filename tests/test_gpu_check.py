@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from loadtest import gpu_check
-from loadtest.gpu_check import Peer, Report, check_parity
 from model.config import preset
+from tests import gpu_check
 from tests.engine.test_session import NO_GPU
+from tests.gpu_check import Peer, Report, check_parity
 
 
 def test_a_failure_costs_its_own_figure_and_none_of_the_others(tmp_path: Path) -> None:
