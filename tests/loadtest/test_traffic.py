@@ -1,4 +1,4 @@
-"""What the load test asks for: lengths around their median, users by the share of the time."""
+"""Lengths of a load test are spread around their median; users follow the time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loadtest.locust.traffic import draw_length, draw_words, spike, step
 
 @pytest.mark.parametrize("middle", [3, 64, 1000])
 def test_half_of_the_lengths_are_below_their_median(middle: int) -> None:
-    """2,001 draws: their median is beyond 8 % with a probability of 1e-6."""
+    """The median of 2,001 draws is more than 8 % off with a probability of 1e-6."""
     lengths = [draw_length(random, middle, 0.6) for random in [Random(0)] for _ in range(2001)]
     assert median(lengths) == pytest.approx(middle, rel=0.08, abs=1)
     assert min(lengths) >= 1
@@ -22,7 +22,7 @@ def test_half_of_the_lengths_are_below_their_median(middle: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2, 77])
-def test_so_many_words_that_another_can_follow(n: int) -> None:
+def test_words_can_be_followed_by_more(n: int) -> None:
     text = draw_words(Random(0), n)
     assert len(text.split()) == n
     assert text.endswith(" ")
