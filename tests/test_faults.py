@@ -1,4 +1,4 @@
-"""Faults, a few of each: `make faults` tries many more. Each report says what was lost; it must be nothing."""
+"""A few faults of each kind, which must lose nothing. `make faults` injects many more."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from tests.serving import VOCAB_SIZE, fake_app
 @pytest.mark.parametrize(
     ("fault", "n"),
     [
-        (malformed_bodies, 1500),
-        (malformed_http, 200),
+        (malformed_bodies, 800),
+        (malformed_http, 100),
         (disconnects, 200),
         (slow_readers, 4),
-        (step_exceptions, 80),
+        (step_exceptions, 40),
         (clock_jumps, 30),
         (overload, 320),
-        (full_disk, 2),
-        (damaged_models, 3),
+        (full_disk, 1),
+        (damaged_models, 2),
         (kills, 1),
         (terminations, 2),
     ],

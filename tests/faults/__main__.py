@@ -1,4 +1,7 @@
-"""Every fault, many times: python -m tests.faults [NAME...]. The exit code is 1 if anything is lost."""
+"""Inject every fault many times: python -m tests.faults [NAME...].
+
+Exit code 1 if anything is lost.
+"""
 
 from __future__ import annotations
 
