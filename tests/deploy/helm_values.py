@@ -17,12 +17,15 @@ import yaml
 CHART = Path(__file__).resolve().parents[2] / "helm"
 HEAD = """# Kvasir's chart
 
-`helm install kvasir helm/` serves the example model in the image. Each file in `ci/` shows a feature, and
-`values-gpu.yaml` a GPU. `router-values.yaml` is for the chart of llm-d's router, and `adapter-values.yaml` for the chart
-of prometheus-adapter, which serves the metric of a HorizontalPodAutoscaler. [docs/api.md](../docs/api.md#limits) lists
-all settings. [docs/operations.md](../docs/operations.md) covers sizing, routing, upgrades and a runbook for each alert.
+`helm install kvasir helm/` serves the example model in the image. Each file in `ci/` shows a
+feature, and `values-gpu.yaml` a GPU. `router-values.yaml` is for the chart of llm-d's router, and
+`adapter-values.yaml` for the chart of prometheus-adapter, which serves the metric of a
+HorizontalPodAutoscaler. [docs/api.md](../docs/api.md#limits) lists all settings.
+[docs/operations.md](../docs/operations.md) covers sizing, routing, upgrades and a runbook for each
+alert.
 
-`python -m tests.deploy.helm_values > helm/README.md` writes this table from the comments in `values.yaml`.
+`python -m tests.deploy.helm_values > helm/README.md` writes this table from the comments in
+`values.yaml`.
 
 | value | default | |
 |---|---|---|

@@ -1,4 +1,4 @@
-"""`kvasir serve` of the example model in a process that a fault may end, and streaming clients."""
+"""`kvasir serve` in a process that a fault may end, and clients that stream from it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 
@@ -21,8 +22,10 @@ class ServerProcess:
     With `follows`, its log is read to the end, because a full pipe would block the server.
     """
 
-    def __init__(self, port: int, *options: str, follows: bool = True) -> None:
-        command = serve_command(EXAMPLE, "--port", str(port), *options)
+    def __init__(
+        self, port: int, *options: str, follows: bool = True, directory: Path = EXAMPLE
+    ) -> None:
+        command = serve_command(directory, "--port", str(port), *options)
         self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self.port = int(self._read_until("listening")["port"])
         self._read_until("ready")
