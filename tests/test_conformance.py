@@ -1,4 +1,4 @@
-"""Light clients against the fake model; `make conformance` runs these and heavier ones against a real one."""
+"""Light clients on a fake model. `make conformance` runs these and heavier ones on a real model."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from tests.live import KEY, live
 from tests.serving import MODEL, VOCAB_SIZE
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Pydantic serializer warnings"
-)  # the openai package's own, of `parsed`
+# The openai package causes this warning with `parsed`.
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 @pytest.mark.parametrize("use", [use_openai, use_huggingface])
 def test_a_client_finds_what_it_expects(use: Callable[[Target], Conformed]) -> None:
     runner = FakeRunner(VOCAB_SIZE, max_model_len=2000, max_num_seqs=CAPACITY)
