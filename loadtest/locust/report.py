@@ -8,6 +8,7 @@ number of open requests.
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -181,11 +182,13 @@ def _draw_levels(axes: Axes, requests: list[Request], _edges: Floats) -> None:
 
 def main() -> int:
     """Run the command and return its exit code."""
-    if len(sys.argv) not in (3, 4):
-        print(__doc__, file=sys.stderr)  # noqa: T201
-        return 2
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
+    parser.add_argument("requests", type=Path)
+    parser.add_argument("picture", type=Path)
+    parser.add_argument("limits", nargs="?", type=parse_slo, default="")
+    options = parser.parse_args()
     try:
-        draw(read(Path(sys.argv[1])), Path(sys.argv[2]), parse_slo(" ".join(sys.argv[3:])))
+        draw(read(options.requests), options.picture, options.limits)
     except (OSError, ValueError) as error:
         print(f"no picture: {error}", file=sys.stderr)  # noqa: T201
         return 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 from loadtest.local_server import serve_locally
@@ -20,12 +20,16 @@ LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 
 def main() -> int:
     """Run the command and return its exit code."""
-    if len(sys.argv) < 4:
-        print(__doc__, file=sys.stderr)  # noqa: T201
-        return 2
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    for name in ("locust", "directory", "folder"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--slo", default="", help="limits; the last one counts, as for Locust")
+    ours, options = parser.parse_known_args()
     try:
-        locust, directory, folder = map(Path, sys.argv[1:4])
-        return run_locust(locust, directory, folder, sys.argv[4:])
+        parse_slo(ours.slo)
+        return run_locust(ours.locust, ours.directory, ours.folder, ours.slo, options)
     except (ChildProcessError, ValueError) as error:
         print(f"no load test: {error}", file=sys.stderr)  # noqa: T201
         return 2
@@ -34,16 +38,11 @@ def main() -> int:
         return 130
 
 
-def run_locust(locust: Path, directory: Path, folder: Path, options: list[str]) -> int:
+def run_locust(locust: Path, directory: Path, folder: Path, slo: str, options: list[str]) -> int:
     """Serve a directory, load it, draw the report, and return Locust's exit code.
 
-    Raises ValueError for invalid limits and ChildProcessError for a directory that cannot be
-    served.
+    Raises ChildProcessError for a directory that cannot be served.
     """
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--slo", default="")
-    slo = parser.parse_known_args(options)[0].slo  # the last one, as Locust reads it
-    parse_slo(slo)
     folder.mkdir(parents=True, exist_ok=True)
     requests, page, picture = (
         folder / name for name in ("requests.csv", "report.html", "report.png")
@@ -59,8 +58,9 @@ def run_locust(locust: Path, directory: Path, folder: Path, options: list[str]) 
             "--requests-csv",
             requests,
         ]
-        ours += ["--csv", folder / "locust", "--html", page]
-        code = subprocess.run([locust, "-f", LOCUSTFILE, *ours, *options], check=False).returncode  # noqa: S603
+        ours += ["--csv", folder / "locust", "--html", page, "--slo", slo]
+        command = [locust, "-f", LOCUSTFILE, *ours, *options]
+        code = subprocess.run(command, check=False).returncode  # noqa: S603
     if not requests.exists():
         print(f"no load test: Locust ended with {code} before it", file=sys.stderr)  # noqa: T201
         return code or 1
