@@ -1,4 +1,4 @@
-"""Render the chart without a cluster: python helm_render.py CHART [VALUES.yaml …] > objects.yaml
+"""Render the chart without a cluster.
 
 Uses `helm` if it is on the PATH, or else Helm's engine in PyPI's helm-sdkpy (Python 3.12 or newer).
 That package can only install, so it installs into a minimal API server, which knows the kinds and
@@ -11,7 +11,6 @@ import asyncio
 import json
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -163,20 +162,3 @@ def _resources(version: str) -> list[dict[str, Any]]:
         {"name": plural, "singularName": "", "namespaced": True, "kind": kind, "verbs": VERBS}
         for kind, plural in KINDS[version].items()
     ]
-
-
-def merge(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Merge values files as Helm does: maps key by key; anything else is replaced."""
-    both = {
-        key: merge(values[key], over[key])
-        for key in values.keys() & over.keys()
-        if isinstance(values[key], dict) and isinstance(over[key], dict)
-    }
-    return values | over | both
-
-
-if __name__ == "__main__":
-    merged: dict[str, Any] = {}
-    for name in sys.argv[2:]:
-        merged = merge(merged, yaml.safe_load(Path(name).read_text(encoding="utf-8")) or {})
-    yaml.safe_dump_all(render(Path(sys.argv[1]), merged), sys.stdout)
