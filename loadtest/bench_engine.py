@@ -58,28 +58,18 @@ _BYTES: dict[tuple[Device, str], tuple[float, float, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class DecodeFigures:
-    """Figures of steps in which `batch` sequences decode.
-
-    roofline: the step's speed as a share of the fastest that the memory allows. outside: the share
-    of the step that is spent outside ONNX Runtime.
-    """
+    """Figures of steps in which `batch` sequences decode."""
 
     batch: int
     tokens_per_second: float
     step_milliseconds: float
-    roofline: float
-    outside: float
+    roofline: float  # the speed as a share of the fastest that the memory allows
+    outside: float  # share of the step outside ONNX Runtime
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """The result of `kvasir bench engine`.
-
-    outside_…: share of the largest step outside ONNX Runtime. threads: of the CPU. peak_teraflops:
-    of a large bfloat16 product, measured on the GPU. prefill_of_peak: the share of that peak which
-    a prompt reaches, at two operations a token and weight of the layers (only its last token meets
-    the head).
-    """
+    """The result of `kvasir bench engine`."""
 
     preset: str
     device: str
@@ -89,9 +79,11 @@ class EngineFigures:
     copy_gigabytes_per_second: float
     decode: list[DecodeFigures]
     prefill_tokens_per_second: dict[int, float]
-    outside_greedy: float
+    outside_greedy: float  # share of the largest step outside ONNX Runtime
     outside_sampled: float
-    peak_teraflops: float | None
+    peak_teraflops: float | None  # of a large bfloat16 product, measured on the GPU
+    # By prompt tokens, the share of that peak, at two operations a token and weight of the layers.
+    # Only a prompt's last token meets the head.
     prefill_of_peak: dict[int, float]
 
     def as_json(self) -> dict[str, Any]:
@@ -102,15 +94,15 @@ class EngineFigures:
         """Return a line on the machine and three tables for a terminal."""
         machine = f"{self.threads} threads" if self.device == "cpu" else "one GPU"
         machine += f"; a copy moves {self.copy_gigabytes_per_second:.1f} GB/s"
-        columns = [
+        decode = _table(
+            "decode",
             "batch",
             "tokens/s",
             "step, ms",
             "of batch 1",
             "of roofline",
             "outside the model",
-        ]
-        decode = _table("decode", columns)
+        )
         for row in self.decode:
             decode.add_row(
                 str(row.batch),
@@ -121,17 +113,17 @@ class EngineFigures:
                 f"{row.outside:.1%}",
             )
         peak = [f"of {self.peak_teraflops:.0f} TFLOP/s"] if self.peak_teraflops else []
-        prefill = _table("prefill", ["prompt tokens", "tokens/s", *peak])
+        prefill = _table("prefill", "prompt tokens", "tokens/s", *peak)
         for tokens, speed in self.prefill_tokens_per_second.items():
             shares = [f"{self.prefill_of_peak[tokens]:.0%}" for _ in peak]
             prefill.add_row(f"{tokens:,}", f"{speed:,.0f}", *shares)
         title = f"batch-{self.decode[-1].batch} step, share outside the model"
-        outside = _table(title, ["greedy", "temperature 0.8, top-p 0.95"])
+        outside = _table(title, "greedy", "temperature 0.8, top-p 0.95")
         outside.add_row(f"{self.outside_greedy:.1%}", f"{self.outside_sampled:.1%}")
         return [f"{self.preset}, {self.precision}, {machine}", decode, prefill, outside]
 
 
-def _table(title: str, columns: list[str]) -> Table:
+def _table(title: str, *columns: str) -> Table:
     return Table(*(Column(name, justify="right") for name in columns), title=title)
 
 

@@ -20,18 +20,13 @@ import httptools
 
 @dataclass(slots=True)
 class StreamedCompletion:
-    """The events of one streamed answer. Times are seconds of `perf_counter`.
-
-    event_times: arrivals of the events that held text. ended: arrival of the end. usage: the
-    server's token counts, if it sent them. error: why the answer is incomplete; the other fields
-    then describe the part that came.
-    """
+    """The events of one streamed answer. Times are seconds of `perf_counter`."""
 
     sent: float = 0.0
-    event_times: list[float] = field(default_factory=list)
+    event_times: list[float] = field(default_factory=list)  # arrivals of events with text
     ended: float = 0.0
-    usage: dict[str, Any] | None = None
-    error: str | None = None
+    usage: dict[str, Any] | None = None  # the server's token counts, if it sent them
+    error: str | None = None  # why the answer is incomplete; the rest describes what came
     _rest: bytes = b""
 
     def feed(self, data: bytes, now: float) -> None:

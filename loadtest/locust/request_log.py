@@ -17,17 +17,13 @@ _MIN_SHARE = 0.02  # of the time that a level must have lasted
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request. Times are seconds; `sent` and `ended` count from the first request.
-
-    ended: in whatever way. ttft: None if no token came. e2e: None without a whole answer. gaps:
-    between events with text. tokens: the number that came.
-    """
+    """One request. Times are seconds; `sent` and `ended` count from the first request."""
 
     sent: float
     ended: float
-    ttft: float | None
-    e2e: float | None
-    gaps: tuple[float, ...]
+    ttft: float | None  # None if no token came
+    e2e: float | None  # None without a whole answer
+    gaps: tuple[float, ...]  # between events with text
     tokens: int
     failed: bool
 
