@@ -2,12 +2,16 @@
 
 locust -f loadtest/locust/locustfile.py --host http://localhost:8000
 
-Every stream is read event by event. Each scenario has rows in milliseconds. `POST`: from sending to
-the end, in whatever way it came. Of answers also `ttft`: from sending to the first event with text;
-`itl`: every gap between such events; and `e2e`: from sending to the end, unless the client
-disconnected before. A stream that runs when the time is over, or when its user stops, may end; one
-that still runs after `--stop-timeout` (here 30 s) has failed. `--slo` sets the exit code.
-`--requests-csv` writes a line a request, from which loadtest.locust.report draws.
+Every stream is read event by event. Each scenario has rows of these types, in milliseconds:
+
+- `POST`: from sending to the end of any kind
+- `ttft`: from sending to the first event with text
+- `itl`: every gap between such events
+- `e2e`: from sending to the end, unless the client disconnected before
+
+A stream that runs when the time is over, or when its user stops, may end; one that still runs
+after `--stop-timeout` (here 30 s) has failed. `--slo` sets the exit code. `--requests-csv` writes a
+line a request, from which loadtest.locust.report draws.
 
 Runs in Locust's own environment, on gevent; imports nothing of the server.
 """
@@ -47,13 +51,11 @@ _RETRY_AFTER = 1.0  # seconds before a user retries a server that accepts no con
 @events.init_command_line_parser.add_listener
 def _add_options(parser: LocustArgumentParser) -> None:
     add = parser.add_argument_group("Kvasir").add_argument
-    median = "Median of the %s (log-normal)%s."
-    add("--prompt-words", type=float, default=64, help=median % ("words of a prompt", ""))
-    bound = "; a request asks for at most half of the model's context"
-    add("--max-tokens", type=float, default=48, help=median % ("tokens to generate", bound))
+    add("--prompt-words", type=float, default=64, help="Median words of a prompt (log-normal).")
+    answer = "Median tokens of an answer (log-normal); at most half of the model's context."
+    add("--max-tokens", type=float, default=48, help=answer)
     add("--spread", type=float, default=0.6, help="Sigma of both; 0 makes all lengths equal.")
-    paces, pace = list(PACES), "Way in which the number of users changes."
-    add("--pace", choices=paces, default="constant", help=pace)
+    add("--pace", choices=list(PACES), default="constant", help="Number of users over time.")
     add("--rate", type=float, default=2.0, help="Requests a second of each user, with poisson.")
     limits = 'Limits such as "ttft:p99:2500 itl:p99:200 errors:1" (ms, percent).'
     add("--slo", default="", type=_checked_slo, help=limits)

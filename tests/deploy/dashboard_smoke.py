@@ -63,7 +63,7 @@ async def broken_rules(client: httpx.AsyncClient) -> list[str]:
 def scrapes(target: str) -> list[dict[str, Any]]:
     """Return two jobs with one target, which joins must keep apart."""
     targets = [{"targets": [target], "labels": LABELS}]
-    return [{"job_name": name, "static_configs": targets} for name in (JOB, "whoever-else")]
+    return [{"job_name": name, "static_configs": targets} for name in (JOB, "another-job")]
 
 
 async def main(url: str, seconds: float) -> int:
