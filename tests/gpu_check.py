@@ -203,7 +203,7 @@ def _median_seconds(work: Callable[[], None]) -> float:
     return median(seconds[1:])
 
 
-class Report:
+class FigureLog:
     """Figures on the screen and in a file as they come.
 
     A failure costs its own figure and no other.
@@ -230,7 +230,7 @@ class Report:
 
 def main(cache: Path, output: Path) -> int:
     """Check and measure, the most important first. Returns the number of parts that failed."""
-    report = Report(output)
+    report = FigureLog(output)
     versions = {"onnxruntime": onnxruntime.__version__, "torch": torch.__version__}
     versions |= {"transformers": transformers.__version__, "python": platform.python_version()}
     report.note("machine", lambda: {"card": torch.cuda.get_device_name(), **versions})
@@ -251,7 +251,7 @@ def _bench(cache: Path, name: str, precision: str) -> dict[str, Any]:
     return bench_engine(name, precision, None, cache, "cuda").as_json()
 
 
-def _measure_peer(report: Report, name: str) -> None:
+def _measure_peer(report: FigureLog, name: str) -> None:
     for batch in DECODE_BATCHES["cuda"]:
         peer = Peer(preset(name))  # a new one, because its first requests set its manager's size
         title = f"{name}, batch {batch}: transformers, {peer.attention}"

@@ -10,14 +10,14 @@ import pytest
 from model.config import preset
 from tests import gpu_check
 from tests.engine.test_session import NO_GPU
-from tests.gpu_check import Peer, Report, check_parity
+from tests.gpu_check import FigureLog, Peer, check_parity
 
 
 def test_a_failure_costs_only_its_own_figure(tmp_path: Path) -> None:
     def fail() -> float:
         raise RuntimeError("out of memory")
 
-    report = Report(tmp_path / "figures.json")
+    report = FigureLog(tmp_path / "figures.json")
     report.note("one", lambda: 1.5)
     report.note("two", fail)
     assert json.loads((tmp_path / "figures.json").read_text())["two"] == {
@@ -36,7 +36,7 @@ def test_the_peer_generates_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @NO_GPU
 def test_parity_fails_without_a_gpu(tmp_path: Path) -> None:
-    report = Report(tmp_path / "figures.json")
+    report = FigureLog(tmp_path / "figures.json")
     report.note("parity", lambda: check_parity(tmp_path, "tiny", "bf16"))
     assert report.failures == ["parity"]
     assert "NoDeviceError" in report.figures["parity"]["failed"]

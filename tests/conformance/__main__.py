@@ -21,7 +21,7 @@ from tests.conformance.heavy import Tools, use_guidellm, use_lm_eval
 from tests.conformance.huggingface_client import use_huggingface
 from tests.conformance.model import MAX_MODEL_LEN, make_model, make_tokenizer
 from tests.conformance.openai_client import use_openai
-from tests.conformance.target import CAPACITY, Conformed, Target
+from tests.conformance.server import CAPACITY, Conformed, Server
 
 _KEY = "a-key"
 
@@ -34,12 +34,12 @@ def main(environment: Path) -> int:
         limits = ("--max-num-seqs", str(CAPACITY), "--max-queue", str(CAPACITY))
         passed = _try("schemathesis", use_schemathesis)
         with serve_locally(model, *limits, "--api-key", _KEY) as url:
-            target = Target(url, model.name, _KEY, MAX_MODEL_LEN)
-            passed &= _try("openai", lambda: use_openai(target))
-            passed &= _try("huggingface_hub", lambda: use_huggingface(target))
+            server = Server(url, model.name, _KEY, MAX_MODEL_LEN)
+            passed &= _try("openai", lambda: use_openai(server))
+            passed &= _try("huggingface_hub", lambda: use_huggingface(server))
         with serve_locally(model, *limits) as url:  # lm_eval's local-completions sends no key
-            target = Target(url, model.name, "", MAX_MODEL_LEN)
-            tools = Tools(environment, Path(folder), target, tokenizer)
+            server = Server(url, model.name, "", MAX_MODEL_LEN)
+            tools = Tools(environment, Path(folder), server, tokenizer)
             passed &= _try("lm_eval", lambda: use_lm_eval(tools, model))
             passed &= _try("guidellm", lambda: use_guidellm(tools))
     return int(not passed)

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from export.graph import load_decoder
 from model.bundle import load_bundle
 from model.network.decoder import Decoder
-from tests.conformance.target import CAPACITY, Conformed, Target
+from tests.conformance.server import CAPACITY, Conformed, Server
 
 LM_EVAL_ERROR = 1e-3  # of a log-likelihood; both sides use fp32
 
@@ -31,10 +31,10 @@ class Tools:
 
     environment: Path
     folder: Path
-    target: Target
+    server: Server
     tokenizer: Path
 
-    def run(self, program: str, *arguments: str) -> None:
+    def run_program(self, program: str, *arguments: str) -> None:
         """Run a program. Raises AssertionError with the end of its output if it fails."""
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
         environment = os.environ | offline | {"HF_HOME": str(self.folder / "huggingface")}
@@ -52,17 +52,17 @@ def use_lm_eval(tools: Tools, model: Path) -> Conformed:
     """Run tasks of local files: choices, whole documents, continuations."""
     out = tools.folder / "lm_eval"
     arguments = {
-        "model": tools.target.model,
-        "base_url": f"{tools.target.openai_url}/completions",
+        "model": tools.server.model,
+        "base_url": f"{tools.server.openai_url}/completions",
         "tokenizer": tools.tokenizer,
         "tokenizer_backend": "huggingface",
-        "max_length": tools.target.max_model_len,
+        "max_length": tools.server.max_model_len,
         "num_concurrent": CAPACITY,
         "max_retries": 1,
     }
     given = ",".join(f"{name}={value}" for name, value in arguments.items())
     tasks = "kvasir_choices,kvasir_documents,kvasir_continuations"
-    tools.run("lm_eval", "run", "--model", "local-completions", "--model_args", given,
+    tools.run_program("lm_eval", "run", "--model", "local-completions", "--model_args", given,
               "--tasks", tasks, "--include_path", str(_TASKS), "--log_samples",
               "--output_path", str(out))  # fmt: skip
     oracle = _Oracle(model)
@@ -89,9 +89,9 @@ def use_lm_eval(tools: Tools, model: Path) -> Conformed:
 def use_guidellm(tools: Tools) -> Conformed:
     """Stream simultaneous completions, each of exactly the requested number of tokens."""
     out = tools.folder / "guidellm.json"
-    server = f"target={tools.target.url},model={tools.target.model},request_format=/v1/completions"
-    tools.run("guidellm", "run", "--disable-console",
-              "--backend", f"kind=openai_http,{server}",
+    backend = f"target={tools.server.url},model={tools.server.model},request_format=/v1/completions"
+    tools.run_program("guidellm", "run", "--disable-console",
+              "--backend", f"kind=openai_http,{backend}",
               "--profile", f"kind=concurrent,streams={CAPACITY}",
               "--constraint", f"kind=max_requests,count={_REQUESTS}",
               "--tokenizer", f"kind=hf_auto,model={tools.tokenizer}",

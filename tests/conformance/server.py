@@ -8,7 +8,7 @@ CAPACITY = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Server:
     """Address, model and key of the server."""
 
     url: str
