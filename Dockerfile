@@ -1,4 +1,4 @@
-# `docker build .` is the server for CPUs, `--target cuda` the one for GPUs, `--target load` what asks them for much.
+# `docker build .` builds the server for CPUs, `--target cuda` the server for GPUs, `--target load` the load test.
 ARG BASE=python:3.11-slim
 
 FROM ${BASE} AS packages
@@ -7,7 +7,7 @@ RUN python3 -m venv /opt/kvasir
 WORKDIR /src
 COPY pyproject.toml constraints.txt LICENSE README.md kvasir.py ./
 
-# The heavy wheels first: they change less often than the source, which is copied last.
+# The dependencies come first, because they change less often than the source.
 FROM packages AS packages-cpu
 RUN mkdir commands model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[cpu,otel]' \
     && rm /opt/kvasir/lib/python3*/site-packages/kvasir.py && /opt/kvasir/bin/pip uninstall --yes pip setuptools
@@ -20,12 +20,12 @@ FROM packages AS packages-load
 RUN mkdir commands model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[loadtest]' \
     && rm /opt/kvasir/lib/python3*/site-packages/kvasir.py && /opt/kvasir/bin/pip uninstall --yes pip setuptools
 
-# Some bases bring pip, which no final stage needs.
+# Some base images contain pip, which no final stage needs.
 FROM ${BASE} AS bare
 RUN rm -rf /usr/local/bin/pip* /usr/local/lib/python3*/ensurepip \
     /usr/local/lib/python3*/site-packages/pip* /usr/local/lib/python3*/site-packages/setuptools*
 
-# Locust, which brings gevent: not for the server.
+# Locust needs gevent, which stays out of the server's image.
 FROM bare AS load
 ENV PATH=/opt/kvasir/bin:$PATH PYTHONPATH=/opt/kvasir/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 MPLCONFIGDIR=/tmp
 WORKDIR /opt/kvasir/app

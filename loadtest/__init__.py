@@ -1,4 +1,4 @@
-"""Benchmarks and load tests of the engine and of running servers.
+"""Benchmarks of the engine, and benchmarks and load tests of running servers.
 
-Imports `model`, `export` and `server.engine` to build what it measures.
+Imports `model`, `export` and `server.engine`, to build what it measures.
 """

@@ -1,15 +1,16 @@
-"""Benchmarks of the bare engine: decode and prefill speed, the memory-bandwidth roofline, time outside the model.
+"""Benchmarks of the engine without HTTP: decode, prefill, memory roofline, time outside the model.
 
-Random weights of a preset's shape; every figure is a median. The roofline is measured in the same run: a decode step
-has to read every weight that takes part and the keys and values of every sequence, and a copy shows how fast memory is.
+Weights are random, in a preset's shape; every figure is a median. The roofline is measured in the
+same run: a decode step must read every weight that it uses and the keys and values of every
+sequence, and a copy gives the memory's speed.
 """
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from statistics import median
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import torch
-from rich.table import Table
+from rich.table import Column, Table
 
 from loadtest.random_model import make_random_model
 from model.bundle import GRAPH_FILE, Device
@@ -42,7 +43,8 @@ _PROMPT_TOKENS = 128
 _DECODE_STEPS = 48
 _PREFILL_ROUNDS = 5
 _COPY_BYTES = 2**28
-# Of a layer's weight, the head's, and of a key or value; int4 with a scale for each 32, in float32, or on CUDA in half.
+# Bytes of a weight in the layers, of one in the head, and of a key or value. int4 has a scale for
+# each 32 weights: in float32 on the CPU, in 16 bits on CUDA, where int8 has such a scale too.
 _BYTES: dict[tuple[Device, str], tuple[float, float, int]] = {
     ("cpu", "fp32"): (4.0, 4.0, 4),
     ("cpu", "int8"): (1.0, 1.0, 1),
@@ -56,26 +58,18 @@ _BYTES: dict[tuple[Device, str], tuple[float, float, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class DecodeFigures:
-    """Steps in which `batch` sequences decode.
-
-    roofline: the share of the speed at which memory, as fast as in a copy, could feed the step. outside: the share of
-    the step that is not spent inside ONNX Runtime.
-    """
+    """Figures of steps in which `batch` sequences decode."""
 
     batch: int
     tokens_per_second: float
     step_milliseconds: float
-    roofline: float
-    outside: float
+    roofline: float  # the speed as a share of the fastest that the memory allows
+    outside: float  # share of the step outside ONNX Runtime
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFigures:
-    """What `kvasir bench engine` measures. outside: share of the largest step that is not spent inside ONNX Runtime.
-
-    threads: on the CPU. peak_teraflops: of a large product in bfloat16, measured on the GPU; prefill_of_peak: the share
-    of it that a prompt's two operations a token and weight of the layers are (its last token alone meets the head).
-    """
+    """The result of `kvasir bench engine`."""
 
     preset: str
     device: str
@@ -85,49 +79,52 @@ class EngineFigures:
     copy_gigabytes_per_second: float
     decode: list[DecodeFigures]
     prefill_tokens_per_second: dict[int, float]
-    outside_greedy: float
+    outside_greedy: float  # share of the largest step outside ONNX Runtime
     outside_sampled: float
-    peak_teraflops: float | None = None
-    prefill_of_peak: dict[int, float] = field(default_factory=dict)
+    peak_teraflops: float | None  # of a large bfloat16 product, measured on the GPU
+    # By prompt tokens, the share of that peak, at two operations a token and weight of the layers.
+    # Only a prompt's last token meets the head.
+    prefill_of_peak: dict[int, float]
 
     def as_json(self) -> dict[str, Any]:
+        """Return all figures for scripts."""
         return asdict(self)
 
     def tables(self) -> list[str | Table]:
+        """Return a line on the machine and three tables for a terminal."""
         machine = f"{self.threads} threads" if self.device == "cpu" else "one GPU"
         machine += f"; a copy moves {self.copy_gigabytes_per_second:.1f} GB/s"
-        decode = Table(title="decode")
-        for name in (
+        decode = _table(
+            "decode",
             "batch",
             "tokens/s",
             "step, ms",
             "of batch 1",
             "of roofline",
             "outside the model",
-        ):
-            decode.add_column(name, justify="right")
+        )
         for row in self.decode:
-            speed_up = row.tokens_per_second / self.decode[0].tokens_per_second
-            cells = (
-                row.batch,
+            decode.add_row(
+                str(row.batch),
                 f"{row.tokens_per_second:,.0f}",
                 f"{row.step_milliseconds:.2f}",
-                f"{speed_up:.1f} x",
+                f"{row.tokens_per_second / self.decode[0].tokens_per_second:.1f} x",
+                f"{row.roofline:.0%}",
+                f"{row.outside:.1%}",
             )
-            decode.add_row(*map(str, cells), f"{row.roofline:.0%}", f"{row.outside:.1%}")
-        prefill = Table(title="prefill")
-        prefill.add_column("prompt tokens", justify="right")
-        prefill.add_column("tokens/s", justify="right")
-        if self.prefill_of_peak:
-            prefill.add_column(f"of {self.peak_teraflops:.0f} TFLOP/s", justify="right")
+        peak = [f"of {self.peak_teraflops:.0f} TFLOP/s"] if self.peak_teraflops else []
+        prefill = _table("prefill", "prompt tokens", "tokens/s", *peak)
         for tokens, speed in self.prefill_tokens_per_second.items():
-            share = [f"{self.prefill_of_peak[tokens]:.0%}"] if self.prefill_of_peak else []
-            prefill.add_row(f"{tokens:,}", f"{speed:,.0f}", *share)
-        outside = Table(title=f"batch-{self.decode[-1].batch} step, share outside the model")
-        outside.add_column("greedy", justify="right")
-        outside.add_column("temperature 0.8, top-p 0.95", justify="right")
+            shares = [f"{self.prefill_of_peak[tokens]:.0%}" for _ in peak]
+            prefill.add_row(f"{tokens:,}", f"{speed:,.0f}", *shares)
+        title = f"batch-{self.decode[-1].batch} step, share outside the model"
+        outside = _table(title, "greedy", "temperature 0.8, top-p 0.95")
         outside.add_row(f"{self.outside_greedy:.1%}", f"{self.outside_sampled:.1%}")
         return [f"{self.preset}, {self.precision}, {machine}", decode, prefill, outside]
+
+
+def _table(title: str, *columns: str) -> Table:
+    return Table(*(Column(name, justify="right") for name in columns), title=title)
 
 
 def bench_engine(
@@ -138,33 +135,35 @@ def bench_engine(
     device: Device = "cpu",
     progress: Progress = unheard,
 ) -> EngineFigures:
-    """Measure the engine on a preset with random weights, which is kept in `cache` for the next time.
+    """Measure the engine on a preset with random weights, which stays in `cache`.
 
-    Raises ConfigError for an unknown preset or precision, and the errors of make_random_model.
+    Raises ConfigError for an unknown preset or precision, and the errors of `make_random_model`.
     """
     folder = f"{name}-{precision}" if device == "cpu" else f"{name}-{device}-{precision}"
     graph = make_random_model(name, precision, cache / folder, device, progress) / GRAPH_FILE
     config, batches, threads = preset(name), DECODE_BATCHES[device], threads or usable_cpus()
     progress("loading the model", 0, 0)
-    runner = _open_runner(graph, config, device, threads)
-    bench = _EngineBench(runner, config, _CHUNK[device])
+    runner: OnnxRunner | PagedRunner
+    if device == "cuda":
+        runner = open_cuda_runner(graph, config, max_num_seqs=batches[-1], keep_prompts=False)
+    else:
+        runner = OnnxRunner(graph, config, max_num_seqs=batches[-1], threads=threads)
+        runner.warm_up()
+    bench = _EngineBench(runner, config.vocab_size, _CHUNK[device])
     progress("copying memory", 0, 0)
     bandwidth = copy_bandwidth(threads) if device == "cpu" else device_bandwidth()
-    prefill = {
-        tokens: bench.prefill(tokens)
-        for tokens in followed(PREFILL_TOKENS[device], "prefill", progress)
-    }
+    prompts = followed(PREFILL_TOKENS[device], "prefill", progress)
+    prefill = {n_tokens: bench.prefill(n_tokens) for n_tokens in prompts}
     decode = []
     for batch in followed(batches, "decode", progress):
         seconds, outside = bench.decode(batch, temperature=0.0)
-        floor = bytes_per_step(config, precision, batch, device) / bandwidth
-        decode.append(
-            DecodeFigures(batch, batch / seconds, seconds * 1e3, floor / seconds, outside)
-        )
+        share = bytes_per_step(config, precision, batch, device) / bandwidth / seconds
+        decode.append(DecodeFigures(batch, batch / seconds, seconds * 1e3, share, outside))
     progress("time outside the model", 0, 0)
-    outside_greedy, outside_sampled = (bench.decode(batches[-1], heat)[1] for heat in (0.0, 0.8))
+    _, outside_greedy = bench.decode(batches[-1], temperature=0.0)
+    _, outside_sampled = bench.decode(batches[-1], temperature=0.8)
     peak = device_flops() if device == "cuda" else None
-    in_layers = n_weights(config) - config.vocab_size * config.d_model
+    per_token = 2 * (n_weights(config) - config.vocab_size * config.d_model)
     return EngineFigures(
         preset=name,
         device=device,
@@ -177,37 +176,22 @@ def bench_engine(
         outside_greedy=outside_greedy,
         outside_sampled=outside_sampled,
         peak_teraflops=peak and peak / 1e12,
-        prefill_of_peak={n: 2 * in_layers * speed / peak for n, speed in prefill.items()}
-        if peak
-        else {},
+        prefill_of_peak={n: per_token * speed / peak for n, speed in prefill.items() if peak},
     )
 
 
-def _open_runner(
-    graph: Path, config: DecoderConfig, device: Device, threads: int
-) -> OnnxRunner | PagedRunner:
-    most = DECODE_BATCHES[device][-1]
-    if device == "cuda":
-        return open_cuda_runner(graph, config, max_num_seqs=most, keep_prompts=False)
-    runner = OnnxRunner(graph, config, max_num_seqs=most, threads=threads)
-    runner.warm_up()
-    return runner
-
-
 class _EngineBench:
-    """One engine under test."""
+    """Measurements on one engine."""
 
-    def __init__(
-        self, runner: OnnxRunner | PagedRunner, config: DecoderConfig, chunk_size: int
-    ) -> None:
+    def __init__(self, runner: OnnxRunner | PagedRunner, vocab_size: int, chunk_size: int) -> None:
         self._runner = runner
-        self._config = config
+        self._vocab_size = vocab_size
         self._engine = Engine(runner, chunk_size=chunk_size)
-        self._ids: Iterator[int] = count()
+        self._ids = count()
         self._generator = np.random.default_rng(0)
 
     def prefill(self, n_tokens: int) -> float:
-        """Prompt tokens per second of one prompt alone, until its first token."""
+        """Return the tokens per second of one prompt alone, until its first new token."""
         speeds = []
         for _ in range(_PREFILL_ROUNDS + 1):
             self._add(n_tokens, max_tokens=1, temperature=0.0)
@@ -218,7 +202,7 @@ class _EngineBench:
         return median(speeds[1:])
 
     def decode(self, batch: int, temperature: float) -> tuple[float, float]:
-        """Seconds of a step in which `batch` sequences decode, and the share of it outside the model."""
+        """Return a decode step's seconds and its share outside the model."""
         for _ in range(batch):
             self._add(_PROMPT_TOKENS, max_tokens=_DECODE_STEPS + 2 * batch, temperature=temperature)
         seconds, outside = [], []
@@ -233,31 +217,27 @@ class _EngineBench:
         return median(seconds), median(outside)
 
     def _add(self, n_prompt: int, max_tokens: int, temperature: float) -> None:
-        prompt_ids = self._generator.integers(self._config.vocab_size, size=n_prompt).tolist()
+        prompt_ids = self._generator.integers(self._vocab_size, size=n_prompt).tolist()
         top_p = 0.95 if temperature else 1.0
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-        self._engine.add(
-            Sequence(
-                next(self._ids), prompt_ids, params, frozenset(), SequenceTimes(perf_counter())
-            )
-        )
+        times = SequenceTimes(perf_counter())
+        self._engine.add(Sequence(next(self._ids), prompt_ids, params, frozenset(), times))
 
 
 def n_weights(config: DecoderConfig) -> int:
-    """Parameters that a token is multiplied by: of an embedding that is not the head, a step looks up a row."""
+    """Count the weights that multiply a token.
+
+    An untied embedding is looked up, so it does not count.
+    """
     with torch.device("meta"):
         n_parameters = Decoder(config).n_parameters
-    return (
-        n_parameters
-        if config.tied_embeddings
-        else n_parameters - config.vocab_size * config.d_model
-    )
+    return n_parameters - (not config.tied_embeddings) * config.vocab_size * config.d_model
 
 
 def bytes_per_step(
     config: DecoderConfig, precision: str, batch: int, device: Device = "cpu"
 ) -> float:
-    """Weights and, halfway through the measured steps, keys and values that one decode step has to read."""
+    """Return the bytes that a decode step reads: weights, and the KV cache halfway through."""
     of_weight, of_head, of_key = _BYTES[device, precision]
     head = config.vocab_size * config.d_model
     per_token = KVRows.bytes_per_token(
@@ -268,7 +248,7 @@ def bytes_per_step(
 
 
 def copy_bandwidth(threads: int) -> float:
-    """Bytes read and written per second by `threads` threads that copy large arrays; the median of nine."""
+    """Return the bytes that threads read and write per second in a copy; the median of nine."""
     sources = [np.ones(_COPY_BYTES // threads, dtype=np.uint8) for _ in range(threads)]
     targets = [np.zeros_like(source) for source in sources]
     speeds = []
@@ -281,14 +261,14 @@ def copy_bandwidth(threads: int) -> float:
 
 
 def device_bandwidth() -> float:
-    """Bytes that the GPU reads and writes per second when it copies; the median of nine."""
+    """Return the bytes that the GPU reads and writes per second in a copy; the median of nine."""
     source = torch.ones(2**30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return median(2 * source.numel() / _gpu_seconds(lambda: target.copy_(source)) for _ in range(9))
 
 
 def device_flops() -> float:
-    """Operations per second of a large product in bfloat16 on the GPU; the median of nine."""
+    """Return the GPU's operations per second in a bfloat16 product; the median of nine."""
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
     return median(2 * 8192**3 / _gpu_seconds(lambda: a @ a) for _ in range(9))
 

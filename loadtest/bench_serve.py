@@ -1,4 +1,4 @@
-"""Benchmarks over HTTP: workloads on one server, or round by round on two in turn."""
+"""Benchmarks over HTTP: workloads on one server, or on two servers in alternating rounds."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ import uvloop
 from loadtest.load import Prompts, Workload, closed_loop, open_loop
 from loadtest.local_server import serve_locally
 from loadtest.serve_figures import Limits, Measured, Round, ServeFigures, good
-from loadtest.sse_client import Answer, Target, complete
+from loadtest.sse_client import StreamedCompletion, Target, complete
 from model.progress import Progress, followed, unheard
 
 
 class ServeBenchError(Exception):
-    """A server that answers no request."""
+    """A server answered no request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server under test: its URL, or a model directory to serve meanwhile. extra: fields it needs in each request."""
+    """A server to measure.
+
+    address: its URL, or a model directory to serve. extra: fields of each request.
+    """
 
     address: str
     extra: dict[str, Any]
@@ -31,9 +34,11 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How each workload is run. requests and warm_up: None is three times, and once, the concurrency.
+    """Workloads, and the way to run each of them.
 
-    rate: an open loop's requests a second; None is a closed loop. timeout: seconds that a request may take.
+    requests: a round; by default three times the concurrency. warm_up: requests before the rounds;
+    by default the concurrency. rate: requests a second of an open loop; None is a closed loop.
+    timeout: seconds for a request.
     """
 
     workloads: list[Workload]
@@ -48,16 +53,17 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.rate is not None and any(workload.shared_len for workload in self.workloads):
-            raise ValueError(
-                "a shared prefix is measured in waves, not at a rate; name workloads without one"
-            )
+            reason = "a shared prefix is measured in waves, not at a rate"
+            raise ValueError(f"{reason}; name workloads without one")
 
 
 def bench_serve(
     servers: dict[str, Server], plan: Plan, api_key: str | None, progress: Progress = unheard
 ) -> ServeFigures:
-    """Measure one server or two. Raises ValueError for a URL that is none, ChildProcessError for a directory that
-    cannot be served, and ServeBenchError.
+    """Measure one server or two.
+
+    Raises ValueError for an invalid URL, ChildProcessError for a directory that cannot be served,
+    and ServeBenchError.
     """
     with ExitStack() as stack:
         clients = {}
@@ -66,77 +72,64 @@ def bench_serve(
             if "://" not in url:
                 progress(f"starting {url}", 0, 0)
                 url = stack.enter_context(serve_locally(Path(url)))
-            clients[letter] = _Client(Target(url, api_key), server.extra, plan.timeout)
-        rows = uvloop.run(_Bench(clients, plan, progress).run())
+            clients[letter] = _Client(Target(url, api_key), server.extra, plan)
+        rows = uvloop.run(_measure(clients, plan, progress))
     about = {letter: server.address for letter, server in servers.items()}
     names = ("rounds", "requests", "warm_up", "rate", "limits", "vocab_size", "seed")
     return ServeFigures(about | {name: getattr(plan, name) for name in names}, rows)
 
 
+async def _measure(
+    clients: dict[str, _Client], plan: Plan, progress: Progress
+) -> dict[str, dict[str, Measured]]:
+    """Run each workload on all servers, after a warm-up; return answers by workload and server."""
+    rows: dict[str, dict[str, Measured]] = {}
+    prompts = Prompts(plan.vocab_size, plan.seed)
+    for workload in plan.workloads:
+        progress(f"{workload}, warm-up", 0, 0)
+        for client in clients.values():
+            n = workload.concurrency if plan.warm_up is None else plan.warm_up
+            bodies = prompts.bodies(workload, n, client.extra)
+            client.require_any(await closed_loop(client.ask, bodies, workload.concurrency))
+        for _ in followed(range(plan.rounds), f"{workload}, rounds", progress):
+            for letter, client in clients.items():
+                for part, waves in (await client.run_round(workload, prompts)).items():
+                    if waves:
+                        client.require_any(list(chain(*waves)))
+                        row = rows.setdefault(f"{workload}{part}", {})
+                        row.setdefault(letter, Measured(workload, plan.limits)).waves.append(waves)
+    return rows
+
+
 @dataclass(frozen=True, slots=True)
 class _Client:
+    """A client of one server."""
+
     target: Target
     extra: dict[str, Any]
-    timeout: float
+    plan: Plan
 
-    async def ask(self, body: bytes) -> Answer:
-        return await complete(self.target, body, self.timeout)
+    async def ask(self, body: bytes) -> StreamedCompletion:
+        return await complete(self.target, body, self.plan.timeout)
 
+    async def run_round(self, workload: Workload, prompts: Prompts) -> dict[str, Round]:
+        """Run a round and return its waves by part.
 
-class _Bench:
-    """All workloads, each with its warm-up, on all servers."""
+        A shared prefix makes two parts: the first wave computes the prefix, the later waves find it
+        cached.
+        """
+        rate, size = self.plan.rate, workload.concurrency
+        bodies = prompts.bodies(workload, self.plan.requests or 3 * size, self.extra)
+        if rate is not None:
+            return {"": [await open_loop(self.ask, bodies, rate, prompts.generator)]}
+        if not workload.shared_len:
+            return {"": [await closed_loop(self.ask, bodies, size)]}
+        starts = range(0, len(bodies), size)
+        waves = [await closed_loop(self.ask, bodies[i : i + size], size) for i in starts]
+        return {" cold": waves[:1], " warm": waves[1:]}
 
-    def __init__(self, clients: dict[str, _Client], plan: Plan, progress: Progress) -> None:
-        self._clients = clients
-        self._plan = plan
-        self._prompts = Prompts(plan.vocab_size, plan.seed)
-        self._progress = progress
-
-    async def run(self) -> dict[str, dict[str, Measured]]:
-        rows: dict[str, dict[str, Measured]] = {}
-        for workload in self._plan.workloads:
-            self._progress(f"{workload}, warm-up", 0, 0)
-            for client in self._clients.values():
-                await self._warm_up(client, workload)
-            for _ in followed(range(self._plan.rounds), f"{workload}, rounds", self._progress):
-                for letter, client in self._clients.items():
-                    for part, waves in (await self._run_round(client, workload)).items():
-                        label = f"{workload}{part}"
-                        measured = rows.setdefault(label, {}).setdefault(
-                            letter, Measured(workload, self._plan.limits)
-                        )
-                        measured.waves.append(waves)
-        return rows
-
-    async def _warm_up(self, client: _Client, workload: Workload) -> None:
-        n = workload.concurrency if self._plan.warm_up is None else self._plan.warm_up
-        bodies = self._prompts.bodies(workload, n, client.extra)
-        _require_one(client, await closed_loop(client.ask, bodies, workload.concurrency))
-
-    async def _run_round(self, client: _Client, workload: Workload) -> dict[str, Round]:
-        """A round's parts: all of it, or with a shared prefix the wave that finds it new and those that come later."""
-        plan, concurrency = self._plan, workload.concurrency
-        bodies = self._prompts.bodies(workload, plan.requests or 3 * concurrency, client.extra)
-        if workload.shared_len:
-            starts = range(0, len(bodies), concurrency)
-            waves = [
-                await closed_loop(client.ask, bodies[i : i + concurrency], concurrency)
-                for i in starts
-            ]
-            parts = {" cold": waves[:1], " warm": waves[1:]}
-        elif plan.rate is not None:
-            parts = {"": [await open_loop(client.ask, bodies, plan.rate, self._prompts.generator)]}
-        else:
-            parts = {"": [await closed_loop(client.ask, bodies, concurrency)]}
-        parts = {part: waves for part, waves in parts.items() if waves}
-        for waves in parts.values():
-            _require_one(client, list(chain(*waves)))
-        return parts
-
-
-def _require_one(client: _Client, answers: list[Answer]) -> None:
-    """A server that answers nothing ends the benchmark, or one that hangs would stretch it by every timeout."""
-    if answers and not good(answers):
-        raise ServeBenchError(
-            f"{client.target.url} answered none of {len(answers)} requests: {answers[0].error}"
-        )
+    def require_any(self, answers: list[StreamedCompletion]) -> None:
+        """Stop the benchmark if no request succeeds; a hanging server would cost every timeout."""
+        if answers and not good(answers):
+            failed = f"{self.target.url} answered none of {len(answers)} requests"
+            raise ServeBenchError(f"{failed}: {answers[0].error}")

@@ -1,6 +1,7 @@
-"""A server of a model directory in a process of its own, for as long as it is measured.
+"""A server of a model directory in a process of its own, for the length of a measurement.
 
-python -m loadtest.local_server DIRECTORY COMMAND… runs a command meanwhile, which finds its URL in KVASIR_URL.
+python -m loadtest.local_server DIRECTORY COMMAND… runs a command meanwhile, with the server's URL
+in KVASIR_URL.
 """
 
 from __future__ import annotations
@@ -17,42 +18,34 @@ from threading import Thread
 from typing import Any
 
 
-@contextmanager
-def serve_locally(
+def serve_command(
     directory: Path, *options: str, python: str | Path = sys.executable
-) -> Iterator[str]:
-    """The URL of `kvasir serve` on a free loopback port, once it is ready. Raises ChildProcessError where it fails."""
-    with start_locally(directory, *options, python=python) as ready:
-        yield f"http://127.0.0.1:{ready['port']}"
+) -> list[str | Path]:
+    """Return the command that serves a directory on a free loopback port; later options win."""
+    serve = [python, "-m", "kvasir", "serve", directory, "--host", "127.0.0.1", "--port", "0"]
+    return [*serve, *options]
 
 
 @contextmanager
-def start_locally(
-    directory: Path, *options: str, python: str | Path = sys.executable
-) -> Iterator[dict[str, Any]]:
-    """The same, but what the server's log says when it is ready, with its port."""
-    serve = ["-m", "kvasir", "serve", str(directory), "--host", "127.0.0.1", "--port", "0"]
-    with running([python, *serve, *options]) as ready:
-        yield ready
+def run_server(command: Sequence[str | Path]) -> Iterator[dict[str, Any]]:
+    """Run a command that serves, and yield its "ready" log entry with `port`, where it listens.
 
-
-@contextmanager
-def running(command: Sequence[str | Path]) -> Iterator[dict[str, Any]]:
-    """The same of a command that serves."""
+    Raises ChildProcessError with the last line of its log if it ends before it is ready.
+    """
     ready: Future[dict[str, Any]] = Future()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603
         assert process.stderr is not None
-        log = Thread(target=_follow, args=(process.stderr, ready))
-        log.start()
+        reader = Thread(target=_read_log, args=(process.stderr, ready))
+        reader.start()
         try:
             yield ready.result()
         finally:
             process.terminate()
-            log.join()
+            reader.join()
 
 
-def _follow(log: Iterable[str], ready: Future[dict[str, Any]]) -> None:
-    """Read the log to its end, or the server would stand still when the pipe is full."""
+def _read_log(log: Iterable[str], ready: Future[dict[str, Any]]) -> None:
+    """Read the log to its end, because a full pipe would block the server."""
     port, line = 0, ""
     for line in log:
         if ready.done() or not line.startswith("{"):
@@ -63,17 +56,27 @@ def _follow(log: Iterable[str], ready: Future[dict[str, Any]]) -> None:
         elif entry["message"] == "ready":
             ready.set_result(entry | {"port": port})
     if not ready.done():
-        ready.set_exception(
-            ChildProcessError(line.strip().removeprefix("kvasir: ") or "the server ended at once")
-        )
+        reason = line.strip().removeprefix("kvasir: ") or "the server ended at once"
+        ready.set_exception(ChildProcessError(reason))
+
+
+@contextmanager
+def serve_locally(
+    directory: Path, *options: str, python: str | Path = sys.executable
+) -> Iterator[str]:
+    """Run `kvasir serve` and yield its URL once it is ready.
+
+    Raises ChildProcessError if it fails to start.
+    """
+    with run_server(serve_command(directory, *options, python=python)) as ready:
+        yield f"http://127.0.0.1:{ready['port']}"
 
 
 if __name__ == "__main__":
     try:
-        with serve_locally(Path(sys.argv[1])) as served_at:
-            command = subprocess.run(  # noqa: S603
-                sys.argv[2:], env=os.environ | {"KVASIR_URL": served_at}, check=False
-            )
+        with serve_locally(Path(sys.argv[1])) as url:
+            environment = os.environ | {"KVASIR_URL": url}
+            command = subprocess.run(sys.argv[2:], env=environment, check=False)  # noqa: S603
     except ChildProcessError as error:
         sys.exit(str(error))
     sys.exit(command.returncode)

@@ -1,4 +1,4 @@
-"""Model directories of a preset's shape with random weights: for measuring, as fast as trained ones."""
+"""Model directories of a preset's shape with random weights, which run as fast as trained ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from tokenizers import Tokenizer, models
 
 import export
-import model
+import model.network
 from export.directory import export_checkpoint
 from model.bundle import MANIFEST_FILE, PRECISIONS, Device
 from model.checkpoint import save_checkpoint
@@ -30,17 +30,18 @@ _PREFIX = "random"
 def make_random_model(
     name: str, precision: str, out: Path, device: Device = "cpu", progress: Progress = unheard
 ) -> Path:
-    """Write a preset's model directory to `out`, unless it is there already; one of an older exporter is replaced.
+    """Write a preset's model directory to `out`, unless the present exporter has written it before.
 
-    Raises ConfigError for an unknown preset or precision, and FileExistsError where `out` holds something else.
+    Raises ConfigError for an unknown preset or precision, and FileExistsError if `out` holds
+    anything else.
     """
     if precision not in PRECISIONS[device]:
-        raise ConfigError(
-            f"no precision {precision!r} for {device}; there are {', '.join(PRECISIONS[device])}"
-        )
+        known = ", ".join(PRECISIONS[device])
+        raise ConfigError(f"no precision {precision!r} for {device}; there are {known}")
     config = preset(name)
     source = f"{_PREFIX}-{name}-{device}-{precision}-{_fingerprint(config)}"
-    found = _source(out)
+    manifest = out / MANIFEST_FILE
+    found = json.loads(manifest.read_bytes())["source"]["name"] if manifest.is_file() else ""
     if found == source:
         return out
     if found.startswith(f"{_PREFIX}-"):
@@ -48,9 +49,8 @@ def make_random_model(
     torch.manual_seed(0)
     with TemporaryDirectory() as folder:
         run, text = Path(folder) / source, Path(folder) / "text.txt"
-        text.write_text(
-            str(__doc__), encoding="utf-8"
-        )  # int8 is verified on text; to random weights any is the same
+        # int8 is verified on text. Any text does for random weights.
+        text.write_text(str(__doc__), encoding="utf-8")
         save_checkpoint(run, 0, Decoder(config), dummy_tokenizer(config.vocab_size), {}, {})
         export_checkpoint(
             run, out, device=device, precision=precision, text=text, progress=progress
@@ -59,29 +59,20 @@ def make_random_model(
 
 
 def dummy_tokenizer(vocab_size: int) -> Tokenizer:
-    """Text is encoded byte by byte; every other id decodes to a word of its own, so each token shows in a stream."""
+    """Make a tokenizer of bytes and different words, so that every token shows as text."""
     tokenizer = train_tokenizer([], 257)
     vocabulary = tokenizer.get_vocab()
     words = product(ascii_lowercase, repeat=4)
     for token_id in range(len(vocabulary), vocab_size):
-        vocabulary["Ġ" + "".join(next(words))] = (
-            token_id  # how byte-level vocabularies write a space
-        )
+        vocabulary["Ġ" + "".join(next(words))] = token_id  # Ġ is a space in byte-level vocabularies
     tokenizer.model = models.BPE(vocab=vocabulary, merges=[])
     return tokenizer
 
 
-def _source(directory: Path) -> str:
-    """What the directory's manifest says it was made from; empty where there is none."""
-    manifest = directory / MANIFEST_FILE
-    return str(json.loads(manifest.read_bytes())["source"]["name"]) if manifest.is_file() else ""
-
-
 def _fingerprint(config: DecoderConfig) -> str:
-    """Changes with the shape, and with every source file that decides what the graph looks like."""
+    """Hash the shape and every source file that decides the graph."""
     digest = hashlib.sha256(json.dumps(asdict(config)).encode())
-    names = ("attention.py", "decoder.py", "norm.py", "paged_attention.py", "positions.py")
-    files = [Path(model.__path__[0]) / name for name in names]
-    for file in (*files, *sorted(Path(export.__path__[0]).glob("*.py"))):
-        digest.update(file.read_bytes())
+    for package in (model.network, export):
+        for file in sorted(Path(package.__path__[0]).rglob("*.py")):
+            digest.update(file.read_bytes())
     return digest.hexdigest()[:12]

@@ -1,8 +1,9 @@
-"""Figures of served requests: percentiles, throughput, goodput, and two servers side by side.
+"""Figures of served requests: percentiles, throughput, goodput and ratios of two servers.
 
-TTFT is from sending a request to its first event with text; ITL every gap between such events, pooled; TPOT the time
-after the first event divided by the tokens after the first; e2e from sending to the whole answer. Events that come in
-one read make no gap, and an answer that comes in one has neither ITL nor TPOT.
+TTFT: from sending a request to its first event with text. ITL: every gap between such events, of
+all requests. TPOT: the time after the first event divided by the number of tokens after the first.
+E2E: from sending to the end. Events that come in one read make no gap; an answer that comes in one
+read has neither ITL nor TPOT.
 """
 
 from __future__ import annotations
@@ -14,44 +15,48 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from loadtest.load import Workload
-from loadtest.sse_client import Answer
+from loadtest.sse_client import StreamedCompletion
 
 PERCENTILES = (50, 90, 99)
-LATENCIES: dict[str, Callable[[Answer], list[float]]] = {
+LATENCIES: dict[str, Callable[[StreamedCompletion], list[float]]] = {
     "ttft": lambda answer: [answer.ttft],
     "itl": lambda answer: answer.gaps,
     "tpot": lambda answer: [] if answer.tpot is None else [answer.tpot],
     "e2e": lambda answer: [answer.e2e],
 }
-Limits = dict[str, float]  # latency: the most milliseconds that a good request may take
-Round = list[list[Answer]]  # waves, one after the other
+Limits = dict[str, float]  # by latency: most milliseconds of a good request
+Round = list[list[StreamedCompletion]]  # waves, one after the other
 RATIO = "A/B"
 
 
 def parse_limits(text: str) -> Limits:
-    """`ttft:500 itl:50`: milliseconds that a good request keeps to; for itl, in its longest gap. What cannot be told of
-    several tokens is not kept. Raises ValueError.
+    """Parse `ttft:500 itl:50`, limits of a good request in milliseconds.
+
+    `itl` limits its longest gap. Raises ValueError for anything else.
     """
     limits = {}
     for limit in text.replace(",", " ").split():
         name, _, value = limit.partition(":")
         if name not in LATENCIES or not value.replace(".", "", 1).isdecimal():
-            raise ValueError(
-                f"a goodput limit is one of {', '.join(LATENCIES)} with milliseconds, not {limit!r}"
-            )
+            form = f"one of {', '.join(LATENCIES)} with milliseconds"
+            raise ValueError(f"a goodput limit is {form}, not {limit!r}")
         limits[name] = float(value)
     return limits
 
 
-def good(answers: list[Answer]) -> list[Answer]:
+def good(answers: list[StreamedCompletion]) -> list[StreamedCompletion]:
+    """Return the answers without an error."""
     return [answer for answer in answers if answer.error is None]
 
 
 def figures(waves: Round, limits: Limits) -> dict[str, float]:
-    """Of the requests that succeeded; throughput over the time from each wave's first request to its last answer."""
+    """Compute the figures of the requests that succeeded.
+
+    Throughput is over the time from each wave's first request to its last answer.
+    """
     waves = [succeeded for wave in waves if (succeeded := good(wave))]
     answers = list(chain(*waves))
     seconds = sum(max(a.ended for a in wave) - min(a.sent for a in wave) for wave in waves)
@@ -61,170 +66,146 @@ def figures(waves: Round, limits: Limits) -> dict[str, float]:
         found["requests_per_second"] = len(answers) / seconds
         if limits:
             found["goodput"] = sum(_keeps(answer, limits) for answer in answers) / seconds
-    for name, seconds_of in LATENCIES.items():
-        if values := [value * 1e3 for answer in answers for value in seconds_of(answer)]:
+    for name, latency in LATENCIES.items():
+        if values := [value * 1e3 for answer in answers for value in latency(answer)]:
             found |= {f"{name}_ms_p{p}": float(np.percentile(values, p)) for p in PERCENTILES}
     return found
 
 
-def _keeps(answer: Answer, limits: Limits) -> bool:
+def _keeps(answer: StreamedCompletion, limits: Limits) -> bool:
+    """Return whether an answer keeps all limits; an unknown latency of several tokens does not."""
     known = {name: LATENCIES[name](answer) for name in limits}
-    if answer.n_tokens > 1 and not all(known.values()):
-        return False
-    return all(value * 1e3 <= limits[name] for name, values in known.items() for value in values)
+    return (answer.n_tokens <= 1 or all(known.values())) and all(
+        value * 1e3 <= limits[name] for name, values in known.items() for value in values
+    )
 
 
 @dataclass(slots=True)
 class Measured:
-    """One workload, or a part of it, on one server."""
+    """The answers of one server to one workload, or to a part of it. waves: of each round."""
 
     workload: Workload
     limits: Limits
-    waves: list[Round] = field(default_factory=list)  # of each round
+    waves: list[Round] = field(default_factory=list)
 
     @property
-    def answers(self) -> list[Answer]:
+    def answers(self) -> list[StreamedCompletion]:
+        """All answers of all rounds."""
         return [answer for waves in self.waves for answer in chain(*waves)]
 
     @property
     def errors(self) -> list[str]:
+        """The errors of the requests that failed."""
         return [answer.error for answer in self.answers if answer.error is not None]
 
     @property
     def rounds(self) -> list[dict[str, float]]:
+        """The figures of each round."""
         return [figures(waves, self.limits) for waves in self.waves]
 
     @property
     def medians(self) -> dict[str, float]:
+        """The median over rounds of each figure."""
         rounds = self.rounds
-        return {
-            key: median(found[key] for found in rounds if key in found)
-            for key in dict.fromkeys(chain(*rounds))
-        }
+        names = dict.fromkeys(chain(*rounds))
+        return {name: median(found[name] for found in rounds if name in found) for name in names}
 
     @property
     def notes(self) -> list[str]:
-        """What a reader has to know before comparing the figures."""
+        """Caveats that a reader needs before comparing the figures."""
         answers, errors, workload = good(self.answers), self.errors, self.workload
-        notes = (
-            [f"{len(errors)} of {len(self.answers)} requests failed, the first: {errors[0]}"]
-            if errors
-            else []
-        )
+        notes = []
+        if errors:
+            n = len(self.answers)
+            notes.append(f"{len(errors)} of {n} requests failed, the first: {errors[0]}")
         if any(answer.usage is None for answer in answers):
             notes.append("the server sends no usage, so events are counted as tokens")
-        lengths = {
-            (answer.n_prompt_tokens or workload.n_prompt_tokens, answer.n_tokens)
-            for answer in answers
-        }
-        for n_in, n_out in sorted(lengths - {(workload.n_prompt_tokens, workload.output_len)}):
+        wanted = (workload.n_prompt_tokens, workload.output_len)
+        lengths = {(answer.n_prompt_tokens or wanted[0], answer.n_tokens) for answer in answers}
+        for n_in, n_out in sorted(lengths - {wanted}):
             notes.append(f"not what was asked for: {n_in} tokens in, {n_out} out")
-        n_tokens, n_events = (
-            sum(a.n_tokens for a in answers),
-            sum(len(a.event_times) for a in answers),
-        )
-        n_apart = sum(1 + len(a.gaps) for a in answers)
-        if n_events - n_apart > 0.02 * n_events:
-            notes.append(
-                f"{1 - n_apart / n_events:.0%} of events came in one read with the one before, and make no gap"
-            )
+        n_tokens = sum(answer.n_tokens for answer in answers)
+        n_events = sum(len(answer.event_times) for answer in answers)
+        n_joined = n_events - sum(1 + len(answer.gaps) for answer in answers)
+        if n_joined > 0.02 * n_events:
+            share = f"{n_joined / n_events:.0%} of events"
+            notes.append(f"{share} came in one read with the event before, and make no gap")
         if abs(n_events - n_tokens) > 0.02 * n_tokens:
-            notes.append(
-                f"an event holds {n_tokens / n_events:.2f} tokens, so ITL is not the time of a token"
-            )
+            mean = f"an event holds {n_tokens / n_events:.2f} tokens"
+            notes.append(f"{mean}, so ITL is not the time of a token")
         return notes
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the figures for scripts."""
+        figures = {"median": self.medians, "rounds": self.rounds}
+        return figures | {"failed": len(self.errors), "notes": self.notes}
 
 
 @dataclass(frozen=True, slots=True)
 class ServeFigures:
-    """What `kvasir bench serve` measures. about: what was run. rows: a workload's, or its part's, by server."""
+    """The result of `kvasir bench serve`.
+
+    about: settings. rows: by workload, or part of one, and by server.
+    """
 
     about: dict[str, Any]
     rows: dict[str, dict[str, Measured]]
 
     @property
     def errors(self) -> list[str]:
-        return [
-            error
-            for row in self.rows.values()
-            for measured in row.values()
-            for error in measured.errors
-        ]
+        """The errors of all requests that failed."""
+        return [error for row in self.rows.values() for one in row.values() for error in one.errors]
 
     def as_json(self) -> dict[str, Any]:
-        rows = {
-            label: {
-                "servers": {
-                    letter: {
-                        "median": m.medians,
-                        "rounds": m.rounds,
-                        "failed": len(m.errors),
-                        "notes": m.notes,
-                    }
-                    for letter, m in row.items()
-                },
-                RATIO: ratios(row),
-            }
-            for label, row in self.rows.items()
-        }
+        """Return all figures for scripts."""
+        rows = {}
+        for label, row in self.rows.items():
+            servers = {letter: measured.as_json() for letter, measured in row.items()}
+            rows[label] = {"servers": servers, RATIO: ratios(row)}
         return self.about | {"workloads": rows}
 
     def tables(self) -> list[str | Table]:
-        throughput = [
-            key
-            for row in self.rows.values()
-            for m in row.values()
-            for key in m.medians
-            if "_ms_" not in key
+        """Return the settings, the tables and the notes for a terminal."""
+        measured = [
+            (f"{label}, {x}", one) for label, row in self.rows.items() for x, one in row.items()
         ]
-        pairs = (("ttft", "itl"), ("tpot", "e2e"))
-        latencies = [[f"{name}_ms_p{p}" for name in pair for p in PERCENTILES] for pair in pairs]
-        notes = [
-            f"{label}, {letter}: {note}"
-            for label, row in self.rows.items()
-            for letter, measured in row.items()
-            for note in measured.notes
-        ]
-        return [
-            *(f"{name}: {value}" for name, value in self.about.items() if value),
-            self._table("throughput", list(dict.fromkeys(throughput))),
-            *(self._table("milliseconds", keys) for keys in latencies),
-            *(
-                ["A/B: throughput above 1, and times below 1, speak for A"]
-                if any(map(ratios, self.rows.values()))
-                else []
-            ),
-            *notes,
-        ]
+        throughput = dict.fromkeys(
+            name for _, one in measured for name in one.medians if "_ms_" not in name
+        )
+        lines = [f"{name}: {value}" for name, value in self.about.items() if value]
+        tables = [self._table("throughput", list(throughput))]
+        for pair in (("ttft", "itl"), ("tpot", "e2e")):
+            names = [f"{name}_ms_p{p}" for name in pair for p in PERCENTILES]
+            tables.append(self._table("milliseconds", names))
+        notes = [f"{place}: {note}" for place, one in measured for note in one.notes]
+        if any(map(ratios, self.rows.values())):
+            notes.insert(0, "A/B: A is better if throughput is above 1 and times are below 1")
+        return [*lines, *tables, *notes]
 
-    def _table(self, title: str, keys: list[str]) -> Table:
-        table = Table(title=title)
-        table.add_column("workload", no_wrap=True)
-        table.add_column("")
-        for key in keys:
-            table.add_column(
-                key.replace("_ms_", "\n").replace("_per_second", "/s").replace("_", " "),
-                justify="right",
-            )
+    def _table(self, title: str, names: list[str]) -> Table:
+        table = Table(Column("workload", no_wrap=True), "", title=title)
+        for name in names:
+            heading = name.replace("_ms_", "\n").replace("_per_second", "/s").replace("_", " ")
+            table.add_column(heading, justify="right")
         for label, row in self.rows.items():
-            for letter, found in (
-                {letter: m.medians for letter, m in row.items()} | {RATIO: ratios(row)}
-            ).items():
+            lines = {letter: measured.medians for letter, measured in row.items()}
+            for letter, found in (lines | {RATIO: ratios(row)}).items():
                 if found:
-                    form = "{:.2f} x".format if letter == RATIO else _figure
-                    table.add_row(
-                        label, letter, *(form(found[key]) if key in found else "-" for key in keys)
-                    )
+                    form = "{:.2f} x".format if letter == RATIO else _significant
+                    cells = (form(found[name]) if name in found else "-" for name in names)
+                    table.add_row(label, letter, *cells)
             table.add_section()
         return table
 
 
-def _figure(value: float) -> str:
-    """With decimals where they tell something."""
+def _significant(value: float) -> str:
+    """Format a figure with fewer decimals the larger it is."""
     return f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else 2}f}"
 
 
 def ratios(row: dict[str, Measured]) -> dict[str, float]:
-    """The first server's medians divided by the second's; none for a single server."""
+    """Divide the first server's medians by the second's; return {} for a single server."""
     first, *others = (measured.medians for measured in row.values())
-    return {key: first[key] / second[key] for second in others for key in first if second.get(key)}
+    return {
+        name: first[name] / other[name] for other in others for name in first if other.get(name)
+    }

@@ -1,4 +1,4 @@
-"""Random requests of a load test, whose times are whole ticks: sums of those are exact."""
+"""Random requests of a load test with times in whole ticks, whose sums are exact."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ TICK = 1 / 64  # seconds
 
 
 def random_requests(random: Random, n: int = 80) -> list[Request]:
-    """By when they were sent. One in five fails, half of these before the first token; of the others one in ten is left
-    before its end. No event comes with the end.
+    """Draw requests in the order of sending.
+
+    One in five fails, half of these before the first token. One in ten of the others is cancelled.
+    No event comes with the end.
     """
     requests = []
     for sent in random.sample(range(640), n):

@@ -1,4 +1,4 @@
-"""Light clients against the fake model; `make conformance` runs these and heavier ones against a real one."""
+"""Light clients on a fake model. `make conformance` runs these and heavier ones on a real model."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import pytest
 
 from tests.conformance.huggingface_client import use_huggingface
 from tests.conformance.openai_client import use_openai
-from tests.conformance.target import CAPACITY, Conformed, Target
+from tests.conformance.server import CAPACITY, Conformed, Server
 from tests.fake_runner import FakeRunner
 from tests.live import KEY, live
 from tests.serving import MODEL, VOCAB_SIZE
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Pydantic serializer warnings"
-)  # the openai package's own, of `parsed`
+# The openai package causes this warning with `parsed`.
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 @pytest.mark.parametrize("use", [use_openai, use_huggingface])
-def test_a_client_finds_what_it_expects(use: Callable[[Target], Conformed]) -> None:
+def test_a_client_finds_what_it_expects(use: Callable[[Server], Conformed]) -> None:
     runner = FakeRunner(VOCAB_SIZE, max_model_len=2000, max_num_seqs=CAPACITY)
     with live(runner, max_queue=CAPACITY) as served:
-        conformed = use(Target(served.url, MODEL, KEY, runner.max_model_len))
+        conformed = use(Server(served.url, MODEL, KEY, runner.max_model_len))
     assert conformed.calls > 5

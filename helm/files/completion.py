@@ -1,5 +1,5 @@
 # ruff: noqa: S310, T201
-"""The command of the chart's test: one streamed completion of the server at URL."""
+"""Check the server at URL with one streamed completion. The chart's test runs this file."""
 
 import json
 import os

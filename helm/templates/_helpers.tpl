@@ -2,7 +2,7 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" }}
 {{- end }}
 
-{{/* No longer, or Kubernetes cuts the names of pods, by which replicas are scaled. */}}
+{{/* A longer name would make Kubernetes truncate the pods' names, which autoscaling selects. */}}
 {{- define "kvasir.fullname" -}}
 {{- if .Values.fullnameOverride }}
 {{- .Values.fullnameOverride | trunc 46 | trimSuffix "-" }}
@@ -13,7 +13,7 @@
 {{- end }}
 {{- end }}
 
-{{/* What the test's pod has, too; only the server's pods are selected. */}}
+{{/* The test's pod has these labels, too; selectors add the component to select only the server's pods. */}}
 {{- define "kvasir.identity" -}}
 app.kubernetes.io/name: {{ include "kvasir.name" . | quote }}
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
@@ -44,7 +44,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{ .Values.serviceAccount.name | default (include "kvasir.fullname" .) }}
 {{- end }}
 
-{{/* The secret that holds the API keys; empty where there are none. */}}
+{{/* Name of the secret with the API keys; empty without keys. */}}
 {{- define "kvasir.keySecret" -}}
 {{- if .Values.apiKey.value }}{{ include "kvasir.fullname" . }}-keys{{ else }}{{ .Values.apiKey.secretName }}{{ end }}
 {{- end }}
@@ -63,7 +63,7 @@ readOnlyRootFilesystem: {{ .Values.readOnlyRootFilesystem }}
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* How every pod of the release gets its image, and where it may run. */}}
+{{/* Image pull secrets and placement of every pod of the release. */}}
 {{- define "kvasir.placement" -}}
 {{- with .Values.image.pullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
@@ -76,13 +76,13 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{/* What the world may reach; health, metrics and what is for debugging stay inside. */}}
+{{/* Public paths; health, metrics and debugging stay internal. */}}
 {{- define "kvasir.publicPaths" -}}
 prefixes: [/v1, /static]
 exact: [/, /model, /generate, /generate_stream, /info, /tokenize, /detokenize, /explain, /openapi.json, /version]
 {{- end }}
 
-{{/* The sum that replicas are scaled by: of this Deployment's pods, whoever scrapes them, and of no neighbour's. */}}
+{{/* The sum for scaling: running and waiting requests of this Deployment's pods alone, in any job. */}}
 {{- define "kvasir.load" -}}
 {{- $pods := printf "namespace=%q, pod=~\"%s-[a-z0-9]+-[a-z0-9]{5}\"" .Release.Namespace (include "kvasir.fullname" .) -}}
 sum(max by (pod) (kvasir_num_requests_waiting{ {{- $pods -}} }) + max by (pod) (kvasir_num_requests_running{ {{- $pods -}} }))

@@ -1,4 +1,4 @@
-"""Mixed traffic by Locust, which runs in an environment of its own.
+"""A load test by Locust, which runs in an environment of its own.
 
-Imports `loadtest.sse_client` and `loadtest.local_server` alone.
+Imports only `loadtest.sse_client` and `loadtest.local_server`.
 """

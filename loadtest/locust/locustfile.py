@@ -2,11 +2,16 @@
 
 locust -f loadtest/locust/locustfile.py --host http://localhost:8000
 
-Every stream is read event by event. Each scenario has a row of type `POST` (sending to the end, however that came), and
-for answers rows of type `ttft` (sending to the first event with text), `itl` (every gap between such events) and, where
-nobody left before, `e2e` (sending to the end), in milliseconds. A stream that runs when the time is over, or its user
-goes, is waited for; what still runs after `--stop-timeout` (here 30 s) has failed. `--slo` sets the exit code;
-`--requests-csv` keeps a line a request, from which loadtest.report draws.
+Every stream is read event by event. Each scenario has rows of these types, in milliseconds:
+
+- `POST`: from sending to the end of any kind
+- `ttft`: from sending to the first event with text
+- `itl`: every gap between such events
+- `e2e`: from sending to the end, unless the client disconnected before
+
+A stream that runs when the time is over, or when its user stops, may end; one that still runs
+after `--stop-timeout` (here 30 s) has failed. `--slo` sets the exit code. `--requests-csv` writes a
+line a request, from which loadtest.locust.report draws.
 
 Runs in Locust's own environment, on gevent; imports nothing of the server.
 """
@@ -26,7 +31,6 @@ from typing import Any
 
 import gevent
 from gevent.pool import Group
-from geventhttpclient.response import HTTPSocketPoolResponse
 from locust import FastHttpUser, LoadTestShape, constant, events, tag, task
 from locust.argument_parser import LocustArgumentParser
 from locust.env import Environment
@@ -34,49 +38,33 @@ from locust.exception import CatchResponseError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from loadtest.locust.served import NotServedError, ask, said
+from loadtest.locust.served import NotServedError, query_model
 from loadtest.locust.slo import LATENCIES, missed, parse_slo
-from loadtest.locust.traffic import PACES, draw, words
-from loadtest.sse_client import Answer
+from loadtest.locust.traffic import PACES, draw_length, draw_words
+from loadtest.sse_client import StreamedCompletion, error_message
 
 COLUMNS = ("scenario", "sent", "ended", "ttft", "e2e", "tokens", "gaps", "error")
-_LAST_STREAMS = 30.0  # seconds for them to end
-_AWAY = 1.0  # seconds until a user asks again a server that takes no connection
+_STOP_TIMEOUT = 30.0  # seconds for the last streams to end
+_RETRY_AFTER = 1.0  # seconds before a user retries a server that accepts no connection
 
 
 @events.init_command_line_parser.add_listener
 def _add_options(parser: LocustArgumentParser) -> None:
-    group = parser.add_argument_group("Kvasir")
-    group.add_argument(
-        "--prompt-words", type=float, default=64, help="Median of a prompt's words (log-normal)."
-    )
-    group.add_argument(
-        "--max-tokens",
-        type=float,
-        default=48,
-        help="Median of the tokens asked for (log-normal); at most half of what the model holds are.",
-    )
-    group.add_argument(
-        "--spread", type=float, default=0.6, help="Sigma of both distributions; 0 is no spread."
-    )
-    group.add_argument(
-        "--pace", choices=list(PACES), default="constant", help="How the number of users changes."
-    )
-    group.add_argument(
-        "--rate", type=float, default=2.0, help="Requests a second that each user of poisson sends."
-    )
-    group.add_argument(
-        "--slo",
-        default="",
-        type=_checked_slo,
-        help='Limits such as "ttft:p99:2500 itl:p99:200 errors:1" (ms, percent).',
-    )
-    group.add_argument("--requests-csv", default="", help="File for a line a request.")
-    group.add_argument("--random-seed", type=int, default=0, help="Of lengths and words.")
+    add = parser.add_argument_group("Kvasir").add_argument
+    add("--prompt-words", type=float, default=64, help="Median words of a prompt (log-normal).")
+    answer = "Median tokens of an answer (log-normal); at most half of the model's context."
+    add("--max-tokens", type=float, default=48, help=answer)
+    add("--spread", type=float, default=0.6, help="Sigma of both; 0 makes all lengths equal.")
+    add("--pace", choices=list(PACES), default="constant", help="Number of users over time.")
+    add("--rate", type=float, default=2.0, help="Requests a second of each user, with poisson.")
+    limits = 'Limits such as "ttft:p99:2500 itl:p99:200 errors:1" (ms, percent).'
+    add("--slo", default="", type=_checked_slo, help=limits)
+    add("--requests-csv", default="", help="File that gets a line a request.")
+    add("--random-seed", type=int, default=0, help="Seed of lengths and words.")
 
 
 def _checked_slo(text: str) -> str:
-    """As it was given: options may go to other processes."""
+    """Return the text of valid limits, because options may go to other processes."""
     try:
         parse_slo(text)
     except ValueError as error:
@@ -85,42 +73,40 @@ def _checked_slo(text: str) -> str:
 
 
 class Kvasir(FastHttpUser):
-    """Sends one request after the other; with the pace poisson, whenever one is due."""
+    """A user that sends one request after the other, or at Poisson arrivals whenever one is due."""
 
     wait_time = constant(0)
     network_timeout = 300.0
-    concurrency = 1000  # requests of one user that poisson may have on their way
-    numbers = count()  # a user's own, so that a seed means the same users each time
+    concurrency = 1000  # most open requests of one user with poisson
+    numbers = count()  # seeds each user differently, and alike in each test
 
     def on_start(self) -> None:
-        options = self.environment.parsed_options
-        self.streams, self.due = (
-            Group(),
-            perf_counter(),
-        )  # of poisson: those on their way, the time of the next
-        self.served = self.environment.served  # type: ignore[attr-defined]
-        self.random = Random(f"{options.random_seed} {next(self.numbers)}")  # noqa: S311
-        most = (
-            self.served.max_model_len or sys.maxsize
-        ) // 4  # beyond that beginnings may be cut off
-        self.shared = words(
-            self.random, min(round(4 * options.prompt_words), most)
-        )  # the same in each of its requests
+        """Draw the prefix that the user's requests share."""
+        self.options = self.environment.parsed_options
+        self.served = self.environment.served
+        self.streams, self.due = Group(), perf_counter()  # of poisson: open ones, next arrival
+        self.random = Random(f"{self.options.random_seed} {next(self.numbers)}")  # noqa: S311
+        # A longer prefix might be truncated, and then no longer be shared.
+        longest = (self.served.max_model_len or sys.maxsize) // 4
+        self.shared = draw_words(self.random, min(round(4 * self.options.prompt_words), longest))
 
     def on_stop(self) -> None:
+        """Wait for open streams until Locust kills the user."""
         try:
             self.streams.join()
-        finally:  # no more time
+        finally:
             self.streams.kill()
 
     @tag("completion")
     @task(5)
     def completion(self) -> None:
+        """Complete a prompt."""
         self.send("completion", "/v1/completions", {"prompt": self.prompt()})
 
     @tag("chat")
     @task(3)
     def chat(self) -> None:
+        """Send a chat, or a completion if the model does not chat."""
         if not self.served.has_chat:
             self.completion()
             return
@@ -130,70 +116,78 @@ class Kvasir(FastHttpUser):
     @tag("shared")
     @task(3)
     def shared_prefix(self) -> None:
-        self.send(
-            "shared prefix", "/v1/completions", {"prompt": self.shared + words(self.random, 8)}
-        )
+        """Complete a prompt that begins with the user's prefix."""
+        prompt = self.shared + draw_words(self.random, 8)
+        self.send("shared prefix", "/v1/completions", {"prompt": prompt})
 
     @tag("cancel")
     @task(1)
     def cancel(self) -> None:
-        """Leaves after a few tokens."""
+        """Disconnect after a few tokens."""
         body = {"prompt": self.prompt()}
-        self.send("cancel", "/v1/completions", body, leave_after=self.random.randint(1, 8))
+        self.send("cancel", "/v1/completions", body, last_event=self.random.randint(1, 8))
+
+    def prompt(self) -> str:
+        """Draw a prompt."""
+        n = draw_length(self.random, self.options.prompt_words, self.options.spread)
+        return draw_words(self.random, n)
 
     def send(
-        self, scenario: str, path: str, body: dict[str, Any], leave_after: int | None = None
+        self, scenario: str, path: str, body: dict[str, Any], last_event: int | None = None
     ) -> None:
-        options = self.environment.parsed_options
-        n_tokens = draw(self.random, options.max_tokens, options.spread)
-        if most := self.served.max_model_len:
-            n_tokens = min(n_tokens, most // 2)
-            body["truncate_prompt_tokens"] = most - n_tokens
+        """Send a request with a random length, now or when it is due.
+
+        last_event: disconnect after it.
+        """
+        n_tokens = draw_length(self.random, self.options.max_tokens, self.options.spread)
+        if context := self.served.max_model_len:
+            n_tokens = min(n_tokens, context // 2)
+            body["truncate_prompt_tokens"] = context - n_tokens
         body |= {"max_tokens": n_tokens, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
-        if options.pace == "poisson":
-            self.streams.spawn(self.stream, scenario, path, body, leave_after)
-            self.due += self.random.expovariate(options.rate)
+        if self.options.pace == "poisson":
+            self.streams.spawn(self.stream, scenario, path, body, last_event)
+            self.due += self.random.expovariate(self.options.rate)
             gevent.sleep(max(0.0, self.due - perf_counter()))
         else:
-            self.stream(scenario, path, body, leave_after)
+            self.stream(scenario, path, body, last_event)
 
     def stream(
-        self, scenario: str, path: str, body: dict[str, Any], leave_after: int | None
+        self, scenario: str, path: str, body: dict[str, Any], last_event: int | None
     ) -> None:
-        answer = Answer(sent=perf_counter())
+        """Send a request, read its stream and report it, even if the stream is killed."""
+        answer = StreamedCompletion(sent=perf_counter())
         sent_at = time()
         try:
-            self.exchange(path, body, answer, leave_after)
+            self.exchange(path, body, answer, last_event)
         except gevent.GreenletExit:
             answer.fail("it had not ended when the test did")
             raise
         finally:
-            is_whole = bool(answer.ended) and answer.error is None
-            answer.ended = answer.ended or perf_counter()
-            _report(self.environment, scenario, path, sent_at, answer, is_whole=is_whole)
+            self.report(scenario, path, sent_at, answer)
 
     def exchange(
-        self, path: str, body: dict[str, Any], answer: Answer, leave_after: int | None
+        self, path: str, body: dict[str, Any], answer: StreamedCompletion, last_event: int | None
     ) -> None:
-        # Not entered as a context, it reports nothing to Locust, which would not hear of streams that are killed.
+        """Send a request and feed its stream to `answer`."""
+        # Locust reports a response only in a `with` block, and never one whose stream is killed: we
+        # report all.
         response = self.client.post(
             path, json=body, headers=_headers(), stream=True, catch_response=True
         )
-        if response.status_code == 200:
-            self.read(response.stream, answer, leave_after)
-        elif response.status_code:
-            answer.fail(f"HTTP {response.status_code}: {said(response.text)}")
-        else:
-            answer.fail(f"no answer: {response.error}")
-            answer.ended = perf_counter()
-            gevent.sleep(_AWAY)
-
-    def read(self, stream: HTTPSocketPoolResponse, answer: Answer, leave_after: int | None) -> None:
+        if response.status_code != 200:
+            if response.status_code:
+                message = error_message(response.text or "")
+                answer.fail(f"HTTP {response.status_code}: {message}")
+            else:
+                answer.fail(f"no answer: {response.error}")
+                answer.ended = perf_counter()
+                gevent.sleep(_RETRY_AFTER)
+            return
         try:
-            while line := stream.readline(b"\n"):
+            while line := response.stream.readline(b"\n"):
                 answer.feed(line, perf_counter())
-                if leave_after is not None and len(answer.event_times) >= leave_after:
+                if last_event is not None and len(answer.event_times) >= last_event:
                     return
             answer.finish(perf_counter())
             if not answer.usage:
@@ -201,9 +195,27 @@ class Kvasir(FastHttpUser):
         except OSError as error:
             answer.fail(f"the connection broke off: {error}")
 
-    def prompt(self) -> str:
-        options = self.environment.parsed_options
-        return words(self.random, draw(self.random, options.prompt_words, options.spread))
+    def report(self, scenario: str, path: str, sent_at: float, answer: StreamedCompletion) -> None:
+        """Report a request to Locust's statistics, and write its line of the CSV file."""
+        is_whole = bool(answer.ended) and answer.error is None
+        answer.ended = answer.ended or perf_counter()
+        e2e = [answer.e2e] if is_whole else []
+        times = [("POST", f"{path} ({scenario})", answer.e2e)]
+        failure = CatchResponseError(answer.error) if answer.error else None
+        if failure is None:
+            kinds = zip(LATENCIES, ([answer.ttft], answer.gaps, e2e), strict=True)
+            times += [(kind, scenario, value) for kind, values in kinds for value in values]
+        event = {"response_length": 0, "exception": failure, "context": {}}
+        for kind, name, value in times:
+            self.environment.events.request.fire(
+                request_type=kind, name=name, response_time=value * 1e3, **event
+            )
+        if (file := self.environment.requests_csv) is not None:
+            row = {"scenario": scenario, "sent": sent_at, "ended": sent_at + answer.e2e}
+            row |= {"e2e": "".join(map(str, e2e)), "tokens": answer.n_tokens}
+            if answer.event_times:
+                row |= {"ttft": answer.ttft, "gaps": " ".join(f"{gap:.5f}" for gap in answer.gaps)}
+            file.writerow(row | {"error": answer.error or ""})
 
 
 def _headers() -> dict[str, str]:
@@ -211,71 +223,34 @@ def _headers() -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def _report(
-    environment: Environment,
-    scenario: str,
-    path: str,
-    sent_at: float,
-    answer: Answer,
-    *,
-    is_whole: bool,
-) -> None:
-    """What came of one request, as events and as a line of the file."""
-    e2e = [answer.e2e] if is_whole else []
-    row: dict[str, Any] = {"scenario": scenario, "sent": sent_at, "ended": sent_at + answer.e2e}
-    row |= {"e2e": "".join(map(str, e2e)), "tokens": answer.n_tokens}
-    times = [("POST", f"{path} ({scenario})", answer.e2e)]
-    if answer.error is None:
-        kinds = zip(LATENCIES, ([answer.ttft], answer.gaps, e2e), strict=True)
-        times += [(kind, scenario, value) for kind, values in kinds for value in values]
-    failure = None if answer.error is None else CatchResponseError(answer.error)
-    for kind, name, value in times:
-        environment.events.request.fire(
-            request_type=kind,
-            name=name,
-            response_time=value * 1e3,
-            response_length=0,
-            exception=failure,
-            context={},
-        )
-    if environment.requests_csv is not None:  # type: ignore[attr-defined]
-        if answer.event_times:
-            row |= {"ttft": answer.ttft, "gaps": " ".join(f"{gap:.5f}" for gap in answer.gaps)}
-        environment.requests_csv.writerow(row | {"error": answer.error or ""})  # type: ignore[attr-defined]
-
-
 class Shape(LoadTestShape):
-    """So many users as the pace says for this share of the time."""
+    """The number of users over time that --pace asks for."""
 
     abstract = True
 
     def tick(self) -> tuple[int, float] | None:
+        """Return the users now and those to start a second, or None at the end."""
         options = self.runner.environment.parsed_options
-        seconds = options.run_time or 60
-        elapsed = self.get_run_time()
-        if elapsed >= seconds:
-            return None
-        return PACES[options.pace](elapsed / seconds, options.num_users or 16), 100.0
+        share = self.get_run_time() / (options.run_time or 60)
+        return (PACES[options.pace](share, options.num_users or 16), 100.0) if share < 1 else None
 
 
 @events.init.add_listener
 def _prepare(environment: Environment, **_: Any) -> None:
-    options = environment.parsed_options
-    if PACES[options.pace] is not None:
+    if PACES[environment.parsed_options.pace] is not None:
         environment.shape_class = Shape()
         environment.shape_class.runner = environment.runner
-    environment.stop_timeout = environment.stop_timeout or _LAST_STREAMS
+    environment.stop_timeout = environment.stop_timeout or _STOP_TIMEOUT
+    # Asking later would cost some of the test's time. With a page, the host may not be known before
+    # it starts.
+    if environment.parsed_options.headless:
+        _query_model(environment)
 
-    if (
-        options.headless
-    ):  # else the host may be told later; later, the answers would take some of the time
-        _ask(environment)
 
-
-def _ask(environment: Environment) -> None:
-    """Ends the process with a line where there is nothing to load."""
+def _query_model(environment: Environment) -> None:
+    """Ask the server about its model. End the process with one line if there is none."""
     try:
-        environment.served = ask(str(environment.host).rstrip("/"), _headers())  # type: ignore[attr-defined]
+        environment.served = query_model(str(environment.host).rstrip("/"), _headers())
     except NotServedError as error:
         sys.exit(f"no load test: {error}")
 
@@ -283,17 +258,17 @@ def _ask(environment: Environment) -> None:
 @events.test_start.add_listener
 def _begin(environment: Environment, **_: Any) -> None:
     if not environment.parsed_options.headless:
-        _ask(environment)
-    environment.requests_csv = None  # type: ignore[attr-defined]
+        _query_model(environment)
+    environment.requests_csv = None
     if path := environment.parsed_options.requests_csv:
         file = Path(path).open("w", newline="", encoding="utf-8", buffering=1)  # noqa: SIM115
-        environment.requests_csv = csv.DictWriter(file, COLUMNS)  # type: ignore[attr-defined]
-        environment.requests_csv.writeheader()  # type: ignore[attr-defined]
+        environment.requests_csv = csv.DictWriter(file, COLUMNS)
+        environment.requests_csv.writeheader()
 
 
 @events.quitting.add_listener
 def _judge(environment: Environment, **_: Any) -> None:
-    """Exit code 1, and a line on what was missed, where the limits of --slo were not kept."""
+    """Set exit code 1 and print a line for each limit that was missed."""
     limits = parse_slo(environment.parsed_options.slo)
     if not limits:
         return
@@ -301,7 +276,7 @@ def _judge(environment: Environment, **_: Any) -> None:
     n = n_failed = 0
     for (_name, kind), entry in environment.stats.entries.items():
         if kind in times:
-            times[kind].update(entry.response_times)  # rounded to two digits, as Locust keeps them
+            times[kind].update(entry.response_times)  # Locust rounds them to two digits
         else:
             n, n_failed = n + entry.num_requests, n_failed + entry.num_failures
     broken = list(missed(limits, times, n, n_failed))

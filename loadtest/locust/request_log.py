@@ -1,4 +1,4 @@
-"""The requests of a load test, as loadtest/locust/locustfile.py keeps them in a file, and what they say together."""
+"""The requests that locustfile.py writes to a file, and their figures over time."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-LEVELS = 8  # of concurrency, at most
-_LEAST_SHARE = 0.02  # of the time that a level must have lasted
+MAX_LEVELS = 8  # of concurrency
+_MIN_SHARE = 0.02  # of the time that a level must have lasted
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Seconds; `sent` and `ended`, however that was, since the first was sent. ttft: None where no token came.
-
-    e2e: to the end of a whole answer, else None. gaps: between events with text. tokens: those that came.
-    """
+    """One request. Times are seconds; `sent` and `ended` count from the first request."""
 
     sent: float
     ended: float
-    ttft: float | None
-    e2e: float | None
-    gaps: tuple[float, ...]
+    ttft: float | None  # None if no token came
+    e2e: float | None  # None without a whole answer
+    gaps: tuple[float, ...]  # between events with text
     tokens: int
     failed: bool
 
     @property
     def event_times(self) -> Floats:
-        """When text came."""
+        """Arrivals of the events with text."""
         first = [] if self.ttft is None else [self.sent + self.ttft]
         return np.cumsum([*first, *self.gaps])
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What came while about so many requests were on their way. ttft_p90: of those sent then, in seconds."""
+    """Figures of the time with about `concurrency` open requests.
+
+    ttft_p90: of requests sent then, in seconds.
+    """
 
     concurrency: float
     tokens_per_second: float
@@ -47,7 +47,10 @@ class Level:
 
 
 def read(path: Path) -> list[Request]:
-    """Requests by when they were sent. Raises ValueError for a file that holds none."""
+    """Read requests in the order in which they were sent.
+
+    Raises ValueError for a file without any.
+    """
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     if not rows:
@@ -69,55 +72,55 @@ def read(path: Path) -> list[Request]:
 
 
 def latencies(requests: list[Request], kind: str) -> tuple[Floats, Floats]:
-    """When requests that were answered were sent, or for `itl` each event came, and what it took, in seconds."""
+    """Return times and latencies, in seconds, of the requests that were answered.
+
+    The times are those of sending, and for `itl` those of the events that end the gaps.
+    """
     answered = [request for request in requests if not request.failed and request.ttft is not None]
     if kind == "itl":
         times = [request.event_times[1:] for request in answered]
-        values = [np.array(request.gaps) for request in answered]
-        return np.concatenate([*times, []]), np.concatenate([*values, []])
+        return np.concatenate([*times, []]), np.array([gap for r in answered for gap in r.gaps])
     known = [(r.sent, value) for r in answered if (value := getattr(r, kind)) is not None]
-    return np.array([sent for sent, _ in known]), np.array(
-        [value for _, value in known], dtype=float
-    )
+    sent, values = np.array(known, dtype=float).reshape(-1, 2).T
+    return sent, values
 
 
 def token_times(requests: list[Request]) -> tuple[Floats, Floats]:
-    """When text came, and how many tokens each time: as many as in the request's other events."""
+    """Return the arrivals of text, and for each an equal share of its request's tokens."""
     times = [request.event_times for request in requests]
     shares = [
-        np.full(len(at), request.tokens / max(1, len(at)))
-        for at, request in zip(times, requests, strict=True)
+        np.full(len(arrivals), request.tokens / max(1, len(arrivals)))
+        for arrivals, request in zip(times, requests, strict=True)
     ]
     return np.concatenate([*times, []]), np.concatenate([*shares, []])
 
 
-def on_their_way(requests: list[Request]) -> tuple[Floats, NDArray[np.int64]]:
-    """Moments at which requests were sent or ended, in order, and how many are on their way from each to the next."""
+def open_requests(requests: list[Request]) -> tuple[Floats, NDArray[np.int64]]:
+    """Return the times at which requests start or end, and the number open after each."""
     moments = np.array([r.sent for r in requests] + [r.ended for r in requests])
     changes = np.repeat([1, -1], len(requests))
-    order = np.lexsort((changes, moments))  # at the same moment one ends before another is sent
+    order = np.lexsort((changes, moments))  # at equal times, ends come before starts
     return moments[order], np.cumsum(changes[order])
 
 
 def by_concurrency(requests: list[Request]) -> list[Level]:
-    """Throughput by how many requests were on their way, which is in no more than LEVELS groups of equal width."""
-    moments, counts = on_their_way(requests)
+    """Group the time by the number of open requests, in MAX_LEVELS equal ranges or fewer."""
+    moments, counts = open_requests(requests)
     seconds = np.diff(moments, append=moments[-1])
-    width = max(1, -(-counts.max() // LEVELS))
-    level: NDArray[np.int64] = (counts + width - 1) // width  # 0 is none on their way
+    width = max(1, -(-counts.max() // MAX_LEVELS))
+    level = (counts + width - 1) // width  # 0: no open request
 
     def level_at(times: Floats) -> NDArray[np.int64]:
         return np.take(level, np.searchsorted(moments, times, side="right") - 1)
 
     times, tokens = token_times(requests)
-    at, (sent, ttft) = level_at(times), latencies(requests, "ttft")
-    at_sent = level_at(sent)
+    sent, ttft = latencies(requests, "ttft")
     found = []
-    for i in range(1, LEVELS + 1):
+    for i in range(1, MAX_LEVELS + 1):
         lasted = seconds[level == i].sum()
-        if lasted and lasted >= _LEAST_SHARE * seconds.sum():
+        if lasted and lasted >= _MIN_SHARE * seconds.sum():
             mean = float(seconds[level == i] @ counts[level == i] / lasted)
-            first = ttft[at_sent == i]
+            first = ttft[level_at(sent) == i]
             p90 = float(np.percentile(first, 90)) if len(first) else None
-            found.append(Level(mean, float(tokens[at == i].sum() / lasted), p90))
+            found.append(Level(mean, float(tokens[level_at(times) == i].sum() / lasted), p90))
     return found

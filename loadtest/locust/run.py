@@ -1,14 +1,15 @@
-"""A model directory served and loaded for a while: python -m loadtest.locust.run LOCUST DIRECTORY FOLDER [OPTIONS]
+"""Load-test a model directory: python -m loadtest.locust.run LOCUST DIRECTORY FOLDER [OPTIONS].
 
-LOCUST: the command, from an environment of its own. FOLDER gets report.html, Locust's CSV files, requests.csv and
-report.png. OPTIONS go to Locust; its exit code is this one's, or 2 for limits or a directory that are none.
+LOCUST is the command, in an environment of its own. FOLDER gets report.html, Locust's CSV files,
+requests.csv and report.png. OPTIONS go to Locust. The exit code is Locust's, or 2 for invalid
+limits or an unusable directory.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 from loadtest.local_server import serve_locally
@@ -18,12 +19,17 @@ LOCUSTFILE = Path(__file__).with_name("locustfile.py")
 
 
 def main() -> int:
-    if len(sys.argv) < 4:
-        print(__doc__, file=sys.stderr)  # noqa: T201
-        return 2
-    locust, directory, folder = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
+    """Run the command and return its exit code."""
+    parser = ArgumentParser(
+        description=__doc__, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    for name in ("locust", "directory", "folder"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--slo", default="", help="limits; the last one counts, as for Locust")
+    ours, options = parser.parse_known_args()
     try:
-        return run(locust, directory, folder, sys.argv[4:])
+        parse_slo(ours.slo)
+        return run_locust(ours.locust, ours.directory, ours.folder, ours.slo, options)
     except (ChildProcessError, ValueError) as error:
         print(f"no load test: {error}", file=sys.stderr)  # noqa: T201
         return 2
@@ -32,12 +38,11 @@ def main() -> int:
         return 130
 
 
-def run(locust: Path, directory: Path, folder: Path, options: list[str]) -> int:
-    """Locust's exit code. Raises ValueError for limits that are none, ChildProcessError for what cannot be served."""
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--slo", default="")
-    slo = parser.parse_known_args(options)[0].slo  # the last one, as Locust has it
-    parse_slo(slo)
+def run_locust(locust: Path, directory: Path, folder: Path, slo: str, options: list[str]) -> int:
+    """Serve a directory, load it, draw the report, and return Locust's exit code.
+
+    Raises ChildProcessError for a directory that cannot be served.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     requests, page, picture = (
         folder / name for name in ("requests.csv", "report.html", "report.png")
@@ -45,20 +50,28 @@ def run(locust: Path, directory: Path, folder: Path, options: list[str]) -> int:
     for old in (requests, page, picture):
         old.unlink(missing_ok=True)
     with serve_locally(directory) as url:
-        ours = ["--host", url, "--headless", "--only-summary", "--requests-csv", str(requests)]
-        ours += ["--csv", str(folder / "locust"), "--html", str(page)]
-        done = subprocess.run([locust, "-f", LOCUSTFILE, *ours, *options], check=False)  # noqa: S603
+        ours: list[str | Path] = [
+            "--host",
+            url,
+            "--headless",
+            "--only-summary",
+            "--requests-csv",
+            requests,
+        ]
+        ours += ["--csv", folder / "locust", "--html", page, "--slo", slo]
+        command = [locust, "-f", LOCUSTFILE, *ours, *options]
+        code = subprocess.run(command, check=False).returncode  # noqa: S603
     if not requests.exists():
-        print(f"no load test: Locust ended with {done.returncode} before it", file=sys.stderr)  # noqa: T201
-        return done.returncode or 1
+        print(f"no load test: Locust ended with {code} before it", file=sys.stderr)  # noqa: T201
+        return code or 1
     command = [locust.with_name("python"), "-m", "loadtest.locust.report", requests, picture, slo]
     subprocess.run(command, check=False)  # noqa: S603
-    verdict = {0: "every limit was kept", 1: "a limit was missed: see above"}.get(
-        done.returncode, "it did not end well"
-    )
+    verdict = "no limits were set" if not slo else "every limit was kept"
+    if code:
+        verdict = "a limit was missed: see above" if code == 1 else "Locust failed: see above"
     written = ", ".join(str(path) for path in (page, picture) if path.exists())
-    print(f"{verdict if slo or done.returncode else 'no limits were set'}; {written}")  # noqa: T201
-    return done.returncode
+    print(f"{verdict}; {written}")  # noqa: T201
+    return code
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a load test has to know of the server before it starts: how long texts may be, and whether the model chats."""
+"""Questions of a load test to a server before it starts: context length, and chat or not."""
 
 from __future__ import annotations
 
@@ -12,61 +12,60 @@ from urllib.request import Request, urlopen
 
 from loadtest.sse_client import error_message
 
-_SECONDS = 60.0  # that an answer may take: the server may be busy with others
+_TIMEOUT = 60.0  # seconds for an answer; the server may be busy with other clients
 
 
 class NotServedError(Exception):
-    """There is nothing to load; the message says why, in a line."""
+    """A server that cannot be loaded.
+
+    The message is one line with the reason; status: its HTTP status, if any.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """max_model_len: tokens of a prompt and its answer together; None where the server does not say."""
+class ServedModel:
+    """The first model of a server.
+
+    max_model_len: tokens of prompt and answer; None if the server does not say.
+    """
 
     max_model_len: int | None
     has_chat: bool
 
 
-def ask(url: str, headers: Mapping[str, str]) -> Served:
-    """Raises NotServedError where the server does not answer, or refuses."""
-    listed = _answer(url, "/v1/models", headers)
+def query_model(url: str, headers: Mapping[str, str]) -> ServedModel:
+    """Ask a server about its model. Raises NotServedError if it does not answer, or refuses."""
+    listed = _request(url, "/v1/models", headers)
     try:
         max_model_len = listed["data"][0].get("max_model_len")
     except (AttributeError, LookupError, TypeError):
-        raise NotServedError(
-            f"{url}/v1/models lists no model: is this an OpenAI-compatible server?"
-        ) from None
+        reason = "lists no model: is this an OpenAI-compatible server?"
+        raise NotServedError(f"{url}/v1/models {reason}") from None
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
     try:
-        _answer(url, "/v1/chat/completions", headers, body)
+        _request(url, "/v1/chat/completions", headers, body)
     except NotServedError as error:
-        if (
-            isinstance(error.__cause__, HTTPError) and error.__cause__.code == 400
-        ):  # the model has no chat template
-            return Served(max_model_len, has_chat=False)
-        raise
-    return Served(max_model_len, has_chat=True)
+        if error.status != 400:  # 400: the model has no chat template
+            raise
+        return ServedModel(max_model_len, has_chat=False)
+    return ServedModel(max_model_len, has_chat=True)
 
 
-def _answer(
+def _request(
     url: str, path: str, headers: Mapping[str, str], body: dict[str, Any] | None = None
 ) -> Any:
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urlopen(Request(url + path, data, dict(headers)), timeout=_SECONDS) as response:  # noqa: S310
+        with urlopen(Request(url + path, data, dict(headers)), timeout=_TIMEOUT) as response:  # noqa: S310
             return json.loads(response.read())
     except HTTPError as error:
         with error:
-            raise NotServedError(
-                f"{url}{path} answers HTTP {error.code}: {said(error.read())}"
-            ) from error
+            message = error_message(error.read())
+        answer = f"{url}{path} answers HTTP {error.code}: {message}"
+        raise NotServedError(answer, error.code) from None
     except (HTTPException, OSError, ValueError) as error:
         raise NotServedError(f"{url} does not answer as a server should: {error}") from error
-
-
-def said(body: bytes | str | None) -> str:
-    """The message of an error's body, or the beginning of whatever came instead."""
-    try:
-        return error_message(json.loads(body or ""))
-    except ValueError:
-        return (body.decode(errors="replace") if isinstance(body, bytes) else body or "")[:200]

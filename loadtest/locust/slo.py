@@ -1,4 +1,4 @@
-"""Limits that a load test has to keep, such as "ttft:p99:2500 itl:p99:200 errors:1" (milliseconds, percent)."""
+"""Limits of a load test, such as "ttft:p99:2500 itl:p99:200 errors:1" (milliseconds, percent)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LATENCIES = ("ttft", "itl", "e2e")
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """At most `most` milliseconds for a percentile of a latency, or percent of requests for `errors`."""
+    """At most so many milliseconds of a percentile, or percent of requests for `errors`."""
 
     kind: str
     percentile: float
@@ -19,11 +19,14 @@ class Limit:
 
 
 def parse_slo(text: str) -> list[Limit]:
-    """Raises ValueError for what is not a list of limits."""
-    return [_parse(limit) for limit in text.split()]
+    """Parse limits separated by spaces.
+
+    Raises ValueError, with the part that is wrong, for anything else.
+    """
+    return [_parse_limit(limit) for limit in text.split()]
 
 
-def _parse(text: str) -> Limit:
+def _parse_limit(text: str) -> Limit:
     kind, *numbers = text.split(":")
     try:
         if kind == "errors":
@@ -31,39 +34,39 @@ def _parse(text: str) -> Limit:
             if 0 <= most <= 100:
                 return Limit(kind, 0.0, most)
         elif kind in LATENCIES:
-            percentile, most = float(numbers[0].removeprefix("p")), float(numbers[1])
-            if len(numbers) == 2 and 0 < percentile <= 100 and 0 <= most < math.inf:
+            percentile, most = map(float, (numbers[0].removeprefix("p"), *numbers[1:]))
+            if 0 < percentile <= 100 and 0 <= most < math.inf:
                 return Limit(kind, percentile, most)
     except (IndexError, ValueError):
         pass
-    raise ValueError(
-        f"{text!r} is no limit; write {'|'.join(LATENCIES)}:p99:MILLISECONDS, or errors:PERCENT"
-    )
+    form = f"{'|'.join(LATENCIES)}:p99:MILLISECONDS, or errors:PERCENT"
+    raise ValueError(f"{text!r} is not a limit; write {form}")
 
 
 def missed(
     limits: list[Limit], times: Mapping[str, Mapping[int, int]], n: int, n_failed: int
 ) -> Iterator[str]:
-    """A line for each limit that was not kept. A figure that is not known keeps none.
+    """Yield a line for each limit that was missed. A limit on an unknown latency is missed.
 
-    times: of each latency, how often each time came. n: requests, of which `n_failed` failed.
+    times: by latency, the count of each time in milliseconds. n: requests, of which `n_failed`
+    failed.
     """
     for limit in limits:
         if limit.kind == "errors":
             if not n or 100 * n_failed > limit.most * n:
-                yield f"{n_failed} of {n} requests failed, at most {limit.most:g} % may"
+                yield f"{n_failed} of {n} requests failed; the limit is {limit.most:g} %"
             continue
         value = percentile(times.get(limit.kind, {}), limit.percentile)
         if value is None or value > limit.most:
             found = "unknown" if value is None else f"{value} ms"
-            yield f"{limit.kind} p{limit.percentile:g} is {found}, at most {limit.most:g} ms may be"
+            yield f"{limit.kind} p{limit.percentile:g} is {found}; the limit is {limit.most:g} ms"
 
 
 def percentile(times: Mapping[int, int], percent: float) -> int | None:
-    """The nearest rank's: the least time that so many percent of all do not exceed. None where there is none."""
-    left = percent * sum(times.values()) / 100
+    """Return the nearest-rank percentile of counted times, or None if there are none."""
+    rank = percent * sum(times.values()) / 100
     for value in sorted(times):
-        left -= times[value]
-        if left < 1e-6:  # what rounding leaves is less than a request
+        rank -= times[value]
+        if rank < 1e-6:  # a rounding error is less than one request
             return value
     return None

@@ -1,1 +1,4 @@
-"""Clients that nobody here wrote, as their users call them; each file uses one, and counts its calls."""
+"""Third-party clients, called as their users call them.
+
+Each file uses one, and counts its calls.
+"""

@@ -1,6 +1,7 @@
-"""All clients against a small real model: python -m tests.conformance ENVIRONMENT, which holds lm_eval and guidellm.
+"""Run all clients against a small real model: python -m tests.conformance ENVIRONMENT
 
-A line for each; the exit code is 1 if one of them finds something else than it expects.
+ENVIRONMENT holds lm_eval and guidellm. Prints a line for each client. Exit code 1 if one of them
+fails.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tests.conformance.heavy import Tools, use_guidellm, use_lm_eval
 from tests.conformance.huggingface_client import use_huggingface
 from tests.conformance.model import MAX_MODEL_LEN, make_model, make_tokenizer
 from tests.conformance.openai_client import use_openai
-from tests.conformance.target import CAPACITY, Conformed, Target
+from tests.conformance.server import CAPACITY, Conformed, Server
 
 _KEY = "a-key"
 
@@ -33,30 +34,26 @@ def main(environment: Path) -> int:
         limits = ("--max-num-seqs", str(CAPACITY), "--max-queue", str(CAPACITY))
         passed = _try("schemathesis", use_schemathesis)
         with serve_locally(model, *limits, "--api-key", _KEY) as url:
-            target = Target(url, model.name, _KEY, MAX_MODEL_LEN)
-            passed &= _try("openai", lambda: use_openai(target))
-            passed &= _try("huggingface_hub", lambda: use_huggingface(target))
-        with serve_locally(
-            model, *limits
-        ) as url:  # without a key: lm_eval's local-completions has none to send
-            tools = Tools(
-                environment, Path(folder), Target(url, model.name, "", MAX_MODEL_LEN), tokenizer
-            )
+            server = Server(url, model.name, _KEY, MAX_MODEL_LEN)
+            passed &= _try("openai", lambda: use_openai(server))
+            passed &= _try("huggingface_hub", lambda: use_huggingface(server))
+        with serve_locally(model, *limits) as url:  # lm_eval's local-completions sends no key
+            server = Server(url, model.name, "", MAX_MODEL_LEN)
+            tools = Tools(environment, Path(folder), server, tokenizer)
             passed &= _try("lm_eval", lambda: use_lm_eval(tools, model))
             passed &= _try("guidellm", lambda: use_guidellm(tools))
     return int(not passed)
 
 
 def use_schemathesis() -> Conformed:
-    """Its tests over the OpenAPI document, which need a fake model that does whatever is asked."""
+    """Run its tests over the OpenAPI document. They need a fake model that obeys every request."""
     command = [sys.executable, "-m", "pytest", "-q", "tests/api/test_openapi.py"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-2000:]
     passed = re.search(r"(\d+) passed", ran.stdout)
     assert passed is not None
-    return Conformed(
-        "schemathesis", version("schemathesis"), int(passed[1]), "tests, each of many calls"
-    )
+    note = "tests, each of many calls"
+    return Conformed("schemathesis", version("schemathesis"), int(passed[1]), note)
 
 
 def _try(name: str, use: Callable[[], Conformed]) -> bool:

@@ -1,4 +1,4 @@
-"""Tools with environments of their own: lm_eval's log-likelihoods against PyTorch's, and a load from guidellm."""
+"""Tools in an environment of their own: lm_eval, checked against PyTorch, and guidellm."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +17,29 @@ from tokenizers import Tokenizer
 from export.graph import load_decoder
 from model.bundle import load_bundle
 from model.network.decoder import Decoder
-from tests.conformance.target import CAPACITY, Conformed, Target
+from tests.conformance.server import CAPACITY, Conformed, Server
 
-LM_EVAL_ERROR = 1e-3  # of a log-likelihood; both sides compute in fp32
+LM_EVAL_ERROR = 1e-3  # of a log-likelihood; both sides use fp32
 
 _TASKS = Path(__file__).parent / "lm_eval_tasks"
 _REQUESTS = 40
 
 
+@dataclass(frozen=True, slots=True)
 class Tools:
-    """Programs of an environment, which may write to `folder`; none of them may ask the network for anything."""
+    """Programs of an environment, which may write to `folder` and run offline."""
 
-    def __init__(self, environment: Path, folder: Path, target: Target, tokenizer: Path) -> None:
-        self.environment, self.folder, self.target, self.tokenizer = (
-            environment,
-            folder,
-            target,
-            tokenizer,
-        )
+    environment: Path
+    folder: Path
+    server: Server
+    tokenizer: Path
 
-    def run(self, program: str, *arguments: str) -> None:
-        """Raises AssertionError, with the last that it said, for a program that fails."""
-        offline = {
-            "HF_HUB_OFFLINE": "1",
-            "HF_DATASETS_OFFLINE": "1",
-            "HF_HOME": str(self.folder / "huggingface"),
-        }
+    def run_program(self, program: str, *arguments: str) -> None:
+        """Run a program. Raises AssertionError with the end of its output if it fails."""
+        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+        environment = os.environ | offline | {"HF_HOME": str(self.folder / "huggingface")}
         command = [str(self.environment / "bin" / program), *arguments]
-        ran = subprocess.run(
-            command, env=os.environ | offline, capture_output=True, text=True, check=False
-        )
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert ran.returncode == 0, f"{program}: {(ran.stdout + ran.stderr)[-2000:]}"
 
     def version(self, package: str) -> str:
@@ -55,21 +49,22 @@ class Tools:
 
 
 def use_lm_eval(tools: Tools, model: Path) -> Conformed:
-    """Tasks of local files: choices, whole documents, continuations."""
+    """Run tasks of local files: choices, whole documents, continuations."""
     out = tools.folder / "lm_eval"
     arguments = {
-        "model": tools.target.model,
-        "base_url": f"{tools.target.openai_url}/completions",
+        "model": tools.server.model,
+        "base_url": f"{tools.server.openai_url}/completions",
         "tokenizer": tools.tokenizer,
         "tokenizer_backend": "huggingface",
-        "max_length": tools.target.max_model_len,
+        "max_length": tools.server.max_model_len,
         "num_concurrent": CAPACITY,
         "max_retries": 1,
     }
     given = ",".join(f"{name}={value}" for name, value in arguments.items())
     tasks = "kvasir_choices,kvasir_documents,kvasir_continuations"
-    tools.run("lm_eval", "run", "--model", "local-completions", "--model_args", given, "--tasks", tasks,
-              "--include_path", str(_TASKS), "--log_samples", "--output_path", str(out))  # fmt: skip
+    tools.run_program("lm_eval", "run", "--model", "local-completions", "--model_args", given,
+              "--tasks", tasks, "--include_path", str(_TASKS), "--log_samples",
+              "--output_path", str(out))  # fmt: skip
     oracle = _Oracle(model)
     choices = list(_samples(out, "kvasir_choices"))
     worst, n_continuations = 0.0, 0
@@ -87,20 +82,16 @@ def use_lm_eval(tools: Tools, model: Path) -> Conformed:
     assert all(sample["resps"][0][0] for sample in continued)
     assert worst <= LM_EVAL_ERROR, f"a log-likelihood is off by {worst:g}"
     calls = n_continuations + len(documents) + len(continued)
-    return Conformed(
-        "lm_eval",
-        tools.version("lm_eval"),
-        calls,
-        f"log-likelihoods within {worst:.0e} of PyTorch's",
-    )
+    note = f"log-likelihoods within {worst:.0e} of PyTorch's"
+    return Conformed("lm_eval", tools.version("lm_eval"), calls, note)
 
 
 def use_guidellm(tools: Tools) -> Conformed:
-    """Streamed completions at once, each of exactly as many tokens as it asked for."""
+    """Stream simultaneous completions, each of exactly the requested number of tokens."""
     out = tools.folder / "guidellm.json"
-    server = f"target={tools.target.url},model={tools.target.model},request_format=/v1/completions"
-    tools.run("guidellm", "run", "--disable-console",
-              "--backend", f"kind=openai_http,{server}",
+    backend = f"target={tools.server.url},model={tools.server.model},request_format=/v1/completions"
+    tools.run_program("guidellm", "run", "--disable-console",
+              "--backend", f"kind=openai_http,{backend}",
               "--profile", f"kind=concurrent,streams={CAPACITY}",
               "--constraint", f"kind=max_requests,count={_REQUESTS}",
               "--tokenizer", f"kind=hf_auto,model={tools.tokenizer}",
@@ -110,32 +101,30 @@ def use_guidellm(tools: Tools) -> Conformed:
     requests = benchmark["requests"]
     assert not requests["errored"], requests["errored"][0]["info"]["error"]
     assert len(requests["successful"]) == _REQUESTS
-    counts = [
-        (one["input_metrics"]["text_tokens"], one["output_metrics"]["text_tokens"])
-        for one in requests["successful"]
-    ]
-    assert set(counts) == {(64, 16)}, f"tokens in and out: {set(counts)}"
+    for one in requests["successful"]:
+        counts = (one["input_metrics"]["text_tokens"], one["output_metrics"]["text_tokens"])
+        assert counts == (64, 16), "tokens in and out"
     return Conformed("guidellm", tools.version("guidellm"), _REQUESTS)
 
 
 def _samples(out: Path, task: str) -> Iterator[dict[str, Any]]:
-    """What lm_eval logged of a task, a document each."""
+    """Yield the documents of a task that lm_eval logged."""
     (path,) = out.rglob(f"samples_{task}_*.jsonl")
     for line in path.read_text(encoding="utf-8").splitlines():
         yield json.loads(line)
 
 
 class _Oracle:
-    """Log-likelihoods from the model's own weights, uncached, in PyTorch."""
+    """Log-likelihoods of the model in PyTorch, uncached."""
 
     def __init__(self, model: Path) -> None:
         bundle = load_bundle(model)
         self._decoder: Decoder = load_decoder(bundle.config, bundle.graph_path)
         self._tokenizer: Tokenizer = bundle.tokenizer
-        self._first_id = bundle.config.eos_token_ids[0]  # what lm_eval puts before a document
+        self._first_id = bundle.config.eos_token_ids[0]  # lm_eval puts it before a document
 
     def continuation(self, context: str, text: str) -> tuple[float, bool]:
-        """That of `text` after `context`, tokenised together; and whether it is the likeliest of all."""
+        """Return the log-likelihood of `text` after `context`, and whether `text` is greedy."""
         n_context = len(self._tokenizer.encode(context).ids)
         return self._score(self._tokenizer.encode(context + text).ids, n_context)
 
@@ -147,6 +136,5 @@ class _Oracle:
             logits = self._decoder(torch.tensor([ids]))[0].double()  # [n, vocab]
         logprobs = logits.log_softmax(-1)[n_context - 1 : -1]
         chosen = torch.tensor(ids[n_context:])
-        return math.fsum(logprobs[torch.arange(len(chosen)), chosen].tolist()), bool(
-            (logprobs.argmax(-1) == chosen).all()
-        )
+        is_greedy = bool((logprobs.argmax(-1) == chosen).all())
+        return math.fsum(logprobs[torch.arange(len(chosen)), chosen].tolist()), is_greedy

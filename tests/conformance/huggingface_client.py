@@ -13,7 +13,7 @@ from huggingface_hub import AsyncInferenceClient, ChatCompletionInputFunctionNam
 from huggingface_hub import ChatCompletionInputToolChoiceClass as ToolChoice
 from huggingface_hub.errors import ValidationError
 
-from tests.conformance.target import Conformed, Target
+from tests.conformance.server import Conformed, Server
 
 _MESSAGES = [{"role": "user", "content": "def"}]
 _DAY = {
@@ -26,20 +26,19 @@ _DAYS = ({"day": "mon"}, {"day": "tue"})
 _GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
 
-def use_huggingface(target: Target) -> Conformed:
-    client = Mock(wraps=InferenceClient(target.url, token=target.key))  # counts what it is asked
+def use_huggingface(server: Server) -> Conformed:
+    client = Mock(wraps=InferenceClient(server.url, token=server.key))  # counts the calls
     text = _generate(client)
     _chat(client)
     _call_functions(client)
-    n_calls = len(client.method_calls) + asyncio.run(_generate_too(target, text))
+    n_calls = len(client.method_calls) + asyncio.run(_generate_async(server, text))
     return Conformed("huggingface_hub", huggingface_hub.__version__, n_calls)
 
 
 def _generate(client: Any) -> str:
     text: str = client.text_generation("def read", **_GREEDY)
-    whole = client.text_generation(
-        "def read", details=True, decoder_input_details=True, top_n_tokens=2, **_GREEDY
-    )
+    details = {"details": True, "decoder_input_details": True, "top_n_tokens": 2}
+    whole = client.text_generation("def read", **details, **_GREEDY)
     assert whole.generated_text == text
     assert len(whole.details.tokens) == whole.details.generated_tokens
     assert [token.logprob is None for token in whole.details.prefill][:2] == [True, False]
@@ -48,10 +47,9 @@ def _generate(client: Any) -> str:
     assert [piece.token.id for piece in pieces] == [token.id for token in whole.details.tokens]
     assert pieces[-1].details.finish_reason == whole.details.finish_reason
     assert client.text_generation("def read", return_full_text=True, **_GREEDY) == "def read" + text
-    held = client.text_generation(
-        "def read", grammar={"type": "json", "value": _DAY}, max_new_tokens=60
-    )
-    assert json.loads(held) in _DAYS
+    grammar = {"type": "json", "value": _DAY}
+    constrained = client.text_generation("def read", grammar=grammar, max_new_tokens=60)
+    assert json.loads(constrained) in _DAYS
     with pytest.raises(ValidationError, match="max_new_tokens"):
         client.text_generation("a", max_new_tokens=0)
     with pytest.raises(ValidationError):
@@ -60,26 +58,22 @@ def _generate(client: Any) -> str:
 
 
 def _chat(client: Any) -> None:
-    said = (
-        client.chat_completion(_MESSAGES, max_tokens=6, temperature=0.0).choices[0].message.content
-    )
-    stream = client.chat_completion(_MESSAGES, max_tokens=6, temperature=0.0, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == said
+    greedy = {"max_tokens": 6, "temperature": 0.0}
+    text = client.chat_completion(_MESSAGES, **greedy).choices[0].message.content
+    stream = client.chat_completion(_MESSAGES, **greedy, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
     named = {"type": "json_schema", "json_schema": {"name": "day", "schema": _DAY}}
     for response_format in (named, {"type": "json", "value": _DAY}):
-        held = client.chat_completion(_MESSAGES, response_format=response_format, max_tokens=60)
-        assert json.loads(held.choices[0].message.content) in _DAYS
+        answer = client.chat_completion(_MESSAGES, response_format=response_format, max_tokens=60)
+        assert json.loads(answer.choices[0].message.content) in _DAYS
 
 
 def _call_functions(client: Any) -> None:
-    """And go on after the call, with the message as the client has it."""
+    """Call a function, and continue with the client's message and the result."""
     tools = [{"type": "function", "function": {"name": "weather", "parameters": _DAY}}]
     choice = ToolChoice(function=ChatCompletionInputFunctionName(name="weather"))
-    message = (
-        client.chat_completion(_MESSAGES, tools=tools, tool_choice=choice, max_tokens=90)
-        .choices[0]
-        .message
-    )
+    answer = client.chat_completion(_MESSAGES, tools=tools, tool_choice=choice, max_tokens=90)
+    message = answer.choices[0].message
     (call,) = message.tool_calls
     assert call.function.name == "weather"
     assert json.loads(call.function.arguments) in _DAYS
@@ -87,9 +81,9 @@ def _call_functions(client: Any) -> None:
     client.chat_completion([*_MESSAGES, message, result], tools=tools, max_tokens=2)
 
 
-async def _generate_too(target: Target, expected: str) -> int:
-    """How often it was asked for the same."""
-    async with AsyncInferenceClient(target.url, token=target.key) as asynchronous:
+async def _generate_async(server: Server, expected: str) -> int:
+    """Generate the same text with the asynchronous client, and return the number of calls."""
+    async with AsyncInferenceClient(server.url, token=server.key) as asynchronous:
         client = Mock(wraps=asynchronous)
         assert await client.text_generation("def read", **_GREEDY) == expected
     return len(client.method_calls)

@@ -1,4 +1,4 @@
-"""A small model directory with random weights in fp32, whose log-probabilities PyTorch can compute too."""
+"""A small model directory with random fp32 weights, which PyTorch can compute, too."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ MAX_MODEL_LEN = 1024
 
 
 def make_model(out: Path) -> None:
-    """With tokenizer_config.json beside it, from which transformers knows what kind of tokenizer it is."""
-    texts = [
-        path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.rglob("*.py"))
-    ]
-    decoder = make_decoder(
-        make_config(vocab_size=600, max_model_len=MAX_MODEL_LEN, eos_token_ids=(0,))
-    )
+    """Write a model directory with a chat template."""
+    paths = sorted(Path(__file__).parent.rglob("*.py"))
+    texts = [path.read_text(encoding="utf-8") for path in paths]
+    config = make_config(vocab_size=600, max_model_len=MAX_MODEL_LEN, eos_token_ids=(0,))
+    decoder = make_decoder(config)
     files = {CHAT_TEMPLATE_FILE: CHAT_TEMPLATE.encode()}
     with TemporaryDirectory() as folder:
         run = Path(folder)
@@ -32,7 +30,10 @@ def make_model(out: Path) -> None:
 
 
 def make_tokenizer(model: Path, out: Path) -> None:
-    """What transformers loads a tokenizer from; a model directory may hold no further file."""
+    """Write a directory from which transformers loads the tokenizer, with its class.
+
+    A model directory may hold no further file.
+    """
     out.mkdir()
     (out / TOKENIZER_FILE).write_bytes((model / TOKENIZER_FILE).read_bytes())
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}

@@ -1,4 +1,4 @@
-"""OpenAI's own package: sync, async, streams, raw responses, and errors as its exception classes."""
+"""OpenAI's package: sync, async, streams, raw responses, and errors as its exceptions."""
 
 from __future__ import annotations
 
@@ -13,30 +13,25 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.conformance.target import CAPACITY, Conformed, Target
+from tests.conformance.server import CAPACITY, Conformed, Server
 
 _MESSAGES: list[Any] = [{"role": "user", "content": "def"}]
-_WEATHER: Any = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"day": {"enum": ["mon", "tue"]}},
-            "required": ["day"],
-            "additionalProperties": False,
-        },
-    },
+_DAY = {
+    "type": "object",
+    "properties": {"day": {"enum": ["mon", "tue"]}},
+    "required": ["day"],
+    "additionalProperties": False,
 }
+_WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": _DAY}}
 
 
 class Reading(BaseModel):
-    """What a structured answer is parsed into."""
+    """The type of a structured answer."""
 
     good: bool
 
 
-def use_openai(target: Target) -> Conformed:
+def use_openai(server: Server) -> Conformed:
     calls: list[str] = []
 
     def note(request: httpx.Request) -> None:
@@ -46,89 +41,66 @@ def use_openai(target: Target) -> Conformed:
         note(request)
 
     http = openai.DefaultHttpxClient(event_hooks={"request": [note]})
-    options: dict[str, Any] = {
-        "base_url": target.openai_url,
-        "api_key": target.key,
-        "max_retries": 0,
-    }
+    options: dict[str, Any] = {"base_url": server.openai_url, "api_key": server.key}
+    options |= {"max_retries": 0}
     with openai.OpenAI(**options, http_client=http) as client:
-        _complete(client, target)
-        _chat(client, target)
-        _call_functions(client, target)
-        _fail(client, target)
+        _complete(client, server)
+        _chat(client, server)
+        _call_functions(client, server)
+        _fail(client, server)
     asynchronous = openai.DefaultAsyncHttpxClient(event_hooks={"request": [note_async]})
-    asyncio.run(_at_once(openai.AsyncOpenAI(**options, http_client=asynchronous), target))
+    asyncio.run(_at_once(openai.AsyncOpenAI(**options, http_client=asynchronous), server))
     return Conformed("openai", openai.__version__, len(calls))
 
 
-def _complete(client: openai.OpenAI, target: Target) -> None:
-    assert [model.id for model in client.models.list()] == [target.model]
-    assert client.models.retrieve(target.model).id == target.model
-    body: dict[str, Any] = {
-        "model": target.model,
-        "prompt": "def read",
-        "temperature": 0,
-        "max_tokens": 8,
-    }
+def _complete(client: openai.OpenAI, server: Server) -> None:
+    assert [model.id for model in client.models.list()] == [server.model]
+    assert client.models.retrieve(server.model).id == server.model
+    body: dict[str, Any] = {"model": server.model, "prompt": "def read"}
+    body |= {"temperature": 0, "max_tokens": 8}
     whole = client.completions.create(**body, logprobs=2)
-    chunks = list(
-        client.completions.create(**body, stream=True, stream_options={"include_usage": True})
-    )
-    assert (
-        "".join(choice.text for chunk in chunks for choice in chunk.choices)
-        == whole.choices[0].text
-    )
+    text = whole.choices[0].text
+    usage: Any = {"include_usage": True}
+    chunks = list(client.completions.create(**body, stream=True, stream_options=usage))
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == text
     assert chunks[-1].usage == whole.usage
     assert whole.choices[0].logprobs is not None
     assert whole.usage is not None
     assert len(whole.choices[0].logprobs.token_logprobs or []) == whole.usage.completion_tokens
     raw = client.completions.with_raw_response.create(**body)
     assert raw.headers["x-request-id"] == raw.request_id
-    assert raw.parse().choices[0].text == whole.choices[0].text
+    assert raw.parse().choices[0].text == text
     several = client.completions.create(**body | {"prompt": ["def read", "x"]}, n=2, echo=True)
     assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
-    assert [
-        choice.text.startswith(p)
-        for choice, p in zip(several.choices, ("def read",) * 2 + ("x",) * 2, strict=True)
-    ]
+    for choice, prompt in zip(several.choices, ("def read", "def read", "x", "x"), strict=True):
+        assert choice.text.startswith(prompt)
     by_ids = client.completions.create(**body | {"prompt": [5, 6, 7]})
     assert by_ids.usage is not None
     assert by_ids.usage.prompt_tokens == 3
 
 
-def _chat(client: openai.OpenAI, target: Target) -> None:
-    body: dict[str, Any] = {
-        "model": target.model,
-        "messages": _MESSAGES,
-        "temperature": 0,
-        "max_completion_tokens": 8,
-    }
+def _chat(client: openai.OpenAI, server: Server) -> None:
+    body: dict[str, Any] = {"model": server.model, "messages": _MESSAGES}
+    body |= {"temperature": 0, "max_completion_tokens": 8}
     whole = client.chat.completions.create(**body, logprobs=True, top_logprobs=1)
     chunks = list(client.chat.completions.create(**body, stream=True))
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert (
-        "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-        == whole.choices[0].message.content
-    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
     assert whole.choices[0].logprobs is not None
     assert whole.choices[0].logprobs.content
     parsed = client.chat.completions.parse(
-        model=target.model, messages=_MESSAGES, response_format=Reading
+        model=server.model, messages=_MESSAGES, response_format=Reading
     )
     message = parsed.choices[0].message
     assert isinstance(message.parsed, Reading)
     client.chat.completions.create(**body | {"messages": [*_MESSAGES, message, *_MESSAGES]})
 
 
-def _call_functions(client: openai.OpenAI, target: Target) -> None:
-    body: dict[str, Any] = {
-        "model": target.model,
-        "messages": _MESSAGES,
-        "tools": [_WEATHER],
-        "tool_choice": "required",
-    }
-    body |= {"temperature": 0, "parallel_tool_calls": False}
+def _call_functions(client: openai.OpenAI, server: Server) -> None:
+    body: dict[str, Any] = {"model": server.model, "messages": _MESSAGES, "temperature": 0}
+    body |= {"tools": [_WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
     (call,) = client.chat.completions.create(**body).choices[0].message.tool_calls or []
     assert call.type == "function"
     assert call.function.name == "weather"
@@ -138,11 +110,11 @@ def _call_functions(client: openai.OpenAI, target: Target) -> None:
     assert final.finish_reason == "tool_calls"
     (streamed,) = final.message.tool_calls or []
     assert streamed.function.arguments == call.function.arguments
-    _go_on_after_calls(client, body)
+    _continue_after_calls(client, body)
 
 
-def _go_on_after_calls(client: openai.OpenAI, body: dict[str, Any]) -> None:
-    """The loop of an agent: what the package has parsed goes back with what the function gave."""
+def _continue_after_calls(client: openai.OpenAI, body: dict[str, Any]) -> None:
+    """Send the parsed calls back with the functions' results, as an agent does."""
     body |= {"tools": [openai.pydantic_function_tool(Reading)]}
     parsed = client.chat.completions.parse(**body).choices[0].message
     with client.chat.completions.stream(**body) as stream:
@@ -154,8 +126,8 @@ def _go_on_after_calls(client: openai.OpenAI, body: dict[str, Any]) -> None:
         client.chat.completions.create(**body | {"messages": [*_MESSAGES, message, result]})
 
 
-def _fail(client: openai.OpenAI, target: Target) -> None:
-    body: dict[str, Any] = {"model": target.model, "prompt": "a", "max_tokens": 2}
+def _fail(client: openai.OpenAI, server: Server) -> None:
+    body: dict[str, Any] = {"model": server.model, "prompt": "a", "max_tokens": 2}
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.completions.create(**body, temperature=-1)
     assert caught.value.param == "temperature"
@@ -167,10 +139,10 @@ def _fail(client: openai.OpenAI, target: Target) -> None:
     with pytest.raises(openai.NotFoundError):
         client.completions.create(**body | {"model": "another"})
     with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model=target.model, input="a")
+        client.embeddings.create(model=server.model, input="a")
     with pytest.raises(openai.APIConnectionError):
         client.with_options(base_url="http://127.0.0.1:9").completions.create(**body)
-    longest = body | {"max_tokens": target.max_model_len - 10, "extra_body": {"ignore_eos": True}}
+    longest = body | {"max_tokens": server.max_model_len - 10, "extra_body": {"ignore_eos": True}}
     with pytest.raises(openai.APITimeoutError):
         client.with_options(timeout=0.005).completions.create(**longest)
     with _occupied(client, longest), pytest.raises(openai.RateLimitError) as busy:
@@ -180,20 +152,16 @@ def _fail(client: openai.OpenAI, target: Target) -> None:
 
 @contextmanager
 def _occupied(client: openai.OpenAI, longest: dict[str, Any]) -> Iterator[None]:
-    """All that run at once are taken, by a stream that has begun."""
+    """Fill all slots with a stream that has begun."""
     with client.completions.create(**longest, n=CAPACITY, stream=True) as stream:
         next(stream)
         yield
 
 
-async def _at_once(client: openai.AsyncOpenAI, target: Target) -> None:
+async def _at_once(client: openai.AsyncOpenAI, server: Server) -> None:
     async def text(i: int) -> str:
-        body: dict[str, Any] = {
-            "model": target.model,
-            "prompt": "def read"[: 1 + i],
-            "max_tokens": 8,
-            "seed": i,
-        }
+        body: dict[str, Any] = {"model": server.model, "prompt": "def read"[: 1 + i]}
+        body |= {"max_tokens": 8, "seed": i}
         stream = await client.completions.create(**body, stream=True)
         return "".join([chunk.choices[0].text async for chunk in stream])
 
@@ -201,4 +169,4 @@ async def _at_once(client: openai.AsyncOpenAI, target: Target) -> None:
         together = await asyncio.gather(*map(text, range(2 * CAPACITY)))
         assert together == [await text(i) for i in range(2 * CAPACITY)]
         with pytest.raises(openai.BadRequestError):
-            await client.chat.completions.create(model=target.model, messages=[])
+            await client.chat.completions.create(model=server.model, messages=[])

@@ -1,4 +1,4 @@
-"""What the chart's objects are to each other, beyond what Kubernetes' schemas say of each."""
+"""Relations between the chart's objects, which Kubernetes' schemas do not check."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ Object = dict[str, Any]
 
 
 def one(objects: list[Object], kind: str) -> Object:
+    """Return the first object of a kind."""
     return next(document for document in objects if document["kind"] == kind)
 
 
 def excessive_requests(objects: list[Object]) -> Iterator[str]:
-    """Containers that ask for more than they may have, which no cluster takes."""
-    for spec in (
-        one(objects, "Deployment")["spec"]["template"]["spec"],
-        one(objects, "Pod")["spec"],
-    ):
+    """Yield containers whose requests exceed their limits, which clusters refuse."""
+    for template in (one(objects, "Deployment")["spec"]["template"], one(objects, "Pod")):
+        spec = template["spec"]
         for container in [*spec.get("initContainers", ()), *spec["containers"]]:
             resources = container.get("resources", {})
             limits = resources.get("limits", {})
             for name, asked in resources.get("requests", {}).items():
                 if name in limits and quantity(asked) > quantity(limits[name]):
-                    yield f"{container['name']} requests {asked} of {name}, and may have {limits[name]}"
+                    yield f"{container['name']} requests {asked} of {name}; limit {limits[name]}"
 
 
 def quantity(text: str | float) -> float:
+    """Parse a quantity of Kubernetes."""
     number = str(text).rstrip("".join(set("".join(FACTORS))))
     return float(number) * FACTORS[str(text)[len(number) :]]
 
 
 def wrong_selectors(objects: list[Object]) -> Iterator[str]:
-    """Objects that do not select the server's pods, or select the test's; and scalers of another Deployment."""
+    """Yield objects that miss the server's pods or select the test's, and wrong scalers."""
     deployment = one(objects, "Deployment")
     server = deployment["spec"]["template"]["metadata"]["labels"]
     test = one(objects, "Pod")["metadata"]["labels"]

@@ -1,7 +1,8 @@
-"""The chart as the cluster would get it, without a cluster: python helm_render.py CHART [VALUES.yaml …] > objects.yaml
+"""Render the chart without a cluster.
 
-A `helm` on the PATH renders it; otherwise Helm's own engine does, as PyPI's helm-sdkpy (Python 3.12 or newer) has it:
-that one only installs, so it installs into an API server of a few lines, which knows the kinds and keeps nothing.
+Uses `helm` if it is on the PATH, or else Helm's engine in PyPI's helm-sdkpy (Python 3.12 or newer).
+That package can only install, so it installs into a minimal API server, which knows the kinds and
+keeps nothing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import asyncio
 import json
 import shutil
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -21,15 +21,13 @@ from typing import Any
 
 import yaml
 
-# Kinds that the chart may emit, with the name of their collection; also what .Capabilities.APIVersions says.
+# Kinds that the chart may emit, with their collections; also the content of
+# .Capabilities.APIVersions.
 KINDS = {
     "v1": {
-        "Secret": "secrets",
-        "Service": "services",
-        "ConfigMap": "configmaps",
-        "ServiceAccount": "serviceaccounts",
-    }
-    | {"Pod": "pods"},
+        "Secret": "secrets", "Service": "services", "ConfigMap": "configmaps",
+        "ServiceAccount": "serviceaccounts", "Pod": "pods",
+    },
     "apps/v1": {"Deployment": "deployments"},
     "autoscaling/v2": {"HorizontalPodAutoscaler": "horizontalpodautoscalers"},
     "policy/v1": {"PodDisruptionBudget": "poddisruptionbudgets"},
@@ -38,24 +36,19 @@ KINDS = {
     "keda.sh/v1alpha1": {"ScaledObject": "scaledobjects"},
     "gateway.networking.k8s.io/v1": {"HTTPRoute": "httproutes"},
     "inference.networking.k8s.io/v1": {"InferencePool": "inferencepools"},
-}
-DEBUG_HINT = (
-    "Use --debug flag to render out invalid YAML"  # what the command adds to some of its errors
-)
+}  # fmt: skip
+DEBUG_HINT = "Use --debug flag to render out invalid YAML"  # `helm` adds it to some errors
 VERBS = ["create", "delete", "get", "list", "patch", "update", "watch"]
 
 
 class RenderError(Exception):
-    """What Helm says of values or templates that are wrong."""
+    """An error message of Helm."""
 
 
 def render(chart: Path, values: dict[str, Any], release: str = "release") -> list[dict[str, Any]]:
-    """Every object of the chart, test hooks included. Raises RenderError."""
-    text = (
-        _by_command(chart, values, release)
-        if shutil.which("helm")
-        else _by_package(chart, values, release)
-    )
+    """Return every object of the chart with its test hooks. Raises RenderError."""
+    engine = _by_command if shutil.which("helm") else _by_package
+    text = engine(chart, values, release)
     return [document for document in yaml.safe_load_all(text) if document]
 
 
@@ -116,7 +109,7 @@ def _api_server() -> Iterator[int]:
 
 
 class _Api(BaseHTTPRequestHandler):
-    """Discovery, empty lists, and whatever is created comes back as it was."""
+    """An API server with discovery and empty lists, which echoes created objects."""
 
     def do_GET(self) -> None:
         path = self.path.split("?")[0].rstrip("/")
@@ -126,37 +119,23 @@ class _Api(BaseHTTPRequestHandler):
         elif path == "/api":
             self._answer({"kind": "APIVersions", "versions": ["v1"]})
         elif path == "/apis":
-            self._answer(
-                {
-                    "kind": "APIGroupList",
-                    "apiVersion": "v1",
-                    "groups": [_group(v) for v in KINDS if "/" in v],
-                }
-            )
+            groups = [_group(version) for version in KINDS if "/" in version]
+            self._answer({"kind": "APIGroupList", "apiVersion": "v1", "groups": groups})
         elif version in KINDS:
-            self._answer(
-                {
-                    "kind": "APIResourceList",
-                    "groupVersion": version,
-                    "resources": _resources(version),
-                }
-            )
+            resources = {"groupVersion": version, "resources": _resources(version)}
+            self._answer({"kind": "APIResourceList"} | resources)
         elif path.endswith("/secrets"):
             self._answer({"kind": "SecretList", "apiVersion": "v1", "metadata": {}, "items": []})
         else:
-            self._answer(
-                {"kind": "Status", "status": "Failure", "reason": "NotFound", "code": 404}, 404
-            )
+            status = {"kind": "Status", "status": "Failure", "reason": "NotFound", "code": 404}
+            self._answer(status, 404)
 
     def _echo(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        self._send(
-            201 if self.command == "POST" else 200,
-            body,
-            self.headers.get("content-type", "application/json"),
-        )
+        content_type = self.headers.get("content-type", "application/json")
+        self._send(201 if self.command == "POST" else 200, body, content_type)
 
-    do_POST = do_PUT = do_PATCH = _echo  # noqa: N815  (as http.server has it)
+    do_POST = do_PUT = do_PATCH = _echo  # noqa: N815  (names of http.server)
 
     def _answer(self, value: dict[str, Any], status: int = 200) -> None:
         self._send(status, json.dumps(value).encode(), "application/json")
@@ -169,16 +148,13 @@ class _Api(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing to say."""
+        """Log nothing."""
 
 
 def _group(version: str) -> dict[str, Any]:
-    shown = {"groupVersion": version, "version": version.split("/")[1]}
-    return {
-        "name": version.split("/", maxsplit=1)[0],
-        "versions": [shown],
-        "preferredVersion": shown,
-    }
+    group, _, number = version.partition("/")
+    shown = {"groupVersion": version, "version": number}
+    return {"name": group, "versions": [shown], "preferredVersion": shown}
 
 
 def _resources(version: str) -> list[dict[str, Any]]:
@@ -186,24 +162,3 @@ def _resources(version: str) -> list[dict[str, Any]]:
         {"name": plural, "singularName": "", "namespaced": True, "kind": kind, "verbs": VERBS}
         for kind, plural in KINDS[version].items()
     ]
-
-
-def merge(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """As Helm does with values files: maps key by key, everything else is replaced."""
-    both = {
-        key: merge(values[key], over[key])
-        for key in values.keys() & over.keys()
-        if _are_maps(values[key], over[key])
-    }
-    return values | over | both
-
-
-def _are_maps(*values: object) -> bool:
-    return all(isinstance(value, dict) for value in values)
-
-
-if __name__ == "__main__":
-    merged: dict[str, Any] = {}
-    for name in sys.argv[2:]:
-        merged = merge(merged, yaml.safe_load(Path(name).read_text(encoding="utf-8")) or {})
-    yaml.safe_dump_all(render(Path(sys.argv[1]), merged), sys.stdout)

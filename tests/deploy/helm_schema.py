@@ -2,7 +2,8 @@
 
 python -m tests.deploy.helm_schema
 
-Bounds of sizes hold for numbers of bytes; of a size in words, such as 2GiB, only the form is checked before the start.
+The bounds of a size apply to a number of bytes. Of a size such as 2GiB the schema checks only the
+form.
 """
 
 from __future__ import annotations
@@ -16,38 +17,30 @@ from server.settings import Settings
 
 SCHEMA = Path(__file__).resolve().parents[2] / "helm/values.schema.json"
 OF_THE_CHART = {
-    "host",
-    "port",
-    "model",
-    "served_model_name",
-    "api_key",
-    "api_key_file",
-    "drain_timeout",
-}
+    "host", "port", "model", "served_model_name", "api_key", "api_key_file", "drain_timeout",
+}  # fmt: skip
 SIZE = r"^[0-9]*\.?[0-9]+ ?([kKmMgGtTpP]([iI]?[bB])?|[bB])?$"
 BOUNDS = {"gt": "exclusiveMinimum", "ge": "minimum"}
 
 
 def settings_schema() -> dict[str, Any]:
-    """By name of a setting, the schema of its value."""
+    """Return the schema of each setting by name."""
     known = Settings.model_json_schema()["properties"]
     return {name: _value_schema(known[name]) for name in known if name not in OF_THE_CHART}
 
 
 def _value_schema(of: dict[str, Any]) -> dict[str, Any]:
-    """Without null, which Helm takes for "not given", and with the bounds of sizes where JSON Schema looks for them."""
+    """Remove null, which means "not given" to Helm, and move bounds of sizes into their branch."""
     described = {"description": of["description"]} if "description" in of else {}
     branches = [branch for branch in of.get("anyOf", ()) if branch != {"type": "null"}]
     if len(branches) == 1:
         return described | _value_schema(branches[0])
     if branches:
         bounds = {word: of[key] for key, word in BOUNDS.items() if key in of}
-        return described | {
-            "anyOf": [{"type": "string", "pattern": SIZE}, {"type": "integer"} | bounds]
-        }
-    return described | {
-        key: value for key, value in of.items() if key not in {"default", "title", "description"}
-    }
+        sizes = [{"type": "string", "pattern": SIZE}, {"type": "integer"} | bounds]
+        return described | {"anyOf": sizes}
+    left_out = {"default", "title", "description"}
+    return described | {key: value for key, value in of.items() if key not in left_out}
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""helm/README.md from the comments of helm/values.yaml: python -m tests.deploy.helm_values > helm/README.md
+"""Write helm/README.md from helm/values.yaml: python -m tests.deploy.helm_values > helm/README.md
 
 `# -- text` documents the key under it; other comments document the section under them.
 """
@@ -17,12 +17,15 @@ import yaml
 CHART = Path(__file__).resolve().parents[2] / "helm"
 HEAD = """# Kvasir's chart
 
-`helm install kvasir helm/` serves the example model, which is in the image. Each file in `ci/` shows a feature,
-`values-gpu.yaml` a GPU. `router-values.yaml` is for the chart of llm-d's router, `adapter-values.yaml` for that of
-prometheus-adapter, which a HorizontalPodAutoscaler asks. All settings are in [docs/api.md](../docs/api.md#limits).
-[docs/operations.md](../docs/operations.md) has sizing, routing, upgrades and what to do about each alert.
+`helm install kvasir helm/` serves the example model in the image. Each file in `ci/` shows a
+feature, and `values-gpu.yaml` a GPU. `router-values.yaml` is for the chart of llm-d's router, and
+`adapter-values.yaml` for the chart of prometheus-adapter, which serves the metric of a
+HorizontalPodAutoscaler. [docs/api.md](../docs/api.md#limits) lists all settings.
+[docs/operations.md](../docs/operations.md) covers sizing, routing, upgrades and a runbook for each
+alert.
 
-This table is written by `python -m tests.deploy.helm_values > helm/README.md` from the comments in `values.yaml`.
+`python -m tests.deploy.helm_values > helm/README.md` writes this table from the comments in
+`values.yaml`.
 
 | value | default | |
 |---|---|---|
@@ -30,7 +33,7 @@ This table is written by `python -m tests.deploy.helm_values > helm/README.md` f
 
 
 def comments(text: str) -> dict[str, str]:
-    """By dotted key: what the comment above it says."""
+    """Return the comments above keys, by dotted key."""
     found: dict[str, str] = {}
     place: list[tuple[int, str]] = []
     comment: list[str] = []
@@ -51,7 +54,7 @@ def comments(text: str) -> dict[str, str]:
 def leaves(
     values: dict[str, Any], known: dict[str, str], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Values that have no values of their own below them in the file."""
+    """Yield the values that have no values below them in the file, and documented sections."""
     for key, value in values.items():
         name = prefix + key
         if isinstance(value, dict) and any(other.startswith(name + ".") for other in known):

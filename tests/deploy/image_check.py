@@ -1,9 +1,9 @@
-"""Build the images with buildah and use them, without a container engine.
+"""Build the images with buildah and test them without a container engine.
 
 python -m tests.deploy.image_check [--base IMAGE] [--targets TARGET …]
 
-Needs root and buildah; debootstrap makes the base where there is none yet. The server's image is then run as its
-configuration says, on a root file system that cannot be written, and streams a completion.
+Needs root and buildah; debootstrap creates a missing base. The server's image runs as its
+configuration says, on a read-only root file system, and must stream a completion.
 """
 
 from __future__ import annotations
@@ -21,16 +21,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from loadtest.local_server import running
+from loadtest.local_server import run_server
 from loadtest.sse_client import Target, complete
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = "localhost/kvasir-base"
 OF_THE_BASE = "python3,python3-venv,ca-certificates"
-FOR_PIP = (
-    "/etc/ssl/certs",
-    "/etc/pip.conf",
-)  # of this machine, for the build alone: how its pip reaches packages
+FOR_PIP = ("/etc/ssl/certs", "/etc/pip.conf")  # of this machine, mounted during the build
 PACKAGES = {"torch", "onnx", "onnxscript", "pip", "setuptools"}
 PROGRAMS = {"pip", "pip3", "gcc", "cc", "g++", "c++", "ld", "make"}
 LARGEST = 450_000_000  # bytes that the server's image may add to its base
@@ -39,135 +36,107 @@ MAX_TOKENS = 32
 IN_THE_IMAGE = """
 mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" && mount -t proc proc "$1/proc" &&
 mount -t tmpfs tmpfs "$1/tmp" && mount --bind /dev "$1/dev" && root=$1 user=$2 && shift 2 &&
-if touch "$root/written" 2>/dev/null; then echo "the root file system can be written" >&2; exit 1; fi &&
+if touch "$root/written" 2>/dev/null; then echo "the root is not read-only" >&2; exit 1; fi &&
 exec chroot --userspec="$user" "$root" env -i "$@"
 """
 
 
 class FailedError(Exception):
-    """What is wrong with an image, or why none can be made."""
+    """A defect of an image, or a failed build."""
 
 
-def run(*command: str | Path) -> str:
-    """Standard output; what the command says on standard error is shown."""
+def run_command(*command: str | Path) -> str:
+    """Return a command's standard output, and show its standard error. Raises FailedError."""
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, cwd=ROOT)
     if done.returncode:
-        said = done.stdout[-2000:]
-        raise FailedError(
-            f"{' '.join(map(str, command[:3]))} … ended with {done.returncode}\n{said}"
-        )
+        name = " ".join(map(str, command[:3]))
+        raise FailedError(f"{name} … ended with {done.returncode}\n{done.stdout[-2000:]}")
     return done.stdout.strip()
 
 
 def lacking() -> list[str]:
-    """What this machine would need."""
-    programs = [
-        name
-        for name in ("buildah", "debootstrap", "unshare", "chroot")
-        if shutil.which(name) is None
-    ]
-    return programs + (["root"] if os.geteuid() else [])
+    """Return what this machine lacks."""
+    needed = ("buildah", "debootstrap", "unshare", "chroot")
+    return [name for name in needed if not shutil.which(name)] + ["root"] * bool(os.geteuid())
 
 
 def make_base() -> None:
     with tempfile.TemporaryDirectory() as folder:
         say(f"{BASE}: debootstrap")
-        run("debootstrap", "--variant=minbase", f"--include={OF_THE_BASE}", "bookworm", folder)
-        container = run("buildah", "from", "scratch")
-        run("buildah", "add", "--quiet", container, folder, "/")
-        run("buildah", "commit", "--quiet", "--rm", container, BASE)
+        run_command(
+            "debootstrap", "--variant=minbase", f"--include={OF_THE_BASE}", "bookworm", folder
+        )
+        container = run_command("buildah", "from", "scratch")
+        run_command("buildah", "add", "--quiet", container, folder, "/")
+        run_command("buildah", "commit", "--quiet", "--rm", container, BASE)
 
 
 def build(target: str, base: str) -> str:
-    """The image's name, which the one before loses; that is removed, unless a container is made of it."""
+    """Build an image and return its name. Remove the former image unless a container uses it."""
     name = f"localhost/kvasir:{target}"
     before = image_id(name)
-    command = [
-        "buildah",
-        "bud",
-        "--quiet",
-        "--isolation",
-        "chroot",
-        "--network",
-        "host",
-        "--build-arg",
-        f"BASE={base}",
-    ]
+    command = ["buildah", "bud", "--quiet", "--isolation", "chroot", "--network", "host"]
+    command += ["--build-arg", f"BASE={base}"]
     for path in FOR_PIP:
         if Path(path).exists():
             command += ["--volume", f"{path}:{path}:ro"]
     say(f"{name}: build")
-    run(*command, "--target", target, "--tag", name, ".")
+    run_command(*command, "--target", target, "--tag", name, ".")
     if before and before != image_id(name):
         try:
-            run("buildah", "rmi", before)
+            run_command("buildah", "rmi", before)
         except FailedError as error:
-            say(f"{before}, the {name} before, stays: {error}")
+            say(f"{before}, the former {name}, stays: {error}")
     return name
 
 
 def image_id(name: str) -> str:
-    """Empty where there is none."""
-    return run("buildah", "images", "--quiet", "--filter", f"reference={name}")
+    """Return the id of an image, or "" if it does not exist."""
+    return run_command("buildah", "images", "--quiet", "--filter", f"reference={name}")
 
 
 @contextmanager
 def mounted(image: str) -> Iterator[Path]:
-    container = run("buildah", "from", "--quiet", image)
+    container = run_command("buildah", "from", "--quiet", image)
     try:
-        yield Path(run("buildah", "mount", container))
+        yield Path(run_command("buildah", "mount", container))
     finally:
-        run("buildah", "rm", container)
+        run_command("buildah", "rm", container)
 
 
 def n_bytes(folder: Path) -> int:
-    return sum(
-        path.lstat().st_size
-        for path in folder.rglob("*")
-        if path.is_file() and not path.is_symlink()
-    )
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+    return sum(path.lstat().st_size for path in files)
 
 
 def check_content(root: Path) -> None:
-    """Raises FailedError for what no final stage should have."""
-    wrong = {
-        path
-        for kind in ("site", "dist")
-        for path in root.rglob(f"{kind}-packages/*")
-        if path.name in PACKAGES
-    }
+    """Check that an image has no development tools. Raises FailedError."""
+    packages = (*root.rglob("site-packages/*"), *root.rglob("dist-packages/*"))
+    wrong = {path for path in packages if path.name in PACKAGES}
     for folder in ("opt/kvasir/bin", "usr/local/bin", "usr/bin", "usr/sbin"):
         wrong |= {root / folder / name for name in PROGRAMS if (root / folder / name).exists()}
     if wrong:
-        raise FailedError(
-            f"the image holds {', '.join(sorted(str(path.relative_to(root)) for path in wrong))}"
-        )
+        names = sorted(str(path.relative_to(root)) for path in wrong)
+        raise FailedError(f"the image contains {', '.join(names)}")
 
 
 def check_answer(image: str, root: Path) -> str:
-    """Run the image's own command as its own user, and read a streamed completion. Raises FailedError."""
-    config: dict[str, Any] = json.loads(run("buildah", "inspect", "--type", "image", image))[
-        "OCIv1"
-    ]["config"]
-    if config["User"] != "10001:10001" or config["StopSignal"] != "SIGTERM":
-        raise FailedError(
-            f"{image} runs as {config['User']} and is stopped by {config['StopSignal']}"
-        )
-    command = [
-        *config["Env"],
-        "KVASIR_HOST=127.0.0.1",
-        "KVASIR_PORT=0",
-        *config["Entrypoint"],
-        *config["Cmd"],
-    ]
-    shell = ["unshare", "--mount", "sh", "-ec", IN_THE_IMAGE, "sh", root, config["User"], *command]
+    """Run the image's command as its user and read a streamed completion. Raises FailedError."""
+    inspected = json.loads(run_command("buildah", "inspect", "--type", "image", image))
+    config: dict[str, Any] = inspected["OCIv1"]["config"]
+    user, stop_signal = config["User"], config["StopSignal"]
+    if (user, stop_signal) != ("10001:10001", "SIGTERM"):
+        raise FailedError(f"{image} runs as {user} and is stopped by {stop_signal}")
+    command = [*config["Env"], "KVASIR_HOST=127.0.0.1", "KVASIR_PORT=0"]
+    command += [*config["Entrypoint"], *config["Cmd"]]
+    shell = ["unshare", "--mount", "sh", "-ec", IN_THE_IMAGE, "sh", root, user, *command]
     body = {"prompt": "def main():\n", "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
-    with running(shell) as ready:
+    with run_server(shell) as ready:
         target = Target(f"http://127.0.0.1:{ready['port']}")
         answer = asyncio.run(complete(target, json.dumps(body).encode(), limit=60))
     if answer.error is not None:
         raise FailedError(f"{image} does not answer: {answer.error}")
-    return f"{len(answer.event_times)} events of a stream, as {config['User']} on a read-only root"
+    return f"{len(answer.event_times)} events of a stream, as {user} on a read-only root"
 
 
 def check(target: str, base: str, base_bytes: int) -> None:
@@ -175,14 +144,13 @@ def check(target: str, base: str, base_bytes: int) -> None:
     with mounted(image) as root:
         check_content(root)
         added = n_bytes(root) - base_bytes
-        said = (
-            f"{image}: {added / 1e6:.0f} MB unpacked beyond the base; no PyTorch, pip or compiler"
-        )
+        size = f"{added / 1e6:.0f} MB unpacked beyond the base"
+        result = f"{image}: {size}; no PyTorch, pip or compiler"
         if target == "cpu":
-            said += f"; {check_answer(image, root)}"
+            result += f"; {check_answer(image, root)}"
             if added > LARGEST:
-                raise FailedError(f"{said}; but more than {LARGEST / 1e6:.0f} MB")
-    say(said)
+                raise FailedError(f"{result}; the limit is {LARGEST / 1e6:.0f} MB")
+    say(result)
 
 
 def say(text: str) -> None:
@@ -194,17 +162,20 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--base", default=BASE, help="image to build on; the default is made where it is absent"
+        "--base", default=BASE, help="image to build on; the default one is created if missing"
     )
     parser.add_argument(
-        "--targets", nargs="+", default=["cpu", "load"], help="also: cuda, which takes 5 GB of disk"
+        "--targets",
+        nargs="+",
+        default=["cpu", "load"],
+        help="cpu, load or cuda; cuda takes 5 GB of disk",
     )
     options = parser.parse_args()
     base: str = options.base
     if missing := lacking():
         say(f"this needs {', '.join(missing)}")
         return 1
-    os.environ.setdefault("STORAGE_DRIVER", "vfs")  # which needs no support by the kernel
+    os.environ.setdefault("STORAGE_DRIVER", "vfs")  # it needs no support of the kernel
     try:
         if base == BASE and not image_id(BASE):
             make_base()

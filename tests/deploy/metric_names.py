@@ -1,4 +1,4 @@
-"""Names of metrics and labels, wherever this repository writes them, against what a running server shows."""
+"""Check names of metrics and labels in this repository against those of a running server."""
 
 from __future__ import annotations
 
@@ -7,40 +7,32 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-METRIC = re.compile(r"(?<![:\w])(?:kvasir|process)_[a-z0-9_]+\b")  # no parts of recorded names
+METRIC = re.compile(
+    r"(?<![:\w])(?:kvasir|process)_[a-z0-9_]+\b"
+)  # not parts of names of recording rules
 SELECTOR = re.compile(r"\b((?:kvasir|process)_[a-z0-9_]+)\{([^{}]*)\}")
 LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)\s*[\\]?[\"']")
 GROUPING = re.compile(r"\b(?:by|on|ignoring|without|group_left|group_right)\s*\(([\w\s,]*)\)")
 VARIABLE = re.compile(r"label_values\((\w+)(?:\{[^{}]*\})?,\s*(\w+)\)")  # Grafana's
-OF_THE_TARGET = {
-    "namespace",
-    "job",
-    "pod",
-    "instance",
-    "alertstate",
-}  # Prometheus adds them, the last to ALERTS
-# Locust's, and what prometheus-adapter makes of two gauges.
+# Labels that Prometheus adds, the last one to ALERTS.
+OF_THE_TARGET = {"namespace", "job", "pod", "instance", "alertstate"}
+# An attribute of Locust, and the metric that prometheus-adapter computes.
 ELSEWHERE = {"process_exit_code", "kvasir_requests_in_system"}
 TEXTS = (
-    "README.md",
-    "docs/*.md",
-    "docker-compose*.yml",
-    "helm/**/*",
-    "server/static/**/*",
+    "README.md", "docs/*.md", "docker-compose*.yml", "helm/**/*", "server/static/**/*",
     "loadtest/**/*.py",
-)
+)  # fmt: skip
 
 
 class Shown:
-    """What one path of a server shows, in Prometheus' text format."""
+    """The metrics of one path of a server, in Prometheus' text format."""
 
     def __init__(self, url: str) -> None:
         with urllib.request.urlopen(url, timeout=10) as answer:  # noqa: S310
             text = answer.read().decode()
         self.names = set(re.findall(r"^(?:# TYPE )?([a-z0-9_]+)", text, re.MULTILINE))
-        histograms = re.findall(
-            r"^# TYPE (\S+) histogram", text, re.MULTILINE
-        )  # one with labels may be empty as yet
+        # A histogram with labels may have no samples yet.
+        histograms = re.findall(r"^# TYPE (\S+) histogram", text, re.MULTILINE)
         self.names |= {name + part for name in histograms for part in ("_bucket", "_sum", "_count")}
         self.labels: dict[str, set[str]] = {}  # of names that have samples
         for name, labels in re.findall(r"^([a-z0-9_]+)(?:\{(.*)\})? ", text, re.MULTILINE):
@@ -48,7 +40,7 @@ class Shown:
 
 
 def texts(root: Path) -> Iterator[tuple[str, str]]:
-    """Of every file that may name metrics: where it is, and its text."""
+    """Yield the path and text of every file that may name metrics."""
     for pattern in TEXTS:
         for path in sorted(root.glob(pattern)):
             if path.is_file():
@@ -56,7 +48,7 @@ def texts(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def unknown_names(named: Iterable[tuple[str, str]], known: set[str]) -> set[str]:
-    """`PLACE: NAME` of each metric that is not among the known ones."""
+    """Return `PLACE: NAME` of each unknown metric."""
     known = known | ELSEWHERE
     return {
         f"{place}: {name}"
@@ -69,7 +61,7 @@ def unknown_names(named: Iterable[tuple[str, str]], known: set[str]) -> set[str]
 def unknown_labels(
     expressions: Iterable[tuple[str, str]], shown: Shown, recorded: set[str]
 ) -> set[str]:
-    """`PLACE: LABEL` of each label that selects from, or groups, what does not have it."""
+    """Return `PLACE: LABEL` of each label that its metric, or every metric, lacks."""
     every = OF_THE_TARGET.union(*shown.labels.values())
     wrong = set()
     for place, text in expressions:

@@ -1,8 +1,9 @@
-"""Two servers behind nginx, restarted one after the other under load: python -m tests.deploy.rolling_restart DIRECTORY
+"""Restart two servers in turn under load: python -m tests.deploy.rolling_restart DIRECTORY
 
-Clients stream completions all the while. A server that drains answers new requests with 503, which nginx takes to the
-other one; streams that run are finished first. Prints requests sent, streams completed, failed, what ran when each
-server was told to stop, and how often nginx tried the other. Exit code 1 if any failed, or nothing was put to the test.
+Clients stream completions meanwhile. A draining server answers new requests with 503, which nginx
+retries on the other server; running streams end first. Prints the requests sent, completed and
+failed, the streams that ran at each SIGTERM, and the number of retries. Exit code 1 if any request
+failed, or none was retried.
 """
 
 from __future__ import annotations
@@ -14,21 +15,20 @@ import signal
 import socket
 import sys
 import tempfile
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
 from pathlib import Path
 from urllib.request import urlopen
 
-from loadtest.sse_client import Answer, Target, complete
+from loadtest.sse_client import StreamedCompletion, Target, complete
+from tests.faults.server_process import ServerProcess
 
 N_CLIENTS = 8
-# So long, and of such different lengths, that some stream runs whenever a server is told to stop.
+# Long and different enough that some stream runs whenever a server is stopped.
 MAX_TOKENS = range(136, 248, 16)
-BEFORE_AND_AFTER = (
-    20  # streams that end before the first restart, between the two, and after the second
-)
+BETWEEN = 20  # streams that end before, between and after the restarts
 
 NGINX = """
 daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;
@@ -38,7 +38,11 @@ http {{
   access_log {folder}/tries.log tries;
   client_body_temp_path {folder}; proxy_temp_path {folder}; fastcgi_temp_path {folder};
   uwsgi_temp_path {folder}; scgi_temp_path {folder};
-  upstream kvasir {{ least_conn; server 127.0.0.1:{first} max_fails=0; server 127.0.0.1:{second} max_fails=0; }}
+  upstream kvasir {{
+    least_conn;
+    server 127.0.0.1:{first} max_fails=0;
+    server 127.0.0.1:{second} max_fails=0;
+  }}
   server {{
     listen 127.0.0.1:{port};
     location / {{
@@ -46,7 +50,7 @@ http {{
       proxy_http_version 1.1;
       proxy_buffering off;
       proxy_read_timeout 1h;
-      # Nothing of a refused request has run, so it may go to the other server although it is a POST.
+      # No part of a refused request has run, so a POST may be retried on the other server.
       proxy_next_upstream error http_503 non_idempotent;
     }}
   }}
@@ -55,86 +59,51 @@ http {{
 
 
 class Server:
-    """kvasir serve on a port of its own, which it keeps over restarts."""
+    """`kvasir serve` on a port that it keeps over restarts."""
 
     def __init__(self, directory: Path, port: int) -> None:
-        self._command = [
-            sys.executable,
-            "-m",
-            "kvasir",
-            "serve",
-            str(directory),
-            "--port",
-            str(port),
-            "--threads",
-            "1",
-        ]
-        self._port = port
-        self._process: Process | None = None
-        self._log: asyncio.Task[None] | None = None
+        self._directory, self._port = directory, port
+        self._process: ServerProcess | None = None
 
     async def start(self) -> None:
-        """Return when it is ready."""
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command, stderr=PIPE, limit=2**20
+        """Start the server and wait until it is ready."""
+        options = ("--threads", "1")
+        self._process = await asyncio.to_thread(
+            ServerProcess, self._port, *options, directory=self._directory
         )
-        ready = asyncio.get_running_loop().create_future()
-        self._log = asyncio.create_task(self._follow(ready))
-        await ready
 
     async def n_running(self) -> int:
-        """Sequences that have not ended."""
-        batch = await asyncio.to_thread(
-            urlopen, f"http://127.0.0.1:{self._port}/debug/batch", timeout=10
-        )
+        """Return the number of sequences that have not ended."""
+        url = f"http://127.0.0.1:{self._port}/debug/batch"
+        batch = await asyncio.to_thread(urlopen, url, timeout=10)
         return len(json.load(batch)["sequences"])
 
     async def stop(self) -> int | None:
-        """SIGTERM, if it runs, and what it exits with."""
+        """Send SIGTERM to a server that runs, and return its exit code."""
         if self._process is None:
             return None
-        if self._process.returncode is None:
-            self._process.send_signal(signal.SIGTERM)
-        if self._log is not None:
-            await self._log
-        return await self._process.wait()
-
-    async def _follow(self, ready: asyncio.Future[None]) -> None:
-        assert self._process is not None
-        assert self._process.stderr is not None
-        line = b""
-        async for line in self._process.stderr:
-            if (
-                not ready.done()
-                and line.startswith(b"{")
-                and json.loads(line)["message"] == "ready"
-            ):
-                ready.set_result(None)
-        if not ready.done():
-            ready.set_exception(ChildProcessError(f"the server ended at once: {line.decode()}"))
+        if self._process.popen.poll() is None:
+            self._process.popen.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(self._process.reader.join)
+        return self._process.popen.wait()
 
 
 class Load:
-    """Clients that each send a request when their last has ended."""
+    """Clients that each send a request when their last one has ended."""
 
     def __init__(self, url: str) -> None:
         self._target = Target(url)
         self._seeds = count()
         self._stopping = False
         self._ended = asyncio.Condition()
-        self.answers: list[Answer] = []
+        self.answers: list[StreamedCompletion] = []
 
     async def client(self) -> None:
         while not self._stopping:
             seed = next(self._seeds)
             max_tokens = MAX_TOKENS[seed % len(MAX_TOKENS)]
-            body = {
-                "prompt": "def read(path):\n",
-                "max_tokens": max_tokens,
-                "ignore_eos": True,
-                "stream": True,
-            }
-            body |= {"seed": seed, "stream_options": {"include_usage": True}}
+            body = {"prompt": "def read(path):\n", "max_tokens": max_tokens, "ignore_eos": True}
+            body |= {"seed": seed, "stream": True, "stream_options": {"include_usage": True}}
             answer = await complete(self._target, json.dumps(body).encode(), limit=120)
             if answer.error is None and answer.n_tokens != max_tokens:
                 answer.fail(f"{answer.n_tokens} tokens instead of {max_tokens}")
@@ -142,8 +111,8 @@ class Load:
                 self.answers.append(answer)
                 self._ended.notify_all()
 
-    async def pass_on(self, n: int) -> None:
-        """Return when n more have ended."""
+    async def wait_for(self, n: int) -> None:
+        """Wait until n more streams have ended."""
         async with self._ended:
             wanted = len(self.answers) + n
             await self._ended.wait_for(lambda: len(self.answers) >= wanted)
@@ -154,25 +123,27 @@ class Load:
 
 @asynccontextmanager
 async def nginx(folder: Path, first: int, second: int) -> AsyncIterator[str]:
-    """The URL of a proxy before two ports. When it has ended, `tries.log` has the servers' answers to each request."""
+    """Run a proxy of two ports and yield its URL.
+
+    `tries.log` gets the servers' statuses of each request.
+    """
     port = free_port()
     config = folder / "nginx.conf"
-    config.write_text(
-        NGINX.format(folder=folder, first=first, second=second, port=port), encoding="utf-8"
-    )
+    text = NGINX.format(folder=folder, first=first, second=second, port=port)
+    config.write_text(text, encoding="utf-8")
     process = await asyncio.create_subprocess_exec(
         "nginx", "-c", config, "-p", folder, stderr=DEVNULL
     )
     try:
-        await accepts(port, process)
+        await wait_for_port(port, process)
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         await process.wait()
 
 
-async def accepts(port: int, process: Process) -> None:
-    """Return when somebody listens there; nginx says nothing when it does."""
+async def wait_for_port(port: int, process: Process) -> None:
+    """Wait until a process accepts connections. nginx does not announce it."""
     while process.returncode is None:
         try:
             _, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -190,24 +161,24 @@ def free_port() -> int:
         return port
 
 
-async def busy(server: Server, load: Load) -> int:
-    """How many streams run on a server, as soon as there is one."""
+async def wait_until_busy(server: Server, load: Load) -> int:
+    """Wait until a stream runs on a server, and return the number of its streams."""
     while not (n_running := await server.n_running()):
-        await load.pass_on(1)
+        await load.wait_for(1)
     return n_running
 
 
 async def restart_each(servers: list[Server], load: Load) -> tuple[list[int], list[int | None]]:
-    """Under load: what ran on each server when it was told to stop, and what it exited with."""
+    """Restart servers under load; return the streams that ran at each SIGTERM, and exit codes."""
     clients = [asyncio.create_task(load.client()) for _ in range(N_CLIENTS)]
     running, codes = [], []
-    await load.pass_on(BEFORE_AND_AFTER)
+    await load.wait_for(BETWEEN)
     for server in servers:
-        running.append(await busy(server, load))
+        running.append(await wait_until_busy(server, load))
         codes.append(await server.stop())
-        await load.pass_on(BEFORE_AND_AFTER)
+        await load.wait_for(BETWEEN)
         await server.start()
-        await load.pass_on(BEFORE_AND_AFTER)
+        await load.wait_for(BETWEEN)
     load.stop()
     await asyncio.gather(*clients)
     return running, codes
@@ -228,12 +199,11 @@ async def main(directory: Path) -> int:
     n_retried = sum(statuses.startswith("503,") for statuses in tries)
     codes += stopped
     failed = [answer.error for answer in load.answers if answer.error is not None]
-    print(  # noqa: T201
-        f"sent {len(load.answers)}, completed {len(load.answers) - len(failed)}, failed {len(failed)}"
-    )
+    n_sent, n_failed = len(load.answers), len(failed)
+    print(f"sent {n_sent}, completed {n_sent - n_failed}, failed {n_failed}")  # noqa: T201
     for error in sorted(set(failed)):
         print(f"  {failed.count(error)} x {error}")  # noqa: T201
-    print(f"running at SIGTERM: {running}; 503 and tried again: {n_retried}")  # noqa: T201
+    print(f"running at SIGTERM: {running}; 503 and retried: {n_retried}")  # noqa: T201
     print(f"exit codes of the servers: {codes}")  # noqa: T201
     return int(bool(failed) or any(codes) or not n_retried)
 

@@ -1,4 +1,4 @@
-"""The chart's files against the server itself. Rendering is for `make validate`, which needs Helm's engine."""
+"""The chart's files against the server. Only `make validate` renders them, with Helm's engine."""
 
 from __future__ import annotations
 
@@ -18,20 +18,16 @@ from server.api import openapi
 from server.errors import StartupError
 from server.settings import PREFIX, load_settings
 from tests.deploy.helm_schema import settings_schema
-from tests.fake_runner import FakeRunner
-from tests.live import KEY, Live
-from tests.serving import VOCAB_SIZE
+from tests.live import KEY, live
 
 CHART = Path(__file__).parents[2] / "helm"
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
 PATHS = {operation.path for operation in openapi.OPERATIONS}
-INSIDE = re.compile(
-    r"/(health|metrics|debug)(/.*)?"
-)  # for probes, Prometheus and whoever may forward a port
+INSIDE = re.compile(r"/(health|metrics|debug)(/.*)?")  # for probes, Prometheus and port-forwards
 
 
 def as_environment(value: object) -> str:
-    """As the Deployment writes a setting."""
+    """Write a setting as the Deployment does."""
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -40,25 +36,15 @@ SAMPLES: dict[str, list[object]] = {
     "integer": [3, 4096, 2**40],
     "number": [-1.5, 0.25, 3],
     "string": [
-        "2GiB",
-        "64 mb",
-        "1.5k",
-        "2Gi",
-        "-1MB",
-        "MiB",
-        "much",
-        "/llm",
-        "llm",
-        "/a/",
-        "http://a/b",
+        "2GiB", "64 mb", "1.5k", "2Gi", "-1MB", "MiB", "much", "/llm", "llm", "/a/", "http://a/b",
         "a:4318",
     ],
     "array": [["https://a.example"], ["*", "http://b:1"], ["a.example"], ["https://a.example/x"]],
-}
+}  # fmt: skip
 
 
 def candidates(of: dict[str, Any]) -> Iterator[object]:
-    """Values of a setting's types, about the edges of its schema and elsewhere."""
+    """Yield values of a setting's types, at the bounds of its schema and elsewhere."""
     for branch in of.get("anyOf", [of]):
         for bound in {"minimum", "exclusiveMinimum", "maximum"} & branch.keys():
             yield from (branch[bound] - 1, branch[bound], branch[bound] + 1)
@@ -67,7 +53,7 @@ def candidates(of: dict[str, Any]) -> Iterator[object]:
 
 
 @pytest.mark.parametrize("name", settings_schema())
-def test_the_chart_takes_a_setting_exactly_where_the_server_does(
+def test_chart_and_server_accept_the_same_settings(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of = SCHEMA["properties"]["settings"]["properties"][name]
@@ -76,11 +62,11 @@ def test_the_chart_takes_a_setting_exactly_where_the_server_does(
         monkeypatch.setenv(PREFIX + name.upper(), as_environment(value))
         try:
             load_settings(model=CHART, api_key="sesame")
-            taken = True
+            accepted = True
         except StartupError:
-            taken = False
-        assert jsonschema.Draft7Validator(of).is_valid(value) == taken, value
-        decisions.add(taken)
+            accepted = False
+        assert jsonschema.Draft7Validator(of).is_valid(value) == accepted, value
+        decisions.add(accepted)
     assert decisions == ({True} if of.get("type") == "boolean" else {True, False})
 
 
@@ -107,26 +93,24 @@ def test_settings_of_the_examples_are_taken_from_the_environment(
 
 @pytest.fixture(scope="module")
 def published() -> set[str]:
-    """Paths of the API that HTTPRoute and Ingress lead to."""
+    """Return the paths that HTTPRoute and Ingress publish."""
     helpers = (CHART / "templates/_helpers.tpl").read_text(encoding="utf-8")
-    public = yaml.safe_load(
-        helpers.split('define "kvasir.publicPaths" -}}')[1].split("{{- end }}")[0]
-    )
+    block = helpers.split('define "kvasir.publicPaths" -}}')[1].split("{{- end }}")[0]
+    public = yaml.safe_load(block)
     assert set(public["exact"]) <= PATHS
     prefixes = tuple(f"{prefix}/" for prefix in public["prefixes"])
     return {path for path in PATHS if path in public["exact"] or path.startswith(prefixes)}
 
 
-def test_a_route_is_public_or_for_those_inside(published: set[str]) -> None:
+def test_a_route_is_either_public_or_internal(published: set[str]) -> None:
     assert {path for path in PATHS if INSIDE.fullmatch(path)} == PATHS - published
 
 
-def test_the_page_needs_nothing_else_from_outside_but_for_its_live_view(
+def test_the_page_needs_only_public_routes_except_for_its_live_view(
     published: set[str],
 ) -> None:
-    scripts = "".join(
-        path.read_text(encoding="utf-8") for path in Path("server/static").rglob("*.js")
-    )
+    paths = Path("server/static").rglob("*.js")
+    scripts = "".join(path.read_text(encoding="utf-8") for path in paths)
     asked = {f"/{name}" for name in re.findall(r"[\"'`]([a-z0-9_/]+)[\"'`]", scripts)} & PATHS
     assert "/v1/completions" in asked
     assert asked - published == {"/metrics", "/debug/batch"}
@@ -138,17 +122,11 @@ def test_the_chart_s_test_passes_with_a_key_from_any_legal_file(
 ) -> None:
     path = tmp_path / "keys"
     path.write_text(content, encoding="utf-8")
-    server = Live(FakeRunner(VOCAB_SIZE))
-    try:
+    command = [sys.executable, str(CHART / "files/completion.py")]
+    with live() as server:
+        environment = {"URL": server.url, "KEY_FILE": str(path)}
         done = subprocess.run(
-            [sys.executable, CHART / "files/completion.py"],
-            env={"URL": server.url, "KEY_FILE": str(path)},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
+            command, env=environment, capture_output=True, text=True, check=False, timeout=60
         )
-    finally:
-        server.close()
     assert done.returncode == 0, done.stderr
     assert "the server answers" in done.stdout

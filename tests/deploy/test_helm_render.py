@@ -1,4 +1,4 @@
-"""The chart rendered by a `helm` on the PATH, which here is one that refuses everything."""
+"""The chart rendered by a fake `helm` on the PATH that always fails."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.deploy.helm_render import RenderError, render
 
 
 @pytest.mark.parametrize("hint", ["", "\\n\\nUse --debug flag to render out invalid YAML"])
-def test_what_the_command_says_ends_with_the_reason(
+def test_an_error_of_the_command_ends_with_the_reason(
     hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     helm = tmp_path / "helm"

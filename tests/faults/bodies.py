@@ -1,4 +1,4 @@
-"""Request bodies that no client should send: valid ones with something wrong, and what is no JSON at all."""
+"""Request bodies that no client should send: damaged valid ones, and bytes that are not JSON."""
 
 from __future__ import annotations
 
@@ -7,175 +7,87 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_TGI = {
-    "max_new_tokens": 3,
-    "top_n_tokens": 2,
-    "stop": ["stop"],
-    "seed": 1,
-    "temperature": 0.5,
-    "min_tokens": 1,
-}
-_TGI |= {"timeout_ms": 60_000, "ignore_eos": True}
 _SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "integer", "maximum": 9}},
     "required": ["a"],
 }
+_JSON_SCHEMA = {"name": "s", "schema": _SCHEMA, "strict": True}
+_FUNCTION = {"name": "f", "parameters": _SCHEMA, "strict": True}
+_CALL = {"id": "c", "function": {"name": "f", "arguments": '{"a": 1}'}}
+_COMMON: dict[str, Any] = {
+    "model": "fake-model", "stream": True, "stream_options": {"include_usage": True}, "n": 2,
+    "timeout_ms": 60_000,
+}  # fmt: skip
+_TGI = {
+    "max_new_tokens": 3, "top_n_tokens": 2, "stop": ["stop"], "seed": 1, "temperature": 0.5,
+    "min_tokens": 1, "timeout_ms": 60_000, "ignore_eos": True,
+}  # fmt: skip
+_DETAILS = {"details": True, "decoder_input_details": True, "return_full_text": True}
 
-# By route, a body without fault that names as many fields as go together.
+# By route, a valid body with as many fields as go together.
 VALID: dict[str, dict[str, Any]] = {
-    "/v1/completions": {
-        "model": "fake-model",
-        "prompt": "def read",
-        "max_tokens": 3,
-        "n": 2,
-        "echo": True,
-        "logprobs": 2,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 5,
-        "min_p": 0.01,
-        "typical_p": 0.9,
-        "seed": 1,
-        "stop": ["stop", "end"],
-        "stop_token_ids": [7],
-        "logit_bias": {"5": 1.5},
-        "repetition_penalty": 1.1,
-        "frequency_penalty": 0.1,
-        "presence_penalty": 0.1,
-        "truncate_prompt_tokens": 20,
-        "timeout_ms": 60_000,
-        "user": "somebody",
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "s", "schema": _SCHEMA, "strict": True},
-        },
+    "/v1/completions": _COMMON | {
+        "prompt": "def read", "max_tokens": 3, "echo": True, "logprobs": 2, "temperature": 0.5,
+        "top_p": 0.9, "top_k": 5, "min_p": 0.01, "typical_p": 0.9, "seed": 1,
+        "stop": ["stop", "end"], "stop_token_ids": [7], "logit_bias": {"5": 1.5},
+        "repetition_penalty": 1.1, "frequency_penalty": 0.1, "presence_penalty": 0.1,
+        "truncate_prompt_tokens": 20, "user": "somebody",
+        "response_format": {"type": "json_schema", "json_schema": _JSON_SCHEMA},
     },
-    "/v1/chat/completions": {
-        "model": "fake-model",
+    "/v1/chat/completions": _COMMON | {
         "messages": [
             {"role": "system", "content": "be brief"},
             {"role": "user", "content": [{"type": "text", "text": "def"}], "name": "me"},
-            {
-                "role": "assistant",
-                "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": '{"a": 1}'}}],
-            },
+            {"role": "assistant", "tool_calls": [_CALL]},
             {"role": "tool", "content": "2", "tool_call_id": "c"},
         ],
-        "tools": [
-            {"type": "function", "function": {"name": "f", "parameters": _SCHEMA, "strict": True}}
-        ],
+        "tools": [{"type": "function", "function": _FUNCTION}],
         "tool_choice": {"type": "function", "function": {"name": "f"}},
-        "parallel_tool_calls": False,
-        "logprobs": True,
-        "top_logprobs": 2,
-        "max_completion_tokens": 5,
-        "chat_template_kwargs": {"enable_thinking": False},
+        "parallel_tool_calls": False, "logprobs": True, "top_logprobs": 2,
+        "max_completion_tokens": 5, "chat_template_kwargs": {"enable_thinking": False},
         "add_generation_prompt": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "n": 2,
-        "timeout_ms": 60_000,
     },
-    "/generate": {
-        "inputs": "def read",
-        "parameters": {
-            "details": True,
-            "decoder_input_details": True,
-            "return_full_text": True,
-            "truncate": 20,
-        }
-        | _TGI,
-    },
+    "/generate": {"inputs": "def read", "parameters": _TGI | _DETAILS | {"truncate": 20}},
     "/generate_stream": {"inputs": "def read", "parameters": _TGI},
     "/": {"inputs": "def read", "parameters": _TGI, "stream": True},
     "/tokenize": {
-        "model": "fake-model",
-        "prompt": "def read",
-        "add_special_tokens": True,
+        "model": "fake-model", "prompt": "def read", "add_special_tokens": True,
         "return_token_strs": True,
     },
     "/detokenize": {"model": "fake-model", "tokens": [5, 6, 7]},
     "/explain": {
-        "model": "fake-model",
-        "text": "def read",
-        "layers": [0],
-        "heads": [0],
-        "top_k": 3,
+        "model": "fake-model", "text": "def read", "layers": [0], "heads": [0], "top_k": 3,
     },
-}
+}  # fmt: skip
 
 _NUMBERS = (
-    0,
-    1,
-    -1,
-    0.1,
-    -0.0,
-    300,
-    2**31,
-    2**53 + 1,
-    2**63,
-    -(2**63) - 1,
-    2**64,
-    10**400,
-    1e308,
-    -1e308,
+    0, 1, -1, 0.1, -0.0, 300, 2**31, 2**53 + 1, 2**63, -(2**63) - 1, 2**64, 10**400, 1e308, -1e308,
     5e-324,
-)
+)  # fmt: skip
 _TEXTS = (
-    "",
-    "x",
-    "\0\1\x1f\x7f",
-    "\ud800",
-    "\udfff\ud800",
-    "\ufffe\u202e",
-    "\U0001f600",
-    "{{x}}",
-    "{%",
-    "x" * 5000,
-)
+    "", "x", "\0\1\x1f\x7f", "\ud800", "\udfff\ud800", "\ufffe\u202e", "\U0001f600", "{{x}}",
+    "{%", "x" * 5000,
+)  # fmt: skip
 _GRAMMARS = ("[", "((a*)*)*b", "a{0,99999}", "start: start", "start: /a/ start | start")
 _LISTS: tuple[Any, ...] = (
-    [],
-    [[]],
-    [None],
-    [-1],
-    [300],
-    [2**40],
-    [1, 2, 3],
-    [[1], [2]],
-    [[300]],
-    ["a"] * 20,
-    [1, "a"],
-)
+    [], [[]], [None], [-1], [300], [2**40], [1, 2, 3], [[1], [2]], [[300]], ["a"] * 20, [1, "a"],
+)  # fmt: skip
 _OBJECTS: tuple[Any, ...] = (
-    {},
-    {"": None},
-    {"type": "json_object"},
-    {"$ref": "#"},
-    {"role": "user", "content": "x"},
-)
+    {}, {"": None}, {"type": "json_object"}, {"$ref": "#"}, {"role": "user", "content": "x"},
+)  # fmt: skip
 _VALUES = (None, True, False, *_NUMBERS, *_TEXTS, *_GRAMMARS, *_LISTS, *_OBJECTS)
 _RAW = (
-    b"NaN",
-    b"-Infinity",
-    b"1e999",
-    b"01",
-    b"0x1",
-    b'"\xff"',
-    b'"\xed\xa0\x80"',
-    b'"\n"',
-    b"",
-    b",",
+    b"NaN", b"-Infinity", b"1e999", b"01", b"0x1", b'"\xff"', b'"\xed\xa0\x80"', b'"\n"', b"", b",",
     b"[" * 300,
-)
-_HERE = "\u2620here"  # where raw bytes go
+)  # fmt: skip
+_HERE = "\u2620here"  # replaced by raw bytes
+
+Make = Callable[[random.Random, dict[str, Any]], bytes]
 
 
 def wrong_types(valid: dict[str, Any], names: set[str]) -> Iterator[bytes]:
-    """Every hostile value in every place of a valid body, and in every one of the named fields."""
+    """Yield a valid body with each hostile value in each place and in each named field."""
     for place in [*_places(valid), *((name,) for name in sorted(names - valid.keys()))]:
         for value in _VALUES:
             yield json.dumps(_put(valid, place, value)).encode()
@@ -185,16 +97,10 @@ def wrong_types(valid: dict[str, Any], names: set[str]) -> Iterator[bytes]:
 
 
 def random_body(chance: random.Random, valid: dict[str, Any]) -> bytes:
-    """One of all the other kinds."""
-    kinds: tuple[Callable[[random.Random, dict[str, Any]], bytes], ...] = (
-        _noise,
-        _deep,
-        _damaged,
-        _several,
-        _grown,
-    )
-    weights = (2, 1, 6, 6, 0.2)
-    return chance.choices(kinds, weights)[0](chance, valid)
+    """Make a body of one of the other kinds."""
+    kinds: dict[Make, float] = {_noise: 2, _deep: 1, _damaged: 6, _several: 6, _grown: 0.2}
+    (make,) = chance.choices(list(kinds), list(kinds.values()))
+    return make(chance, valid)
 
 
 def _noise(chance: random.Random, _valid: dict[str, Any]) -> bytes:
@@ -210,7 +116,7 @@ def _deep(chance: random.Random, _valid: dict[str, Any]) -> bytes:
 
 
 def _damaged(chance: random.Random, valid: dict[str, Any]) -> bytes:
-    """A valid body after a few accidents to its bytes."""
+    """Change a few bytes of a valid body."""
     body = bytearray(json.dumps(valid).encode())
     for _ in range(chance.randint(1, 4)):
         at = chance.randrange(len(body) + 1)
@@ -221,7 +127,7 @@ def _damaged(chance: random.Random, valid: dict[str, Any]) -> bytes:
 
 
 def _several(chance: random.Random, valid: dict[str, Any]) -> bytes:
-    """A valid body with hostile values in a few places, or without what was there."""
+    """Put hostile values in a few places of a valid body."""
     body: Any = valid
     for place in chance.sample(_places(valid), min(3, len(_places(valid)))):
         body = _put(body, place, chance.choice(_VALUES))
@@ -229,7 +135,7 @@ def _several(chance: random.Random, valid: dict[str, Any]) -> bytes:
 
 
 def _grown(chance: random.Random, valid: dict[str, Any]) -> bytes:
-    """A megabyte in one place."""
+    """Put a megabyte in one place."""
     million = 10**6
     entries = {str(i): i for i in range(million // 16)}
     value = chance.choice(("x" * million, "\ud800" * (million // 6), [1] * (million // 3), entries))
@@ -237,7 +143,7 @@ def _grown(chance: random.Random, valid: dict[str, Any]) -> bytes:
 
 
 def _places(value: Any) -> list[tuple[str | int, ...]]:
-    """Paths to everything inside."""
+    """Return the paths of everything inside."""
     if not isinstance(value, dict | list):
         return []
     items: Any = value.items() if isinstance(value, dict) else enumerate(value)
@@ -249,7 +155,7 @@ def _places(value: Any) -> list[tuple[str | int, ...]]:
 
 
 def _put(body: Any, place: tuple[str | int, ...], value: Any) -> Any:
-    """A copy with a value put in a place; as it was where the place is no more."""
+    """Return a copy with a value in a place, or an equal copy if the place no longer exists."""
     if not place:
         return value
     first, rest = place[0], place[1:]

@@ -1,4 +1,4 @@
-"""The wall clock jumps by a year, back and forth: no answer changes but for its date."""
+"""Jumps of the wall clock by a year: no answer changes except for its date."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _YEAR = 365 * 86_400
 
 
 def clock_jumps(n: int, seed: int = 0) -> Report:
-    """n requests, each with a deadline, while each look at the clock shows another year."""
+    """Send n requests with deadlines while the clock jumps whenever it is read."""
     report = Report("clock jumps", n)
     chance = random.Random(seed)
     bodies = [
@@ -28,7 +28,7 @@ def clock_jumps(n: int, seed: int = 0) -> Report:
     usual = asyncio.run(_answers(bodies))
     with _jumping(chance) as jumped:
         unusual = asyncio.run(_answers(bodies))
-        report.check(jumped[0] > n, f"the clock was looked at only {jumped[0]} times")
+        report.check(jumped[0] > n, f"the clock was read only {jumped[0]} times")
     report.lost += [
         f"{one}, not {other}" for one, other in zip(unusual, usual, strict=True) if one != other
     ]
@@ -38,7 +38,7 @@ def clock_jumps(n: int, seed: int = 0) -> Report:
 
 @contextmanager
 def _jumping(chance: random.Random) -> Iterator[list[int]]:
-    """How often the clock has been looked at, in this process, wherever it was imported to."""
+    """Make the clock jump in every module that imported it, and yield the count of reads."""
     real, jumped = time.time, [0]
 
     def jumping() -> float:

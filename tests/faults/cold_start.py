@@ -1,7 +1,7 @@
-"""How long a server takes until it is ready, step by step, as its own log says: make cold-start
+"""Measure the time until a server is ready, step by step, as its log reports it: make cold-start
 
-Medians of several starts, in seconds. With --cold the page cache is dropped before each of them, so that files come
-from the disk; that takes root on Linux.
+Medians of several starts, in seconds. --cold drops the page cache before each start, so that files
+come from the disk; this takes root on Linux.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from loadtest.local_server import start_locally
-
-_DROP_CACHES = Path("/proc/sys/vm/drop_caches")
+from loadtest.local_server import run_server, serve_command
+from tests.faults.probe import EXAMPLE, Model
 
 
 def start(directory: Path) -> dict[str, float]:
-    """Seconds by step, of one start."""
-    with start_locally(directory) as ready:
+    """Return the seconds of one start by step."""
+    with run_server(serve_command(directory)) as ready:
         seconds: dict[str, float] = ready["start_seconds"]
     return seconds
 
 
 def drop_page_cache() -> None:
-    """Raises OSError where that is not allowed."""
-    os.sync()  # only what is written is dropped
-    _DROP_CACHES.write_text("3", encoding="ascii")
+    """Drop clean pages, after writing the others. Raises OSError without root."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3", encoding="ascii")
 
 
 def table(title: str, starts: list[dict[str, float]]) -> Table:
+    """Return the median of each step."""
     drawn = Table("step", "seconds", title=title)
     for step in starts[0]:
         drawn.add_row(step.replace("_", " "), f"{median(one[step] for one in starts):.3f}")
@@ -41,11 +41,11 @@ def table(title: str, starts: list[dict[str, float]]) -> Table:
 
 
 def main(
-    model: Annotated[Path, typer.Argument(help="Model directory.")] = Path("examples/stdlib"),
+    model: Model = EXAMPLE,
     runs: Annotated[int, typer.Option(min=1, help="Starts.")] = 5,
     cold: Annotated[bool, typer.Option("--cold", help="Drop the page cache before each.")] = False,
 ) -> None:
-    """Start a server several times and say where the time went."""
+    """Start a server several times and show the time of each step."""
     starts = []
     try:
         for _ in range(runs):

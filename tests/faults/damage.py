@@ -1,4 +1,4 @@
-"""Model directories with something wrong in one file: one line on standard error, exit code 1, nothing is served."""
+"""Damaged model directories: one line on standard error, exit code 1, nothing is served."""
 
 from __future__ import annotations
 
@@ -9,35 +9,34 @@ from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from loadtest.local_server import serve_command
 from model.bundle import MANIFEST_FILE
 from tests.fake_runner import TIMEOUT
+from tests.faults.probe import EXAMPLE
 from tests.faults.report import Report
-from tests.faults.server_process import EXAMPLE, command
 
 
 def damaged_models(n: int, seed: int = 0) -> Report:
-    """n of: a byte changed, the end cut off, or all of it missing, in each file of a model directory."""
+    """Flip a bit of a file, cut off its end, or remove it, n times."""
     report = Report("damaged model files")
     chance = random.Random(seed)
-    cases = list(
-        product(sorted(path.name for path in EXAMPLE.iterdir()), (_flip, _truncate, _remove))
-    )
+    names = sorted(path.name for path in EXAMPLE.iterdir())
+    cases = list(product(names, (_flip, _truncate, _remove)))
     for name, change in chance.sample(cases, min(n, len(cases))):
         report.tried += 1
         with TemporaryDirectory() as folder:
             directory = shutil.copytree(EXAMPLE, Path(folder) / "model")
             what = f"{name}: {change(chance, directory / name)}"
-            said = _refusal(directory)
-        report.check(said == "", f"{what}: {said}")
+            wrong = _refusal(directory)
+        report.check(wrong == "", f"{what}: {wrong}")
     return report
 
 
 def _refusal(directory: Path) -> str:
-    """What is wrong with how the server refuses the directory."""
+    """Return what is wrong with the server's refusal of the directory."""
+    command = serve_command(directory)
     try:
-        run = subprocess.run(
-            command(directory, 0), capture_output=True, text=True, timeout=TIMEOUT, check=False
-        )
+        run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     except subprocess.TimeoutExpired:
         return "it is served"
     lines = run.stderr.splitlines()
@@ -47,7 +46,7 @@ def _refusal(directory: Path) -> str:
 
 
 def _flip(chance: random.Random, path: Path) -> str:
-    """In the manifest among its names and hashes: what else it says is for people, and guards nothing."""
+    """Flip a bit; in the manifest only among names and hashes, because the rest is not checked."""
     content = bytearray(path.read_bytes())
     first, last = 0, len(content)
     if path.name == MANIFEST_FILE:

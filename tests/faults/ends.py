@@ -1,4 +1,4 @@
-"""A server that is killed, or told to go, while clients stream from it: nobody hangs, and the next one serves."""
+"""Servers killed or terminated while clients stream: no client hangs, and the next server works."""
 
 from __future__ import annotations
 
@@ -17,29 +17,27 @@ _CLIENTS = 24  # more than run at once
 
 
 def kills(n: int, seed: int = 0) -> Report:
-    """kill -9 under load n times, each time on the same port: streams are cut, and leave nothing behind."""
+    """Kill n servers on one port under load: streams are cut, nothing is left."""
     report = Report("kill -9 under load")
     chance, ends, port = random.Random(seed), Counter[str](), 0
     for _ in range(n):
         with serving_example(port) as server:
             port = server.port
-            family = [
-                psutil.Process(server.popen.pid),
-                *psutil.Process(server.popen.pid).children(recursive=True),
-            ]
+            process = psutil.Process(server.popen.pid)
+            family = [process, *process.children(recursive=True)]
             ends += asyncio.run(_end_under_load(server, signal.SIGKILL, chance, 200))
             _, alive = psutil.wait_procs(family, TIMEOUT)
             report.check(not alive, f"processes outlive it: {alive}")
     with serving_example(port) as server:
-        last = asyncio.run(Stream(server.port, max_tokens=5).run())
+        last = asyncio.run(Stream(server.port, max_tokens=5).read())
         report.check(last == "whole", f"after the last restart a stream is {last}")
     report.lost += ["a client hangs"] * ends["hangs"]
-    report.check(ends["cut"] > 0, "no stream was under way")
-    return _summed_up(report, ends)
+    report.check(ends["cut"] > 0, "no stream was running")
+    return _summarise(report, ends)
 
 
 def terminations(n: int, seed: int = 0) -> Report:
-    """SIGTERM under load n times, with more and with less time to finish than is needed: each stream has an end."""
+    """Send SIGTERM under load, n times, with enough and with too little time: each stream ends."""
     report = Report("SIGTERM under load")
     chance, ends = random.Random(seed), Counter[str]()
     for i in range(n):
@@ -48,11 +46,11 @@ def terminations(n: int, seed: int = 0) -> Report:
             code = server.popen.wait(TIMEOUT)
             report.check(code == 0, f"it ended with {code}")
     report.lost += [f"a stream {how}" for how in ("cut", "hangs") for _ in range(ends[how])]
-    report.check(ends["whole"] > 0, "no stream was under way")
-    return _summed_up(report, ends)
+    report.check(ends["whole"] > 0, "no stream was running")
+    return _summarise(report, ends)
 
 
-def _summed_up(report: Report, ends: Counter[str]) -> Report:
+def _summarise(report: Report, ends: Counter[str]) -> Report:
     report.tried = ends.total()
     report.note = ", ".join(f"{count} {how}" for how, count in ends.most_common())
     return report
@@ -61,12 +59,12 @@ def _summed_up(report: Report, ends: Counter[str]) -> Report:
 async def _end_under_load(
     server: ServerProcess, how: signal.Signals, chance: random.Random, most: int
 ) -> Counter[str]:
-    """Signal when a few clients, any number of them, have begun to read; how each one's stream ended."""
+    """Signal a server when some clients have begun to read; count the ways in which streams end."""
     streams = [
         Stream(server.port, max_tokens=chance.randint(1, most), n=chance.randint(1, 2))
         for _ in range(_CLIENTS)
     ]
-    running = [asyncio.ensure_future(stream.run()) for stream in streams]
+    running = [asyncio.ensure_future(stream.read()) for stream in streams]
     for stream in chance.sample(streams, chance.randint(1, 8)):
         await stream.begun.wait()
     server.popen.send_signal(how)

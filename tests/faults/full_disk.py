@@ -1,4 +1,4 @@
-"""Logs that cannot be written: requests are answered all the same."""
+"""Logs that cannot be written: requests are still answered."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
+from loadtest.local_server import serve_command
 from server.process.serve import bind
 from tests.fake_runner import TIMEOUT
+from tests.faults.probe import EXAMPLE
 from tests.faults.report import Report
-from tests.faults.server_process import EXAMPLE, Stream, command, serving_example
+from tests.faults.server_process import Stream, serving_example
 
 _LONG_PATH = f"GET /{'x' * 16_000} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
 
 
 def full_disk(n: int, _seed: int = 0) -> Report:
-    """n requests each while standard error is a device without room, a pipe that is closed, and one that is full."""
+    """Send n requests each while standard error is a full device, a closed or a full pipe."""
     report = Report("logs that cannot be written", 3 * n)
     ends = Counter[str]()
     for is_closed in (True, False):
@@ -36,7 +38,7 @@ def full_disk(n: int, _seed: int = 0) -> Report:
         port = listener.getsockname()[1]
     with (
         Path("/dev/full").open("w") as full,
-        subprocess.Popen(command(EXAMPLE, port), stderr=full) as process,
+        subprocess.Popen(serve_command(EXAMPLE, "--port", str(port)), stderr=full) as process,
     ):
         try:
             ends += asyncio.run(_ask(port, n))
@@ -49,7 +51,7 @@ def full_disk(n: int, _seed: int = 0) -> Report:
 
 
 async def _fill(port: int) -> None:
-    """Let the server log what it was asked for, until there is more than a pipe holds."""
+    """Make the server log more than a pipe holds."""
     for _ in range(20):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         async with asyncio.timeout(TIMEOUT):
@@ -59,12 +61,12 @@ async def _fill(port: int) -> None:
 
 
 async def _ask(port: int, n: int) -> Counter[str]:
-    return Counter([await _patiently(port) for _ in range(n)])
+    return Counter([await _stream_when_up(port) for _ in range(n)])
 
 
-async def _patiently(port: int) -> str:
-    """How a stream ended, once there is a server: without a log only a connection tells."""
+async def _stream_when_up(port: int) -> str:
+    """Return how a stream ended. Retries until the server is up, which no log line announces."""
     async with asyncio.timeout(TIMEOUT):
-        while (how := await Stream(port, max_tokens=3).run()) == "refused":  # noqa: ASYNC110
+        while (how := await Stream(port, max_tokens=3).read()) == "refused":  # noqa: ASYNC110
             await asyncio.sleep(0)
     return how

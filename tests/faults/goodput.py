@@ -1,7 +1,8 @@
-"""Ten times as many requests as the server can answer: python -m tests.faults.goodput [MODEL_DIRECTORY].
+"""Ask for ten times what the server can answer: python -m tests.faults.goodput [MODEL_DIRECTORY]
 
-In turn its peak, with as many clients as sequences run at once; and ten times that rate, however many requests are
-unanswered, each with a deadline. Goodput is whole answers in time, a second.
+In turn it measures the peak, with as many clients as sequences run at once, and then sends ten
+times that rate as an open loop, each request with a deadline. Goodput is whole answers in time, a
+second.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -18,20 +18,23 @@ import uvloop
 
 from loadtest.load import Prompts, Workload, closed_loop, open_loop
 from loadtest.local_server import serve_locally
-from loadtest.sse_client import Answer, Target, complete
+from loadtest.sse_client import StreamedCompletion, Target
+from tests.faults.probe import EXAMPLE, Model, asking
 
 LEAST_GOODPUT = 0.9  # of the peak
 _TIMES = 10
-_PATIENCE = 4.0  # a deadline, in times of what an answer takes at the peak
-_LATE = 1.1  # of the deadline: the answer's way to the client, on a machine that is full
-_LIMIT = 60.0  # seconds for any request
+_DEADLINE = 4.0  # in times of an answer at the peak
+_LATE = 1.1  # of the deadline: an answer also travels to the client, on a busy machine
 _CUT = "cut by its deadline"
 _ALLOWED = {"whole", "HTTP 429", "HTTP 504", _CUT}
 
 
 @dataclass(slots=True)
 class Overload:
-    """What came of all rounds. peaks, goodputs: answers a second; lateness: of answers under overload, in deadlines."""
+    """The results of all rounds.
+
+    peaks, goodputs: answers a second. lateness: of whole answers under overload, in deadlines.
+    """
 
     target: Target
     workload: Workload
@@ -43,82 +46,66 @@ class Overload:
 
     @property
     def goodput(self) -> float:
-        """As a part of the peak."""
+        """Return the goodput as a share of the peak."""
         return sum(self.goodputs) / sum(self.peaks)
 
     async def run_round(self, seconds: float) -> None:
-        """A third of the time at the peak, the rest beyond it."""
-        usual = await self._run_peak(seconds / 3)
-        await self._run_beyond(2 * seconds / 3, _PATIENCE * usual)
+        """Measure the peak for a third of the time, and overload the server for the rest."""
+        await self._overload(2 * seconds / 3, _DEADLINE * await self._measure_peak(seconds / 3))
 
-    async def _ask(self, body: bytes) -> Answer:
-        return await complete(self.target, body, _LIMIT)
-
-    async def _run_peak(self, seconds: float) -> float:
-        """What an answer takes, at the 99th percentile."""
+    async def _measure_peak(self, seconds: float) -> float:
+        """Return the 99th percentile of the time of an answer."""
         size = self.workload.concurrency
-        n = 2 * size if not self.peaks else max(2 * size, round(seconds * self.peaks[-1]))
-        answers = await closed_loop(self._ask, self.prompts.bodies(self.workload, n, {}), size)
+        n = max(2 * size, round(seconds * self.peaks[-1])) if self.peaks else 2 * size
+        bodies = self.prompts.bodies(self.workload, n, {})
+        answers = await closed_loop(asking(self.target), bodies, size)
         self.peaks.append(_rate(answers, answers))
         return float(np.percentile([answer.e2e for answer in answers], 99))
 
-    async def _run_beyond(self, seconds: float, deadline: float) -> None:
+    async def _overload(self, seconds: float, deadline: float) -> None:
         rate = _TIMES * self.peaks[-1]
         extra = {"timeout_ms": round(1000 * deadline)}
         bodies = self.prompts.bodies(self.workload, round(rate * seconds), extra)
-        answers = await open_loop(self._ask, bodies, rate, self.prompts.generator)
+        answers = await open_loop(asking(self.target), bodies, rate, self.prompts.generator)
         whole = [answer for answer in answers if self._end(answer) == "whole"]
         self.goodputs.append(_rate(whole, answers))
         self.lateness += [answer.e2e / deadline for answer in whole]
         self.ends += Counter(map(self._end, answers))
 
-    def _end(self, answer: Answer) -> str:
+    def _end(self, answer: StreamedCompletion) -> str:
         if answer.error:
             return answer.error.partition(":")[0]
         return "whole" if answer.n_tokens == self.workload.output_len else _CUT
 
 
-def _rate(whole: list[Answer], answers: list[Answer]) -> float:
-    """Whole answers a second, from the first request until the last of them."""
-    return len(whole) / (
-        max(answer.ended for answer in whole) - min(answer.sent for answer in answers)
-    )
+def _rate(whole: list[StreamedCompletion], answers: list[StreamedCompletion]) -> float:
+    """Return whole answers a second, from the first request to the last whole answer."""
+    return len(whole) / (max(one.ended for one in whole) - min(one.sent for one in answers))
 
 
 def main(
-    model: Annotated[Path, typer.Argument(help="Model directory.")] = Path("examples/stdlib"),
-    seconds: Annotated[float, typer.Option(help="How long it is overloaded in all.")] = 60.0,
-    rounds: Annotated[
-        int, typer.Option(help="Times that it is, with its peak measured before each.")
-    ] = 4,
-    sequences: Annotated[int, typer.Option(help="Sequences that run at once.")] = 16,
+    model: Model = EXAMPLE,
+    seconds: Annotated[float, typer.Option(help="Total time of overload.")] = 60.0,
+    rounds: Annotated[int, typer.Option(help="Overloads, each after measuring the peak.")] = 4,
+    sequences: Annotated[int, typer.Option(help="Simultaneous sequences.")] = 16,
     tokens: Annotated[int, typer.Option(help="Tokens of an answer.")] = 400,
 ) -> None:
-    """Exit code 1 where goodput falls, an answer is late, or a request ends neither whole, nor refused, nor in time."""
+    """Overload a server; exit code 1 if goodput falls, answers are late or requests end wrongly."""
     threads = max(1, (os.cpu_count() or 1) - 1)  # the clients need a processor of their own
     with serve_locally(model, "--max-num-seqs", str(sequences), "--threads", str(threads)) as url:
-        uvloop.run(
-            Overload(Target(url), Workload(sequences, 32, tokens)).run_round(5.0)
-        )  # to warm it up
-        overload = Overload(Target(url), Workload(sequences, 32, tokens))
+        workload = Workload(sequences, 32, tokens)
+        uvloop.run(Overload(Target(url), workload).run_round(5.0))  # warm-up
+        overload = Overload(Target(url), workload)
         for i in range(rounds):
             uvloop.run(overload.run_round(1.5 * seconds / rounds))
-            peak, goodput = overload.peaks[-1], overload.goodputs[-1]
-            typer.echo(
-                f"round {i + 1}: peak {peak:.1f} answers/s, goodput {goodput:.1f}, {dict(overload.ends)} so far"
-            )
+            rates = f"peak {overload.peaks[-1]:.1f} answers/s, goodput {overload.goodputs[-1]:.1f}"
+            typer.echo(f"round {i + 1}: {rates}, {dict(overload.ends)} so far")
     late = float(np.percentile(overload.lateness, 99))
     typer.echo(f"{overload.ends.total()} requests: {dict(overload.ends.most_common())}")
-    typer.echo(
-        f"goodput {overload.goodput:.2f} of the peak, at least {LEAST_GOODPUT}; p99 {late:.2f} deadlines"
-    )
-    raise typer.Exit(
-        int(
-            overload.goodput < LEAST_GOODPUT
-            or late > _LATE
-            or bool(overload.ends.keys() - _ALLOWED)
-        )
-    )
+    goodput = f"goodput {overload.goodput:.2f} of the peak, at least {LEAST_GOODPUT}"
+    typer.echo(f"{goodput}; p99 {late:.2f} deadlines")
+    is_wrong = overload.goodput < LEAST_GOODPUT or late > _LATE or overload.ends.keys() - _ALLOWED
+    raise typer.Exit(int(bool(is_wrong)))
 
 
 if __name__ == "__main__":

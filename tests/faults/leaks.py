@@ -1,4 +1,4 @@
-"""What a server holds when nobody is connected any more."""
+"""Resources that a server holds without connections."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _GROWTH = 8 * 2**20  # bytes that the process may grow by: allocators keep some
 
 def held(served: Live) -> dict[str, float]:
     asyncio.run_coroutine_threadsafe(_become_quiet(served), served.loop).result()
-    gc.collect()  # what others in this process have left open
+    gc.collect()  # others in this process may have left something open
     process = psutil.Process()
     return {
         "tasks": len(asyncio.all_tasks(served.loop)),
         "file descriptors": process.num_fds(),
-        "rows, promises and places": sum(served.service.engine.load())
+        "rows, reservations and places": sum(served.service.engine.load())
         + served.service.admission.n_inside,
         "bytes": process.memory_info().rss,
     }

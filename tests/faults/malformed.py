@@ -1,4 +1,4 @@
-"""Malformed bodies to every route that takes one: each is refused in words, and nothing of it stays behind."""
+"""Malformed bodies on every route: each gets an error message, and nothing of it is left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VARYING = re.compile(r'"(id|created)":[^,]*')
 
 
 def malformed_bodies(n: int, seed: int = 0) -> Report:
-    """n bodies: half of them with hostile values in the fields of valid ones, half of all other kinds."""
+    """Send n bodies: half of them valid ones with a hostile value, half of the other kinds."""
     report = Report("malformed bodies")
     with (
         errors_logged() as errors,

@@ -1,4 +1,4 @@
-"""Bytes on a socket that are no HTTP, or HTTP that no client should speak."""
+"""Bytes on a socket that are not HTTP, or HTTP that no client should send."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _get(target: bytes, version: bytes = b"HTTP/1.1") -> bytes:
     return b"GET " + target + b" " + version + b"\r\nHost: x\r\n" + _CLOSE + b"\r\n"
 
 
-# What is sent, and the statuses of the answers before the server closes the connection.
+# By name: bytes to send, and the statuses of the answers until the server closes the connection.
 CASES: dict[str, tuple[bytes, list[int]]] = {
     "a valid request": (_with(_LENGTH), [200]),
     "three requests in one packet": (
@@ -56,13 +56,13 @@ CASES: dict[str, tuple[bytes, list[int]]] = {
     "an id that is not ASCII": (_with(_LENGTH + b"X-Request-Id: \xff\x80\r\n"), [200]),
     "no length": (_with(b"", b""), [400]),
     "a length below zero": (_with(b"Content-Length: -1\r\n"), [400]),
-    "a length that is none": (_with(b"Content-Length: ten\r\n"), [400]),
+    "a length that is not a number": (_with(b"Content-Length: ten\r\n"), [400]),
     "two lengths": (_with(_LENGTH + b"Content-Length: 5\r\n"), [400]),
     "a length of a terabyte": (_with(b"Content-Length: 1000000000000\r\n", b""), [413]),
     "a length beyond 64 bits": (_with(b"Content-Length: 99999999999999999999\r\n"), [400]),
     "a length and chunks": (_with(_LENGTH + _CHUNKED), [400]),
     "a length that is too short": (_HEAD + b"Content-Length: 5\r\n\r\n" + BODY, [400]),
-    "a chunk whose size is none": (_with(_CHUNKED, b"zz\r\nx\r\n0\r\n\r\n"), [400]),
+    "a chunk of an invalid size": (_with(_CHUNKED, b"zz\r\nx\r\n0\r\n\r\n"), [400]),
     "a chunk longer than its size": (_with(_CHUNKED, b"2\r\n{}}}\r\n0\r\n\r\n"), [400]),
     "chunks without an end": (
         _with(_CHUNKED, (b"fffff\r\n" + b" " * 0xFFFFF + b"\r\n") * 5),
@@ -87,7 +87,7 @@ CASES: dict[str, tuple[bytes, list[int]]] = {
 
 
 def malformed_http(n: int, seed: int = 0) -> Report:
-    """Every case, and n requests to which accidents have happened, on connections that then break off."""
+    """Send every case, and n damaged requests on connections that are then closed."""
     report = Report("malformed HTTP")
     with errors_logged() as errors, live(FakeRunner(VOCAB_SIZE)) as served:
         asyncio.run(_try_all(served, n, seed, report))
@@ -117,7 +117,7 @@ async def _try_all(served: Live, n: int, seed: int, report: Report) -> None:
 
 
 async def _statuses(port: int, sent: bytes, *, breaks_off: bool) -> list[int]:
-    """Those of all answers until the server closes the connection; 599 where it does not."""
+    """Return the statuses until the server closes the connection; 599 if it does not."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answers = b""
     try:

@@ -1,4 +1,4 @@
-"""What a fault did, and the log's errors meanwhile."""
+"""The result of a fault, and errors logged meanwhile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Report:
-    """How often a fault was tried, and in words each time that something was lost by it."""
+    """The number of times that a fault was tried, and a line for each loss."""
 
     what: str
     tried: int = 0
@@ -39,7 +39,7 @@ class _Errors(logging.Handler):
 
 @contextmanager
 def errors_logged() -> Iterator[list[str]]:
-    """Everything that anybody logs as an error, stack traces among them."""
+    """Collect all errors that are logged, with stack traces."""
     messages: list[str] = []
     handler = _Errors(messages)
     logging.getLogger().addHandler(handler)

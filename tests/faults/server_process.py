@@ -1,35 +1,34 @@
-"""`kvasir serve` of the example model in a process of its own, which a fault may end; clients that stream from it."""
+"""`kvasir serve` in a process that a fault may end, and clients that stream from it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 
+from loadtest.local_server import serve_command
 from tests.fake_runner import TIMEOUT
-
-EXAMPLE = Path(__file__).parents[2] / "examples/stdlib"
-
-
-def command(directory: Path, port: int, *options: str) -> list[str]:
-    return [sys.executable, "-m", "kvasir", "serve", str(directory), "--port", str(port), *options]
+from tests.faults.probe import EXAMPLE
 
 
 class ServerProcess:
-    """One that is ready. With `follows`, its log is read to the end, or it would stand still when the pipe is full."""
+    """A server that is ready.
 
-    def __init__(self, port: int, *options: str, follows: bool = True) -> None:
-        self.popen = subprocess.Popen(
-            command(EXAMPLE, port, *options), stderr=subprocess.PIPE, text=True
-        )
-        self.port = int(self._until("listening")["port"])
-        self._until("ready")
+    With `follows`, its log is read to the end, because a full pipe would block the server.
+    """
+
+    def __init__(
+        self, port: int, *options: str, follows: bool = True, directory: Path = EXAMPLE
+    ) -> None:
+        command = serve_command(directory, "--port", str(port), *options)
+        self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.port = int(self._read_until("listening")["port"])
+        self._read_until("ready")
         self.reader = Thread(target=lambda: [None for _ in self.stderr])
         if follows:
             self.reader.start()
@@ -39,12 +38,12 @@ class ServerProcess:
         assert self.popen.stderr is not None
         return self.popen.stderr
 
-    def _until(self, message: str) -> dict[str, Any]:
+    def _read_until(self, message: str) -> dict[str, Any]:
         for text in self.stderr:
             line: dict[str, Any] = json.loads(text)
             if line["message"] == message:
                 return line
-        raise AssertionError(f"the server ended without saying {message!r}")
+        raise AssertionError(f"the server ended before it logged {message!r}")
 
 
 @contextmanager
@@ -60,20 +59,28 @@ def serving_example(port: int = 0, *options: str, follows: bool = True) -> Itera
         process.stderr.close()
 
 
+def post_request(path: str, fields: dict[str, Any], *headers: str) -> bytes:
+    """Return the bytes of a POST request."""
+    body = json.dumps(fields).encode()
+    head = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join([*head, "", ""]).encode() + body
+
+
 class Stream:
-    """A streamed completion on a connection of its own. `begun` is set by its first bytes, or its end."""
+    """A streamed completion on a connection of its own.
+
+    begun: set by its first bytes, or its end.
+    """
 
     def __init__(self, port: int, **fields: Any) -> None:
-        body = json.dumps(
-            {"prompt": "def read", "stream": True, "ignore_eos": True} | fields
-        ).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        fields = {"prompt": "def read", "stream": True, "ignore_eos": True} | fields
         self.begun = asyncio.Event()
         self.text = b""
-        self._port, self._request = port, head.encode() + body
+        self._port = port
+        self._request = post_request("/v1/completions", fields, "Connection: close")
 
-    async def run(self) -> str:
-        """How it ended: `whole`, `refused`, `cut`, or `hangs`."""
+    async def read(self) -> str:
+        """Read to the end and return how it came: `whole`, `refused`, `cut`, or `hangs`."""
         try:
             async with asyncio.timeout(TIMEOUT):
                 await self._read()
@@ -83,15 +90,11 @@ class Stream:
             pass
         finally:
             self.begun.set()
-        if self.text.startswith(b"HTTP/1.1 200") and self.text.endswith(
-            b"data: [DONE]\n\n\r\n0\r\n\r\n"
-        ):
-            return "whole"
-        return (
-            "refused"
-            if not self.text or self.text.startswith((b"HTTP/1.1 503", b"HTTP/1.1 429"))
-            else "cut"
-        )
+        if not self.text or self.text.startswith((b"HTTP/1.1 503", b"HTTP/1.1 429")):
+            return "refused"
+        end = b"data: [DONE]\n\n\r\n0\r\n\r\n"
+        is_whole = self.text.startswith(b"HTTP/1.1 200") and self.text.endswith(end)
+        return "whole" if is_whole else "cut"
 
     async def _read(self) -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)

@@ -1,4 +1,4 @@
-"""Clients that never read their answers: they slow nobody, take bounded memory, and are cut off."""
+"""Clients that never read: they slow no other, take bounded memory, and are disconnected."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from tests.faults.report import Report, errors_logged
 from tests.live import Live, live, wait
 from tests.serving import VOCAB_SIZE
 
-_NAME = "x" * 20_000  # as the model's, it makes an answer too large for the buffers on the way
+_NAME = "x" * 20_000  # a model name that makes answers too large for the sockets' buffers
 _TOKENS = 500
 
 
 def slow_readers(n: int, _seed: int = 0) -> Report:
-    """n clients that read nothing, and n beside them that do."""
+    """Connect n clients that read nothing, and n that do."""
     report = Report("clients that do not read", n)
     runner = FakeRunner(VOCAB_SIZE, max_model_len=_TOKENS + 10, max_num_seqs=n + 2)
     with (
@@ -36,16 +36,18 @@ def slow_readers(n: int, _seed: int = 0) -> Report:
 
 
 def _stand_still(served: Live, n: int, report: Report) -> int:
-    """Bytes that waited for one client at most; the clients leave when they have been cut off."""
+    """Return the most bytes that waited for one client, after all clients were disconnected."""
     with ExitStack() as stack, ThreadPoolExecutor(8) as pool:
         for _ in range(n):
             stack.enter_context(served.post_raw(max_tokens=_TOKENS, stream=True, ignore_eos=True))
             wait(served.submitted)
         statuses = list(pool.map(lambda _: _ask(served), range(n)))
-        report.check(statuses == [200] * n, f"those beside them got {statuses}")
+        report.check(statuses == [200] * n, f"the clients that read got {statuses}")
         most = asyncio.run_coroutine_threadsafe(_most_buffered(served), served.loop).result()
-        rest = held(served)["rows, promises and places"]
-        report.check(rest == 0, f"they were not cut off: {rest} rows, promises and places are held")
+        rest = held(served)["rows, reservations and places"]
+        report.check(
+            rest == 0, f"they were not disconnected: {rest} rows, reservations and places are held"
+        )
     return most
 
 

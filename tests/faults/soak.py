@@ -1,6 +1,7 @@
-"""Mixed traffic for a while, and what the server holds meanwhile: python -m tests.faults.soak [MODEL_DIRECTORY].
+"""Load a server with mixed traffic and find leaks: python -m tests.faults.soak [DIRECTORY]
 
-A line a minute. Exit code 1 where an answer is wrong, or memory, descriptors, threads or rows have grown at the end.
+Prints a line a minute. Exit code 1 if an answer is wrong, or if memory, descriptors, threads or
+rows of the KV cache have grown in the end.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any
 
@@ -21,12 +21,13 @@ import psutil
 import typer
 
 from loadtest.local_server import serve_locally
+from tests.faults.probe import EXAMPLE, Model
 
 _CLIENTS = 24
 _MINUTE = 60.0
 _CACHES = ("--kv-cache-memory", "64MiB", "--prefix-cache-memory", "16MiB")  # full by the first line
 _GROWTH = 1.05  # of memory since the first line
-_CLOSING = 4  # descriptors of connections whose clients have just left
+_CLOSING = 4  # descriptors of connections whose clients have just disconnected
 _SHARED = "import json\n\n\ndef read_json(path):\n    return json.load(path)\n\n\n" * 4
 _SCHEMA = {
     "type": "object",
@@ -37,7 +38,7 @@ _SCHEMA = {
 
 
 class Traffic:
-    """Clients that ask for one thing after the other. `errors`: answers with a status that is none of the expected."""
+    """Clients that send one request after the other. errors: answers with an unexpected status."""
 
     def __init__(self, client: httpx.AsyncClient, chance: random.Random) -> None:
         self.asked: Counter[str] = Counter()
@@ -45,11 +46,13 @@ class Traffic:
         self.errors: list[str] = []
         self._client, self._chance = client, chance
         self._kinds: list[Callable[[], Awaitable[None]]] = [
-            self._complete, self._stream, self._leave, self._score, self._constrain, self._generate, self._chat,
-            self._tokenise, self._share, self._mistake, self._hurry,
+            self._complete, self._stream, self._disconnect, self._score, self._constrain,
+            self._generate, self._chat, self._tokenise, self._share_prefix, self._be_invalid,
+            self._set_deadline,
         ]  # fmt: skip
 
-    async def run(self, until: float) -> None:
+    async def send(self, until: float) -> None:
+        """Send requests of random kinds until a time of `monotonic`."""
         while monotonic() < until:
             kind = self._chance.choice(self._kinds)
             self.asked[kind.__name__] += 1
@@ -65,70 +68,68 @@ class Traffic:
             self.errors.append(f"{path}: {answer.status_code} {answer.text[:200]}")
         return answer
 
+    async def _post_completion(self, *expected: int, **fields: Any) -> httpx.Response:
+        return await self._post("/v1/completions", self._body(**fields), *expected)
+
     def _body(self, **fields: Any) -> dict[str, Any]:
         chance = self._chance
-        body = {"prompt": "def " + "".join(chance.choices("abcdefgh_", k=chance.randint(1, 30)))}
-        return (
-            body | {"max_tokens": chance.randint(1, 60), "priority": chance.randint(-2, 2)} | fields
-        )
+        prompt = "def " + "".join(chance.choices("abcdefgh_", k=chance.randint(1, 30)))
+        common = {"max_tokens": chance.randint(1, 60), "priority": chance.randint(-2, 2)}
+        return {"prompt": prompt} | common | fields
 
     async def _complete(self) -> None:
-        await self._post(
-            "/v1/completions", self._body(n=self._chance.randint(1, 3), logprobs=2, stop=["\n\n"])
-        )
+        await self._post_completion(n=self._chance.randint(1, 3), logprobs=2, stop=["\n\n"])
 
     async def _stream(self) -> None:
-        answer = await self._post("/v1/completions", self._body(stream=True))
+        answer = await self._post_completion(stream=True)
         if answer.status_code == 200 and not answer.text.endswith("data: [DONE]\n\n"):
             self.errors.append(f"a stream ends with {answer.text[-200:]!r}")
 
-    async def _leave(self) -> None:
-        """In mid-stream, or before it has begun."""
+    async def _disconnect(self) -> None:
+        """Disconnect in mid-stream, or before it has begun."""
+        body = self._body(stream=True, max_tokens=200)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._chance.uniform(0.0, 0.1)):
-                await self._client.post(
-                    "/v1/completions", json=self._body(stream=True, max_tokens=200)
-                )
+                await self._client.post("/v1/completions", json=body)
 
     async def _score(self) -> None:
-        await self._post("/v1/completions", self._body(echo=True, logprobs=1, max_tokens=0))
+        await self._post_completion(echo=True, logprobs=1, max_tokens=0)
 
     async def _constrain(self) -> None:
         schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": _SCHEMA}}
-        await self._post("/v1/completions", self._body(response_format=schema, max_tokens=40))
+        await self._post_completion(response_format=schema, max_tokens=40)
 
     async def _generate(self) -> None:
         path = self._chance.choice(("/generate", "/generate_stream"))
-        await self._post(
-            path, {"inputs": "def read", "parameters": {"max_new_tokens": 20, "do_sample": True}}
-        )
+        parameters = {"max_new_tokens": 20, "do_sample": True}
+        await self._post(path, {"inputs": "def read", "parameters": parameters})
 
     async def _chat(self) -> None:
-        """A model without a chat template says so."""
-        await self._post(
-            "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, 200, 400, 429
-        )
+        """Chat; a model without a chat template answers 400."""
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        await self._post("/v1/chat/completions", body, 200, 400, 429)
 
     async def _tokenise(self) -> None:
         await self._post("/tokenize", {"prompt": _SHARED}, 200)
 
-    async def _share(self) -> None:
-        await self._post("/v1/completions", self._body(prompt=_SHARED + str(self._chance.random())))
+    async def _share_prefix(self) -> None:
+        await self._post_completion(prompt=_SHARED + str(self._chance.random()))
 
-    async def _mistake(self) -> None:
-        body = self._chance.choice(
-            ({"temperature": -1}, {"max_tokens": 10**6}, {"stop": 1}, {"surprise": True})
-        )
-        await self._post("/v1/completions", self._body(**body), 400)
+    async def _be_invalid(self) -> None:
+        mistakes = ({"temperature": -1}, {"max_tokens": 10**6}, {"stop": 1}, {"surprise": True})
+        await self._post_completion(400, **self._chance.choice(mistakes))
 
-    async def _hurry(self) -> None:
-        body = self._body(timeout_ms=self._chance.randint(1, 200), max_tokens=200)
-        await self._post("/v1/completions", body, 200, 429, 504)
+    async def _set_deadline(self) -> None:
+        deadline = self._chance.randint(1, 200)
+        await self._post_completion(200, 429, 504, timeout_ms=deadline, max_tokens=200)
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What the server's process holds. rows: sequences that run or wait, and the share of their memory in use."""
+    """Resources of the server's process.
+
+    rows: sequences that run or wait, plus the used share of the KV cache.
+    """
 
     memory: int
     descriptors: int
@@ -136,35 +137,33 @@ class Held:
     rows: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.memory / 2**20:7.1f} MiB, {self.descriptors:3} descriptors, {self.threads:3} threads, "
-            f"{self.rows:5.2f} rows"
+        counts = (
+            f"{self.descriptors:3} descriptors, {self.threads:3} threads, {self.rows:5.2f} rows"
         )
+        return f"{self.memory / 2**20:7.1f} MiB, {counts}"
 
 
 async def held(client: httpx.AsyncClient, server: psutil.Process) -> Held:
+    """Measure the server's process."""
     metrics = (await client.get("/metrics/router")).text
     rows = sum(float(value) for value in re.findall(r"^kvasir_\S+ (\S+)$", metrics, re.MULTILINE))
     return Held(server.memory_info().rss, server.num_fds(), server.num_threads(), rows)
 
 
 async def soak(url: str, server: psutil.Process, seconds: float, seed: int) -> list[str]:
-    """What is wrong in the end."""
-    limits = httpx.Limits(
-        max_keepalive_connections=0
-    )  # no connection is left over: descriptors can be compared
+    """Return what is wrong in the end."""
+    limits = httpx.Limits(max_keepalive_connections=0)  # idle connections would hold descriptors
     async with httpx.AsyncClient(base_url=url, timeout=_MINUTE, limits=limits) as client:
         traffic = Traffic(client, random.Random(seed))
         end = monotonic() + seconds
-        first: Held | None = None
+        lines = []
         while monotonic() < end:
             until = min(end, monotonic() + min(_MINUTE, seconds / 4))
-            await asyncio.gather(*(traffic.run(until) for _ in range(_CLIENTS)))
-            now = await held(client, server)
-            first = first or now
-            typer.echo(f"{now}, {traffic.asked.total():7} requests, {len(traffic.errors)} errors")
-        assert first is not None
-        last = await held(client, server)
+            await asyncio.gather(*(traffic.send(until) for _ in range(_CLIENTS)))
+            lines.append(await held(client, server))
+            n_asked, n_errors = traffic.asked.total(), len(traffic.errors)
+            typer.echo(f"{lines[-1]}, {n_asked:7} requests, {n_errors} errors")
+        first, last = lines[0], await held(client, server)
         typer.echo(f"by kind: {dict(traffic.asked)}; by status: {dict(traffic.statuses)}")
     wrong = traffic.errors[:20]
     if last.memory > _GROWTH * first.memory:
@@ -175,9 +174,9 @@ async def soak(url: str, server: psutil.Process, seconds: float, seed: int) -> l
 
 
 def main(
-    model: Annotated[Path, typer.Argument(help="Model directory.")] = Path("examples/stdlib"),
-    seconds: Annotated[float, typer.Option(help="How long.")] = 600.0,
-    seed: Annotated[int, typer.Option(help="Of what is asked when.")] = 0,
+    model: Model = EXAMPLE,
+    seconds: Annotated[float, typer.Option(help="Time of the traffic.")] = 600.0,
+    seed: Annotated[int, typer.Option(help="Seed of the requests.")] = 0,
 ) -> None:
     """Soak the server in mixed traffic."""
     with serve_locally(model, *_CACHES) as url:

@@ -1,4 +1,4 @@
-"""An exception at any line of a step: every request ends in words, and the server says that it is ill."""
+"""An exception at any line of a step: every request ends, and the server is unhealthy."""
 
 from __future__ import annotations
 
@@ -26,28 +26,16 @@ _ENGINE = str(Path(server.engine.__file__ or "").parent)
 _ASYNC_ENGINE = server.requests.async_engine.__file__
 _STEP = ("_step", "_commands", "_hand_out", "_record_end", "abort")
 
-# What runs while the exception strikes: most of what a step can meet.
+# Requests that run when the exception is raised, with most of what a step handles.
 _BODIES: list[dict[str, Any]] = [
     {"max_tokens": 9, "stream": True, "temperature": 0},
     {"max_tokens": 3, "n": 2, "logprobs": 2, "echo": True},
-    {
-        "max_tokens": 6,
-        "prompt": "a a a a a a",
-        "top_k": 5,
-        "min_p": 0.1,
-        "repetition_penalty": 1.2,
-        "min_tokens": 2,
-    },
+    {"max_tokens": 6, "prompt": "a a a a a a", "top_k": 5, "min_p": 0.1, "min_tokens": 2}
+    | {"repetition_penalty": 1.2},
     {"max_tokens": 0, "echo": True, "logprobs": 0, "prompt": "def read_json(path):"},
     {"max_tokens": 9, "regex": "[a-z]{2,5}", "ignore_eos": False},
-    {
-        "max_tokens": 9,
-        "stream": True,
-        "logit_bias": {"5": 1},
-        "top_p": 0.5,
-        "typical_p": 0.5,
-        "timeout_ms": 1,
-    },
+    {"max_tokens": 9, "stream": True, "logit_bias": {"5": 1}, "top_p": 0.5, "typical_p": 0.5}
+    | {"timeout_ms": 1},
 ]
 
 
@@ -56,15 +44,15 @@ class InjectedError(Exception):
 
 
 class Tracer:
-    """Counts the lines of steps, and raises at the n-th time that one of them is reached."""
+    """A counter of the lines of steps, which raises when a line is reached for the n-th time."""
 
     def __init__(self, line: Line | None = None, nth: int = 1) -> None:
         self.hits: Counter[Line] = Counter()
-        self.has_struck = False
+        self.has_raised = False
         self._line, self._nth = line, nth
 
     def install(self, engine: AsyncEngine) -> None:
-        """Trace both sides: the engine's thread, and the event loop while it hands out."""
+        """Trace the engine's thread, and the event loop while it hands out tokens."""
         step, hand_out = engine._step, engine._hand_out
 
         def traced(function: Callable[..., None]) -> Callable[..., None]:
@@ -86,17 +74,17 @@ class Tracer:
         return self._on_line if of_step or code.co_filename.startswith(_ENGINE) else None
 
     def _on_line(self, frame: FrameType, event: str, _argument: Any) -> Any:
-        if event == "line" and not self.has_struck:
+        if event == "line" and not self.has_raised:
             line = (frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno)
             self.hits[line] += 1
             if line == self._line and self.hits[line] == self._nth:
-                self.has_struck = True
+                self.has_raised = True
                 raise InjectedError
         return self._on_line
 
 
 def step_exceptions(n: int, seed: int = 0) -> Report:
-    """n lines of steps, each the first time it is reached or a later time; no more than there are."""
+    """Raise at n different lines of steps, or at all, each at some time that it is reached."""
     report = Report("exceptions in a step")
     every = Tracer()
     report.lost += asyncio.run(_serve(every))
@@ -105,24 +93,26 @@ def step_exceptions(n: int, seed: int = 0) -> Report:
     for line in chance.sample(lines, min(n, len(lines))):
         tracer = Tracer(line, chance.randint(1, 1 + every.hits[line] // 2))
         wrong = asyncio.run(_serve(tracer))
-        report.tried += tracer.has_struck
+        report.tried += tracer.has_raised
         report.check(not wrong, f"{Path(line[0]).name}:{line[2]} in {line[1]}: {'; '.join(wrong)}")
     report.note = f"of {len(lines)} lines"
     return report
 
 
 async def _serve(tracer: Tracer) -> list[str]:
-    """What is wrong after a few requests, during which the tracer may strike."""
+    """Return what is wrong after a few requests, during which the tracer may raise."""
     runner = FakeRunner(VOCAB_SIZE, max_num_seqs=3)
     async with serving(runner, cache_bytes=2**12, speculate=True, max_queue=100) as served:
-        # Without a process that tries grammars first.
+        # Skip the process that tries grammars first.
         served.service.grammars._trial.check = lambda _: None  # type: ignore[assignment,method-assign]
-        await _post(served, _BODIES[0])  # the engine's thread looks up what to run next only now
+        await _post(
+            served, _BODIES[0]
+        )  # only then does the engine's thread look up the traced functions
         tracer.install(served.service.engine)
         try:
             async with asyncio.timeout(TIMEOUT):
                 answers = await asyncio.gather(
-                    *(_post(served, body) for body in _BODIES), _leave(served)
+                    *(_post(served, body) for body in _BODIES), _disconnect(served)
                 )
         except TimeoutError:
             return ["a request hangs"]
@@ -135,7 +125,7 @@ async def _serve(tracer: Tracer) -> list[str]:
         if served.service.admission.n_inside:
             wrong.append("places are still held")
     engine = served.service.engine
-    if engine.is_healthy is tracer.has_struck:
+    if engine.is_healthy is tracer.has_raised:
         wrong.append(f"the engine's health is {engine.is_healthy}")
     if engine.is_running:
         wrong.append("the engine's thread does not end")
@@ -148,14 +138,14 @@ async def _post(served: Served, body: dict[str, Any]) -> httpx.Response:
     )
 
 
-async def _leave(served: Served) -> None:
-    """A client that goes as soon as the engine has its request."""
-    leaving = asyncio.create_task(_post(served, {"max_tokens": 30}))
+async def _disconnect(served: Served) -> None:
+    """Disconnect as soon as the engine has the request."""
+    sending = asyncio.create_task(_post(served, {"max_tokens": 30}))
     submitted = asyncio.create_task(served.submitted.acquire())
-    await asyncio.wait((leaving, submitted), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((sending, submitted), return_when=asyncio.FIRST_COMPLETED)
     submitted.cancel()
-    leaving.cancel()
-    await asyncio.wait((leaving,))
+    sending.cancel()
+    await asyncio.wait((sending,))
 
 
 def _has_ended(answer: httpx.Response) -> bool:

@@ -1,4 +1,4 @@
-"""`kvasir bench serve` against servers of its own, and against servers that the test made up."""
+"""`kvasir bench serve` against servers of its own, and against servers that the test scripts."""
 
 from __future__ import annotations
 
@@ -25,21 +25,15 @@ def prompts(bodies: list[dict[str, Any]]) -> list[tuple[int, ...]]:
 
 
 def test_a_served_directory_gives_exact_counts() -> None:
-    workloads = ["--workload", "3x20/8", "--workload", "2x64+8/4"]
-    result = bench(
-        str(ROOT / "examples/stdlib"), *workloads, "--rounds", "2", "--seed", "5", "--json"
-    )
+    workloads = ["--workload", "3x20/8", "--workload", "2x64+8/4", "--rounds", "2"]
+    result = bench(str(ROOT / "examples/stdlib"), *workloads, "--seed", "5", "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert found["workloads"].keys() == {"3x20/8", "2x64+8/4 cold", "2x64+8/4 warm"}
     for row in found["workloads"].values():
         measured = row["servers"]["A"]
         assert measured["failed"] == 0
-        assert not [
-            note
-            for note in measured["notes"]
-            if "not what was asked for" in note or "usage" in note
-        ]
+        assert not any("not what was" in note or "usage" in note for note in measured["notes"])
         assert len(measured["rounds"]) == 2
         assert row["A/B"] == {}
     assert found["seed"] == 5
@@ -56,92 +50,56 @@ def test_two_servers_take_turns_with_prompts_of_their_own() -> None:
         fake_completions(lambda b: respond("A", b)) as first,
         fake_completions(lambda b: respond("B", b)) as second,
     ):
-        extra = [
-            "--extra-body-b",
-            '{"cache_prompt": false}',
-            "--model",
-            "m",
-            "--goodput",
-            "ttft:60000",
-        ]
-        result = bench(first.url, "--compare", second.url, *ONE, *extra)
-        again = bench(first.url, "--compare", second.url, *ONE, *extra, "--json")
+        options = [first.url, "--compare", second.url, *ONE, "--model", "m"]
+        options += ["--extra-body-b", '{"cache_prompt": false}', "--goodput", "ttft:60000"]
+        result, again = bench(*options), bench(*options, "--json")
     assert (result.exit_code, again.exit_code) == (0, 0), result.output + again.output
-    assert "".join(order) == 2 * ("AB" + 2 * "AAAABBBB"), "each is warmed up, then they alternate"
-    assert {body["model"] for body in first.bodies + second.bodies} == {"m"}
+    assert "".join(order) == 2 * ("AB" + 2 * "AAAABBBB"), "a warm-up each, then alternate rounds"
+    both = first.bodies + second.bodies
+    assert {body["model"] for body in both} == {"m"}
     assert {body.get("cache_prompt") for body in first.bodies} == {None}
     assert {body["cache_prompt"] for body in second.bodies} == {False}
-    assert len(set(prompts(first.bodies + second.bodies))) == 36, (
-        "or a server compared with itself would find them cached"
-    )
+    assert len(set(prompts(both))) == 36, "a prompt sent twice might be cached"
 
     found = json.loads(again.stdout)["workloads"]["2x3/4"]
+    medians = [found["servers"][letter]["median"] for letter in "AB"]
     for key, ratio in found["A/B"].items():
-        assert ratio == pytest.approx(
-            found["servers"]["A"]["median"][key] / found["servers"]["B"]["median"][key]
-        )
-    odd = "not what was asked for: 3 tokens in, 2 out"  # that events share reads may be said, too
+        assert ratio == pytest.approx(medians[0][key] / medians[1][key])
+    odd = "not what was asked for: 3 tokens in, 2 out"
     assert [odd in found["servers"][letter]["notes"] for letter in "AB"] == [False, True]
-    assert "2x3/4, B: not what was asked for: 3 tokens in, 2 out" in result.stdout
-    assert "A/B: throughput above 1, and times below 1, speak for A" in result.stdout
+    assert f"2x3/4, B: {odd}" in result.stdout
+    assert "A/B: A is better if" in result.stdout
 
 
 def test_waves_of_a_shared_prefix_follow_one_another() -> None:
+    options = ["--workload", "2x5+3/2", "--rounds", "2", "--requests", "6", "--warmup", "0"]
     with fake_completions(well) as fake:
-        assert (
-            bench(
-                fake.url,
-                "--workload",
-                "2x5+3/2",
-                "--rounds",
-                "2",
-                "--requests",
-                "6",
-                "--warmup",
-                "0",
-            ).exit_code
-            == 0
-        )
+        assert bench(fake.url, *options).exit_code == 0
     prefixes = [prompt[:5] for prompt in prompts(fake.bodies)]
     assert len(set(prefixes)) == 2
     assert prefixes == [prefixes[0]] * 6 + [prefixes[6]] * 6
 
 
 def test_requests_that_fail_are_counted_and_shown() -> None:
-    n_asked = 0
-
     def respond(body: dict[str, Any]) -> tuple[int, list[bytes]]:
-        nonlocal n_asked
-        n_asked += 1
-        return (
-            (429, [b'{"error": {"message": "the [/queue] is full"}}'])
-            if n_asked % 3 == 0
-            else well(body)
-        )
+        full = (429, [b'{"error": {"message": "the [/queue] is full"}}'])
+        return full if len(fake.bodies) % 3 == 0 else well(body)
 
+    options = ["--workload", "1x3/4", "--rounds", "2", "--requests", "3", "--warmup", "1"]
     with fake_completions(respond) as fake:
-        result = bench(
-            fake.url, "--workload", "1x3/4", "--rounds", "2", "--requests", "3", "--warmup", "1"
-        )
+        result = bench(fake.url, *options)
     assert result.exit_code == 1
-    assert (
-        "1x3/4, A: 2 of 6 requests failed, the first: HTTP 429: the [/queue] is full"
-        in result.stdout
-    )
-    assert result.stderr.endswith(
-        "kvasir: 2 requests failed, the first: HTTP 429: the [/queue] is full\n"
-    )
+    reason = "requests failed, the first: HTTP 429: the [/queue] is full\n"
+    assert f"1x3/4, A: 2 of 6 {reason}" in result.stdout
+    assert result.stderr.endswith(f"kvasir: 2 {reason}")
 
 
-def test_a_server_that_answers_nothing_ends_it() -> None:
+def test_a_server_that_answers_nothing_stops_the_benchmark() -> None:
     with fake_completions(lambda _: (404, [b'{"error": {"message": "no such model"}}'])) as fake:
         result = bench(fake.url, *ONE)
-        assert result.exit_code == 1
-        assert (
-            result.stderr
-            == f"kvasir: {fake.url} answered none of 1 requests: HTTP 404: no such model\n"
-        )
-        assert len(fake.bodies) == 1
+    assert result.exit_code == 1
+    assert result.stderr.endswith("answered none of 1 requests: HTTP 404: no such model\n")
+    assert len(fake.bodies) == 1
 
 
 def test_an_open_loop_and_a_server_without_usage() -> None:
@@ -150,35 +108,25 @@ def test_an_open_loop_and_a_server_without_usage() -> None:
     assert result.exit_code == 0, result.output
     assert len(fake.bodies) == 1 + 2 * 4
     assert "rate: 1000.0" in result.stdout
-    assert "2x3/4, A: the server sends no usage, so events are counted as tokens" in result.stdout
+    assert "2x3/4, A: the server sends no usage" in result.stdout
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "reason"),
     [
-        (
-            ["--workload", "16*4"],
-            "a workload is CONCURRENCYxINPUT/OUTPUT, as in 16x128/64 or 8x512+64/32, not '16*4'",
-        ),
-        (
-            ["--goodput", "ttft=5"],
-            "a goodput limit is one of ttft, itl, tpot, e2e with milliseconds, not 'ttft=5'",
-        ),
-        (["--extra-body", "[1]"], "--extra-body takes a JSON object, not '[1]'"),
-        (
-            ["--extra-body-b", "{", "--compare", "http://x"],
-            "--extra-body-b takes a JSON object, not '{'",
-        ),
-        (
-            ["--rate", "5"],
-            "a shared prefix is measured in waves, not at a rate; name workloads without one",
-        ),
-        ([], "'ftp://x' is not a URL such as http://localhost:8000"),
+        (["--workload", "16*4"], "'16*4'"),
+        (["--goodput", "ttft=5"], "'ttft=5'"),
+        (["--extra-body", "[1]"], "'[1]'"),
+        (["--extra-body-b", "{", "--compare", "http://x"], "'{'"),
+        (["--rate", "5"], "a shared prefix"),
+        ([], "'ftp://x'"),
     ],
 )
-def test_wrong_options_are_one_line(arguments: list[str], message: str) -> None:
+def test_invalid_options_are_refused_in_one_line(arguments: list[str], reason: str) -> None:
     result = bench("ftp://x", *arguments)
-    assert (result.exit_code, result.stderr) == (1, f"kvasir: {message}\n")
+    assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
+    assert result.stderr.startswith("kvasir: ")
+    assert reason in result.stderr
 
 
 def test_a_directory_that_cannot_be_served_says_why(tmp_path: Path) -> None:
@@ -187,9 +135,7 @@ def test_a_directory_that_cannot_be_served_says_why(tmp_path: Path) -> None:
     assert result.stderr.startswith(f"kvasir: {tmp_path} has no manifest.json")
 
 
-def test_usage_counts_what_events_do_not_show() -> None:
+def test_usage_counts_tokens_that_share_an_event() -> None:
     with fake_completions(lambda _: (200, [event("a b c d"), usage(3, 4), DONE])) as fake:
         result = bench(fake.url, *ONE)
-    assert (
-        "2x3/4, A: an event holds 4.00 tokens, so ITL is not the time of a token" in result.stdout
-    )
+    assert "2x3/4, A: an event holds 4.00 tokens" in result.stdout

@@ -1,4 +1,4 @@
-"""The load test with a real Locust, on a server whose model is faked; skipped where Locust is not installed."""
+"""The load test with a real Locust and a fake model; skipped if Locust is not installed."""
 
 from __future__ import annotations
 
@@ -9,72 +9,41 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.locust.request_log import on_their_way, read
+from loadtest.locust.request_log import open_requests, read
 from loadtest.locust.run import LOCUSTFILE, main
 from loadtest.locust.slo import LATENCIES
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.live import KEY, Live, live
 from tests.serving import VOCAB_SIZE
 
-LOCUST = LOCUSTFILE.parent.parent / "build/loadtest/bin/locust"
+LOCUST = Path(__file__).parents[2] / "build/loadtest/bin/locust"
 pytestmark = pytest.mark.skipif(
     not LOCUST.exists(), reason="make build/loadtest/.ready installs Locust"
 )
 
 
-def run(served: Live, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [
-        str(LOCUST),
-        "-f",
-        str(LOCUSTFILE),
-        "--host",
-        served.url,
-        "--headless",
-        "-r",
-        "100",
-        "--only-summary",
-    ]
+def load(served: Live, options: str, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [str(LOCUST), "-f", str(LOCUSTFILE), "--host", served.url]
+    command += ["--headless", "-r", "100", "--only-summary", *options.split(), *more]
     environment = os.environ | {"KVASIR_API_KEY": KEY}
     return subprocess.run(
-        [*command, *options],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=TIMEOUT,
-        check=False,
+        command, capture_output=True, text=True, env=environment, timeout=TIMEOUT, check=False
     )
 
 
-def test_mixed_streams_are_measured_and_kept_with_a_line_each(tmp_path: Path) -> None:
+def test_mixed_streams_are_measured_and_written_to_a_file(tmp_path: Path) -> None:
     path = tmp_path / "requests.csv"
     with live(FakeRunner(VOCAB_SIZE, max_model_len=2000), max_queue=100) as served:
-        options = (
-            "-u",
-            "4",
-            "-t",
-            "2s",
-            "--pace",
-            "spike",
-            "--prompt-words",
-            "4",
-            "--max-tokens",
-            "16",
-        )
-        done = run(
-            served, *options, "--requests-csv", str(path), "--slo", "errors:0 ttft:p50:20000"
-        )
+        options = f"-u 4 -t 2s --pace spike --prompt-words 4 --max-tokens 16 --requests-csv {path}"
+        done = load(served, options, "--slo", "errors:0 ttft:p50:20000")
     assert done.returncode == 0, done.stderr
     requests = read(path)
-    assert max(on_their_way(requests)[1]) == 4
+    assert max(open_requests(requests)[1]) == 4
     for request in requests:
+        lasted = request.ended - request.sent
         assert request.ttft is not None
-        assert (
-            0
-            < request.ttft
-            <= request.ttft + sum(request.gaps)
-            <= request.ended - request.sent + 1e-3
-        )
-        assert request.e2e is None or abs(request.e2e - (request.ended - request.sent)) < 1e-3
+        assert 0 < request.ttft <= request.ttft + sum(request.gaps) <= lasted + 1e-3
+        assert request.e2e is None or abs(request.e2e - lasted) < 1e-3
         assert request.tokens >= 1
     with path.open(encoding="utf-8") as file:
         scenarios = {row["scenario"] for row in csv.DictReader(file)}
@@ -83,66 +52,38 @@ def test_mixed_streams_are_measured_and_kept_with_a_line_each(tmp_path: Path) ->
         assert f"\n{kind} " in done.stdout + done.stderr
 
 
-def test_clients_that_leave_make_the_server_throw_tokens_away() -> None:
-    """Poisson arrivals; more tokens are asked for than could be there by the time at which they leave."""
+def test_clients_that_disconnect_waste_tokens_of_the_server() -> None:
+    """Poisson arrivals ask for more tokens than can be there when they disconnect."""
     with live(FakeRunner(VOCAB_SIZE, max_model_len=20000), max_queue=100) as served:
-        options = (
-            "-u",
-            "2",
-            "-t",
-            "2s",
-            "--pace",
-            "poisson",
-            "--rate",
-            "5",
-            "-T",
-            "cancel",
-            "--spread",
-            "0",
-        )
+        options = "-u 2 -t 2s --pace poisson --rate 5 -T cancel --spread 0"
         lengths = ("--prompt-words", "2", "--max-tokens", "19000")
-        done = run(served, *options, *lengths, "--slo", "errors:0 ttft:p50:0 e2e:p50:60000")
+        done = load(served, options, *lengths, "--slo", "errors:0 ttft:p50:0 e2e:p50:60000")
         assert served.value("tokens_wasted_total") > 0
     assert "SLO missed: ttft p50" in done.stderr
-    assert "SLO missed: e2e p50 is unknown" in done.stderr, (
-        "what is left early says nothing of whole answers"
-    )
+    assert "SLO missed: e2e p50 is unknown" in done.stderr, "a cancelled answer has no e2e"
     assert "failed" not in done.stderr
     assert done.returncode == 1
 
 
-def test_limits_that_are_none_are_refused_before_anything_is_asked() -> None:
+def test_invalid_limits_are_refused_before_a_request() -> None:
     with live() as served:
-        done = run(served, "--slo", "ttft:99")
+        done = load(served, "--slo ttft:99")
         assert served.value("prompt_tokens_total") == 0
     assert done.returncode == 2
-    assert "'ttft:99' is no limit" in done.stderr
+    assert "'ttft:99' is not a limit" in done.stderr
 
 
 def test_streams_that_the_end_cuts_off_have_failed(tmp_path: Path) -> None:
-    """The pace goes on although nothing is answered: all that was due is sent, and nothing vanishes."""
+    """Poisson arrivals go on while nothing is answered, and every request is reported."""
     path = tmp_path / "requests.csv"
     runner = FakeRunner(VOCAB_SIZE, max_model_len=2000, max_num_seqs=2)
     with live(runner, max_queue=1000) as served:
-        runner.allow(2)  # for the question before it starts
-        options = (
-            "-u",
-            "1",
-            "-t",
-            "1s",
-            "--pace",
-            "poisson",
-            "--rate",
-            "200",
-            "--stop-timeout",
-            "1",
-        )
-        done = run(
-            served, *options, "-T", "completion", "--requests-csv", str(path), "--slo", "errors:0"
-        )
+        runner.allow(2)  # for the question before the test starts
+        options = "-u 1 -t 1s --pace poisson --rate 200 --stop-timeout 1 -T completion"
+        done = load(served, f"{options} --requests-csv {path} --slo errors:0")
         runner.release()
         assert all(served.submitted.acquire(blocking=False) for _ in range(20)), (
-            "more than they have connections"
+            "more than Locust's default of 10 connections"
         )
     requests = read(path)
     assert len(requests) > 20, "of 200 that are due"
@@ -152,18 +93,16 @@ def test_streams_that_the_end_cuts_off_have_failed(tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
-def test_lengths_are_held_to_the_model() -> None:
-    """More is asked for than fits; the server would refuse it."""
+def test_lengths_are_bounded_by_the_model() -> None:
     with live(max_queue=1000) as served:
-        lengths = ("--prompt-words", "500", "--max-tokens", "500")
-        done = run(served, "-u", "2", "-t", "1s", *lengths, "--slo", "errors:0")
+        done = load(served, "-u 2 -t 1s --prompt-words 500 --max-tokens 500 --slo errors:0")
     assert done.returncode == 0, done.stderr
 
 
-def test_a_server_that_is_not_there_ends_it_at_once() -> None:
+def test_a_missing_server_ends_the_test_at_once() -> None:
     with live() as served:
         pass
-    done = run(served, "-u", "1", "-t", "5m")
+    done = load(served, "-u 1 -t 5m")
     assert done.returncode == 1
     assert "\nno load test: http://127.0.0.1:" in done.stderr
     assert "Traceback" not in done.stderr
@@ -173,22 +112,25 @@ def test_a_server_that_is_not_there_ends_it_at_once() -> None:
     ("directory", "slo", "wanted"),
     [
         ("none", "errors:1", "none"),
-        ("examples/stdlib", "errors", "'errors' is no limit"),
+        ("examples/stdlib", "errors", "'errors' is not a limit"),
         ("examples/stdlib", "errors:1 --nope", "Locust ended with 2 before it"),
     ],
 )
-def test_what_cannot_be_run_is_said_in_a_line(
-    directory: str, slo: str, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_an_invalid_run_is_refused_in_one_line(
+    directory: str,
+    slo: str,
+    wanted: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "report.png").touch()  # of another run
-    command = ["run_locust", str(LOCUST), directory, str(tmp_path), "--slo", *slo.split()]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", command)
-        assert main() == 2
-    said = capsys.readouterr().err
-    assert said.startswith("no load test: ")
-    assert wanted in said
-    assert said.count("\n") == 1
-    assert "--nope" not in slo or not (tmp_path / "report.png").exists(), (
-        "it would pass for this run's"
-    )
+    old = tmp_path / "report.png"
+    old.touch()
+    command = ["run", str(LOCUST), directory, str(tmp_path), "--slo", *slo.split()]
+    monkeypatch.setattr("sys.argv", command)
+    assert main() == 2
+    message = capsys.readouterr().err
+    assert message.startswith("no load test: ")
+    assert wanted in message
+    assert message.count("\n") == 1
+    assert "--nope" not in slo or not old.exists(), "a picture of another run is removed"

@@ -1,8 +1,9 @@
-"""`kvasir bench model` writes directories that the server takes, once for each exporter."""
+"""`kvasir bench model` writes directories that the server loads, once for each exporter."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -14,37 +15,32 @@ from model.bundle import load_bundle
 
 
 def test_the_model_is_kept_until_the_exporter_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "tiny"
+    out = shutil.copytree(tiny_model, tmp_path / "tiny")
     arguments = ["bench", "model", "--preset", "tiny", "--precision", "int8", "--out", str(out)]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert result.stdout == f"{out}\n"
     bundle = load_bundle(out)
     assert bundle.manifest.precision == "int8"
-
     written = bundle.graph_path.stat().st_mtime_ns
-    assert json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout) == {
-        "directory": str(out)
-    }
+    again = CliRunner().invoke(app, [*arguments, "--json"])
+    assert json.loads(again.stdout) == {"directory": str(out)}
     assert bundle.graph_path.stat().st_mtime_ns == written
     monkeypatch.setattr(random_model, "_fingerprint", lambda _: "changed")
     assert CliRunner().invoke(app, arguments).exit_code == 0
     assert bundle.graph_path.stat().st_mtime_ns != written
 
 
-def test_what_is_not_a_random_model_is_never_removed(tmp_path: Path) -> None:
+def test_another_directory_is_never_removed(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("x")
     result = CliRunner().invoke(app, ["bench", "model", "--preset", "tiny", "--out", str(tmp_path)])
     assert result.exit_code == 1
-    assert result.stderr == f"kvasir: {tmp_path} is not empty; choose another --out or remove it\n"
+    assert result.stderr.startswith(f"kvasir: {tmp_path} is not empty")
     assert precious.exists()
 
 
 def test_every_token_of_the_dummy_tokenizer_shows_and_any_text_round_trips() -> None:
-    """A token without text would make no event, and the figures would count it as silence."""
+    """A token without text would make no event, and the figures would take it for a pause."""
     tokenizer = random_model.dummy_tokenizer(1000)
     assert tokenizer.get_vocab_size() == 1000
     assert all(tokenizer.decode([token_id]) for token_id in range(1, 1000))

@@ -1,4 +1,4 @@
-"""The picture of a load test, from random requests."""
+"""The picture of a load test, of random requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from loadtest.locust.slo import parse_slo
 from tests.load_requests import random_requests
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_percentiles_are_of_their_window(seed: int) -> None:
     random = Random(seed)
     until, n = 30.0, random.randint(4, 30)
@@ -30,9 +30,7 @@ def test_percentiles_are_of_their_window(seed: int) -> None:
     middles, found = over_time(np.array(times), np.array(values), np.linspace(0, until, n + 1))
     assert list(middles) == pytest.approx([(i + 0.5) * until / n for i in sorted(inside)])
     assert found[50] == pytest.approx([median(inside[i]) for i in sorted(inside)])
-    assert all(
-        p50 <= p90 <= p99 for p50, p90, p99 in zip(found[50], found[90], found[99], strict=True)
-    )
+    assert all(np.diff([found[50], found[90], found[99]], axis=0).ravel() >= 0)
 
 
 @pytest.mark.parametrize(("n", "wanted"), [(1, 6), (599, 6), (1250, 12), (9999, 40)])
@@ -42,9 +40,14 @@ def test_windows_are_fewer_where_they_would_hold_little(n: int, wanted: int) -> 
     assert (edges[0], edges[-1]) == (0, n + 1)
 
 
-@pytest.mark.parametrize("limits", ["", "ttft:p99:1 itl:p50:1000000 e2e:p90:500 errors:1"])
-@pytest.mark.parametrize("kept", ["all", "failed", "answered", "one", "one failed"])
-def test_a_picture_is_drawn_of_whatever_came(kept: str, limits: str, tmp_path: Path) -> None:
+LIMITS = "ttft:p99:1 itl:p50:1000000 e2e:p90:500 errors:1"
+
+
+@pytest.mark.parametrize(
+    ("kept", "limits"),
+    [("all", LIMITS), ("failed", ""), ("answered", ""), ("one", LIMITS), ("one failed", LIMITS)],
+)
+def test_a_picture_is_drawn_of_any_requests(kept: str, limits: str, tmp_path: Path) -> None:
     requests = random_requests(Random(0))
     if kept in ("failed", "answered", "one failed"):
         requests = [request for request in requests if request.failed is ("failed" in kept)]

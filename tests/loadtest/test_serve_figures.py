@@ -18,22 +18,22 @@ from loadtest.serve_figures import (
     parse_limits,
     ratios,
 )
-from loadtest.sse_client import Answer
+from loadtest.sse_client import StreamedCompletion
 
 WORKLOAD = Workload(4, 10, 8)
 
 
 def answer(
     rng: random.Random, start: float = 0.0, *, n_tokens: int = 8, n_events: int = 8
-) -> Answer:
+) -> StreamedCompletion:
     sent = start + rng.random()
     times = sorted(sent + rng.random() * 3 for _ in range(n_events))
     usage = {"prompt_tokens": 10, "completion_tokens": n_tokens}
-    return Answer(sent=sent, event_times=times, ended=times[-1] + rng.random() / 10, usage=usage)
+    return StreamedCompletion(sent, times, times[-1] + rng.random() / 10, usage)
 
 
 def percentile(values: list[float], p: float) -> float:
-    """Between the two ranks that are nearest, in proportion."""
+    """Interpolate between the two nearest ranks."""
     ordered = sorted(values)
     place = p / 100 * (len(ordered) - 1)
     low = int(place)
@@ -41,7 +41,11 @@ def percentile(values: list[float], p: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-@pytest.mark.parametrize("seed", range(5))
+def latency_names(found: dict[str, float]) -> set[str]:
+    return {name.partition("_")[0] for name in found if "_ms_" in name}
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_figures_against_the_definitions(seed: int) -> None:
     rng = random.Random(seed)
     waves = [
@@ -50,15 +54,12 @@ def test_figures_against_the_definitions(seed: int) -> None:
     ]
     found = figures(waves, {})
     answers = list(chain(*waves))
+    events = [one.event_times for one in answers]
     expected = {
-        "ttft": [a.event_times[0] - a.sent for a in answers],
-        "itl": [
-            a.event_times[i] - a.event_times[i - 1]
-            for a in answers
-            for i in range(1, len(a.event_times))
-        ],
+        "ttft": [one.event_times[0] - one.sent for one in answers],
+        "itl": [times[i] - times[i - 1] for times in events for i in range(1, len(times))],
         "tpot": [(a.ended - a.event_times[0]) / 7 for a in answers if len(a.event_times) > 1],
-        "e2e": [a.ended - a.sent for a in answers],
+        "e2e": [one.ended - one.sent for one in answers],
     }
     for name, values in expected.items():
         for p in PERCENTILES:
@@ -75,91 +76,77 @@ def test_figures_against_the_definitions(seed: int) -> None:
 def test_goodput_counts_requests_that_keep_every_limit(text: str) -> None:
     rng = random.Random(text)
     answers = [answer(rng) for _ in range(200)]
+    limits = dict(limit.split(":") for limit in text.replace(",", " ").split())
     n_good = 0
     for one in answers:
-        keeps = True
-        for limit in text.replace(",", " ").split():
-            name, most = limit.split(":")
-            longest = {"ttft": one.ttft, "itl": max(one.gaps), "tpot": one.tpot, "e2e": one.e2e}[
-                name
-            ]
-            assert longest is not None
-            keeps = keeps and longest * 1000 <= float(most)
-        n_good += keeps
+        longest = {"ttft": one.ttft, "itl": max(one.gaps), "tpot": one.tpot or 0, "e2e": one.e2e}
+        n_good += all(longest[name] * 1000 <= float(most) for name, most in limits.items())
     assert 0 < n_good < 200
     found = figures([answers], parse_limits(text))
     assert found["goodput"] / found["requests_per_second"] == pytest.approx(n_good / 200)
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft:", "ttft:x", "latency:5", "ttft:-1", "ttft:nan"])
-def test_what_is_no_limit(text: str) -> None:
-    with pytest.raises(
-        ValueError, match="a goodput limit is one of ttft, itl, tpot, e2e with milliseconds"
-    ):
+def test_an_invalid_limit_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match=repr(text)):
         parse_limits(text)
 
 
-def test_failed_requests_count_nowhere_but_are_told() -> None:
+def test_failed_requests_count_nowhere_but_are_noted() -> None:
     rng = random.Random(0)
-    fine = [answer(rng) for _ in range(4)]
-    failed = [Answer(sent=-100.0, event_times=[1.0], error="HTTP 429: full"), Answer(error="other")]
-    assert figures([[failed[0], *fine], [failed[1]]], {}) == figures([fine], {})
-    measured = Measured(WORKLOAD, {}, [[[failed[0], *fine], [failed[1]]]])
+    good = [answer(rng) for _ in range(4)]
+    full = StreamedCompletion(sent=-100.0, event_times=[1.0], error="HTTP 429: full")
+    other = StreamedCompletion(error="other")
+    waves = [[full, *good], [other]]
+    assert figures(waves, {}) == figures([good], {})
+    measured = Measured(WORKLOAD, {}, [waves])
     assert measured.errors == ["HTTP 429: full", "other"]
     assert measured.notes == ["2 of 6 requests failed, the first: HTTP 429: full"]
-    assert figures([failed], {}) == {}
+    assert figures([[full, other]], {}) == {}
 
 
 def test_a_single_token_has_neither_gap_nor_time_per_token() -> None:
     found = figures([[answer(random.Random(0), n_tokens=1, n_events=1)]], {"tpot": 1.0, "itl": 1.0})
-    assert {key.partition("_")[0] for key in found if "_ms_" in key} == {"ttft", "e2e"}
+    assert latency_names(found) == {"ttft", "e2e"}
     assert found["goodput"] == found["requests_per_second"]
 
 
-def test_what_comes_in_one_read_has_no_pace() -> None:
-    """It was shown as 0 ms between tokens, and kept any limit on that."""
+def test_events_of_one_read_make_no_gap_and_keep_no_limit() -> None:
     rng = random.Random(0)
     whole, paired = answer(rng), answer(rng)
     whole.event_times = [whole.event_times[-1]] * 8
     paired.event_times = sorted([*paired.event_times[:4]] * 2)
     found = figures([[whole]], {"itl": 5000.0})
-    assert {key.partition("_")[0] for key in found if "_ms_" in key} == {"ttft", "e2e"}
+    assert latency_names(found) == {"ttft", "e2e"}
     assert found["goodput"] == figures([[whole]], {"tpot": 5000.0})["goodput"] == 0
     assert len(paired.gaps) == 3
     assert min(paired.gaps) > 0
-    assert Measured(WORKLOAD, {}, [[[whole, paired, answer(rng)]]]).notes == [
-        "46% of events came in one read with the one before, and make no gap"
-    ]
+    (note,) = Measured(WORKLOAD, {}, [[[whole, paired, answer(rng)]]]).notes
+    assert note.startswith("46% of events came in one read")
 
 
-def test_what_the_reader_has_to_know() -> None:
+def test_caveats_are_noted() -> None:
     rng = random.Random(0)
-    odd = [answer(rng, n_tokens=8, n_events=4), answer(rng, n_tokens=6)]
-    uncounted = answer(rng)
-    uncounted.usage = None
+    odd = [answer(rng, n_tokens=8, n_events=4), answer(rng, n_tokens=6), answer(rng)]
+    odd[-1].usage = None
     assert Measured(WORKLOAD, {}, [[[answer(rng), answer(rng)]]]).notes == []
-    assert Measured(WORKLOAD, {}, [[[*odd, uncounted]]]).notes == [
-        "the server sends no usage, so events are counted as tokens",
-        "not what was asked for: 10 tokens in, 6 out",
-        "an event holds 1.10 tokens, so ITL is not the time of a token",
-    ]
+    usage, length, mean = Measured(WORKLOAD, {}, [[odd]]).notes
+    assert usage.startswith("the server sends no usage")
+    assert length == "not what was asked for: 10 tokens in, 6 out"
+    assert mean.startswith("an event holds 1.10 tokens")
 
 
-def test_rows_show_medians_over_rounds_and_the_first_server_relative_to_the_second() -> None:
+def test_rows_have_medians_over_rounds_and_ratios_of_two_servers() -> None:
     rng = random.Random(0)
+    limits = {"ttft": 600.0}
     rounds = {letter: [[[answer(rng) for _ in range(5)]] for _ in range(3)] for letter in "AB"}
-    row = {letter: Measured(WORKLOAD, {"ttft": 600.0}, waves) for letter, waves in rounds.items()}
-    found = ServeFigures({"A": "http://a", "B": "http://b"}, {"4x10/8": row}).as_json()[
-        "workloads"
-    ]["4x10/8"]
+    row = {letter: Measured(WORKLOAD, limits, waves) for letter, waves in rounds.items()}
+    found = ServeFigures({}, {"4x10/8": row}).as_json()["workloads"]["4x10/8"]
     keys = {f"{name}_ms_p{p}" for name in LATENCIES for p in PERCENTILES}
     keys |= {"output_tokens_per_second", "requests_per_second", "goodput"}
     assert found["A/B"].keys() == keys
     for key in keys:
-        medians = [
-            median(figures(waves, {"ttft": 600.0})[key] for waves in rounds[letter])
-            for letter in "AB"
-        ]
-        assert [found["servers"][letter]["median"][key] for letter in "AB"] == medians
+        medians = [median(figures(waves, limits)[key] for waves in rounds[x]) for x in "AB"]
+        assert [found["servers"][x]["median"][key] for x in "AB"] == medians
         assert found["A/B"][key] == medians[0] / medians[1]
     assert ratios({"A": row["A"]}) == {}

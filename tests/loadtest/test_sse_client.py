@@ -1,4 +1,4 @@
-"""The client reads what servers write, however it is cut, and says why where there is no whole answer."""
+"""The client parses streams however they are cut, and says why an answer is incomplete."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import threading
 
 import pytest
 
-from loadtest.sse_client import Answer, Target, complete
+from loadtest.sse_client import StreamedCompletion, Target, complete
 from tests.fake_completions import DONE, FakeCompletions, event, fake_completions, usage, well
 from tests.fake_runner import TIMEOUT
 
 BODY = b'{"prompt": [1, 2], "max_tokens": 3}'
 
 
-def ask(url: str, body: bytes = BODY, limit: float = TIMEOUT) -> Answer:
-    return asyncio.run(complete(Target(url), body, limit))
+def ask(url: str, limit: float = TIMEOUT) -> StreamedCompletion:
+    return asyncio.run(complete(Target(url, api_key="secret"), BODY, limit))
 
 
 def test_figures_follow_their_definitions() -> None:
-    answer = Answer(sent=10.0)
+    answer = StreamedCompletion(sent=10.0)
     for now, data in [
         (10.5, event("a")),
         (11.0, event("b") + event("")),
@@ -30,104 +30,82 @@ def test_figures_follow_their_definitions() -> None:
     ]:
         answer.feed(data, now)
     answer.finish(20.0)
-    assert answer.error is None
-    assert answer.ttft == 0.5
-    assert answer.gaps == [0.5, 2.0], "an event without text is no content event"
-    assert answer.e2e == 4.5
-    assert answer.tpot == 4.0 / 5
+    assert (answer.error, answer.ttft, answer.e2e, answer.tpot) == (None, 0.5, 4.5, 4.0 / 5)
+    assert answer.gaps == [0.5, 2.0], "an event without text makes no gap"
     assert (answer.n_prompt_tokens, answer.n_tokens) == (4, 6)
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
 def test_a_stream_means_the_same_wherever_it_is_cut(line_end: bytes) -> None:
-    stream = (
-        b": keep-alive\n\n"
-        + event("é\n")
-        + b"event: message\nid: 7\n"
-        + event("b")
-        + usage(2, 2)
-        + DONE
-    )
+    others = b": keep-alive\n\n", b"event: message\nid: 7\n"
+    stream = others[0] + event("é\n") + others[1] + event("b") + usage(2, 2) + DONE
     stream = stream.replace(b"\n\n", 2 * line_end)
     for cut in range(len(stream) + 1):
-        answer = Answer()
+        answer = StreamedCompletion()
         answer.feed(stream[:cut], 1.0)
         answer.feed(stream[cut:], 2.0)
         answer.finish(2.0)
         assert (answer.error, len(answer.event_times), answer.n_tokens) == (None, 2, 2), cut
 
 
-def test_a_chat_says_its_text_in_deltas() -> None:
-    deltas: list[dict[str, str] | None] = [
-        {"role": "assistant"},
-        {"content": ""},
-        {"content": "a"},
-        {"content": "b"},
-        None,
-    ]
-    answer = Answer()
-    for now, delta in enumerate(deltas):
+def test_a_chat_holds_its_text_in_deltas() -> None:
+    deltas: list[dict[str, str] | None] = [{"role": "assistant"}, {"content": ""}, None]
+    answer = StreamedCompletion()
+    for now, delta in enumerate([*deltas, {"content": "a"}, {"content": "b"}]):
         answer.feed(b"data: " + json.dumps({"choices": [{"delta": delta}]}).encode() + b"\n\n", now)
     answer.finish(5.0)
-    assert (answer.error, answer.event_times) == (None, [2, 3])
+    assert (answer.error, answer.event_times) == (None, [3, 4])
 
 
-def test_without_usage_events_are_counted() -> None:
-    with fake_completions(lambda _: (200, [event("a"), event("b") + event("c"), DONE])) as fake:
+@pytest.mark.parametrize(
+    ("pieces", "n_events", "n_tokens"),
+    [
+        ([event("a"), event("b") + event("c"), DONE], 3, 3),
+        ([event("a b c"), event("d"), usage(2, 4), DONE], 2, 4),
+    ],
+    ids=["events are counted", "usage counts"],
+)
+def test_tokens_are_counted(pieces: list[bytes], n_events: int, n_tokens: int) -> None:
+    with fake_completions(lambda _: (200, pieces)) as fake:
         answer = ask(fake.url)
-    assert answer.error is None
-    assert answer.usage is None
-    assert answer.n_tokens == 3
-
-
-def test_usage_counts_tokens_that_share_an_event() -> None:
-    with fake_completions(lambda _: (200, [event("a b c"), event("d"), usage(2, 4), DONE])) as fake:
-        answer = ask(fake.url)
-    assert (len(answer.event_times), answer.n_tokens) == (2, 4)
+    assert (answer.error, len(answer.event_times), answer.n_tokens) == (None, n_events, n_tokens)
 
 
 def test_an_event_in_two_packets_arrives_with_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = event("a")
     with fake_completions(lambda _: (200, [whole[:20], whole[20:], DONE])) as fake:
-        fake.step = threading.Semaphore(0)
+        fake.step = step = threading.Semaphore(0)
         seen: list[int] = []
-        feed = Answer.feed
+        feed = StreamedCompletion.feed
 
-        def feeding(answer: Answer, data: bytes, now: float) -> None:
+        def feeding(answer: StreamedCompletion, data: bytes, now: float) -> None:
             feed(answer, data, now)
             seen.append(len(answer.event_times))
-            assert fake.step is not None
-            fake.step.release()
+            step.release()
 
-        monkeypatch.setattr(Answer, "feed", feeding)
+        monkeypatch.setattr(StreamedCompletion, "feed", feeding)
         assert ask(fake.url).error is None
     assert seen == [0, 1, 1]
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/completions"])
-def test_the_request_is_sent_as_it_is(path: str) -> None:
+def test_the_request_has_the_right_path_body_and_key(path: str) -> None:
     with fake_completions(well) as fake:
-        answer = asyncio.run(complete(Target(fake.url + path, api_key="secret"), BODY, TIMEOUT))
-    assert answer.n_tokens == 3
-    assert fake.paths == ["/v1/completions"]
-    assert fake.bodies == [{"prompt": [1, 2], "max_tokens": 3}]
+        assert ask(fake.url + path).n_tokens == 3
+    assert (fake.paths, fake.bodies) == (["/v1/completions"], [json.loads(BODY)])
     assert fake.headers[0]["Authorization"] == "Bearer secret"
+
+
+FULL = [b'{"error": {"message": "the queue is full", ', b'"type": "overloaded"}}']
+FAILED = b'data: {"error": {"message": "the engine failed"}}\n\n'
 
 
 @pytest.mark.parametrize(
     ("status", "pieces", "error"),
     [
-        (
-            429,
-            [b'{"error": {"message": "the queue is full", ', b'"type": "overloaded"}}'],
-            "HTTP 429: the queue is full",
-        ),
+        (429, FULL, "HTTP 429: the queue is full"),
         (500, [b"<html>"], "HTTP 500: <html>"),
-        (
-            200,
-            [event("a"), b'data: {"error": {"message": "the engine failed"}}\n\n', DONE],
-            "the engine failed",
-        ),
+        (200, [event("a"), FAILED, DONE], "the engine failed"),
         (200, [event("a"), b"data: nonsense\n\n"], "an event is not a completion's: b'nonsense'"),
         (200, [b"data: 7\n\n"], "an event is not a completion's: b'7'"),
         (200, [event(""), usage(2, 3), DONE], "the answer holds no text"),
@@ -138,39 +116,37 @@ def test_a_failure_is_the_answers_error(status: int, pieces: list[bytes], error:
         assert ask(fake.url).error == error
 
 
-def test_a_stream_that_breaks_off_is_no_answer() -> None:
+def test_a_stream_that_breaks_off_is_incomplete() -> None:
     with fake_completions(lambda _: (200, [event("a"), event("b")])) as fake:
         fake.breaks_off = True
         answer = ask(fake.url)
-    assert answer.error == "the connection broke off"
-    assert len(answer.event_times) == 2
+    assert (answer.error, len(answer.event_times)) == ("the connection broke off", 2)
 
 
-def test_a_server_that_says_nothing_is_given_up() -> None:
+def test_a_silent_server_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         answer = ask(f"http://127.0.0.1:{silent.getsockname()[1]}", limit=0.01)
     assert answer.error == "no whole answer within 0.01 s"
 
 
-def test_what_is_no_server() -> None:
+def test_no_server_and_no_url() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    assert (ask(f"http://127.0.0.1:{port}").error or "").startswith(
-        f"no connection to 127.0.0.1:{port}: "
-    )
+    error = ask(f"http://127.0.0.1:{port}").error
+    assert (error or "").startswith(f"no connection to 127.0.0.1:{port}: ")
     with pytest.raises(ValueError, match="'localhost:8000' is not a URL"):
         Target("localhost:8000")
 
 
-def test_what_does_not_speak_http() -> None:
-    def hello(listener: socket.socket) -> None:
+def test_a_server_that_does_not_speak_http() -> None:
+    def greet(listener: socket.socket) -> None:
         connection, _ = listener.accept()
         with connection:
             connection.recv(4096)
             connection.sendall(b"220 mail.example\r\n")
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=hello, args=(listener,))
+        thread = threading.Thread(target=greet, args=(listener,))
         thread.start()
         answer = ask(f"http://127.0.0.1:{listener.getsockname()[1]}")
         thread.join(TIMEOUT)
@@ -178,9 +154,9 @@ def test_what_does_not_speak_http() -> None:
 
 
 def test_many_at_once() -> None:
-    async def all_of_them(fake: FakeCompletions) -> list[Answer]:
+    async def ask_all(fake: FakeCompletions) -> list[StreamedCompletion]:
         return await asyncio.gather(*(complete(Target(fake.url), BODY, TIMEOUT) for _ in range(20)))
 
     with fake_completions(well) as fake:
-        answers = asyncio.run(all_of_them(fake))
+        answers = asyncio.run(ask_all(fake))
     assert [(answer.error, answer.n_tokens) for answer in answers] == [(None, 3)] * 20

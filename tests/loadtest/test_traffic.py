@@ -1,4 +1,4 @@
-"""What the load test asks for: lengths around their median, users by the share of the time."""
+"""Lengths of a load test are spread around their median; users follow the time."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from statistics import median
 
 import pytest
 
-from loadtest.locust.traffic import draw, spike, step, words
+from loadtest.locust.traffic import draw_length, draw_words, spike, step
 
 
 @pytest.mark.parametrize("middle", [3, 64, 1000])
 def test_half_of_the_lengths_are_below_their_median(middle: int) -> None:
-    """2,001 draws: their median is beyond 8 % with a probability of 1e-6."""
-    lengths = [draw(random, middle, 0.6) for random in [Random(0)] for _ in range(2001)]
+    """The median of 2,001 draws is more than 8 % off with a probability of 1e-6."""
+    lengths = [draw_length(random, middle, 0.6) for random in [Random(0)] for _ in range(2001)]
     assert median(lengths) == pytest.approx(middle, rel=0.08, abs=1)
     assert min(lengths) >= 1
     assert len(set(lengths)) > 5
-    assert {draw(Random(1), middle, 0) for _ in range(9)} == {middle}
-    assert draw(Random(1), 0.01, 0) == 1
+    assert {draw_length(Random(1), middle, 0) for _ in range(9)} == {middle}
+    assert draw_length(Random(1), 0.01, 0) == 1
 
 
 @pytest.mark.parametrize("n", [1, 2, 77])
-def test_so_many_words_that_another_can_follow(n: int) -> None:
-    text = words(Random(0), n)
+def test_words_can_be_followed_by_more(n: int) -> None:
+    text = draw_words(Random(0), n)
     assert len(text.split()) == n
     assert text.endswith(" ")
 

@@ -1,4 +1,4 @@
-"""The server that clients talk to. It runs at most CAPACITY sequences at once, and as many again may wait."""
+"""The server of the clients. It runs at most CAPACITY sequences at once; as many more may wait."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ CAPACITY = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class Server:
+    """Address, model and key of the server."""
+
     url: str
     model: str
     key: str
@@ -21,7 +23,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Conformed:
-    """A client that found what it expected."""
+    """The calls of a client that found what it expected."""
 
     client: str
     version: str

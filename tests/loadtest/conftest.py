@@ -1,0 +1,21 @@
+"""A model directory with random weights that tests share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvasir import app
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return tiny-int8 in a directory of its own, as `kvasir bench model` writes it."""
+    out = tmp_path_factory.mktemp("cache") / "tiny-int8"
+    arguments = ["bench", "model", "--preset", "tiny", "--precision", "int8", "--out", str(out)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{out}\n"
+    return out
