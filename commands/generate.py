@@ -33,7 +33,7 @@ def generate(
     from model.bundle import BundleError, load_bundle
     from server.engine.sampling import SamplingParams
     from server.errors import KvasirError, StartupError
-    from server.process.app import build_engine
+    from server.process.engine_builder import build_engine
     from server.settings import load_settings
 
     drawn = secrets.randbits(64) if seed is None else seed

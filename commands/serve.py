@@ -54,7 +54,7 @@ def serve(**options: Path | str | bool | None) -> None:
     Every option is a variable, too: --max-num-seqs is KVASIR_MAX_NUM_SEQS.
     """
     from server.errors import StartupError
-    from server.process import serve
+    from server.process.serve import serve as serve_model
     from server.settings import load_settings
 
     try:
@@ -62,7 +62,7 @@ def serve(**options: Path | str | bool | None) -> None:
     except StartupError as error:
         fail(error, exit_code=2)
     try:
-        serve.run(settings)
+        serve_model(settings)
     except StartupError as error:
         fail(error)
 
