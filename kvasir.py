@@ -1,4 +1,4 @@
-"""The `kvasir` command. Its subcommands are in `commands`, in the order in which a model passes through them."""
+"""The `kvasir` command, with the subcommands of `commands` in the order of a model's life."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def bench_model(
     out: Annotated[Path | None, Option(help="Default: artifacts/bench/PRESET-PRECISION.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a model directory with random weights, for measuring; kept until the exporter changes."""
+    """Write a model directory with random weights; kept until the exporter changes."""
     with loading("PyTorch", quiet=as_json):
         from loadtest.random_model import make_random_model
 

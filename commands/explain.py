@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
-from rich.text import Text
 
 from commands.options import InputText, Json, ModelDirectory
-from commands.output import one_line_errors, show
+from commands.output import make_table, one_line_errors, show
 from commands.progress import ProgressBar
 
 
@@ -50,10 +48,10 @@ def explain(
             progress(f"drawing {out.name}", 0, 0)
             window = bundle.config.window_of(layer)
             draw_attention(explanation, directory.name, layer, heads, out, window)
-    table = Table(title=f"after {len(explanation.tokens):,} tokens")
-    table.add_column("next token")
-    table.add_column("id", justify="right")
-    table.add_column("probability", justify="right")
-    for token in explanation.next_tokens:
-        table.add_row(Text(repr(token.text)), str(token.token_id), f"{token.probability:.1%}")
+    rows = [
+        (repr(token.text), str(token.token_id), f"{token.probability:.1%}")
+        for token in explanation.next_tokens
+    ]
+    title = f"after {len(explanation.tokens):,} tokens"
+    table = make_table(title, ("next token", "id", "probability"), rows)
     show(as_json, explanation.as_json(layer, heads), table)

@@ -20,7 +20,7 @@ from commands.options import (
     TopK,
     TopP,
 )
-from commands.output import mebibytes, one_line_errors, peak_memory, show
+from commands.output import make_table, mebibytes, one_line_errors, peak_memory, show
 from commands.progress import ProgressBar, loading
 from model.bundle import GenerationDefaults, Verification
 
@@ -95,7 +95,7 @@ def verify(
 ) -> None:
     """Check a model directory's hashes, and measure it against PyTorch again.
 
-    Rounded weights are measured only with --checkpoint, because the decoder's own are not in the directory.
+    Rounded weights need --checkpoint: the directory does not hold the decoder's own.
     """
     with loading("PyTorch", quiet=as_json):
         from export.directory import verify_directory
@@ -117,14 +117,11 @@ def verify(
 
 def _tables(title: str, **columns: Verification) -> list[Table | Text]:
     """Return a table of measurements, a column for each set; below, the text of each perplexity."""
-    table = Table(title=Text(title))
-    table.add_column("")
-    for name in columns:
-        table.add_column(name, justify="right")
+    rows = []
     for key, form in _FORMATS.items():
         values = [getattr(column, key) for column in columns.values()]
         if any(value is not None for value in values):
             cells = ("-" if value is None else f"{value:{form}}" for value in values)
-            table.add_row(key.replace("_", " "), *cells)
+            rows.append((key.replace("_", " "), *cells))
     texts = [Text(f"{name} on {column.text}") for name, column in columns.items() if column.text]
-    return [table, *texts]
+    return [make_table(title, ("", *columns), rows), *texts]

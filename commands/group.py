@@ -1,4 +1,4 @@
-"""The end of a `kvasir` command: one line on standard error for a mistake, and the exit code."""
+"""The end of a `kvasir` command: one line for a mistake, and the exit code."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _ROOMS = ("export", "loadtest")  # the server's images leave them out
 class CommandGroup(TyperGroup):
     """Typer's group with errors in one line instead of a box, and no escape codes under NO_COLOR.
 
-    Exit codes: 0; 1 for a failure; 2 for a command line or setting that cannot be read; 130 for Ctrl-C, except in
-    `serve`, which drains and exits with 0.
+    Exit codes: 0; 1 for a failure; 2 for a command line or setting that cannot be read; 130 for
+    Ctrl-C, except in `serve`, which drains and exits with 0.
     """
 
     def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
@@ -47,7 +47,8 @@ class CommandGroup(TyperGroup):
         except OSError as error:
             where = "" if error.filename else "standard output: "
             typer.echo(f"kvasir: {where}{in_words(error)}", err=True)
-            sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115  for what is still buffered
+            # What is still buffered goes nowhere.
+            sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
             code = 1
         if standalone_mode:
             sys.exit(code)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from commands.options import Json
-from commands.output import figures, mebibytes, one_line_errors, peak_memory, show
+from commands.output import make_table, mebibytes, one_line_errors, peak_memory, show
 from commands.progress import ProgressBar, loading
 
 
@@ -45,4 +45,5 @@ def import_(
     }
     values = {"directory": str(out), **asdict(imported)}
     values |= {"seconds": seconds, "peak_memory_bytes": memory}
-    show(as_json, values, figures(out.name, rows), *(f"note: {note}" for note in imported.notes))
+    table = make_table(out.name, ("", ""), rows.items())
+    show(as_json, values, table, *(f"note: {note}" for note in imported.notes))

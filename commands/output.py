@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
@@ -27,7 +27,7 @@ def fail(error: object, *, exit_code: int = 1) -> NoReturn:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the command with one line for an expected error: a class of ours, a ValueError or an OSError."""
+    """End the command with one line for an error of ours, a ValueError or an OSError."""
     try:
         yield
     except Exception as error:
@@ -38,7 +38,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """Return a console without markup and colours for numbers, and without colours where none are wanted."""
+    """Return a console without markup, and without colours where the environment says so."""
     make = partial(Console, stderr=stderr, quiet=quiet, markup=False, highlight=False)
     return make(color_system=None) if make().no_color else make()
 
@@ -51,13 +51,13 @@ def show(as_json: bool, values: Mapping[str, Any], *parts: RenderableType) -> No
         console().print(*parts, sep="\n")
 
 
-def figures(title: str, rows: Mapping[str, str]) -> Table:
-    """Return a table of one figure or word a row, aligned right."""
-    table = Table(title=Text(title), show_header=False)
-    table.add_column("")
-    table.add_column(justify="right", overflow="fold")
-    for name, value in rows.items():
-        table.add_row(name, Text(value))
+def make_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table with names on the left and figures on the right; an empty header is hidden."""
+    table = Table(title=Text(title), show_header=any(header))
+    for i, name in enumerate(header):
+        table.add_column(name, justify="right" if i else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
 
 

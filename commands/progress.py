@@ -19,10 +19,11 @@ _DELAY = 0.5  # seconds: shorter work shows no bar
 
 
 class ProgressBar:
-    """A `model.progress.Progress` that draws a bar for each stage of the work, below the earlier ones.
+    """A `model.progress.Progress` that draws a bar for each stage, below the earlier ones.
 
-    It draws on standard error if that is a terminal and `quiet` is not set. Ctrl-C ends the block as KeyboardInterrupt,
-    at the next report at the latest: PyTorch swallows some of them, or turns them into other errors.
+    It draws on standard error if that is a terminal and `quiet` is not set. Ctrl-C ends the block
+    as KeyboardInterrupt, at the next report at the latest: PyTorch swallows some of them, or turns
+    them into other errors.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -32,9 +33,11 @@ class ProgressBar:
             TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(),
             TextColumn("{task.fields[count]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             TimeRemainingColumn(elapsed_when_finished=True),
             console=console(stderr=True),
             transient=True,
+            redirect_stdout=sys.stdout.isatty(),  # a pipe gets its lines as they are
             disable=quiet or not sys.stderr.isatty(),
         )
         self._what = ""
@@ -66,7 +69,7 @@ class ProgressBar:
         self._interrupted = True
         raise KeyboardInterrupt
 
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def __call__(self, what: str, done: int, total: int, note: str = "") -> None:
         """Report how much of a stage is done; a total of 0 is unknown."""
         if self._interrupted:
             raise KeyboardInterrupt
@@ -74,9 +77,9 @@ class ProgressBar:
             if self._task is not None:
                 self._bar.update(self._task, total=1, completed=1)
             self._what = what
-            self._task = self._bar.add_task(what, total=None, count="")
+            self._task = self._bar.add_task(what, total=None, completed=done, count="", note="")
         count = f"{done:,}/{total:,}" if total else ""
-        self._bar.update(self._task, completed=done, total=total or None, count=count)
+        self._bar.update(self._task, completed=done, total=total or None, count=count, note=note)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def serve(**options: Path | str | bool | None) -> None:
 
 
 def _annotation(name: str, field: FieldInfo) -> Any:
-    """Return Typer's annotation of a setting. All but flags are strings, which `load_settings` parses."""
+    """Return Typer's annotation of a setting: a flag, or a string for `load_settings`."""
     envvar = PREFIX + name.upper()
     if name == "model":
         return Annotated[Path | None, typer.Argument(help=field.description, envvar=envvar)]

@@ -15,7 +15,7 @@ from server.text.detokenizer import Detokenizer
 
 
 class Piece(NamedTuple):
-    """The text that a token adds, if any yet. The last piece has no token, but the reason for the end."""
+    """The text that a token adds, if any yet. The last piece has a finish reason and no token."""
 
     text: str
     token_id: int | None

@@ -1,4 +1,4 @@
-"""The server's settings: one documented field each, set by an option, by KVASIR_<NAME>, or left at its default."""
+"""The server's settings, each set by an option, by KVASIR_<NAME>, or left at its default."""
 
 from __future__ import annotations
 
@@ -81,22 +81,16 @@ class Settings(BaseSettings):
         "0 keeps none. Default: a tenth of kv_cache_memory. On a GPU prefixes stay in free blocks "
         "of the KV cache; 0 shares none.",
     )
-    speculate: bool = Field(
-        False,
-        description="Draft tokens from the text so far while few sequences run: faster where it "
-        "repeats itself, but rounding then depends on the load, and so may answers.",
-    )
+    speculate: bool = False
+    """Draft repeated text while few sequences run; rounding, so answers, then depend on load."""
     threads: PositiveInt | None = None
     """Compute threads. Default: the CPUs that this process may use."""
     spin_microseconds: int = Field(SPIN_MICROSECONDS, ge=0, le=1_000_000)
     """Time for which an idle compute thread waits for more work before it sleeps."""
     max_queue: NonNegativeInt | None = None
     """Sequences that may wait beyond those that run. Default: 4 x max_num_seqs."""
-    max_queue_tokens: NonNegativeInt | None = Field(
-        None,
-        description="Prompt tokens of the sequences that may wait; one that waits alone may have "
-        "more. Default: 4096 for each of max_queue.",
-    )
+    max_queue_tokens: NonNegativeInt | None = None
+    """Prompt tokens that may wait; a lone prompt may be longer. Default: 4096 x max_queue."""
     max_concurrency_per_key: PositiveInt | None = None
     """Requests that each API key may have in flight. Default: no limit."""
     max_header_bytes: ByteSize = Field(ByteSize(32 * 2**10), ge=1024)
@@ -115,16 +109,10 @@ class Settings(BaseSettings):
     """Seconds of silence before a stream gets a comment line."""
     api_key: SecretStr | None = Field(None, min_length=1)
     """The key that clients must send."""
-    api_key_file: Path | None = Field(
-        None,
-        description="File of keys that clients may send, one on each line; read again when it "
-        "changes. While it is missing or holds no key, the last keys stay valid.",
-    )
-    cors_origins: Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_split)] | None = Field(
-        None,
-        description="Origins of pages that browsers may call from, separated by commas; * is all. "
-        "Default: none.",
-    )
+    api_key_file: Path | None = None
+    """File of keys, one a line, read when it changes; if missing or empty, old keys stay valid."""
+    cors_origins: Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_split)] | None = None
+    """Origins whose pages may call from browsers, comma-separated; * is all. Default: none."""
     tool_call_format: Literal["auto", "hermes", "llama", "none"] = Field(
         "auto",
         description="Format of the model's function calls: hermes is <tool_call>{…}</tool_call>, "
@@ -154,7 +142,7 @@ class Settings(BaseSettings):
 
 
 def describe_fault(error: ValidationError) -> str:
-    """Return what is wrong with the first value that pydantic refuses, such as `must be at most 8`."""
+    """Return pydantic's first complaint in our words, such as `must be at most 8`."""
     first = error.errors()[0]
     template = _FAULTS.get(first["type"])
     if template is None:

@@ -48,9 +48,10 @@ def create_app(
 ) -> FastAPI:
     """Return the server as an ASGI application; `app.state.service` is what it runs on.
 
-    A given engine serves from the first request. Otherwise the model is loaded while the application is up, and
-    requests get 503 until then; a failure is passed to the service's `on_load_failure`. The laps of `clock` are logged.
-    Raises StartupError for an unusable key file, or if packages for tracing are missing.
+    A given engine serves from the first request. Otherwise the model is loaded while the
+    application is up, and requests get 503 until then; a failure goes to the service's
+    `on_load_failure`. The laps of `clock` are logged. Raises StartupError for an unusable key file,
+    or if packages for tracing are missing.
     """
     key = settings.api_key.get_secret_value() if settings.api_key else None
     keys = ApiKeys(key, settings.api_key_file)

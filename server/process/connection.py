@@ -1,4 +1,4 @@
-"""Limits on the clients' connections that uvicorn lacks: on heads, slow senders, slow readers, and their number."""
+"""Limits on connections that uvicorn lacks: on heads, slow senders, slow readers, and number."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def max_connections() -> int:
 
 
 class ConnectionLimit:
-    """A limit on open connections: a newcomer beyond it ends the connection that has been idle longest."""
+    """A limit on open connections. A newcomer beyond it ends the one that has been idle longest."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -74,13 +74,14 @@ class ConnectionLimit:
 class BoundedConnection(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 connection, with limits.
 
-    A request must arrive within `receive_timeout` of its first byte (the first one: of the connection), or its body at
-    `MIN_BODY_RATE`. No such clock runs while an answer is made. A client that does not read is cut off after
-    `send_timeout`, and the application sees a disconnect. While a complete answer is left to be read, the client may be
-    slow as long as it reads something: the request holds no slot any more.
+    A request must arrive within `receive_timeout` of its first byte (the first one: of the
+    connection), or its body at `MIN_BODY_RATE`. No such clock runs while an answer is made. A
+    client that does not read is cut off after `send_timeout`, and the application sees a
+    disconnect. A complete answer may be read slowly, as long as it is read: its request holds no
+    slot any more.
 
-    A client may pipeline: send its next request early. uvicorn's `cycle` is then the next one, so the cycle that is
-    being answered is kept here.
+    A client may pipeline: send its next request early. uvicorn's `cycle` is then the next one, so
+    the cycle that is being answered is kept here.
     """
 
     fastapi: FastAPI
@@ -185,7 +186,7 @@ class BoundedConnection(HttpToolsProtocol):
     # Refusing what is not a complete request
 
     def refuse_unfinished(self) -> None:
-        """Answer 503 to a request that has begun to arrive; the server is going down before it is complete."""
+        """Answer 503 to a request that will not be complete before the server is down."""
         if (self._is_in_head or self._incoming) and self._unanswered is self._incoming:
             self._refuse(UnavailableError("the server is shutting down; try again", retry_after=1))
 
@@ -195,15 +196,15 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _head_too_large(self) -> HeadTooLargeError:
         return HeadTooLargeError(
-            f"the request's URL and headers, or its trailers, have more than "
-            f"{self.settings.max_header_bytes} bytes, or there are more than {MAX_HEADERS} headers; "
-            "send less"
+            "the request's URL and headers, or its trailers, have more than "
+            f"{self.settings.max_header_bytes} bytes, or there are more than {MAX_HEADERS} "
+            "headers; send less"
         )
 
     def _refuse(self, error: KvasirError) -> None:
-        """Answer with an error unless another answer has begun, then close. An earlier request is disconnected.
+        """Answer with an error unless another answer has begun, disconnect that one, then close.
 
-        The connection lingers: a client that is still sending would not read the answer if it was closed at once.
+        The connection lingers, so that a client that is still sending reads the answer.
         """
         if self._is_refused:
             return

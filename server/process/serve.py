@@ -32,9 +32,10 @@ _LAST_TASKS = 2  # seconds for the requests of clients that were cut off then to
 
 
 class DrainingServer(uvicorn.Server):
-    """A uvicorn server that drains: after SIGTERM or SIGINT running requests finish and new ones get 503.
+    """A uvicorn server that drains: after a signal running requests finish, new ones get 503.
 
-    uvicorn itself would close its sockets first. A second signal ends the process at once with exit code 1.
+    uvicorn itself would close its sockets first. A second signal ends the process at once with exit
+    code 1.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
@@ -155,7 +156,7 @@ def configure(app: FastAPI) -> uvicorn.Config:
 
 
 def check_model(settings: Settings) -> ModelBundle:
-    """Read a model directory and check its hashes. Raises StartupError if it cannot be served here."""
+    """Load a model directory. Raises StartupError if it is damaged or cannot be served here."""
     try:
         bundle = load_bundle(settings.model)
     except BundleError as error:
@@ -178,7 +179,7 @@ def check_model(settings: Settings) -> ModelBundle:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a listening socket, which holds the port while the model loads. Raises StartupError."""
+    """Return a socket that listens, and so holds the port. Raises StartupError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -190,6 +191,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _exit_now(code: int) -> None:
-    """End the process while the engine's thread is inside ONNX Runtime, which a normal exit would crash."""
+    """End the process while its engine is inside ONNX Runtime, where a normal exit crashes."""
     logging.shutdown()
     os._exit(code)
