@@ -24,6 +24,7 @@ from commands.output import make_table, mebibytes, one_line_errors, peak_memory,
 from commands.progress import ProgressBar, loading
 from model.bundle import GenerationDefaults, Verification
 
+_SHOWN = {"device", "precision", "parameters", "max_model_len", "verification"}
 _FORMATS = {
     "max_logit_error": ".4g",
     "greedy_agreement": ".1%",
@@ -69,17 +70,8 @@ def export(
         )
     size = sum(path.stat().st_size for path in out.iterdir())
     seconds, memory = time.monotonic() - started, peak_memory()
-    values = {
-        "directory": str(out),
-        "device": manifest.device,
-        "precision": manifest.precision,
-        "parameters": manifest.parameters,
-        "max_model_len": manifest.max_model_len,
-        "bytes": size,
-        "verification": manifest.verification.model_dump(),
-        "seconds": seconds,
-        "peak_memory_bytes": memory,
-    }
+    values = {"directory": str(out), **manifest.model_dump(include=_SHOWN), "bytes": size}
+    values |= {"seconds": seconds, "peak_memory_bytes": memory}
     summary = (
         f"{manifest.precision} for {manifest.device}, {mebibytes(size)}; "
         f"took {seconds:.0f} s and {mebibytes(memory)} of memory at most"

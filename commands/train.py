@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from typer import Argument, Option
 
 from commands.options import Preset
@@ -18,6 +19,7 @@ from model.files import writing
 
 # Options that --resume allows: where the run is, and how the processes share it.
 _WITH_RESUME = {"out", "resume", "shard"}
+_WITH_INIT = {"dropout", "attention_dropout"}  # changes that a checkpoint's weights allow
 
 
 class OptionError(ValueError):
@@ -99,13 +101,11 @@ def train(
 
     In several processes: torchrun --nproc-per-node N -m commands.train …
     """
+    options = locals()
     with loading("PyTorch"):
-        from model.checkpoint import load_checkpoint
-        from model.config import DecoderConfig
-        from model.config import preset as find_preset
         from model.training import run
         from model.training.distributed import PeerError, ShardError, join
-        from model.training.trainer import DivergedError, TrainSettings
+        from model.training.trainer import DivergedError
 
     if tensorboard:
         import_module("tensorboard")  # fails here, before the corpus is prepared
@@ -117,49 +117,17 @@ def train(
             with processes.together(), writing(out):
                 processes.check_shard(shard)
                 if resume:
-                    refused = [name for key, name in given.items() if key not in _WITH_RESUME]
-                    if refused:
-                        raise OptionError(
-                            "--resume continues the run with its own text and settings; "
-                            f"leave out {', '.join(refused)}"
-                        )
+                    _refuse(
+                        "--resume continues the run with its own text and settings",
+                        [name for key, name in given.items() if key not in _WITH_RESUME],
+                    )
                 elif not corpus:
                     raise OptionError(
                         "name at least one file or folder to train on, or give --resume"
                     )
                 elif is_first:
-                    fields = _parse_changes(changes or [])
                     processes.share(batch_size)
-                    if init is None:
-                        _refuse_tokenizer_fields(fields, has_tokenizer=tokenizer is not None)
-                        checkpoint, config = None, find_preset(preset, **fields)
-                    else:
-                        _refuse_another_shape(given, fields)
-                        checkpoint = load_checkpoint(init)
-                        config = DecoderConfig.from_dict(asdict(checkpoint.decoder.config) | fields)
-                    settings = TrainSettings(
-                        steps=steps,
-                        context=context,
-                        batch_size=batch_size,
-                        accumulate=accumulate,
-                        learning_rate=learning_rate,
-                        warmup=warmup,
-                        weight_decay=weight_decay,
-                        seed=seed,
-                        evaluate_every=evaluate_every,
-                        checkpoint_every=checkpoint_every,
-                        mixed_precision=mixed_precision,
-                        tensorboard=tensorboard,
-                    )
-                    text = run.CorpusSettings(
-                        paths=corpus,
-                        include=include or ("*",),
-                        exclude=exclude or (),
-                        held_out=held_out,
-                        tokenizer=tokenizer,
-                        chat_template=chat_template,
-                    )
-                    run.prepare_run(out, text, config, settings, lines, checkpoint)
+                    _prepare_run(options, given, lines)
             trainer = run.open_run(out, processes, shard=shard)
             if resume:
                 message = f"resuming {out} at step {trainer.step} of {trainer.settings.steps}"
@@ -173,22 +141,41 @@ def train(
             raise
 
 
-def _refuse_another_shape(given: dict[str, str], changes: dict[str, Any]) -> None:
-    """Refuse options that a checkpoint's weights do not fit."""
-    refused = [given[name] for name in ("preset", "tokenizer") if name in given]
-    refused += [f"--set {name}" for name in changes if name not in {"dropout", "attention_dropout"}]
-    if refused:
-        raise OptionError(
-            "--init brings the checkpoint's own shape and tokenizer; "
-            f"leave out {', '.join(refused)}"
-        )
+def _prepare_run(options: dict[str, Any], given: dict[str, str], lines: Console) -> None:
+    """Write the run that the options of `train` describe; those of training are named as fields."""
+    from model.checkpoint import load_checkpoint
+    from model.config import DecoderConfig, preset
+    from model.training.run import CorpusSettings, prepare_run
+    from model.training.trainer import TrainSettings
+
+    changes, checkpoint = _parse_changes(options["changes"] or []), None
+    if options["init"] is None:
+        by_tokenizer = {"bos_token_id", "eos_token_ids"}
+        by_tokenizer |= {"vocab_size"} if options["tokenizer"] else set()
+        for name in sorted(by_tokenizer & changes.keys()):
+            raise OptionError(f"{name} follows from the tokenizer; leave it out of --set")
+        config = preset(options["preset"], **changes)
+    else:
+        refused = [given[name] for name in ("preset", "tokenizer") if name in given]
+        refused += [f"--set {name}" for name in changes if name not in _WITH_INIT]
+        _refuse("--init brings the checkpoint's own shape and tokenizer", refused)
+        checkpoint = load_checkpoint(options["init"])
+        config = DecoderConfig.from_dict(asdict(checkpoint.decoder.config) | changes)
+    settings = {one.name: options[one.name] for one in fields(TrainSettings) if one.name in options}
+    corpus = CorpusSettings(
+        paths=options["corpus"],
+        include=options["include"] or ("*",),
+        exclude=options["exclude"] or (),
+        held_out=options["held_out"],
+        tokenizer=options["tokenizer"],
+        chat_template=options["chat_template"],
+    )
+    prepare_run(options["out"], corpus, config, TrainSettings(**settings), lines, checkpoint)
 
 
-def _refuse_tokenizer_fields(changes: dict[str, Any], *, has_tokenizer: bool) -> None:
-    """Refuse fields that the tokenizer would overwrite."""
-    decided = {"bos_token_id", "eos_token_ids"} | ({"vocab_size"} if has_tokenizer else set())
-    for name in sorted(decided & changes.keys()):
-        raise OptionError(f"{name} follows from the tokenizer; leave it out of --set")
+def _refuse(reason: str, options: list[str]) -> None:
+    if options:
+        raise OptionError(f"{reason}; leave out {', '.join(options)}")
 
 
 if __name__ == "__main__":
