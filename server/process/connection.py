@@ -38,21 +38,24 @@ def max_connections() -> int:
 
 
 class ConnectionLimit:
-    """A limit on open connections. A newcomer beyond it ends the one that has been idle longest."""
+    """A limit on open connections. A newcomer beyond it ends the one that has been idle longest.
+
+    idle: connections without a request that is received or answered, the longest idle first.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._idle: dict[BoundedConnection, None] = {}  # the one that has been idle longest first
+        self.idle: dict[BoundedConnection, None] = {}
         self._n_aborted = 0
         self._logged_at = -_LOG_INTERVAL
 
     def add(self, newcomer: BoundedConnection, n_connections: int) -> None:
         """Take in a connection; `n_connections` counts it."""
-        self.mark_idle(newcomer)
+        self.idle[newcomer] = None
         if n_connections <= self._limit:
             return
-        oldest = next(iter(self._idle))
-        del self._idle[oldest]
+        oldest = next(iter(self.idle))
+        del self.idle[oldest]
         oldest.transport.abort()
         self._n_aborted += 1
         if monotonic() - self._logged_at >= _LOG_INTERVAL:
@@ -61,14 +64,6 @@ class ConnectionLimit:
                 extra={"fields": {"most": self._limit, "cut_off": self._n_aborted}},
             )
             self._logged_at, self._n_aborted = monotonic(), 0
-
-    def mark_idle(self, connection: BoundedConnection) -> None:
-        """Note that no request of a connection is received or answered."""
-        self._idle[connection] = None
-
-    def mark_busy(self, connection: BoundedConnection) -> None:
-        """Keep a connection that has a request, or forget one that has ended."""
-        self._idle.pop(connection, None)
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -139,7 +134,7 @@ class BoundedConnection(HttpToolsProtocol):
             self.cycle.keep_alive = False
         if self._unanswered is None:
             self._answering = self.cycle
-        self.limit.mark_busy(self)
+        self.limit.idle.pop(self, None)
         self._is_in_head, self._incoming, self._n_overhead = False, self.cycle, 0
 
     def on_body(self, body: bytes) -> None:
@@ -245,7 +240,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._answering = self.pipeline[-1][0]
         super().on_response_complete()
         if self._unanswered is None:
-            self.limit.mark_idle(self)
+            self.limit.idle[self] = None
 
     def pause_writing(self) -> None:
         """Start the clock of a client that does not read."""
@@ -263,7 +258,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the application, and stop all clocks."""
-        self.limit.mark_busy(self)
+        self.limit.idle.pop(self, None)
         self.resume_writing()
         self._stop_receive_timer()
         self._disconnect_unanswered()

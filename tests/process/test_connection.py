@@ -1,4 +1,4 @@
-"""Connections: limits on heads, on slow clients, and on how many there are; no limit on long answers."""
+"""Connections: limits on heads, on slow clients, and on their number; none on long answers."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Transport(asyncio.Transport):
 
 
 class Connection:
-    """A connection to an application that echoes the length of a body, and answers once it `may_answer`."""
+    """A connection to an application that answers with the length of a body, once it may."""
 
     def __init__(self, **settings: Any) -> None:
         self.clock, self.transport = Clock(), Transport()
@@ -430,14 +430,13 @@ async def test_the_same_bytes_are_answered_the_same_however_they_are_cut(seed: i
     assert len(seen) > 2
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
 @pytest.mark.parametrize(
-    "rest",
+    ("path", "rest"),
     [
-        b"x: " + b"x" * 100_000 + b"\r\n\r\n",
-        b"x: " + b"x" * 10_000_000,
-        b"x: y\r\n" * (MAX_HEADERS + 1) + b"\r\n",
-        b"x: y\r\n" * 100_000,
+        ("/generate", b"x: " + b"x" * 100_000 + b"\r\n\r\n"),
+        ("/v1/completions", b"x: " + b"x" * 10_000_000),
+        ("/v1/completions", b"x: y\r\n" * (MAX_HEADERS + 1) + b"\r\n"),
+        ("/generate", b"x: y\r\n" * 100_000),
     ],
     ids=["one", "unfinished", "many", "endless"],
 )
@@ -516,11 +515,14 @@ def test_the_connection_that_is_idle_longest_makes_room(seed: int) -> None:
             inside = [one for one in inside if not one.is_aborted]
             n_aborted += expected is not None
         elif chance.random() < 0.1:  # disconnects
-            limit.mark_busy(peer)
+            limit.idle.pop(peer, None)
             inside.remove(peer)
         else:
             peer.is_idle = not peer.is_idle
-            (limit.mark_idle if peer.is_idle else limit.mark_busy)(peer)
+            if peer.is_idle:
+                limit.idle[peer] = None
+            else:
+                limit.idle.pop(peer)
             inside.remove(peer)
             inside.append(peer)
     assert n_aborted > 50
@@ -595,7 +597,8 @@ SIGNATURES: dict[Callable[..., Any], str] = {
 ATTRIBUTES = {
     HttpToolsProtocol: "headers cycle pipeline parser loop transport flow connections "
     "timeout_keep_alive timeout_keep_alive_task",
-    RequestResponseCycle: "disconnected message_event response_started response_complete keep_alive",
+    RequestResponseCycle: "disconnected message_event keep_alive response_started "
+    "response_complete",
     FlowControl: "read_paused write_paused",
     uvicorn.Server: "server_state started should_exit",
 }
