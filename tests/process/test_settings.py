@@ -68,7 +68,7 @@ def test_unknown_and_missing_settings_are_named(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(StartupError, match="prot"):
         load_settings(model="m", prot=1)
     monkeypatch.setenv("KVASIR_PROT", "9000")
-    with pytest.raises(StartupError, match="KVASIR_PROT.*; did you mean KVASIR_PORT"):
+    with pytest.raises(StartupError, match=r"KVASIR_PROT.*; did you mean KVASIR_PORT"):
         load_settings(model="m")
 
 
