@@ -19,7 +19,7 @@ def generate(
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
-    seed: Annotated[int | None, typer.Option(help="Default: a new one each time.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of sampling. Default: a new one.")] = None,
     as_json: Json = False,
 ) -> None:
     """Continue a prompt in this process. Sampling defaults to what the model recommends."""

@@ -71,9 +71,9 @@ def train(
     chat_template: Annotated[
         Path | None, Option(help="Jinja template for chats. Default: that of --init.")
     ] = None,
-    include: Annotated[list[str] | None, Option(help="Files to take from folders.")] = None,
-    exclude: Annotated[list[str] | None, Option(help="Files to skip in folders.")] = None,
-    held_out: Annotated[float, Option(min=0.0, max=0.5, help="Share for evaluation.")] = 0.05,
+    include: Annotated[list[str] | None, Option(help="Globs to take from folders.")] = None,
+    exclude: Annotated[list[str] | None, Option(help="Globs to skip in folders.")] = None,
+    held_out: Annotated[float, Option(min=0.0, max=0.5, help="Share to evaluate on.")] = 0.05,
     steps: Annotated[int, Option(min=1, help="Updates of the weights.")] = 2000,
     context: Annotated[int, Option(min=1, help="Tokens per sequence.")] = 256,
     batch_size: Annotated[int, Option(min=1, help="Sequences per batch, in all processes.")] = 16,
@@ -90,7 +90,7 @@ def train(
     seed: Annotated[
         int, Option(callback=_check_seed, help="Seed of weights, batches and dropout.")
     ] = 0,
-    resume: Annotated[bool, Option("--resume", help="Continue the run in --out.")] = False,
+    resume: Annotated[bool, Option("--resume", help="Continue the run in --out as it is.")] = False,
     shard: Annotated[
         bool, Option("--shard", help="Spread the decoder over torchrun's processes (FSDP2).")
     ] = False,

@@ -147,7 +147,7 @@ class UnavailableError(KvasirError):
 
 
 class DeadlineExceededError(KvasirError):
-    """A deadline that has passed. A client's own retry of the 504 would only meet it again."""
+    """A deadline that has passed. Most clients retry a 504, which would only fail again."""
 
     status = 504
     type = "deadline_exceeded"

@@ -94,7 +94,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     # Receiving requests
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Give the client `receive_timeout` for its first byte."""
         super().connection_made(transport)
         self._close_if_idle_for(self.settings.receive_timeout)
@@ -186,7 +186,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._refuse(UnavailableError("the server is shutting down; try again", retry_after=1))
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not HTTP in the API's own words."""
+        """Answer what is not HTTP as the API answers errors."""
         self._refuse(InvalidRequestError(msg))
 
     def _head_too_large(self) -> HeadTooLargeError:

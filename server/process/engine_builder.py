@@ -50,7 +50,7 @@ def _build_on_cpu(settings: Settings, bundle: ModelBundle, clock: StartClock) ->
 
 
 def _build_on_cuda(settings: Settings, bundle: ModelBundle, clock: StartClock) -> Engine:
-    from server.engine.cuda.session import LONGEST_CHUNK, open_cuda_runner  # noqa: PLC0415  as above
+    from server.engine.cuda.session import LONGEST_CHUNK, open_cuda_runner  # noqa: PLC0415
 
     runner = open_cuda_runner(
         bundle.graph_path,

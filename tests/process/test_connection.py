@@ -11,6 +11,7 @@ import re
 import resource
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -65,9 +66,11 @@ class Clock:
         await settle()
 
 
+@dataclass(eq=False)
 class Timer:
-    def __init__(self, clock: Clock, at: float, fire: Callable[[], None]) -> None:
-        self.clock, self.at, self.fire = clock, at, fire
+    clock: Clock
+    at: float
+    fire: Callable[[], None]
 
     def cancel(self) -> None:
         if self in self.clock.timers:
