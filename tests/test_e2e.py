@@ -101,20 +101,24 @@ def fail_the_engine(served: Live, client: openai.OpenAI) -> None:
     complete(client)
 
 
-def test_errors_are_the_openai_clients_own_classes() -> None:
-    expected: list[tuple[Callable[[Live, openai.OpenAI], Any], type[openai.APIStatusError]]] = [
-        (lambda _, c: complete(c, max_tokens=-1), openai.BadRequestError),
-        (lambda _, c: complete(c, max_tokens=1000, stream=True), openai.BadRequestError),
-        (lambda _, c: complete(c.with_options(api_key="wrong")), openai.AuthenticationError),
-        (lambda _, c: complete(c, model="other"), openai.NotFoundError),
-        (lambda _, c: c.chat.completions.create(model=MODEL, messages=[]), openai.BadRequestError),
-        (lambda _, c: c.embeddings.create(model=MODEL, input="a"), openai.NotFoundError),
-        (overload, openai.RateLimitError),
-        (fail_the_engine, openai.InternalServerError),
-    ]
+Cases = list[tuple[Callable[[Live, openai.OpenAI], Any], type[openai.APIStatusError]]]
+REFUSED: Cases = [
+    (lambda _, c: complete(c, max_tokens=-1), openai.BadRequestError),
+    (lambda _, c: complete(c, max_tokens=1000, stream=True), openai.BadRequestError),
+    (lambda _, c: complete(c.with_options(api_key="wrong")), openai.AuthenticationError),
+    (lambda _, c: complete(c, model="other"), openai.NotFoundError),
+    (lambda _, c: c.chat.completions.create(model=MODEL, messages=[]), openai.BadRequestError),
+    (lambda _, c: c.embeddings.create(model=MODEL, input="a"), openai.NotFoundError),
+    (overload, openai.RateLimitError),
+]
+FAILED: Cases = [(fail_the_engine, openai.InternalServerError)]
+
+
+@pytest.mark.parametrize("cases", [REFUSED, FAILED], ids=["refused", "failed"])
+def test_errors_are_the_openai_clients_own_classes(cases: Cases) -> None:
     runner = FakeRunner(VOCAB_SIZE, max_num_seqs=1)
     with live(runner, max_queue=0) as served, served.client() as client:
-        for request, error in expected:
+        for request, error in cases:
             with pytest.raises(error) as caught:
                 request(served, client)
             assert caught.value.request_id
