@@ -1,4 +1,4 @@
-"""Attention weights as a picture: a labelled heat map of one head, or of all heads of a layer side by side."""
+"""Attention weights as a picture: a heat map of one head, or of all heads of a layer."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ from pathlib import Path
 
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
 
-from server.engine.sampling import Floats
 from server.explain import Explanation
 
-_MOST_LABELS = 64  # tokens that can be named on an axis and still be read
-_SIGNS = str.maketrans(
-    {" ": "·", "\n": "↵", "\t": "→", "$": r"\$"}
-)  # what cannot be seen; $ would begin a formula
+_MAX_LABELS = 64  # tokens that can be read on an axis
+_VISIBLE = str.maketrans({" ": "·", "\n": "↵", "\t": "→", "$": r"\$"})  # $ would begin a formula
 
 
 def draw_attention(
@@ -29,44 +24,36 @@ def draw_attention(
     picture: Path,
     window: int | None = None,
 ) -> None:
-    """Write a PNG: queries from top to bottom, the keys they attend to from left to right; what is masked is empty.
+    """Write a PNG: queries from top to bottom, keys from left to right, masked weights empty.
 
-    window: how many tokens one sees in this layer, itself among them; None is all before it.
+    window: tokens that a query sees in this layer, itself included; None is all up to itself.
     """
-    labels = [token.translate(_SIGNS) or "∅" for token in explanation.tokens]
+    labels = [token.translate(_VISIBLE) or "∅" for token in explanation.tokens]
+    n, is_single = len(labels), len(heads) == 1
+    distances = np.subtract.outer(np.arange(n), np.arange(n))
+    masked = (distances < 0) | (distances >= (window or n))
+    colours = colormaps["viridis"].with_extremes(bad="white")
     columns = math.ceil(math.sqrt(len(heads)))
     rows = math.ceil(len(heads) / columns)
-    alone = len(heads) == 1
-    side = min(14.0, max(6.0, 2.5 + 0.28 * len(labels))) if alone else 2.6
+    side = min(14.0, max(6.0, 2.5 + 0.28 * n)) if is_single else 2.6
     figure = Figure(figsize=(side * columns + 1.2, side * rows + 0.6), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     for axes in grid.flat[len(heads) :]:
         axes.set_axis_off()
     for head, axes in zip(heads, grid.flat, strict=False):
-        image = _draw_head(axes, explanation.weights[layer][head], window)
-        if alone and len(labels) <= _MOST_LABELS:
-            axes.set_xticks(
-                range(len(labels)), labels, rotation=90, fontfamily="monospace", fontsize=9
-            )
-            axes.set_yticks(range(len(labels)), labels, fontfamily="monospace", fontsize=9)
+        weights = np.ma.array(explanation.weights[layer][head], mask=masked)
+        image = axes.imshow(weights, cmap=colours, vmin=0.0, vmax=1.0, interpolation="nearest")
+        if is_single and n <= _MAX_LABELS:
+            font = {"fontfamily": "monospace", "fontsize": 9}
+            axes.set_xticks(range(n), labels, rotation=90, **font)
+            axes.set_yticks(range(n), labels, **font)
             axes.set(xlabel="attended to (key)", ylabel="attends (query)")
-        elif not alone:
+        elif not is_single:
             axes.set_title(f"head {head}", fontsize=9)
             axes.tick_params(labelsize=6)
-    where = f"layer {layer}, head {heads[0]}" if alone else f"layer {layer}, all {len(heads)} heads"
-    figure.suptitle(f"{title}: {where}")
+    which = f"head {heads[0]}" if is_single else f"all {len(heads)} heads"
+    figure.suptitle(f"{title}: layer {layer}, {which}")
     figure.colorbar(image, ax=grid, shrink=0.8, label="softmax(s·QKᵀ + M), a row sums to 1")
-    with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Glyph .* missing from font"
-        )  # it draws a box instead
+    with warnings.catch_warnings():  # a missing glyph is drawn as a box
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure.savefig(picture, format="png", dpi=120)
-
-
-def _draw_head(axes: Axes, weights: Floats, window: int | None) -> AxesImage:
-    colours = colormaps["viridis"].with_extremes(bad="white")
-    distances = np.subtract.outer(np.arange(len(weights)), np.arange(len(weights)))
-    masked = (distances < 0) | (distances >= (window or len(weights)))
-    return axes.imshow(
-        np.ma.array(weights, mask=masked), cmap=colours, vmin=0.0, vmax=1.0, interpolation="nearest"
-    )

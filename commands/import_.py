@@ -1,4 +1,4 @@
-"""kvasir import."""
+"""kvasir import: a Hugging Face checkpoint becomes a checkpoint directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from commands.output import Json, fail, figures, mebibytes, peak_memory, show
+from commands.options import Json
+from commands.output import make_table, mebibytes, one_line_errors, peak_memory, show
 from commands.progress import ProgressBar, loading
 
 
@@ -23,16 +24,13 @@ def import_(
     out: Annotated[Path, typer.Option(help="The checkpoint directory to write.")],
     as_json: Json = False,
 ) -> None:
-    """Make a checkpoint directory of a Hugging Face checkpoint."""
+    """Convert a Hugging Face checkpoint to a checkpoint directory."""
     with loading("PyTorch", quiet=as_json):
-        from model.importing.huggingface import HuggingFaceError, import_checkpoint
+        from model.importing.huggingface import import_checkpoint
 
     started = time.monotonic()
-    try:
-        with ProgressBar(quiet=as_json) as progress:
-            imported = import_checkpoint(folder, out, progress)
-    except (HuggingFaceError, OSError) as error:
-        fail(error)
+    with one_line_errors(), ProgressBar(quiet=as_json) as progress:
+        imported = import_checkpoint(folder, out, progress)
     seconds, memory, config = time.monotonic() - started, peak_memory(), imported.config
     rows = {
         "family": imported.family,
@@ -45,13 +43,7 @@ def import_(
         "time": f"{seconds:.1f} s",
         "peak memory": mebibytes(memory),
     }
-    values = {
-        "directory": str(out),
-        **asdict(imported),
-        "seconds": seconds,
-        "peak_memory_bytes": memory,
-    }
-    show(as_json, values, figures(out.name, rows))
-    if not as_json:
-        for note in imported.notes:
-            typer.echo(f"note: {note}")
+    values = {"directory": str(out), **asdict(imported)}
+    values |= {"seconds": seconds, "peak_memory_bytes": memory}
+    table = make_table(out.name, ("", ""), rows.items())
+    show(as_json, values, table, *(f"note: {note}" for note in imported.notes))

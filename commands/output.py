@@ -1,78 +1,74 @@
-"""What the commands say and where: results on standard output, an error in one line on standard error."""
+"""Output of the commands: results on standard output, an error in one line on standard error."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from model.config import PRESETS
 from model.files import in_words
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
-
-
-def check_text(text: str) -> str:
-    """For an argument that is read, rather than a path: the shell passes any bytes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise typer.BadParameter(f"{text!r} is not UTF-8 text") from None
-    return text
+_OURS = frozenset({"commands", "export", "loadtest", "model", "server"})
 
 
 def fail(error: object, *, exit_code: int = 1) -> NoReturn:
-    """End with one line on standard error."""
+    """End the command with one line on standard error."""
     typer.echo(f"kvasir: {in_words(error)}", err=True)
     raise typer.Exit(exit_code)
 
 
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the command with one line for an error of ours, a ValueError or an OSError."""
+    try:
+        yield
+    except Exception as error:
+        package = type(error).__module__.partition(".")[0]
+        if package in _OURS or isinstance(error, ValueError | OSError):
+            fail(error)
+        raise
+
+
 def console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """Where tables and lines go: brackets are no markup, and numbers have no colours of their own. Without any escape
-    code where colours are not wanted.
-    """
+    """Return a console without markup, and without colours where the environment says so."""
     make = partial(Console, stderr=stderr, quiet=quiet, markup=False, highlight=False)
-    made = make()
-    return make(color_system=None) if made.no_color else made
-
-
-def complete_preset(incomplete: str) -> list[str]:
-    """The names that the shell offers."""
-    return [name for name in PRESETS if name.startswith(incomplete)]
+    return make(color_system=None) if make().no_color else make()
 
 
 def show(as_json: bool, values: Mapping[str, Any], *parts: RenderableType) -> None:
-    """The same result for a script or for people."""
+    """Print a result: `values` for a script, or `parts` for people."""
     if as_json:
         typer.echo(json.dumps(values))
     else:
         console().print(*parts, sep="\n")
 
 
-def figures(title: str, rows: Mapping[str, str]) -> Table:
-    """One figure or word a row, with its unit, aligned right."""
-    table = Table(title=Text(title), show_header=False)
-    table.add_column("")
-    table.add_column(justify="right", overflow="fold")
-    for name, value in rows.items():
-        table.add_row(name, Text(value))
+def make_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table with names on the left and figures on the right; an empty header is hidden."""
+    table = Table(title=Text(title), show_header=any(header))
+    for i, name in enumerate(header):
+        table.add_column(name, justify="right" if i else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
     return table
 
 
 def mebibytes(n_bytes: float) -> str:
+    """Return a size in MiB, with its unit."""
     size = n_bytes / 2**20
     return f"{size:,.0f} MiB" if size >= 10 else f"{size:.1f} MiB"
 
 
 def peak_memory() -> int:
-    """Bytes that this process has had in memory at most."""
+    """Return the most bytes of memory that this process has held."""
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""One completion in this process, streamed to a terminal: `kvasir generate`."""
+"""One completion in this process, token by token, for `kvasir generate`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from server.text.detokenizer import Detokenizer
 
 
 class Piece(NamedTuple):
-    """What a token adds to the text, which may be nothing yet; None is the end, after the last token."""
+    """The text that a token adds, if any yet. The last piece has a finish reason and no token."""
 
     text: str
     token_id: int | None
     finish_reason: FinishReason | None = None
 
 
-def generate(
+def complete(
     engine: Engine, bundle: ModelBundle, prompt_ids: list[int], params: SamplingParams
 ) -> Iterator[Piece]:
-    """The completion, token by token. Raises the errors of the door for a prompt that cannot fit."""
+    """Return the pieces of a completion. Raises ContextLengthError for a prompt that cannot fit."""
     check_length(len(prompt_ids), params.max_tokens, engine)
     ending_ids = frozenset(bundle.config.eos_token_ids)
     engine.add(Sequence(0, prompt_ids, params, ending_ids, SequenceTimes(perf_counter())))
-    text = Detokenizer(bundle.tokenizer, prompt_ids)
+    return _run(engine, Detokenizer(bundle.tokenizer, prompt_ids))
+
+
+def _run(engine: Engine, text: Detokenizer) -> Iterator[Piece]:
     reason = None
     while engine.has_work:
         for output in engine.step()[0]:

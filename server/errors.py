@@ -14,23 +14,24 @@ KvasirError
 ├── DeadlineExceededError       504 deadline_exceeded
 └── EngineError                 500 internal_error
 
-`StartupError` stands apart: it ends the process with one line on standard error, before anything is served.
+`StartupError` stands apart: it ends the process before anything is served.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 OverloadLimit = Literal["tokens", "deadline", "key"]
 
 
 class KvasirError(Exception):
-    """An error that a client is told about. `param` names the offending field, `retry_after` is in seconds."""
+    """An answer to a client. `param` names the field at fault, `retry_after` is in seconds."""
 
     status = 500
-    type = "internal_error"
+    type = "invalid_request_error"
     code: str | None = None
+    extra_headers: ClassVar[dict[str, str]] = {}
 
     def __init__(
         self, message: str, *, param: str | None = None, retry_after: int | None = None
@@ -42,64 +43,73 @@ class KvasirError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the response beside those that every response has."""
-        return {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        """The headers that only this error's response has."""
+        if self.retry_after is None:
+            return self.extra_headers
+        return self.extra_headers | {"retry-after": str(self.retry_after)}
 
     @property
     def reason(self) -> str:
-        """The most specific name there is, for metrics."""
+        """The most specific name of the error, for metrics."""
         return self.code or self.type
 
     @classmethod
     def reasons(cls) -> Iterator[str]:
-        """Every reason that an error of this class or of those below it may have."""
+        """Yield each reason that an error of this class or of its subclasses may have."""
         yield cls.code or cls.type
         for kind in cls.__subclasses__():
             yield from kind.reasons()
 
 
 class InvalidRequestError(KvasirError):
+    """A request that is malformed, out of range or not supported."""
+
     status = 400
-    type = "invalid_request_error"
 
 
 class ContextLengthError(InvalidRequestError):
+    """A request of more tokens than the model or the server takes."""
+
     code = "context_length_exceeded"
 
 
 class AuthenticationError(KvasirError):
+    """A request without a known API key."""
+
     status = 401
     type = "authentication_error"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"www-authenticate": "Bearer"}
+    extra_headers: ClassVar[dict[str, str]] = {"www-authenticate": "Bearer"}
 
 
 class NotFoundError(KvasirError):
+    """A path that does not exist."""
+
     status = 404
-    type = "invalid_request_error"
     code = "not_found"
 
 
 class ModelNotFoundError(NotFoundError):
+    """A model that is not served."""
+
     code = "model_not_found"
 
 
 class MethodNotAllowedError(KvasirError):
+    """A method that a path does not take."""
+
     status = 405
-    type = "invalid_request_error"
     code = "method_not_allowed"
 
 
 class RequestTooLargeError(KvasirError):
+    """A body that is longer than allowed."""
+
     status = 413
-    type = "invalid_request_error"
     code = "request_too_large"
 
 
 class OverloadedError(KvasirError):
-    """`limit` tells those limits apart, in metrics, that are not the queue's."""
+    """A request that was shed. `limit` is for metrics; None is the limit of the queue."""
 
     status = 429
     type = "overloaded"
@@ -112,38 +122,43 @@ class OverloadedError(KvasirError):
 
     @property
     def reason(self) -> str:
+        """The name of the error and of its limit."""
         return f"{self.type}_{self.limit}" if self.limit else self.type
 
     @classmethod
     def reasons(cls) -> Iterator[str]:
+        """Yield a reason for each limit."""
         yield cls.type
         yield from (f"{cls.type}_{limit}" for limit in get_args(OverloadLimit))
 
 
 class HeadTooLargeError(KvasirError):
+    """A URL and headers, or trailers, that are longer than allowed."""
+
     status = 431
-    type = "invalid_request_error"
     code = "request_head_too_large"
 
 
 class UnavailableError(KvasirError):
+    """A server that is loading its model or shutting down."""
+
     status = 503
     type = "unavailable"
 
 
 class DeadlineExceededError(KvasirError):
+    """A deadline that has passed. Most clients retry a 504, which would only fail again."""
+
     status = 504
     type = "deadline_exceeded"
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Clients retry a 504 by themselves, which would only meet the deadline again."""
-        return {"x-should-retry": "false"}
+    extra_headers: ClassVar[dict[str, str]] = {"x-should-retry": "false"}
 
 
 class EngineError(KvasirError):
-    """The engine failed; the message carries the request id, never a stack trace."""
+    """A failure of the engine. The message carries the request id, never a stack trace."""
+
+    type = "internal_error"
 
 
 class StartupError(Exception):
-    """The server cannot start: the message is one line with the cause and the mend."""
+    """A server that cannot start. The message is one line: the cause, and what to do."""

@@ -1,11 +1,11 @@
-"""What the served model attends to, and what it would say next: off the engine's path, on a session of its own.
+"""Attention weights and next-token probabilities of the served model, outside the engine.
 
-The weights are the model's own: its graph of attention.onnx runs over the same file as the one that is served.
+The session runs attention.onnx, another graph over the weights file of the served model.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,12 @@ from server.engine.sampling import Floats
 from server.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from server.text.detokenizer import token_name
 
-MAX_TOKENS = 512  # a head's map of n tokens has n² weights
+MAX_TOKENS = 512  # a head has n² weights for n tokens
 
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
-    """A token that may follow, and how likely it is at temperature 1."""
+    """A candidate for the next token, with its probability at temperature 1."""
 
     token_id: int
     text: str
@@ -31,11 +31,11 @@ class NextToken:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """One text through the model.
+    """The attention weights of one text, and the candidates for its next token.
 
-    weights: by layer, float [n_head, n_tokens, n_tokens]: how much each token (a row, which sums to 1) takes from each
-    token up to itself (what comes later is exactly 0). next_tokens: the likeliest first. Tokens that are no whole
-    characters are named by their bytes, as in completions.
+    weights: by layer, float [n_head, n_tokens, n_tokens]. A row is a query: its weights over the
+    keys up to itself sum to 1, and those of later keys are exactly 0. next_tokens: the likeliest
+    first. Tokens that are not whole characters are named by their bytes, as in completions.
     """
 
     token_ids: list[int]
@@ -44,51 +44,61 @@ class Explanation:
     next_tokens: list[NextToken]
 
     def as_json(self, layer: int, heads: list[int]) -> dict[str, Any]:
+        """Return the weights of some heads of a layer, and all else, as JSON values."""
         return {
             "tokens": self.tokens,
             "token_ids": self.token_ids,
             "layer": layer,
             "heads": {str(head): self.weights[layer][head].tolist() for head in heads},
-            "next_tokens": [
-                {"token_id": token.token_id, "text": token.text, "probability": token.probability}
-                for token in self.next_tokens
-            ],
+            "next_tokens": [asdict(token) for token in self.next_tokens],
         }
 
 
 class Explainer:
-    """Holds the model's weights a second time, for as long as it lives.
+    """A session that returns attention weights. It holds the model's weights a second time.
 
-    Raises NotFoundError for a model directory without attention.onnx.
+    Raises NotFoundError if the model directory has no attention.onnx.
     """
 
     def __init__(self, bundle: ModelBundle, threads: int | None = None) -> None:
         path = bundle.path / ATTENTION_GRAPH_FILE
         if not path.is_file():
-            mend = (
-                "export the model again"
-                if bundle.manifest.device == "cpu"
-                else "export the model for the CPU"
+            how = "again" if bundle.manifest.device == "cpu" else "for the CPU"
+            raise NotFoundError(
+                f"{bundle.path.name} has no {ATTENTION_GRAPH_FILE}; export the model {how}"
             )
-            raise NotFoundError(f"{bundle.path.name} has no {ATTENTION_GRAPH_FILE}; {mend}")
         from server.engine.session import open_session  # noqa: PLC0415  imports ONNX Runtime
 
         self._bundle = bundle
         self._session = open_session(path, threads or usable_cpus(), spin_microseconds=0)
 
     def explain(self, text: str, layers: list[int], *, top_k: int = 10) -> Explanation:
-        """Raises InvalidRequestError for no text or a layer that does not exist, ContextLengthError for too much."""
+        """Explain a text; see `explain_tokens`."""
         return self.explain_tokens(self._bundle.tokenizer.encode(text).ids, layers, top_k=top_k)
 
     def explain_tokens(
         self, token_ids: list[int], layers: list[int], *, top_k: int = 10
     ) -> Explanation:
-        """The same of a text that has been tokenised."""
+        """Return the weights of some layers, and the `top_k` likeliest next tokens.
+
+        Raises InvalidRequestError for no tokens or an unknown layer, ContextLengthError for too
+        many tokens.
+        """
+        config, tokenizer, n = self._bundle.config, self._bundle.tokenizer, len(token_ids)
         for layer in layers:
-            check_index("layer", layer, self._bundle.config.n_layer)
-        check_length(len(token_ids), self._bundle.config)
-        tokenizer = self._bundle.tokenizer
-        logits, *weights = self._run(token_ids, layers)
+            check_index("layer", layer, config.n_layer)
+        check_length(n, config)
+        # logits: [1, vocab] of the last token; weights: [1, n_head, n, n] for each layer
+        logits, *weights = self._session.run(
+            ["logits", *(f"attention.{layer}" for layer in layers)],
+            {
+                "input_ids": np.array([token_ids], dtype=np.int64),
+                "position_ids": np.arange(n)[None],
+                "seqlens_k": np.array([n - 1], dtype=np.int32),
+                "total_sequence_length": np.array(n, dtype=np.int32),
+                "logits_indices": np.array([n - 1]),
+            },
+        )
         probabilities = np.exp(logits[0] - logits[0].max(), dtype=np.float64)
         probabilities /= probabilities.sum()
         likeliest = np.argsort(-probabilities, kind="stable")[:top_k].tolist()
@@ -99,29 +109,14 @@ class Explainer:
             [NextToken(i, token_name(tokenizer, i), float(probabilities[i])) for i in likeliest],
         )
 
-    def _run(self, token_ids: list[int], layers: list[int]) -> list[Floats]:
-        """Logits [1, vocab] of the last token, and each layer's weights [1, n_head, n_tokens, n_tokens]."""
-        n = len(token_ids)
-        feeds = {
-            "input_ids": np.array([token_ids], dtype=np.int64),
-            "position_ids": np.arange(n)[None],
-            "seqlens_k": np.array([n - 1], dtype=np.int32),
-            "total_sequence_length": np.array(n, dtype=np.int32),
-            "logits_indices": np.array([n - 1]),
-        }
-        outputs: list[Floats] = self._session.run(
-            ["logits", *(f"attention.{layer}" for layer in layers)], feeds
-        )
-        return outputs
-
 
 def most_tokens(config: DecoderConfig) -> int:
-    """How many tokens a text may have that is explained."""
+    """Return the maximum number of tokens of a text that can be explained."""
     return min(MAX_TOKENS, config.max_model_len)
 
 
 def check_length(n_tokens: int, config: DecoderConfig) -> None:
-    """Raises InvalidRequestError for no token at all, ContextLengthError for more than can be explained."""
+    """Raise InvalidRequestError for no tokens, ContextLengthError for too many."""
     longest = most_tokens(config)
     if not n_tokens:
         raise InvalidRequestError("there is no token in the text; give at least one", param="text")
@@ -132,7 +127,7 @@ def check_length(n_tokens: int, config: DecoderConfig) -> None:
 
 
 def check_index(name: str, index: int, count: int) -> None:
-    """Raises InvalidRequestError for a layer or a head that does not exist."""
+    """Raise InvalidRequestError for a layer or a head that does not exist."""
     if index not in range(count):
         raise InvalidRequestError(
             f"there is no {name} {index}; the model has {name}s 0 to {count - 1}", param=f"{name}s"

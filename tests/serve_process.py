@@ -1,8 +1,9 @@
-"""A server process on a fake runner, for tests that send signals: python -m tests.serve_process OPTIONS_AS_JSON.
+"""A server process on a fake runner, for tests that send signals.
 
-The runner is held until standard input tells it to `allow` a run or to `release` them all, one command on a line.
-Standard output says `submitted` for every request that reaches the engine. `loading` says how the model loads: it
-works, fails, or hangs; with `real` nothing is faked.
+Run it as python -m tests.serve_process OPTIONS_AS_JSON. The runner is held until a line on standard
+input tells it to `allow` one run or to `release` all of them. A line `submitted` on standard output
+reports each request that reaches the engine. The option `loading` is `works` or `hangs`; with
+`real` nothing is faked.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from __future__ import annotations
 import json
 import sys
 import threading
+from unittest.mock import patch
 
-import server.process.app
 from server.engine.engine import Engine
 from server.engine.sequence import Sequence
 from server.errors import StartupError
-from server.process.serve import run
+from server.process.serve import serve
 from server.requests.async_engine import AsyncEngine, OutputStream
 from server.settings import load_settings
 from tests.fake_runner import FakeRunner
@@ -38,14 +39,12 @@ def fake_the_model(loading: str) -> None:
         return stream
 
     def build(*_: object) -> Engine:
-        if loading == "fails":
-            raise RuntimeError("the graph\nis damaged")
         if loading == "hangs":
             threading.Event().wait()
         return Engine(runner, chunk_size=8)
 
-    AsyncEngine.submit = announcing  # type: ignore[assignment,method-assign]
-    server.process.app.build_engine = build  # type: ignore[assignment]
+    patch.object(AsyncEngine, "submit", announcing).start()
+    patch("server.process.app.build_engine", build).start()
     threading.Thread(target=obey, args=(runner,), daemon=True).start()
 
 
@@ -55,7 +54,7 @@ def main(arguments: list[str]) -> int:
     if loading != "real":
         fake_the_model(loading)
     try:
-        run(load_settings(**options))
+        serve(load_settings(**options))
     except StartupError as error:
         print(f"kvasir: {error}", file=sys.stderr)  # noqa: T201
         return 1

@@ -1,29 +1,29 @@
-"""The application: routes, middleware, and the model's coming and going."""
+"""The application: routes, middleware, and the loading and unloading of the model."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from itertools import chain
 from threading import Thread
-from typing import TYPE_CHECKING
+from types import ModuleType
 
 from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
+from starlette.routing import Match
 
 from model.bundle import ModelBundle
-from server.api import debug, explain, health, models, openapi, playground, tokenize
-from server.api import tgi as generate
+from server.api import debug, explain, health, models, openapi, playground, tgi, tokenize
 from server.api.keys import ApiKeys
 from server.api.middleware import BodyLimit, ErrorAnswers, KeyCheck, RequestContext
 from server.api.openai import chat, completions
 from server.api.responses import error_response
 from server.engine.engine import Engine
-from server.engine.prefix_cache import PrefixCache
 from server.errors import (
     InvalidRequestError,
     KvasirError,
@@ -31,17 +31,13 @@ from server.errors import (
     NotFoundError,
     StartupError,
 )
+from server.process.engine_builder import build_engine
 from server.requests.service import Service
 from server.settings import Settings
 from server.telemetry.start_clock import StartClock
 
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
-
-logger = logging.getLogger("kvasir")
-
-_LAST_SPANS = 3.0  # seconds for them to reach the collector, at shutdown
-CPU_CHUNK = 256  # prompt tokens in a step, unless set
+_ROUTES = (chat, completions, models, tgi, tokenize, explain, health, debug, openapi, playground)
+_FLUSH_SECONDS = 3.0  # for the last spans to reach the collector at shutdown
 
 
 def create_app(
@@ -50,17 +46,19 @@ def create_app(
     engine: Engine | None = None,
     clock: StartClock | None = None,
 ) -> FastAPI:
-    """The server as an ASGI application; `app.state.service` is what it runs on.
+    """Return the server as an ASGI application; `app.state.service` is what it runs on.
 
-    A ready engine serves from the first request. Without one the model is loaded once the application is up, and until
-    then requests get 503; should that fail, the service's `on_load_failure` is told why. The log gets the laps of
-    `clock`. Raises StartupError for a file of keys that gives none.
+    A given engine serves from the first request. Otherwise the model is loaded while the
+    application is up, and requests get 503 until then; a failure goes to the service's
+    `on_load_failure`. The laps of `clock` are logged. Raises StartupError for an unusable key file,
+    or if packages for tracing are missing.
     """
     key = settings.api_key.get_secret_value() if settings.api_key else None
     keys = ApiKeys(key, settings.api_key_file)
     service = Service(settings, bundle)
     clock = clock or StartClock()
-    provider = _make_provider(settings.otlp_endpoint) if settings.otlp_endpoint else None
+    tracing = _import_tracing() if settings.otlp_endpoint else None
+    provider = tracing and tracing.make_provider(settings.otlp_endpoint, version("kvasir-lm"))
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -74,28 +72,19 @@ def create_app(
         loading.cancel()
         await service.engine.stop()
         service.grammars.close()
-        if provider is not None:
-            await _send_last_spans(provider)
+        if provider is not None:  # a daemon: an exporter tries long to reach a missing collector
+            flushing = Thread(target=provider.shutdown, name="last spans", daemon=True)
+            flushing.start()
+            await asyncio.to_thread(flushing.join, _FLUSH_SECONDS)
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service
     app.state.explanations = explain.Explanations(bundle)
-    for module in (
-        chat,
-        completions,
-        models,
-        generate,
-        tokenize,
-        explain,
-        health,
-        debug,
-        openapi,
-        playground,
-    ):
+    for module in _ROUTES:
         app.include_router(module.router)
     app.mount("/static", playground.StaticPlayground())
-    app.add_exception_handler(KvasirError, _on_kvasir_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(HTTPException, _answer_http_exception)
+    # Middleware runs in reverse order: the last one added is the outermost.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(KeyCheck, keys=keys, most=settings.max_concurrency_per_key)
     app.add_middleware(ErrorAnswers)
@@ -108,99 +97,38 @@ def create_app(
             expose_headers=["x-request-id", "retry-after", "x-should-retry"],
         )
     app.add_middleware(RequestContext)
-    if provider is not None:
-        from server.telemetry.tracing import Tracing  # noqa: PLC0415  imports opentelemetry
-
-        app.add_middleware(
-            Tracing, provider=provider, model=settings.model_name
-        )  # the last one is the outermost
+    if tracing is not None:
+        app.add_middleware(tracing.Tracing, provider=provider, model=settings.model_name)
     return app
 
 
-def _make_provider(endpoint: str) -> TracerProvider:
+def _import_tracing() -> ModuleType:
     try:
-        from server.telemetry.tracing import make_provider  # noqa: PLC0415  imports opentelemetry
+        from server.telemetry import tracing  # noqa: PLC0415  imports opentelemetry
     except ImportError as error:
-        wanted = "pip install -c constraints.txt -e '.[cpu,otel]'"
-        raise StartupError(f"otlp_endpoint needs {error.name}; install it with: {wanted}") from None
-    return make_provider(endpoint, version("kvasir-lm"))
+        command = "pip install -c constraints.txt -e '.[cpu,otel]'"
+        raise StartupError(
+            f"otlp_endpoint needs {error.name}; install it with: {command}"
+        ) from None
+    return tracing
 
 
-async def _send_last_spans(provider: TracerProvider) -> None:
-    """In a thread that the process does not wait for: the exporter tries long to reach a collector that is gone."""
-    sending = Thread(target=provider.shutdown, name="last spans", daemon=True)
-    sending.start()
-    await asyncio.to_thread(sending.join, _LAST_SPANS)
-
-
-def build_engine(
-    settings: Settings, bundle: ModelBundle, clock: StartClock | None = None
-) -> Engine:
-    """Load the model and warm it up, which takes a while. Raises ValueError for what cannot be had here."""
-    if settings.speculate:
-        logger.info("speculation is on: the load may change answers, by rounding")
-    build = _build_on_cuda if bundle.manifest.device == "cuda" else _build_on_cpu
-    return build(settings, bundle, clock or StartClock())
-
-
-def _build_on_cpu(settings: Settings, bundle: ModelBundle, clock: StartClock) -> Engine:
-    from server.engine.runner import OnnxRunner  # noqa: PLC0415  imports ONNX Runtime
-
-    runner = OnnxRunner(
-        bundle.graph_path,
-        bundle.config,
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=settings.max_model_len,
-        kv_cache_bytes=settings.kv_cache_memory,
-        threads=settings.threads,
-        spin_microseconds=settings.spin_microseconds,
-    )
-    clock.lap("session")
-    runner.warm_up()
-    clock.lap("warm_up")
-    budget = settings.prefix_cache_memory
-    cache = PrefixCache(runner.rows, runner.kv_cache_bytes // 10 if budget is None else budget)
-    chunk_size = settings.chunk_size or CPU_CHUNK
-    return Engine(runner, chunk_size=chunk_size, prefix_cache=cache, speculate=settings.speculate)
-
-
-def _build_on_cuda(settings: Settings, bundle: ModelBundle, clock: StartClock) -> Engine:
-    from server.engine.cuda.session import LONGEST_CHUNK, open_cuda_runner  # noqa: PLC0415  as above
-
-    runner = open_cuda_runner(
-        bundle.graph_path,
-        bundle.config,
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=settings.max_model_len,
-        kv_cache_bytes=settings.kv_cache_memory,
-        keep_prompts=settings.prefix_cache_memory != 0,
-    )
-    clock.lap("session_and_warm_up")
-    return Engine(
-        runner, chunk_size=settings.chunk_size or LONGEST_CHUNK, speculate=settings.speculate
-    )
-
-
-async def _on_kvasir_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, KvasirError)
-    return error_response(request.scope, error)
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """What the framework itself refuses, in the same words as everything else."""
+async def _answer_http_exception(request: Request, error: Exception) -> Response:
+    """Answer an error of the framework in the words of our own errors."""
     assert isinstance(error, HTTPException)
     path = request.url.path
-    if error.status_code == 404:
-        return error_response(request.scope, NotFoundError(f"there is no {path} here"))
-    if error.status_code == 405:
-        response = error_response(
-            request.scope, MethodNotAllowedError(f"{path} does not take {request.method}")
-        )
-        of_path = sorted(
-            one.method.upper() for one in openapi.OPERATIONS if one.path == path
-        )  # of all its routes
-        response.headers["allow"] = ", ".join(of_path) or (error.headers or {}).get(
-            "allow", "GET, HEAD"
-        )
-        return response
-    return error_response(request.scope, InvalidRequestError(str(error.detail)))
+    known: dict[int, KvasirError] = {
+        404: NotFoundError(f"there is no {path} here"),
+        405: MethodNotAllowedError(f"{path} does not take {request.method}"),
+    }
+    ours = known.get(error.status_code) or InvalidRequestError(str(error.detail))
+    response = error_response(request.scope, ours)
+    if error.status_code == 405:  # the framework names the methods of one route; there may be more
+        methods = {
+            method
+            for route in chain.from_iterable(module.router.routes for module in _ROUTES)
+            if isinstance(route, APIRoute) and route.matches(request.scope)[0] is not Match.NONE
+            for method in route.methods or ()
+        }
+        response.headers["allow"] = ", ".join(sorted(methods or {"GET", "HEAD"}))
+    return response

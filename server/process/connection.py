@@ -1,45 +1,82 @@
-"""One client's connection: how long it may take to send and to read, and how large a request's head may be.
-
-uvicorn, which does the rest, knows no such limits.
-"""
+"""Limits on connections that uvicorn lacks: on heads, slow senders, slow readers, and number."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from http import HTTPStatus
-from time import perf_counter
+import resource
+from time import monotonic, perf_counter
 
 from fastapi import FastAPI
+from starlette.datastructures import Headers
 from starlette.types import Scope
-from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from server.api.middleware import log_request, request_id
 from server.api.responses import error_response
 from server.errors import HeadTooLargeError, InvalidRequestError, KvasirError, UnavailableError
-from server.process.connection_limit import ConnectionLimit
 from server.settings import Settings
 
 logger = logging.getLogger("kvasir")
 
-MOST_HEADERS = 128
-SLOWEST = 500  # bytes of a body a second, as a mean over `receive_timeout`
-_SLICE = 4096  # bytes that the parser gets at a time: it tells of a header only when that is whole
-_LINGER = 2  # seconds for a client that is still sending to read that it should not
+MAX_HEADERS = 128
+MIN_BODY_RATE = 500  # bytes a second, as a mean over `receive_timeout`
+_RESERVED_FILES = 64  # open files beside connections, and newcomers until they are turned away
+_LOG_INTERVAL = 10.0  # seconds between two log lines on too many connections
+_SLICE = 4096  # bytes: the parser holds an unfinished header of at most this length unseen
+_LINGER = 2  # seconds in which a client that is still sending can read why it was refused
 
 
-class PatientProtocol(HttpToolsProtocol):
-    """uvicorn's, within limits.
+def max_connections() -> int:
+    """Return how many connections fit into the files that this process may open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 2**20 if soft == resource.RLIM_INFINITY else max(soft - _RESERVED_FILES, soft // 2)
 
-    A request has to come within `receive_timeout` of the connection's or its own first byte, or its body fast enough.
-    After an answer, an idle connection is the keep-alive's, and while one is made nothing else has to come.
 
-    A client that does not read is cut off after `send_timeout`: to the application it has then left. A whole answer
-    holds no place any more, so its client may take its time, as long as it takes something.
+class ConnectionLimit:
+    """A limit on open connections. A newcomer beyond it ends the one that has been idle longest.
 
-    A client may send its next request early. uvicorn's `cycle` is then that one's: a connection that is lost has to be
-    told to the one that is being answered.
+    idle: connections without a request that is received or answered, the longest idle first.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.idle: dict[BoundedConnection, None] = {}
+        self._n_aborted = 0
+        self._logged_at = -_LOG_INTERVAL
+
+    def add(self, newcomer: BoundedConnection, n_connections: int) -> None:
+        """Take in a connection; `n_connections` counts it."""
+        self.idle[newcomer] = None
+        if n_connections <= self._limit:
+            return
+        oldest = next(iter(self.idle))
+        del self.idle[oldest]
+        oldest.transport.abort()
+        self._n_aborted += 1
+        if monotonic() - self._logged_at >= _LOG_INTERVAL:
+            logger.warning(
+                "more connections than open files allow: cut off idle or new ones",
+                extra={"fields": {"most": self._limit, "cut_off": self._n_aborted}},
+            )
+            self._logged_at, self._n_aborted = monotonic(), 0
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 connection, with limits.
+
+    A request must arrive within `receive_timeout` of its first byte (the first one: of the
+    connection), or its body at `MIN_BODY_RATE`. No such clock runs while an answer is made. A
+    client that does not read is cut off after `send_timeout`, and the application sees a
+    disconnect. A complete answer may be read slowly, as long as it is read: its request holds no
+    slot any more.
+
+    A client may pipeline: send its next request early. uvicorn's `cycle` is then the next one, so
+    the cycle that is being answered is kept here.
     """
 
     fastapi: FastAPI
@@ -47,191 +84,184 @@ class PatientProtocol(HttpToolsProtocol):
     limit: ConnectionLimit
     url = b""
     _answering: RequestResponseCycle | None = None
-    _sending: asyncio.TimerHandle | None = None
-    _receiving: asyncio.TimerHandle | None = None
-    _n_received = 0  # bytes of a body since that timer was started
-    _n_around = 0  # bytes of a head, or of what is around a body, since anything of it came, but for the first slice
-    _in_head = False
-    _in_body = False
-    _excess: HeadTooLargeError | None = None
+    _is_in_head = False
+    _incoming: RequestResponseCycle | None = None  # the request whose body is being received
+    _n_body = 0  # bytes of a body since the receive timer was started
+    _n_overhead = 0  # bytes of a head, or around a body, since the parser last reported progress
     _is_refused = False
+    _receive_timer: asyncio.TimerHandle | None = None
+    _send_timer: asyncio.TimerHandle | None = None
 
-    # Requests that come
+    # Receiving requests
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Give the client `receive_timeout` for its first byte."""
         super().connection_made(transport)
-        self._idle(self.settings.receive_timeout)
-        self.limit.let_in(self, len(self.connections))
+        self._close_if_idle_for(self.settings.receive_timeout)
+        self.limit.add(self, len(self.connections))
 
     def data_received(self, data: bytes) -> None:
-        if self._receiving is None:
-            self._expect()
+        """Parse in slices, so that what is neither a complete header nor body stays bounded."""
+        self._start_receive_timer()
         for start in range(0, len(data), _SLICE):
             if self._is_refused:
                 return
             piece = data[start : start + _SLICE]
-            self._n_around += len(piece)
+            self._n_overhead += len(piece)
             super().data_received(piece)
-            if self._n_around > self.settings.max_header_bytes and not self._is_refused:
-                self._refuse(self._too_large())
+            if self._n_overhead > self.settings.max_header_bytes + _SLICE:
+                self._refuse(self._head_too_large())
 
     def on_message_begin(self) -> None:
+        """Start the clock of a request."""
         super().on_message_begin()
-        self._in_head, self._n_around = True, 0
-        if self._receiving is None:
-            self._expect()
+        self._is_in_head, self._n_overhead = True, 0
+        self._start_receive_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # and no trailer
+        """Take a header, but no trailer: uvicorn would add it to the headers."""
+        if self._is_in_head:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        n_bytes = len(self.url) + sum(
-            len(name) + len(value) + len(": \r\n") for name, value in self.headers
-        )
-        if n_bytes > self.settings.max_header_bytes or len(self.headers) > MOST_HEADERS:
-            self._excess = self._too_large()
-            raise self._excess  # the parser stops; uvicorn wants to send a 400
+        """Refuse a large head, or let uvicorn start the request."""
+        n_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if n_bytes > self.settings.max_header_bytes or len(self.headers) > MAX_HEADERS:
+            self._refuse(self._head_too_large())
+            raise ValueError  # stops the parser
         super().on_headers_complete()
-        self.limit.asks(self)
-        self._in_head, self._in_body, self._n_around = False, True, 0
+        if self.parser.should_upgrade():  # answered in HTTP/1.1; what follows cannot be parsed
+            self.cycle.keep_alive = False
+        if self._unanswered is None:
+            self._answering = self.cycle
+        self.limit.idle.pop(self, None)
+        self._is_in_head, self._incoming, self._n_overhead = False, self.cycle, 0
 
     def on_body(self, body: bytes) -> None:
+        """Count the bytes of a body."""
         super().on_body(body)
-        self._n_received += len(body)
-        self._n_around = 0
+        self._n_body += len(body)
+        self._n_overhead = 0
 
     def on_message_complete(self) -> None:
+        """Stop the clock of a request."""
         super().on_message_complete()
-        self._in_body, self._n_around = False, 0
-        self._stop_expecting()
-        if (
-            self.cycle.response_complete
-        ):  # before it had come, and what came since has stopped the keep-alive's clock
-            self._idle(self.timeout_keep_alive)
+        self._incoming, self._n_overhead = None, 0
+        self._stop_receive_timer()
+        if self.cycle.response_complete:  # data that came since has stopped uvicorn's timer
+            self._close_if_idle_for(self.timeout_keep_alive)
 
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self._unanswered is None:
-            self.limit.idles(self)
+    def _close_if_idle_for(self, seconds: float) -> None:
+        self.timeout_keep_alive_task = self.loop.call_later(
+            seconds, self.timeout_keep_alive_handler
+        )
 
-    def _unsupported_upgrade_warning(self) -> None:
-        """Whoever asks for another protocol is answered in this one. What comes next cannot be parsed any more."""
-        self.cycle.keep_alive = False
+    def _start_receive_timer(self) -> None:
+        if self._receive_timer is None:
+            self._n_body = 0
+            self._receive_timer = self.loop.call_later(
+                self.settings.receive_timeout, self._check_received
+            )
 
-    def _idle(self, wait: float) -> None:
-        self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(wait, self.timeout_keep_alive_handler)
-
-    def _expect(self) -> None:
-        self._n_received = 0
-        self._receiving = self.loop.call_later(self.settings.receive_timeout, self._check_received)
-
-    def _stop_expecting(self) -> None:
-        if self._receiving is not None:
-            self._receiving.cancel()
-            self._receiving = None
+    def _stop_receive_timer(self) -> None:
+        if self._receive_timer is not None:
+            self._receive_timer.cancel()
+            self._receive_timer = None
 
     def _check_received(self) -> None:
-        is_next = self._unanswered is not None and not (
-            self._in_body and self.cycle is self._unanswered
-        )
-        is_fast = self._in_body and self._n_received >= SLOWEST * self.settings.receive_timeout
-        if self.flow.read_paused or is_next or (is_fast and not self.cycle.response_complete):
-            self._expect()
+        self._receive_timer = None
+        is_pipelined = self._unanswered not in (None, self._incoming)
+        is_wanted = self._incoming is not None and not self._incoming.response_complete
+        is_fast = self._n_body >= MIN_BODY_RATE * self.settings.receive_timeout
+        if self.flow.read_paused or is_pipelined or (is_wanted and is_fast):
+            self._start_receive_timer()
         else:
-            self._receiving = None
-            self.cut("cut off a client that sends too slowly")
+            self.cut_off("cut off a client that sends too slowly")
 
-    # What is no request
+    # Refusing what is not a complete request
 
     def refuse_unfinished(self) -> None:
-        """Answer a request that has begun to come and, as the server goes down, will not come as a whole."""
-        is_next = self._unanswered is (None if self._in_head else self.cycle)
-        if (self._in_head or self._in_body) and is_next and not self._is_refused:
+        """Answer 503 to a request that will not be complete before the server is down."""
+        if (self._is_in_head or self._incoming) and self._unanswered is self._incoming:
             self._refuse(UnavailableError("the server is shutting down; try again", retry_after=1))
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(self._excess or InvalidRequestError(msg))
+        """Answer what is not HTTP as the API answers errors."""
+        self._refuse(InvalidRequestError(msg))
 
-    def _too_large(self) -> HeadTooLargeError:
+    def _head_too_large(self) -> HeadTooLargeError:
         return HeadTooLargeError(
-            f"the request's URL and headers, or its trailers, have more than {self.settings.max_header_bytes} bytes, "
-            f"or there are more than {MOST_HEADERS} headers; send less"
+            "the request's URL and headers, or its trailers, have more than "
+            f"{self.settings.max_header_bytes} bytes, or there are more than {MAX_HEADERS} "
+            "headers; send less"
         )
 
     def _refuse(self, error: KvasirError) -> None:
-        """Answer, unless that has been done or another answer has begun, and close; a request before it is lost.
+        """Answer with an error unless another answer has begun, disconnect that one, then close.
 
-        The client may still be sending. Were the connection closed at once, it would not get to read the answer.
+        The connection lingers, so that a client that is still sending reads the answer.
         """
-        self._is_refused, self._in_head = True, False
-        self._stop_expecting()
-        cycle = self._unanswered
-        self._tell_unanswered()
-        if cycle is not None and cycle.response_started:
+        if self._is_refused:
+            return
+        self._is_refused = True
+        self._stop_receive_timer()
+        earlier = self._unanswered
+        self._disconnect_unanswered()
+        if earlier is not None and earlier.response_started:
             self.transport.close()
             return
-        if not (self._in_body and self.cycle.response_complete):
+        if self._incoming is None or not self._incoming.response_complete:
             self.transport.write(self._refusal(error))
         self.transport.write_eof()
         self.flow.resume_reading()
         self.loop.call_later(_LINGER, self.transport.close)
 
     def _refusal(self, error: KvasirError) -> bytes:
-        given = next(
-            (
-                value.decode("latin-1")
-                for name, value in self.headers or ()
-                if name == b"x-request-id"
-            ),
-            None,
-        )
-        path = self.url.partition(b"?")[0][:200].decode("latin-1")
-        own_id = request_id(given)
-        state = {"request_id": own_id, "arrived": perf_counter()}
+        given = Headers(raw=self.headers or []).get("x-request-id")
         scope: Scope = {
             "type": "http",
             "app": self.fastapi,
             "method": None,
-            "path": path,
-            "state": state,
+            "path": self.url.partition(b"?")[0][:200].decode("latin-1"),
+            "state": {"request_id": request_id(given), "arrived": perf_counter()},
         }
         response = error_response(scope, error)
         log_request(scope, response.status_code, 0.0)
-        headers = [
-            *response.raw_headers,
-            (b"x-request-id", own_id.encode()),
-            (b"connection", b"close"),
-        ]
-        head = f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}".encode()
-        lines = [
-            head,
-            *(name + b": " + value for name, value in headers),
-            b"",
-            bytes(response.body),
-        ]
-        return b"\r\n".join(lines)
+        response.headers["x-request-id"] = scope["state"]["request_id"]
+        response.headers["connection"] = "close"
+        headers = b"".join(name + b": " + value + b"\r\n" for name, value in response.raw_headers)
+        return STATUS_LINE[response.status_code] + headers + b"\r\n" + bytes(response.body)
 
-    # Answers that go
+    # Sending answers
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._answering = cycle
-        super()._start_asgi_task(cycle, app)
+    def on_response_complete(self) -> None:
+        """Note which request is answered next, if any."""
+        if self.pipeline:
+            self._answering = self.pipeline[-1][0]
+        super().on_response_complete()
+        if self._unanswered is None:
+            self.limit.idle[self] = None
 
     def pause_writing(self) -> None:
+        """Start the clock of a client that does not read."""
         super().pause_writing()
-        self._watch()
+        n_left = self.transport.get_write_buffer_size()
+        self._send_timer = self.loop.call_later(
+            self.settings.send_timeout, self._check_sent, n_left
+        )
 
     def resume_writing(self) -> None:
+        """Stop the clock of a client that reads again."""
         super().resume_writing()
-        self._unwatch()
+        if self._send_timer is not None:
+            self._send_timer.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.limit.asks(self)
-        self._unwatch()
-        self._stop_expecting()
-        self._tell_unanswered()
+        """Tell the application, and stop all clocks."""
+        self.limit.idle.pop(self, None)
+        self.resume_writing()
+        self._stop_receive_timer()
+        self._disconnect_unanswered()
         super().connection_lost(exc)
 
     @property
@@ -240,34 +270,18 @@ class PatientProtocol(HttpToolsProtocol):
         cycle = self._answering
         return None if cycle is None or cycle.response_complete else cycle
 
-    def _tell_unanswered(self) -> None:
-        """Its connection is lost."""
+    def _disconnect_unanswered(self) -> None:
         if self._unanswered is not None:
-            self._unanswered.message_event.set()
             self._unanswered.disconnected = True
+            self._unanswered.message_event.set()
 
-    @property
-    def is_stalled(self) -> bool:
-        return self._sending is not None
-
-    def cut(self, why: str = "cut off a client that does not read") -> None:
-        logger.warning(why)
-        self.drop()
-
-    def drop(self) -> None:
+    def cut_off(self, reason: str = "cut off a client that does not read") -> None:
+        """End the connection at once, and log why."""
+        logger.warning(reason)
         self.transport.abort()
-
-    def _watch(self) -> None:
-        n_left = self.transport.get_write_buffer_size()
-        self._sending = self.loop.call_later(self.settings.send_timeout, self._check_sent, n_left)
-
-    def _unwatch(self) -> None:
-        if self._sending is not None:
-            self._sending.cancel()
-            self._sending = None
 
     def _check_sent(self, n_left: int) -> None:
         if self._unanswered is None and self.transport.get_write_buffer_size() < n_left:
-            self._watch()
+            self.pause_writing()
         else:
-            self.cut()
+            self.cut_off()

@@ -14,7 +14,8 @@ import pytest
 
 from server.engine.engine import Engine
 from server.engine.runner import OnnxRunner
-from server.process.app import build_engine, create_app
+from server.process.app import create_app
+from server.process.engine_builder import build_engine
 from server.settings import load_settings
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.random_models import RandomModel

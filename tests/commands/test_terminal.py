@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from commands.terminal import generate
+from commands.terminal import complete
 from model.bundle import GRAPH_FILE, ModelBundle
 from model.reference import generate as oracle
 from model.tokenizer import train_tokenizer
@@ -34,7 +34,7 @@ def test_the_pieces_are_the_oracles_text(
     engine, bundle = served
     prompt_ids = bundle.tokenizer.encode(TEXT).ids
     params = SamplingParams(max_tokens=20, temperature=0.0)
-    *pieces, last = generate(engine, bundle, prompt_ids, params)
+    *pieces, last = complete(engine, bundle, prompt_ids, params)
     text = "".join(piece.text for piece in [*pieces, last])
     ids = oracle(random_model.decoder, prompt_ids, max_tokens=20)
     assert text == bundle.tokenizer.decode(prompt_ids + ids)[len(TEXT) :]
@@ -45,8 +45,4 @@ def test_the_pieces_are_the_oracles_text(
 def test_a_prompt_that_cannot_fit_is_an_error(served: tuple[Engine, ModelBundle]) -> None:
     engine, bundle = served
     with pytest.raises(ContextLengthError, match="at most 200 tokens"):
-        list(
-            generate(
-                engine, bundle, bundle.tokenizer.encode(TEXT).ids, SamplingParams(max_tokens=500)
-            )
-        )
+        complete(engine, bundle, bundle.tokenizer.encode(TEXT).ids, SamplingParams(max_tokens=500))

@@ -1,23 +1,39 @@
-"""A connection's limits: on the head of a request, on the time in which one comes, and none on what may take long."""
+"""Connections: limits on heads, on slow clients, and on their number; none on long answers."""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
+import logging
 import random
 import re
+import resource
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 from uvicorn.server import ServerState
 
-from server.process.connection import MOST_HEADERS, SLOWEST
-from server.process.serve import configure
+from server.process.connection import (
+    MAX_HEADERS,
+    MIN_BODY_RATE,
+    BoundedConnection,
+    ConnectionLimit,
+    max_connections,
+)
+from server.process.serve import DrainingServer, configure
 from tests.fake_runner import TIMEOUT, FakeRunner
-from tests.live import Live, live
+from tests.live import KEY, Live, live
 from tests.serving import VOCAB_SIZE, fake_app
 
 LIMIT = 2048
@@ -29,7 +45,7 @@ def post(n_body: int) -> bytes:
 
 
 class Clock:
-    """An event loop whose clock stands still until it is told to go on."""
+    """An event loop whose clock stands still between calls of `advance`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -50,9 +66,11 @@ class Clock:
         await settle()
 
 
+@dataclass(eq=False)
 class Timer:
-    def __init__(self, clock: Clock, at: float, fire: Callable[[], None]) -> None:
-        self.clock, self.at, self.fire = clock, at, fire
+    clock: Clock
+    at: float
+    fire: Callable[[], None]
 
     def cancel(self) -> None:
         if self in self.clock.timers:
@@ -60,12 +78,14 @@ class Timer:
 
 
 async def settle() -> None:
-    """Let the application come to where it waits."""
+    """Let the application run until it waits."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
 class Transport(asyncio.Transport):
+    n_unread = 0  # bytes that the client has left in the write buffer
+
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
@@ -74,8 +94,11 @@ class Transport(asyncio.Transport):
     def write(self, data: Any) -> None:
         self.written += data
 
+    def get_write_buffer_size(self) -> int:
+        return self.n_unread
+
     def write_eof(self) -> None:
-        """The client notices."""
+        pass
 
     def close(self) -> None:
         self.is_closed = True
@@ -94,13 +117,13 @@ class Transport(asyncio.Transport):
 
 
 class Connection:
-    """A connection to an application that echoes how long bodies are, and may be told to take its time."""
+    """A connection to an application that answers with the length of a body, once it may."""
 
     def __init__(self, **settings: Any) -> None:
         self.clock, self.transport = Clock(), Transport()
         self.may_answer = asyncio.Event()
         self.may_answer.set()
-        self.told: list[str] = []
+        self.n_disconnects = 0
         kind: Any = configure(
             fake_app(FakeRunner(VOCAB_SIZE), max_header_bytes=LIMIT, **settings)
         ).http
@@ -120,7 +143,7 @@ class Connection:
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
-                self.told.append("disconnect")
+                self.n_disconnects += 1
                 return
             n_body += len(message["body"])
             more = message["more_body"]
@@ -142,8 +165,7 @@ class Connection:
 
 
 @pytest.mark.parametrize("begun", [GET[:5], GET[:-2], post(10), post(10) + b"123", b"\r\n\r\n"])
-async def test_what_begins_has_to_come_in_time(begun: bytes) -> None:
-    """However it drips."""
+async def test_a_request_must_arrive_in_time(begun: bytes) -> None:
     connection = Connection()
     await connection.receive(begun)
     for _ in range(29):
@@ -154,14 +176,14 @@ async def test_what_begins_has_to_come_in_time(begun: bytes) -> None:
     assert connection.transport.is_aborted
     connection.protocol.connection_lost(None)
     await settle()
-    assert connection.told == (["disconnect"] if begun.startswith(b"POST") else [])
+    assert connection.n_disconnects == begun.startswith(b"POST")
     assert connection.clock.timers == []
 
 
 @pytest.mark.parametrize(
     ("before", "seconds"), [(b"", 30.0), (GET, 75.0), (post(3) + b"abc", 75.0)]
 )
-async def test_an_idle_connection_may_ask_for_a_while_and_again_for_longer(
+async def test_an_idle_connection_is_closed_later_after_its_first_request(
     before: bytes, seconds: float
 ) -> None:
     connection = Connection()
@@ -173,8 +195,8 @@ async def test_an_idle_connection_may_ask_for_a_while_and_again_for_longer(
     assert (connection.transport.is_closed, connection.transport.is_aborted) == (True, False)
 
 
-@pytest.mark.parametrize(("rate", "is_cut"), [(SLOWEST, False), (SLOWEST - 1, True)])
-async def test_a_long_body_may_take_its_time_while_it_comes(rate: int, is_cut: bool) -> None:
+@pytest.mark.parametrize(("rate", "is_cut"), [(MIN_BODY_RATE, False), (MIN_BODY_RATE - 1, True)])
+async def test_a_long_body_is_cut_off_only_if_it_is_slow(rate: int, is_cut: bool) -> None:
     connection = Connection()
     await connection.receive(post(200 * rate) + b"x" * rate)
     for _ in range(199):
@@ -187,7 +209,7 @@ async def test_a_long_body_may_take_its_time_while_it_comes(rate: int, is_cut: b
 
 
 @pytest.mark.parametrize("early", [b"", GET[:5], post(100_000), post(100_000) + b"x" * 70_000])
-async def test_an_answer_may_take_for_ever_whatever_of_the_next_request_came(early: bytes) -> None:
+async def test_an_answer_may_take_long_whatever_arrived_of_the_next_request(early: bytes) -> None:
     connection = Connection()
     connection.may_answer.clear()
     await connection.receive(GET + early)
@@ -220,7 +242,7 @@ async def refusing(_scope: Any, _receive: Any, send: Any) -> None:
         (post(3) + b"123", [200]),
     ],
 )
-async def test_what_has_not_come_as_a_whole_is_answered_at_shutdown(
+async def test_an_unfinished_request_is_answered_at_shutdown(
     came: bytes, statuses: list[int]
 ) -> None:
     connection = Connection()
@@ -234,7 +256,7 @@ async def test_what_has_not_come_as_a_whole_is_answered_at_shutdown(
 
 
 @pytest.mark.parametrize("early", [b"", GET[:5], post(9)])
-async def test_an_answer_that_is_being_made_at_shutdown_is_not_lost(early: bytes) -> None:
+async def test_an_answer_in_progress_at_shutdown_is_not_lost(early: bytes) -> None:
     connection = Connection()
     connection.may_answer.clear()
     await connection.receive(GET + early)
@@ -244,9 +266,7 @@ async def test_an_answer_that_is_being_made_at_shutdown_is_not_lost(early: bytes
     assert connection.statuses == [200]
 
 
-async def test_what_is_still_coming_after_its_answer_is_not_read_for_ever() -> None:
-    """As of a body that was refused for its announced length."""
-
+async def test_a_body_that_was_refused_for_its_length_is_not_read_for_ever() -> None:
     connection = Connection()
     connection.protocol.app = refusing
     await connection.receive(post(10**9))
@@ -270,10 +290,10 @@ CHUNKED = b"POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
     ],
     ids=["one trailer", "many trailers", "an extension", "a size"],
 )
-async def test_what_is_around_a_body_is_bounded_as_the_head_is(
+async def test_trailers_and_chunk_extensions_are_bounded_as_heads_are(
     begun: bytes, repeated: bytes
 ) -> None:
-    """Trailers and the extensions of chunks: each by its length, and all by the time that they may take."""
+    """Each by its length, and all by the time that they may take."""
     connection = Connection()
     await connection.receive(CHUNKED + begun + repeated * (LIMIT // len(repeated)))
     assert connection.statuses == []
@@ -308,7 +328,7 @@ async def test_trailers_are_no_headers() -> None:
 
 
 async def test_trailers_that_do_not_end_are_cut_off_without_a_second_answer() -> None:
-    """Which the client would take for that of its next request."""
+    """The client would take a second answer for that of its next request."""
     connection = Connection()
     connection.protocol.app = refusing
     await connection.receive(CHUNKED + b"0\r\nx: ")
@@ -321,15 +341,15 @@ async def test_trailers_that_do_not_end_are_cut_off_without_a_second_answer() ->
 
 async def test_a_body_that_ends_after_its_answer_leaves_an_idle_connection() -> None:
     connection = Connection()
-    connection.protocol.app = early = connection.application
+    answer = connection.application
 
-    async def hasty(scope: Any, _receive: Any, send: Any) -> None:
-        async def empty() -> dict[str, Any]:
+    async def answer_early(scope: Any, _receive: Any, send: Any) -> None:
+        async def receive_nothing() -> dict[str, Any]:
             return {"type": "http.request", "body": b"", "more_body": False}
 
-        await early(scope, empty, send)
+        await answer(scope, receive_nothing, send)
 
-    connection.protocol.app = hasty
+    connection.protocol.app = answer_early
     await connection.receive(post(3))
     assert connection.lengths == [0]
     await connection.receive(b"abc")
@@ -341,23 +361,46 @@ async def test_a_body_that_ends_after_its_answer_leaves_an_idle_connection() -> 
     assert (connection.transport.is_closed, connection.transport.is_aborted) == (True, False)
 
 
+@pytest.mark.parametrize(
+    ("is_complete", "n_read", "is_cut"),
+    [(True, 1, False), (True, 0, True), (False, 1, True), (False, 0, True)],
+)
+async def test_only_a_complete_answer_may_be_read_slowly(
+    is_complete: bool, n_read: int, is_cut: bool
+) -> None:
+    connection = Connection()
+    if not is_complete:
+        connection.may_answer.clear()
+    await connection.receive(GET)
+    connection.transport.n_unread = 100_000
+    connection.protocol.pause_writing()
+    connection.transport.n_unread -= n_read
+    await connection.clock.advance(59.0)
+    assert not connection.transport.is_aborted
+    await connection.clock.advance(1.0)
+    assert connection.transport.is_aborted == is_cut
+    connection.protocol.connection_lost(None)
+    await settle()
+    assert connection.clock.timers == []
+
+
 def head(chance: random.Random) -> tuple[bytes, bool]:
-    """A head, and whether it is too large: by its URL, by one header, or by how many there are."""
+    """Return a head, and whether its URL, a header or the number of headers is too large."""
     n_url, n_headers = (
         chance.choice([1, 1, 900, LIMIT, LIMIT + 1]),
-        chance.choice([0, 3, MOST_HEADERS, MOST_HEADERS + 1]),
+        chance.choice([0, 3, MAX_HEADERS, MAX_HEADERS + 1]),
     )
     headers = [(b"a", b"x" * chance.choice([1, 1, 500, LIMIT])) for _ in range(n_headers)]
     size = n_url + sum(len(name) + len(value) + 4 for name, value in headers)
     lines = b"".join(name + b": " + value + b"\r\n" for name, value in headers)
     return b"GET /" + b"u" * (
         n_url - 1
-    ) + b" HTTP/1.1\r\n" + lines + b"\r\n", size > LIMIT or n_headers > MOST_HEADERS
+    ) + b" HTTP/1.1\r\n" + lines + b"\r\n", size > LIMIT or n_headers > MAX_HEADERS
 
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_the_same_bytes_are_answered_the_same_however_they_are_cut(seed: int) -> None:
-    """Requests, one behind the other, up to the first whose head is too large."""
+    """Pipelined requests, up to the first whose head is too large."""
     chance = random.Random(seed)
     seen = set()
     for _ in range(25):
@@ -380,9 +423,7 @@ async def test_the_same_bytes_are_answered_the_same_however_they_are_cut(seed: i
             n = chance.choice([1, 7, 100, 3000, 10**6])
             await connection.receive(sent[:n])
             sent = sent[n:]
-        if (
-            431 in expected
-        ):  # answers that have not begun when a head is refused are lost with the connection
+        if 431 in expected:  # which ends the connection before earlier answers that have not begun
             assert connection.statuses in [[*expected[:n], 431] for n in range(len(expected))]
         else:
             assert connection.statuses == expected
@@ -393,19 +434,20 @@ async def test_the_same_bytes_are_answered_the_same_however_they_are_cut(seed: i
     assert len(seen) > 2
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
 @pytest.mark.parametrize(
-    "rest",
+    ("path", "rest"),
     [
-        b"x: " + b"x" * 100_000 + b"\r\n\r\n",
-        b"x: " + b"x" * 10_000_000,
-        b"x: y\r\n" * (MOST_HEADERS + 1) + b"\r\n",
-        b"x: y\r\n" * 100_000,
+        ("/generate", b"x: " + b"x" * 100_000 + b"\r\n\r\n"),
+        ("/v1/completions", b"x: " + b"x" * 10_000_000),
+        ("/v1/completions", b"x: y\r\n" * (MAX_HEADERS + 1) + b"\r\n"),
+        ("/generate", b"x: y\r\n" * 100_000),
     ],
     ids=["one", "unfinished", "many", "endless"],
 )
-def test_a_large_head_is_refused_in_words(served: Live, path: str, rest: bytes) -> None:
-    """Also to a client that only listens when it has sent everything."""
+def test_a_large_head_is_refused_in_the_words_of_its_api(
+    served: Live, path: str, rest: bytes
+) -> None:
+    """A client that reads only when it has sent everything gets the answer too."""
     with socket.create_connection(("127.0.0.1", served.port), TIMEOUT) as client:
         client.sendall(f"POST {path} HTTP/1.1\r\nX-Request-Id: mine\r\n".encode() + rest)
         with client.makefile("rb") as file:
@@ -427,7 +469,7 @@ def test_a_large_head_is_refused_in_words(served: Live, path: str, rest: bytes) 
         assert http.get("/health").status_code == 200
 
 
-def test_what_is_no_http_is_refused_in_the_same_words(served: Live) -> None:
+def test_bytes_that_are_not_http_are_refused_in_the_same_words(served: Live) -> None:
     with socket.create_connection(("127.0.0.1", served.port), TIMEOUT) as client:
         client.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200))
         with client.makefile("rb") as file:
@@ -438,7 +480,7 @@ def test_what_is_no_http_is_refused_in_the_same_words(served: Live) -> None:
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
-async def test_whoever_asks_for_another_protocol_is_answered_in_this_one() -> None:
+async def test_a_request_to_upgrade_is_answered_in_http_1_1() -> None:
     connection = Connection()
     await connection.receive(b"GET /x HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n")
     assert connection.statuses == [200]
@@ -450,3 +492,126 @@ async def test_whoever_asks_for_another_protocol_is_answered_in_this_one() -> No
 def served() -> Any:
     with live() as started:
         yield started
+
+
+class Peer:
+    def __init__(self) -> None:
+        self.is_idle, self.is_aborted = True, False
+        self.transport = self
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_connection_that_is_idle_longest_makes_room(seed: int) -> None:
+    chance = random.Random(seed)
+    most = chance.randint(1, 8)
+    limit: Any = ConnectionLimit(most)
+    inside, n_aborted = list[Peer](), 0
+    for _ in range(500):
+        peer = chance.choice(inside) if inside and chance.random() < 0.6 else None
+        if peer is None:  # connects
+            inside.append(peer := Peer())
+            expected = next(one for one in inside if one.is_idle) if len(inside) > most else None
+            limit.add(peer, len(inside))
+            assert [one for one in inside if one.is_aborted] == [expected] * bool(expected)
+            inside = [one for one in inside if not one.is_aborted]
+            n_aborted += expected is not None
+        elif chance.random() < 0.1:  # disconnects
+            limit.idle.pop(peer, None)
+            inside.remove(peer)
+        else:
+            peer.is_idle = not peer.is_idle
+            if peer.is_idle:
+                limit.idle[peer] = None
+            else:
+                limit.idle.pop(peer)
+            inside.remove(peer)
+            inside.append(peer)
+    assert n_aborted > 50
+
+
+def test_there_are_fewer_connections_than_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    for soft, most in ((40, 20), (256, 192), (2**20, 2**20 - 64), (resource.RLIM_INFINITY, 2**20)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
+        assert max_connections() == most
+
+
+def is_open(connection: socket.socket) -> bool:
+    """Return whether the server still answers on a connection."""
+    try:
+        connection.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        return connection.recv(2**16) != b""
+    except ConnectionError:
+        return False
+
+
+def test_idle_connections_shut_nobody_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Connections with a request stay: if all have one, a newcomer is cut off."""
+    monkeypatch.setattr("server.process.serve.max_connections", lambda: 4)
+    with live(FakeRunner(VOCAB_SIZE)) as served, caplog.at_level(logging.WARNING):
+        address = ("127.0.0.1", served.port)
+        idle = [socket.create_connection(address, TIMEOUT) for _ in range(10)]
+        for connection in idle[:6]:
+            assert connection.recv(1) == b""
+        assert all(map(is_open, idle[6:]))
+        busy = []
+        for _ in range(4):
+            busy.append(connection := socket.create_connection(address, TIMEOUT))
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 9"
+            )
+            connection.sendall(f"{head}\r\nExpect: 100-continue\r\n\r\n".encode())
+            assert connection.recv(2**16).startswith(b"HTTP/1.1 100 ")
+        assert not any(map(is_open, idle))
+        with socket.create_connection(address, TIMEOUT) as newcomer:
+            assert not is_open(newcomer)
+        for connection in busy:
+            connection.sendall(b"{invalid}")
+            assert connection.recv(2**16).startswith(b"HTTP/1.1 400 ")
+        for connection in (*idle, *busy):
+            connection.close()
+    messages = [record.getMessage() for record in caplog.records]
+    assert sum("more connections than open files allow" in one for one in messages) == 1
+
+
+ATTRIBUTES = {
+    HttpToolsProtocol: "headers cycle pipeline parser loop transport flow connections "
+    "timeout_keep_alive timeout_keep_alive_task timeout_keep_alive_handler",
+    RequestResponseCycle: "disconnected message_event keep_alive response_started "
+    "response_complete",
+    FlowControl: "read_paused write_paused resume_reading",
+    uvicorn.Server: "server_state started should_exit",
+}
+
+
+async def test_uvicorn_is_as_our_connections_need_it() -> None:
+    """The first failure to read when a new uvicorn breaks connections."""
+    subclasses: list[tuple[type, type, set[str]]] = [
+        (BoundedConnection, HttpToolsProtocol, {"refuse_unfinished", "cut_off"}),
+        (DrainingServer, uvicorn.Server, set()),
+    ]
+    for ours, theirs, added in subclasses:
+        for name, method in vars(ours).items():
+            if inspect.isfunction(method) and not name.startswith("_") and name not in added:
+                overridden = getattr(theirs, name, None)
+                assert overridden, f"uvicorn's {theirs.__name__} has no {name}"
+                assert parameters(overridden) == parameters(method), f"{theirs.__name__}.{name}"
+    connection = Connection()
+    connection.may_answer.clear()
+    await connection.receive(GET + GET)
+    protocol = connection.protocol
+    server = uvicorn.Server(uvicorn.Config(connection.application))
+    for part in (protocol, protocol.cycle, protocol.flow, server):
+        names = next(ATTRIBUTES[kind] for kind in type(part).__mro__ if kind in ATTRIBUTES)
+        missing = [name for name in names.split() if not hasattr(part, name)]
+        assert not missing, f"uvicorn's {type(part).__name__} has no {missing}"
+    assert protocol.pipeline[-1][0] is protocol.cycle
+    assert STATUS_LINE[431] == b"HTTP/1.1 431 Request Header Fields Too Large\r\n"
+
+
+def parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)

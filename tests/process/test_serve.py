@@ -1,21 +1,18 @@
-"""The process: what stops it before it serves, and how it goes."""
+"""The server process: what stops it before it serves, and how it ends."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
-from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -29,17 +26,17 @@ from model.bundle import (
     hash_files,
 )
 from server.errors import StartupError
-from server.process.serve import bind, check_model, configure, run
+from server.process import serve
 from server.settings import load_settings
-from tests.fake_runner import TIMEOUT, FakeRunner
-from tests.serving import VOCAB_SIZE, fake_app, fake_bundle
+from tests.fake_runner import TIMEOUT
+from tests.serving import fake_bundle
 
 BODY = {"prompt": "a", "max_tokens": 8, "logit_bias": {"66": 100}}
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A model directory that is whole, though its graph is none."""
+    """A complete model directory, except that its graph is not one."""
     bundle = fake_bundle(tmp_path / "bogus")
     bundle.path.mkdir()
     bundle.config.save(bundle.path / CONFIG_FILE)
@@ -52,25 +49,24 @@ def directory(tmp_path: Path) -> Path:
 
 
 class Process:
-    def __init__(self, options: dict[str, Any], environment: dict[str, str] | None = None) -> None:
+    def __init__(self, options: dict[str, Any]) -> None:
         self.popen = subprocess.Popen(
             [sys.executable, "-m", "tests.serve_process", json.dumps({"port": 0} | options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | (environment or {}),
         )
         self.guard = threading.Timer(TIMEOUT, self.popen.kill)
         self.guard.start()
 
     def log_until(self, message: str) -> dict[str, Any]:
-        """Read the log up to the line that says `message`."""
+        """Read the log up to a message, and return its line."""
         for text in _pipe(self.popen.stderr):
             line: dict[str, Any] = json.loads(text)
             if line["message"] == message:
                 return line
-        raise AssertionError(f"the process ended without saying {message!r}")
+        raise AssertionError(f"the process ended without logging {message!r}")
 
     def wait_for_submission(self) -> None:
         assert _pipe(self.popen.stdout).readline() == "submitted\n"
@@ -92,8 +88,8 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
 
 
 @contextmanager
-def process(options: dict[str, Any], **environment: str) -> Iterator[Process]:
-    started = Process(options, environment)
+def process(options: dict[str, Any]) -> Iterator[Process]:
+    started = Process(options)
     try:
         yield started
     finally:
@@ -102,7 +98,7 @@ def process(options: dict[str, Any], **environment: str) -> Iterator[Process]:
 
 @contextmanager
 def served(directory: Path, **options: Any) -> Iterator[tuple[Process, httpx.Client]]:
-    """A process that is ready, whose runner is held."""
+    """A process that is ready; its runner is held."""
     with process({"model": str(directory)} | options) as started:
         port = started.log_until("listening")["port"]
         started.log_until("ready")
@@ -112,7 +108,7 @@ def served(directory: Path, **options: Any) -> Iterator[tuple[Process, httpx.Cli
 
 @contextmanager
 def streaming(started: Process, client: httpx.Client, **fields: Any) -> Iterator[Iterator[str]]:
-    """Lines of a stream that has begun, and holds the only row."""
+    """The lines of a stream that has begun, and holds the only slot."""
     started.tell_runner("allow")
     with client.stream(
         "POST", "/v1/completions", json=BODY | {"stream": True} | fields
@@ -123,16 +119,21 @@ def streaming(started: Process, client: httpx.Client, **fields: Any) -> Iterator
         yield lines
 
 
-def test_sigterm_sheds_the_queue_refuses_what_is_new_and_lets_what_runs_finish(
+def test_sigterm_sheds_the_queue_refuses_new_requests_and_lets_running_ones_finish(
     directory: Path,
 ) -> None:
+    """A stream that has begun finishes with all its choices; half an upload is answered."""
+    upload = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n"
     with (
         served(directory) as (started, client),
         ThreadPoolExecutor() as pool,
-        streaming(started, client) as lines,
+        streaming(started, client, n=2) as lines,
+        socket.create_connection((client.base_url.host, client.base_url.port), TIMEOUT) as uploader,
     ):
         queued = pool.submit(client.post, "/v1/completions", json=BODY)
         started.wait_for_submission()
+        uploader.sendall(upload + b"Expect: 100-continue\r\n\r\n")
+        assert uploader.recv(1000).startswith(b"HTTP/1.1 100 ")
         started.popen.send_signal(signal.SIGTERM)
         started.log_until("draining")
         refused = client.post("/v1/completions", json=BODY)
@@ -142,23 +143,13 @@ def test_sigterm_sheds_the_queue_refuses_what_is_new_and_lets_what_runs_finish(
         started.tell_runner("release")
         assert queued.result().status_code == 503
         events = [line for line in lines if line]
-        assert '"finish_reason":"length"' in events[-2]
-        assert events[-1] == "data: [DONE]"
-        assert started.popen.wait() == 0
-
-
-def test_a_stream_that_has_begun_outlives_sigterm_with_all_its_choices(directory: Path) -> None:
-    with served(directory) as (started, client), streaming(started, client, n=2) as lines:
-        started.popen.send_signal(signal.SIGTERM)
-        started.log_until("draining")
-        started.tell_runner("release")
-        events = [line for line in lines if line]
         assert sum('"finish_reason":"length"' in event for event in events) == 2
         assert events[-1] == "data: [DONE]"
+        assert uploader.recv(1000).startswith(b"HTTP/1.1 503 ")
         assert started.popen.wait() == 0
 
 
-def test_what_outlasts_the_drain_ends_in_words_too(directory: Path) -> None:
+def test_a_stream_that_outlasts_the_drain_ends_in_an_error_event(directory: Path) -> None:
     with (
         served(directory, drain_timeout=0.01) as (started, client),
         streaming(started, client) as lines,
@@ -173,7 +164,7 @@ def test_what_outlasts_the_drain_ends_in_words_too(directory: Path) -> None:
 
 
 def test_a_client_that_does_not_read_is_cut_off_when_the_drain_is_over(directory: Path) -> None:
-    name = "x" * 100_000  # it makes every event too large for the buffers on the way
+    name = "x" * 100_000  # makes every event too large for the buffers on the way
     content = json.dumps(BODY | {"stream": True, "max_tokens": 60, "ignore_eos": True}).encode()
     request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (
         len(content),
@@ -188,9 +179,8 @@ def test_a_client_that_does_not_read_is_cut_off_when_the_drain_is_over(directory
         stuck.sendall(request)
         started.wait_for_submission()
         started.tell_runner("release")
-        assert (
-            client.post("/v1/completions", json=BODY).status_code == 200
-        )  # the only row is free: all is generated
+        # An answer to another request shows that the only slot is free: all is generated.
+        assert client.post("/v1/completions", json=BODY).status_code == 200
         started.popen.send_signal(signal.SIGTERM)
         started.log_until("cut off a client that does not read")
         assert started.popen.wait() == 0
@@ -198,60 +188,7 @@ def test_a_client_that_does_not_read_is_cut_off_when_the_drain_is_over(directory
     assert set(messages) <= {"drain timeout: ending what still runs", "request"}
 
 
-class Transport(asyncio.Transport):
-    """One whose client takes what the test says."""
-
-    n_left = 100_000
-    aborted = False
-
-    def get_write_buffer_size(self) -> int:
-        return self.n_left
-
-    def abort(self) -> None:
-        self.aborted = True
-
-
-@pytest.mark.parametrize(
-    ("is_whole", "n_taken", "is_cut"),
-    [(True, 1, False), (True, 0, True), (False, 1, True), (False, 0, True)],
-)
-async def test_only_a_whole_answer_may_be_read_slowly(
-    is_whole: bool, n_taken: int, is_cut: bool
-) -> None:
-    clock = Mock()
-    kind: Any = configure(fake_app(FakeRunner(VOCAB_SIZE))).http
-    protocol = kind(Mock(), Mock(), {}, clock)
-    protocol.flow, protocol.transport, protocol._answering = (
-        Mock(),
-        Transport(),
-        Mock(response_complete=is_whole),
-    )
-    protocol.pause_writing()
-    protocol.transport.n_left -= n_taken
-    seconds, check, *arguments = clock.call_later.call_args.args
-    assert seconds == 60.0
-    check(*arguments)
-    assert protocol.transport.aborted == is_cut
-    assert clock.call_later.call_count == (1 if is_cut else 2)
-    protocol.resume_writing()
-    assert not protocol.is_stalled
-    clock.call_later.return_value.cancel.assert_called_once()
-
-
-def test_half_an_upload_is_answered_at_shutdown(directory: Path) -> None:
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\nExpect: 100-continue\r\n\r\n"
-    with served(directory) as (started, client):
-        with socket.create_connection(
-            (client.base_url.host, client.base_url.port), TIMEOUT
-        ) as uploader:
-            uploader.sendall(head)
-            assert uploader.recv(1000).startswith(b"HTTP/1.1 100 ")
-            started.popen.send_signal(signal.SIGTERM)
-            assert uploader.recv(1000).startswith(b"HTTP/1.1 503 ")
-        assert started.popen.wait() == 0
-
-
-def test_a_second_signal_leaves_at_once(directory: Path) -> None:
+def test_a_second_signal_ends_the_process_at_once(directory: Path) -> None:
     with served(directory) as (started, client), streaming(started, client):
         started.popen.send_signal(signal.SIGTERM)
         started.log_until("draining")
@@ -259,33 +196,23 @@ def test_a_second_signal_leaves_at_once(directory: Path) -> None:
         assert started.popen.wait() == 1
 
 
-def test_a_signal_while_the_model_loads_ends_the_process(directory: Path) -> None:
-    with process({"model": str(directory), "loading": "hangs"}) as started:
-        started.log_until("listening")
+def test_a_process_that_loads_its_model_shows_its_page_and_ends_on_a_signal(
+    directory: Path,
+) -> None:
+    options = {"model": str(directory), "loading": "hangs", "host": "0.0.0.0"}  # noqa: S104
+    with process(options) as started:
+        page = started.log_until("listening")["playground"]
+        assert httpx.get(page).headers["content-type"].startswith("text/html")
         started.popen.send_signal(signal.SIGTERM)
         assert started.popen.wait() == 0
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_process_in_one_line(directory: Path) -> None:
-    with process({"model": str(directory), "loading": "fails"}) as started:
-        assert started.popen.wait() == 1
-        last = _pipe(started.popen.stderr).read().splitlines()[-1]
-    assert last == f"kvasir: {directory} cannot be served: the graph is damaged"
-
-
-def damage(directory: Path) -> str:
-    (directory / WEIGHTS_FILE).write_bytes(b"other weights")
-    return f"{WEIGHTS_FILE} does not match its hash"
-
-
-def remove(directory: Path) -> str:
-    (directory / GRAPH_FILE).unlink()
-    return f"{GRAPH_FILE} is missing"
-
-
-@pytest.mark.parametrize("change", [damage, remove])
-def test_a_bad_model_directory_is_one_line(directory: Path, change: Callable[[Path], str]) -> None:
-    _check_refused({"model": str(directory)}, change(directory))
+@pytest.mark.parametrize(
+    ("host", "in_url"),
+    [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "localhost"), ("::", "localhost"), ("::1", "[::1]")],  # noqa: S104
+)
+def test_the_logged_address_can_be_opened_here(host: str, in_url: str) -> None:
+    assert serve._browsable(host) == in_url
 
 
 def test_a_graph_that_the_runtime_refuses_is_one_line(directory: Path) -> None:
@@ -296,69 +223,52 @@ def test_a_graph_that_the_runtime_refuses_is_one_line(directory: Path) -> None:
     assert "Traceback" not in text
 
 
-def test_an_unknown_setting_is_one_line(directory: Path) -> None:
-    _check_refused({"model": str(directory)}, "unknown setting KVASIR_PROT", KVASIR_PROT="1")
+@pytest.mark.parametrize("kind", ["damaged", "incomplete", "missing", "empty"])
+def test_a_bad_model_directory_is_refused(directory: Path, kind: str) -> None:
+    expected = {
+        "damaged": f"{WEIGHTS_FILE} does not match its hash",
+        "incomplete": f"{GRAPH_FILE} is missing",
+        "missing": "is not a directory",
+        "empty": "not a model directory",
+    }[kind]
+    match kind:
+        case "damaged":
+            (directory / WEIGHTS_FILE).write_bytes(b"other weights")
+        case "incomplete":
+            (directory / GRAPH_FILE).unlink()
+        case "missing":
+            directory = directory / "none"
+        case "empty":
+            directory = directory.parent
+    with pytest.raises(StartupError, match=expected) as caught:
+        serve.serve(load_settings(model=directory))
+    assert "\n" not in str(caught.value)
 
 
-def test_a_port_in_use_is_one_line(directory: Path) -> None:
+def test_addresses_that_cannot_be_listened_on_are_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        _check_refused(
-            {"model": str(directory), "port": port}, f"port {port} is in use on 127.0.0.1"
-        )
+        with pytest.raises(StartupError, match=f"port {port} is in use on 127.0.0.1"):
+            serve.bind("127.0.0.1", port)
+    with pytest.raises(StartupError, match=r"cannot listen on 192\.0\.2\.1 port 0"):
+        serve.bind("192.0.2.1", 0)
 
 
-def _check_refused(options: dict[str, Any], expected: str, **environment: str) -> None:
-    with process(options, **environment) as started:
-        assert started.popen.wait() == 1
-        lines = _pipe(started.popen.stderr).read().splitlines()
-    assert len(lines) == 1, lines
-    assert lines[0].startswith("kvasir: ")
-    assert expected in lines[0]
-
-
-def test_a_model_for_another_device_is_refused(directory: Path) -> None:
-    path = directory / MANIFEST_FILE
-    path.write_text(path.read_text().replace('"device": "cpu"', '"device": "cuda"'))
-    with pytest.raises(StartupError, match="exported for cuda"):
-        run(load_settings(model=directory))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"threads": 2}, "setting threads is for the CPU"),
-        ({"spin_microseconds": 0}, "setting spin_microseconds is for the CPU"),
-        ({"prefix_cache_memory": "1MiB"}, "prefix_cache_memory can only be 0 on a GPU"),
-    ],
-)
-def test_settings_that_a_gpu_would_pass_over_are_refused(
-    directory: Path, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+def test_a_model_for_cuda_needs_a_gpu_and_no_settings_of_the_cpu(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = directory / MANIFEST_FILE
     path.write_text(path.read_text().replace('"device": "cpu"', '"device": "cuda"'))
+    with pytest.raises(StartupError, match="exported for cuda"):
+        serve.serve(load_settings(model=directory))
     monkeypatch.setattr("server.engine.session.require_cuda", lambda: None)
-    assert (
-        check_model(load_settings(model=directory, prefix_cache_memory=0)).manifest.device == "cuda"
+    accepted = serve.check_model(load_settings(model=directory, prefix_cache_memory=0))
+    assert accepted.manifest.device == "cuda"
+    refused: tuple[dict[str, Any], ...] = (
+        {"threads": 2},
+        {"spin_microseconds": 0},
+        {"prefix_cache_memory": "1MiB"},
     )
-    with pytest.raises(StartupError, match=message):
-        check_model(load_settings(model=directory, **options))
-
-
-def test_a_directory_that_is_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StartupError, match="is not a directory"):
-        run(load_settings(model=tmp_path / "nothing"))
-    with pytest.raises(StartupError, match="not a model directory"):
-        run(load_settings(model=tmp_path))
-
-
-def test_an_address_of_somebody_else_is_refused() -> None:
-    with pytest.raises(StartupError, match=r"cannot listen on 192\.0\.2\.1 port 0"):
-        bind("192.0.2.1", 0)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])  # noqa: S104
-def test_the_log_has_an_address_at_which_the_page_is_open(directory: Path, host: str) -> None:
-    with process({"model": str(directory), "host": host}) as started:
-        page = started.log_until("listening")["playground"]
-        assert httpx.get(page).headers["content-type"].startswith("text/html")
+    for options in refused:
+        with pytest.raises(StartupError, match=f"setting {next(iter(options))}"):
+            serve.check_model(load_settings(model=directory, **options))

@@ -1,0 +1,57 @@
+"""Options and arguments that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from model import bundle
+from model.config import PRESETS
+
+
+def _check_text(text: str) -> str:
+    try:
+        text.encode()  # the shell passes any bytes
+    except UnicodeEncodeError:
+        raise typer.BadParameter(f"{text!r} is not UTF-8 text") from None
+    return text
+
+
+def _complete_preset(incomplete: str) -> list[str]:
+    return [name for name in PRESETS if name.startswith(incomplete)]
+
+
+def complete_precision(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the precisions of the device that is on the command line so far."""
+    names = bundle.PRECISIONS[context.params.get("device", "cpu")]
+    return [name for name in names if name.startswith(incomplete)]
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+ModelDirectory = Annotated[Path, typer.Argument(help="A model directory.")]
+InputText = Annotated[
+    str, typer.Argument(callback=_check_text, help="The text that the model reads.")
+]
+Preset = Annotated[str, typer.Option(help="Shape of the decoder.", autocompletion=_complete_preset)]
+Device = Annotated[bundle.Device, typer.Option(help="Device that the model runs on.")]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        help="int8 (default), int4 or fp32; for cuda bf16 (default), fp16, int8 or int4.",
+        autocompletion=complete_precision,
+    ),
+]
+PerplexityText = Annotated[
+    Path | None, typer.Option(help="Text for perplexity. Default: held-out text, or English.")
+]
+Temperature = Annotated[
+    float | None, typer.Option(min=0.0, max=100.0, help="Sampling temperature; 0 is greedy.")
+]
+TopK = Annotated[
+    int | None, typer.Option(min=0, help="Sample from this many likeliest tokens; 0: from all.")
+]
+TopP = Annotated[
+    float | None, typer.Option(min=1e-6, max=1.0, help="Sample from this share of probability.")
+]
