@@ -84,8 +84,8 @@ def check_engine(cache: Path, name: str, precision: str) -> float:
     equal = total = 0
     for _ in range(2):  # the second time, prompts begin with blocks that are kept
         together = _run(engine, prompts, aborted={3, 7})
-        assert runner.rows.reserved_tokens == 0, "a sequence that has ended still holds blocks"
-        assert runner.rows.n_free == runner.rows.max_num_seqs, (
+        assert runner.kv.reserved_tokens == 0, "a sequence that has ended still holds blocks"
+        assert runner.kv.n_free == runner.kv.max_num_seqs, (
             "a sequence that has ended still holds its row"
         )
         for i, (found, expected) in enumerate(zip(together, alone, strict=True)):

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from server.engine.batch import Chunk, StepBatch, StepLogits
 from server.engine.kv.rows import KVRows
 from server.engine.sampling import Floats
-from server.engine.scheduler import Batch, Chunk
 from server.engine.sequence import SequenceStatus
 
 TIMEOUT = 30.0  # seconds until a test that waits for what never happens fails
@@ -43,7 +43,7 @@ class FakeRunner:
     ) -> None:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self.rows = KVRows(
+        self.kv = KVRows(
             n_layer=1,
             n_kv_head=1,
             head_dim=1,
@@ -86,7 +86,7 @@ class FakeRunner:
         with self._changed:
             assert self._changed.wait_for(lambda: self._held and self._permits == 0, TIMEOUT)
 
-    def run(self, batch: Batch) -> Floats:
+    def run(self, batch: StepBatch) -> StepLogits:
         self._pass_gate()
         if self.error is not None:
             raise self.error
@@ -96,9 +96,8 @@ class FakeRunner:
             chunk.count >= min(2, len(chunk.sequence.prompt_ids)) for chunk in batch.prefills
         ), "other bits"
         self._scribble(batch)
-        chunks = (*batch.decodes, *batch.prefills, *batch.drafts)
-        logits = [row for chunk in chunks for row in self._run_chunk(chunk)]
-        return np.array(logits, dtype=np.float32).reshape(-1, self.vocab_size)
+        rows = [row for chunk in batch.chunks for row in self._run_chunk(chunk)]
+        return StepLogits(batch, np.array(rows, dtype=np.float32).reshape(-1, self.vocab_size))
 
     def logits(self, prefix: list[int]) -> Floats:
         """The oracle: logits [vocab] of the token that follows `prefix`."""
@@ -128,20 +127,19 @@ class FakeRunner:
             if self._permits is not None:
                 self._permits -= 1
 
-    def _scribble(self, batch: Batch) -> None:
+    def _scribble(self, batch: StepBatch) -> None:
         """What the decode run does to dead rows: it writes one token past what they hold."""
         decoding = {chunk.sequence for chunk in batch.decodes}
         for row, sequence in enumerate(batch.window):
             if sequence not in decoding:
-                self.rows.running.array[0, row, 0, sequence.n_computed if sequence else 0, 0] = -1
+                self.kv.running.array[0, row, 0, sequence.n_computed if sequence else 0, 0] = -1
 
     def _run_chunk(self, chunk: Chunk) -> list[Floats]:
-        row = chunk.sequence.row
-        assert row is not None
+        row = chunk.row
         if chunk.sequence.status is SequenceStatus.RUNNING:
-            cache = self.rows.running.array[0, row, 0, :, 0]  # [n_positions]
+            cache = self.kv.running.array[0, row, 0, :, 0]  # [n_positions]
         else:
-            cache = self.rows.prompts.array[0, self.rows.prompt_row(row), 0, :, 0]
+            cache = self.kv.prompts.array[0, self.kv.prompt_row(row), 0, :, 0]
         cache[chunk.start : chunk.end] = [*chunk.sequence.token_ids, *chunk.draft][
             chunk.start : chunk.end
         ]

@@ -42,7 +42,7 @@ class Live:
         self.thread.start()
 
     def _announce(self, engine: AsyncEngine) -> None:
-        submit, leave, free = engine.submit, engine.leave, self.runner.rows.free
+        submit, leave, free = engine.submit, engine.leave, self.runner.kv.free
 
         def submitting(sequences: list[Sequence]) -> OutputStream:
             stream = submit(sequences)
@@ -59,7 +59,7 @@ class Live:
 
         engine.submit = submitting  # type: ignore[method-assign]
         engine.leave = leaving  # type: ignore[assignment,method-assign]
-        self.runner.rows.free = freeing  # type: ignore[method-assign]
+        self.runner.kv.free = freeing  # type: ignore[method-assign]
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

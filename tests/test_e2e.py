@@ -67,7 +67,7 @@ async def test_many_streams_at_once_each_get_what_they_would_get_alone() -> None
             together = await asyncio.gather(*(read(client, body) for body in bodies))
             alone = [await read(client, body) for body in bodies]
         assert together == alone
-        assert served.runner.rows.reserved_tokens == 0
+        assert served.runner.kv.reserved_tokens == 0
 
 
 def test_tgis_routes_over_http() -> None:

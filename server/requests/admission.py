@@ -182,11 +182,11 @@ def check_length(n_prompt: int, max_tokens: int, engine: Engine) -> None:
             f"{n_prompt} in the prompt and {max_tokens} to generate",
             param="max_tokens",
         )
-    needed = engine.kv_tokens_needed(n_prompt, max_tokens)
-    if needed > engine.kv_budget_tokens:
+    needed = engine.kv.n_needed(n_prompt, max_tokens)
+    if needed > engine.kv.budget_tokens:
         raise InvalidRequestError(
             f"{total} tokens ({n_prompt} in the prompt and {max_tokens} to generate) take the key-value memory of "
-            f"{needed} tokens while the prompt is computed, but the server has that of {engine.kv_budget_tokens}; "
+            f"{needed} tokens while the prompt is computed, but the server has that of {engine.kv.budget_tokens}; "
             "ask for fewer, or raise KVASIR_KV_CACHE_MEMORY",
             param="max_tokens",
         )

@@ -105,7 +105,7 @@ class AsyncEngine:
         """Sequences that hold a row, sequences that wait, share of the key-value memory that is promised."""
         if self.engine is None:
             return 0.0, 0.0, 0.0
-        rows = self.engine.runner.rows
+        rows = self.engine.kv
         running = len(self.engine.scheduler.held)
         return running, max(0, len(self._live) - running), rows.reserved_tokens / rows.budget_tokens
 
@@ -126,10 +126,10 @@ class AsyncEngine:
             if is_waiting:
                 prompts[id(sequence.prompt_ids)] = len(sequence.prompt_ids)
             if sequence.status is not SequenceStatus.FINISHED and not (
-                is_waiting and sequence.turn[0] > turn
+                is_waiting and sequence.queue_key[0] > turn
             ):
                 (waiting if is_waiting else running).append(_work(sequence, now))
-        n_rows = self.engine.runner.rows.max_num_seqs
+        n_rows = self.engine.kv.max_num_seqs
         return Backlog(n_rows, running, waiting, sum(prompts.values()))
 
     async def start(self, build: Callable[[], Engine]) -> None:
@@ -241,7 +241,7 @@ class AsyncEngine:
         try:
             return self._inbox.get(timeout=_IDLE_SECONDS)
         except Empty:
-            engine.give_back_memory()
+            engine.release_idle_memory()
             return self._inbox.get()
 
     def _stop(self, _engine: Engine) -> list[TokenOutput]:

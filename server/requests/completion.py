@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from server.engine.engine import TokenOutput
 from server.engine.grammar.constraints import Constraint, Grammar
 from server.engine.sampling import SamplingParams, TokenLogprobs
-from server.engine.sequence import FinishReason, Sequence, SequenceStatus, SequenceTimes, turn
+from server.engine.sequence import FinishReason, Sequence, SequenceStatus, SequenceTimes, queue_time
 from server.errors import (
     DeadlineExceededError,
     EngineError,
@@ -64,7 +64,7 @@ class CompletionRequest:
         left = math.inf if self.deadline is None else self.deadline - now
         own = Work(len(self.prompts[0].ids), self.n_sure, self.n_sure, left=left)
         n_tokens = sum(len(prompt.ids) for prompt in self.prompts)
-        return Demand(self.n_sequences, n_tokens, turn(now, self.priority), own)
+        return Demand(self.n_sequences, n_tokens, queue_time(now, self.priority), own)
 
     @property
     def n_sure(self) -> int:

@@ -20,8 +20,8 @@ from hypothesis.stateful import (
 )
 
 from server.engine.engine import Engine, StepStats
-from server.engine.kv.rows import MOST_PROMPTS
-from server.engine.prefix_cache import PrefixCache
+from server.engine.kv.prefix_cache import PrefixCache
+from server.engine.kv.rows import MAX_PROMPT_ROWS
 from server.engine.sampling import SamplingParams, token_logprobs
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from tests.engine_driver import Collector, make_sequence, run_to_end
@@ -36,10 +36,8 @@ def make_engine(
     chunk_size: int = 8, cache_blocks: int = 0, speculate: bool = False, **options: Any
 ) -> tuple[Engine, FakeRunner]:
     runner = FakeRunner(VOCAB, **options)
-    cache = PrefixCache(
-        runner.rows, cache_blocks * BLOCK * runner.rows.prompt_token_bytes, block_size=BLOCK
-    )
-    return Engine(runner, chunk_size=chunk_size, prefix_cache=cache, speculate=speculate), runner
+    runner.kv.cache = PrefixCache(cache_blocks, BLOCK)
+    return Engine(runner, chunk_size=chunk_size, speculate=speculate), runner
 
 
 def greedy(sequence_id: int, prompt_ids: list[int], max_tokens: int, **params: Any) -> Sequence:
@@ -141,12 +139,12 @@ class EngineMachine(RuleBasedStateMachine):
             )
             assert stats.n_prefill_tokens <= self.engine.scheduler.chunk_size
             assert 0 <= stats.n_cached <= stats.n_queried
-            assert self.engine.scheduler.cache.capacity or not stats.n_queried
+            assert self.engine.kv.cache_capacity or not stats.n_queried
             assert 0 <= stats.n_accepted <= stats.n_drafted
 
     @invariant()
     def rows_and_promises_belong_to_who_holds_them(self) -> None:
-        rows, held = self.runner.rows, self.engine.scheduler.held
+        rows, held = self.runner.kv, self.engine.scheduler.held
         assert [sequence.row for sequence in held] == sorted({sequence.row for sequence in held})  # type: ignore[type-var]
         assert rows.n_free == rows.max_num_seqs - len(held)
         prefilling = [sequence for sequence in held if sequence.status is SequenceStatus.PREFILLING]
@@ -156,7 +154,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert rows.reserved_tokens == sum(sequence.n_reserved for sequence in held) + floats
         assert rows.reserved_tokens <= rows.committed_tokens <= rows.budget_tokens
         assert len(prefilling) <= 1
-        assert len(rows._free_prompts) == min(rows.max_num_seqs, MOST_PROMPTS) - len(prefilling)
+        assert len(rows._free_prompts) == min(rows.max_num_seqs, MAX_PROMPT_ROWS) - len(prefilling)
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -164,7 +162,7 @@ class EngineMachine(RuleBasedStateMachine):
         while self.engine.has_work:
             self.step(1)
         self.rows_and_promises_belong_to_who_holds_them()
-        assert self.engine.scheduler.rows.reserved_tokens == 0
+        assert self.engine.kv.reserved_tokens == 0
         for sequence_id, sequence in self.requests.items():
             self.check(sequence_id, sequence)
 
@@ -231,7 +229,7 @@ def test_a_large_request_at_the_head_is_not_overtaken() -> None:
     while engine.has_work:
         order += [o.sequence_id for o in engine.step()[0] if o.finish_reason]
     assert order == [0, 2, 1]
-    assert engine.scheduler.rows.reserved_tokens == 0
+    assert engine.kv.reserved_tokens == 0
 
 
 def test_chunks_are_never_of_one_token_unless_the_prompt_is() -> None:
@@ -310,7 +308,7 @@ def test_a_sequence_whose_logits_are_no_numbers_ends_alone() -> None:
     results = run_to_end(engine, [broken, greedy(1, [3], 8)])
     assert results[0].finish_reasons == [FinishReason.ERROR]
     assert results[1].token_ids == runner.greedy([3], 8)
-    assert engine.scheduler.rows.reserved_tokens == 0
+    assert engine.kv.reserved_tokens == 0
 
 
 def step_stats(engine: Engine, sequences: list[Sequence]) -> list[StepStats]:

@@ -12,7 +12,7 @@ import pytest
 
 from server.engine.engine import Engine
 from server.engine.grammar.constraints import Grammar, GrammarCompiler
-from server.engine.prefix_cache import PrefixCache
+from server.engine.kv.prefix_cache import PrefixCache
 from server.engine.runner import OnnxRunner
 from server.engine.sampling import SamplingParams
 from server.engine.sequence import Sequence
@@ -74,10 +74,8 @@ def alone(model: RandomModel) -> list[Result]:
 
 def make_engine(runner: OnnxRunner, *, chunk_size: int, cache_blocks: int = 0) -> Engine:
     """With a prefix cache of blocks of 16 tokens."""
-    cache = PrefixCache(
-        runner.rows, cache_blocks * 16 * runner.rows.prompt_token_bytes, block_size=16
-    )
-    return Engine(runner, chunk_size=chunk_size, prefix_cache=cache)
+    runner.kv.cache = PrefixCache(cache_blocks, block_size=16)
+    return Engine(runner, chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -41,16 +41,16 @@ class BlocksMachine(RuleBasedStateMachine):
         reuse=st.booleans(),
     )
     def admit(self, prompt: list[int], max_tokens: int, reuse: bool) -> int | None:
-        keys = self.blocks.keys(prompt)
-        reusable = keys[: max(0, len(prompt) - 2) // BLOCK] if reuse else []
-        n_found = self.blocks.count(reusable)
+        names = self.blocks.block_names(prompt)
+        reusable = names[: max(0, len(prompt) - 2) // BLOCK] if reuse else []
+        n_found = self.blocks.count_cached(reusable)
         admitted = self.blocks.admit(len(prompt), max_tokens, reusable)
         if admitted is None:
             return None
         row, n_cached = admitted
         assert n_cached == n_found * BLOCK
         self.memory[self.blocks.slots(row, n_cached, len(prompt))] = prompt[n_cached:]
-        self.blocks.computed(row, n_cached, len(prompt), keys)
+        self.blocks.record_prefill(row, n_cached, len(prompt), names)
         new = [7] * max_tokens  # what decoding writes to the rest of its blocks
         self.memory[self.blocks.slots(row, len(prompt), len(prompt) + max_tokens)] = new
         self.texts[row] = prompt + new
@@ -85,10 +85,10 @@ TestBlocks.settings = settings(max_examples=100, stateful_step_count=30)
 
 def admit(blocks: KVBlocks, prompt: list[int], max_tokens: int = 0) -> tuple[int, int]:
     """Admit a prompt that is computed at once."""
-    keys = blocks.keys(prompt)
-    admitted = blocks.admit(len(prompt), max_tokens, keys)
+    names = blocks.block_names(prompt)
+    admitted = blocks.admit(len(prompt), max_tokens, names)
     assert admitted is not None
-    blocks.computed(admitted[0], admitted[1], len(prompt), keys)
+    blocks.record_prefill(admitted[0], admitted[1], len(prompt), names)
     return admitted
 
 
@@ -108,9 +108,15 @@ def test_the_end_of_a_chain_that_nobody_uses_goes_first() -> None:
     old, new = [1] * 12, [2] * 8
     blocks.free(admit(blocks, old)[0])
     blocks.free(admit(blocks, new)[0])
-    assert (blocks.count(blocks.keys(old)), blocks.count(blocks.keys(new))) == (3, 2)
+    assert (
+        blocks.count_cached(blocks.block_names(old)),
+        blocks.count_cached(blocks.block_names(new)),
+    ) == (3, 2)
     assert blocks.admit(8, 0, []) is not None  # a free block, and the end of the old chain
-    assert (blocks.count(blocks.keys(old)), blocks.count(blocks.keys(new))) == (2, 2)
+    assert (
+        blocks.count_cached(blocks.block_names(old)),
+        blocks.count_cached(blocks.block_names(new)),
+    ) == (2, 2)
 
 
 def test_what_is_to_be_shared_is_not_evicted_to_make_room_for_the_rest() -> None:
@@ -121,7 +127,7 @@ def test_what_is_to_be_shared_is_not_evicted_to_make_room_for_the_rest() -> None
     assert blocks.admit(1, 0, []) is None  # nothing is left, and nobody who runs loses anything
     blocks.free(row)
     assert blocks.admit(12, 0, []) is not None
-    assert blocks.count(blocks.keys([1] * 12)) == 0
+    assert blocks.count_cached(blocks.block_names([1] * 12)) == 0
 
 
 def test_sequences_wait_for_blocks_and_for_rows() -> None:
@@ -143,5 +149,5 @@ def test_sequences_wait_for_blocks_and_for_rows() -> None:
 
 def test_without_a_cache_nothing_is_named() -> None:
     blocks = make_blocks(keep_prompts=False)
-    assert blocks.keys([1] * 12) == []
+    assert blocks.block_names([1] * 12) == []
     assert [admit(blocks, [1] * 8), admit(blocks, [1] * 8)] == [(0, 0), (1, 0)]

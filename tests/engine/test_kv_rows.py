@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from typing import Any
 
 import numpy as np
 import psutil
@@ -17,8 +18,25 @@ SHAPE = {"n_layer": 2, "n_kv_head": 3, "head_dim": 8}
 
 
 def make_rows(*, int8: bool = False, **changes: int) -> KVRows:
-    shape = {**SHAPE, "max_num_seqs": 4, "max_model_len": 50, "budget_tokens": 400, **changes}
+    shape: dict[str, Any] = {
+        **SHAPE,
+        "max_num_seqs": 4,
+        "max_model_len": 50,
+        "budget_tokens": 400,
+        **changes,
+    }
     return KVRows(**shape, dtype=np.int8 if int8 else np.float32)
+
+
+def admit(rows: KVRows, n_prompt: int, max_tokens: int = 0) -> int | None:
+    """The row for a prompt, without a prefix cache."""
+    admitted = rows.admit(n_prompt, max_tokens, [])
+    return admitted and admitted[0]
+
+
+def end_prompt(rows: KVRows, row: int) -> None:
+    """Compute the whole prompt."""
+    rows.record_prefill(row, 0, rows._prompts[row][1], [])
 
 
 @given(
@@ -56,46 +74,30 @@ def test_giving_back_leaves_neighbours_and_kept_tokens_alone() -> None:
     """The beginnings of a row's heads, rounded to pages, and everything of the other rows."""
     memory = make_rows(max_model_len=3000).running
     memory.array[:] = 1.0
-    memory.give_back(1, n_kept=700)
+    memory.release_pages(1, n_kept=700)
     assert (memory.array[:, [0, 2, 3]] == 1.0).all()
     assert (memory.array[:, 1, :, :700] == 1.0).all()
     if sys.platform == "linux":
         assert (memory.array[:, 1, :, 1000:2800] == 0.0).all()
-        memory.give_back(1)
+        memory.release_pages(1)
         assert (memory.array[:, 1] == 0.0).all()
-
-
-def test_what_is_read_of_a_prompt_is_written_to_another() -> None:
-    """Against the array; nothing beside those tokens changes."""
-    rows = make_rows()
-    assert [rows.allocate(20) for _ in range(4)] == [0, 1, 2, 3]
-    rows.prompts.array[:] = np.random.default_rng(0).standard_normal(rows.prompts.array.shape)
-    expected = rows.prompts.array.copy()
-    tokens = rows.read(1, 5, 17)
-    assert tokens.shape == (4, 3, 12, 8)
-    used = np.zeros_like(tokens)
-    assert rows.read(1, 5, 17, out=used) is used
-    rows.write(2, 30, used)
-    source, target = rows.prompt_row(1), rows.prompt_row(2)
-    assert (tokens == expected[:, source, :, 5:17]).all()
-    expected[:, target, :, 30:42] = expected[:, source, :, 5:17]
-    assert (rows.prompts.array == expected).all()
 
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_row_is_filled_with_its_prompt_rounded_to_its_type(int8: bool) -> None:
     """Against the arithmetic, a number at a time; the extremes are clipped, and nothing else is written."""
     rows = make_rows(int8=int8)
-    rows.allocate(20)
-    row = rows.allocate(20)
+    admit(rows, 20)
+    row = admit(rows, 20)
     assert row == 1
     generator = np.random.default_rng(0)
     rows.prompts.array[:] = generator.standard_normal(rows.prompts.array.shape) * 70
-    rows.fill(row, 4, 9)
+    prompt_row = rows.prompt_row(row)
+    rows.record_prefill(row, 4, 9, [])
     written = rows.running.array[:, 1, :, 4:9].copy()
     rows.running.array[:, 1, :, 4:9] = 0
     assert not rows.running.array.any()
-    prompt = rows.prompts.array[:, rows.prompt_row(row), :, 4:9]
+    prompt = rows.prompts.array[:, prompt_row, :, 4:9]
     if not int8:
         assert (written == prompt).all()
         return
@@ -107,18 +109,18 @@ def test_a_row_is_filled_with_its_prompt_rounded_to_its_type(int8: bool) -> None
 def test_rows_of_floats_are_for_prompts_only() -> None:
     """There are few; who waits for one gets it when another's prompt has ended."""
     rows = make_rows(max_num_seqs=12, budget_tokens=600)
-    held = [rows.allocate(20) for _ in range(9)]
+    held = [admit(rows, 20) for _ in range(9)]
     assert held == [*range(8), None]
     assert rows.reserved_tokens == 320
-    rows.end_prompt(3)
+    end_prompt(rows, 3)
     assert rows.reserved_tokens == 300
-    assert rows.allocate(20) == 8
+    assert admit(rows, 20) == 8
     assert rows.prompt_row(8) == 3
     with pytest.raises(KeyError):
         rows.prompt_row(3)
     rows.free(8)
     rows.free(3)
-    assert rows.allocate(20) == 3
+    assert admit(rows, 20) == 3
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
@@ -127,13 +129,13 @@ def test_only_touched_tokens_take_memory_and_giving_back_returns_it() -> None:
     rows = make_rows(n_layer=4, max_num_seqs=8, max_model_len=20000, budget_tokens=40000)
     process = psutil.Process()
     before = process.memory_info().rss
-    row = rows.allocate(20000)
+    row = admit(rows, 20000)
     assert row is not None
     rows.running.array[:, row] = 1.0
     written = process.memory_info().rss - before
     assert written == pytest.approx(8 * 3 * 20000 * 8 * 4, rel=0.2)
     rows.free(row)
-    rows.give_back()
+    rows.release_idle_memory()
     assert process.memory_info().rss - before < written / 4
 
 
@@ -146,7 +148,7 @@ def test_what_free_rows_still_hold_stays_within_the_budget() -> None:
     whole = 8 * 3 * 20000 * 8 * 4  # bytes of the budget
 
     def fill(n_tokens: int) -> int:
-        row = rows.allocate(0, n_tokens)
+        row = admit(rows, 0, n_tokens)
         assert row is not None
         rows.running.array[:, row, :, :n_tokens] = 1.0
         return row
@@ -169,7 +171,7 @@ def test_moving_takes_no_more_than_the_budget() -> None:
     before = process.memory_info().rss
     whole = 8 * 3 * 20000 * 8 * 4
     for n in (100, 100, 19800):
-        rows.allocate(0, n)
+        admit(rows, 0, n)
     for leaver, source in ((0, 2), (1, 0)):
         rows.free(leaver)
         rows.running.array[:, source, :, :19800] = 1.0
@@ -183,16 +185,16 @@ def test_the_floats_of_a_prompt_are_promised_until_it_ends(int8: bool, weight: i
     """In tokens of running rows, whose memory is the budget's measure."""
     rows = make_rows(int8=int8, budget_tokens=12 + 10 * weight)
     assert rows.n_needed(10, 2) == rows.budget_tokens
-    assert rows.allocate(10, 3) is None
-    assert rows.allocate(10, 2) == 0
+    assert admit(rows, 10, 3) is None
+    assert admit(rows, 10, 2) == 0
     assert rows.reserved_tokens == rows.budget_tokens
-    rows.end_prompt(0)
+    end_prompt(rows, 0)
     assert rows.reserved_tokens == 12
-    assert rows.allocate(5) == 1
+    assert admit(rows, 5) == 1
     rows.free(1)
     rows.free(0)
     assert rows.reserved_tokens == 0
-    assert rows.allocate(10, 2) == 0
+    assert admit(rows, 10, 2) == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
@@ -206,7 +208,7 @@ def test_prompts_and_what_they_leave_stay_within_the_budget(int8: bool, n_prompt
     before = process.memory_info().rss
 
     def fill(n_prompt: int, max_tokens: int) -> int:
-        row = rows.allocate(n_prompt, max_tokens)
+        row = admit(rows, n_prompt, max_tokens)
         assert row is not None
         rows.prompts.array[:, rows.prompt_row(row), :, :n_prompt] = 1.0
         rows.running.array[:, row, :, : n_prompt + max_tokens] = 1
@@ -215,13 +217,13 @@ def test_prompts_and_what_they_leave_stay_within_the_budget(int8: bool, n_prompt
 
     for _ in range(2):
         row = fill(n_prompt, 0)
-        rows.end_prompt(row)
+        end_prompt(rows, row)
         other = fill(0, 20000 - n_prompt)
         rows.free(row)
         rows.free(other)
         short = [fill(400, 0) for _ in range(8)]
         for row in short:
-            rows.end_prompt(row)
+            end_prompt(rows, row)
         left = 20000 - rows.reserved_tokens
         rows.free(short[0])
         fill(0, left)
@@ -231,14 +233,14 @@ def test_prompts_and_what_they_leave_stay_within_the_budget(int8: bool, n_prompt
 
 def test_padding_is_promised_or_refused() -> None:
     rows = make_rows(int8=True, budget_tokens=100)
-    assert [rows.allocate(7), rows.allocate(9)] == [0, 1]
+    assert [admit(rows, 7), admit(rows, 9)] == [0, 1]
     assert not rows.pad([0, 1], 12)
     assert rows.reserved_tokens == 5 * 16
     assert rows.pad([0, 1], 10)
     assert rows.reserved_tokens == 16 + 4 * 20
     assert rows.pad([0], 5)
-    rows.end_prompt(0)
-    rows.end_prompt(1)
+    end_prompt(rows, 0)
+    end_prompt(rows, 1)
     assert rows.reserved_tokens == 16
 
 
@@ -246,34 +248,34 @@ def test_padding_is_promised_or_refused() -> None:
 def test_what_a_hole_has_written_is_given_back() -> None:
     """A decode run writes a token to every free row before the last that runs, whether or not one ever held it."""
     rows = make_rows(int8=True)
-    assert [rows.allocate(1), rows.allocate(1)] == [0, 1]
+    assert [admit(rows, 1), admit(rows, 1)] == [0, 1]
     rows.running.array[:, :, :, 0] = 1
     rows.free(0)
-    rows.give_back()
+    rows.release_idle_memory()
     assert (rows.running.array.any(axis=(0, 2, 3, 4)) == [False, True, False, False]).all()
 
 
 def test_padding_is_kept_no_longer_than_a_prompts_own_tokens() -> None:
     rows = make_rows(max_model_len=3000, budget_tokens=4000)
-    rows.allocate(1000)
+    admit(rows, 1000)
     assert rows.pad([0], 1500)
-    rows.end_prompt(0)
+    end_prompt(rows, 0)
     assert rows.committed_tokens == 1000 + 1024
 
 
 def test_promises_are_bounded_by_rows_and_by_budget() -> None:
     rows = make_rows(budget_tokens=150)
-    assert [rows.allocate(10, n) for n in (40, 40, 20)] == [
+    assert [admit(rows, 10, n) for n in (40, 40, 20)] == [
         0,
         1,
         None,
     ]  # 160 tokens are more than 150
-    assert rows.allocate(10, 10) == 2
+    assert admit(rows, 10, 10) == 2
     assert rows.reserved_tokens == 150
     rows.free(0)
     assert rows.reserved_tokens == 90
-    assert rows.allocate(5) == 0  # the lowest free row
-    assert [rows.allocate(1), rows.allocate(1)] == [3, None]
+    assert admit(rows, 5) == 0  # the lowest free row
+    assert [admit(rows, 1), admit(rows, 1)] == [3, None]
     with pytest.raises(ValueError, match="free already"):
         make_rows().free(0)
 
@@ -282,7 +284,7 @@ def test_promises_are_bounded_by_rows_and_by_budget() -> None:
 def test_a_move_takes_the_tokens_and_the_promise_along(int8: bool) -> None:
     rows = make_rows(max_model_len=200, budget_tokens=280, int8=int8)
     for n in (10, 20, 130):
-        rows.allocate(0, n)
+        admit(rows, 0, n)
     rows.running.array[:] = np.random.default_rng(0).integers(-127, 127, rows.running.array.shape)
     moved = rows.running.array[:, 2, :, :130].copy()
     prompt_row = rows.prompt_row(2)
@@ -300,7 +302,7 @@ def test_a_move_waits_for_room_for_both_rows() -> None:
     """Or what is copied is there twice, beside a budget that is spent."""
     rows = make_rows(max_model_len=200, budget_tokens=200)
     for n in (10, 20, 130):
-        rows.allocate(0, n)
+        admit(rows, 0, n)
     rows.free(0)
     assert rows.move(2, 51) is None
     assert (rows.n_free, rows.reserved_tokens) == (2, 150)

@@ -20,7 +20,7 @@ from export.paged_graph import export_paged_graph
 from model.network.decoder import Decoder
 from model.reference import generate
 from server.engine.cuda.runner import Inputs, PagedRunner
-from server.engine.engine import Engine
+from server.engine.engine import Engine, warm_up
 from server.engine.kv.blocks import KVBlocks
 from server.engine.sampling import Floats, SamplingParams
 from server.process.app import create_app
@@ -78,7 +78,7 @@ def make_engine(
     runner = PagedRunner(
         model, blocks, max_model_len=config.max_model_len, vocab_size=config.vocab_size
     )
-    runner.warm_up(30)
+    warm_up(runner, 30)
     assert model.n_tokens == [30, 1]
     model.n_tokens.clear()
     return Engine(runner, **{"chunk_size": 16, **options}), model
@@ -117,7 +117,7 @@ def test_every_sequence_gets_the_oracles_tokens(
         assert results[i].token_ids == generate(exported[0], prompt, max_tokens=12, **how)
     assert sum(sequence.n_cached for sequence in sequences) > 0
     assert max(model.n_tokens) > 4  # a chunk ran beside decodes
-    assert engine.runner.rows.reserved_tokens == 0
+    assert engine.runner.kv.reserved_tokens == 0
 
 
 def test_who_lacks_blocks_waits_and_who_runs_loses_nothing(exported: tuple[Decoder, Path]) -> None:
@@ -129,7 +129,7 @@ def test_who_lacks_blocks_waits_and_who_runs_loses_nothing(exported: tuple[Decod
     collector, most = Collector(), 0
     while engine.has_work:
         collector.take(engine.step()[0])
-        rows = engine.runner.rows
+        rows = engine.runner.kv
         assert rows.reserved_tokens <= rows.budget_tokens
         most = max(most, len(engine.scheduler.held))
         if len(collector.results[0].token_ids) == 3 and (output := engine.abort(0)):

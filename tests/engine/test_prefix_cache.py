@@ -10,26 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from server.engine.kv.rows import KVRows
-from server.engine.prefix_cache import PrefixCache
+from server.engine.kv.prefix_cache import PrefixCache
+from server.engine.kv.store import name_blocks
 
 BLOCK = 2
 LENGTH = 24
 
 
-def make_cache(n_blocks: float) -> tuple[PrefixCache, KVRows]:
-    rows = KVRows(
-        n_layer=2,
-        n_kv_head=3,
-        head_dim=8,
-        max_num_seqs=2,
-        max_model_len=LENGTH,
-        budget_tokens=4 * LENGTH,
-    )
-    assert [rows.allocate(LENGTH) for _ in range(2)] == [0, 1]
-    return PrefixCache(
-        rows, int(n_blocks * BLOCK * rows.prompt_token_bytes), block_size=BLOCK
-    ), rows
+def names(prompt_ids: list[int], capacity: int) -> list[bytes]:
+    return name_blocks(prompt_ids, BLOCK, capacity)
 
 
 def content(prompt_ids: list[int]) -> NDArray[np.float32]:
@@ -91,45 +80,37 @@ def test_any_work_against_a_dictionary_of_prefixes(
     capacity: int, work: list[tuple[bool, list[int]]]
 ) -> None:
     """Blocks of another prefix, blocks dropped in the wrong order, a chain that evicts its own beginning."""
-    cache, rows = make_cache(capacity)
-    oracle = Oracle(capacity)
+    cache, oracle = PrefixCache(capacity, BLOCK), Oracle(capacity)
     for keeps, prompt_ids in work:
-        keys, expected = cache.keys(prompt_ids), content(prompt_ids)
+        chain, expected = names(prompt_ids, capacity), content(prompt_ids)
+        row = np.full((4, 3, LENGTH, 8), np.nan, dtype=np.float32)
         if keeps:
-            rows.write(1, 0, expected)
-            cache.keep(1, keys)
+            row[:, :, : len(prompt_ids)] = expected
+            cache.keep(row, chain)
             oracle.keep(prompt_ids)
-            rows.write(1, 0, np.full_like(expected, np.nan))  # a block is a copy, not a view
+            row[:] = np.nan  # a block is a copy, not a view
         else:
-            rows.write(0, 0, np.full((4, 3, LENGTH, 8), np.nan, dtype=np.float32))
-            n_tokens = cache.restore(0, keys)
+            n_tokens = cache.restore(row, chain)
             assert n_tokens == oracle.restore(prompt_ids)
-            assert (rows.read(0, 0, n_tokens) == expected[:, :, :n_tokens]).all()
-            assert np.isnan(rows.read(0, n_tokens, LENGTH)).all()
-        assert [cache.count(cache.keys(ids)) for ids in PROMPTS] == [
+            assert (row[:, :, :n_tokens] == expected[:, :, :n_tokens]).all()
+            assert np.isnan(row[:, :, n_tokens:]).all()
+        assert [cache.count(names(ids, capacity)) for ids in PROMPTS] == [
             len(oracle.found(ids)) for ids in PROMPTS
         ]
 
 
 def test_a_block_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often a prompt that begins with it is kept."""
-    cache, rows = make_cache(50)
-    starts: list[int] = []
-    read = rows.read
+    cache = PrefixCache(50, BLOCK)
+    row = np.zeros((4, 3, LENGTH, 8), dtype=np.float32)
+    copied: list[tuple[int, ...]] = []
+    allocate = cache._allocate
 
-    def counting(
-        row: int, start: int, stop: int, out: NDArray[np.float32] | None = None
-    ) -> NDArray[np.float32]:
-        starts.append(start)
-        return read(row, start, stop, out)
+    def counting(shape: tuple[int, ...]) -> NDArray[np.float32]:
+        copied.append(shape)
+        return allocate(shape)
 
-    monkeypatch.setattr(rows, "read", counting)
+    monkeypatch.setattr(cache, "_allocate", counting)
     for end in (3, 8, 8, 12):
-        cache.keep(0, cache.keys(list(range(end))))
-    assert starts == [0, 2, 4, 6, 8, 10]
-
-
-@pytest.mark.parametrize("n_blocks", [0, 0.9])
-def test_a_budget_below_one_block_keeps_nothing(n_blocks: float) -> None:
-    cache, _ = make_cache(n_blocks)
-    assert cache.keys([1, 2, 3, 4]) == []
+        cache.keep(row, names(list(range(end)), 50))
+    assert copied == [(4, 3, BLOCK, 8)] * 6

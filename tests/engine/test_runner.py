@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from server.engine.batch import Chunk, StepBatch
 from server.engine.engine import Engine
 from server.engine.runner import OnnxRunner
-from server.engine.sampling import SamplingParams
-from server.engine.scheduler import Batch, Chunk
+from server.engine.sampling import Floats, SampledSequence, SamplingParams
 from server.engine.sequence import Sequence
 from server.engine.speculation import DraftPolicy, Speculation
 from tests.engine_driver import Collector, Result, make_sequence
@@ -19,7 +19,8 @@ from tests.random_models import RandomModel
 
 def prompt_in_row(runner: OnnxRunner, prompt_ids: list[int]) -> Sequence:
     sequence = make_sequence(0, prompt_ids, SamplingParams(max_tokens=1))
-    sequence.row = runner.rows.allocate(len(prompt_ids), 1)
+    admitted = runner.kv.admit(len(prompt_ids), 1, [])
+    sequence.row = admitted and admitted[0]
     return sequence
 
 
@@ -38,13 +39,14 @@ def test_prompts_that_share_a_run_are_what_they_are_alone(
     prompts = [generator.integers(random.config.vocab_size, size=n).tolist() for n in lengths]
     together, alone = (random.runner(max_num_seqs=len(lengths)) for _ in range(2))
     chunks = [whole(prompt_in_row(together, prompt)) for prompt in prompts]
-    logits = together.run(Batch([], [], chunks)).copy()
+    logits = together.run(StepBatch(prefills=chunks)).array.copy()
     assert len(logits) == len(lengths)
     for i, prompt in enumerate(prompts):
         sequence = prompt_in_row(alone, prompt)
-        expected = alone.run(Batch([], [], [whole(sequence)]))
+        expected = alone.run(StepBatch(prefills=[whole(sequence)])).array
         assert (logits[i] == expected[0]).all()
-        assert (together.rows.read(i, 0, len(prompt)) == alone.rows.read(i, 0, len(prompt))).all()
+        found, same = (r.kv.prompts.array[:, i, :, : len(prompt)] for r in (together, alone))
+        assert (found == same).all()
 
 
 def test_prompts_of_nearly_one_length_in_neighbouring_rows_share_a_run(
@@ -56,13 +58,13 @@ def test_prompts_of_nearly_one_length_in_neighbouring_rows_share_a_run(
     runs: list[int] = []
     run = runner._run_chunks
 
-    def counting(chunks: list[Chunk], first_logit: int) -> int:
+    def counting(chunks: list[Chunk], logits: Floats) -> None:
         runs.append(len(chunks))
-        return run(chunks, first_logit)
+        run(chunks, logits)
 
     runner._run_chunks = counting  # type: ignore[method-assign]
     scored = Chunk(rows[7], 0, 8, 8)
-    runner.run(Batch([], [], [*map(whole, rows[:7]), scored]))
+    runner.run(StepBatch(prefills=[*map(whole, rows[:7]), scored]))
     assert runs == [
         3,
         2,
@@ -72,7 +74,7 @@ def test_prompts_of_nearly_one_length_in_neighbouring_rows_share_a_run(
     ]  # by length; one token is alone, and so is a prompt that wants logits of all of it
     far = [whole(rows[0]), whole(rows[2])]
     runs.clear()
-    runner.run(Batch([], [], far))
+    runner.run(StepBatch(prefills=far))
     assert runs == [1, 1]
 
 
@@ -86,7 +88,7 @@ def test_prompts_are_padded_where_the_budget_has_room(
         kv_cache_bytes=2 * 3 * 2 * 32 * (sum(lengths) * 5 + 2 + n_spare * 4)
     )
     chunks = [whole(prompt_in_row(runner, [1] * n)) for n in lengths]
-    assert [len(together) for together in runner._side_by_side(chunks)] == runs
+    assert [len(together) for together in runner._group(chunks)] == runs
 
 
 @pytest.mark.parametrize(("model", "weight"), [("random_model", 1), ("random_int8_model", 4)])
@@ -103,8 +105,8 @@ def test_the_budget_is_of_bytes_and_a_prompts_floats_count(
         engine.add(make_sequence(1, [1] * 40, SamplingParams(max_tokens=11)))
     while engine.has_work:
         engine.step()
-        assert runner.rows.committed_tokens * token_bytes <= budget
-    assert runner.rows.committed_tokens == 50 + 40 * weight
+        assert runner.kv.committed_tokens * token_bytes <= budget
+    assert runner.kv.committed_tokens == 50 + 40 * weight
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 16])
@@ -113,8 +115,8 @@ def test_a_prompt_of_full_length_fits_the_default_budget(
 ) -> None:
     """Which is no more than the rows can hold, however much memory is free."""
     runner = random_int8_model.runner(max_num_seqs=max_num_seqs, kv_cache_bytes=None)
-    assert runner.rows.allocate(runner.max_model_len) == 0
-    assert runner.rows.budget_tokens == (max_num_seqs + 4) * runner.max_model_len
+    assert runner.kv.admit(runner.max_model_len, 0, []) == (0, 0)
+    assert runner.kv.budget_tokens == (max_num_seqs + 4) * runner.max_model_len
 
 
 class _Foreknowing(Speculation):
@@ -125,7 +127,7 @@ class _Foreknowing(Speculation):
         self._token_ids = token_ids
         self._random = np.random.default_rng(seed)
 
-    def draft(self, sequence: Sequence, n_running: int) -> list[int]:  # noqa: ARG002
+    def draft(self, sequence: SampledSequence, n_running: int) -> list[int]:  # noqa: ARG002
         done = len(sequence.output_ids)
         n = (
             min(int(self._random.integers(9)), len(self._token_ids) - done - 1)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from server.engine.kv.prefix_cache import PrefixCache
 from server.engine.kv.rows import KVRows
-from server.engine.prefix_cache import PrefixCache
 from server.engine.sampling import SamplingParams
-from server.engine.scheduler import Chunk, Scheduler
-from server.engine.sequence import LEVEL_SECONDS, FinishReason, Sequence, SequenceStatus
+from server.engine.scheduler import Scheduler
+from server.engine.sequence import PRIORITY_LEVEL_SECONDS, FinishReason, Sequence, SequenceStatus
 from tests.engine_driver import make_sequence
 
 BLOCK = 4
@@ -27,10 +27,10 @@ def make_scheduler(
         max_num_seqs=max_num_seqs,
         max_model_len=512,
         budget_tokens=4096,
+        cache=PrefixCache(cache_blocks, BLOCK),
     )
-    cache = PrefixCache(rows, cache_blocks * BLOCK * rows.prompt_token_bytes, block_size=BLOCK)
     options = {"scoring_chunk_size": chunk_size} | options
-    return Scheduler(rows, cache, chunk_size=chunk_size, **options)
+    return Scheduler(rows, chunk_size=chunk_size, **options)
 
 
 def add(scheduler: Scheduler, *prompts: list[int], **params: Any) -> list[Sequence]:
@@ -52,7 +52,7 @@ def step(scheduler: Scheduler) -> list[tuple[int, int, int]]:
     """(sequence, start, end) of the prefills of one step, all of which is then done."""
     batch = scheduler.schedule()
     for chunk in (*batch.decodes, *batch.prefills):
-        scheduler.computed(chunk)
+        scheduler.record(chunk, chunk.count)
     return [(chunk.sequence.id, chunk.start, chunk.end) for chunk in batch.prefills]
 
 
@@ -87,7 +87,7 @@ def test_prompts_fill_steps_beside_what_runs() -> None:
         assert len(batch.decodes) == n
         assert [chunk.sequence for chunk in batch.prefills] == sequences[n : n + 2]
         for chunk in (*batch.decodes, *batch.prefills):
-            scheduler.computed(chunk)
+            scheduler.record(chunk, chunk.count)
 
 
 def test_a_scored_prompt_ends_the_step_and_keeps_to_its_own_bound() -> None:
@@ -160,13 +160,16 @@ def test_a_row_in_prefill_is_no_decode_and_an_abort_frees_it() -> None:
     scheduler.finish(sequences[1], FinishReason.ABORT)
     batch = scheduler.schedule()
     assert [chunk.sequence for chunk in batch.decodes] == [sequences[0]]
-    assert batch.prefills == [Chunk(sequences[2], 0, 4, 1)]
+    (chunk,) = batch.prefills
+    assert (chunk.sequence, chunk.start, chunk.end, chunk.n_logits) == (sequences[2], 0, 4, 1)
     assert sequences[2].row == 1
 
 
 def oldest(waiting: list[Sequence], now: float) -> Sequence:
     """The oracle: priorities less what waiting has earned, as they are now; ties by arrival, then by id."""
-    return min(waiting, key=lambda s: (s.priority - (now - s.times.arrived) / LEVEL_SECONDS, s.id))
+    return min(
+        waiting, key=lambda s: (s.priority - (now - s.times.arrived) / PRIORITY_LEVEL_SECONDS, s.id)
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -177,7 +180,7 @@ def test_priorities_age_whatever_the_moment(seed: int) -> None:
     waiting: list[Sequence] = []
     now = 0.0
     for sequence_id in range(300):
-        now += chance.choice([0.0, 0.5, 4.0]) * LEVEL_SECONDS
+        now += chance.choice([0.0, 0.5, 4.0]) * PRIORITY_LEVEL_SECONDS
         sequence = make_sequence(sequence_id, [1, 2], SamplingParams(max_tokens=9))
         sequence.priority, sequence.times.arrived = chance.randint(-3, 3), now
         waiting.append(sequence)
@@ -186,11 +189,11 @@ def test_priorities_age_whatever_the_moment(seed: int) -> None:
             waiting.remove(left := chance.choice(waiting))
             scheduler.finish(left, FinishReason.ABORT)
         while waiting and chance.random() < 0.4:
-            expected = oldest(waiting, now + chance.choice([0.0, 1000.0]) * LEVEL_SECONDS)
+            expected = oldest(waiting, now + chance.choice([0.0, 1000.0]) * PRIORITY_LEVEL_SECONDS)
             (chunk,) = scheduler.schedule().prefills
             assert chunk.sequence is expected
             waiting.remove(expected)
-            scheduler.computed(chunk)
+            scheduler.record(chunk, chunk.count)
             scheduler.finish(expected, FinishReason.LENGTH)
 
 
@@ -203,10 +206,10 @@ def test_the_last_priority_is_served_in_bounded_time_under_a_flood_of_the_first(
         1, 100
     ):  # one comes and one is served in half the time in which a level is earned
         sequence = make_sequence(n, [1, 2], SamplingParams(max_tokens=9))
-        sequence.priority, sequence.times.arrived = -3, n * LEVEL_SECONDS / 2
+        sequence.priority, sequence.times.arrived = -3, n * PRIORITY_LEVEL_SECONDS / 2
         scheduler.add(sequence)
         (chunk,) = scheduler.schedule().prefills
-        scheduler.computed(chunk)
+        scheduler.record(chunk, chunk.count)
         scheduler.finish(chunk.sequence, FinishReason.LENGTH)
         if chunk.sequence is last:
             break

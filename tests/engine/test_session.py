@@ -12,9 +12,10 @@ import onnxruntime
 import pytest
 
 from export.paged_graph import export_paged_graph
-from server.engine import session as session_module
+from server.engine.cuda import session as session_module
 from server.engine.cuda.runtime import NoDeviceError, free_memory
-from server.engine.session import DeviceModel, block_bytes, open_cuda_session, open_session
+from server.engine.cuda.session import DeviceModel, block_bytes, open_cuda_session
+from server.engine.session import open_session
 from tests.random_models import make_config, make_decoder
 
 

@@ -337,7 +337,7 @@ def test_settings_that_a_gpu_would_pass_over_are_refused(
 ) -> None:
     path = directory / MANIFEST_FILE
     path.write_text(path.read_text().replace('"device": "cpu"', '"device": "cuda"'))
-    monkeypatch.setattr("server.engine.session.require_cuda", lambda: None)
+    monkeypatch.setattr("server.engine.cuda.session.require_cuda", lambda: None)
     assert (
         check_model(load_settings(model=directory, prefix_cache_memory=0)).manifest.device == "cuda"
     )

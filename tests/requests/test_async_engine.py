@@ -14,7 +14,7 @@ import pytest
 
 from server.engine.engine import Engine, TokenOutput
 from server.engine.sampling import SamplingParams
-from server.engine.sequence import LEVEL_SECONDS, FinishReason, Sequence, SequenceTimes
+from server.engine.sequence import PRIORITY_LEVEL_SECONDS, FinishReason, Sequence, SequenceTimes
 from server.errors import EngineError
 from server.requests.async_engine import AsyncEngine, OutputStream
 from tests.fake_runner import FakeRunner
@@ -113,7 +113,7 @@ async def test_what_the_client_left_is_aborted_in_any_state_and_counted_as_waste
         queued.close()
         runner.release()
         assert reasons(await collect(staying, 1)) == [FinishReason.LENGTH]
-        assert runner.rows.reserved_tokens == 0
+        assert runner.kv.reserved_tokens == 0
     wasted = value(engine, "tokens_wasted_total")
     assert len(seen) <= wasted == len(first.output_ids) < 20
     assert value(engine, "request_success_total", finished_reason="abort") == 2
@@ -272,7 +272,7 @@ async def test_a_newcomer_sees_who_stands_before_it() -> None:
         ] * 2
         assert backlog.waiting[0].left < 1000.0 < backlog.waiting[1].left == math.inf
         assert backlog.n_waiting_tokens == 5 + 6  # samples of one prompt share it
-        assert len(engine.backlog(perf_counter() + LEVEL_SECONDS).waiting) == 3
+        assert len(engine.backlog(perf_counter() + PRIORITY_LEVEL_SECONDS).waiting) == 3
         runner.release()
         await collect(streams[0], 3)
         assert engine.forecast.seconds_held > 0
@@ -297,14 +297,14 @@ async def test_memory_goes_back_when_nothing_comes_and_the_next_request_is_serve
     monkeypatch.setattr("server.requests.async_engine._IDLE_SECONDS", 0.0)
     runner = FakeRunner(VOCAB_SIZE)
     loop, returned = asyncio.get_running_loop(), asyncio.Queue[tuple[int, int]]()
-    give_back = runner.rows.give_back
+    release = runner.kv.release_idle_memory
 
     def noting() -> None:
-        before = runner.rows.committed_tokens
-        give_back()
-        loop.call_soon_threadsafe(returned.put_nowait, (before, runner.rows.committed_tokens))
+        before = runner.kv.committed_tokens
+        release()
+        loop.call_soon_threadsafe(returned.put_nowait, (before, runner.kv.committed_tokens))
 
-    monkeypatch.setattr(runner.rows, "give_back", noting)
+    monkeypatch.setattr(runner.kv, "release_idle_memory", noting)
     async with running(runner) as engine:
         for _ in range(2):
             await collect(engine.submit(sequences(engine, [1, 2, 3])), 1)

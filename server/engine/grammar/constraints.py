@@ -23,8 +23,6 @@ from server.engine.grammar.json_schemas import held_schema
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-    from server.engine.sequence import Sequence
-
 MAX_GRAMMAR_CHARS = 2**16
 
 _STUCK = "no text that begins like this one satisfies it"
@@ -175,9 +173,8 @@ class TokenMasks:
     def _executor(self) -> LLExecutor:
         return LLExecutor()  # its threads start at once
 
-    def begin(self, sequences: list[Sequence]) -> Callable[[], None]:
+    def begin(self, constrained: list[tuple[Constraint, frozenset[int]]]) -> Callable[[], None]:
         """Start on what may come next in each of the sequences that are constrained; call the result to have it."""
-        constrained = [(s.constraint, s.ending_ids) for s in sequences if s.constraint is not None]
         if not constrained:
             return lambda: None
         if len(self._words) < len(constrained):
