@@ -85,7 +85,7 @@ def check_engine(cache: Path, name: str, precision: str) -> float:
     for _ in range(2):  # the second time, prompts begin with blocks that are kept
         together = _run(engine, prompts, aborted={3, 7})
         assert runner.kv.reserved_tokens == 0, "a sequence that has ended still holds blocks"
-        assert runner.kv.n_free == runner.kv.max_num_seqs, (
+        assert len(runner.kv.free_rows) == runner.kv.max_num_seqs, (
             "a sequence that has ended still holds its row"
         )
         for i, (found, expected) in enumerate(zip(together, alone, strict=True)):

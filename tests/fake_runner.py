@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from server.engine.batch import Chunk, StepBatch, StepLogits
-from server.engine.kv.rows import KVRows
+from server.engine.kv.rows import KVRows, KVShape
 from server.engine.sampling import Floats
 from server.engine.sequence import SequenceStatus
 
@@ -44,9 +44,7 @@ class FakeRunner:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.kv = KVRows(
-            n_layer=1,
-            n_kv_head=1,
-            head_dim=1,
+            KVShape(1, 1, 1),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
             budget_tokens=5 * max_num_seqs * max_model_len

@@ -13,7 +13,7 @@ from server.engine.kv.store import KVStore
 from server.engine.sampling import Floats, SamplingParams, TokenLogprobs, sample, token_logprobs
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus, SequenceTimes
-from server.engine.speculation import DraftPolicy, Speculation, verify
+from server.engine.speculation import Speculation, verify
 
 StepKind = Literal["decode", "mixed", "prefill"]
 StepTokens = dict[Chunk, list[int | None]]  # None: no token could be chosen
@@ -38,11 +38,11 @@ class Runner(Protocol):
     vocab_size: int
 
     @property
-    def kv(self) -> KVStore: ...
+    def kv(self) -> KVStore:
+        """The KV cache."""
 
     def run(self, batch: StepBatch) -> StepLogits:
         """Compute the logits of all chunks, which are valid until the next run."""
-        ...
 
 
 def warm_up(runner: Runner, n_tokens: int = 2) -> None:
@@ -137,7 +137,7 @@ class Engine:
         ):
             raise ValueError(f"{n_prompt} prompt and {max_tokens} new tokens cannot fit")
         if self.speculate and sequence.constraint is None:  # each draft token would need a mask
-            sequence.speculation = Speculation(DraftPolicy())
+            sequence.speculation = Speculation()
         self._sequences[sequence.id] = sequence
         self.scheduler.add(sequence)
 
@@ -203,7 +203,7 @@ class Engine:
 
     def _stats(self, batch: StepBatch, tokens: StepTokens, seconds: float) -> StepStats:
         begun = [c.sequence for c in batch.prefills if c.begins_prompt and not c.sequence.is_scored]
-        looked_up = begun if self.kv.cache_capacity else []
+        looked_up = begun if self.kv.cache.capacity else []
         return StepStats(
             n_decode=len(batch.decodes) + len(batch.drafts),
             n_prefill_tokens=sum(chunk.count for chunk in batch.prefills),

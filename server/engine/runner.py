@@ -19,11 +19,11 @@ from model.config import DecoderConfig
 from server.engine.batch import Chunk, StepBatch, StepLogits
 from server.engine.engine import SCORING_LOGITS_BYTES, check_max_model_len, warm_up
 from server.engine.kv.prefix_cache import BLOCK_SIZE, PrefixCache
-from server.engine.kv.rows import KVRows, RowMemory
+from server.engine.kv.rows import KVRows, KVShape, RowMemory
 from server.engine.machine import SPIN_MICROSECONDS, available_memory, usable_cpus
 from server.engine.sampling import Floats
 from server.engine.session import InferenceSession, kv_inputs, open_session
-from server.engine.speculation import DraftPolicy
+from server.engine.speculation import MAX_DRAFT, MAX_SPECULATING
 
 MAX_PADDING = 1.25  # ratio of the tokens that a run of several prompts has to those it needs
 
@@ -59,21 +59,17 @@ class OnnxRunner:
         self.kv = self._make_rows(config, max_num_seqs, n_bytes, cache_bytes)
         # A decode for each sequence, a chunk of a scored prompt, drafts. Untouched memory is free.
         n_scored = max(2, SCORING_LOGITS_BYTES // (4 * self.vocab_size))
-        n_logits = max_num_seqs + n_scored + DraftPolicy().max_step
+        n_logits = max_num_seqs + n_scored + MAX_SPECULATING * MAX_DRAFT
         self._logits: Floats = np.empty((n_logits, self.vocab_size), dtype=np.float32)
         self._bindings: dict[tuple[RowMemory, int, int], _Binding] = {}  # by first row, rows
 
     def _make_rows(
         self, config: DecoderConfig, max_num_seqs: int, n_bytes: int, cache_bytes: int
     ) -> KVRows:
-        shape = {
-            "n_layer": config.n_layer,
-            "n_kv_head": config.n_kv_head,
-            "head_dim": config.head_dim,
-        }
+        shape = KVShape(config.n_layer, config.n_kv_head, config.head_dim)
         itemsize = min(kv.itemsize for kv in kv_inputs(self._session))
-        per_token = KVRows.bytes_per_token(**shape, itemsize=itemsize)
-        per_prompt_token = KVRows.bytes_per_token(**shape)
+        per_token = shape.token_bytes(itemsize)
+        per_prompt_token = shape.token_bytes()
         least = 2 * (per_token + per_prompt_token)
         if n_bytes < least:
             raise ValueError(
@@ -81,7 +77,7 @@ class OnnxRunner:
             )
         most = self.max_model_len * (max_num_seqs * per_token + per_prompt_token)  # of full rows
         return KVRows(
-            **shape,
+            shape,
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
             budget_tokens=min(n_bytes, most) // per_token,

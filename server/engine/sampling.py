@@ -100,7 +100,7 @@ class Occurrences:
 
 
 class SampledSequence(Protocol):
-    """The state of a sequence that sampling needs. penalty: [vocab], added to the logits."""
+    """The state of a sequence that sampling needs."""
 
     params: SamplingParams
     prompt_ids: list[int]
@@ -110,7 +110,8 @@ class SampledSequence(Protocol):
     occurrences: Occurrences | None
 
     @property
-    def penalty(self) -> Floats | None: ...
+    def penalty(self) -> Floats | None:
+        """[vocab], added to the logits; None is no constraint."""
 
 
 def sample(logits: Floats, sequences: Sequence[SampledSequence]) -> list[int | None]:

@@ -42,18 +42,13 @@ class Scheduler:
         return [sequence for sequence in self.held if sequence.status is SequenceStatus.RUNNING]
 
     @property
-    def prefilling(self) -> Sequence | None:
-        """The sequence whose prompt is unfinished: between two steps there is one at most."""
-        return next((s for s in self.held if s.status is SequenceStatus.PREFILLING), None)
-
-    @property
     def has_work(self) -> bool:
         """True if a step would do something."""
         return bool(self.waiting or self._window)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        sequence.block_names = self.kv.block_names(sequence.prompt_ids)
+        sequence.block_names = self.kv.cache.names(sequence.prompt_ids)
         insort(self.waiting, sequence, key=lambda waiting: waiting.queue_key)
 
     def schedule(self) -> StepBatch:
@@ -98,7 +93,9 @@ class Scheduler:
         """Cut chunks from prompts in order until the step is full; a scored prompt ends it."""
         chunks: list[Chunk] = []
         budget = self.chunk_size
-        sequence = self.prefilling or self._admit(budget, chunks)
+        # At most one sequence has an unfinished prompt between two steps.
+        sequence = next((s for s in self.held if s.status is SequenceStatus.PREFILLING), None)
+        sequence = sequence or self._admit(budget, chunks)
         while sequence is not None:
             limit = min(budget, self.scoring_chunk_size) if sequence.is_scored else budget
             end = min(sequence.n_computed + limit, len(sequence.prompt_ids))
@@ -124,10 +121,10 @@ class Scheduler:
         sequence = self.waiting[0] if self.waiting else None
         if sequence is None or budget < min(_MIN_PREFILL, len(sequence.prompt_ids)):
             return None
-        size, n_prompt = self.kv.block_size, len(sequence.prompt_ids)
+        size, n_prompt = self.kv.cache.block_size, len(sequence.prompt_ids)
         n_reusable = 0 if sequence.is_scored else max(0, n_prompt - _MIN_PREFILL) // size
         names = sequence.block_names[:n_reusable]
-        missing = names[self.kv.count_cached(names) :][:1]
+        missing = names[self.kv.cache.count(names) :][:1]
         computed = (c.sequence.block_names[c.start // size : c.end // size] for c in chunks)
         if missing and any(missing[0] in names for names in computed):
             return None

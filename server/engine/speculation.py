@@ -8,10 +8,11 @@ Decoding"). All its tokens are checked in one run, as in speculative sampling (L
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from server.engine.sampling import Floats, SampledSequence, sample
 
+MAX_SPECULATING = 4  # running sequences above which there are no drafts
+MAX_DRAFT = 8  # tokens
 # Tokens that have to match. On the text of this repository the first draft token after a match of
 # one token is right 26 times in 100, which is less than checking costs; after two 46, after three
 # 53.
@@ -75,35 +76,23 @@ class PromptLookup:
         return []
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DraftPolicy:
-    """The length of drafts. max_speculating: most running sequences beside which to draft."""
+def draft_length(hit_rate: float, n_running: int, room: int) -> int:
+    """Return the draft length, at most `room`, that yields most tokens per second.
 
-    max_speculating: int = 4
-    max_draft: int = 8
-
-    @property
-    def max_step(self) -> int:
-        """Most draft tokens in a step, of all sequences together."""
-        return self.max_speculating * self.max_draft
-
-    def n_draft(self, hit_rate: float, n_running: int, room: int) -> int:
-        """Return the draft length, at most `room`, that yields most tokens per second.
-
-        See Leviathan et al. 2023, 3.3. hit_rate: of a draft token whose predecessors were right.
-        Beside n_running - 1 sequences that decode in one run, the draft takes a run of its own:
-        n + h + h² + … tokens in run(n - 1) + run(n_draft + 1), against n in run(n).
-        """
-        best, best_speed = 0, n_running / _run_cost(n_running)
-        n_tokens, all_hit = float(n_running), 1.0
-        longest = min(self.max_draft, room) if n_running <= self.max_speculating else 0
-        for length in range(1, longest + 1):
-            all_hit *= hit_rate
-            n_tokens += all_hit
-            speed = n_tokens / (_run_cost(n_running - 1) + _run_cost(length + 1))
-            if speed > best_speed:
-                best, best_speed = length, speed
-        return best
+    See Leviathan et al. 2023, 3.3. hit_rate: of a draft token whose predecessors were right. Beside
+    n_running - 1 sequences that decode in one run, the draft takes a run of its own:
+    n + h + h² + … tokens in run(n - 1) + run(length + 1), against n in run(n).
+    """
+    best, best_speed = 0, n_running / _run_cost(n_running)
+    n_tokens, all_hit = float(n_running), 1.0
+    longest = min(MAX_DRAFT, room) if n_running <= MAX_SPECULATING else 0
+    for length in range(1, longest + 1):
+        all_hit *= hit_rate
+        n_tokens += all_hit
+        speed = n_tokens / (_run_cost(n_running - 1) + _run_cost(length + 1))
+        if speed > best_speed:
+            best, best_speed = length, speed
+    return best
 
 
 class Speculation:
@@ -113,8 +102,7 @@ class Speculation:
     run, the later.
     """
 
-    def __init__(self, policy: DraftPolicy) -> None:
-        self._policy = policy
+    def __init__(self) -> None:
         self._lookup = PromptLookup()
         self._hit_rate = _UNTRIED_HIT_RATE  # when the sequence had _n_tokens
         self._n_tokens = 0
@@ -126,7 +114,7 @@ class Speculation:
         """
         room = sequence.params.max_tokens - len(sequence.output_ids) - 1  # a token follows a draft
         hit_rate = self._expected(_n_tokens(sequence))
-        n_draft = self._policy.n_draft(hit_rate, n_running, room)
+        n_draft = draft_length(hit_rate, n_running, room)
         if not n_draft:
             return []
         return self._lookup.propose(sequence.prompt_ids + sequence.output_ids, n_draft)

@@ -139,14 +139,14 @@ class EngineMachine(RuleBasedStateMachine):
             )
             assert stats.n_prefill_tokens <= self.engine.scheduler.chunk_size
             assert 0 <= stats.n_cached <= stats.n_queried
-            assert self.engine.kv.cache_capacity or not stats.n_queried
+            assert self.engine.kv.cache.capacity or not stats.n_queried
             assert 0 <= stats.n_accepted <= stats.n_drafted
 
     @invariant()
     def rows_and_promises_belong_to_who_holds_them(self) -> None:
         rows, held = self.runner.kv, self.engine.scheduler.held
         assert [sequence.row for sequence in held] == sorted({sequence.row for sequence in held})  # type: ignore[type-var]
-        assert rows.n_free == rows.max_num_seqs - len(held)
+        assert len(rows.free_rows) == rows.max_num_seqs - len(held)
         prefilling = [sequence for sequence in held if sequence.status is SequenceStatus.PREFILLING]
         floats = sum(len(sequence.prompt_ids) for sequence in prefilling) * (
             4 // rows.running.dtype.itemsize

@@ -41,9 +41,9 @@ class BlocksMachine(RuleBasedStateMachine):
         reuse=st.booleans(),
     )
     def admit(self, prompt: list[int], max_tokens: int, reuse: bool) -> int | None:
-        names = self.blocks.block_names(prompt)
+        names = self.blocks.cache.names(prompt)
         reusable = names[: max(0, len(prompt) - 2) // BLOCK] if reuse else []
-        n_found = self.blocks.count_cached(reusable)
+        n_found = self.blocks.cache.count(reusable)
         admitted = self.blocks.admit(len(prompt), max_tokens, reusable)
         if admitted is None:
             return None
@@ -76,7 +76,7 @@ class BlocksMachine(RuleBasedStateMachine):
             for s in self.blocks.slots(row, 0, len(text))
         }
         assert self.blocks.reserved_tokens == len(held) * BLOCK
-        assert self.blocks.n_free == 4 - len(self.texts)
+        assert len(self.blocks.free_rows) == 4 - len(self.texts)
 
 
 TestBlocks = BlocksMachine.TestCase
@@ -85,7 +85,7 @@ TestBlocks.settings = settings(max_examples=100, stateful_step_count=30)
 
 def admit(blocks: KVBlocks, prompt: list[int], max_tokens: int = 0) -> tuple[int, int]:
     """Admit a prompt that is computed at once."""
-    names = blocks.block_names(prompt)
+    names = blocks.cache.names(prompt)
     admitted = blocks.admit(len(prompt), max_tokens, names)
     assert admitted is not None
     blocks.record_prefill(admitted[0], admitted[1], len(prompt), names)
@@ -109,13 +109,13 @@ def test_the_end_of_a_chain_that_nobody_uses_goes_first() -> None:
     blocks.free(admit(blocks, old)[0])
     blocks.free(admit(blocks, new)[0])
     assert (
-        blocks.count_cached(blocks.block_names(old)),
-        blocks.count_cached(blocks.block_names(new)),
+        blocks.cache.count(blocks.cache.names(old)),
+        blocks.cache.count(blocks.cache.names(new)),
     ) == (3, 2)
     assert blocks.admit(8, 0, []) is not None  # a free block, and the end of the old chain
     assert (
-        blocks.count_cached(blocks.block_names(old)),
-        blocks.count_cached(blocks.block_names(new)),
+        blocks.cache.count(blocks.cache.names(old)),
+        blocks.cache.count(blocks.cache.names(new)),
     ) == (2, 2)
 
 
@@ -127,7 +127,7 @@ def test_what_is_to_be_shared_is_not_evicted_to_make_room_for_the_rest() -> None
     assert blocks.admit(1, 0, []) is None  # nothing is left, and nobody who runs loses anything
     blocks.free(row)
     assert blocks.admit(12, 0, []) is not None
-    assert blocks.count_cached(blocks.block_names([1] * 12)) == 0
+    assert blocks.cache.count(blocks.cache.names([1] * 12)) == 0
 
 
 def test_sequences_wait_for_blocks_and_for_rows() -> None:
@@ -149,5 +149,5 @@ def test_sequences_wait_for_blocks_and_for_rows() -> None:
 
 def test_without_a_cache_nothing_is_named() -> None:
     blocks = make_blocks(keep_prompts=False)
-    assert blocks.block_names([1] * 12) == []
+    assert blocks.cache.names([1] * 12) == []
     assert [admit(blocks, [1] * 8), admit(blocks, [1] * 8)] == [(0, 0), (1, 0)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import sys
-from typing import Any
 
 import numpy as np
 import psutil
@@ -12,20 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.kv.rows import KVRows
+from server.engine.kv.rows import KVRows, KVShape
 
-SHAPE = {"n_layer": 2, "n_kv_head": 3, "head_dim": 8}
+SHAPE = KVShape(n_layer=2, n_kv_head=3, head_dim=8)
 
 
-def make_rows(*, int8: bool = False, **changes: int) -> KVRows:
-    shape: dict[str, Any] = {
-        **SHAPE,
-        "max_num_seqs": 4,
-        "max_model_len": 50,
-        "budget_tokens": 400,
-        **changes,
-    }
-    return KVRows(**shape, dtype=np.int8 if int8 else np.float32)
+def make_rows(shape: KVShape = SHAPE, *, int8: bool = False, **changes: int) -> KVRows:
+    sizes = {"max_num_seqs": 4, "max_model_len": 50, "budget_tokens": 400, **changes}
+    dtype = np.int8 if int8 else np.float32
+    return KVRows(
+        shape,
+        max_num_seqs=sizes["max_num_seqs"],
+        max_model_len=sizes["max_model_len"],
+        budget_tokens=sizes["budget_tokens"],
+        dtype=dtype,
+    )
 
 
 def admit(rows: KVRows, n_prompt: int, max_tokens: int = 0) -> int | None:
@@ -48,8 +48,7 @@ def test_a_row_is_a_whole_number_of_pages(
 ) -> None:
     """A partial page would zero the neighbour's tokens when a row is given back."""
     rows = make_rows(
-        n_kv_head=n_kv_head,
-        head_dim=head_dim,
+        KVShape(2, n_kv_head, head_dim),
         max_model_len=max_model_len,
         max_num_seqs=2,
         int8=int8,
@@ -126,7 +125,9 @@ def test_rows_of_floats_are_for_prompts_only() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
 def test_only_touched_tokens_take_memory_and_giving_back_returns_it() -> None:
     """Would catch a shared mapping, which MADV_DONTNEED does not free, and huge pages."""
-    rows = make_rows(n_layer=4, max_num_seqs=8, max_model_len=20000, budget_tokens=40000)
+    rows = make_rows(
+        SHAPE._replace(n_layer=4), max_num_seqs=8, max_model_len=20000, budget_tokens=40000
+    )
     process = psutil.Process()
     before = process.memory_info().rss
     row = admit(rows, 20000)
@@ -142,7 +143,9 @@ def test_only_touched_tokens_take_memory_and_giving_back_returns_it() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
 def test_what_free_rows_still_hold_stays_within_the_budget() -> None:
     """Pages of free rows are kept for the next sequence, but never beside more promises than the budget has."""
-    rows = make_rows(n_layer=4, max_num_seqs=4, max_model_len=20000, budget_tokens=20000)
+    rows = make_rows(
+        SHAPE._replace(n_layer=4), max_num_seqs=4, max_model_len=20000, budget_tokens=20000
+    )
     process = psutil.Process()
     before = process.memory_info().rss
     whole = 8 * 3 * 20000 * 8 * 4  # bytes of the budget
@@ -166,7 +169,9 @@ def test_what_free_rows_still_hold_stays_within_the_budget() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
 def test_moving_takes_no_more_than_the_budget() -> None:
     """Would catch a row that keeps its pages while the one it was moved to takes the same promise."""
-    rows = make_rows(n_layer=4, max_num_seqs=3, max_model_len=20000, budget_tokens=20000)
+    rows = make_rows(
+        SHAPE._replace(n_layer=4), max_num_seqs=3, max_model_len=20000, budget_tokens=20000
+    )
     process = psutil.Process()
     before = process.memory_info().rss
     whole = 8 * 3 * 20000 * 8 * 4
@@ -201,9 +206,9 @@ def test_the_floats_of_a_prompt_are_promised_until_it_ends(int8: bool, weight: i
 @pytest.mark.parametrize(("int8", "n_prompt"), [(False, 9000), (True, 4000)])
 def test_prompts_and_what_they_leave_stay_within_the_budget(int8: bool, n_prompt: int) -> None:
     """One prompt of nearly all of it, many short ones on all rows, and the long one again; counted in pages."""
-    shape = {"n_layer": 8, "n_kv_head": 1, "head_dim": 64}  # pages are of few tokens
-    rows = make_rows(**shape, max_num_seqs=8, max_model_len=20000, budget_tokens=20000, int8=int8)
-    whole = rows.bytes_per_token(**shape, itemsize=rows.running.dtype.itemsize) * rows.budget_tokens
+    shape = KVShape(n_layer=8, n_kv_head=1, head_dim=64)  # pages are of few tokens
+    rows = make_rows(shape, max_num_seqs=8, max_model_len=20000, budget_tokens=20000, int8=int8)
+    whole = rows.token_bytes * rows.budget_tokens
     process = psutil.Process()
     before = process.memory_info().rss
 
@@ -295,7 +300,7 @@ def test_a_move_takes_the_tokens_and_the_promise_along(int8: bool) -> None:
     assert rows.reserved_tokens == 150
     rows.free(0)
     assert rows.reserved_tokens == 20
-    assert rows.n_free == 3
+    assert len(rows.free_rows) == 3
 
 
 def test_a_move_waits_for_room_for_both_rows() -> None:
@@ -305,17 +310,14 @@ def test_a_move_waits_for_room_for_both_rows() -> None:
         admit(rows, 0, n)
     rows.free(0)
     assert rows.move(2, 51) is None
-    assert (rows.n_free, rows.reserved_tokens) == (2, 150)
+    assert (len(rows.free_rows), rows.reserved_tokens) == (2, 150)
     assert rows.move(2, 50) == 0
 
 
 def test_bytes_per_token_counts_keys_and_values_of_every_layer() -> None:
     rows = make_rows(int8=True)
-    assert (
-        KVRows.bytes_per_token(**SHAPE) * rows.prompts.n_positions
-        == rows.prompts.array[:, 0].nbytes
-    )
-    assert (
-        KVRows.bytes_per_token(**SHAPE, itemsize=1) * rows.running.n_positions
-        == rows.running.array[:, 0].nbytes
-    )
+    for n_bytes, memory in (
+        (rows.prompt_token_bytes, rows.prompts),
+        (rows.token_bytes, rows.running),
+    ):
+        assert n_bytes * memory.n_positions == memory.array[:, 0].nbytes

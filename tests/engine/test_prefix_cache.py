@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from server.engine.kv.prefix_cache import PrefixCache
-from server.engine.kv.store import name_blocks
 
 BLOCK = 2
 LENGTH = 24
-
-
-def names(prompt_ids: list[int], capacity: int) -> list[bytes]:
-    return name_blocks(prompt_ids, BLOCK, capacity)
 
 
 def content(prompt_ids: list[int]) -> NDArray[np.float32]:
@@ -82,7 +77,7 @@ def test_any_work_against_a_dictionary_of_prefixes(
     """Blocks of another prefix, blocks dropped in the wrong order, a chain that evicts its own beginning."""
     cache, oracle = PrefixCache(capacity, BLOCK), Oracle(capacity)
     for keeps, prompt_ids in work:
-        chain, expected = names(prompt_ids, capacity), content(prompt_ids)
+        chain, expected = cache.names(prompt_ids), content(prompt_ids)
         row = np.full((4, 3, LENGTH, 8), np.nan, dtype=np.float32)
         if keeps:
             row[:, :, : len(prompt_ids)] = expected
@@ -94,7 +89,7 @@ def test_any_work_against_a_dictionary_of_prefixes(
             assert n_tokens == oracle.restore(prompt_ids)
             assert (row[:, :, :n_tokens] == expected[:, :, :n_tokens]).all()
             assert np.isnan(row[:, :, n_tokens:]).all()
-        assert [cache.count(names(ids, capacity)) for ids in PROMPTS] == [
+        assert [cache.count(cache.names(ids)) for ids in PROMPTS] == [
             len(oracle.found(ids)) for ids in PROMPTS
         ]
 
@@ -112,5 +107,5 @@ def test_a_block_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(cache, "_allocate", counting)
     for end in (3, 8, 8, 12):
-        cache.keep(row, names(list(range(end)), 50))
+        cache.keep(row, cache.names(list(range(end))))
     assert copied == [(4, 3, BLOCK, 8)] * 6

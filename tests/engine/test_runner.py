@@ -12,7 +12,7 @@ from server.engine.engine import Engine
 from server.engine.runner import OnnxRunner
 from server.engine.sampling import Floats, SampledSequence, SamplingParams
 from server.engine.sequence import Sequence
-from server.engine.speculation import DraftPolicy, Speculation
+from server.engine.speculation import Speculation
 from tests.engine_driver import Collector, Result, make_sequence
 from tests.random_models import RandomModel
 
@@ -123,7 +123,7 @@ class _Foreknowing(Speculation):
     """Guesses what comes in two steps of three, and one guess in six is wrong."""
 
     def __init__(self, token_ids: list[int], seed: int) -> None:
-        super().__init__(DraftPolicy())
+        super().__init__()
         self._token_ids = token_ids
         self._random = np.random.default_rng(seed)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from server.engine.kv.prefix_cache import PrefixCache
-from server.engine.kv.rows import KVRows
+from server.engine.kv.rows import KVRows, KVShape
 from server.engine.sampling import SamplingParams
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import PRIORITY_LEVEL_SECONDS, FinishReason, Sequence, SequenceStatus
@@ -21,9 +21,7 @@ def make_scheduler(
     chunk_size: int = 8, cache_blocks: int = 0, max_num_seqs: int = 8, **options: int
 ) -> Scheduler:
     rows = KVRows(
-        n_layer=1,
-        n_kv_head=1,
-        head_dim=1,
+        KVShape(1, 1, 1),
         max_num_seqs=max_num_seqs,
         max_model_len=512,
         budget_tokens=4096,
@@ -156,7 +154,6 @@ def test_a_row_in_prefill_is_no_decode_and_an_abort_frees_it() -> None:
         SequenceStatus.PREFILLING,
         SequenceStatus.WAITING,
     ]
-    assert scheduler.prefilling is sequences[1]
     scheduler.finish(sequences[1], FinishReason.ABORT)
     batch = scheduler.schedule()
     assert [chunk.sequence for chunk in batch.decodes] == [sequences[0]]

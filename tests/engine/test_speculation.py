@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from server.engine.sampling import SamplingParams, sample
 from server.engine.sequence import Sequence
-from server.engine.speculation import NGRAM_SIZES, DraftPolicy, PromptLookup, Speculation, verify
+from server.engine.speculation import NGRAM_SIZES, PromptLookup, Speculation, draft_length, verify
 from tests.engine_driver import make_sequence
 
 VOCAB = 12
@@ -168,7 +168,7 @@ def test_greedy_lookup_yields_the_greedy_tokens_in_fewer_steps() -> None:
     model = random_model(4)
     params = SamplingParams(max_tokens=200, temperature=0.0)
     sequence = make_sequence(0, PROMPT, params)
-    speculation = Speculation(DraftPolicy())
+    speculation = Speculation()
     drafts: list[list[int]] = []
 
     def propose() -> list[int]:
@@ -271,20 +271,16 @@ def test_a_row_without_a_token_to_choose_comes_last() -> None:
     assert verify(logits, greedy(), [4, 5]) == [4, None]
 
 
-def draft_length(hit_rate: float, n_running: int, room: int = 99) -> int:
-    return DraftPolicy(max_speculating=4, max_draft=8).n_draft(hit_rate, n_running, room)
-
-
 def test_drafts_are_as_long_as_they_are_worth() -> None:
     """Longer where guesses are right; none where they are not, or where too many others would wait for the run."""
     rates = np.linspace(0, 1, 101).tolist()
     for n_running in range(1, 5):
-        lengths = [draft_length(rate, n_running) for rate in rates]
+        lengths = [draft_length(rate, n_running, room=99) for rate in rates]
         assert lengths == sorted(lengths)
         assert lengths[0] == 0
         assert lengths[-1] == 8
     for rate in rates:
-        worth = [draft_length(rate, n_running) > 0 for n_running in range(1, 9)]
+        worth = [draft_length(rate, n_running, room=99) > 0 for n_running in range(1, 9)]
         assert worth == sorted(worth, reverse=True)
         assert not any(worth[4:])
 
@@ -295,7 +291,7 @@ def test_drafts_keep_to_what_is_reserved(n_running: int) -> None:
     for max_tokens in range(1, 12):
         sequence = make_sequence(0, [1, 2, 3] * 4, SamplingParams(max_tokens=max_tokens))
         while len(sequence.output_ids) < max_tokens:
-            draft = Speculation(DraftPolicy()).draft(sequence, n_running)
+            draft = Speculation().draft(sequence, n_running)
             room = max_tokens - len(sequence.output_ids) - 1
             assert len(draft) <= room
             assert sequence.n_tokens + len(draft) < sequence.n_reserved
@@ -332,7 +328,7 @@ def replay(
 def test_drafts_that_fail_pause_and_come_back_when_they_succeed(n_running: int, most: int) -> None:
     """`most`: failing drafts in a thousand tokens, a third of which are where one could be made."""
     sequence = make_sequence(0, [1, 2], SamplingParams(max_tokens=9999))
-    speculation = Speculation(DraftPolicy())
+    speculation = Speculation()
     wrong = replay(
         speculation, sequence, [token for i in range(333) for token in (10 + i, 1, 2)], n_running
     )
@@ -345,10 +341,8 @@ def test_drafts_that_fail_pause_and_come_back_when_they_succeed(n_running: int, 
 
 
 def test_nothing_is_drafted_without_a_match_or_beside_too_many() -> None:
-    speculation = Speculation(DraftPolicy(max_speculating=2))
+    speculation = Speculation()
     params = SamplingParams(max_tokens=50)
-    assert speculation.draft(make_sequence(0, [1, 2, 1, 2], params), n_running=3) == []
+    assert speculation.draft(make_sequence(0, [1, 2, 1, 2], params), n_running=5) == []
     assert speculation.draft(make_sequence(0, [1, 2, 1, 2], params), n_running=2) == [1, 2] * 4
-    assert (
-        Speculation(DraftPolicy()).draft(make_sequence(0, [1, 2, 3, 4], params), n_running=1) == []
-    )
+    assert Speculation().draft(make_sequence(0, [1, 2, 3, 4], params), n_running=1) == []

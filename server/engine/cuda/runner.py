@@ -21,7 +21,6 @@ class PagedModel(Protocol):
 
     def run(self, inputs: Inputs) -> Floats:
         """Return logits [rows, vocab]. inputs: as in `export.paged_graph`, without the blocks."""
-        ...
 
 
 class PagedRunner:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from server.engine.kv.store import name_blocks
+from server.engine.kv.store import BlockCache
 
 
 class KVBlocks:
@@ -46,21 +46,15 @@ class KVBlocks:
         self.block_size = block_size
         self.token_bytes = token_bytes
         self.budget_tokens = n_blocks * block_size
-        self.cache_capacity = n_blocks if keep_prompts else 0
+        self.cache: BlockCache[int] = BlockCache(n_blocks if keep_prompts else 0, block_size)
         shape = (max_num_seqs, -(-max_model_len // block_size))
         self.table: NDArray[np.int32] = np.zeros(shape, dtype=np.int32)
         self._held: dict[int, list[int]] = {}  # blocks by row
-        self._free_rows = set(range(max_num_seqs))
+        self.free_rows = set(range(max_num_seqs))
         self._free = list(range(n_blocks))[::-1]  # blocks without a name and without a holder
         self._n_holders = [0] * n_blocks
-        self._named: dict[bytes, int] = {}
         self._names: dict[int, bytes] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()  # named, without a holder; LRU first
-
-    @property
-    def n_free(self) -> int:
-        """Number of free rows."""
-        return len(self._free_rows)
 
     @property
     def reserved_tokens(self) -> int:
@@ -71,23 +65,15 @@ class KVBlocks:
         """See KVStore: whole blocks."""
         return -(-(n_prompt + max_tokens) // self.block_size) * self.block_size
 
-    def block_names(self, prompt_ids: list[int]) -> list[bytes]:
-        """See KVStore."""
-        return name_blocks(prompt_ids, self.block_size, self.cache_capacity)
-
-    def count_cached(self, names: list[bytes]) -> int:
-        """See KVStore."""
-        return next((n for n, name in enumerate(names) if name not in self._named), len(names))
-
     def admit(self, n_prompt: int, max_tokens: int, names: list[bytes]) -> tuple[int, int] | None:
         """See KVStore: cached blocks are shared."""
-        shared = [self._named[name] for name in names[: self.count_cached(names)]]
+        shared = [self.cache.blocks[name] for name in names[: self.cache.count(names)]]
         n_new = self.n_needed(n_prompt, max_tokens) // self.block_size - len(shared)
         n_idle_shared = sum(not self._n_holders[block] for block in shared)
-        if not self._free_rows or n_new > len(self._free) + len(self._idle) - n_idle_shared:
+        if not self.free_rows or n_new > len(self._free) + len(self._idle) - n_idle_shared:
             return None
-        row = min(self._free_rows)
-        self._free_rows.remove(row)
+        row = min(self.free_rows)
+        self.free_rows.remove(row)
         for block in shared:
             self._idle.pop(block, None)
         blocks = shared + [self._take() for _ in range(n_new)]
@@ -105,13 +91,13 @@ class KVBlocks:
         """See KVStore: the blocks that end in [start, end) get their names."""
         for n in range(start // self.block_size, min(end // self.block_size, len(names))):
             block = self._held[row][n]
-            if names[n] not in self._named and block not in self._names:
-                self._named[names[n]] = block
+            if names[n] not in self.cache.blocks and block not in self._names:
+                self.cache.blocks[names[n]] = block
                 self._names[block] = names[n]
 
     def free(self, row: int) -> None:
         """See KVStore: named blocks stay while there is room, a chain's beginning longest."""
-        if row in self._free_rows:
+        if row in self.free_rows:
             raise ValueError(f"row {row} is free already")
         for block in reversed(self._held.pop(row)):
             self._n_holders[block] -= 1
@@ -121,7 +107,7 @@ class KVBlocks:
                 self._idle[block] = None
             else:
                 self._free.append(block)
-        self._free_rows.add(row)
+        self.free_rows.add(row)
 
     def slots(self, row: int, start: int, end: int) -> NDArray[np.int32]:
         """Return block · block_size + offset of a row's tokens [start, end).
@@ -139,5 +125,5 @@ class KVBlocks:
         if self._free:
             return self._free.pop()
         block, _ = self._idle.popitem(last=False)
-        del self._named[self._names.pop(block)]
+        del self.cache.blocks[self._names.pop(block)]
         return block

@@ -5,10 +5,10 @@ Only the results of prefill are kept, never those of decoding, whose bits differ
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import numpy as np
 from numpy.typing import NDArray
+
+from server.engine.kv.store import BlockCache
 
 Floats = NDArray[np.float32]
 
@@ -16,8 +16,8 @@ BLOCK_SIZE = 64  # tokens
 _BLOCKS_PER_ALLOCATION = 8
 
 
-class PrefixCache:
-    """Copies of at most `capacity` blocks of `block_size` prompt tokens; 0 is off.
+class PrefixCache(BlockCache[Floats]):
+    """Copies of prompt blocks.
 
     The least recently used block is dropped first. A chain is always touched as a whole, its first
     block last, so no block outlives its parent: what remains of a chain is its beginning.
@@ -26,20 +26,14 @@ class PrefixCache:
     """
 
     def __init__(self, capacity: int = 0, block_size: int = BLOCK_SIZE) -> None:
-        self.capacity = capacity
-        self.block_size = block_size
-        self._blocks: OrderedDict[bytes, Floats] = OrderedDict()  # the next to drop first
+        super().__init__(capacity, block_size)
         self._spare: list[Floats] = []
-
-    def count(self, names: list[bytes]) -> int:
-        """Count the blocks of a chain that are cached, from its first on."""
-        return next((n for n, name in enumerate(names) if name not in self._blocks), len(names))
 
     def restore(self, row: Floats, names: list[bytes]) -> int:
         """Copy the cached blocks of a chain to the start of a row; return their tokens."""
         found = names[: self.count(names)]
         for n, name in enumerate(found):
-            self._slice(row, n)[:] = self._blocks[name]
+            self._slice(row, n)[:] = self.blocks[name]
         self._touch(found)
         return len(found) * self.block_size
 
@@ -49,7 +43,7 @@ class PrefixCache:
         self._touch(names[:n_cached])  # or the chain's own beginning could be dropped to make room
         for n, name in enumerate(names[n_cached:], n_cached):
             source = self._slice(row, n)
-            self._blocks[name] = block = self._allocate(source.shape)
+            self.blocks[name] = block = self._allocate(source.shape)
             block[:] = source
         self._touch(names)
 
@@ -62,13 +56,13 @@ class PrefixCache:
         Spare blocks are allocated together: large arrays get huge pages, which are committed
         several times faster.
         """
-        if len(self._blocks) == self.capacity:
-            return self._blocks.popitem(last=False)[1]
+        if len(self.blocks) == self.capacity:
+            return self.blocks.popitem(last=False)[1]
         if not self._spare:
-            n_blocks = min(_BLOCKS_PER_ALLOCATION, self.capacity - len(self._blocks))
+            n_blocks = min(_BLOCKS_PER_ALLOCATION, self.capacity - len(self.blocks))
             self._spare.extend(np.empty((n_blocks, *shape), dtype=np.float32))
         return self._spare.pop()
 
     def _touch(self, names: list[bytes]) -> None:
         for name in reversed(names):
-            self._blocks.move_to_end(name)
+            self.blocks.move_to_end(name)

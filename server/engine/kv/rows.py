@@ -16,13 +16,12 @@ import ctypes
 import math
 import mmap
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from server.engine.kv.prefix_cache import PrefixCache
-from server.engine.kv.store import name_blocks
 
 MAX_PROMPT_ROWS = 8
 MAX_CHUNKS_PER_STEP = 8  # each may be a run of its own, which reads every weight
@@ -33,6 +32,18 @@ _MAP_NORESERVE = 0x4000  # Linux; the mmap module of Python 3.11 does not name i
 Floats = NDArray[np.float32]
 
 
+class KVShape(NamedTuple):
+    """The shape of a model's keys and values."""
+
+    n_layer: int
+    n_kv_head: int
+    head_dim: int
+
+    def token_bytes(self, itemsize: int = 4) -> int:
+        """Return the size of one token's keys and values in all layers."""
+        return 2 * self.n_layer * self.n_kv_head * self.head_dim * itemsize
+
+
 class RowMemory:
     """`n_rows` rows of `max_model_len` positions in one private anonymous mapping.
 
@@ -40,68 +51,52 @@ class RowMemory:
     [2 * n_layer, n_rows, n_kv_head, n_positions, head_dim]; n_positions is max_model_len rounded up
     so that one block's row is a whole number of pages: releasing a row leaves its neighbour alone.
 
-    reserved: tokens that the holder of each row may write. resident: tokens whose pages each row
-    still holds from earlier holders.
+    reserved: tokens that the holder of each row may write. committed: tokens whose pages each row
+    holds, or may take at any time.
     """
 
-    def __init__(
-        self,
-        *,
-        n_layer: int,
-        n_kv_head: int,
-        head_dim: int,
-        n_rows: int,
-        max_model_len: int,
-        dtype: type[Any],
-    ) -> None:
+    def __init__(self, shape: KVShape, n_rows: int, max_model_len: int, dtype: type[Any]) -> None:
         self.dtype = np.dtype(dtype)
         self.reserved = [0] * n_rows
-        self.resident = [0] * n_rows
-        per_position = n_kv_head * head_dim * self.dtype.itemsize
+        self.committed = [0] * n_rows
+        per_position = shape.n_kv_head * shape.head_dim * self.dtype.itemsize
         step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, per_position)
         self.n_positions = math.ceil(max_model_len / step) * step
-        self.row_shape = (n_kv_head, self.n_positions, head_dim)
+        self.row_shape = (shape.n_kv_head, self.n_positions, shape.head_dim)
         self._n_rows = n_rows
         self._row_bytes = per_position * self.n_positions
-        self._memory = _map_memory(2 * n_layer * n_rows * self._row_bytes)
+        self._memory = _map_memory(2 * shape.n_layer * n_rows * self._row_bytes)
         self.array: NDArray[Any] = np.frombuffer(self._memory, dtype=self.dtype)
-        self.array = self.array.reshape(2 * n_layer, n_rows, *self.row_shape)
+        self.array = self.array.reshape(2 * shape.n_layer, n_rows, *self.row_shape)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def address(self, block: int, row: int) -> int:
         """Return the address of row `row` of block `block`."""
         return self._base + self._offset(block, row)
 
-    @property
-    def committed_tokens(self) -> int:
-        """Tokens that have memory, or may take it at any time."""
-        return sum(map(max, self.reserved, self.resident))
+    def reserve(self, row: int, n_tokens: int) -> None:
+        """Change a row's reservation; its pages stay if it shrinks."""
+        self.reserved[row] = n_tokens
+        self.committed[row] = max(self.committed[row], n_tokens)
 
-    def unreserve(self, row: int) -> None:
-        """Cancel a row's reservation; its pages stay."""
-        self.resident[row] = max(self.resident[row], self.reserved[row])
-        self.reserved[row] = 0
-
-    def trim(self, row: int, n_kept: int = 0) -> int:
-        """Release pages beyond the reservation and the first `n_kept` tokens; return the tokens."""
+    def trim(self, row: int, n_kept: int = 0) -> None:
+        """Release a row's pages beyond its reservation and its first `n_kept` tokens."""
         n_kept = max(n_kept, self.reserved[row])
-        n_released = max(0, self.resident[row] - n_kept)
-        if n_released:
+        if n_kept < self.committed[row]:
             self.release_pages(row, n_kept)
-            self.resident[row] = n_kept
-        return n_released
 
     def release_pages(self, row: int, n_kept: int = 0) -> None:
         """Return a row's pages to the operating system, except those of its first tokens."""
+        self.committed[row] = n_kept
         if sys.platform != "linux":
             return
-        n_head, n_positions, _ = self.row_shape
-        n_parts = n_head if n_kept else 1  # each head has kept tokens of its own
+        n_parts = self.row_shape[0] if n_kept else 1  # each head has kept tokens of its own
         size = self._row_bytes // n_parts
         for block in range(len(self.array)):
             for part in range(n_parts):
                 start = self._offset(block, row) + part * size
-                first = -(-(start + n_kept * size // n_positions) // mmap.PAGESIZE) * mmap.PAGESIZE
+                kept = start + n_kept * size // self.n_positions
+                first = math.ceil(kept / mmap.PAGESIZE) * mmap.PAGESIZE
                 end = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
                 if first < end:
                     self._memory.madvise(mmap.MADV_DONTNEED, first, end - first)
@@ -122,10 +117,8 @@ class KVRows:
 
     def __init__(
         self,
+        shape: KVShape,
         *,
-        n_layer: int,
-        n_kv_head: int,
-        head_dim: int,
         max_num_seqs: int,
         max_model_len: int,
         budget_tokens: int,
@@ -133,51 +126,22 @@ class KVRows:
         cache: PrefixCache | None = None,
     ) -> None:
         n_prompt_rows = min(max_num_seqs, MAX_PROMPT_ROWS)
-        self.running, self.prompts = (
-            RowMemory(
-                n_layer=n_layer,
-                n_kv_head=n_kv_head,
-                head_dim=head_dim,
-                n_rows=n_rows,
-                max_model_len=max_model_len,
-                dtype=row_type,
-            )
-            for n_rows, row_type in ((max_num_seqs, dtype), (n_prompt_rows, np.float32))
-        )
+        self.running = RowMemory(shape, max_num_seqs, max_model_len, dtype)
+        self.prompts = RowMemory(shape, n_prompt_rows, max_model_len, np.float32)
         self.max_num_seqs = max_num_seqs
         self.budget_tokens = budget_tokens
-        self.prompt_weight = self.prompts.dtype.itemsize // self.running.dtype.itemsize
-        self.prompt_token_bytes = self.bytes_per_token(n_layer, n_kv_head, head_dim)
-        self.token_bytes = self.prompt_token_bytes // self.prompt_weight
+        self.token_bytes = shape.token_bytes(self.running.dtype.itemsize)
+        self.prompt_token_bytes = shape.token_bytes()
+        self.prompt_weight = self.prompt_token_bytes // self.token_bytes
         self.cache = cache or PrefixCache()
-        self._free = set(range(max_num_seqs))
+        self.free_rows = set(range(max_num_seqs))
         self._free_prompts = set(range(n_prompt_rows))
         self._prompts: dict[int, tuple[int, int]] = {}  # by row: its row of floats, prompt tokens
-
-    @staticmethod
-    def bytes_per_token(n_layer: int, n_kv_head: int, head_dim: int, itemsize: int = 4) -> int:
-        """Return the size of one token's keys and values in all layers."""
-        return 2 * n_layer * n_kv_head * head_dim * itemsize
-
-    @property
-    def block_size(self) -> int:
-        """See KVStore."""
-        return self.cache.block_size
-
-    @property
-    def cache_capacity(self) -> int:
-        """See KVStore."""
-        return self.cache.capacity
 
     @property
     def movable(self) -> KVRows:
         """See KVStore: a decode run covers all rows up to the last one in use."""
         return self
-
-    @property
-    def n_free(self) -> int:
-        """Number of free rows."""
-        return len(self._free)
 
     @property
     def reserved_tokens(self) -> int:
@@ -187,32 +151,23 @@ class KVRows:
     @property
     def committed_tokens(self) -> int:
         """Tokens of the budget that are reserved, or that free rows still hold."""
-        prompts = self.prompt_weight * self.prompts.committed_tokens
-        return self.running.committed_tokens + prompts
+        return sum(self.running.committed) + self.prompt_weight * sum(self.prompts.committed)
 
     def n_needed(self, n_prompt: int, max_tokens: int) -> int:
         """See KVStore: a sequence takes most while its prompt is computed."""
         return n_prompt + max_tokens + self.prompt_weight * n_prompt
 
-    def block_names(self, prompt_ids: list[int]) -> list[bytes]:
-        """See KVStore."""
-        return name_blocks(prompt_ids, self.block_size, self.cache_capacity)
-
-    def count_cached(self, names: list[bytes]) -> int:
-        """See KVStore."""
-        return self.cache.count(names)
-
     def admit(self, n_prompt: int, max_tokens: int, names: list[bytes]) -> tuple[int, int] | None:
         """See KVStore: the lowest free row, to which cached blocks are copied."""
-        n_left = self.budget_tokens - self.reserved_tokens
-        if not self._free or not self._free_prompts or self.n_needed(n_prompt, max_tokens) > n_left:
+        n_reserved = self.reserved_tokens + self.n_needed(n_prompt, max_tokens)
+        if not self.free_rows or not self._free_prompts or n_reserved > self.budget_tokens:
             return None
-        row, prompt_row = min(self._free), min(self._free_prompts)
-        self._free.remove(row)
+        row, prompt_row = min(self.free_rows), min(self._free_prompts)
+        self.free_rows.remove(row)
         self._free_prompts.remove(prompt_row)
         self._prompts[row] = prompt_row, n_prompt
-        self.running.reserved[row] = n_prompt + max_tokens
-        self.prompts.reserved[prompt_row] = n_prompt
+        self.running.reserve(row, n_prompt + max_tokens)
+        self.prompts.reserve(prompt_row, n_prompt)
         self._keep_to_budget()
         n_cached = self.cache.restore(self.prompts.array[:, prompt_row], names)
         self._fill(row, 0, n_cached)
@@ -224,11 +179,12 @@ class KVRows:
 
     def pad(self, prompt_rows: list[int], n_tokens: int) -> bool:
         """Reserve `n_tokens` in each row, for a padded run; False if the budget has no room."""
-        n_missing = sum(max(0, n_tokens - self.prompts.reserved[row]) for row in prompt_rows)
+        reserved = self.prompts.reserved
+        n_missing = sum(max(0, n_tokens - reserved[row]) for row in prompt_rows)
         if self.reserved_tokens + self.prompt_weight * n_missing > self.budget_tokens:
             return False
         for row in prompt_rows:
-            self.prompts.reserved[row] = max(n_tokens, self.prompts.reserved[row])
+            self.prompts.reserve(row, max(n_tokens, reserved[row]))
         self._keep_to_budget()
         return True
 
@@ -239,7 +195,7 @@ class KVRows:
     def record_prefill(self, row: int, start: int, end: int, names: list[bytes]) -> None:
         """See KVStore: copy them to the running row; after the last, free the row of floats."""
         prompt_row, n_prompt = self._prompts[row]
-        self.cache.keep(self.prompts.array[:, prompt_row], names[: end // self.block_size])
+        self.cache.keep(self.prompts.array[:, prompt_row], names[: end // self.cache.block_size])
         self._fill(row, start, end)
         if end == n_prompt:
             self._free_prompt(row)
@@ -249,35 +205,35 @@ class KVRows:
 
         To commit a page again costs more than to overwrite it: 4 % of a prefill.
         """
-        if row in self._free:
+        if row in self.free_rows:
             raise ValueError(f"row {row} is free already")
         if row in self._prompts:
             self._free_prompt(row)
-        self._free.add(row)
-        self.running.unreserve(row)
+        self.free_rows.add(row)
+        self.running.reserve(row, 0)
 
     def release_idle_memory(self) -> None:
         """See MovableRows; also releases pages that runs wrote to in free rows."""
-        for memory, free in ((self.running, self._free), (self.prompts, self._free_prompts)):
-            for row in free:
-                memory.release_pages(row)
-                memory.resident[row] = 0
+        for row in self.free_rows:
+            self.running.release_pages(row)
+        for row in self._free_prompts:
+            self.prompts.release_pages(row)
 
     def move(self, source: int, n_tokens: int) -> int | None:
         """See MovableRows: the reservation moves along."""
         if self.reserved_tokens + n_tokens > self.budget_tokens:
             return None
-        target = min(self._free)
-        self._free.remove(target)
-        self.running.reserved[target] = n_tokens
+        target = min(self.free_rows)
+        self.free_rows.remove(target)
+        self.running.reserve(target, n_tokens)
         self._keep_to_budget()
         tokens = self.running.array[:, :, :, :n_tokens]
         tokens[:, target] = tokens[:, source]
         if source in self._prompts:
             self._prompts[target] = self._prompts.pop(source)
-        self.running.reserved[target] = self.running.reserved[source]
-        self.running.unreserve(source)
-        self._free.add(source)
+        self.running.reserve(target, self.running.reserved[source])
+        self.running.reserve(source, 0)
+        self.free_rows.add(source)
         self._keep_to_budget()
         return target
 
@@ -297,7 +253,7 @@ class KVRows:
     def _free_prompt(self, row: int) -> None:
         prompt_row, _ = self._prompts.pop(row)
         self._free_prompts.add(prompt_row)
-        self.prompts.unreserve(prompt_row)
+        self.prompts.reserve(prompt_row, 0)
         self.prompts.trim(prompt_row, _RETAINED_PROMPT)
 
     def _keep_to_budget(self) -> None:
@@ -305,16 +261,13 @@ class KVRows:
 
         Pages of prompts' rows come last: they are few, and the next prompt needs them.
         """
-        excess = self.committed_tokens - self.budget_tokens
-        rows = range(self.max_num_seqs)
-        for row in sorted(rows, key=lambda r: (r in self._free, r), reverse=True):
-            if excess <= 0:
+        rows = sorted(range(self.max_num_seqs), key=lambda row: (row not in self.free_rows, -row))
+        memories = [(self.running, row) for row in rows]
+        memories += [(self.prompts, row) for row in reversed(range(len(self.prompts.reserved)))]
+        for memory, row in memories:
+            if self.committed_tokens <= self.budget_tokens:
                 return
-            excess -= self.running.trim(row)
-        for prompt_row in reversed(range(len(self.prompts.resident))):
-            if excess <= 0:
-                return
-            excess -= self.prompt_weight * self.prompts.trim(prompt_row)
+            memory.trim(row)
 
 
 def _map_memory(size: int) -> mmap.mmap:
