@@ -95,7 +95,9 @@ class OnnxRunner:
         if batch.decodes:
             self._run_window(batch, logits.of(*batch.decodes))
         for chunks in (*self._group(batch.prefills), *([chunk] for chunk in batch.drafts)):
-            self._run_chunks(chunks, logits.of(*chunks))
+            # Prompts are padded on the right; a row's next tokens overwrite what padding writes.
+            work = [(chunk.token_ids, chunk.start, chunk.n_logits) for chunk in chunks]
+            self._run(*self._place(chunks[0]), work, logits.of(*chunks))
         return logits
 
     def _run_window(self, batch: StepBatch, logits: Floats) -> None:
@@ -104,32 +106,39 @@ class OnnxRunner:
         A free row, and one whose prompt is unfinished or that has a draft, are computed, too: what
         they write after their tokens is overwritten by what comes next.
         """
-        holders = batch.window
-        binding = self._bind(self.kv.running, 0, len(holders), capacity=1)
-        lengths = [holder.n_computed if holder else 0 for holder in holders]
-        binding.input_ids[:] = [holder.last_token_id if holder else 0 for holder in holders]
-        binding.position_ids[:] = lengths
-        indices = [chunk.row for chunk in batch.decodes]
-        self.model_seconds += binding.run(lengths, 1, logits_indices=indices, logits=logits)
+        decoding = {chunk.sequence for chunk in batch.decodes}
+        work = [
+            ([holder.last_token_id], holder.n_computed, int(holder in decoding))
+            if holder
+            else ([0], 0, 0)
+            for holder in batch.window
+        ]
+        self._run(self.kv.running, 0, work, logits)
 
-    def _run_chunks(self, chunks: list[Chunk], logits: Floats) -> None:
-        """Run a chunk over its own row, or whole prompts over neighbouring rows.
+    def _run(
+        self, memory: RowMemory, row: int, work: list[tuple[list[int], int, int]], logits: Floats
+    ) -> None:
+        """Run tokens over neighbouring rows from `row` on.
 
-        Prompts are padded on the right; a row's next tokens overwrite what padding writes.
+        work: each row's tokens, the position of the first, and how many logits of the last ones to
+        write to `logits` [n, vocab].
         """
-        batch, longest = len(chunks), max(chunk.count for chunk in chunks)
-        memory, row = self._place(chunks[0])
-        binding = self._bind(memory, row, batch, capacity=longest)
-        ids = binding.input_ids[: batch * longest].reshape(batch, longest)
-        positions = binding.position_ids[: batch * longest].reshape(batch, longest)
+        batch, longest = len(work), max(len(tokens) for tokens, _, _ in work)
+        n_ids = batch * longest
+        binding = self._bindings.get((memory, row, batch))
+        if binding is None or binding.capacity < n_ids:
+            binding = _Binding(self._session, memory, row, batch, capacity=n_ids)
+            self._bindings[memory, row, batch] = binding
+        ids = binding.input_ids[:n_ids].reshape(batch, longest)
+        positions = binding.position_ids[:n_ids].reshape(batch, longest)
         indices: list[int] = []
-        for i, chunk in enumerate(chunks):
-            ids[i] = chunk.token_ids + [0] * (longest - chunk.count)
-            positions[i] = np.arange(chunk.start, chunk.start + longest)
-            end = i * longest + chunk.count
-            indices += range(end - chunk.n_logits, end)
-        lengths = [chunk.end - 1 for chunk in chunks]
-        self.model_seconds += binding.run(lengths, longest, logits_indices=indices, logits=logits)
+        for i, (tokens, start, n_logits) in enumerate(work):
+            ids[i] = tokens + [0] * (longest - len(tokens))
+            positions[i] = np.arange(start, start + longest)
+            end = i * longest + len(tokens)
+            indices += range(end - n_logits, end)
+        ends = [start + len(tokens) for tokens, start, _ in work]
+        self.model_seconds += binding.run(ends, longest, indices, logits)
 
     def _group(self, chunks: list[Chunk]) -> list[list[Chunk]]:
         """Group whole prompts of similar length on neighbouring rows; other chunks run alone.
@@ -156,38 +165,32 @@ class OnnxRunner:
         return groups
 
     def _place(self, chunk: Chunk) -> tuple[RowMemory, int]:
-        """Return where a chunk's tokens go: a draft's to the running row, others to the prompt's."""
+        """Return the row to write to: the running row for a draft, the prompt's for a prompt."""
         if chunk.draft:
             return self.kv.running, chunk.row
         return self.kv.prompts, self.kv.prompt_row(chunk.row)
-
-    def _bind(self, memory: RowMemory, row: int, batch: int, capacity: int) -> _Binding:
-        binding = self._bindings.get((memory, row, batch))
-        if binding is None or binding.input_ids.size < batch * capacity:
-            binding = _Binding(self._session, memory, row=row, batch=batch, capacity=capacity)
-            self._bindings[memory, row, batch] = binding
-        return binding
 
 
 class _Binding:
     """The inputs and outputs of one shape of run over rows `row` … `row + batch - 1`, bound once.
 
     A graph with int8 rows has inputs for rows of both types, and `decode` selects which it uses;
-    the other ones get a placeholder. input_ids, position_ids: int64 [batch * capacity], of which a
-    run takes the first batch * sequence.
+    the other ones get a placeholder. input_ids, position_ids: int64 [capacity], of which a run takes
+    the first batch * sequence.
     """
 
     def __init__(
-        self, session: InferenceSession, memory: RowMemory, *, row: int, batch: int, capacity: int
+        self, session: InferenceSession, memory: RowMemory, row: int, batch: int, capacity: int
     ) -> None:
+        self.capacity = capacity
         self._session = session
         self._n_positions = memory.n_positions
         self._batch = batch
         self._io = session.io_binding()
         self._bound: tuple[int, int, int] | None = None
-        self.input_ids = np.zeros(batch * capacity, dtype=np.int64)
-        self.position_ids = np.zeros(batch * capacity, dtype=np.int64)
-        self._logits_indices = np.zeros(batch * capacity, dtype=np.int64)
+        self.input_ids = np.zeros(capacity, dtype=np.int64)
+        self.position_ids = np.zeros(capacity, dtype=np.int64)
+        self._logits_indices = np.zeros(capacity, dtype=np.int64)
         self._seqlens_k = np.zeros(batch, dtype=np.int32)
         self._total = np.zeros((), dtype=np.int32)
         self._bind_input("seqlens_k", self._seqlens_k, (batch,))
@@ -208,22 +211,20 @@ class _Binding:
                 self._io.bind_output(kv.present, "cpu")
             self._io.bind_input(kv.name, *where)
 
-    def run(
-        self, seqlens_k: list[int], sequence: int, *, logits_indices: list[int], logits: Floats
-    ) -> float:
-        """Run `sequence` tokens of each row; write their logits; return the model's seconds.
+    def run(self, ends: list[int], sequence: int, indices: list[int], logits: Floats) -> float:
+        """Run `sequence` tokens of each row, and return the model's seconds.
 
-        seqlens_k: each row's tokens after the run, minus one. logits: [logits_indices, vocab].
+        ends: each row's number of tokens after the run. indices: the tokens that want logits, which
+        are written to `logits` [n, vocab].
         """
-        longest = max(seqlens_k)
-        if longest >= self._n_positions:  # ONNX Runtime would silently write past the row
-            raise ValueError(
-                f"a row of {self._n_positions} positions cannot hold {longest + 1} tokens"
-            )
-        self._seqlens_k[:] = seqlens_k
-        self._total[()] = longest + 1
-        n_logits = len(logits_indices)
-        self._logits_indices[:n_logits] = logits_indices
+        longest = max(ends)
+        if longest > self._n_positions:  # ONNX Runtime would silently write past the row
+            raise ValueError(f"a row of {self._n_positions} positions cannot hold {longest} tokens")
+        self._seqlens_k[:] = ends
+        self._seqlens_k -= 1
+        self._total[()] = longest
+        n_logits = len(indices)
+        self._logits_indices[:n_logits] = indices
         shape = (sequence, n_logits, logits.ctypes.data)
         if shape != self._bound:
             self._bind_input("input_ids", self.input_ids, (self._batch, sequence))

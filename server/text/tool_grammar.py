@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from server.engine.grammar.constraints import JSON_OPTIONS
-from server.engine.grammar.json_schemas import held_schema
+from server.engine.grammar.json_schemas import enforceable_schema
 from server.text.tool_calls import ToolCallFormat
 
 _LINE = r'"\n"'
@@ -88,5 +88,5 @@ def _literal(text: str) -> str:
 
 def _json(schema: Mapping[str, Any]) -> str:
     return "%json " + json.dumps(
-        {**held_schema(schema), "x-guidance": JSON_OPTIONS}, ensure_ascii=False
+        {**enforceable_schema(schema), "x-guidance": JSON_OPTIONS}, ensure_ascii=False
     )

@@ -20,7 +20,7 @@ from server.engine.grammar.constraints import (
     GrammarCompiler,
     GrammarError,
 )
-from server.engine.grammar.json_schemas import FORMATS, held_schema
+from server.engine.grammar.json_schemas import FORMATS, enforceable_schema
 from server.engine.grammar.trial import GrammarTrial
 from server.engine.sampling import SamplingParams, token_logprobs
 from server.engine.sequence import FinishReason, Sequence
@@ -238,7 +238,7 @@ def test_other_formats_say_what_a_text_is_for(compiler: GrammarCompiler) -> None
         "additionalProperties": False,
         "$defs": {"format": {"type": "string", "format": "uri-reference"}},
     }
-    compiler.compile(Grammar.lark("start: %json " + json.dumps(held_schema(schema))))
+    compiler.compile(Grammar.lark("start: %json " + json.dumps(enforceable_schema(schema))))
     result = run([constrained(compiler, 0, Grammar.json_schema(schema))])[0]
     jsonschema.validate(json.loads(text_of(result)), schema)
 
@@ -321,7 +321,7 @@ def test_a_grammar_that_takes_too_long_to_read_ends_its_own_sequence(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of such a text each token takes longer than the one before it: the limit is on processor time."""
-    monkeypatch.setattr(constraints, "_MOST_SECONDS", 0.001)
+    monkeypatch.setattr(constraints, "_MAX_SECONDS_PER_TOKEN", 0.001)
     ambiguous = Grammar.lark('start: s\ns: s s s | s s | "a"')
     sequence = constrained(compiler, 0, ambiguous, logit_bias={EOS: -50.0})
     result = run([sequence])[0]

@@ -10,7 +10,7 @@ import pytest
 from server.engine.batch import Chunk, StepBatch
 from server.engine.engine import Engine
 from server.engine.runner import OnnxRunner
-from server.engine.sampling import Floats, SampledSequence, SamplingParams
+from server.engine.sampling import SampledSequence, SamplingParams
 from server.engine.sequence import Sequence
 from server.engine.speculation import Speculation
 from tests.engine_driver import Collector, Result, make_sequence
@@ -55,27 +55,12 @@ def test_prompts_of_nearly_one_length_in_neighbouring_rows_share_a_run(
     """Counted in runs: would catch batching that never happens."""
     runner = random_model.runner(max_num_seqs=8)
     rows = [prompt_in_row(runner, [1] * n) for n in (9, 10, 10, 2, 2, 1, 8, 8)]
-    runs: list[int] = []
-    run = runner._run_chunks
-
-    def counting(chunks: list[Chunk], logits: Floats) -> None:
-        runs.append(len(chunks))
-        run(chunks, logits)
-
-    runner._run_chunks = counting  # type: ignore[method-assign]
     scored = Chunk(rows[7], 0, 8, 8)
-    runner.run(StepBatch(prefills=[*map(whole, rows[:7]), scored]))
-    assert runs == [
-        3,
-        2,
-        1,
-        1,
-        1,
-    ]  # by length; one token is alone, and so is a prompt that wants logits of all of it
+    groups = runner._group([*map(whole, rows[:7]), scored])
+    # A prompt of one token is alone, and so is one that wants logits of all of it.
+    assert [len(group) for group in groups] == [3, 2, 1, 1, 1]
     far = [whole(rows[0]), whole(rows[2])]
-    runs.clear()
-    runner.run(StepBatch(prefills=far))
-    assert runs == [1, 1]
+    assert [len(group) for group in runner._group(far)] == [1, 1]
 
 
 @pytest.mark.parametrize(("n_spare", "runs"), [(0, [1, 1]), (3, [2])])

@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions on CUDA: the graph, its KV cache blocks on the GPU, and a runner for both."""
+"""ONNX Runtime sessions on CUDA, and a runner of a graph over KV cache blocks on the GPU."""
 
 from __future__ import annotations
 
