@@ -132,7 +132,7 @@ class Engine:
         n_prompt, max_tokens = len(sequence.prompt_ids), sequence.params.max_tokens
         if (
             not n_prompt
-            or sequence.n_reserved > self.max_model_len
+            or n_prompt + max_tokens > self.max_model_len
             or self.kv.n_needed(n_prompt, max_tokens) > self.kv.budget_tokens
         ):
             raise ValueError(f"{n_prompt} prompt and {max_tokens} new tokens cannot fit")
@@ -146,7 +146,7 @@ class Engine:
     ) -> TokenOutput | None:
         """End a sequence between two steps; return its last output, or None if it has ended."""
         sequence = self._sequences.get(sequence_id)
-        return self._finish(sequence, reason, TokenOutput(sequence.id, None)) if sequence else None
+        return self._finish(sequence, reason) if sequence else None
 
     def release_idle_memory(self) -> None:
         """Return memory of free rows to the operating system; for times without work."""
@@ -258,10 +258,13 @@ class Engine:
         """End a sequence without a next token: its grammar or non-finite logits allow none."""
         is_stuck = sequence.constraint is not None and sequence.constraint.error
         reason = FinishReason.GRAMMAR if is_stuck else FinishReason.ERROR
-        return self._finish(sequence, reason, TokenOutput(sequence.id, None))
+        return self._finish(sequence, reason)
 
-    def _finish(self, sequence: Sequence, reason: FinishReason, output: TokenOutput) -> TokenOutput:
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, output: TokenOutput | None = None
+    ) -> TokenOutput:
         """End a sequence, and return `output` marked as its last."""
-        self.scheduler.finish(sequence, reason)
+        self.scheduler.finish(sequence)
         del self._sequences[sequence.id]
+        output = output or TokenOutput(sequence.id, None)
         return replace(output, finish_reason=reason, times=sequence.times)

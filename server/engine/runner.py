@@ -107,12 +107,10 @@ class OnnxRunner:
         they write after their tokens is overwritten by what comes next.
         """
         decoding = {chunk.sequence for chunk in batch.decodes}
-        work = [
-            ([holder.last_token_id], holder.n_computed, int(holder in decoding))
-            if holder
-            else ([0], 0, 0)
-            for holder in batch.window
-        ]
+        work = [([0], 0, 0)] * len(batch.window)
+        for row, holder in enumerate(batch.window):
+            if holder is not None:
+                work[row] = [holder.last_token_id], holder.n_computed, int(holder in decoding)
         self._run(self.kv.running, 0, work, logits)
 
     def _run(
@@ -131,10 +129,10 @@ class OnnxRunner:
             self._bindings[memory, row, batch] = binding
         ids = binding.input_ids[:n_ids].reshape(batch, longest)
         positions = binding.position_ids[:n_ids].reshape(batch, longest)
+        positions[:] = np.add.outer([start for _, start, _ in work], np.arange(longest))
         indices: list[int] = []
-        for i, (tokens, start, n_logits) in enumerate(work):
+        for i, (tokens, _, n_logits) in enumerate(work):
             ids[i] = tokens + [0] * (longest - len(tokens))
-            positions[i] = np.arange(start, start + longest)
             end = i * longest + len(tokens)
             indices += range(end - n_logits, end)
         ends = [start + len(tokens) for tokens, start, _ in work]

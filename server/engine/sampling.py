@@ -158,23 +158,19 @@ def _adjust(row: Floats, sequence: SampledSequence) -> None:
         if sequence.occurrences is None:
             sequence.occurrences = Occurrences(sequence.prompt_ids, row.size)
         sequence.occurrences.count(sequence.output_ids)
-        _penalise(row, params, sequence.occurrences)
+        if params.repetition_penalty != 1.0:
+            seen, factor = sequence.occurrences.seen, params.repetition_penalty
+            row[seen] = np.where(row[seen] > 0, row[seen] / factor, row[seen] * factor)
+        if params.frequency_penalty or params.presence_penalty:
+            counts = sequence.occurrences.in_output
+            penalty = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+            row -= penalty.astype(np.float32)
     if params.logit_bias:
         row[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
     if len(sequence.output_ids) < params.min_tokens:
         row[list(sequence.ending_ids)] = -np.inf
     if sequence.penalty is not None:
         row += sequence.penalty
-
-
-def _penalise(row: Floats, params: SamplingParams, occurrences: Occurrences) -> None:
-    if params.repetition_penalty != 1.0:
-        seen, factor = occurrences.seen, params.repetition_penalty
-        row[seen] = np.where(row[seen] > 0, row[seen] / factor, row[seen] * factor)
-    if params.frequency_penalty or params.presence_penalty:
-        counts = occurrences.in_output
-        penalty = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
-        row -= penalty.astype(np.float32)
 
 
 def _draw(scaled: Floats, params: SamplingParams, uniform: float) -> int:

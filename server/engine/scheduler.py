@@ -12,7 +12,7 @@ from time import perf_counter
 
 from server.engine.batch import Chunk, StepBatch
 from server.engine.kv.store import KVStore
-from server.engine.sequence import FinishReason, Sequence, SequenceStatus
+from server.engine.sequence import Sequence, SequenceStatus
 
 _MIN_PREFILL = 2  # tokens of a prompt that run even where the prefix cache has all
 
@@ -77,7 +77,7 @@ class Scheduler:
             if chunk.completes_prompt:
                 sequence.status = SequenceStatus.RUNNING
 
-    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+    def finish(self, sequence: Sequence) -> None:
         """End a sequence in any state; its row, if it has one, is free at once."""
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
@@ -86,7 +86,6 @@ class Scheduler:
             self._clear(sequence.row)
             sequence.row = None
         sequence.status = SequenceStatus.FINISHED
-        sequence.finish_reason = reason
         sequence.times.finished = perf_counter()
 
     def _schedule_prefills(self) -> list[Chunk]:

@@ -76,7 +76,6 @@ class Sequence:
     n_computed: int = 0
     n_cached: int = 0
     block_names: list[bytes] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     occurrences: Occurrences | None = None
     speculation: Speculation | None = None
@@ -95,16 +94,6 @@ class Sequence:
     def token_ids(self) -> list[int]:
         """Prompt and output."""
         return self.prompt_ids + self.output_ids
-
-    @property
-    def n_tokens(self) -> int:
-        """Number of tokens in prompt and output."""
-        return len(self.prompt_ids) + len(self.output_ids)
-
-    @property
-    def n_reserved(self) -> int:
-        """Most positions it may need; all are reserved on admission, so it is never preempted."""
-        return len(self.prompt_ids) + self.params.max_tokens
 
     @property
     def is_scored(self) -> bool:

@@ -11,7 +11,7 @@ from server.engine.kv.prefix_cache import PrefixCache
 from server.engine.kv.rows import KVRows, KVShape
 from server.engine.sampling import SamplingParams
 from server.engine.scheduler import Scheduler
-from server.engine.sequence import PRIORITY_LEVEL_SECONDS, FinishReason, Sequence, SequenceStatus
+from server.engine.sequence import PRIORITY_LEVEL_SECONDS, Sequence, SequenceStatus
 from tests.engine_driver import make_sequence
 
 BLOCK = 4
@@ -154,7 +154,7 @@ def test_a_row_in_prefill_is_no_decode_and_an_abort_frees_it() -> None:
         SequenceStatus.PREFILLING,
         SequenceStatus.WAITING,
     ]
-    scheduler.finish(sequences[1], FinishReason.ABORT)
+    scheduler.finish(sequences[1])
     batch = scheduler.schedule()
     assert [chunk.sequence for chunk in batch.decodes] == [sequences[0]]
     (chunk,) = batch.prefills
@@ -184,14 +184,14 @@ def test_priorities_age_whatever_the_moment(seed: int) -> None:
         scheduler.add(sequence)
         if chance.random() < 0.3:
             waiting.remove(left := chance.choice(waiting))
-            scheduler.finish(left, FinishReason.ABORT)
+            scheduler.finish(left)
         while waiting and chance.random() < 0.4:
             expected = oldest(waiting, now + chance.choice([0.0, 1000.0]) * PRIORITY_LEVEL_SECONDS)
             (chunk,) = scheduler.schedule().prefills
             assert chunk.sequence is expected
             waiting.remove(expected)
             scheduler.record(chunk, chunk.count)
-            scheduler.finish(expected, FinishReason.LENGTH)
+            scheduler.finish(expected)
 
 
 def test_the_last_priority_is_served_in_bounded_time_under_a_flood_of_the_first() -> None:
@@ -207,7 +207,7 @@ def test_the_last_priority_is_served_in_bounded_time_under_a_flood_of_the_first(
         scheduler.add(sequence)
         (chunk,) = scheduler.schedule().prefills
         scheduler.record(chunk, chunk.count)
-        scheduler.finish(chunk.sequence, FinishReason.LENGTH)
+        scheduler.finish(chunk.sequence)
         if chunk.sequence is last:
             break
     assert n == 6 * 2  # levels between them, and half levels to a level; the tie is the elder's

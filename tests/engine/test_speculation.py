@@ -294,13 +294,13 @@ def test_drafts_keep_to_what_is_reserved(n_running: int) -> None:
             draft = Speculation().draft(sequence, n_running)
             room = max_tokens - len(sequence.output_ids) - 1
             assert len(draft) <= room
-            assert sequence.n_tokens + len(draft) < sequence.n_reserved
+            assert len(sequence.token_ids) + len(draft) < len(sequence.prompt_ids) + max_tokens
             if n_running == 1 and room:
                 assert draft == [
                     sequence.token_ids[i % 3]
-                    for i in range(sequence.n_tokens, sequence.n_tokens + min(room, 8))
+                    for i in range(len(sequence.token_ids), len(sequence.token_ids) + min(room, 8))
                 ]
-            sequence.output_ids.append(sequence.token_ids[sequence.n_tokens % 3])
+            sequence.output_ids.append(sequence.token_ids[len(sequence.token_ids) % 3])
 
 
 def replay(
@@ -308,12 +308,12 @@ def replay(
 ) -> list[tuple[int, int]]:
     """(guesses, hits) of every draft while the sequence is continued by `text`."""
     drafts = []
-    end = sequence.n_tokens + len(text)
+    end = len(sequence.token_ids) + len(text)
     text = sequence.token_ids + text
-    while sequence.n_tokens < end:
+    while len(sequence.token_ids) < end:
         draft = speculation.draft(sequence, n_running)
         tokens: list[int | None] = []
-        for guess, token in zip((*draft, None), text[sequence.n_tokens :], strict=False):
+        for guess, token in zip((*draft, None), text[len(sequence.token_ids) :], strict=False):
             tokens.append(token)
             sequence.output_ids.append(token)
             if token != guess:

@@ -7,7 +7,7 @@ import io
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -67,16 +67,10 @@ def open_cuda_session(graph: Path) -> InferenceSession:
     return session
 
 
-class Buffer(Protocol):
-    """Memory on a device."""
-
-    address: int
-
-
 class DeviceModel:
     """A graph over blocks, which stay on a device: ids go in, logits come out.
 
-    device, buffer: the device of the blocks, and an allocator of zeros there, by bytes.
+    device, buffer: the device of the blocks, and the class of buffers of so many zero bytes there.
     """
 
     def __init__(
@@ -84,11 +78,11 @@ class DeviceModel:
         session: InferenceSession,
         n_blocks: int,
         device: str = "cuda",
-        buffer: Callable[[int], Buffer] = DeviceBuffer,
+        buffer: Callable[[int], Any] = DeviceBuffer,
     ) -> None:
         self._session = session
         self._io = session.io_binding()
-        self._blocks: list[Buffer] = []
+        self._blocks = []
         for kv in kv_inputs(session):
             blocks = buffer(n_blocks * kv.bytes_per_item)
             where = (device, 0, kv.element_type, (n_blocks, *kv.shape), blocks.address)
