@@ -193,7 +193,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert result.prompt_logprobs == scored
 
 
-EngineMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
+EngineMachine.TestCase.settings = settings(max_examples=50, stateful_step_count=25)
 test_random_lives = EngineMachine.TestCase
 
 

@@ -78,7 +78,7 @@ def make_engine(runner: OnnxRunner, *, chunk_size: int, cache_blocks: int = 0) -
     return Engine(runner, chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_same_request_same_bits(model: RandomModel, alone: list[Result], seed: int) -> None:
     generator = np.random.default_rng(seed)
     runner = model.runner(max_num_seqs=[2, 5, 8][seed % 3], threads=[1, 2][seed % 2])
@@ -114,7 +114,7 @@ def test_same_request_same_bits(model: RandomModel, alone: list[Result], seed: i
             assert found == expected
 
 
-@pytest.mark.parametrize(("cache_blocks", "chunk_size"), [(1000, 200), (1000, 3), (4, 48), (1, 2)])
+@pytest.mark.parametrize(("cache_blocks", "chunk_size"), [(1000, 3), (4, 48), (1, 16)])
 def test_cold_and_warm_answers_are_the_same(
     model: RandomModel, alone: list[Result], cache_blocks: int, chunk_size: int
 ) -> None:
@@ -133,7 +133,7 @@ def test_cold_and_warm_answers_are_the_same(
     assert n_cached > 0
 
 
-@pytest.mark.parametrize("length", [2, 3, 17, 64, 65, 66, 127, 129])
+@pytest.mark.parametrize("length", [2, 17, 65, 66, 129])
 def test_prompt_logprobs_for_every_way_of_cutting(
     model: RandomModel, length: int, run_prompt: Callable[[list[int], int], Result]
 ) -> None:
@@ -142,7 +142,7 @@ def test_prompt_logprobs_for_every_way_of_cutting(
         np.random.default_rng(length).integers(model.config.vocab_size, size=length).tolist()
     )
     whole = run_prompt(prompt_ids, 200)
-    for chunk_size in (2, 3, 8, 32, 64, max(2, length - 1)):
+    for chunk_size in (2, 3, 32, 64, max(2, length - 1)):
         assert run_prompt(prompt_ids, chunk_size) == whole
 
 

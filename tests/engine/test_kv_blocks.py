@@ -80,7 +80,7 @@ class BlocksMachine(RuleBasedStateMachine):
 
 
 TestBlocks = BlocksMachine.TestCase
-TestBlocks.settings = settings(max_examples=100, stateful_step_count=30)
+TestBlocks.settings = settings(max_examples=50, stateful_step_count=30)
 
 
 def admit(blocks: KVBlocks, prompt: list[int], max_tokens: int = 0) -> tuple[int, int]:

@@ -70,7 +70,7 @@ PROMPTS = [np.random.default_rng(i).integers(2, size=3 + i % 10).tolist() for i 
     capacity=st.sampled_from([0, 1, 2, 3, 5, 50]),
     work=st.lists(st.tuples(st.booleans(), st.sampled_from(PROMPTS)), min_size=20, max_size=60),
 )
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_any_work_against_a_dictionary_of_prefixes(
     capacity: int, work: list[tuple[bool, list[int]]]
 ) -> None:

@@ -116,7 +116,7 @@ filters = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(rows=st.lists(filters, min_size=1, max_size=5), seed=st.integers(0, 2**64 - 1))
 def test_drawn_tokens_equal_the_definition_row_by_row(
     rows: list[dict[str, float]], seed: int
@@ -128,7 +128,7 @@ def test_drawn_tokens_equal_the_definition_row_by_row(
         assert token in draws_by_definition(row, p, 1)[0]
 
 
-@settings(max_examples=300)
+@settings(max_examples=80)
 @given(
     shape=st.sampled_from(["flat", "middling", "peaked", "tied", "constant", "banned", "striped"]),
     vocab=st.sampled_from([1, 300, 2049, 5000, 6144]),
@@ -167,7 +167,7 @@ def test_ties_at_a_threshold_are_all_kept(filters: dict[str, float], vocab: int)
     assert {sample(logits, [sequence])[0] for _ in range(100)} == {1, 4, 7}
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(rows=st.lists(filters, min_size=2, max_size=6), seed=st.integers(0, 1000))
 def test_a_rows_token_does_not_depend_on_its_neighbours(
     rows: list[dict[str, float]], seed: int

@@ -85,7 +85,7 @@ def propose_by_definition(token_ids: list[int], n_draft: int) -> list[int]:
     return []
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     token_ids=st.integers(1, 6).flatmap(
         lambda n: st.lists(st.integers(0, n), min_size=1, max_size=60)
@@ -139,7 +139,7 @@ sampling = st.builds(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(
     params=sampling, model_seed=st.integers(0, 50), hit_rate=st.sampled_from([0.0, 0.6, 0.9, 1.0])
 )
@@ -191,7 +191,7 @@ def distribution(
     return np.asarray(weights / weights.sum())
 
 
-@pytest.mark.parametrize("draft", [[], [3, 4], [5, 5], [0, 1]])
+@pytest.mark.parametrize("draft", [[], [3, 4], [5, 5]])
 def test_pairs_of_tokens_follow_the_models_distribution(draft: list[int]) -> None:
     """Would catch a guess that is kept too readily, and a replacement that is drawn from the wrong rest.
 
@@ -199,7 +199,7 @@ def test_pairs_of_tokens_follow_the_models_distribution(draft: list[int]) -> Non
     P(X > d + 2 sqrt(dx) + 2x) < exp(-x) (Laurent and Massart 2000, lemma 1).
     """
     model = random_model(9, sharpness=0.7)
-    n, x = 10_000, 14.0
+    n, x = 6_000, 14.0
     pairs: Counter[tuple[int | None, ...]] = Counter()
     for i in range(n):
         params = SamplingParams(
