@@ -109,10 +109,8 @@ class Engine:
 
     def __init__(self, runner: Runner, *, chunk_size: int, speculate: bool = False) -> None:
         if chunk_size < 2:
-            raise ValueError(
-                f"chunk_size must be at least 2, not {chunk_size}: runs of one token round"
-                " differently"
-            )
+            why = "runs of one token round differently"
+            raise ValueError(f"chunk_size must be at least 2, not {chunk_size}: {why}")
         scoring = max(2, min(chunk_size, SCORING_LOGITS_BYTES // (4 * runner.vocab_size)))
         self.runner = runner
         self.kv = runner.kv
@@ -130,11 +128,9 @@ class Engine:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if it could never run; admission refuses such."""
         n_prompt, max_tokens = len(sequence.prompt_ids), sequence.params.max_tokens
-        if (
-            not n_prompt
-            or n_prompt + max_tokens > self.max_model_len
-            or self.kv.n_needed(n_prompt, max_tokens) > self.kv.budget_tokens
-        ):
+        n_needed = self.kv.n_needed(n_prompt, max_tokens)
+        is_too_long = n_prompt + max_tokens > self.max_model_len
+        if not n_prompt or is_too_long or n_needed > self.kv.budget_tokens:
             raise ValueError(f"{n_prompt} prompt and {max_tokens} new tokens cannot fit")
         if self.speculate and sequence.constraint is None:  # each draft token would need a mask
             sequence.speculation = Speculation()

@@ -173,8 +173,8 @@ class _Binding:
     """The inputs and outputs of one shape of run over rows `row` … `row + batch - 1`, bound once.
 
     A graph with int8 rows has inputs for rows of both types, and `decode` selects which it uses;
-    the other ones get a placeholder. input_ids, position_ids: int64 [capacity], of which a run takes
-    the first batch * sequence.
+    the other ones get a placeholder. input_ids, position_ids: int64 [capacity], of which a run
+    takes the first batch * sequence.
     """
 
     def __init__(

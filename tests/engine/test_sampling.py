@@ -167,18 +167,6 @@ def test_ties_at_a_threshold_are_all_kept(filters: dict[str, float], vocab: int)
     assert {sample(logits, [sequence])[0] for _ in range(100)} == {1, 4, 7}
 
 
-@settings(max_examples=30)
-@given(rows=st.lists(filters, min_size=2, max_size=6), seed=st.integers(0, 1000))
-def test_a_rows_token_does_not_depend_on_its_neighbours(
-    rows: list[dict[str, float]], seed: int
-) -> None:
-    logits = random_logits(seed, len(rows))
-    params = [SamplingParams(max_tokens=1, seed=seed + i, **row) for i, row in enumerate(rows)]  # type: ignore[arg-type]
-    together = sample(logits, [make_sequence(p) for p in params])
-    alone = [sample(logits[i : i + 1], [make_sequence(p)])[0] for i, p in enumerate(params)]
-    assert together == alone
-
-
 def test_greedy_takes_the_likeliest_and_leaves_the_logits_alone() -> None:
     logits = random_logits(0, 3)
     before = logits.copy()

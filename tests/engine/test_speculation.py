@@ -105,22 +105,6 @@ def test_proposals_equal_a_search_of_the_whole_text(
             )
 
 
-@pytest.mark.parametrize(
-    ("token_ids", "draft"),
-    [
-        ([7, 8, 9, 1, 5, 8, 9, 2, 7, 8, 9], [1, 5, 8]),  # the longest first
-        ([8, 9, 1, 8, 9, 2, 8, 9], [2, 8, 9]),  # then the latest
-        ([8, 9, 1, 9], []),  # one token alone says too little
-        ([4, 5, 6, 5, 6], [5, 6, 5]),  # a loop goes on
-        ([3], []),
-    ],
-)
-def test_a_proposal_is_the_latest_continuation_of_the_longest_match(
-    token_ids: list[int], draft: list[int]
-) -> None:
-    assert PromptLookup().propose(token_ids, 3) == draft
-
-
 sampling = st.builds(
     SamplingParams,
     max_tokens=st.integers(1, 25),
@@ -162,23 +146,6 @@ def test_tokens_and_draws_equal_those_of_one_step_a_token(
 
     assert speculate(model, speculating, look_ahead) == expected
     assert speculating.generator.random() == plain.generator.random()
-
-
-def test_greedy_lookup_yields_the_greedy_tokens_in_fewer_steps() -> None:
-    model = random_model(4)
-    params = SamplingParams(max_tokens=200, temperature=0.0)
-    sequence = make_sequence(0, PROMPT, params)
-    speculation = Speculation()
-    drafts: list[list[int]] = []
-
-    def propose() -> list[int]:
-        drafts.append(speculation.draft(sequence, n_running=1))
-        return drafts[-1]
-
-    assert speculate(model, sequence, propose) == step_by_step(
-        model, make_sequence(0, PROMPT, params)
-    )
-    assert len(drafts) < 60  # a greedy model of two tokens soon goes round
 
 
 def distribution(
@@ -242,27 +209,6 @@ def test_a_draft_is_kept_up_to_its_first_error_and_a_token_follows(
     draft: list[int], tokens: list[int]
 ) -> None:
     assert verify(likes(4, 5, 6, 7)[: len(draft) + 1], greedy(), draft) == tokens
-
-
-def test_nothing_follows_an_ending_token_in_a_draft() -> None:
-    assert verify(
-        likes(4, 5, 6, 7), make_sequence(0, PROMPT, greedy().params, eos=[5]), [4, 5, 6]
-    ) == [4, 5]
-
-
-@pytest.mark.parametrize("n_output", [0, 1, 2])
-def test_a_draft_beyond_max_tokens_is_cut(n_output: int) -> None:
-    sequence = greedy(max_tokens=3)
-    sequence.output_ids = [0] * n_output
-    assert verify(likes(4, 5, 6, 7), sequence, [4, 5, 6]) == [4, 5, 6][: 3 - n_output]
-
-
-def test_min_tokens_counts_the_accepted() -> None:
-    """The ban on ending lifts inside the draft."""
-    sequence = greedy(min_tokens=2, stop_token_ids=frozenset({5}))
-    logits = likes(4, 5, 5, 5)
-    logits[:, 4] = 0.5
-    assert verify(logits, sequence, [4, 4, 5]) == [4, 4, 5]
 
 
 def test_a_row_without_a_token_to_choose_comes_last() -> None:

@@ -168,7 +168,7 @@ class GrammarCompiler:
 
 
 class TokenMasks:
-    """The masks of a step's constrained texts, computed by llguidance's threads beside the model."""
+    """The masks of a step's constrained texts, computed by other threads beside the model."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

@@ -48,8 +48,10 @@ class GrammarTrial:
         """
         if self._process is None or self._process.poll() is not None:
             self.close()
-            module = [sys.executable, "-m", __name__]
-            self._process = Popen(module, cwd=_ROOT, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)  # noqa: S603
+            command = [sys.executable, "-m", __name__]
+            self._process = Popen(  # noqa: S603
+                command, cwd=_ROOT, stdin=PIPE, stdout=PIPE, stderr=DEVNULL
+            )
             self._send(self._model)
         self._send((grammar.kind, grammar.source))
         assert self._process.stdout is not None
