@@ -1,7 +1,7 @@
-"""A model that is a function of the token ids, behind the engine's Runner protocol, with steps that a test can hold.
+"""A model that is a function of the token ids, as a Runner whose steps a test can hold.
 
-It keeps each token's id in real KV rows and reads the prefix back from them, so a row that is moved, shared or
-overwritten wrongly shows up as other tokens.
+It keeps token ids in real rows of the KV cache and reads the prefix back from them, so a wrongly
+moved, shared or overwritten row shows in the tokens.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from server.engine.kv.rows import KVRows, KVShape
 from server.engine.sampling import Floats
 from server.engine.sequence import SequenceStatus
 
-TIMEOUT = 30.0  # seconds until a test that waits for what never happens fails
+TIMEOUT = 30.0  # seconds until a test that waits in vain fails
 _FORCED = 50.0  # a logit that wins
 
 
 class FakeRunner:
     """Logits at a position are drawn from a generator keyed by a hash of the tokens up to it.
 
-    Like the real model, it must not be given a chunk of one token unless that is the prompt.
+    Like the real model, it must not get a chunk of one token unless that is the whole prompt.
 
-    budget_tokens: None is enough for whatever the rows can hold. int8: round what runs; for ids below 128.
-    next_token: given a prefix, the id to make the likeliest by far, or None to leave the logits as drawn.
+    budget_tokens: None is enough for all rows. int8: round running rows; for ids below 128.
+    next_token: returns the id to make likeliest after a prefix, or None to leave the logits.
     error: raised by the next run, when set.
     """
 
@@ -43,20 +43,19 @@ class FakeRunner:
     ) -> None:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
+        if budget_tokens is None:
+            budget_tokens = 5 * max_num_seqs * max_model_len
         self.kv = KVRows(
             KVShape(1, 1, 1),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            budget_tokens=5 * max_num_seqs * max_model_len
-            if budget_tokens is None
-            else budget_tokens,
+            budget_tokens=budget_tokens,
             dtype=np.int8 if int8 else np.float32,
         )
         self.next_token = next_token
         self.error: BaseException | None = None
-        self.batches: list[
-            tuple[int, int]
-        ] = []  # (decodes and drafts, prefill tokens) of every run
+        # (decodes and drafts, prefill tokens) of every run
+        self.batches: list[tuple[int, int]] = []
         self._permits: int | None = None  # runs that may pass; None is all
         self._held = False
         self._changed = threading.Condition()
@@ -80,7 +79,7 @@ class FakeRunner:
             self._changed.notify_all()
 
     def wait_until_held(self) -> None:
-        """Return when a run stands at the gate and no permit is left for it."""
+        """Return when a run waits and no permit is left."""
         with self._changed:
             assert self._changed.wait_for(lambda: self._held and self._permits == 0, TIMEOUT)
 
@@ -126,7 +125,7 @@ class FakeRunner:
                 self._permits -= 1
 
     def _scribble(self, batch: StepBatch) -> None:
-        """What the decode run does to dead rows: it writes one token past what they hold."""
+        """Write one token past the end of the rows that do not decode, as the decode run does."""
         decoding = {chunk.sequence for chunk in batch.decodes}
         for row, sequence in enumerate(batch.window):
             if sequence not in decoding:

@@ -1,4 +1,4 @@
-"""Grammars and masks: what comes out satisfies them, neighbours notice nothing, and hostile ones are refused."""
+"""Grammars: outputs satisfy them, other sequences do not change, hostile ones are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.serving import EOS, VOCAB_SIZE, small_tokenizer
 
 tokenizer = small_tokenizer()
 MODEL = (tokenizer.to_str(), VOCAB_SIZE, [EOS])
-# Random logits say nothing of where a text should end: these tokens end strings, lists and objects soon enough.
+# Random logits rarely end a text: a bias for these tokens ends strings, lists and objects.
 CLOSING = {tokenizer.token_to_id(token): 6.0 for token in '"]}'}
 
 by_schema, by_regex, by_lark = Grammar.json_schema, Grammar.regex, Grammar.lark
@@ -116,7 +116,7 @@ def test_a_lark_grammar_derives_the_text(compiler: GrammarCompiler) -> None:
 
 
 def test_the_last_token_of_a_finished_text_belongs_to_it(compiler: GrammarCompiler) -> None:
-    """Nothing waits for an end of text that would be the only choice."""
+    """It needs no end-of-sequence token where that would be the only choice."""
     result = run([constrained(compiler, 0, by_regex("read"), logprobs=0)])[0]
     assert text_of(result) == "read"
     assert EOS not in result.token_ids
@@ -154,7 +154,7 @@ def test_ending_tokens_come_where_the_text_may_end_or_goes_through_them(
     ("name", "special"), [("<|endoftext|>", True), ("<|x|>", True), ("<tool>", False)]
 )
 def test_the_names_of_added_tokens_are_texts_like_others(name: str, special: bool) -> None:
-    """They are never said by the token, which ends the text, has none, or is not what the model would say."""
+    """They are spelled out: the added token itself would end the text or have none."""
     known = Tokenizer.from_str(tokenizer.to_str())
     known.add_tokens(
         [AddedToken(text, special=special, normalized=False) for text in ("<|x|>", "<tool>")]
@@ -206,7 +206,7 @@ def test_formats_that_are_known_are_held(name: str, compiler: GrammarCompiler) -
 
 
 def test_other_formats_say_what_a_text_is_for(compiler: GrammarCompiler) -> None:
-    """Names and values that only look like formats are left alone."""
+    """Properties and values that are named like the keyword `format` stay."""
     schema = {
         "type": "object",
         "properties": {
@@ -228,7 +228,7 @@ def test_other_formats_say_what_a_text_is_for(compiler: GrammarCompiler) -> None
 
 
 def mixed(compiler: GrammarCompiler) -> list[Sequence]:
-    """Constrained and free, greedy and sampled, and prompts that are scored."""
+    """Sequences with and without a grammar, some of whose prompts are scored."""
     grammars = [by_schema(random_schema(Random(i))) for i in range(4)] + [by_regex("[a-f ]{1,30}")]
     sequences = [
         constrained(
@@ -260,7 +260,7 @@ def test_logprobs_are_the_models_own(compiler: GrammarCompiler) -> None:
 
 
 def test_constrained_sequences_do_not_guess(compiler: GrammarCompiler) -> None:
-    """The others do, in the same steps."""
+    """Other sequences do, in the same steps."""
     runner = FakeRunner(
         VOCAB_SIZE,
         max_model_len=64,
@@ -277,7 +277,7 @@ def test_constrained_sequences_do_not_guess(compiler: GrammarCompiler) -> None:
 
 
 def test_a_grammar_that_cannot_go_on_ends_its_own_sequence_alone(compiler: GrammarCompiler) -> None:
-    """One has too many ways to go on for llguidance's limits, the other none: which shows as the text grows."""
+    """One exceeds llguidance's limits, the other has no next token; both show as the text grows."""
     wide = {"type": "object", "properties": {f"p{i}": {} for i in range(700)}}
     dead = by_lark('start: "ab" rest\nrest: rest "c"')
     free = SamplingParams(max_tokens=20, temperature=0.0)
@@ -302,7 +302,7 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_sequence_alone(compiler: Gramm
 def test_a_grammar_that_takes_too_long_to_read_ends_its_own_sequence(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of such a text each token takes longer than the one before it: the limit is on processor time."""
+    """Each token of such a text takes longer than the last; the limit is on processor time."""
     monkeypatch.setattr(constraints, "_MAX_SECONDS_PER_TOKEN", 0.001)
     ambiguous = by_lark('start: s\ns: s s s | s s | "a"')
     sequence = constrained(compiler, 0, ambiguous, logit_bias={EOS: -50.0})
@@ -365,7 +365,7 @@ REFUSED: dict[str, tuple[Grammar, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_impossible_or_hostile_grammar_is_refused(trial: GrammarTrial, name: str) -> None:
-    """Within the limits of the process that tries them, which goes on."""
+    """The trial stays within its limits, and its process goes on."""
     grammar, message = REFUSED[name]
     with pytest.raises(GrammarError, match=re.escape(message)) as refused:
         trial.check(grammar)

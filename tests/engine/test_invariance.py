@@ -1,6 +1,7 @@
-"""The promise: a request's tokens and log-probabilities are the same bits whatever else the server does.
+"""Determinism: a request always gets the same tokens and log-probabilities, bit by bit.
 
-Neighbours, arrival order, aborts, the chunk size, rows and their moves, the prefix cache: none of it may show.
+Other sequences, their order and aborts, the chunk size, rows and their moves, and the prefix cache
+must not change them.
 """
 
 from __future__ import annotations
@@ -60,20 +61,20 @@ def make_request(model: RandomModel, i: int) -> Sequence:
     scope="module", params=["model", "int8_model", "int4_model", "windowed_model", "biased_model"]
 )
 def model(request: pytest.FixtureRequest) -> RandomModel:
-    """Rounded models keep the promise because scales belong to single tokens."""
+    """Rounded models keep the promise, because each token has scales of its own."""
     exported: RandomModel = request.getfixturevalue(f"random_{request.param}")
     return exported
 
 
 @pytest.fixture(scope="module")
 def alone(model: RandomModel) -> list[Result]:
-    """Each request with the server to itself, its prompt in one piece."""
+    """The results of each request alone, its prompt in one piece."""
     engine = Engine(model.runner(max_num_seqs=1), chunk_size=200)
     return [run_to_end(engine, [make_request(model, i)])[i] for i in range(N_REQUESTS)]
 
 
 def make_engine(runner: OnnxRunner, *, chunk_size: int, cache_blocks: int = 0) -> Engine:
-    """With a prefix cache of blocks of 16 tokens."""
+    """The blocks of the prefix cache have 16 tokens here."""
     runner.kv.cache = PrefixCache(cache_blocks, block_size=16)
     return Engine(runner, chunk_size=chunk_size)
 
@@ -118,7 +119,7 @@ def test_same_request_same_bits(model: RandomModel, alone: list[Result], seed: i
 def test_cold_and_warm_answers_are_the_same(
     model: RandomModel, alone: list[Result], cache_blocks: int, chunk_size: int
 ) -> None:
-    """All at once, then one by one, then all at once again, with a cache that keeps everything or next to nothing."""
+    """All at once, one by one, and all at once again, with a large and with a tiny cache."""
     engine = make_engine(
         model.runner(max_num_seqs=6), chunk_size=chunk_size, cache_blocks=cache_blocks
     )

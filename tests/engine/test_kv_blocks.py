@@ -1,4 +1,4 @@
-"""Blocks against a model of what they promise: no token is lost or overwritten, whatever is shared or evicted."""
+"""Blocks against a model: no token is lost or overwritten by sharing or eviction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_blocks(n_blocks: int = 12, max_num_seqs: int = 4, keep_prompts: bool = 
 
 
 class BlocksMachine(RuleBasedStateMachine):
-    """Prompts over few tokens, so that many begin alike. `memory` is what a device would hold, a token in a slot."""
+    """Random work with prompts that begin alike. `memory` is the device's, a token per slot."""
 
     rows = Bundle("rows")
 
@@ -103,7 +103,7 @@ def test_prompts_that_begin_alike_share_blocks_and_count_them_once() -> None:
 
 
 def test_the_end_of_a_chain_that_nobody_uses_goes_first() -> None:
-    """And of two chains the one that was let go first."""
+    """Of two chains, the one that was freed first."""
     blocks = make_blocks(n_blocks=6)
     old, new = [1] * 12, [2] * 8
     blocks.free(admit(blocks, old)[0])
@@ -124,7 +124,7 @@ def test_what_is_to_be_shared_is_not_evicted_to_make_room_for_the_rest() -> None
     blocks.free(admit(blocks, [1] * 8)[0])
     row, n_cached = admit(blocks, [1] * 12)
     assert (row, n_cached) == (0, 8)
-    assert blocks.admit(1, 0, []) is None  # nothing is left, and nobody who runs loses anything
+    assert blocks.admit(1, 0, []) is None  # running sequences keep their blocks
     blocks.free(row)
     assert blocks.admit(12, 0, []) is not None
     assert blocks.cache.count(blocks.cache.names([1] * 12)) == 0

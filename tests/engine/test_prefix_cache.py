@@ -17,7 +17,7 @@ LENGTH = 24
 
 
 def content(prompt_ids: list[int]) -> NDArray[np.float32]:
-    """Keys and values [4, 3, len, 8] of a prompt: those of a token depend on all that stand before it."""
+    """Keys and values [4, 3, len, 8] of a prompt; a token's depend on all before it."""
     seeds = [prompt_ids[: n + 1] for n in range(len(prompt_ids))]
     tokens = [
         np.random.default_rng(seed).standard_normal((4, 3, 8), dtype=np.float32) for seed in seeds
@@ -59,7 +59,7 @@ class Oracle:
             self.used[prefix] = now
 
 
-# Few enough to come again, of two tokens: most begin like some other.
+# Few, over two token ids: they come again, and most share a beginning with another.
 PROMPTS = [np.random.default_rng(i).integers(2, size=3 + i % 10).tolist() for i in range(20)] + [
     [],
     [1],
@@ -74,7 +74,7 @@ PROMPTS = [np.random.default_rng(i).integers(2, size=3 + i % 10).tolist() for i 
 def test_any_work_against_a_dictionary_of_prefixes(
     capacity: int, work: list[tuple[bool, list[int]]]
 ) -> None:
-    """Blocks of another prefix, blocks dropped in the wrong order, a chain that evicts its own beginning."""
+    """Would catch blocks of another prefix, a wrong order, a chain that evicts its beginning."""
     cache, oracle = PrefixCache(capacity, BLOCK), Oracle(capacity)
     for keeps, prompt_ids in work:
         chain, expected = cache.names(prompt_ids), content(prompt_ids)
@@ -95,7 +95,7 @@ def test_any_work_against_a_dictionary_of_prefixes(
 
 
 def test_a_block_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often a prompt that begins with it is kept."""
+    """Even if several prompts that begin with it are kept."""
     cache = PrefixCache(50, BLOCK)
     row = np.zeros((4, 3, LENGTH, 8), dtype=np.float32)
     copied: list[tuple[int, ...]] = []

@@ -1,4 +1,4 @@
-"""The runner's own batching: prompts that share a run against the same prompts alone, bit by bit."""
+"""The runner: prompts that share a run against the same prompts alone, and its budget."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def whole(sequence: Sequence, n_logits: int = 1) -> Chunk:
 def test_prompts_that_share_a_run_are_what_they_are_alone(
     model: str, lengths: tuple[int, ...], request: pytest.FixtureRequest
 ) -> None:
-    """Logits, and keys and values of every token, whatever stands beside them and however they are padded."""
+    """Logits, keys and values are the same bits with any neighbours and padding."""
     random: RandomModel = request.getfixturevalue(model)
     generator = np.random.default_rng(sum(lengths))
     prompts = [generator.integers(random.config.vocab_size, size=n).tolist() for n in lengths]
@@ -52,7 +52,7 @@ def test_prompts_that_share_a_run_are_what_they_are_alone(
 def test_prompts_of_nearly_one_length_in_neighbouring_rows_share_a_run(
     random_model: RandomModel,
 ) -> None:
-    """Counted in runs: would catch batching that never happens."""
+    """Would catch batching that never happens."""
     runner = random_model.runner(max_num_seqs=8)
     rows = [prompt_in_row(runner, [1] * n) for n in (9, 10, 10, 2, 2, 1, 8, 8)]
     scored = Chunk(rows[7], 0, 8, 8)
@@ -67,7 +67,7 @@ def test_prompts_of_nearly_one_length_in_neighbouring_rows_share_a_run(
 def test_prompts_are_padded_where_the_budget_has_room(
     random_int8_model: RandomModel, n_spare: int, runs: list[int]
 ) -> None:
-    """Padding is written to memory like any other token."""
+    """Padding takes memory like any other token."""
     lengths = (17, 20)
     runner = random_int8_model.runner(
         kv_cache_bytes=2 * 3 * 2 * 32 * (sum(lengths) * 5 + 2 + n_spare * 4)
@@ -98,14 +98,14 @@ def test_the_budget_is_of_bytes_and_a_prompts_floats_count(
 def test_a_prompt_of_full_length_fits_the_default_budget(
     random_int8_model: RandomModel, max_num_seqs: int
 ) -> None:
-    """Which is no more than the rows can hold, however much memory is free."""
+    """The default is at most what the rows can hold, however much memory is free."""
     runner = random_int8_model.runner(max_num_seqs=max_num_seqs, kv_cache_bytes=None)
     assert runner.kv.admit(runner.max_model_len, 0, []) == (0, 0)
     assert runner.kv.budget_tokens == (max_num_seqs + 4) * runner.max_model_len
 
 
 class _Foreknowing(Speculation):
-    """Guesses what comes in two steps of three, and one guess in six is wrong."""
+    """Drafts the known tokens in two steps of three, one token in six wrong."""
 
     def __init__(self, token_ids: list[int], seed: int) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class _Foreknowing(Speculation):
 
 
 def generate(model: RandomModel, known: dict[int, Result] | None = None) -> dict[int, Result]:
-    """Four sequences of different lengths; with guesses, where the answers are known already."""
+    """Four sequences of different lengths; with drafts if the results are known already."""
     generator = np.random.default_rng(5)
     sequences = []
     for i, n_prompt in enumerate((9, 30, 70, 20)):
@@ -148,7 +148,7 @@ def generate(model: RandomModel, known: dict[int, Result] | None = None) -> dict
 def test_drafts_beside_decodes_give_the_same_tokens_but_for_rounding(
     model: str, error: float, request: pytest.FixtureRequest
 ) -> None:
-    """Would catch guesses that see too much or too little, wrong positions, keys that the decode run destroys."""
+    """Would catch wrong masks or positions of drafts, and keys that the decode run destroys."""
     random: RandomModel = request.getfixturevalue(model)
     expected = generate(random)
     found = generate(random, expected)

@@ -1,4 +1,4 @@
-"""The vectorised sampler against one row at a time, written as the definitions read."""
+"""The vectorised sampler against the definitions, one row at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_sequence(
 
 
 def kept_by_definition(logits: NDArray[np.float32], params: SamplingParams) -> dict[int, float]:
-    """Token → probability after temperature, top-k, top-p, min-p and typical-p, in that order; ties are kept."""
+    """Token → probability after temperature, top-k, top-p, min-p and typical-p; keeps ties."""
     scaled = logits.astype(np.float64) / params.temperature
     weights = {i: math.exp(x - scaled.max()) for i, x in enumerate(scaled)}
     likeliest_first = sorted(weights, key=lambda i: -weights[i])
@@ -69,7 +69,7 @@ def draw_by_definition(probabilities: dict[int, float], uniform: float) -> int:
 def draws_by_definition(
     logits: NDArray[np.float32], params: SamplingParams, n: int
 ) -> list[set[int]]:
-    """The token of each sample index under n; several where a number lies too near a limit for float32 to tell."""
+    """The token of each sample index below n; several where float32 cannot decide."""
     errors = (-1e-6, 0.0, 1e-6)
     shares = ("top_p", "min_p", "typical_p")
     kept = [
@@ -91,7 +91,7 @@ def random_logits(seed: int, rows: int = 1) -> NDArray[np.float32]:
 
 
 def logits_of_shape(shape: str, seed: int, vocab: int) -> NDArray[np.float32]:
-    """[vocab]: the kinds of rows that take different ways to a nucleus."""
+    """[vocab]: rows that take different ways to a nucleus."""
     generator = np.random.default_rng(seed)
     logits = generator.standard_normal(vocab) * {"flat": 0.5, "constant": 0.0}.get(shape, 2.0)
     if shape == "peaked":
@@ -100,7 +100,7 @@ def logits_of_shape(shape: str, seed: int, vocab: int) -> NDArray[np.float32]:
         logits = np.round(logits)
     elif shape == "banned":
         logits[generator.permutation(vocab)[: vocab - 1 - vocab // 3]] = -np.inf
-    elif shape == "striped":  # a sample at regular places tells nothing about the rest
+    elif shape == "striped":  # a sample at regular places misleads
         logits = logits / 4 + generator.integers(0, 12, 6)[np.arange(vocab) % 6]
     return logits.astype(np.float32)
 
@@ -144,7 +144,7 @@ def test_drawn_tokens_equal_the_definition_row_by_row(
 def test_a_nucleus_is_the_smallest_whatever_the_distribution(
     shape: str, vocab: int, temperature: float, top_k: int, top_p: float, min_p: float, seed: int
 ) -> None:
-    """Vocabularies on both sides of the size from which a sample says where to look for the nucleus's end."""
+    """Vocabularies both smaller and larger than the sample that locates its end."""
     logits = logits_of_shape(shape, seed, vocab)
     params = SamplingParams(
         max_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
@@ -160,7 +160,7 @@ def test_a_nucleus_is_the_smallest_whatever_the_distribution(
 )
 @pytest.mark.parametrize("vocab", [8, 6000])
 def test_ties_at_a_threshold_are_all_kept(filters: dict[str, float], vocab: int) -> None:
-    """Would catch a filter that prefers small ids: of three equally likely tokens two are enough for each of these."""
+    """Would catch a filter that prefers small ids: two of three equal tokens would do."""
     logits = np.full((1, vocab), -30.0, dtype=np.float32)
     logits[0, [1, 4, 7]] = 2.0
     sequence = make_sequence(SamplingParams(max_tokens=1, seed=3, **filters))  # type: ignore[arg-type]
@@ -244,7 +244,7 @@ def test_token_logprobs_are_a_log_softmax(seed: int, alternatives: int) -> None:
 
 
 def test_penalties_keep_up_with_a_growing_output() -> None:
-    """Would catch occurrences that are counted once, or twice."""
+    """Would catch occurrences that are not counted, or twice."""
     params = SamplingParams(
         max_tokens=99,
         temperature=0.0,
@@ -265,7 +265,7 @@ def test_penalties_keep_up_with_a_growing_output() -> None:
 def test_a_row_without_a_token_to_choose_is_told_apart_from_its_neighbours(
     temperature: float, broken: float
 ) -> None:
-    """A model that overflowed, or a request that bans every token, must not take the batch with it."""
+    """An overflow of the model or a ban of every token does not end the other sequences."""
     logits = random_logits(0, 3)
     params = SamplingParams(max_tokens=1, temperature=temperature)
     expected = sample(logits, [make_sequence(params) for _ in range(3)])

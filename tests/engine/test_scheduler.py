@@ -1,4 +1,4 @@
-"""What each step runs, without a model: who begins, how much of it, and who waits."""
+"""The scheduler without a model: the chunks of each step, and the order of admission."""
 
 from __future__ import annotations
 
@@ -61,10 +61,8 @@ def step(scheduler: Scheduler) -> list[tuple[int, int, int]]:
         ((5, 9, 4), [[(0, 0, 5), (1, 0, 3)], [(1, 3, 9), (2, 0, 2)], [(2, 2, 4)]]),
         ((7, 5), [[(0, 0, 7)], [(1, 0, 5)]]),  # one token of room is not enough to begin
         ((7, 1), [[(0, 0, 7), (1, 0, 1)]]),  # unless that is the prompt
-        (
-            (9, 4),
-            [[(0, 0, 8)], [(0, 7, 9), (1, 0, 4)]],
-        ),  # a one-token tail takes its predecessor along
+        # A one-token tail runs with the token before it.
+        ((9, 4), [[(0, 0, 8)], [(0, 7, 9), (1, 0, 4)]]),
         ((20,), [[(0, 0, 8)], [(0, 8, 16)], [(0, 16, 20)]]),
     ],
 )
@@ -89,7 +87,7 @@ def test_prompts_fill_steps_beside_what_runs() -> None:
 
 
 def test_a_scored_prompt_ends_the_step_and_keeps_to_its_own_bound() -> None:
-    """Or two of them would write more logits than the buffer holds."""
+    """Two of them could write more logits than the buffer holds."""
     scheduler = make_scheduler(chunk_size=12, scoring_chunk_size=4)
     add(scheduler, *distinct(6, 3, 3), prompt_logprobs=0)
     assert [step(scheduler) for _ in range(5)] == [
@@ -115,7 +113,7 @@ def test_a_prompt_waits_a_step_for_a_block_that_another_computes() -> None:
 
 
 def test_a_prompt_waits_only_for_what_it_needs_next() -> None:
-    """Of three blocks the cache has one, and another prompt computes the third of something else."""
+    """Another prompt that computes a later block of its own makes nobody wait."""
     scheduler = make_scheduler(chunk_size=64, cache_blocks=20)
     first = list(range(BLOCK))
     add(scheduler, [*first, 1, 1])
@@ -132,17 +130,15 @@ def test_without_a_cache_nobody_waits_for_a_block() -> None:
 
 
 def test_what_is_copied_takes_its_share_of_the_step() -> None:
-    """A step that copies a long prefix for everybody would stall the streams that it was meant to spare."""
+    """A step that copied a long prefix for many prompts would stall the running streams."""
     scheduler = make_scheduler(chunk_size=64, cache_blocks=200)
     shared = list(range(480))
     add(scheduler, [*shared, 1, 1])
     while step(scheduler):
         pass
     add(scheduler, *[[*shared, i, i, i] for i in range(5)])
-    assert step(scheduler) == [
-        (0, 480, 483),
-        (1, 480, 483),
-    ]  # 3 + 480 / 16 tokens each: the third finds no room
+    # Each takes 3 + 480 / 16 tokens: the third finds no room.
+    assert step(scheduler) == [(0, 480, 483), (1, 480, 483)]
 
 
 def test_a_row_in_prefill_is_no_decode_and_an_abort_frees_it() -> None:
@@ -163,7 +159,7 @@ def test_a_row_in_prefill_is_no_decode_and_an_abort_frees_it() -> None:
 
 
 def oldest(waiting: list[Sequence], now: float) -> Sequence:
-    """The oracle: priorities less what waiting has earned, as they are now; ties by arrival, then by id."""
+    """The oracle: the lowest priority value after aging; ties by id."""
     return min(
         waiting, key=lambda s: (s.priority - (now - s.times.arrived) / PRIORITY_LEVEL_SECONDS, s.id)
     )
@@ -171,7 +167,7 @@ def oldest(waiting: list[Sequence], now: float) -> Sequence:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_priorities_age_whatever_the_moment(seed: int) -> None:
-    """Arrivals, leavers and starts at random moments; times are sums of powers of two, so that ages are exact."""
+    """Random arrivals, aborts and starts; times are multiples of 0.5 s, so ages are exact."""
     chance = random.Random(seed)
     scheduler = make_scheduler(chunk_size=8, max_num_seqs=1)
     waiting: list[Sequence] = []

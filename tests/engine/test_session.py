@@ -1,4 +1,4 @@
-"""What of the path to a GPU can be run without one: the binding, on the CPU, and what is said where there is none."""
+"""CUDA sessions without a GPU: the binding, on the CPU, and the errors where there is none."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_ids_go_in_logits_come_out_and_blocks_stay(
 def test_no_gpu_is_said_and_not_replaced_by_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With the ONNX Runtime for the CPU; with the one for GPUs where no driver is, and where the driver is no use.
+    """With ONNX Runtime for the CPU; for GPUs without a driver; for GPUs with a useless driver.
 
     The graph is a real one, for which the CPU has no kernels.
     """
@@ -109,7 +109,7 @@ def test_no_gpu_is_said_and_not_replaced_by_the_cpu(
     ) as caught:
         open_cuda_session(graph)
     assert "\n" not in str(caught.value)
-    write_graph(graph, TensorProto.FLOAT)  # this one the CPU could run
+    write_graph(graph, TensorProto.FLOAT)  # the CPU could run this one
     with pytest.raises(NoDeviceError, match="finds no NVIDIA GPU that it can use"):
         open_cuda_session(graph)
     assert capfd.readouterr() == ("", "")
@@ -124,9 +124,9 @@ def test_the_memory_of_no_gpu_cannot_be_read() -> None:
 
 
 def test_the_extra_for_gpus_brings_what_onnxruntime_links_and_nothing_else() -> None:
-    """What `readelf -d libonnxruntime_providers_cuda.so` needs of CUDA: cublas (and cublasLt), curand, cudart.
+    """`readelf -d libonnxruntime_providers_cuda.so` names cublas (and cublasLt), curand, cudart.
 
-    The wheel's own extra lacks cuBLAS, and both ONNX Runtimes in one environment would overwrite each other.
+    The wheel's own extra lacks cuBLAS, and two ONNX Runtimes would overwrite each other.
     """
     project = tomllib.loads(
         (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")

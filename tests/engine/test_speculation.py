@@ -40,7 +40,7 @@ def random_model(seed: int, sharpness: float = 2.0) -> Model:
 
 
 def verify_with(model: Model, sequence: Sequence, draft: list[int]) -> list[int | None]:
-    """What the runner would do: the logits after the sequence's tokens and after each of the draft."""
+    """Verify with the logits after the sequence's tokens and after each of the draft."""
     ids = sequence.token_ids
     return verify(
         np.stack([model(ids + draft[:i]) for i in range(len(draft) + 1)]), sequence, draft
@@ -96,7 +96,7 @@ def propose_by_definition(token_ids: list[int], n_draft: int) -> list[int]:
 def test_proposals_equal_a_search_of_the_whole_text(
     token_ids: list[int], lengths: list[int], n_draft: int
 ) -> None:
-    """Would catch an index that misses tokens between two calls, and one that finds the n-gram that it looks for."""
+    """Would catch an index that misses tokens between calls, or finds the n-gram itself."""
     lookup = PromptLookup()
     for n in [*sorted(lengths), len(token_ids), len(token_ids)]:
         if n <= len(token_ids):
@@ -130,10 +130,10 @@ sampling = st.builds(
 def test_tokens_and_draws_equal_those_of_one_step_a_token(
     params: SamplingParams, model_seed: int, hit_rate: float
 ) -> None:
-    """Whatever the drafts, which here look ahead but for a few errors, and run past the end.
+    """Drafts here look ahead with a few errors, and run past the end.
 
-    Would catch penalties that miss an accepted token or keep a refused one, a draw that is lost or made twice, and
-    tokens after an ending.
+    Would catch penalties that miss an accepted token or keep a rejected one, a draw that is lost or
+    made twice, and tokens after an ending.
     """
     model = random_model(model_seed)
     plain, speculating = make_sequence(0, PROMPT, params), make_sequence(0, PROMPT, params)
@@ -160,7 +160,7 @@ def distribution(
 
 @pytest.mark.parametrize("draft", [[], [3, 4], [5, 5]])
 def test_pairs_of_tokens_follow_the_models_distribution(draft: list[int]) -> None:
-    """Would catch a guess that is kept too readily, and a replacement that is drawn from the wrong rest.
+    """Would catch a draft token kept too readily, and a replacement from a wrong distribution.
 
     Pearson's statistic X of d + 1 frequencies is about chi-square of d degrees, for which
     P(X > d + 2 sqrt(dx) + 2x) < exp(-x) (Laurent and Massart 2000, lemma 1).
@@ -218,7 +218,7 @@ def test_a_row_without_a_token_to_choose_comes_last() -> None:
 
 
 def test_drafts_are_as_long_as_they_are_worth() -> None:
-    """Longer where guesses are right; none where they are not, or where too many others would wait for the run."""
+    """They are longer at high hit rates, and none at low ones or beside many sequences."""
     rates = np.linspace(0, 1, 101).tolist()
     for n_running in range(1, 5):
         lengths = [draft_length(rate, n_running, room=99) for rate in rates]
@@ -233,7 +233,7 @@ def test_drafts_are_as_long_as_they_are_worth() -> None:
 
 @pytest.mark.parametrize("n_running", [1, 4])
 def test_drafts_keep_to_what_is_reserved(n_running: int) -> None:
-    """Would catch keys and values written past the row's promise, which ends at max_model_len at most."""
+    """Would catch keys and values written past the row's reservation."""
     for max_tokens in range(1, 12):
         sequence = make_sequence(0, [1, 2, 3] * 4, SamplingParams(max_tokens=max_tokens))
         while len(sequence.output_ids) < max_tokens:
@@ -252,7 +252,7 @@ def test_drafts_keep_to_what_is_reserved(n_running: int) -> None:
 def replay(
     speculation: Speculation, sequence: Sequence, text: list[int], n_running: int
 ) -> list[tuple[int, int]]:
-    """(guesses, hits) of every draft while the sequence is continued by `text`."""
+    """(length, hits) of every draft while the sequence is continued by `text`."""
     drafts = []
     end = len(sequence.token_ids) + len(text)
     text = sequence.token_ids + text
@@ -272,7 +272,7 @@ def replay(
 
 @pytest.mark.parametrize(("n_running", "most"), [(1, 60), (2, 15), (4, 5)])
 def test_drafts_that_fail_pause_and_come_back_when_they_succeed(n_running: int, most: int) -> None:
-    """`most`: failing drafts in a thousand tokens, a third of which are where one could be made."""
+    """most: wrong drafts in a thousand tokens, a third of which allow one."""
     sequence = make_sequence(0, [1, 2], SamplingParams(max_tokens=9999))
     speculation = Speculation()
     wrong = replay(
