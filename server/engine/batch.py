@@ -80,6 +80,11 @@ class StepBatch:
         """All chunks, in the order of their logits."""
         return [*self.decodes, *self.prefills, *self.drafts]
 
+    @cached_property
+    def sampled(self) -> list[Chunk]:
+        """The chunks after which one token is sampled; drafts yield several."""
+        return [chunk for chunk in (*self.decodes, *self.prefills) if chunk.yields_token]
+
 
 class StepLogits:
     """The logits of a batch's chunks. array: [n, vocab], or larger; valid until the next run."""

@@ -160,7 +160,7 @@ class Engine:
 
     def _run(self, batch: StepBatch) -> StepLogits:
         """Run the model, while the masks of constrained sequences are computed."""
-        sampled = [chunk.sequence for chunk in batch.chunks if chunk.yields_token]
+        sampled = [chunk.sequence for chunk in batch.sampled]
         wait = self._masks.begin([(s.constraint, s.ending_ids) for s in sampled if s.constraint])
         logits = self.runner.run(batch)
         wait()
@@ -168,9 +168,9 @@ class Engine:
 
     def _sample(self, batch: StepBatch, logits: StepLogits) -> StepTokens:
         """Choose a token after each chunk that yields one; of drafts as many as are right."""
-        ready = [chunk for chunk in (*batch.decodes, *batch.prefills) if chunk.yields_token]
-        chosen = sample(logits.last_of(ready), [chunk.sequence for chunk in ready])
-        tokens: StepTokens = {chunk: [token] for chunk, token in zip(ready, chosen, strict=True)}
+        chunks = batch.sampled
+        chosen = sample(logits.last_of(chunks), [chunk.sequence for chunk in chunks])
+        tokens: StepTokens = {chunk: [token] for chunk, token in zip(chunks, chosen, strict=True)}
         for chunk in batch.drafts:
             sequence = chunk.sequence
             assert sequence.speculation is not None

@@ -130,9 +130,9 @@ class OnnxRunner:
         ids = binding.input_ids[:n_ids].reshape(batch, longest)
         positions = binding.position_ids[:n_ids].reshape(batch, longest)
         positions[:] = np.add.outer([start for _, start, _ in work], np.arange(longest))
+        ids[:] = [tokens + [0] * (longest - len(tokens)) for tokens, _, _ in work]
         indices: list[int] = []
         for i, (tokens, _, n_logits) in enumerate(work):
-            ids[i] = tokens + [0] * (longest - len(tokens))
             end = i * longest + len(tokens)
             indices += range(end - n_logits, end)
         ends = [start + len(tokens) for tokens, start, _ in work]

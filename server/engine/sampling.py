@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 MAX_LOGPROBS = 20
 _BLOCK = 256  # weights that are summed at once
+_FEW = 2048  # weights that are sorted without a sample
 _SAMPLE = 1024  # weights that tell roughly where a nucleus ends
 _SAMPLE_MARGIN = 64  # of these, on each side of the estimate; four standard deviations of its rank
 
@@ -206,12 +207,14 @@ def _top_p_floor(weights: Floats, p: float) -> float:
     total = float(_block_sums(weights).sum())
     outside = (1.0 - p) * total  # the mass of the lightest tokens, which are dropped
     negligible = min(outside / weights.size, 1.0)  # all lighter ones together are within `outside`
-    sample = np.sort(weights[:: max(1, weights.size // _SAMPLE)])
-    running = sample.cumsum(dtype=np.float64)
-    rank = int(running.searchsorted(outside * sample.size / weights.size))
-    first, last = rank - _SAMPLE_MARGIN, rank + _SAMPLE_MARGIN
-    low = max(negligible, float(sample[first]) if first >= 0 else 0.0)
-    high = float(sample[last]) if last < sample.size else math.inf
+    low, high = negligible, math.inf
+    if weights.size > _FEW:
+        sample = np.sort(weights[:: weights.size // _SAMPLE])
+        running = sample.cumsum(dtype=np.float64)
+        rank = int(running.searchsorted(outside * sample.size / weights.size))
+        first, last = rank - _SAMPLE_MARGIN, rank + _SAMPLE_MARGIN
+        low = max(low, float(sample[first])) if first >= 0 else low
+        high = float(sample[last]) if last < sample.size else high
     part = _between(low, high, weights)
     left = outside - (total - float(_block_sums(weights, low).sum()))
     if not 0.0 <= left < float(part.sum(dtype=np.float64)):
