@@ -27,7 +27,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one sequence is continued. The API's schemas validate the values.
+    """The sampling parameters of one sequence. The API's schemas validate the values.
 
     temperature: 0 is greedy. top_k: 0 is off. top_p, typical_p: 1 is off (Holtzman et al. 2020;
     Meister et al. 2022). min_p: share of the likeliest token's probability, 0 is off (Nguyen et al.

@@ -37,11 +37,6 @@ class Scheduler:
         return [sequence for sequence in self._window if sequence is not None]
 
     @property
-    def running(self) -> list[Sequence]:
-        """Sequences that decode, by row."""
-        return [sequence for sequence in self.held if sequence.status is SequenceStatus.RUNNING]
-
-    @property
     def has_work(self) -> bool:
         """True if a step would do something."""
         return bool(self.waiting or self._window)
@@ -56,7 +51,7 @@ class Scheduler:
         prefills = self._schedule_prefills()
         if not self.waiting:
             self._fill_hole()
-        running = self.running
+        running = [s for s in self.held if s.status is SequenceStatus.RUNNING]
         decodes: list[Chunk] = []
         drafts: list[Chunk] = []
         for sequence in running:
