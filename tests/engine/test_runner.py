@@ -158,3 +158,14 @@ def test_drafts_beside_decodes_give_the_same_tokens_but_for_rounding(
             assert one is not None
             assert other is not None
             assert math.isclose(one.logprob, other.logprob, abs_tol=error)
+
+
+def test_a_run_beyond_the_end_of_a_row_is_refused(random_model: RandomModel) -> None:
+    """ONNX Runtime would write to the next row without a word."""
+    runner = random_model.runner(max_num_seqs=1)
+    sequence = prompt_in_row(runner, [1, 2])
+    end = runner.kv.prompts.n_positions
+    chunk = Chunk(sequence, end - 1, 2, 1)
+    sequence.prompt_ids = [1] * (end + 1)
+    with pytest.raises(ValueError, match=f"cannot hold {end + 1} tokens"):
+        runner.run(StepBatch(prefills=[chunk]))
