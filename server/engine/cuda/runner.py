@@ -54,8 +54,8 @@ class PagedRunner:
         rows = [chunk.row for chunk in chunks]
         slots = [self.kv.slots(chunk.row, chunk.start, chunk.end) for chunk in chunks]
         positions = [np.arange(chunk.start, chunk.end) for chunk in chunks]
-        # Upper bounds; the last is a lower one, without which the GPU's work on long contexts of
-        # few sequences is not split.
+        # Upper bounds of chunks and contexts, and a lower bound of the longest context, without
+        # which long contexts of few sequences are not split over the GPU.
         metadata = [max(chunk.count for chunk in chunks), longest, longest]
         return {
             "input_ids": np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int64),
