@@ -34,14 +34,14 @@ class PagedSession:
     @staticmethod
     def require() -> None:
         """Raises NoDeviceError where there is no hope of a GPU."""
-        from server.engine.session import require_cuda  # noqa: PLC0415  imports ONNX Runtime
+        from server.engine.cuda.session import require_cuda  # noqa: PLC0415  imports ONNX Runtime
 
         require_cuda()
 
     @classmethod
     def open(cls, path: Path, config: DecoderConfig) -> PagedSession:
         """On the GPU. Raises NoDeviceError where there is none."""
-        from server.engine.session import DeviceModel, open_cuda_session  # noqa: PLC0415  loads CUDA's libraries
+        from server.engine.cuda.session import DeviceModel, open_cuda_session  # noqa: PLC0415  loads CUDA's libraries
 
         session = open_cuda_session(path)
         return cls(config, lambda n_blocks: DeviceModel(session, n_blocks))

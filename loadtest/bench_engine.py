@@ -30,7 +30,7 @@ from model.progress import Progress, followed, unheard
 from server.engine.cuda.runner import PagedRunner
 from server.engine.cuda.session import open_cuda_runner
 from server.engine.engine import Engine
-from server.engine.kv.rows import KVRows
+from server.engine.kv.rows import KVShape
 from server.engine.machine import usable_cpus
 from server.engine.runner import OnnxRunner
 from server.engine.sampling import SamplingParams
@@ -240,9 +240,7 @@ def bytes_per_step(
     """Return the bytes that a decode step reads: weights, and the KV cache halfway through."""
     of_weight, of_head, of_key = _BYTES[device, precision]
     head = config.vocab_size * config.d_model
-    per_token = KVRows.bytes_per_token(
-        config.n_layer, config.n_kv_head, config.head_dim, itemsize=of_key
-    )
+    per_token = KVShape(config.n_layer, config.n_kv_head, config.head_dim).token_bytes(of_key)
     weights = of_weight * (n_weights(config) - head) + of_head * head
     return weights + batch * per_token * (_PROMPT_TOKENS + _DECODE_STEPS / 2)
 

@@ -1,7 +1,7 @@
-"""A model that is a function of the token ids, behind the engine's Runner protocol, with steps that a test can hold.
+"""A model that is a function of the token ids, as a Runner whose steps a test can hold.
 
-It keeps each token's id in real KV rows and reads the prefix back from them, so a row that is moved, shared or
-overwritten wrongly shows up as other tokens.
+It keeps token ids in real rows of the KV cache and reads the prefix back from them, so a wrongly
+moved, shared or overwritten row shows in the tokens.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections.abc import Callable
 
 import numpy as np
 
-from server.engine.kv.rows import KVRows
+from server.engine.batch import Chunk, StepBatch, StepLogits
+from server.engine.kv.rows import KVRows, KVShape
 from server.engine.sampling import Floats
-from server.engine.scheduler import Batch, Chunk
 from server.engine.sequence import SequenceStatus
 
-TIMEOUT = 30.0  # seconds until a test that waits for what never happens fails
+TIMEOUT = 30.0  # seconds until a test that waits in vain fails
 _FORCED = 50.0  # a logit that wins
 
 
 class FakeRunner:
     """Logits at a position are drawn from a generator keyed by a hash of the tokens up to it.
 
-    Like the real model, it must not be given a chunk of one token unless that is the prompt.
+    Like the real model, it must not get a chunk of one token unless that is the whole prompt.
 
-    budget_tokens: None is enough for whatever the rows can hold. int8: round what runs; for ids below 128.
-    next_token: given a prefix, the id to make the likeliest by far, or None to leave the logits as drawn.
+    budget_tokens: None is enough for all rows. int8: round running rows; for ids below 128.
+    next_token: returns the id to make likeliest after a prefix, or None to leave the logits.
     error: raised by the next run, when set.
     """
 
@@ -43,22 +43,19 @@ class FakeRunner:
     ) -> None:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
-        self.rows = KVRows(
-            n_layer=1,
-            n_kv_head=1,
-            head_dim=1,
+        if budget_tokens is None:
+            budget_tokens = 5 * max_num_seqs * max_model_len
+        self.kv = KVRows(
+            KVShape(1, 1, 1),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,
-            budget_tokens=5 * max_num_seqs * max_model_len
-            if budget_tokens is None
-            else budget_tokens,
+            budget_tokens=budget_tokens,
             dtype=np.int8 if int8 else np.float32,
         )
         self.next_token = next_token
         self.error: BaseException | None = None
-        self.batches: list[
-            tuple[int, int]
-        ] = []  # (decodes and drafts, prefill tokens) of every run
+        # (decodes and drafts, prefill tokens) of every run
+        self.batches: list[tuple[int, int]] = []
         self._permits: int | None = None  # runs that may pass; None is all
         self._held = False
         self._changed = threading.Condition()
@@ -82,11 +79,11 @@ class FakeRunner:
             self._changed.notify_all()
 
     def wait_until_held(self) -> None:
-        """Return when a run stands at the gate and no permit is left for it."""
+        """Return when a run waits and no permit is left."""
         with self._changed:
             assert self._changed.wait_for(lambda: self._held and self._permits == 0, TIMEOUT)
 
-    def run(self, batch: Batch) -> Floats:
+    def run(self, batch: StepBatch) -> StepLogits:
         self._pass_gate()
         if self.error is not None:
             raise self.error
@@ -96,9 +93,8 @@ class FakeRunner:
             chunk.count >= min(2, len(chunk.sequence.prompt_ids)) for chunk in batch.prefills
         ), "other bits"
         self._scribble(batch)
-        chunks = (*batch.decodes, *batch.prefills, *batch.drafts)
-        logits = [row for chunk in chunks for row in self._run_chunk(chunk)]
-        return np.array(logits, dtype=np.float32).reshape(-1, self.vocab_size)
+        rows = [row for chunk in batch.chunks for row in self._run_chunk(chunk)]
+        return StepLogits(batch, np.array(rows, dtype=np.float32).reshape(-1, self.vocab_size))
 
     def logits(self, prefix: list[int]) -> Floats:
         """The oracle: logits [vocab] of the token that follows `prefix`."""
@@ -128,20 +124,19 @@ class FakeRunner:
             if self._permits is not None:
                 self._permits -= 1
 
-    def _scribble(self, batch: Batch) -> None:
-        """What the decode run does to dead rows: it writes one token past what they hold."""
+    def _scribble(self, batch: StepBatch) -> None:
+        """Write one token past the end of the rows that do not decode, as the decode run does."""
         decoding = {chunk.sequence for chunk in batch.decodes}
         for row, sequence in enumerate(batch.window):
             if sequence not in decoding:
-                self.rows.running.array[0, row, 0, sequence.n_computed if sequence else 0, 0] = -1
+                self.kv.running.array[0, row, 0, sequence.n_computed if sequence else 0, 0] = -1
 
     def _run_chunk(self, chunk: Chunk) -> list[Floats]:
-        row = chunk.sequence.row
-        assert row is not None
+        row = chunk.row
         if chunk.sequence.status is SequenceStatus.RUNNING:
-            cache = self.rows.running.array[0, row, 0, :, 0]  # [n_positions]
+            cache = self.kv.running.array[0, row, 0, :, 0]  # [n_positions]
         else:
-            cache = self.rows.prompts.array[0, self.rows.prompt_row(row), 0, :, 0]
+            cache = self.kv.prompts.array[0, self.kv.prompt_row(row), 0, :, 0]
         cache[chunk.start : chunk.end] = [*chunk.sequence.token_ids, *chunk.draft][
             chunk.start : chunk.end
         ]

@@ -83,8 +83,10 @@ def check_engine(cache: Path, name: str, precision: str) -> float:
     equal = total = 0
     for _ in range(2):  # the second time, the blocks of the prompts' beginnings are cached
         together = _generate(engine, prompts, 32, _ABORTED)
-        assert runner.rows.reserved_tokens == 0, "an ended sequence still holds blocks"
-        assert runner.rows.n_free == runner.rows.max_num_seqs, "an ended sequence still holds a row"
+        assert runner.kv.reserved_tokens == 0, "an ended sequence still holds blocks"
+        assert len(runner.kv.free_rows) == runner.kv.max_num_seqs, (
+            "an ended sequence still holds a row"
+        )
         for i, (found, expected) in enumerate(zip(together, alone, strict=True)):
             assert len(found) == len(expected) or i in _ABORTED, "a sequence ended early"
             equal += sum(a == b for a, b in zip(found, expected, strict=False))

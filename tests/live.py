@@ -42,7 +42,7 @@ class Live:
         self.thread.start()
 
     def _announce(self, engine: AsyncEngine) -> None:
-        submit, cancel, free = engine.submit, engine.cancel, self.runner.rows.free
+        submit, cancel, free = engine.submit, engine.cancel, self.runner.kv.free
 
         def submitting(sequences: list[Sequence]) -> OutputStream:
             stream = submit(sequences)
@@ -59,7 +59,7 @@ class Live:
 
         engine.submit = submitting  # type: ignore[method-assign]
         engine.cancel = leaving  # type: ignore[assignment,method-assign]
-        self.runner.rows.free = freeing  # type: ignore[method-assign]
+        self.runner.kv.free = freeing  # type: ignore[method-assign]
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:

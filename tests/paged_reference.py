@@ -1,7 +1,6 @@
-"""PagedAttention and MatMulNBits in numpy, from their documented semantics: the graph for CUDA runs without a GPU.
+"""PagedAttention and MatMulNBits in numpy, by their documentation, to run CUDA graphs.
 
-One score at a time where it is short enough to read; every input that may be wrong is checked, because the real
-operator would write wherever it is told.
+Every input that may be wrong is checked, because the real operator would write anywhere.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ class PagedAttention(OpRun):
         slots: Array,
         metadata: Array,
     ) -> None:
-        """What the operator trusts."""
+        """Check the inputs that the operator trusts."""
         assert all(x.dtype == np.int32 for x in (starts, past, table, slots, metadata))
         assert starts[0] == 0
         assert starts[-1] == len(query) == len(slots)
@@ -165,7 +164,7 @@ def unpack(packed: Array, scales: Array, bits: int) -> Array:
 
 
 class RMSNormalization(OpRun):
-    """The reference's own does not take bfloat16."""
+    """A replacement of the reference's own, which does not take bfloat16."""
 
     def _run(  # type: ignore[no-untyped-def]  # noqa: ANN202
         self, x: Array, weight: Array, *, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1

@@ -46,7 +46,7 @@ def make_config(**changes: Any) -> DecoderConfig:
 
 
 def make_decoder(config: DecoderConfig, seed: int = 0) -> Decoder:
-    """Weights wide enough, biases and norms uneven enough, for attention to matter and mistakes to show."""
+    """Make a decoder whose weights vary enough for attention to matter and errors to show."""
     torch.manual_seed(seed)
     decoder = Decoder(config).eval()
     with torch.no_grad():

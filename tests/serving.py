@@ -19,7 +19,7 @@ from model.bundle import Manifest, ModelBundle, Verification
 from model.config import DecoderConfig
 from model.tokenizer import train_tokenizer
 from server.engine.engine import Engine
-from server.engine.prefix_cache import PrefixCache
+from server.engine.kv.prefix_cache import PrefixCache
 from server.engine.sequence import Sequence
 from server.process.app import create_app
 from server.requests.async_engine import AsyncEngine, OutputStream
@@ -127,12 +127,10 @@ def fake_app(
     runner: FakeRunner, cache_bytes: int = 0, bundle: ModelBundle | None = None, **settings: Any
 ) -> FastAPI:
     """`cache_bytes`: for the prefix cache, whose blocks are 4 tokens here."""
-    known = load_settings(model=Path(MODEL), max_num_seqs=runner.rows.max_num_seqs, **settings)
+    known = load_settings(model=Path(MODEL), max_num_seqs=runner.kv.max_num_seqs, **settings)
     bundle = bundle or fake_bundle(max_model_len=runner.max_model_len)
-    cache = PrefixCache(runner.rows, cache_bytes, block_size=4)
-    return create_app(
-        known, bundle, Engine(runner, chunk_size=8, prefix_cache=cache, speculate=known.speculate)
-    )
+    runner.kv.cache = PrefixCache(cache_bytes // (4 * runner.kv.prompt_token_bytes), block_size=4)
+    return create_app(known, bundle, Engine(runner, chunk_size=8, speculate=known.speculate))
 
 
 @asynccontextmanager

@@ -67,7 +67,7 @@ async def test_streams_at_once_are_each_what_they_are_alone() -> None:
             together = await asyncio.gather(*(read(client, body) for body in bodies))
             alone = [await read(client, body) for body in bodies]
         assert together == alone
-        assert served.runner.rows.reserved_tokens == 0
+        assert served.runner.kv.reserved_tokens == 0
 
 
 def test_the_tgi_routes_over_http() -> None:

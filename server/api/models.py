@@ -61,7 +61,7 @@ def _kv_cache(service: Service) -> dict[str, int] | None:
     engine = service.engine.engine
     if engine is None:
         return None
-    rows = engine.runner.rows
+    rows = engine.kv
     return {
         "bytes_per_token": rows.token_bytes,
         "prompt_bytes_per_token": rows.prompt_token_bytes,

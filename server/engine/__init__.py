@@ -1,4 +1,4 @@
-"""The synchronous engine: scheduling, sampling and running a batch.
+"""The synchronous inference engine: scheduling, running, sampling.
 
-Knows no asyncio, HTTP or Prometheus, and imports only the files of `model` that need no PyTorch.
+Knows no asyncio, HTTP or Prometheus; imports only the modules of `model` that need no PyTorch.
 """

@@ -1,4 +1,4 @@
-"""The engine: add a sequence, abort it, step. One thread owns it; nothing here blocks on anything but the model."""
+"""The engine: add a sequence, abort it, step. One thread owns it, and only the model blocks it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from time import perf_counter
 from typing import Literal, Protocol
 
 from model.config import DecoderConfig
+from server.engine.batch import Chunk, StepBatch, StepLogits
 from server.engine.grammar.constraints import TokenMasks
-from server.engine.kv.blocks import KVBlocks
-from server.engine.kv.rows import KVRows
-from server.engine.prefix_cache import PrefixCache
-from server.engine.sampling import Floats, TokenLogprobs, sample, token_logprobs
-from server.engine.scheduler import Batch, Chunk, Scheduler
+from server.engine.kv.store import KVStore
+from server.engine.sampling import Floats, SamplingParams, TokenLogprobs, sample, token_logprobs
+from server.engine.scheduler import Scheduler
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus, SequenceTimes
-from server.engine.speculation import DraftPolicy, Speculation, verify
+from server.engine.speculation import Speculation, verify
 
 StepKind = Literal["decode", "mixed", "prefill"]
+StepTokens = dict[Chunk, list[int | None]]  # None: no token could be chosen
 
-SCORING_LOGITS_BYTES = 64 * 2**20  # bound on the logits of one chunk of a prompt that is scored
+SCORING_LOGITS_BYTES = 64 * 2**20  # bound on the logits of one chunk of a scored prompt
 
 
 def check_max_model_len(wanted: int | None, config: DecoderConfig) -> int:
-    """The model's own limit, or a lower one. Raises ValueError for one that the model cannot meet."""
+    """Return the model's limit or a lower one. Raises ValueError for one that it cannot meet."""
     limit = config.max_model_len if wanted is None else wanted
     if not 2 <= limit <= config.max_model_len:
         raise ValueError(
@@ -32,28 +32,39 @@ def check_max_model_len(wanted: int | None, config: DecoderConfig) -> int:
 
 
 class Runner(Protocol):
-    """What the engine needs of a model: `server.engine.runner.OnnxRunner`, or a function of token ids in tests."""
+    """A model and its KV cache: `OnnxRunner`, `PagedRunner`, or a function of tokens in tests."""
 
     max_model_len: int
     vocab_size: int
 
     @property
-    def rows(self) -> KVRows | KVBlocks: ...
+    def kv(self) -> KVStore:
+        """The KV cache."""
 
-    def run(self, batch: Batch) -> Floats:
-        """Logits [n, vocab]: a row per decode, then each prefill's, then each draft's, in order.
+    def run(self, batch: StepBatch) -> StepLogits:
+        """Compute the logits of all chunks, which are valid until the next run."""
 
-        Valid until the next run.
-        """
-        ...
+
+def warm_up(runner: Runner, n_tokens: int = 2) -> None:
+    """Run a prefill and a decode step once, so that the first request does not pay for them."""
+    admitted = runner.kv.admit(n_tokens, 0, [])
+    assert admitted is not None
+    params = SamplingParams(max_tokens=1)
+    sequence = Sequence(-1, [0] * n_tokens, params, frozenset(), SequenceTimes(0.0))
+    sequence.row = admitted[0]
+    runner.run(StepBatch(prefills=[Chunk(sequence, 0, n_tokens, 1)]))
+    sequence.status, sequence.n_computed = SequenceStatus.RUNNING, n_tokens - 1
+    runner.run(StepBatch([Chunk(sequence, n_tokens - 1, 1, 1)], window=[sequence]))
+    runner.kv.free(sequence.row)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """What a step did to one sequence. `finish_reason` marks its last output: each sequence has exactly one such.
+    """The effect of a step on one sequence.
 
-    token_id: None when it ended without a new token. prompt_logprobs: with the first output of a sequence that asked
-    for them, one entry for each prompt token but the first.
+    token_id: None if it ended without a new token. prompt_logprobs: only in the first output of a
+    sequence that asked for them, an entry for each prompt token except the first. finish_reason:
+    set in the last output; each sequence has exactly one such.
     """
 
     sequence_id: int
@@ -66,11 +77,11 @@ class TokenOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One step in figures.
+    """The figures of one step.
 
-    n_decode: sequences that were continued. n_prefill_tokens: prompt tokens that ran. n_queried: tokens of the prompts
-    that were looked up in the prefix cache; n_cached: those of them that it had. n_drafted: guesses that were checked;
-    n_accepted: those of them that saved a step.
+    n_decode: sequences that were continued. n_prefill_tokens: prompt tokens that ran. n_queried:
+    tokens of the prompts that were looked up in the prefix cache; n_cached: those that it had.
+    n_drafted: draft tokens that were checked; n_accepted: those that were right.
     """
 
     n_decode: int
@@ -83,6 +94,7 @@ class StepStats:
 
     @property
     def kind(self) -> StepKind:
+        """The work of the step."""
         if not self.n_prefill_tokens:
             return "decode"
         return "mixed" if self.n_decode else "prefill"
@@ -91,167 +103,140 @@ class StepStats:
 class Engine:
     """Continuous batching over one model.
 
-    chunk_size: most prompt tokens run in one step, at least 2. prefix_cache: over the runner's rows; None is without.
-    speculate: guess tokens where few sequences run; what a sequence gets then depends on the load, by rounding.
+    chunk_size: most prompt tokens in a step, at least 2. speculate: draft tokens while few
+    sequences run; rounding then depends on the load.
     """
 
-    def __init__(
-        self,
-        runner: Runner,
-        *,
-        chunk_size: int,
-        prefix_cache: PrefixCache | None = None,
-        speculate: bool = False,
-    ) -> None:
+    def __init__(self, runner: Runner, *, chunk_size: int, speculate: bool = False) -> None:
         if chunk_size < 2:
-            raise ValueError(
-                f"chunk_size must be at least 2, not {chunk_size}: one-token runs are not bit-identical"
-            )
+            why = "runs of one token round differently"
+            raise ValueError(f"chunk_size must be at least 2, not {chunk_size}: {why}")
         scoring = max(2, min(chunk_size, SCORING_LOGITS_BYTES // (4 * runner.vocab_size)))
         self.runner = runner
+        self.kv = runner.kv
+        self.max_model_len = runner.max_model_len
         self.speculate = speculate
-        self.masks = TokenMasks(runner.vocab_size)
-        rows = runner.rows
-        cache = (
-            rows
-            if isinstance(rows, KVBlocks)
-            else prefix_cache or PrefixCache(rows, budget_bytes=0)
-        )
-        self.scheduler = Scheduler(rows, cache, chunk_size=chunk_size, scoring_chunk_size=scoring)
+        self.scheduler = Scheduler(self.kv, chunk_size=chunk_size, scoring_chunk_size=scoring)
+        self._masks = TokenMasks(runner.vocab_size)
         self._sequences: dict[int, Sequence] = {}
 
     @property
-    def max_model_len(self) -> int:
-        return self.runner.max_model_len
-
-    @property
-    def kv_budget_tokens(self) -> int:
-        return self.runner.rows.budget_tokens
-
-    def kv_tokens_needed(self, n_prompt: int, max_tokens: int) -> int:
-        """What a sequence takes of the budget at its most."""
-        return self.runner.rows.n_needed(n_prompt, max_tokens)
-
-    @property
     def has_work(self) -> bool:
+        """True if a step would do something."""
         return self.scheduler.has_work
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises ValueError for one that could never run; the API refuses such at the door."""
+        """Queue a sequence. Raises ValueError if it could never run; admission refuses such."""
         n_prompt, max_tokens = len(sequence.prompt_ids), sequence.params.max_tokens
-        n_needed = self.kv_tokens_needed(n_prompt, max_tokens)
-        if (
-            not n_prompt
-            or sequence.n_reserved > self.max_model_len
-            or n_needed > self.kv_budget_tokens
-        ):
+        n_needed = self.kv.n_needed(n_prompt, max_tokens)
+        is_too_long = n_prompt + max_tokens > self.max_model_len
+        if not n_prompt or is_too_long or n_needed > self.kv.budget_tokens:
             raise ValueError(f"{n_prompt} prompt and {max_tokens} new tokens cannot fit")
-        if self.speculate and sequence.constraint is None:  # a guess would need a mask of its own
-            sequence.speculation = Speculation(DraftPolicy())
+        if self.speculate and sequence.constraint is None:  # each draft token would need a mask
+            sequence.speculation = Speculation()
         self._sequences[sequence.id] = sequence
         self.scheduler.add(sequence)
 
     def abort(
         self, sequence_id: int, reason: FinishReason = FinishReason.ABORT
     ) -> TokenOutput | None:
-        """End a sequence now, between two steps; its terminal output, or None when it has ended already."""
+        """End a sequence between two steps; return its last output, or None if it has ended."""
         sequence = self._sequences.get(sequence_id)
-        return self._finish(sequence, reason, TokenOutput(sequence.id, None)) if sequence else None
+        return self._finish(sequence, reason) if sequence else None
 
-    def give_back_memory(self) -> None:
-        """Return what free rows still hold to the operating system; worth it when no work is in sight."""
-        self.runner.rows.give_back()
+    def release_idle_memory(self) -> None:
+        """Return memory of free rows to the operating system; for times without work."""
+        if self.kv.movable is not None:
+            self.kv.movable.release_idle_memory()
 
     def step(self) -> tuple[list[TokenOutput], StepStats]:
-        """Schedule, run, sample, update: a token for every running sequence, more after a draft; chunks of prompts."""
+        """Advance every running sequence by a token, or more after a draft, and some prompts."""
         started = perf_counter()
         batch = self.scheduler.schedule()
-        finish_masks = self.masks.begin(_continued(batch))
+        logits = self._run(batch)
+        tokens = self._sample(batch, logits)
+        outputs = self._update(batch, logits, tokens)
+        return outputs, self._stats(batch, tokens, perf_counter() - started)
+
+    def _run(self, batch: StepBatch) -> StepLogits:
+        """Run the model, while the masks of constrained sequences are computed."""
+        sampled = [chunk.sequence for chunk in batch.sampled]
+        wait = self._masks.begin([(s.constraint, s.ending_ids) for s in sampled if s.constraint])
         logits = self.runner.run(batch)
-        finish_masks()
-        outputs = self._update(batch, logits)
+        wait()
+        return logits
+
+    def _sample(self, batch: StepBatch, logits: StepLogits) -> StepTokens:
+        """Choose a token after each chunk that yields one; of drafts as many as are right."""
+        chunks = batch.sampled
+        chosen = sample(logits.last_of(chunks), [chunk.sequence for chunk in chunks])
+        tokens: StepTokens = {chunk: [token] for chunk, token in zip(chunks, chosen, strict=True)}
+        for chunk in batch.drafts:
+            sequence = chunk.sequence
+            assert sequence.speculation is not None
+            tokens[chunk] = verify(logits.of(chunk), sequence, chunk.draft)
+            sequence.speculation.record(sequence, chunk.draft, tokens[chunk])
+        return tokens
+
+    def _update(
+        self, batch: StepBatch, logits: StepLogits, tokens: StepTokens
+    ) -> list[TokenOutput]:
+        """Record what was computed, append the tokens, and end what has ended."""
+        outputs: list[TokenOutput] = []
+        for chunk in batch.chunks:
+            sequence, rows = chunk.sequence, logits.of(chunk)
+            self._score(chunk, rows)
+            # Keys and values of rejected draft tokens do not count.
+            self.scheduler.record(chunk, len(tokens[chunk]) if chunk.draft else chunk.count)
+            if chunk in tokens:
+                rows = rows if chunk.draft else rows[-1:]
+                pairs = zip(tokens[chunk], rows, strict=False)
+                outputs += [self._append(sequence, token, row) for token, row in pairs]
+            elif chunk.completes_prompt:  # nothing is to be generated
+                scored = TokenOutput(sequence.id, None, prompt_logprobs=sequence.scores)
+                outputs.append(self._finish(sequence, FinishReason.LENGTH, scored))
+        return outputs
+
+    def _stats(self, batch: StepBatch, tokens: StepTokens, seconds: float) -> StepStats:
         begun = [c.sequence for c in batch.prefills if c.begins_prompt and not c.sequence.is_scored]
-        looked_up = begun if self.scheduler.cache.capacity else []
-        return outputs, StepStats(
+        looked_up = begun if self.kv.cache.capacity else []
+        return StepStats(
             n_decode=len(batch.decodes) + len(batch.drafts),
             n_prefill_tokens=sum(chunk.count for chunk in batch.prefills),
             n_queried=sum(len(sequence.prompt_ids) for sequence in looked_up),
             n_cached=sum(sequence.n_cached for sequence in looked_up),
             n_drafted=sum(len(chunk.draft) for chunk in batch.drafts),
-            n_accepted=sum(chunk.sequence.n_computed - chunk.start - 1 for chunk in batch.drafts),
-            seconds=perf_counter() - started,
+            n_accepted=sum(len(tokens[chunk]) - 1 for chunk in batch.drafts),
+            seconds=seconds,
         )
 
-    def _update(self, batch: Batch, logits: Floats) -> list[TokenOutput]:
-        outputs: list[TokenOutput] = []
-        ready: list[Sequence] = []
-        places: list[int] = []  # of their next tokens' logits
-        n = 0
-        for chunk in (*batch.decodes, *batch.prefills):
-            sequence = chunk.sequence
-            self._score(chunk, logits[n : n + chunk.n_logits])
-            n += chunk.n_logits
-            self.scheduler.computed(chunk)
-            if sequence.status is SequenceStatus.PREFILLING:
-                continue
-            if sequence.params.max_tokens == 0:
-                scored = TokenOutput(sequence.id, None, prompt_logprobs=sequence.scores)
-                outputs.append(self._finish(sequence, FinishReason.LENGTH, scored))
-            else:
-                ready.append(sequence)
-                places.append(n - 1)
-        if ready:
-            adjacent = places[-1] < len(places)  # always, but for the last token of a scored prompt
-            rows = logits[: len(places)] if adjacent else logits[places]
-            tokens = sample(rows, ready)
-            outputs += [
-                self._append(s, t, row) for s, t, row in zip(ready, tokens, rows, strict=True)
-            ]
-        for chunk in batch.drafts:
-            outputs += self._verify(chunk, logits[n : n + chunk.n_logits])
-            n += chunk.n_logits
-        return outputs
-
-    def _verify(self, chunk: Chunk, logits: Floats) -> list[TokenOutput]:
-        """As many tokens as the draft was right, and one more."""
-        sequence = chunk.sequence
-        assert sequence.speculation is not None
-        tokens = verify(logits, sequence, chunk.draft)
-        sequence.speculation.record(sequence, chunk.draft, tokens)
-        self.scheduler.computed(
-            replace(chunk, count=len(tokens))
-        )  # the keys of wrong guesses do not count
-        return [
-            self._append(sequence, token, row) for token, row in zip(tokens, logits, strict=False)
-        ]
-
     def _score(self, chunk: Chunk, logits: Floats) -> None:
-        """Log-probabilities of the prompt tokens that follow the chunk's positions."""
+        """Note the log-probabilities of the prompt tokens that follow a chunk's positions."""
         sequence = chunk.sequence
         alternatives = sequence.params.prompt_logprobs
         if alternatives is None:
             return
-        for position in range(chunk.start, min(chunk.end, len(sequence.prompt_ids) - 1)):
-            if position == len(
-                sequence.prompt_logprobs
-            ):  # a one-token tail runs its predecessor again
-                row = logits[position - chunk.start]
-                scored = token_logprobs(row, sequence.prompt_ids[position + 1], alternatives)
-                sequence.prompt_logprobs.append(scored)
+        # A chunk may repeat the last position of the one before it.
+        first = max(chunk.start, len(sequence.prompt_logprobs))
+        for position in range(first, min(chunk.end, len(sequence.prompt_ids) - 1)):
+            token_id = sequence.prompt_ids[position + 1]
+            scored = token_logprobs(logits[position - chunk.start], token_id, alternatives)
+            sequence.prompt_logprobs.append(scored)
 
     def _append(self, sequence: Sequence, token_id: int | None, row: Floats) -> TokenOutput:
+        """Append a token, of logits `row` [vocab]; end the sequence if it is the last."""
         if token_id is None:
             return self._fail(sequence)
         sequence.output_ids.append(token_id)
-        first = sequence.times.first_token is None
-        if first:
+        is_first = sequence.times.first_token is None
+        if is_first:
             sequence.times.first_token = perf_counter()
         params = sequence.params
         output = TokenOutput(
             sequence.id,
             token_id,
             None if params.logprobs is None else token_logprobs(row, token_id, params.logprobs),
-            sequence.scores if first else None,
+            sequence.scores if is_first else None,
         )
         ends = token_id in sequence.ending_ids
         if sequence.constraint is not None and token_id not in params.stop_token_ids:
@@ -266,19 +251,16 @@ class Engine:
         return output
 
     def _fail(self, sequence: Sequence) -> TokenOutput:
-        """Nothing may come next: because of its grammar, or because its logits are no numbers."""
+        """End a sequence without a next token: its grammar or non-finite logits allow none."""
         is_stuck = sequence.constraint is not None and sequence.constraint.error
         reason = FinishReason.GRAMMAR if is_stuck else FinishReason.ERROR
-        return self._finish(sequence, reason, TokenOutput(sequence.id, None))
+        return self._finish(sequence, reason)
 
-    def _finish(self, sequence: Sequence, reason: FinishReason, output: TokenOutput) -> TokenOutput:
-        """The sequence's terminal output: `output`, marked as the last."""
-        self.scheduler.finish(sequence, reason)
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, output: TokenOutput | None = None
+    ) -> TokenOutput:
+        """End a sequence, and return `output` marked as its last."""
+        self.scheduler.finish(sequence)
         del self._sequences[sequence.id]
+        output = output or TokenOutput(sequence.id, None)
         return replace(output, finish_reason=reason, times=sequence.times)
-
-
-def _continued(batch: Batch) -> list[Sequence]:
-    """Sequences that get one token from a batch: all that do, but those with a draft."""
-    complete = (chunk for chunk in batch.prefills if chunk.completes_prompt)
-    return [c.sequence for c in (*batch.decodes, *complete) if c.sequence.params.max_tokens]

@@ -1,4 +1,4 @@
-"""One sequence on its way through the engine."""
+"""The state of one sequence in the engine."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from enum import Enum, StrEnum
 import numpy as np
 
 from server.engine.grammar.constraints import Constraint
-from server.engine.sampling import Occurrences, SamplingParams, TokenLogprobs
+from server.engine.sampling import Floats, Occurrences, SamplingParams, TokenLogprobs
 from server.engine.speculation import Speculation
 
-LEVEL_SECONDS = 10.0  # of waiting are worth one level of priority
+PRIORITY_LEVEL_SECONDS = 10.0  # waiting time that offsets one level of priority
 
 
-def turn(arrived: float, priority: int) -> float:
-    """The moment that decides who is next."""
-    return arrived + priority * LEVEL_SECONDS
+def queue_time(arrived: float, priority: int) -> float:
+    """Return the moment that orders the queue: the earliest is served first."""
+    return arrived + priority * PRIORITY_LEVEL_SECONDS
 
 
 class SequenceStatus(Enum):
+    """The state of a sequence."""
+
     WAITING = "waiting"
     PREFILLING = "prefilling"
     RUNNING = "running"
@@ -28,17 +30,19 @@ class SequenceStatus(Enum):
 
 
 class FinishReason(StrEnum):
+    """The reason why a sequence ended."""
+
     STOP = "stop"  # an end-of-sequence token, a stop token or a stop string
     LENGTH = "length"
     TIMEOUT = "timeout"
-    ABORT = "abort"  # the client left, or the server is going down
-    GRAMMAR = "grammar"  # nothing that may come next would follow its grammar
+    ABORT = "abort"  # the client has disconnected, or the server shuts down
+    GRAMMAR = "grammar"  # no token may follow under its grammar
     ERROR = "error"  # of the engine
 
 
 @dataclass(slots=True)
 class SequenceTimes:
-    """Moments of a sequence's life, in seconds of `time.perf_counter()`; None until they happen."""
+    """Moments in seconds of `time.perf_counter()`; None until they happen."""
 
     arrived: float
     scheduled: float | None = None
@@ -48,65 +52,68 @@ class SequenceTimes:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A prompt and its continuation. Owned by the engine's thread once it has been added."""
+    """A prompt and its continuation, owned by the engine's thread once it has been added.
+
+    ending_ids: tokens that end it: its stop tokens, and the model's unless it ignores them.
+    priority: lower is served earlier. n_sure: fewest new tokens that it needs. deadline: in seconds
+    of `time.perf_counter()`. n_computed: tokens whose keys and values are in its row; n_cached:
+    those of them that came from the prefix cache. block_names: the prompt's blocks, see KVStore.
+    occurrences: state of the sampler, for penalties. speculation: None is one token a step.
+    """
 
     id: int
     prompt_ids: list[int]
     params: SamplingParams
-    ending_ids: frozenset[
-        int
-    ]  # tokens that end it: its stop ids, and the model's unless it ignores them
+    ending_ids: frozenset[int]
     times: SequenceTimes
     request_id: str = ""
-    priority: int = 0  # lower is earlier
-    n_sure: int = 0  # new tokens that it needs however its text may end
-    deadline: float = math.inf  # in seconds of `time.perf_counter()`
+    priority: int = 0
+    n_sure: int = 0
+    deadline: float = math.inf
     status: SequenceStatus = SequenceStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
     row: int | None = None
-    n_computed: int = 0  # tokens whose keys and values are in the row
-    n_cached: int = 0  # those of them that the prefix cache had
-    block_keys: list[bytes] = field(
-        default_factory=list
-    )  # the prefix cache's names of the prompt's blocks
-    finish_reason: FinishReason | None = None
+    n_computed: int = 0
+    n_cached: int = 0
+    block_names: list[bytes] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    occurrences: Occurrences | None = None  # the sampler's, for sequences with penalties
-    speculation: Speculation | None = None  # None is one token a step
-    constraint: Constraint | None = None  # what its text has to be
+    occurrences: Occurrences | None = None
+    speculation: Speculation | None = None
+    constraint: Constraint | None = None
     generator: np.random.Generator = field(init=False)
 
     def __post_init__(self) -> None:
         self.generator = self.params.generator()
 
     @property
-    def turn(self) -> tuple[float, int]:
-        """Whose is lower is earlier. All that wait age alike, so their order never changes, and nobody starves."""
-        return turn(self.times.arrived, self.priority), self.id
+    def queue_key(self) -> tuple[float, int]:
+        """Order in the queue. It is constant, because all who wait age alike; nobody starves."""
+        return queue_time(self.times.arrived, self.priority), self.id
 
     @property
     def token_ids(self) -> list[int]:
+        """Prompt and output."""
         return self.prompt_ids + self.output_ids
 
     @property
-    def n_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.output_ids)
-
-    @property
-    def n_reserved(self) -> int:
-        """Positions it may ever need: admission sets them aside, so that nothing running is preempted."""
-        return len(self.prompt_ids) + self.params.max_tokens
-
-    @property
     def is_scored(self) -> bool:
-        """Whether every position of the prompt wants logits."""
+        """True if every position of the prompt wants logits."""
         return self.params.prompt_logprobs is not None
 
     @property
     def scores(self) -> list[TokenLogprobs] | None:
-        """Log-probabilities of its prompt; None when it did not ask for them."""
+        """Log-probabilities of the prompt; None unless they were requested."""
         return self.prompt_logprobs if self.is_scored else None
 
     @property
     def last_token_id(self) -> int:
+        """The newest token."""
         return self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]
+
+    @property
+    def penalty(self) -> Floats | None:
+        """[vocab], added to the logits: -inf for tokens that its grammar bans; None without one."""
+        if self.constraint is None:
+            return None
+        assert self.constraint.penalty is not None
+        return self.constraint.penalty

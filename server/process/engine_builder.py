@@ -6,7 +6,6 @@ import logging
 
 from model.bundle import ModelBundle
 from server.engine.engine import Engine
-from server.engine.prefix_cache import PrefixCache
 from server.settings import Settings
 from server.telemetry.start_clock import StartClock
 
@@ -37,20 +36,19 @@ def _build_on_cpu(settings: Settings, bundle: ModelBundle, clock: StartClock) ->
         max_num_seqs=settings.max_num_seqs,
         max_model_len=settings.max_model_len,
         kv_cache_bytes=settings.kv_cache_memory,
+        prefix_cache_bytes=settings.prefix_cache_memory,
         threads=settings.threads,
         spin_microseconds=settings.spin_microseconds,
     )
     clock.lap("session")
     runner.warm_up()
     clock.lap("warm_up")
-    budget = settings.prefix_cache_memory
-    cache = PrefixCache(runner.rows, runner.kv_cache_bytes // 10 if budget is None else budget)
     chunk_size = settings.chunk_size or _CPU_CHUNK
-    return Engine(runner, chunk_size=chunk_size, prefix_cache=cache, speculate=settings.speculate)
+    return Engine(runner, chunk_size=chunk_size, speculate=settings.speculate)
 
 
 def _build_on_cuda(settings: Settings, bundle: ModelBundle, clock: StartClock) -> Engine:
-    from server.engine.cuda.session import LONGEST_CHUNK, open_cuda_runner  # noqa: PLC0415
+    from server.engine.cuda.session import DEFAULT_CHUNK_SIZE, open_cuda_runner  # noqa: PLC0415
 
     runner = open_cuda_runner(
         bundle.graph_path,
@@ -61,5 +59,5 @@ def _build_on_cuda(settings: Settings, bundle: ModelBundle, clock: StartClock) -
         keep_prompts=settings.prefix_cache_memory != 0,
     )
     clock.lap("session_and_warm_up")
-    chunk_size = settings.chunk_size or LONGEST_CHUNK
+    chunk_size = settings.chunk_size or DEFAULT_CHUNK_SIZE
     return Engine(runner, chunk_size=chunk_size, speculate=settings.speculate)

@@ -163,7 +163,7 @@ def check_model(settings: Settings) -> ModelBundle:
         raise StartupError(str(error)) from None
     if bundle.manifest.device != "cuda":
         return bundle
-    from server.engine.session import require_cuda  # noqa: PLC0415  imports ONNX Runtime
+    from server.engine.cuda.session import require_cuda  # noqa: PLC0415  imports ONNX Runtime
 
     try:
         require_cuda()

@@ -78,7 +78,7 @@ class Admission:
                 "try again later",
                 retry_after=self.retry_after(n_inside - self.capacity, snapshot),
             )
-        ahead = snapshot.ahead_of(demand.work.turn)
+        ahead = snapshot.ahead_of(demand.work.queue_time)
         n_waiting = snapshot.n_waiting_tokens
         excess = n_waiting + demand.n_prompt_tokens - self.max_queue_tokens
         if n_inside > self.max_num_seqs and n_waiting and excess > 0:
@@ -167,11 +167,11 @@ def check_length(n_prompt: int, max_tokens: int, engine: Engine) -> None:
             f"{n_prompt} in the prompt and {max_tokens} to generate",
             param="max_tokens",
         )
-    needed = engine.kv_tokens_needed(n_prompt, max_tokens)
-    if needed > engine.kv_budget_tokens:
+    needed = engine.kv.n_needed(n_prompt, max_tokens)
+    if needed > engine.kv.budget_tokens:
         raise InvalidRequestError(
             f"{total} tokens ({n_prompt} in the prompt and {max_tokens} to generate) take a KV "
             f"cache of {needed} tokens while the prompt is computed, but the server's has "
-            f"{engine.kv_budget_tokens}; ask for fewer, or raise KVASIR_KV_CACHE_MEMORY",
+            f"{engine.kv.budget_tokens}; ask for fewer, or raise KVASIR_KV_CACHE_MEMORY",
             param="max_tokens",
         )

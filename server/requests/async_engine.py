@@ -108,7 +108,7 @@ class AsyncEngine:
         """Return the sequences that hold a slot, those that wait, the KV cache's reserved share."""
         if self.engine is None:
             return 0.0, 0.0, 0.0
-        rows = self.engine.runner.rows
+        rows = self.engine.kv
         running = len(self.engine.scheduler.held)
         return running, max(0, len(self._live) - running), rows.reserved_tokens / rows.budget_tokens
 
@@ -116,7 +116,7 @@ class AsyncEngine:
         """Return the work of all sequences and the measured rates, for admission."""
         if self.engine is None:
             return Snapshot()
-        now, n_slots = perf_counter(), self.engine.runner.rows.max_num_seqs
+        now, n_slots = perf_counter(), self.engine.kv.max_num_seqs
         running: list[Work] = []
         waiting: list[Work] = []
         prompts: dict[int, int] = {}  # lengths by identity: the samples of a prompt share it
@@ -237,7 +237,7 @@ class AsyncEngine:
             try:
                 yield self._inbox.get(timeout=_IDLE_SECONDS)
             except Empty:
-                engine.give_back_memory()
+                engine.release_idle_memory()
                 yield self._inbox.get()
         while not self._inbox.empty():
             yield self._inbox.get()
@@ -296,5 +296,5 @@ def _work(sequence: Sequence, now: float) -> Work:
         n_sure=max(0, sequence.n_sure - n_output),
         seconds_held=0.0 if scheduled is None else now - scheduled,
         seconds_left=sequence.deadline - now,
-        turn=sequence.turn[0],
+        queue_time=sequence.queue_key[0],
     )

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from server.engine.engine import TokenOutput
 from server.engine.grammar.constraints import Constraint, Grammar
 from server.engine.sampling import SamplingParams, TokenLogprobs
-from server.engine.sequence import FinishReason, Sequence, SequenceStatus, SequenceTimes, turn
+from server.engine.sequence import FinishReason, Sequence, SequenceStatus, SequenceTimes, queue_time
 from server.errors import (
     DeadlineExceededError,
     EngineError,
@@ -67,7 +67,7 @@ class CompletionRequest:
             self.n_sure,
             self.n_sure,
             seconds_left=left,
-            turn=turn(now, self.priority),
+            queue_time=queue_time(now, self.priority),
         )
         n_tokens = sum(len(prompt.ids) for prompt in self.prompts)
         return Demand(self.n_sequences, n_tokens, work)

@@ -30,7 +30,7 @@ class Work(NamedTuple):
     n_sure: int = 0  # new tokens that it needs however its text ends
     seconds_held: float = 0.0  # since it got its slot
     seconds_left: float = math.inf  # until its deadline
-    turn: float = 0.0  # the moment that orders the queue, as in `Sequence.turn`
+    queue_time: float = 0.0  # the moment that orders the queue
 
 
 class Rates(NamedTuple):
@@ -60,9 +60,11 @@ class Snapshot:
     waiting: tuple[Work, ...] = ()  # the others, by arrival
     n_waiting_tokens: int = 0  # their prompts' tokens, once for all samples of a prompt
 
-    def ahead_of(self, turn: float) -> Self:
-        """Return the snapshot without the waiting sequences that come after a turn."""
-        return replace(self, waiting=tuple(work for work in self.waiting if work.turn <= turn))
+    def ahead_of(self, queue_time: float) -> Self:
+        """Return the snapshot without the waiting sequences that come after a moment of the queue."""
+        return replace(
+            self, waiting=tuple(work for work in self.waiting if work.queue_time <= queue_time)
+        )
 
     def seconds_to_slot(self) -> float:
         """Return a lower bound on the seconds until a request behind all of this begins.

@@ -188,8 +188,8 @@ class Service:
         longest = max(len(prompt.ids) for prompt in prompts)
         most = min(usual, self.max_model_len - longest)
         if (engine := self.engine.engine) is not None:
-            needed = partial(engine.kv_tokens_needed, longest)
-            most = bisect_right(range(1, most + 1), engine.kv_budget_tokens, key=needed)
+            needed = partial(engine.kv.n_needed, longest)
+            most = bisect_right(range(1, most + 1), engine.kv.budget_tokens, key=needed)
         return max(1, most)
 
     def deadline(self, arrived: float, milliseconds: int | None) -> float | None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from server.engine.grammar.constraints import JSON_OPTIONS
-from server.engine.grammar.json_schemas import held_schema
+from server.engine.grammar.json_schemas import enforceable_schema
 from server.text.tool_calls import ToolCallFormat
 
 Schema = Mapping[str, Any]
@@ -90,4 +90,4 @@ def _bodies(form: ToolCallFormat, functions: Functions) -> list[str]:
 
 
 def _json(schema: Schema) -> str:
-    return "%json " + _dumps({**held_schema(schema), "x-guidance": JSON_OPTIONS})
+    return "%json " + _dumps({**enforceable_schema(schema), "x-guidance": JSON_OPTIONS})

@@ -99,7 +99,7 @@ def test_the_prefix_cache_gets_the_memory_that_was_set(
         load_settings(model=bundle.path, kv_cache_memory=2**24, threads=1), bundle
     )
     block_bytes = 64 * 2 * 3 * 2 * 32 * 4  # keys and values of 3 layers, 2 heads, 32 floats
-    assert engine.scheduler.cache.capacity == n_bytes // block_bytes
+    assert engine.kv.cache.capacity == n_bytes // block_bytes
 
 
 @pytest.mark.parametrize(("microseconds", "allowed"), [(None, "1"), (7, "1"), (0, "0")])

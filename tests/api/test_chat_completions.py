@@ -447,7 +447,7 @@ async def test_an_answer_may_fill_the_context_or_the_memory(budget: int | None) 
     if budget is None:
         assert usage["total_tokens"] == 40
     else:
-        assert runner.rows.n_needed(usage["prompt_tokens"], usage["completion_tokens"]) == budget
+        assert runner.kv.n_needed(usage["prompt_tokens"], usage["completion_tokens"]) == budget
         assert usage["total_tokens"] < 40
     assert answer["choices"][0]["finish_reason"] == "length"
 
@@ -504,7 +504,7 @@ async def test_calls_are_found_whole_and_streamed(
         for without in unused:
             plain = (await post(served, **without))["choices"][0]
             assert (plain["message"]["content"], plain["finish_reason"]) == (text, "stop")
-        assert served.runner.rows.reserved_tokens == 0
+        assert served.runner.kv.reserved_tokens == 0
 
 
 async def test_tools_that_may_not_be_called_are_not_shown_to_the_model() -> None:

@@ -270,7 +270,7 @@ async def test_a_stop_string_across_tokens_is_not_shown_and_frees_the_row() -> N
             served, prompt="x", temperature=0, max_tokens=40, stop="json", min_tokens=40
         )
         assert text in again["choices"][0]["text"]
-        assert served.runner.rows.reserved_tokens == 0
+        assert served.runner.kv.reserved_tokens == 0
 
 
 async def test_the_end_of_the_text_stops_it_unless_it_is_ignored() -> None:

@@ -67,7 +67,7 @@ async def test_memory_of_keys_and_values_is_what_the_rows_take(*, int8: bool) ->
     assert card.model == MODEL
     assert card.kv_cache is not None
     per_token = (card.kv_cache.bytes_per_token, card.kv_cache.prompt_bytes_per_token)
-    for n_bytes, memory in zip(per_token, (runner.rows.running, runner.rows.prompts), strict=True):
+    for n_bytes, memory in zip(per_token, (runner.kv.running, runner.kv.prompts), strict=True):
         _, n_rows, _, n_positions, _ = memory.array.shape
         assert n_bytes * n_rows * n_positions == memory.array.nbytes
     assert card.kv_cache.budget_tokens == 500

@@ -1,6 +1,7 @@
-"""The promise: a request's tokens and log-probabilities are the same bits whatever else the server does.
+"""Determinism: a request always gets the same tokens and log-probabilities, bit by bit.
 
-Neighbours, arrival order, aborts, the chunk size, rows and their moves, the prefix cache: none of it may show.
+Other sequences, their order and aborts, the chunk size, rows and their moves, and the prefix cache
+must not change them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pytest
 
 from server.engine.engine import Engine
 from server.engine.grammar.constraints import Grammar, GrammarCompiler
-from server.engine.prefix_cache import PrefixCache
+from server.engine.kv.prefix_cache import PrefixCache
 from server.engine.runner import OnnxRunner
 from server.engine.sampling import SamplingParams
 from server.engine.sequence import Sequence
@@ -60,27 +61,25 @@ def make_request(model: RandomModel, i: int) -> Sequence:
     scope="module", params=["model", "int8_model", "int4_model", "windowed_model", "biased_model"]
 )
 def model(request: pytest.FixtureRequest) -> RandomModel:
-    """Rounded models keep the promise because scales belong to single tokens."""
+    """Rounded models keep the promise, because each token has scales of its own."""
     exported: RandomModel = request.getfixturevalue(f"random_{request.param}")
     return exported
 
 
 @pytest.fixture(scope="module")
 def alone(model: RandomModel) -> list[Result]:
-    """Each request with the server to itself, its prompt in one piece."""
+    """The results of each request alone, its prompt in one piece."""
     engine = Engine(model.runner(max_num_seqs=1), chunk_size=200)
     return [run_to_end(engine, [make_request(model, i)])[i] for i in range(N_REQUESTS)]
 
 
 def make_engine(runner: OnnxRunner, *, chunk_size: int, cache_blocks: int = 0) -> Engine:
-    """With a prefix cache of blocks of 16 tokens."""
-    cache = PrefixCache(
-        runner.rows, cache_blocks * 16 * runner.rows.prompt_token_bytes, block_size=16
-    )
-    return Engine(runner, chunk_size=chunk_size, prefix_cache=cache)
+    """The blocks of the prefix cache have 16 tokens here."""
+    runner.kv.cache = PrefixCache(cache_blocks, block_size=16)
+    return Engine(runner, chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_same_request_same_bits(model: RandomModel, alone: list[Result], seed: int) -> None:
     generator = np.random.default_rng(seed)
     runner = model.runner(max_num_seqs=[2, 5, 8][seed % 3], threads=[1, 2][seed % 2])
@@ -116,11 +115,11 @@ def test_same_request_same_bits(model: RandomModel, alone: list[Result], seed: i
             assert found == expected
 
 
-@pytest.mark.parametrize(("cache_blocks", "chunk_size"), [(1000, 200), (1000, 3), (4, 48), (1, 2)])
+@pytest.mark.parametrize(("cache_blocks", "chunk_size"), [(1000, 3), (4, 48), (1, 16)])
 def test_cold_and_warm_answers_are_the_same(
     model: RandomModel, alone: list[Result], cache_blocks: int, chunk_size: int
 ) -> None:
-    """All at once, then one by one, then all at once again, with a cache that keeps everything or next to nothing."""
+    """All at once, one by one, and all at once again, with a large and with a tiny cache."""
     engine = make_engine(
         model.runner(max_num_seqs=6), chunk_size=chunk_size, cache_blocks=cache_blocks
     )
@@ -135,7 +134,7 @@ def test_cold_and_warm_answers_are_the_same(
     assert n_cached > 0
 
 
-@pytest.mark.parametrize("length", [2, 3, 17, 64, 65, 66, 127, 129])
+@pytest.mark.parametrize("length", [2, 17, 65, 66, 129])
 def test_prompt_logprobs_for_every_way_of_cutting(
     model: RandomModel, length: int, run_prompt: Callable[[list[int], int], Result]
 ) -> None:
@@ -144,7 +143,7 @@ def test_prompt_logprobs_for_every_way_of_cutting(
         np.random.default_rng(length).integers(model.config.vocab_size, size=length).tolist()
     )
     whole = run_prompt(prompt_ids, 200)
-    for chunk_size in (2, 3, 8, 32, 64, max(2, length - 1)):
+    for chunk_size in (2, 3, 32, 64, max(2, length - 1)):
         assert run_prompt(prompt_ids, chunk_size) == whole
 
 

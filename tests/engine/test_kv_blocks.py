@@ -1,4 +1,4 @@
-"""Blocks against a model of what they promise: no token is lost or overwritten, whatever is shared or evicted."""
+"""Blocks against a model: no token is lost or overwritten by sharing or eviction."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_blocks(n_blocks: int = 12, max_num_seqs: int = 4, keep_prompts: bool = 
 
 
 class BlocksMachine(RuleBasedStateMachine):
-    """Prompts over few tokens, so that many begin alike. `memory` is what a device would hold, a token in a slot."""
+    """Random work with prompts that begin alike. `memory` is the device's, a token per slot."""
 
     rows = Bundle("rows")
 
@@ -41,16 +41,16 @@ class BlocksMachine(RuleBasedStateMachine):
         reuse=st.booleans(),
     )
     def admit(self, prompt: list[int], max_tokens: int, reuse: bool) -> int | None:
-        keys = self.blocks.keys(prompt)
-        reusable = keys[: max(0, len(prompt) - 2) // BLOCK] if reuse else []
-        n_found = self.blocks.count(reusable)
+        names = self.blocks.cache.names(prompt)
+        reusable = names[: max(0, len(prompt) - 2) // BLOCK] if reuse else []
+        n_found = self.blocks.cache.count(reusable)
         admitted = self.blocks.admit(len(prompt), max_tokens, reusable)
         if admitted is None:
             return None
         row, n_cached = admitted
         assert n_cached == n_found * BLOCK
         self.memory[self.blocks.slots(row, n_cached, len(prompt))] = prompt[n_cached:]
-        self.blocks.computed(row, n_cached, len(prompt), keys)
+        self.blocks.record_prefill(row, n_cached, len(prompt), names)
         new = [7] * max_tokens  # what decoding writes to the rest of its blocks
         self.memory[self.blocks.slots(row, len(prompt), len(prompt) + max_tokens)] = new
         self.texts[row] = prompt + new
@@ -76,19 +76,19 @@ class BlocksMachine(RuleBasedStateMachine):
             for s in self.blocks.slots(row, 0, len(text))
         }
         assert self.blocks.reserved_tokens == len(held) * BLOCK
-        assert self.blocks.n_free == 4 - len(self.texts)
+        assert len(self.blocks.free_rows) == 4 - len(self.texts)
 
 
 TestBlocks = BlocksMachine.TestCase
-TestBlocks.settings = settings(max_examples=100, stateful_step_count=30)
+TestBlocks.settings = settings(max_examples=50, stateful_step_count=30)
 
 
 def admit(blocks: KVBlocks, prompt: list[int], max_tokens: int = 0) -> tuple[int, int]:
     """Admit a prompt that is computed at once."""
-    keys = blocks.keys(prompt)
-    admitted = blocks.admit(len(prompt), max_tokens, keys)
+    names = blocks.cache.names(prompt)
+    admitted = blocks.admit(len(prompt), max_tokens, names)
     assert admitted is not None
-    blocks.computed(admitted[0], admitted[1], len(prompt), keys)
+    blocks.record_prefill(admitted[0], admitted[1], len(prompt), names)
     return admitted
 
 
@@ -103,14 +103,20 @@ def test_prompts_that_begin_alike_share_blocks_and_count_them_once() -> None:
 
 
 def test_the_end_of_a_chain_that_nobody_uses_goes_first() -> None:
-    """And of two chains the one that was let go first."""
+    """Of two chains, the one that was freed first."""
     blocks = make_blocks(n_blocks=6)
     old, new = [1] * 12, [2] * 8
     blocks.free(admit(blocks, old)[0])
     blocks.free(admit(blocks, new)[0])
-    assert (blocks.count(blocks.keys(old)), blocks.count(blocks.keys(new))) == (3, 2)
+    assert (
+        blocks.cache.count(blocks.cache.names(old)),
+        blocks.cache.count(blocks.cache.names(new)),
+    ) == (3, 2)
     assert blocks.admit(8, 0, []) is not None  # a free block, and the end of the old chain
-    assert (blocks.count(blocks.keys(old)), blocks.count(blocks.keys(new))) == (2, 2)
+    assert (
+        blocks.cache.count(blocks.cache.names(old)),
+        blocks.cache.count(blocks.cache.names(new)),
+    ) == (2, 2)
 
 
 def test_what_is_to_be_shared_is_not_evicted_to_make_room_for_the_rest() -> None:
@@ -118,10 +124,10 @@ def test_what_is_to_be_shared_is_not_evicted_to_make_room_for_the_rest() -> None
     blocks.free(admit(blocks, [1] * 8)[0])
     row, n_cached = admit(blocks, [1] * 12)
     assert (row, n_cached) == (0, 8)
-    assert blocks.admit(1, 0, []) is None  # nothing is left, and nobody who runs loses anything
+    assert blocks.admit(1, 0, []) is None  # running sequences keep their blocks
     blocks.free(row)
     assert blocks.admit(12, 0, []) is not None
-    assert blocks.count(blocks.keys([1] * 12)) == 0
+    assert blocks.cache.count(blocks.cache.names([1] * 12)) == 0
 
 
 def test_sequences_wait_for_blocks_and_for_rows() -> None:
@@ -143,5 +149,5 @@ def test_sequences_wait_for_blocks_and_for_rows() -> None:
 
 def test_without_a_cache_nothing_is_named() -> None:
     blocks = make_blocks(keep_prompts=False)
-    assert blocks.keys([1] * 12) == []
+    assert blocks.cache.names([1] * 12) == []
     assert [admit(blocks, [1] * 8), admit(blocks, [1] * 8)] == [(0, 0), (1, 0)]

@@ -1,9 +1,10 @@
-"""Rows of keys and values: addresses, promises, pages."""
+"""Rows of the KV cache: addresses, reservations, pages."""
 
 from __future__ import annotations
 
 import mmap
 import sys
+from collections.abc import Callable
 
 import numpy as np
 import psutil
@@ -11,309 +12,269 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.engine.kv.rows import KVRows
+from server.engine.kv.rows import KVRows, KVShape
 
-SHAPE = {"n_layer": 2, "n_kv_head": 3, "head_dim": 8}
+SHAPE = KVShape(n_layer=2, n_kv_head=3, head_dim=8)
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="pages are released on Linux only")
 
 
-def make_rows(*, int8: bool = False, **changes: int) -> KVRows:
-    shape = {**SHAPE, "max_num_seqs": 4, "max_model_len": 50, "budget_tokens": 400, **changes}
-    return KVRows(**shape, dtype=np.int8 if int8 else np.float32)
+def make_rows(shape: KVShape = SHAPE, *, int8: int = False, **changes: int) -> KVRows:
+    sizes = {"max_num_seqs": 4, "max_model_len": 50, "budget_tokens": 400, **changes}
+    return KVRows(shape, **sizes, dtype=np.int8 if int8 else np.float32)  # type: ignore[arg-type]
+
+
+def admit(rows: KVRows, n_prompt: int, max_tokens: int = 0) -> int | None:
+    """The row for a prompt, without a prefix cache."""
+    admitted = rows.admit(n_prompt, max_tokens, [])
+    return admitted and admitted[0]
+
+
+def end_prompt(rows: KVRows, row: int) -> None:
+    """Compute the whole prompt."""
+    rows.record_prefill(row, 0, rows._prompts[row][1], [])
 
 
 @given(
     st.integers(1, 9), st.sampled_from([8, 16, 64, 80, 128]), st.integers(1, 5000), st.booleans()
 )
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_a_row_is_a_whole_number_of_pages(
     n_kv_head: int, head_dim: int, max_model_len: int, int8: bool
 ) -> None:
-    """A partial page would zero the neighbour's tokens when a row is given back."""
-    rows = make_rows(
-        n_kv_head=n_kv_head,
-        head_dim=head_dim,
-        max_model_len=max_model_len,
-        max_num_seqs=2,
-        int8=int8,
-    )
-    for memory in (rows.running, rows.prompts):
+    """A partial page would zero the neighbour's tokens when a row's pages are released."""
+    shape = KVShape(2, n_kv_head, head_dim)
+    rows = make_rows(shape, max_model_len=max_model_len, max_num_seqs=2, int8=int8)
+    for n_bytes, memory in (
+        (rows.prompt_token_bytes, rows.prompts),
+        (rows.token_bytes, rows.running),
+    ):
         assert memory.n_positions >= max_model_len
-        assert (memory.address(1, 0) - memory.address(0, 0)) % mmap.PAGESIZE == 0
-        assert (memory.address(0, 1) - memory.address(0, 0)) % mmap.PAGESIZE == 0
-        assert memory.address(0, 0) % mmap.PAGESIZE == 0
+        assert n_bytes * memory.n_positions == memory.array[:, 0].nbytes
+        for block, row in np.ndindex(4, 2):
+            assert memory.address(block, row) % mmap.PAGESIZE == 0
+            assert memory.address(block, row) == memory.array[block, row].ctypes.data
 
 
-def test_the_array_is_the_memory_at_the_addresses() -> None:
-    memory = make_rows().running
-    assert memory.array.shape == (4, 4, *memory.row_shape)
-    assert memory.row_shape == (3, memory.n_positions, 8)
-    for block in range(4):
-        for row in range(4):
-            assert memory.array[block, row].ctypes.data == memory.address(block, row)
-
-
-def test_giving_back_leaves_neighbours_and_kept_tokens_alone() -> None:
+def test_releasing_pages_leaves_neighbours_and_kept_tokens_alone() -> None:
     """The beginnings of a row's heads, rounded to pages, and everything of the other rows."""
     memory = make_rows(max_model_len=3000).running
     memory.array[:] = 1.0
-    memory.give_back(1, n_kept=700)
+    memory.release_pages(1, n_kept=700)
     assert (memory.array[:, [0, 2, 3]] == 1.0).all()
     assert (memory.array[:, 1, :, :700] == 1.0).all()
     if sys.platform == "linux":
         assert (memory.array[:, 1, :, 1000:2800] == 0.0).all()
-        memory.give_back(1)
+        memory.release_pages(1)
         assert (memory.array[:, 1] == 0.0).all()
-
-
-def test_what_is_read_of_a_prompt_is_written_to_another() -> None:
-    """Against the array; nothing beside those tokens changes."""
-    rows = make_rows()
-    assert [rows.allocate(20) for _ in range(4)] == [0, 1, 2, 3]
-    rows.prompts.array[:] = np.random.default_rng(0).standard_normal(rows.prompts.array.shape)
-    expected = rows.prompts.array.copy()
-    tokens = rows.read(1, 5, 17)
-    assert tokens.shape == (4, 3, 12, 8)
-    used = np.zeros_like(tokens)
-    assert rows.read(1, 5, 17, out=used) is used
-    rows.write(2, 30, used)
-    source, target = rows.prompt_row(1), rows.prompt_row(2)
-    assert (tokens == expected[:, source, :, 5:17]).all()
-    expected[:, target, :, 30:42] = expected[:, source, :, 5:17]
-    assert (rows.prompts.array == expected).all()
 
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_row_is_filled_with_its_prompt_rounded_to_its_type(int8: bool) -> None:
-    """Against the arithmetic, a number at a time; the extremes are clipped, and nothing else is written."""
+    """Against the arithmetic; the extremes are clipped, and nothing else is written."""
     rows = make_rows(int8=int8)
-    rows.allocate(20)
-    row = rows.allocate(20)
-    assert row == 1
+    admit(rows, 20)
+    assert admit(rows, 20) == 1
     generator = np.random.default_rng(0)
     rows.prompts.array[:] = generator.standard_normal(rows.prompts.array.shape) * 70
-    rows.fill(row, 4, 9)
+    prompt = rows.prompts.array[:, rows.prompt_row(1), :, 4:9]
+    rows.record_prefill(1, 4, 9, [])
     written = rows.running.array[:, 1, :, 4:9].copy()
     rows.running.array[:, 1, :, 4:9] = 0
     assert not rows.running.array.any()
-    prompt = rows.prompts.array[:, rows.prompt_row(row), :, 4:9]
     if not int8:
         assert (written == prompt).all()
         return
-    for place in np.ndindex(*written.shape):
-        assert abs(written[place] - min(max(float(prompt[place]), -127), 127)) <= 0.5
+    assert (np.abs(written - np.clip(prompt, -127, 127)) <= 0.5).all()
     assert {-127, 127} <= set(written.reshape(-1).tolist())
 
 
-def test_rows_of_floats_are_for_prompts_only() -> None:
-    """There are few; who waits for one gets it when another's prompt has ended."""
+def test_few_prompts_are_computed_at_once() -> None:
+    """The next one is admitted when another's prompt has ended, or its sequence."""
     rows = make_rows(max_num_seqs=12, budget_tokens=600)
-    held = [rows.allocate(20) for _ in range(9)]
-    assert held == [*range(8), None]
+    assert [admit(rows, 20) for _ in range(9)] == [*range(8), None]
     assert rows.reserved_tokens == 320
-    rows.end_prompt(3)
+    end_prompt(rows, 3)
     assert rows.reserved_tokens == 300
-    assert rows.allocate(20) == 8
+    assert admit(rows, 20) == 8
     assert rows.prompt_row(8) == 3
     with pytest.raises(KeyError):
         rows.prompt_row(3)
     rows.free(8)
     rows.free(3)
-    assert rows.allocate(20) == 3
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
-def test_only_touched_tokens_take_memory_and_giving_back_returns_it() -> None:
-    """Would catch a shared mapping, which MADV_DONTNEED does not free, and huge pages."""
-    rows = make_rows(n_layer=4, max_num_seqs=8, max_model_len=20000, budget_tokens=40000)
-    process = psutil.Process()
-    before = process.memory_info().rss
-    row = rows.allocate(20000)
-    assert row is not None
-    rows.running.array[:, row] = 1.0
-    written = process.memory_info().rss - before
-    assert written == pytest.approx(8 * 3 * 20000 * 8 * 4, rel=0.2)
-    rows.free(row)
-    rows.give_back()
-    assert process.memory_info().rss - before < written / 4
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
-def test_what_free_rows_still_hold_stays_within_the_budget() -> None:
-    """Pages of free rows are kept for the next sequence, but never beside more promises than the budget has."""
-    rows = make_rows(n_layer=4, max_num_seqs=4, max_model_len=20000, budget_tokens=20000)
-    process = psutil.Process()
-    before = process.memory_info().rss
-    whole = 8 * 3 * 20000 * 8 * 4  # bytes of the budget
-
-    def fill(n_tokens: int) -> int:
-        row = rows.allocate(0, n_tokens)
-        assert row is not None
-        rows.running.array[:, row, :, :n_tokens] = 1.0
-        return row
-
-    rows.free(fill(20000))
-    assert process.memory_info().rss - before > 0.9 * whole  # still there
-    held = [fill(5000), fill(5000), fill(5000)]
-    assert process.memory_info().rss - before < 1.1 * whole
-    for row in held:
-        rows.free(row)
-    fill(20000)
-    assert process.memory_info().rss - before < 1.1 * whole
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
-def test_moving_takes_no_more_than_the_budget() -> None:
-    """Would catch a row that keeps its pages while the one it was moved to takes the same promise."""
-    rows = make_rows(n_layer=4, max_num_seqs=3, max_model_len=20000, budget_tokens=20000)
-    process = psutil.Process()
-    before = process.memory_info().rss
-    whole = 8 * 3 * 20000 * 8 * 4
-    for n in (100, 100, 19800):
-        rows.allocate(0, n)
-    for leaver, source in ((0, 2), (1, 0)):
-        rows.free(leaver)
-        rows.running.array[:, source, :, :19800] = 1.0
-        assert rows.move(source, 100) == leaver
-        rows.running.array[:, leaver, :, :19800] = 1.0
-        assert process.memory_info().rss - before < 1.1 * whole
+    assert admit(rows, 20) == 3
 
 
 @pytest.mark.parametrize(("int8", "weight"), [(False, 1), (True, 4)])
-def test_the_floats_of_a_prompt_are_promised_until_it_ends(int8: bool, weight: int) -> None:
-    """In tokens of running rows, whose memory is the budget's measure."""
+def test_the_floats_of_a_prompt_are_reserved_until_it_ends(int8: bool, weight: int) -> None:
+    """In tokens of running rows, which the budget counts."""
     rows = make_rows(int8=int8, budget_tokens=12 + 10 * weight)
     assert rows.n_needed(10, 2) == rows.budget_tokens
-    assert rows.allocate(10, 3) is None
-    assert rows.allocate(10, 2) == 0
+    assert admit(rows, 10, 3) is None
+    assert admit(rows, 10, 2) == 0
     assert rows.reserved_tokens == rows.budget_tokens
-    rows.end_prompt(0)
+    end_prompt(rows, 0)
     assert rows.reserved_tokens == 12
-    assert rows.allocate(5) == 1
+    assert admit(rows, 5) == 1
     rows.free(1)
     rows.free(0)
     assert rows.reserved_tokens == 0
-    assert rows.allocate(10, 2) == 0
+    assert admit(rows, 10, 2) == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
-@pytest.mark.parametrize(("int8", "n_prompt"), [(False, 9000), (True, 4000)])
-def test_prompts_and_what_they_leave_stay_within_the_budget(int8: bool, n_prompt: int) -> None:
-    """One prompt of nearly all of it, many short ones on all rows, and the long one again; counted in pages."""
-    shape = {"n_layer": 8, "n_kv_head": 1, "head_dim": 64}  # pages are of few tokens
-    rows = make_rows(**shape, max_num_seqs=8, max_model_len=20000, budget_tokens=20000, int8=int8)
-    whole = rows.bytes_per_token(**shape, itemsize=rows.running.dtype.itemsize) * rows.budget_tokens
-    process = psutil.Process()
-    before = process.memory_info().rss
-
-    def fill(n_prompt: int, max_tokens: int) -> int:
-        row = rows.allocate(n_prompt, max_tokens)
-        assert row is not None
-        rows.prompts.array[:, rows.prompt_row(row), :, :n_prompt] = 1.0
-        rows.running.array[:, row, :, : n_prompt + max_tokens] = 1
-        assert process.memory_info().rss - before < 1.1 * whole
-        return row
-
-    for _ in range(2):
-        row = fill(n_prompt, 0)
-        rows.end_prompt(row)
-        other = fill(0, 20000 - n_prompt)
-        rows.free(row)
-        rows.free(other)
-        short = [fill(400, 0) for _ in range(8)]
-        for row in short:
-            rows.end_prompt(row)
-        left = 20000 - rows.reserved_tokens
-        rows.free(short[0])
-        fill(0, left)
-        for row in range(8):
-            rows.free(row)
+def test_reservations_are_bounded_by_rows_and_by_budget() -> None:
+    rows = make_rows(budget_tokens=150)
+    assert [admit(rows, 10, n) for n in (40, 40, 20)] == [0, 1, None]  # would be 160 tokens
+    assert admit(rows, 10, 10) == 2
+    assert rows.reserved_tokens == 150
+    rows.free(0)
+    assert rows.reserved_tokens == 90
+    assert admit(rows, 5) == 0  # the lowest free row
+    assert [admit(rows, 1), admit(rows, 1)] == [3, None]
+    with pytest.raises(ValueError, match="free already"):
+        make_rows().free(0)
 
 
-def test_padding_is_promised_or_refused() -> None:
+def test_padding_is_reserved_or_refused_and_kept_no_longer_than_a_prompt() -> None:
     rows = make_rows(int8=True, budget_tokens=100)
-    assert [rows.allocate(7), rows.allocate(9)] == [0, 1]
+    assert [admit(rows, 7), admit(rows, 9)] == [0, 1]
     assert not rows.pad([0, 1], 12)
     assert rows.reserved_tokens == 5 * 16
     assert rows.pad([0, 1], 10)
     assert rows.reserved_tokens == 16 + 4 * 20
     assert rows.pad([0], 5)
-    rows.end_prompt(0)
-    rows.end_prompt(1)
+    end_prompt(rows, 0)
+    end_prompt(rows, 1)
     assert rows.reserved_tokens == 16
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux only")
-def test_what_a_hole_has_written_is_given_back() -> None:
-    """A decode run writes a token to every free row before the last that runs, whether or not one ever held it."""
-    rows = make_rows(int8=True)
-    assert [rows.allocate(1), rows.allocate(1)] == [0, 1]
-    rows.running.array[:, :, :, 0] = 1
-    rows.free(0)
-    rows.give_back()
-    assert (rows.running.array.any(axis=(0, 2, 3, 4)) == [False, True, False, False]).all()
-
-
-def test_padding_is_kept_no_longer_than_a_prompts_own_tokens() -> None:
     rows = make_rows(max_model_len=3000, budget_tokens=4000)
-    rows.allocate(1000)
+    admit(rows, 1000)
     assert rows.pad([0], 1500)
-    rows.end_prompt(0)
+    end_prompt(rows, 0)
     assert rows.committed_tokens == 1000 + 1024
 
 
-def test_promises_are_bounded_by_rows_and_by_budget() -> None:
-    rows = make_rows(budget_tokens=150)
-    assert [rows.allocate(10, n) for n in (40, 40, 20)] == [
-        0,
-        1,
-        None,
-    ]  # 160 tokens are more than 150
-    assert rows.allocate(10, 10) == 2
-    assert rows.reserved_tokens == 150
-    rows.free(0)
-    assert rows.reserved_tokens == 90
-    assert rows.allocate(5) == 0  # the lowest free row
-    assert [rows.allocate(1), rows.allocate(1)] == [3, None]
-    with pytest.raises(ValueError, match="free already"):
-        make_rows().free(0)
-
-
 @pytest.mark.parametrize("int8", [False, True])
-def test_a_move_takes_the_tokens_and_the_promise_along(int8: bool) -> None:
-    rows = make_rows(max_model_len=200, budget_tokens=280, int8=int8)
+def test_a_move_takes_the_tokens_and_the_reservation_along(int8: bool) -> None:
+    """Where the budget has no room for both copies, it waits."""
+    rows = make_rows(max_model_len=200, budget_tokens=200 if int8 else 280, int8=int8)
     for n in (10, 20, 130):
-        rows.allocate(0, n)
+        admit(rows, 0, n)
     rows.running.array[:] = np.random.default_rng(0).integers(-127, 127, rows.running.array.shape)
-    moved = rows.running.array[:, 2, :, :130].copy()
+    moved = rows.running.array[:, 2, :, :50].copy()
     prompt_row = rows.prompt_row(2)
     rows.free(0)
-    assert rows.move(2, 130) == 0
-    assert (rows.running.array[:, 0, :, :130] == moved).all()
+    if int8:
+        assert rows.move(2, 51) is None
+        assert (len(rows.free_rows), rows.reserved_tokens) == (2, 150)
+    assert rows.move(2, 50) == 0
+    assert (rows.running.array[:, 0, :, :50] == moved).all()
     assert rows.prompt_row(0) == prompt_row
     assert rows.reserved_tokens == 150
     rows.free(0)
     assert rows.reserved_tokens == 20
-    assert rows.n_free == 3
+    assert len(rows.free_rows) == 3
 
 
-def test_a_move_waits_for_room_for_both_rows() -> None:
-    """Or what is copied is there twice, beside a budget that is spent."""
-    rows = make_rows(max_model_len=200, budget_tokens=200)
-    for n in (10, 20, 130):
-        rows.allocate(0, n)
-    rows.free(0)
-    assert rows.move(2, 51) is None
-    assert (rows.n_free, rows.reserved_tokens) == (2, 150)
-    assert rows.move(2, 50) == 0
+# Memory that the operating system has committed
+
+LARGE = {"max_model_len": 20000, "budget_tokens": 20000}
+DEEP = SHAPE._replace(n_layer=4)
 
 
-def test_bytes_per_token_counts_keys_and_values_of_every_layer() -> None:
+@pytest.fixture
+def committed() -> Callable[[], int]:
+    """Bytes that were committed since the test began."""
+    process = psutil.Process()
+    before = process.memory_info().rss
+    return lambda: process.memory_info().rss - before
+
+
+@ON_LINUX
+def test_touched_tokens_take_memory_until_it_is_released(committed: Callable[[], int]) -> None:
+    """Would catch a shared mapping, which MADV_DONTNEED does not free, and huge pages."""
+    rows = make_rows(DEEP, max_num_seqs=8, max_model_len=20000, budget_tokens=40000)
+    row = admit(rows, 20000)
+    assert row is not None
+    rows.running.array[:, row] = 1.0
+    written = committed()
+    assert written == pytest.approx(20000 * rows.token_bytes, rel=0.2)
+    rows.free(row)
+    rows.release_idle_memory()
+    assert committed() < written / 4
+
+
+@ON_LINUX
+def test_what_free_rows_wrote_is_released() -> None:
+    """A decode run writes a token to every free row before the last that runs."""
     rows = make_rows(int8=True)
-    assert (
-        KVRows.bytes_per_token(**SHAPE) * rows.prompts.n_positions
-        == rows.prompts.array[:, 0].nbytes
-    )
-    assert (
-        KVRows.bytes_per_token(**SHAPE, itemsize=1) * rows.running.n_positions
-        == rows.running.array[:, 0].nbytes
-    )
+    assert [admit(rows, 1), admit(rows, 1)] == [0, 1]
+    rows.running.array[:, :, :, 0] = 1
+    rows.free(0)
+    rows.release_idle_memory()
+    assert (rows.running.array.any(axis=(0, 2, 3, 4)) == [False, True, False, False]).all()
+
+
+@ON_LINUX
+def test_free_rows_keep_pages_only_within_the_budget(committed: Callable[[], int]) -> None:
+    """They are kept for the next sequence, but never beside more reservations than fit."""
+    rows = make_rows(DEEP, **LARGE)
+    whole = rows.token_bytes * rows.budget_tokens
+
+    def fill(n_tokens: int) -> int:
+        row = admit(rows, 0, n_tokens)
+        assert row is not None
+        rows.running.array[:, row, :, :n_tokens] = 1.0
+        assert committed() < 1.1 * whole
+        return row
+
+    rows.free(fill(20000))
+    assert committed() > 0.9 * whole
+    for row in [fill(5000), fill(5000), fill(5000)]:
+        rows.free(row)
+    fill(20000)
+
+
+@ON_LINUX
+def test_moving_takes_no_more_than_the_budget(committed: Callable[[], int]) -> None:
+    """Would catch a row that keeps its pages while its target takes the same reservation."""
+    rows = make_rows(DEEP, max_num_seqs=3, **LARGE)
+    for n in (100, 100, 19800):
+        admit(rows, 0, n)
+    for freed, source in ((0, 2), (1, 0)):
+        rows.free(freed)
+        rows.running.array[:, source, :, :19800] = 1.0
+        assert rows.move(source, 100) == freed
+        rows.running.array[:, freed, :, :19800] = 1.0
+        assert committed() < 1.1 * rows.token_bytes * rows.budget_tokens
+
+
+@ON_LINUX
+@pytest.mark.parametrize(("int8", "n_prompt"), [(False, 9000), (True, 4000)])
+def test_prompts_stay_within_the_budget(
+    int8: bool, n_prompt: int, committed: Callable[[], int]
+) -> None:
+    """One prompt of nearly all of it, many short ones on all rows, and the long one again."""
+    shape = KVShape(n_layer=8, n_kv_head=1, head_dim=64)  # pages are of few tokens
+    rows = make_rows(shape, max_num_seqs=8, int8=int8, **LARGE)
+
+    def fill(n_prompt: int, max_tokens: int) -> int:
+        row = admit(rows, n_prompt, max_tokens)
+        assert row is not None
+        rows.prompts.array[:, rows.prompt_row(row), :, :n_prompt] = 1.0
+        rows.running.array[:, row, :, : n_prompt + max_tokens] = 1
+        assert committed() < 1.1 * rows.token_bytes * rows.budget_tokens
+        return row
+
+    for _ in range(2):
+        row = fill(n_prompt, 0)
+        end_prompt(rows, row)
+        other = fill(0, 20000 - n_prompt)
+        rows.free(row)
+        rows.free(other)
+        short = [fill(400, 0) for _ in range(8)]
+        for row in short:
+            end_prompt(rows, row)
+        left = 20000 - rows.reserved_tokens
+        rows.free(short[0])
+        fill(0, left)
+        for row in range(8):
+            rows.free(row)

@@ -1,6 +1,6 @@
-"""The engine over blocks, with the real CUDA graph run by numpy: every sequence gets the oracle's tokens.
+"""The engine over blocks, with the exported CUDA graph run by numpy, against the oracle.
 
-The graph is traced in float32, so that tokens can be equal: the operator in numpy takes it, the real one does not.
+The graph is traced in float32, which the operator in numpy accepts, so that tokens can be equal.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from export.paged_graph import export_paged_graph
 from model.network.decoder import Decoder
 from model.reference import generate
 from server.engine.cuda.runner import Inputs, PagedRunner
-from server.engine.engine import Engine
+from server.engine.engine import Engine, warm_up
 from server.engine.kv.blocks import KVBlocks
 from server.engine.sampling import Floats, SamplingParams
 from server.process.app import create_app
@@ -30,11 +30,11 @@ from tests.engine_driver import Collector, make_sequence, run_to_end
 from tests.random_models import make_config, make_decoder
 from tests.serving import MODEL, fake_bundle
 
-BLOCK = 8  # the graph does not know: it is in the shape of the blocks that it is given
+BLOCK = 8  # the graph takes it from the shape of its blocks
 
 
 class NumpyModel:
-    """The exported graph and its blocks, which begin full of large numbers."""
+    """The exported graph and its blocks, initially full of large numbers."""
 
     def __init__(self, path: Path, n_blocks: int) -> None:
         self._graph = paged_reference.load(path)
@@ -78,7 +78,7 @@ def make_engine(
     runner = PagedRunner(
         model, blocks, max_model_len=config.max_model_len, vocab_size=config.vocab_size
     )
-    runner.warm_up(30)
+    warm_up(runner, 30)
     assert model.n_tokens == [30, 1]
     model.n_tokens.clear()
     return Engine(runner, **{"chunk_size": 16, **options}), model
@@ -117,11 +117,13 @@ def test_every_sequence_gets_the_oracles_tokens(
         assert results[i].token_ids == generate(exported[0], prompt, max_tokens=12, **how)
     assert sum(sequence.n_cached for sequence in sequences) > 0
     assert max(model.n_tokens) > 4  # a chunk ran beside decodes
-    assert engine.runner.rows.reserved_tokens == 0
+    assert engine.runner.kv.reserved_tokens == 0
 
 
-def test_who_lacks_blocks_waits_and_who_runs_loses_nothing(exported: tuple[Decoder, Path]) -> None:
-    """Blocks for two sequences and a half; one that is aborted makes room at once."""
+def test_sequences_wait_for_blocks_and_running_ones_keep_theirs(
+    exported: tuple[Decoder, Path],
+) -> None:
+    """There are blocks for two sequences and a half; an aborted one makes room at once."""
     engine, _ = make_engine(exported, n_blocks=12, max_num_seqs=8)
     prompts = [prompt[:24] + [1] * max(0, 24 - len(prompt)) for prompt in make_prompts(6, seed=2)]
     for i, prompt in enumerate(prompts):
@@ -129,7 +131,7 @@ def test_who_lacks_blocks_waits_and_who_runs_loses_nothing(exported: tuple[Decod
     collector, most = Collector(), 0
     while engine.has_work:
         collector.take(engine.step()[0])
-        rows = engine.runner.rows
+        rows = engine.runner.kv
         assert rows.reserved_tokens <= rows.budget_tokens
         most = max(most, len(engine.scheduler.held))
         if len(collector.results[0].token_ids) == 3 and (output := engine.abort(0)):
@@ -144,7 +146,7 @@ def test_who_lacks_blocks_waits_and_who_runs_loses_nothing(exported: tuple[Decod
 
 
 def test_scores_of_a_prompt_are_those_of_the_decoder(exported: tuple[Decoder, Path]) -> None:
-    """In chunks, beside others, with no use made of shared blocks."""
+    """In chunks, beside others, without the use of shared blocks."""
     engine, _ = make_engine(exported, chunk_size=7)
     prompt = make_prompts(2, seed=3)[1]
     scored = make_sequence(0, prompt, SamplingParams(max_tokens=0, prompt_logprobs=2))
@@ -164,7 +166,7 @@ def test_scores_of_a_prompt_are_those_of_the_decoder(exported: tuple[Decoder, Pa
 
 
 async def test_the_api_over_blocks_is_the_same_api(exported: tuple[Decoder, Path]) -> None:
-    """Two streams at once over HTTP, and what /metrics says when they are done."""
+    """Two requests at once over HTTP, and the metrics after them."""
     engine, _ = make_engine(exported)
     decoder = exported[0]
     bundle = fake_bundle(max_model_len=decoder.config.max_model_len)

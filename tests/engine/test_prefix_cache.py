@@ -10,30 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from server.engine.kv.rows import KVRows
-from server.engine.prefix_cache import PrefixCache
+from server.engine.kv.prefix_cache import PrefixCache
 
 BLOCK = 2
 LENGTH = 24
 
 
-def make_cache(n_blocks: float) -> tuple[PrefixCache, KVRows]:
-    rows = KVRows(
-        n_layer=2,
-        n_kv_head=3,
-        head_dim=8,
-        max_num_seqs=2,
-        max_model_len=LENGTH,
-        budget_tokens=4 * LENGTH,
-    )
-    assert [rows.allocate(LENGTH) for _ in range(2)] == [0, 1]
-    return PrefixCache(
-        rows, int(n_blocks * BLOCK * rows.prompt_token_bytes), block_size=BLOCK
-    ), rows
-
-
 def content(prompt_ids: list[int]) -> NDArray[np.float32]:
-    """Keys and values [4, 3, len, 8] of a prompt: those of a token depend on all that stand before it."""
+    """Keys and values [4, 3, len, 8] of a prompt; a token's depend on all before it."""
     seeds = [prompt_ids[: n + 1] for n in range(len(prompt_ids))]
     tokens = [
         np.random.default_rng(seed).standard_normal((4, 3, 8), dtype=np.float32) for seed in seeds
@@ -75,7 +59,7 @@ class Oracle:
             self.used[prefix] = now
 
 
-# Few enough to come again, of two tokens: most begin like some other.
+# Few, over two token ids: they come again, and most share a beginning with another.
 PROMPTS = [np.random.default_rng(i).integers(2, size=3 + i % 10).tolist() for i in range(20)] + [
     [],
     [1],
@@ -86,50 +70,42 @@ PROMPTS = [np.random.default_rng(i).integers(2, size=3 + i % 10).tolist() for i 
     capacity=st.sampled_from([0, 1, 2, 3, 5, 50]),
     work=st.lists(st.tuples(st.booleans(), st.sampled_from(PROMPTS)), min_size=20, max_size=60),
 )
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_any_work_against_a_dictionary_of_prefixes(
     capacity: int, work: list[tuple[bool, list[int]]]
 ) -> None:
-    """Blocks of another prefix, blocks dropped in the wrong order, a chain that evicts its own beginning."""
-    cache, rows = make_cache(capacity)
-    oracle = Oracle(capacity)
+    """Would catch blocks of another prefix, a wrong order, a chain that evicts its beginning."""
+    cache, oracle = PrefixCache(capacity, BLOCK), Oracle(capacity)
     for keeps, prompt_ids in work:
-        keys, expected = cache.keys(prompt_ids), content(prompt_ids)
+        chain, expected = cache.names(prompt_ids), content(prompt_ids)
+        row = np.full((4, 3, LENGTH, 8), np.nan, dtype=np.float32)
         if keeps:
-            rows.write(1, 0, expected)
-            cache.keep(1, keys)
+            row[:, :, : len(prompt_ids)] = expected
+            cache.keep(row, chain)
             oracle.keep(prompt_ids)
-            rows.write(1, 0, np.full_like(expected, np.nan))  # a block is a copy, not a view
+            row[:] = np.nan  # a block is a copy, not a view
         else:
-            rows.write(0, 0, np.full((4, 3, LENGTH, 8), np.nan, dtype=np.float32))
-            n_tokens = cache.restore(0, keys)
+            n_tokens = cache.restore(row, chain)
             assert n_tokens == oracle.restore(prompt_ids)
-            assert (rows.read(0, 0, n_tokens) == expected[:, :, :n_tokens]).all()
-            assert np.isnan(rows.read(0, n_tokens, LENGTH)).all()
-        assert [cache.count(cache.keys(ids)) for ids in PROMPTS] == [
+            assert (row[:, :, :n_tokens] == expected[:, :, :n_tokens]).all()
+            assert np.isnan(row[:, :, n_tokens:]).all()
+        assert [cache.count(cache.names(ids)) for ids in PROMPTS] == [
             len(oracle.found(ids)) for ids in PROMPTS
         ]
 
 
 def test_a_block_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often a prompt that begins with it is kept."""
-    cache, rows = make_cache(50)
-    starts: list[int] = []
-    read = rows.read
+    """Even if several prompts that begin with it are kept."""
+    cache = PrefixCache(50, BLOCK)
+    row = np.zeros((4, 3, LENGTH, 8), dtype=np.float32)
+    copied: list[tuple[int, ...]] = []
+    allocate = cache._allocate
 
-    def counting(
-        row: int, start: int, stop: int, out: NDArray[np.float32] | None = None
-    ) -> NDArray[np.float32]:
-        starts.append(start)
-        return read(row, start, stop, out)
+    def counting(shape: tuple[int, ...]) -> NDArray[np.float32]:
+        copied.append(shape)
+        return allocate(shape)
 
-    monkeypatch.setattr(rows, "read", counting)
+    monkeypatch.setattr(cache, "_allocate", counting)
     for end in (3, 8, 8, 12):
-        cache.keep(0, cache.keys(list(range(end))))
-    assert starts == [0, 2, 4, 6, 8, 10]
-
-
-@pytest.mark.parametrize("n_blocks", [0, 0.9])
-def test_a_budget_below_one_block_keeps_nothing(n_blocks: float) -> None:
-    cache, _ = make_cache(n_blocks)
-    assert cache.keys([1, 2, 3, 4]) == []
+        cache.keep(row, cache.names(list(range(end))))
+    assert copied == [(4, 3, BLOCK, 8)] * 6

@@ -1,4 +1,4 @@
-"""The runner's own batching: prompts that share a run against the same prompts alone, bit by bit."""
+"""The runner: prompts that share a run against the same prompts alone, and its budget."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import math
 import numpy as np
 import pytest
 
+from server.engine.batch import Chunk, StepBatch
 from server.engine.engine import Engine
 from server.engine.runner import OnnxRunner
-from server.engine.sampling import SamplingParams
-from server.engine.scheduler import Batch, Chunk
+from server.engine.sampling import SampledSequence, SamplingParams
 from server.engine.sequence import Sequence
-from server.engine.speculation import DraftPolicy, Speculation
+from server.engine.speculation import Speculation
 from tests.engine_driver import Collector, Result, make_sequence
 from tests.random_models import RandomModel
 
 
 def prompt_in_row(runner: OnnxRunner, prompt_ids: list[int]) -> Sequence:
     sequence = make_sequence(0, prompt_ids, SamplingParams(max_tokens=1))
-    sequence.row = runner.rows.allocate(len(prompt_ids), 1)
+    admitted = runner.kv.admit(len(prompt_ids), 1, [])
+    sequence.row = admitted and admitted[0]
     return sequence
 
 
@@ -32,61 +33,47 @@ def whole(sequence: Sequence, n_logits: int = 1) -> Chunk:
 def test_prompts_that_share_a_run_are_what_they_are_alone(
     model: str, lengths: tuple[int, ...], request: pytest.FixtureRequest
 ) -> None:
-    """Logits, and keys and values of every token, whatever stands beside them and however they are padded."""
+    """Logits, keys and values are the same bits with any neighbours and padding."""
     random: RandomModel = request.getfixturevalue(model)
     generator = np.random.default_rng(sum(lengths))
     prompts = [generator.integers(random.config.vocab_size, size=n).tolist() for n in lengths]
     together, alone = (random.runner(max_num_seqs=len(lengths)) for _ in range(2))
     chunks = [whole(prompt_in_row(together, prompt)) for prompt in prompts]
-    logits = together.run(Batch([], [], chunks)).copy()
+    logits = together.run(StepBatch(prefills=chunks)).array.copy()
     assert len(logits) == len(lengths)
     for i, prompt in enumerate(prompts):
         sequence = prompt_in_row(alone, prompt)
-        expected = alone.run(Batch([], [], [whole(sequence)]))
+        expected = alone.run(StepBatch(prefills=[whole(sequence)])).array
         assert (logits[i] == expected[0]).all()
-        assert (together.rows.read(i, 0, len(prompt)) == alone.rows.read(i, 0, len(prompt))).all()
+        found, same = (r.kv.prompts.array[:, i, :, : len(prompt)] for r in (together, alone))
+        assert (found == same).all()
 
 
 def test_prompts_of_nearly_one_length_in_neighbouring_rows_share_a_run(
     random_model: RandomModel,
 ) -> None:
-    """Counted in runs: would catch batching that never happens."""
+    """Would catch batching that never happens."""
     runner = random_model.runner(max_num_seqs=8)
     rows = [prompt_in_row(runner, [1] * n) for n in (9, 10, 10, 2, 2, 1, 8, 8)]
-    runs: list[int] = []
-    run = runner._run_chunks
-
-    def counting(chunks: list[Chunk], first_logit: int) -> int:
-        runs.append(len(chunks))
-        return run(chunks, first_logit)
-
-    runner._run_chunks = counting  # type: ignore[method-assign]
     scored = Chunk(rows[7], 0, 8, 8)
-    runner.run(Batch([], [], [*map(whole, rows[:7]), scored]))
-    assert runs == [
-        3,
-        2,
-        1,
-        1,
-        1,
-    ]  # by length; one token is alone, and so is a prompt that wants logits of all of it
+    groups = runner._group([*map(whole, rows[:7]), scored])
+    # A prompt of one token is alone, and so is one that wants logits of all of it.
+    assert [len(group) for group in groups] == [3, 2, 1, 1, 1]
     far = [whole(rows[0]), whole(rows[2])]
-    runs.clear()
-    runner.run(Batch([], [], far))
-    assert runs == [1, 1]
+    assert [len(group) for group in runner._group(far)] == [1, 1]
 
 
 @pytest.mark.parametrize(("n_spare", "runs"), [(0, [1, 1]), (3, [2])])
 def test_prompts_are_padded_where_the_budget_has_room(
     random_int8_model: RandomModel, n_spare: int, runs: list[int]
 ) -> None:
-    """Padding is written to memory like any other token."""
+    """Padding takes memory like any other token."""
     lengths = (17, 20)
     runner = random_int8_model.runner(
         kv_cache_bytes=2 * 3 * 2 * 32 * (sum(lengths) * 5 + 2 + n_spare * 4)
     )
     chunks = [whole(prompt_in_row(runner, [1] * n)) for n in lengths]
-    assert [len(together) for together in runner._side_by_side(chunks)] == runs
+    assert [len(together) for together in runner._group(chunks)] == runs
 
 
 @pytest.mark.parametrize(("model", "weight"), [("random_model", 1), ("random_int8_model", 4)])
@@ -103,29 +90,29 @@ def test_the_budget_is_of_bytes_and_a_prompts_floats_count(
         engine.add(make_sequence(1, [1] * 40, SamplingParams(max_tokens=11)))
     while engine.has_work:
         engine.step()
-        assert runner.rows.committed_tokens * token_bytes <= budget
-    assert runner.rows.committed_tokens == 50 + 40 * weight
+        assert runner.kv.committed_tokens * token_bytes <= budget
+    assert runner.kv.committed_tokens == 50 + 40 * weight
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 16])
 def test_a_prompt_of_full_length_fits_the_default_budget(
     random_int8_model: RandomModel, max_num_seqs: int
 ) -> None:
-    """Which is no more than the rows can hold, however much memory is free."""
+    """The default is at most what the rows can hold, however much memory is free."""
     runner = random_int8_model.runner(max_num_seqs=max_num_seqs, kv_cache_bytes=None)
-    assert runner.rows.allocate(runner.max_model_len) == 0
-    assert runner.rows.budget_tokens == (max_num_seqs + 4) * runner.max_model_len
+    assert runner.kv.admit(runner.max_model_len, 0, []) == (0, 0)
+    assert runner.kv.budget_tokens == (max_num_seqs + 4) * runner.max_model_len
 
 
 class _Foreknowing(Speculation):
-    """Guesses what comes in two steps of three, and one guess in six is wrong."""
+    """Drafts the known tokens in two steps of three, one token in six wrong."""
 
     def __init__(self, token_ids: list[int], seed: int) -> None:
-        super().__init__(DraftPolicy())
+        super().__init__()
         self._token_ids = token_ids
         self._random = np.random.default_rng(seed)
 
-    def draft(self, sequence: Sequence, n_running: int) -> list[int]:  # noqa: ARG002
+    def draft(self, sequence: SampledSequence, n_running: int) -> list[int]:  # noqa: ARG002
         done = len(sequence.output_ids)
         n = (
             min(int(self._random.integers(9)), len(self._token_ids) - done - 1)
@@ -136,7 +123,7 @@ class _Foreknowing(Speculation):
 
 
 def generate(model: RandomModel, known: dict[int, Result] | None = None) -> dict[int, Result]:
-    """Four sequences of different lengths; with guesses, where the answers are known already."""
+    """Four sequences of different lengths; with drafts if the results are known already."""
     generator = np.random.default_rng(5)
     sequences = []
     for i, n_prompt in enumerate((9, 30, 70, 20)):
@@ -161,7 +148,7 @@ def generate(model: RandomModel, known: dict[int, Result] | None = None) -> dict
 def test_drafts_beside_decodes_give_the_same_tokens_but_for_rounding(
     model: str, error: float, request: pytest.FixtureRequest
 ) -> None:
-    """Would catch guesses that see too much or too little, wrong positions, keys that the decode run destroys."""
+    """Would catch wrong masks or positions of drafts, and keys that the decode run destroys."""
     random: RandomModel = request.getfixturevalue(model)
     expected = generate(random)
     found = generate(random, expected)
@@ -171,3 +158,14 @@ def test_drafts_beside_decodes_give_the_same_tokens_but_for_rounding(
             assert one is not None
             assert other is not None
             assert math.isclose(one.logprob, other.logprob, abs_tol=error)
+
+
+def test_a_run_beyond_the_end_of_a_row_is_refused(random_model: RandomModel) -> None:
+    """ONNX Runtime would write to the next row without a word."""
+    runner = random_model.runner(max_num_seqs=1)
+    sequence = prompt_in_row(runner, [1, 2])
+    end = runner.kv.prompts.n_positions
+    chunk = Chunk(sequence, end - 1, 2, 1)
+    sequence.prompt_ids = [1] * (end + 1)
+    with pytest.raises(ValueError, match=f"cannot hold {end + 1} tokens"):
+        runner.run(StepBatch(prefills=[chunk]))

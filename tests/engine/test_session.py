@@ -1,4 +1,4 @@
-"""What of the path to a GPU can be run without one: the binding, on the CPU, and what is said where there is none."""
+"""CUDA sessions without a GPU: the binding, on the CPU, and the errors where there is none."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import tomllib
 from pathlib import Path
 
 import numpy as np
-import onnx_ir as ir
+import onnx
 import onnxruntime
 import pytest
+from onnx import TensorProto, helper
 
 from export.paged_graph import export_paged_graph
-from server.engine import session as session_module
+from server.engine.cuda import session as session_module
 from server.engine.cuda.runtime import NoDeviceError, free_memory
-from server.engine.session import DeviceModel, block_bytes, open_cuda_session, open_session
+from server.engine.cuda.session import DeviceModel, block_bytes, open_cuda_session
+from server.engine.session import open_session
 from tests.random_models import make_config, make_decoder
 
 
@@ -30,50 +32,35 @@ NO_GPU = pytest.mark.skipif(
 )
 
 
-def write_graph(path: Path, dtype: ir.DataType) -> None:
-    """A graph over blocks [n, 2, 1, 3]: logits are the ids, and present is past with the first id everywhere."""
-    ids = ir.Value(
-        name="input_ids", shape=ir.Shape(["tokens"]), type=ir.TensorType(ir.DataType.INT64)
-    )
+def write_graph(path: Path, dtype: int) -> None:
+    """Logits are the ids; each present block is the past's shape, filled with the first id."""
+    value, node, int64 = helper.make_tensor_value_info, helper.make_node, TensorProto.INT64
     past, present, nodes = [], [], []
-    first = ir.tensor(np.array(0), name="first")
-    index = ir.Value(name="first", type=ir.TensorType(ir.DataType.INT64), const_value=first)
     for part in ("key", "value"):
-        blocks = ir.Value(
-            name=f"past_key_values.0.{part}",
-            shape=ir.Shape(["n", 2, 1, 3]),
-            type=ir.TensorType(dtype),
-        )
-        taken = ir.node("Gather", [ids, index], attributes={"axis": 0})
-        cast = ir.node("Cast", [taken.outputs[0]], attributes={"to": dtype.value})
-        shape = ir.node("Shape", [blocks])
-        expanded = ir.node("Expand", [cast.outputs[0], shape.outputs[0]])
-        out = expanded.outputs[0]
-        out.name, out.shape, out.type = f"present.0.{part}", blocks.shape, blocks.type
-        past.append(blocks)
-        present.append(out)
-        nodes += [taken, cast, shape, expanded]
-    floats = ir.node("Cast", [ids], attributes={"to": ir.DataType.FLOAT.value})
-    logits = floats.outputs[0]
-    logits.name, logits.shape, logits.type = (
-        "logits",
-        ir.Shape(["tokens"]),
-        ir.TensorType(ir.DataType.FLOAT),
+        shape: list[str | int | None] = ["n", 2, 1, 3]
+        past.append(value(f"past_key_values.0.{part}", dtype, shape))
+        present.append(value(f"present.0.{part}", dtype, shape))
+        nodes += [
+            node("Gather", ["input_ids", "first"], [f"id.{part}"]),
+            node("Cast", [f"id.{part}"], [f"cast.{part}"], to=dtype),
+            node("Shape", [past[-1].name], [f"shape.{part}"]),
+            node("Expand", [f"cast.{part}", f"shape.{part}"], [present[-1].name]),
+        ]
+    nodes.append(node("Cast", ["input_ids"], ["logits"], to=TensorProto.FLOAT))
+    graph = helper.make_graph(
+        nodes,
+        "blocks",
+        [value("input_ids", int64, ["tokens"]), *past],
+        [value("logits", TensorProto.FLOAT, ["tokens"]), *present],
+        [helper.make_tensor("first", int64, [], [0])],
     )
-    graph = ir.Graph(
-        [ids, *past],
-        [logits, *present],
-        nodes=[*nodes, floats],
-        initializers=[index],
-        opset_imports={"": 23},
-        name="blocks",
-    )
-    ir.save(ir.Model(graph, ir_version=10), path)
+    opsets = [helper.make_opsetid("", 23)]
+    onnx.save(helper.make_model(graph, ir_version=10, opset_imports=opsets), path)
 
 
-@pytest.mark.parametrize(("dtype", "itemsize"), [(ir.DataType.FLOAT, 4), (ir.DataType.FLOAT16, 2)])
+@pytest.mark.parametrize(("dtype", "itemsize"), [(TensorProto.FLOAT, 4), (TensorProto.FLOAT16, 2)])
 def test_ids_go_in_logits_come_out_and_blocks_stay(
-    dtype: ir.DataType, itemsize: int, tmp_path: Path
+    dtype: int, itemsize: int, tmp_path: Path
 ) -> None:
     write_graph(tmp_path / "model.onnx", dtype)
     session = open_session(tmp_path / "model.onnx", threads=1, spin_microseconds=0)
@@ -99,7 +86,7 @@ def test_ids_go_in_logits_come_out_and_blocks_stay(
 def test_no_gpu_is_said_and_not_replaced_by_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """With the ONNX Runtime for the CPU; with the one for GPUs where no driver is, and where the driver is no use.
+    """With ONNX Runtime for the CPU; for GPUs without a driver; for GPUs with a useless driver.
 
     The graph is a real one, for which the CPU has no kernels.
     """
@@ -122,7 +109,7 @@ def test_no_gpu_is_said_and_not_replaced_by_the_cpu(
     ) as caught:
         open_cuda_session(graph)
     assert "\n" not in str(caught.value)
-    write_graph(graph, ir.DataType.FLOAT)  # this one the CPU could run
+    write_graph(graph, TensorProto.FLOAT)  # the CPU could run this one
     with pytest.raises(NoDeviceError, match="finds no NVIDIA GPU that it can use"):
         open_cuda_session(graph)
     assert capfd.readouterr() == ("", "")
@@ -137,9 +124,9 @@ def test_the_memory_of_no_gpu_cannot_be_read() -> None:
 
 
 def test_the_extra_for_gpus_brings_what_onnxruntime_links_and_nothing_else() -> None:
-    """What `readelf -d libonnxruntime_providers_cuda.so` needs of CUDA: cublas (and cublasLt), curand, cudart.
+    """`readelf -d libonnxruntime_providers_cuda.so` names cublas (and cublasLt), curand, cudart.
 
-    The wheel's own extra lacks cuBLAS, and both ONNX Runtimes in one environment would overwrite each other.
+    The wheel's own extra lacks cuBLAS, and two ONNX Runtimes would overwrite each other.
     """
     project = tomllib.loads(
         (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")

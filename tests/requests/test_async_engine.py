@@ -15,7 +15,7 @@ import pytest
 
 from server.engine.engine import Engine, TokenOutput
 from server.engine.sampling import SamplingParams
-from server.engine.sequence import LEVEL_SECONDS, FinishReason, Sequence, SequenceTimes
+from server.engine.sequence import PRIORITY_LEVEL_SECONDS, FinishReason, Sequence, SequenceTimes
 from server.errors import EngineError
 from server.requests.async_engine import AsyncEngine, OutputStream
 from tests.fake_runner import FakeRunner
@@ -118,7 +118,7 @@ async def test_a_closed_stream_is_aborted_in_any_state_and_counted_as_wasted() -
         queued.close()
         runner.release()
         assert await ends(other, 1) == [FinishReason.LENGTH]
-        assert runner.rows.reserved_tokens == 0
+        assert runner.kv.reserved_tokens == 0
     wasted = value(engine, "tokens_wasted_total")
     assert len(seen) <= wasted == len(first.output_ids) < 20
     assert value(engine, "request_success_total", finished_reason="abort") == 2
@@ -237,7 +237,7 @@ async def test_a_snapshot_holds_the_work_of_all_sequences() -> None:
         assert [(one.n_prompt, one.n_new, one.seconds_held) for one in ahead] == [(5, 8, 0.0)] * 2
         assert ahead[0].seconds_left < 1000.0 < ahead[1].seconds_left == math.inf
         assert snapshot.n_waiting_tokens == 5 + 6  # the samples of a prompt share it
-        assert len(snapshot.ahead_of(now + LEVEL_SECONDS).waiting) == 3
+        assert len(snapshot.ahead_of(now + PRIORITY_LEVEL_SECONDS).waiting) == 3
         runner.release()
         await collect(stream, 3)
         assert engine.forecast.rates.slot > 0
@@ -260,14 +260,14 @@ async def test_an_idle_engine_returns_memory_and_serves_the_next_request(
     monkeypatch.setattr("server.requests.async_engine._IDLE_SECONDS", 0.0)
     runner = FakeRunner(VOCAB_SIZE)
     loop, returned = asyncio.get_running_loop(), asyncio.Queue[tuple[int, int]]()
-    give_back = runner.rows.give_back
+    release = runner.kv.release_idle_memory
 
     def noting() -> None:
-        before = runner.rows.committed_tokens
-        give_back()
-        loop.call_soon_threadsafe(returned.put_nowait, (before, runner.rows.committed_tokens))
+        before = runner.kv.committed_tokens
+        release()
+        loop.call_soon_threadsafe(returned.put_nowait, (before, runner.kv.committed_tokens))
 
-    monkeypatch.setattr(runner.rows, "give_back", noting)
+    monkeypatch.setattr(runner.kv, "release_idle_memory", noting)
     async with running(runner) as engine:
         for _ in range(2):
             await collect(submit(engine, [1, 2, 3]), 1)

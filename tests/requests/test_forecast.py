@@ -223,8 +223,10 @@ def test_estimates_follow_from_the_work_ahead() -> None:
     assert forecast.rates.least_seconds_to_run(64, 3) == LEAST_SHARE * (1.0 + 3 * 0.5)
 
 
-def test_only_requests_with_an_earlier_turn_are_ahead() -> None:
-    snapshot = Snapshot(waiting=(Work(1, 1, turn=3.0), Work(2, 1, turn=5.0), Work(3, 1, turn=4.0)))
+def test_only_requests_earlier_in_the_queue_are_ahead() -> None:
+    snapshot = Snapshot(
+        waiting=(Work(1, 1, queue_time=3.0), Work(2, 1, queue_time=5.0), Work(3, 1, queue_time=4.0))
+    )
     assert [work.n_prompt for work in snapshot.ahead_of(4.0).waiting] == [1, 3]
 
 

@@ -1,4 +1,4 @@
-"""The model on CUDA: a batch is one run of packed tokens over blocks of keys and values."""
+"""The model on CUDA: a batch is one run of packed tokens over blocks of the KV cache."""
 
 from __future__ import annotations
 
@@ -9,91 +9,62 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from server.engine.batch import Chunk, StepBatch, StepLogits
 from server.engine.kv.blocks import KVBlocks
-from server.engine.sampling import Floats, SamplingParams
-from server.engine.scheduler import Batch, Chunk
-from server.engine.sequence import Sequence, SequenceTimes
+from server.engine.sampling import Floats
 
 Inputs = Mapping[str, NDArray[Any]]
 
 
 class PagedModel(Protocol):
-    """A graph and its blocks: `server.engine.session.CudaModel`, or numpy in tests."""
+    """A graph and its blocks: `DeviceModel`, or numpy in tests."""
 
     def run(self, inputs: Inputs) -> Floats:
-        """Logits [rows, vocab]. inputs: what `export.paged_graph` tables, without the blocks."""
-        ...
+        """Return logits [rows, vocab]. inputs: as in `export.paged_graph`, without the blocks."""
 
 
 class PagedRunner:
-    """Decodes, chunks of prompts and drafts of all sequences in one run."""
+    """A runner of decodes, chunks of prompts and drafts of all sequences in one run."""
 
     def __init__(
         self, model: PagedModel, blocks: KVBlocks, *, max_model_len: int, vocab_size: int
     ) -> None:
-        self.rows = blocks
+        self.kv = blocks
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
-        self.model_seconds = 0.0  # spent inside ONNX Runtime so far
+        self.model_seconds = 0.0  # spent in ONNX Runtime so far
         self._model = model
 
-    def warm_up(self, n_tokens: int = 1) -> None:
-        """Run a chunk of so many tokens and a decode step, so that the first request pays for neither."""
-        admitted = self.rows.admit(n_tokens, 1, [])
-        assert admitted is not None
-        params = SamplingParams(max_tokens=1)
-        first = Sequence(
-            -1, [0] * n_tokens, params, frozenset(), SequenceTimes(0.0), row=admitted[0]
-        )
-        self._run([Chunk(first, start=0, count=n_tokens, n_logits=1)], [first.prompt_ids])
-        self._run([Chunk(first, start=n_tokens, count=1, n_logits=1)], [[0]])
-        self.rows.free(admitted[0])
-
-    def run(self, batch: Batch) -> Floats:
-        """Logits [n, vocab]: a row per decode, then each prefill's, then each draft's, in order."""
-        chunks = [*batch.decodes, *batch.prefills, *batch.drafts]
-        return self._run(chunks, [chunk.token_ids for chunk in chunks])
-
-    def _run(self, chunks: list[Chunk], token_ids: list[list[int]]) -> Floats:
-        inputs, n_logits = self._pack(chunks, token_ids)
+    def run(self, batch: StepBatch) -> StepLogits:
+        """See Runner."""
+        inputs = self._pack(batch.chunks)
         started = perf_counter()
         logits = self._model.run(inputs)
         self.model_seconds += perf_counter() - started
-        return logits[:n_logits]
+        return StepLogits(batch, logits)
 
-    def _pack(self, chunks: list[Chunk], token_ids: list[list[int]]) -> tuple[Inputs, int]:
-        rows = [_row(chunk) for chunk in chunks]
+    def _pack(self, chunks: list[Chunk]) -> Inputs:
         starts = np.cumsum([0, *(chunk.count for chunk in chunks)], dtype=np.int32)
         longest = max(chunk.end for chunk in chunks)
-        wanted = [
-            np.arange(end - chunk.n_logits, end)
+        indices = [
+            index
             for chunk, end in zip(chunks, starts[1:].tolist(), strict=True)
+            for index in range(end - chunk.n_logits, end)
         ]
-        logits_indices = np.concatenate(wanted).astype(np.int64)
-        inputs = {
-            "input_ids": np.concatenate(token_ids).astype(np.int64),
-            "position_ids": np.concatenate([np.arange(chunk.start, chunk.end) for chunk in chunks]),
+        rows = [chunk.row for chunk in chunks]
+        slots = [self.kv.slots(chunk.row, chunk.start, chunk.end) for chunk in chunks]
+        positions = [np.arange(chunk.start, chunk.end) for chunk in chunks]
+        # Upper bounds of chunks and contexts, and a lower bound of the longest context, without
+        # which long contexts of few sequences are not split over the GPU.
+        metadata = [max(chunk.count for chunk in chunks), longest, longest]
+        return {
+            "input_ids": np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int64),
+            "position_ids": np.concatenate(positions),
             "cumulative_sequence_length": starts,
             "past_seqlens": np.array([chunk.start for chunk in chunks], dtype=np.int32),
-            "block_table": self.rows.table[rows, : -(-longest // self.rows.block_size)],
-            "slot_mapping": np.concatenate(
-                [
-                    self.rows.slots(row, chunk.start, chunk.end)
-                    for row, chunk in zip(rows, chunks, strict=True)
-                ]
-            ),
-            # Upper bounds, and a lower one, without which long contexts of few sequences are not split over the GPU.
-            "attention_metadata": np.array(
-                [max(chunk.count for chunk in chunks), longest, longest], dtype=np.int32
-            ),
-            # A product of no rows is not put to the test: a row that nobody asked for is dropped again.
-            "logits_indices": logits_indices
-            if len(logits_indices)
-            else np.zeros(1, dtype=np.int64),
+            "block_table": self.kv.table[rows, : -(-longest // self.kv.block_size)],
+            "slot_mapping": np.concatenate(slots),
+            "attention_metadata": np.array(metadata, dtype=np.int32),
+            # The graph is never asked for no logits: a row that no chunk wants is dropped.
+            "logits_indices": np.array(indices or [0], dtype=np.int64),
         }
-        return inputs, len(logits_indices)
-
-
-def _row(chunk: Chunk) -> int:
-    assert chunk.sequence.row is not None
-    return chunk.sequence.row

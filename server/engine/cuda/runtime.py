@@ -1,4 +1,4 @@
-"""What CUDA's runtime library is asked directly, because ONNX Runtime does not pass it on."""
+"""Calls of CUDA's runtime library that ONNX Runtime does not offer."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ _LIBRARY = "libcudart.so.13"  # of the CUDA version that ONNX Runtime's wheel is
 
 
 class NoDeviceError(ValueError):
-    """A GPU that a model was exported for, and that this machine or this installation does not have."""
+    """The GPU that a model was exported for is missing on this machine or in this installation."""
 
 
 def free_memory() -> int:
-    """Bytes that are free on the current GPU. Raises NoDeviceError."""
+    """Return the free bytes of the current GPU. Raises NoDeviceError."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     _call("cudaMemGetInfo", ctypes.byref(free), ctypes.byref(total))
     return free.value
 
 
 class DeviceBuffer:
-    """Zeros in the current GPU's memory, which is given back with the object. Raises NoDeviceError.
+    """Zeros in the current GPU's memory, freed with the object. Raises NoDeviceError.
 
-    Not ONNX Runtime's arena: that rounds up, and keeps what it was given for as long as the process lives.
+    ONNX Runtime's arena would round up, and keep the memory as long as the process lives.
     """
 
     def __init__(self, n_bytes: int) -> None:
@@ -44,5 +44,5 @@ def _call(function: str, *arguments: object) -> None:
         library.cudaGetErrorString.restype = ctypes.c_char_p
         why = library.cudaGetErrorString(code).decode()
         raise NoDeviceError(
-            f"no NVIDIA GPU can be used: {why}; look for the driver, or export the model for the CPU"
+            f"no NVIDIA GPU can be used: {why}; check the driver, or export the model for the CPU"
         )

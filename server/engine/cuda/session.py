@@ -1,19 +1,108 @@
-"""A model directory's graph for CUDA, ready to run: session, blocks on the GPU, runner."""
+"""ONNX Runtime sessions on CUDA, and a runner of a graph over KV cache blocks on the GPU."""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from onnxruntime import InferenceSession, SessionOptions
 
 from model.bundle import KV_BLOCK_SIZE
 from model.config import DecoderConfig
-from server.engine.cuda.runner import PagedRunner
-from server.engine.cuda.runtime import free_memory
-from server.engine.engine import check_max_model_len
+from server.engine.cuda.runner import Inputs, PagedRunner
+from server.engine.cuda.runtime import DeviceBuffer, NoDeviceError, free_memory
+from server.engine.engine import check_max_model_len, warm_up
 from server.engine.kv.blocks import KVBlocks
-from server.engine.session import DeviceModel, block_bytes, open_cuda_session
+from server.engine.sampling import Floats
+from server.engine.session import kv_inputs
 
-LONGEST_CHUNK = 2048  # prompt tokens in a step, unless set
+DEFAULT_CHUNK_SIZE = 2048  # prompt tokens in a step
 _MEMORY_SHARE = 0.9
+_CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+_WARNING, _FATAL = 2, 4  # ONNX Runtime's severities; the first is its default
+
+
+def require_cuda() -> None:
+    """Load CUDA's libraries.
+
+    Raises NoDeviceError if the installed ONNX Runtime is the one for the CPU, or no GPU answers.
+    """
+    if _CUDA not in onnxruntime.get_available_providers():
+        raise NoDeviceError(
+            "the installed ONNX Runtime is the one for the CPU; install the extra cuda in its place"
+        )
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the names of missing libraries
+        onnxruntime.preload_dlls()
+    free_memory()  # raises the error that says what is missing
+
+
+def open_cuda_session(graph: Path) -> InferenceSession:
+    """Open a session on the first NVIDIA GPU.
+
+    Raises NoDeviceError if there is none, where ONNX Runtime would fall back to the CPU or fail for
+    lack of kernels there.
+    """
+    require_cuda()
+    onnxruntime.set_default_logger_severity(_FATAL)  # the errors below say it in one line
+    try:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            session = InferenceSession(graph, SessionOptions(), providers=[_CUDA, _CPU])
+    except Exception as error:  # ONNX Runtime's errors have no base class of their own
+        raise NoDeviceError(
+            f"ONNX Runtime cannot run the model on this GPU: {str(error).splitlines()[0]}"
+        ) from None
+    finally:
+        onnxruntime.set_default_logger_severity(_WARNING)
+    if _CUDA not in session.get_providers():
+        raise NoDeviceError(
+            "ONNX Runtime finds no NVIDIA GPU that it can use; check the driver and the packages of"
+            " the extra cuda, or export the model for the CPU"
+        )
+    return session
+
+
+class DeviceModel:
+    """A graph over blocks, which stay on a device: ids go in, logits come out.
+
+    device, buffer: the device of the blocks, and the class of buffers of so many zero bytes there.
+    """
+
+    def __init__(
+        self,
+        session: InferenceSession,
+        n_blocks: int,
+        device: str = "cuda",
+        buffer: Callable[[int], Any] = DeviceBuffer,
+    ) -> None:
+        self._session = session
+        self._io = session.io_binding()
+        self._blocks = []
+        for kv in kv_inputs(session):
+            blocks = buffer(n_blocks * kv.bytes_per_item)
+            where = (device, 0, kv.element_type, (n_blocks, *kv.shape), blocks.address)
+            self._io.bind_input(kv.name, *where)
+            self._io.bind_output(kv.present, *where)
+            self._blocks.append(blocks)
+
+    def run(self, inputs: Inputs) -> Floats:
+        """Return logits [rows, vocab], on the CPU."""
+        for name, array in inputs.items():
+            self._io.bind_cpu_input(name, np.ascontiguousarray(array))
+        self._io.bind_output("logits", "cpu")  # after the blocks, whose order it shares
+        self._session.run_with_iobinding(self._io)
+        logits: Floats = self._io.get_outputs()[len(self._blocks)].numpy()
+        return logits
+
+
+def block_bytes(session: InferenceSession) -> int:
+    """Return the size of one block's keys and values in all layers."""
+    return sum(kv.bytes_per_item for kv in kv_inputs(session))
 
 
 def open_cuda_runner(
@@ -25,10 +114,12 @@ def open_cuda_runner(
     kv_cache_bytes: int | None = None,
     keep_prompts: bool = True,
 ) -> PagedRunner:
-    """Load the graph and warm it up. kv_cache_bytes: for blocks; None is nine tenths of what is left, once the longest
-    chunk of a prompt has run and ONNX Runtime holds the memory that this takes.
+    """Load the graph and warm it up.
 
-    Raises NoDeviceError where there is no GPU, and ValueError for a limit that cannot be met.
+    kv_cache_bytes: memory of the blocks; None is nine tenths of what is free once the longest chunk
+    of a prompt has run and ONNX Runtime holds the memory for that. keep_prompts: see KVBlocks.
+
+    Raises NoDeviceError if there is no GPU, and ValueError for a limit that cannot be met.
     """
     longest = check_max_model_len(max_model_len, config)
     session = open_cuda_session(graph)
@@ -45,9 +136,9 @@ def open_cuda_runner(
         model = DeviceModel(session, n_blocks)
         return PagedRunner(model, blocks, max_model_len=longest, vocab_size=config.vocab_size)
 
-    chunk = min(LONGEST_CHUNK, longest - 1)
-    make_runner(-(-(chunk + 1) // KV_BLOCK_SIZE), max_num_seqs=1).warm_up(chunk)
+    chunk = min(DEFAULT_CHUNK_SIZE, longest - 1)
+    warm_up(make_runner(-(-(chunk + 1) // KV_BLOCK_SIZE), max_num_seqs=1), chunk)
     budget = int(_MEMORY_SHARE * free_memory()) if kv_cache_bytes is None else kv_cache_bytes
     runner = make_runner(budget // block_bytes(session), max_num_seqs)
-    runner.warm_up()
+    warm_up(runner)
     return runner

@@ -1,4 +1,4 @@
-"""Grammars that a text must follow, and the masks of tokens that they allow.
+"""Grammars that a text must follow, and masks of the tokens that they allow.
 
-Imports nothing else of the server.
+Imports nothing else of the project.
 """

@@ -1,6 +1,7 @@
 """Structured output: grammars compiled by llguidance, and masks of the tokens that may come next.
 
-The only file that imports llguidance. Tokens that end a text may come where it may end, whatever the grammar.
+Only this module imports llguidance. Where the text may end, any ending token may come, whatever the
+grammar.
 """
 
 from __future__ import annotations
@@ -18,27 +19,30 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
-from server.engine.grammar.json_schemas import held_schema
+from server.engine.grammar.json_schemas import enforceable_schema
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-    from server.engine.sequence import Sequence
-
 MAX_GRAMMAR_CHARS = 2**16
 
 _STUCK = "no text that begins like this one satisfies it"
-# Left to itself, llguidance forces the token whose name comes next in a text: one that ends it, or says nothing in it.
+# By default llguidance forces the token whose name comes next in a text, even one that ends it or
+# has no text.
 _OPTIONS = '%llguidance {"no_forcing": true}'
-# [256, 8]: what eight bits of a mask, the lowest first, add to eight logits. No slower where bits come at random.
+# [256, 8]: the summands for eight logits by eight bits of a mask, the lowest first. Random bits
+# take no longer than others.
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _PENALTIES = np.where(_BITS, np.float32(0.0), np.float32(-np.inf))
-_MOST_SECONDS = (
-    0.02  # for one token: a hundred times what it takes, unless a grammar is ambiguous without end
+# A hundred times the usual time, which only grammars of unbounded ambiguity exceed.
+_MAX_SECONDS_PER_TOKEN = 0.02
+# One token costs a few milliseconds at most, and the lexer states of a sequence 1 kB each.
+_LIMITS = LLParserLimits(
+    step_max_items=10_000, step_lexer_fuel=50_000, max_lexer_states=50_000, verbose_errors=False
 )
 
-# One way to write each value, spaced as in most JSON that models have read: left to themselves, small ones put
-# whitespace between two tokens without end. `lenient` would pass over keywords that cannot be held.
+# One way to write each value, spaced like most JSON that models have read: with free whitespace,
+# small models repeat it without end. `lenient` would skip keywords that cannot be enforced.
 JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_flexible": False,
     "whitespace_pattern": None,
@@ -50,12 +54,12 @@ JSON_OPTIONS: JsonCompileOptions = {
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be compiled, or that no text satisfies; the message is for whoever wrote it."""
+    """A grammar that does not compile, or that no text satisfies; the message is for its author."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What a text has to be. `param`: the field of the request that says so."""
+    """The source of a grammar. param: the field of the request that holds it."""
 
     kind: Literal["json", "regex", "lark"]
     source: str
@@ -63,36 +67,36 @@ class Grammar:
 
     @classmethod
     def json_object(cls, param: str = "response_format") -> Grammar:
-        """Any JSON object."""
+        """Return a grammar of any JSON object."""
         return cls.json_schema({"type": "object"}, param)
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any], param: str = "response_format") -> Grammar:
-        """JSON that a schema allows, with properties in the schema's order."""
+        """Return a grammar of the JSON that a schema allows, properties in the schema's order."""
         return cls("json", json.dumps(schema, ensure_ascii=False), param)
 
     @classmethod
     def regex(cls, pattern: str, param: str = "regex") -> Grammar:
-        """Text that a regular expression matches from end to end."""
+        """Return a grammar of the texts that a regular expression matches from end to end."""
         return cls("regex", pattern, param)
 
     @classmethod
     def lark(cls, text: str, param: str = "grammar") -> Grammar:
-        """Text that the rule `start` of a context-free grammar in Lark's notation derives."""
+        """Return a context-free grammar in Lark's notation, with the start rule `start`."""
         return cls("lark", text, param)
 
 
 def check_size(grammar: Grammar) -> None:
-    """Raises GrammarError."""
+    """Raise GrammarError if a grammar has more than MAX_GRAMMAR_CHARS characters."""
     if (n := len(grammar.source)) > MAX_GRAMMAR_CHARS:
         raise GrammarError(f"{n} characters are too long: at most {MAX_GRAMMAR_CHARS} may be given")
 
 
 class Constraint:
-    """Where one text is in its grammar.
+    """The position of one text in its grammar.
 
-    penalty: [vocab], added to logits: 0 for what may come next, -inf for all else. error: why nothing may, where
-    nothing may. param: the field of the request that holds the grammar.
+    param: the field of the request that holds the grammar. penalty: [vocab], added to logits: 0 for
+    tokens that may come next, -inf for others. error: set once no token may come next.
     """
 
     def __init__(self, matcher: LLMatcher, param: str) -> None:
@@ -103,27 +107,27 @@ class Constraint:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the text satisfies the grammar, and nothing may follow."""
+        """True if the text satisfies the grammar and nothing may follow."""
         return self.matcher.is_stopped() and not self.error
 
     def copy(self) -> Constraint:
-        """For another text of the same request: copies share the states that llguidance's lexer may have."""
+        """Copy it for another text of the request; copies share the limit on lexer states."""
         return Constraint(self.matcher.deep_copy(), self.param)
 
     def advance(self, token_id: int, *, ends: bool) -> None:
-        """Take a token of the text, or one of the model's that ends it."""
+        """Append a token to the text; `ends` if it is one of the model's that end it."""
         started = thread_time()
         if not self.matcher.consume_token(token_id):
             self.error = _error_of(self.matcher)
         elif (ends or self.matcher.is_stopped()) and not self.matcher.is_accepting():
             self.error = _STUCK
-        elif thread_time() - started > _MOST_SECONDS:
+        elif thread_time() - started > _MAX_SECONDS_PER_TOKEN:
             self.error = "it is too ambiguous: the text so far can be read in too many ways"
 
-    def take_mask(
+    def set_mask(
         self, mask: NDArray[np.uint8], vocab_size: int, ending_ids: frozenset[int]
     ) -> None:
-        """Take a bit for each token that may come next. Where the text may end, any ending token may end it."""
+        """Set the penalty from a bit for each token, and allow endings where the text may end."""
         if self.matcher.is_error():
             self.error = _error_of(self.matcher)
             mask = np.zeros_like(mask)
@@ -133,7 +137,7 @@ class Constraint:
 
 
 class GrammarCompiler:
-    """Grammars for one model's tokens. For one thread, as compiling can take a while; `GrammarTrial` says how long."""
+    """A compiler for one model's tokens and one thread. `GrammarTrial` bounds its time."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._tokenizer = tokenizer  # JSON, as in tokenizer.json
@@ -142,20 +146,20 @@ class GrammarCompiler:
 
     @cached_property
     def tokens(self) -> LLTokenizer:
+        """The model's tokens. Raises GrammarError if llguidance cannot read the tokenizer."""
+        eos = self._eos_token_ids or None
         try:
-            return LLTokenizer(
-                self._tokenizer, n_vocab=self._vocab_size, eos_token=self._eos_token_ids or None
-            )
+            return LLTokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=eos)
         except ValueError as error:
             raise GrammarError(
                 f"this model's tokenizer allows no structured output: {_one_line(str(error))}"
             ) from None
 
     def compile(self, grammar: Grammar) -> Constraint:
-        """The constraint of a text that has not begun. Raises GrammarError."""
+        """Return the constraint of a new text. Raises GrammarError."""
         check_size(grammar)
-        matcher = LLMatcher(self.tokens, _translate(grammar), log_level=0, limits=_limits())
-        matcher.compute_bitmask()  # finds what can never begin
+        matcher = LLMatcher(self.tokens, _translate(grammar), log_level=0, limits=_LIMITS)
+        matcher.compute_bitmask()  # detects grammars that no text can begin
         if matcher.is_error():
             raise GrammarError(_error_of(matcher))
         if warnings := matcher.get_grammar_warnings():
@@ -164,7 +168,7 @@ class GrammarCompiler:
 
 
 class TokenMasks:
-    """Masks of a step's constrained sequences, computed in llguidance's threads while the model runs."""
+    """The masks of a step's constrained texts, computed by other threads beside the model."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -175,24 +179,24 @@ class TokenMasks:
     def _executor(self) -> LLExecutor:
         return LLExecutor()  # its threads start at once
 
-    def begin(self, sequences: list[Sequence]) -> Callable[[], None]:
-        """Start on what may come next in each of the sequences that are constrained; call the result to have it."""
-        constrained = [(s.constraint, s.ending_ids) for s in sequences if s.constraint is not None]
+    def begin(self, constrained: list[tuple[Constraint, frozenset[int]]]) -> Callable[[], None]:
+        """Start to compute the masks of constraints; the returned function waits and sets them.
+
+        constrained: each constraint with the ending tokens of its text.
+        """
         if not constrained:
             return lambda: None
         if len(self._words) < len(constrained):
             self._words = allocate_token_bitmask(len(constrained), self._vocab_size)
         matchers = [(constraint.matcher, i) for i, (constraint, _) in enumerate(constrained)]
-        filled = self._thread.submit(
-            fill_next_token_bitmask_par, self._executor, matchers, self._words
-        )
+        fill = fill_next_token_bitmask_par
+        filled = self._thread.submit(fill, self._executor, matchers, self._words)
 
         def finish() -> None:
             filled.result()
-            for mask, (constraint, ending_ids) in zip(
-                self._words.view(np.uint8), constrained, strict=False
-            ):
-                constraint.take_mask(mask, self._vocab_size, ending_ids)
+            masks = self._words.view(np.uint8)
+            for mask, (constraint, ending_ids) in zip(masks, constrained, strict=False):
+                constraint.set_mask(mask, self._vocab_size, ending_ids)
 
         return finish
 
@@ -204,7 +208,7 @@ def _translate(grammar: Grammar) -> str:
         translated = LLMatcher.grammar_from_regex(grammar.source)
     else:
         try:
-            schema = json.dumps(held_schema(json.loads(grammar.source)))
+            schema = json.dumps(enforceable_schema(json.loads(grammar.source)))
             translated = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
         except ValueError as error:
             raise GrammarError(_one_line(str(error))) from None
@@ -213,23 +217,15 @@ def _translate(grammar: Grammar) -> str:
     return json.dumps({"grammars": [start, whole]})
 
 
-def _limits() -> LLParserLimits:
-    """What one token may cost: a few milliseconds; and a sequence: lexer states of up to 1 kB."""
-    return LLParserLimits(
-        step_max_items=10_000, step_lexer_fuel=50_000, max_lexer_states=50_000, verbose_errors=False
-    )
-
-
 def _error_of(matcher: LLMatcher) -> str:
     error = matcher.get_error()
     return _STUCK if error.startswith("NoExtension") else _one_line(error)
 
 
 def _one_line(message: str) -> str:
-    """What llguidance says, without its drawings, its advice on options that clients do not have, and long sources."""
-    first, *others = message.strip().partition(" Enable '")[0].splitlines() or [
-        "llguidance gives no reason"
-    ]
+    """Strip llguidance's drawings, long sources, and advice on options that clients lack."""
+    lines = message.strip().partition(" Enable '")[0].splitlines()
+    first, *others = lines or ["llguidance gives no reason"]
     if len(first) > 400:
         first = f"{first[:200]} … {first[-200:]}"
     return " ".join([first, *(line for line in others if line.startswith("error: "))])

@@ -1,4 +1,4 @@
-"""What of a JSON schema holds a text, and what is only said about it."""
+"""The keywords of a JSON schema that can be enforced on a text."""
 
 from __future__ import annotations
 
@@ -6,43 +6,29 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-# Those that llguidance can hold a string to; it refuses others, which schemas made from types are full of.
-FORMATS = (
-    "date",
-    "date-time",
-    "time",
-    "duration",
-    "email",
-    "hostname",
-    "ipv4",
-    "ipv6",
-    "uri",
-    "uuid",
-)
+# The formats that llguidance can enforce. It refuses others, which schemas made from types often
+# have.
+_NAMES = "date date-time time duration email hostname ipv4 ipv6 uri uuid"
+FORMATS = tuple(_NAMES.split())
 
-_BY_NAME = (
-    "properties",
-    "patternProperties",
-    "$defs",
-    "definitions",
-)  # keywords whose values name schemas
-_VALUES = ("const", "enum")
+_VALUES_ARE_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+_NO_SCHEMAS = ("const", "enum")
 
 
-def held_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without the formats that say what a string is for: JSON Schema has them annotate, not hold."""
+def enforceable_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a schema without other formats: in JSON Schema these only annotate a string."""
     copy: dict[str, Any] = json.loads(json.dumps(schema))
-    left: list[Any] = [copy]
-    while left:  # no recursion: schemas may be as deep as JSON may
-        part = left.pop()
+    pending: list[Any] = [copy]
+    while pending:  # no recursion: schemas may be as deep as JSON may
+        part = pending.pop()
         if isinstance(part, list):
-            left += part
+            pending += part
         elif isinstance(part, dict):
             if isinstance(part.get("format"), str) and part["format"] not in FORMATS:
                 del part["format"]
             for key, value in part.items():
-                if key in _BY_NAME and isinstance(value, dict):
-                    left += value.values()
-                elif key not in _VALUES:
-                    left.append(value)
+                if key in _VALUES_ARE_SCHEMAS and isinstance(value, dict):
+                    pending += value.values()
+                elif key not in _NO_SCHEMAS:
+                    pending.append(value)
     return copy

@@ -1,7 +1,7 @@
-"""Grammars tried in a process apart, where one that takes too much time or memory ends nothing but its trial.
+"""Trials of grammars in a process of their own: one that is too expensive ends only its trial.
 
-llguidance's own limits do not cover all of what a grammar can cost: from a schema of a hundred characters it can
-intersect patterns for minutes, until memory is used up, and that ends the process.
+llguidance's own limits do not cover every cost of a grammar: for a schema of a hundred characters
+it can intersect patterns for minutes, until memory is used up, and that ends the process.
 """
 
 from __future__ import annotations
@@ -28,22 +28,30 @@ _ROOT = Path(__file__).parents[3]
 
 
 class TrialEndedError(GrammarError):
-    """The trial said nothing of the grammar."""
+    """A trial that ended without a verdict on the grammar."""
 
 
 class GrammarTrial:
-    """For one model's tokens and one thread. The process starts with the first grammar, and has to be closed."""
+    """A process that compiles grammars for one model's tokens, for use by one thread.
+
+    It starts with the first grammar, and has to be closed.
+    """
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self._model = (tokenizer, vocab_size, list(eos_token_ids))
         self._process: Popen[bytes] | None = None
 
     def check(self, grammar: Grammar) -> None:
-        """Raises GrammarError for a grammar that cannot be compiled, or not within the limits; TrialEndedError."""
+        """Raise GrammarError if a grammar does not compile within the limits.
+
+        Raises TrialEndedError if the process was ended meanwhile.
+        """
         if self._process is None or self._process.poll() is not None:
             self.close()
-            module = [sys.executable, "-m", __name__]
-            self._process = Popen(module, cwd=_ROOT, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)  # noqa: S603
+            command = [sys.executable, "-m", __name__]
+            self._process = Popen(  # noqa: S603
+                command, cwd=_ROOT, stdin=PIPE, stdout=PIPE, stderr=DEVNULL
+            )
             self._send(self._model)
         self._send((grammar.kind, grammar.source))
         assert self._process.stdout is not None
@@ -54,6 +62,7 @@ class GrammarTrial:
             raise GrammarError(error)
 
     def close(self) -> None:
+        """End the process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -68,11 +77,10 @@ class GrammarTrial:
 
 
 def _main() -> None:
-    """Answer each line of standard input, a grammar, by a line: what is wrong with it, or null. Ends with the input."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, which reaches the server too
+    """Answer each grammar, a line of standard input, by a line: its error, or null."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the server, too
     os.nice(10)
-    tokenizer, vocab_size, eos_token_ids = json.loads(sys.stdin.readline())
-    compiler = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
+    compiler = GrammarCompiler(*json.loads(sys.stdin.readline()))
     with suppress(GrammarError):
         compiler.tokens  # noqa: B018  before the first fork
     for line in sys.stdin:
@@ -84,7 +92,7 @@ def _main() -> None:
 
 
 def _try(compiler: GrammarCompiler, kind: Any, source: str) -> None:
-    """Compile under limits, and end this process: by a signal, where it exceeds them."""
+    """Compile within the limits, and end this process; a signal ends it beyond them."""
     try:
         memory = psutil.Process().memory_info().vms + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -102,8 +110,7 @@ def _try(compiler: GrammarCompiler, kind: Any, source: str) -> None:
 
 
 def _answer(error: str | None) -> None:
-    sys.stdout.write(json.dumps(error) + "\n")
-    sys.stdout.flush()
+    print(json.dumps(error), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Rows of keys and values on the CPU: addresses, reservation, compaction.
+"""KV cache rows on the CPU: address space, reservation, compaction.
 
-A prompt is computed on a row of floats, one of few; a running sequence has a row of the model's own type, int8 or
-float32, which is filled as its prompt is computed. So prompts attend to exact keys and values, and decoding reads a
-quarter of the bytes.
+A prompt is computed on one of a few rows of floats. A running sequence has a row of the model's own
+type, int8 or float32, which is filled while its prompt is computed. Prompts thus attend to exact
+keys and values, and decoding reads a quarter of the bytes.
 
-Address space is reserved for the worst case; the operating system commits a page when a token is first written to it:
-the page table is the block table (the idea of vAttention, arXiv 2405.04437). How much may be promised at once is the
-budget, kept here too, in tokens of running rows: a prompt's token on a row of floats counts for four of int8.
+Address space is reserved for the worst case; the operating system commits a page when a token is
+first written to it: the page table is the block table (the idea of vAttention, arXiv 2405.04437).
+The budget bounds what may be committed, in tokens of running rows: a prompt's token on a row of
+floats counts as four of int8.
 """
 
 from __future__ import annotations
@@ -15,291 +16,261 @@ import ctypes
 import math
 import mmap
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_PROMPTS = 8  # that are computed in one step
-_WARM_PROMPT = 1024  # tokens of a finished prompt whose pages are kept for the next one
+from server.engine.kv.prefix_cache import PrefixCache
+
+MAX_PROMPT_ROWS = 8
+MAX_CHUNKS_PER_STEP = 8  # each may be a run of its own, which reads every weight
+COPIED_PER_COMPUTED = 16  # tokens copied in the time of running one; 20 to 60 were measured
+_RETAINED_PROMPT = 1024  # tokens of a finished prompt whose pages are kept for the next one
 _MAP_NORESERVE = 0x4000  # Linux; the mmap module of Python 3.11 does not name it
 
 Floats = NDArray[np.float32]
 
 
+class KVShape(NamedTuple):
+    """The shape of a model's keys and values."""
+
+    n_layer: int
+    n_kv_head: int
+    head_dim: int
+
+    def token_bytes(self, itemsize: int = 4) -> int:
+        """Return the size of one token's keys and values in all layers."""
+        return 2 * self.n_layer * self.n_kv_head * self.head_dim * itemsize
+
+
 class RowMemory:
     """`n_rows` rows of `max_model_len` positions in one private anonymous mapping.
 
-    For every layer there is a block of keys and a block of values: block 2i holds layer i's keys, block 2i + 1 its
-    values. `array` is [2 * n_layer, n_rows, n_kv_head, n_positions, head_dim]; n_positions is max_model_len rounded up
-    so that a row of one block is a whole number of pages: giving a row back then leaves its neighbour alone.
+    Block 2i holds layer i's keys, block 2i + 1 its values. `array` is
+    [2 * n_layer, n_rows, n_kv_head, n_positions, head_dim]; n_positions is max_model_len rounded up
+    so that one block's row is a whole number of pages: releasing a row leaves its neighbour alone.
+
+    reserved: tokens that the holder of each row may write. committed: tokens whose pages each row
+    holds, or may take at any time.
     """
 
-    def __init__(
-        self,
-        *,
-        n_layer: int,
-        n_kv_head: int,
-        head_dim: int,
-        n_rows: int,
-        max_model_len: int,
-        dtype: type[Any],
-    ) -> None:
+    def __init__(self, shape: KVShape, n_rows: int, max_model_len: int, dtype: type[Any]) -> None:
         self.dtype = np.dtype(dtype)
-        self.promised = [0] * n_rows  # tokens that a row's holder may write
-        self.warm = [0] * n_rows  # tokens whose pages a row still holds from before
-        per_position = n_kv_head * head_dim * self.dtype.itemsize
+        self.reserved = [0] * n_rows
+        self.committed = [0] * n_rows
+        per_position = shape.n_kv_head * shape.head_dim * self.dtype.itemsize
         step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, per_position)
         self.n_positions = math.ceil(max_model_len / step) * step
-        self.row_shape = (n_kv_head, self.n_positions, head_dim)
+        self.row_shape = (shape.n_kv_head, self.n_positions, shape.head_dim)
         self._n_rows = n_rows
         self._row_bytes = per_position * self.n_positions
-        self._memory = _reserve(2 * n_layer * n_rows * self._row_bytes)
+        self._memory = _map_memory(2 * shape.n_layer * n_rows * self._row_bytes)
         self.array: NDArray[Any] = np.frombuffer(self._memory, dtype=self.dtype)
-        self.array = self.array.reshape(2 * n_layer, n_rows, *self.row_shape)
+        self.array = self.array.reshape(2 * shape.n_layer, n_rows, *self.row_shape)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def address(self, block: int, row: int) -> int:
-        """Where row `row` of block `block` starts."""
+        """Return the address of row `row` of block `block`."""
         return self._base + self._offset(block, row)
 
-    @property
-    def n_committed(self) -> int:
-        """Tokens that have memory, or may take it at any time."""
-        return sum(map(max, self.promised, self.warm))
+    def reserve(self, row: int, n_tokens: int) -> None:
+        """Change a row's reservation; its pages stay if it shrinks."""
+        self.reserved[row] = n_tokens
+        self.committed[row] = max(self.committed[row], n_tokens)
 
-    def release(self, row: int) -> None:
-        """Take a row's promise back; its pages stay."""
-        self.warm[row] = max(self.warm[row], self.promised[row])
-        self.promised[row] = 0
+    def trim(self, row: int, n_kept: int = 0) -> None:
+        """Release a row's pages beyond its reservation and its first `n_kept` tokens."""
+        n_kept = max(n_kept, self.reserved[row])
+        if n_kept < self.committed[row]:
+            self.release_pages(row, n_kept)
 
-    def cool(self, row: int, n_kept: int = 0) -> int:
-        """Return what a row holds beyond its promise and its first `n_kept` tokens, and how many tokens that is."""
-        n_kept = max(n_kept, self.promised[row])
-        n_returned = max(0, self.warm[row] - n_kept)
-        if n_returned:
-            self.give_back(row, n_kept)
-            self.warm[row] = n_kept
-        return n_returned
-
-    def give_back(self, row: int, n_kept: int = 0) -> None:
-        """Return a row's pages to the operating system, but for those of its first `n_kept` tokens."""
+    def release_pages(self, row: int, n_kept: int = 0) -> None:
+        """Return a row's pages to the operating system, except those of its first tokens."""
+        self.committed[row] = n_kept
         if sys.platform != "linux":
             return
-        n_head, n_positions, _ = self.row_shape
-        head_bytes = self._row_bytes // n_head
+        n_parts = self.row_shape[0] if n_kept else 1  # each head has kept tokens of its own
+        size = self._row_bytes // n_parts
         for block in range(len(self.array)):
-            start = self._offset(block, row)
-            if not n_kept:
-                self._memory.madvise(mmap.MADV_DONTNEED, start, self._row_bytes)
-                continue
-            for head in range(n_head):
-                first = start + head * head_bytes + n_kept * head_bytes // n_positions
-                first, end = (
-                    -(-first // mmap.PAGESIZE),
-                    (start + (head + 1) * head_bytes) // mmap.PAGESIZE,
-                )
+            for part in range(n_parts):
+                start = self._offset(block, row) + part * size
+                kept = start + n_kept * size // self.n_positions
+                first = math.ceil(kept / mmap.PAGESIZE) * mmap.PAGESIZE
+                end = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
                 if first < end:
-                    self._memory.madvise(
-                        mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (end - first) * mmap.PAGESIZE
-                    )
+                    self._memory.madvise(mmap.MADV_DONTNEED, first, end - first)
 
     def _offset(self, block: int, row: int) -> int:
         return (block * self._n_rows + row) * self._row_bytes
 
 
 class KVRows:
-    """`max_num_seqs` rows of up to `max_model_len` tokens, and rows for prompts, within one budget.
+    """A KVStore of `max_num_seqs` rows of up to `max_model_len` tokens.
 
-    budget_tokens: most tokens that have memory at once; one of a prompt's row counts as `prompt_weight`. dtype: of
-    running sequences' rows, float32 or int8. A row that has been allocated has a prompt row too, until `end_prompt`.
+    budget_tokens: a token of a prompt's row counts as `prompt_weight`. dtype: of running sequences'
+    rows, float32 or int8. A row that was admitted has a row of floats, too, until its prompt is
+    computed.
     """
 
-    runs_apart = (
-        True  # a chunk of a prompt may be a run of its own, and what prompts share is copied
-    )
+    min_chunk = 2  # a run of one token takes other kernels, which round differently
 
     def __init__(
         self,
+        shape: KVShape,
         *,
-        n_layer: int,
-        n_kv_head: int,
-        head_dim: int,
         max_num_seqs: int,
         max_model_len: int,
         budget_tokens: int,
         dtype: type[Any] = np.float32,
+        cache: PrefixCache | None = None,
     ) -> None:
-        shape = {
-            "n_layer": n_layer,
-            "n_kv_head": n_kv_head,
-            "head_dim": head_dim,
-            "max_model_len": max_model_len,
-        }
-        n_prompts = min(max_num_seqs, MOST_PROMPTS)
-        self.running = RowMemory(**shape, n_rows=max_num_seqs, dtype=dtype)
-        self.prompts = RowMemory(**shape, n_rows=n_prompts, dtype=np.float32)
+        n_prompt_rows = min(max_num_seqs, MAX_PROMPT_ROWS)
+        self.running = RowMemory(shape, max_num_seqs, max_model_len, dtype)
+        self.prompts = RowMemory(shape, n_prompt_rows, max_model_len, np.float32)
         self.max_num_seqs = max_num_seqs
         self.budget_tokens = budget_tokens
-        self.prompt_weight = self.prompts.dtype.itemsize // self.running.dtype.itemsize
-        self.prompt_token_bytes = self.bytes_per_token(n_layer, n_kv_head, head_dim)
-        self._free = set(range(max_num_seqs))
-        self._free_prompts = set(range(n_prompts))
-        self._prompt_rows: dict[int, int] = {}  # by row
-
-    @staticmethod
-    def bytes_per_token(n_layer: int, n_kv_head: int, head_dim: int, itemsize: int = 4) -> int:
-        return 2 * n_layer * n_kv_head * head_dim * itemsize
+        self.token_bytes = shape.token_bytes(self.running.dtype.itemsize)
+        self.prompt_token_bytes = shape.token_bytes()
+        self.prompt_weight = self.prompt_token_bytes // self.token_bytes
+        self.cache = cache or PrefixCache()
+        self.free_rows = set(range(max_num_seqs))
+        self._free_prompts = set(range(n_prompt_rows))
+        self._prompts: dict[int, tuple[int, int]] = {}  # by row: its row of floats, prompt tokens
 
     @property
-    def token_bytes(self) -> int:
-        """Of a running sequence's token, in all layers."""
-        return self.prompt_token_bytes // self.prompt_weight
-
-    @property
-    def n_free(self) -> int:
-        return len(self._free)
+    def movable(self) -> KVRows:
+        """See KVStore: a decode run covers all rows up to the last one in use."""
+        return self
 
     @property
     def reserved_tokens(self) -> int:
-        """What is promised of the budget."""
-        return sum(self.running.promised) + self.prompt_weight * sum(self.prompts.promised)
+        """See KVStore."""
+        return sum(self.running.reserved) + self.prompt_weight * sum(self.prompts.reserved)
 
     @property
     def committed_tokens(self) -> int:
-        """What is promised of the budget, and what free rows still hold."""
-        return self.running.n_committed + self.prompt_weight * self.prompts.n_committed
+        """Tokens of the budget that are reserved, or that free rows still hold."""
+        return sum(self.running.committed) + self.prompt_weight * sum(self.prompts.committed)
 
     def n_needed(self, n_prompt: int, max_tokens: int) -> int:
-        """What a sequence takes of the budget while its prompt is computed, which is when it takes most."""
+        """See KVStore: a sequence takes most while its prompt is computed."""
         return n_prompt + max_tokens + self.prompt_weight * n_prompt
 
-    def prompt_row(self, row: int) -> int:
-        """Which row of `prompts` belongs to a row. Raises KeyError once its prompt has ended."""
-        return self._prompt_rows[row]
-
-    def read(self, row: int, start: int, stop: int, out: Floats | None = None) -> Floats:
-        """A copy of a prompt's tokens [start, stop), in every block: [2 * n_layer, n_kv_head, stop - start, head_dim].
-
-        It goes into `out` where that is given: memory that has been used before costs no page faults.
-        """
-        tokens = self.prompts.array[:, self._prompt_rows[row], :, start:stop]
-        if out is None:
-            return tokens.copy()
-        np.copyto(out, tokens)
-        return out
-
-    def write(self, row: int, start: int, tokens: Floats) -> None:
-        """Put what `read` has returned into a prompt's row, from position `start` on."""
-        self.prompts.array[:, self._prompt_rows[row], :, start : start + tokens.shape[2]] = tokens
-
-    def fill(self, row: int, start: int, stop: int) -> None:
-        """Copy a prompt's tokens [start, stop) to the row that its sequence will run on, rounded to its type."""
-        source = self.prompts.array[:, self._prompt_rows[row], :, start:stop]
-        target = self.running.array[:, row, :, start:stop]
-        if target.dtype == source.dtype:
-            target[:] = source
-            return
-        for tokens, rounded in zip(source, target, strict=True):  # a block at a time, in the cache
-            whole = np.rint(tokens)
-            np.clip(whole, -127, 127, out=whole)
-            with np.errstate(invalid="ignore"):  # what is no number shows in the logits
-                np.copyto(rounded, whole, casting="unsafe")
-
-    def allocate(self, n_prompt: int, max_tokens: int = 0) -> int | None:
-        """The lowest free row, for a prompt and new tokens; None when no row is free or the budget is spent."""
-        n_needed = self.n_needed(n_prompt, max_tokens)
-        if (
-            not self._free
-            or not self._free_prompts
-            or self.reserved_tokens + n_needed > self.budget_tokens
-        ):
+    def admit(self, n_prompt: int, max_tokens: int, names: list[bytes]) -> tuple[int, int] | None:
+        """See KVStore: the lowest free row, to which cached blocks are copied."""
+        n_reserved = self.reserved_tokens + self.n_needed(n_prompt, max_tokens)
+        if not self.free_rows or not self._free_prompts or n_reserved > self.budget_tokens:
             return None
-        row, prompt_row = min(self._free), min(self._free_prompts)
-        self._free.remove(row)
+        row, prompt_row = min(self.free_rows), min(self._free_prompts)
+        self.free_rows.remove(row)
         self._free_prompts.remove(prompt_row)
-        self._prompt_rows[row] = prompt_row
-        self.running.promised[row] = n_prompt + max_tokens
-        self.prompts.promised[prompt_row] = n_prompt
+        self._prompts[row] = prompt_row, n_prompt
+        self.running.reserve(row, n_prompt + max_tokens)
+        self.prompts.reserve(prompt_row, n_prompt)
         self._keep_to_budget()
-        return row
+        n_cached = self.cache.restore(self.prompts.array[:, prompt_row], names)
+        self._fill(row, 0, n_cached)
+        return row, n_cached
+
+    def prompt_row(self, row: int) -> int:
+        """Return the row of floats of a row. Raises KeyError once its prompt is computed."""
+        return self._prompts[row][0]
 
     def pad(self, prompt_rows: list[int], n_tokens: int) -> bool:
-        """Promise each of these rows `n_tokens`, for a run that pads its prompts; False when the budget has no room."""
-        n_missing = sum(max(0, n_tokens - self.prompts.promised[row]) for row in prompt_rows)
+        """Reserve `n_tokens` in each row, for a padded run; False if the budget has no room."""
+        reserved = self.prompts.reserved
+        n_missing = sum(max(0, n_tokens - reserved[row]) for row in prompt_rows)
         if self.reserved_tokens + self.prompt_weight * n_missing > self.budget_tokens:
             return False
         for row in prompt_rows:
-            self.prompts.promised[row] = max(n_tokens, self.prompts.promised[row])
+            self.prompts.reserve(row, max(n_tokens, reserved[row]))
         self._keep_to_budget()
         return True
 
-    def end_prompt(self, row: int) -> None:
-        """A prompt is computed, and its row filled: let another have the row of floats, and its promise."""
-        prompt_row = self._prompt_rows.pop(row)
-        self._free_prompts.add(prompt_row)
-        self.prompts.release(prompt_row)
-        self.prompts.cool(prompt_row, _WARM_PROMPT)
+    def chunk_cost(self, n_tokens: int, n_copied: int, step_tokens: int) -> int:
+        """See KVStore: a chunk may be a run of its own, and cached tokens are copied."""
+        return max(n_tokens, step_tokens // MAX_CHUNKS_PER_STEP) + n_copied // COPIED_PER_COMPUTED
+
+    def record_prefill(self, row: int, start: int, end: int, names: list[bytes]) -> None:
+        """See KVStore: copy them to the running row; after the last, free the row of floats."""
+        prompt_row, n_prompt = self._prompts[row]
+        self.cache.keep(self.prompts.array[:, prompt_row], names[: end // self.cache.block_size])
+        self._fill(row, start, end)
+        if end == n_prompt:
+            self._free_prompt(row)
 
     def free(self, row: int) -> None:
-        """Take the row's promise back. Its pages stay, as far as the budget goes, so that the next sequence finds them.
+        """See KVStore: its pages stay for the next sequence, as far as the budget goes.
 
         To commit a page again costs more than to overwrite it: 4 % of a prefill.
         """
-        if row in self._free:
+        if row in self.free_rows:
             raise ValueError(f"row {row} is free already")
-        if row in self._prompt_rows:
-            self.end_prompt(row)
-        self._free.add(row)
-        self.running.release(row)
+        if row in self._prompts:
+            self._free_prompt(row)
+        self.free_rows.add(row)
+        self.running.reserve(row, 0)
 
-    def give_back(self) -> None:
-        """Return the pages of all free rows to the operating system, those that only a hole was written to included."""
-        for memory, free in ((self.running, self._free), (self.prompts, self._free_prompts)):
-            for row in free:
-                memory.give_back(row)
-                memory.warm[row] = 0
+    def release_idle_memory(self) -> None:
+        """See MovableRows; also releases pages that runs wrote to in free rows."""
+        for row in self.free_rows:
+            self.running.release_pages(row)
+        for row in self._free_prompts:
+            self.prompts.release_pages(row)
 
     def move(self, source: int, n_tokens: int) -> int | None:
-        """Move a row's first `n_tokens` tokens, and its promise, to the lowest free row, which is returned.
-
-        None when the budget has no room for the tokens in both rows, which hold them while they are copied.
-        """
+        """See MovableRows: the reservation moves along."""
         if self.reserved_tokens + n_tokens > self.budget_tokens:
             return None
-        target = min(self._free)
-        self._free.remove(target)
-        self.running.promised[target] = n_tokens
+        target = min(self.free_rows)
+        self.free_rows.remove(target)
+        self.running.reserve(target, n_tokens)
         self._keep_to_budget()
         tokens = self.running.array[:, :, :, :n_tokens]
         tokens[:, target] = tokens[:, source]
-        if source in self._prompt_rows:
-            self._prompt_rows[target] = self._prompt_rows.pop(source)
-        self.running.promised[target] = self.running.promised[source]
-        self.running.release(source)
-        self._free.add(source)
+        if source in self._prompts:
+            self._prompts[target] = self._prompts.pop(source)
+        self.running.reserve(target, self.running.reserved[source])
+        self.running.reserve(source, 0)
+        self.free_rows.add(source)
         self._keep_to_budget()
         return target
 
+    def _fill(self, row: int, start: int, end: int) -> None:
+        """Copy a prompt's tokens [start, end) to its running row, rounded to that row's type."""
+        source = self.prompts.array[:, self.prompt_row(row), :, start:end]
+        target = self.running.array[:, row, :, start:end]
+        if target.dtype == source.dtype:
+            target[:] = source
+            return
+        for tokens, rounded in zip(source, target, strict=True):  # one block fits the CPU's cache
+            whole = np.rint(tokens)
+            np.clip(whole, -127, 127, out=whole)
+            with np.errstate(invalid="ignore"):  # NaN shows in the logits
+                np.copyto(rounded, whole, casting="unsafe")
+
+    def _free_prompt(self, row: int) -> None:
+        prompt_row, _ = self._prompts.pop(row)
+        self._free_prompts.add(prompt_row)
+        self.prompts.reserve(prompt_row, 0)
+        self.prompts.trim(prompt_row, _RETAINED_PROMPT)
+
     def _keep_to_budget(self) -> None:
-        """Return pages beyond what is promised until all fits: those of free rows first, the highest first.
+        """Release pages beyond the reservations until all fit, those of free rows first.
 
-        Those of prompts come last: they are few, and the next prompt has a use for them.
+        Pages of prompts' rows come last: they are few, and the next prompt needs them.
         """
-        excess = self.committed_tokens - self.budget_tokens
-        for row in sorted(
-            range(self.max_num_seqs), key=lambda r: (r in self._free, r), reverse=True
-        ):
-            if excess <= 0:
+        rows = sorted(range(self.max_num_seqs), key=lambda row: (row not in self.free_rows, -row))
+        memories = [(self.running, row) for row in rows]
+        memories += [(self.prompts, row) for row in reversed(range(len(self.prompts.reserved)))]
+        for memory, row in memories:
+            if self.committed_tokens <= self.budget_tokens:
                 return
-            excess -= self.running.cool(row)
-        for prompt_row in reversed(range(len(self.prompts.warm))):
-            if excess <= 0:
-                return
-            excess -= self.prompt_weight * self.prompts.cool(prompt_row)
+            memory.trim(row)
 
 
-def _reserve(size: int) -> mmap.mmap:
+def _map_memory(size: int) -> mmap.mmap:
     if sys.platform != "linux":
         return mmap.mmap(-1, size)
     # Private, or MADV_DONTNEED frees nothing; small pages, or a token commits 2 MiB.
