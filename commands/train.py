@@ -190,9 +190,7 @@ def train(
                     else:
                         refuse_another_shape(given_options(invocation), fields)
                         beginning = load_checkpoint(init)
-                        config = DecoderConfig.from_dict(
-                            {**asdict(beginning.decoder.config), **fields}
-                        )
+                        config = DecoderConfig(**{**asdict(beginning.decoder.config), **fields})
                     settings = TrainSettings(
                         steps=steps,
                         context=context,

@@ -142,7 +142,7 @@ def _note_shared_norms(decoder: Decoder) -> None:
     for module in decoder.modules():
         if isinstance(module, Attention):
             weights = (module.query_norm.weight, module.key_norm.weight)
-            module.shares_head_norms = all(bool((weight == weight[0]).all()) for weight in weights)
+            module.norms_in_operator = all(bool((weight == weight[0]).all()) for weight in weights)
 
 
 def _trace(graph: PagedGraph, config: DecoderConfig, kv_dtype: torch.dtype) -> onnx_ir.Model:

@@ -16,7 +16,6 @@ from model.network.attention import (
     Attention,
     LayerCache,
     StepInputs,
-    cached_attention,
     merge_heads,
     split_heads,
 )
@@ -88,7 +87,7 @@ def positions_of(config: DecoderConfig) -> Positions:
 def cached(
     qkv: Tensor, inputs: StepInputs, cache: LayerCache, config: DecoderConfig
 ) -> tuple[Tensor, LayerCache]:
-    return cached_attention(qkv, positions_of(config), inputs, cache, config, config.sliding_window)
+    return inputs.attend(Attention(config, 0), qkv, positions_of(config), cache)
 
 
 def random_qkv(config: DecoderConfig, batch: int, sequence: int, seed: int = 0) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from model.config import DecoderConfig, RopeScaling
 from model.network.attention import LayerCache, StepInputs
-from model.network.decoder import Block, Decoder, FeedForward
+from model.network.decoder import Block, Decoder
+from model.network.feed_forward import FeedForward
 from model.network.norm import RMSNorm, make_norm
 from model.network.positions import Positions, RotaryTable, sinusoidal_table
 from tests.random_models import make_config, make_decoder
