@@ -10,8 +10,8 @@ import onnx_ir
 import pytest
 import torch
 
-from export.block_weights import BLOCK, quantize_blocks
 from export.paged_graph import DTYPES, RUN_INPUTS, export_paged_graph
+from export.quantize import BLOCK, quantize_blocks
 from model.bundle import KV_BLOCK_SIZE, PRECISIONS
 from model.config import ConfigError
 from tests import paged_reference
@@ -66,7 +66,7 @@ def run(
         "attention_metadata": np.array([max(map(len, places)), 500, 1], dtype=np.int32),
         "logits_indices": np.arange(len(tokens)),
     }
-    assert list(feeds) == RUN_INPUTS
+    assert list(feeds) == list(RUN_INPUTS)
     outputs: Any = paged_reference.load(path).run(["logits"], feeds | caches)
     return outputs[0]
 

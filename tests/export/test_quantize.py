@@ -10,8 +10,7 @@ import onnxruntime
 import pytest
 from numpy.typing import NDArray
 
-from export.block_weights import BLOCK, quantize_blocks
-from export.quantize import quantize, quantize_columns
+from export.quantize import BLOCK, quantize, quantize_blocks, quantize_columns
 from export.verify import Verifier
 from tests.random_models import RandomModel, export_random
 
