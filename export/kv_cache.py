@@ -21,7 +21,6 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from export.rewrite import constant, replace_node
 from model.bundle import DECODE_INPUT
@@ -71,17 +70,14 @@ def measure_scales(decoder: Decoder, sample: Ids | None) -> Floats:
     _, presents = decoder.eval().step(ids, inputs, torch.arange(1), caches)
     largest = []
     for present in presents:
-        rotary = config.position == "rotary"
-        for rows in (_pair_lengths(present.key) if rotary else present.key, present.value):
-            # A NaN or an infinity is for verification to find.
-            largest.append(rows.abs().nan_to_num(0.0, 0.0).amax(dim=(0, 2)))  # noqa: PERF401
+        keys = present.key
+        if config.position == "rotary":  # sqrt(x_c² + x_c'²) for both channels of every pair
+            left, right = keys.chunk(2, dim=-1)
+            keys = torch.hypot(left, right).repeat(1, 1, 1, 2)
+        # A NaN or an infinity is for verification to find.
+        magnitudes = (rows.abs().nan_to_num(0.0, 0.0) for rows in (keys, present.value))
+        largest += [rows.amax(dim=(0, 2)) for rows in magnitudes]
     return (torch.stack(largest) / 127.0).clamp(min=_SMALLEST_SCALE).numpy().astype(np.float32)
-
-
-def _pair_lengths(keys: Tensor) -> Tensor:
-    """Return sqrt(x_c² + x_c'²) for both channels c, c' of every rotary pair [..., head_dim]."""
-    left, right = keys.chunk(2, dim=-1)
-    return torch.hypot(left, right).repeat(*[1] * (keys.dim() - 1), 2)
 
 
 def scale_kv_channels(
@@ -117,7 +113,7 @@ def scale_kv_channels(
 def quantize_kv_cache(model: ir.Model, config: DecoderConfig) -> None:
     """Give every attention int8 rows beside its rows of floats, in place."""
     graph = model.graph
-    decode = _value(DECODE_INPUT, ir.DataType.BOOL, ir.Shape([]))
+    decode = ir.val(DECODE_INPUT, ir.DataType.BOOL, [])
     graph.inputs.append(decode)
     scale = constant(graph, "kv_cache.step", np.ones(1, dtype=np.float32))
     attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
@@ -128,7 +124,7 @@ def quantize_kv_cache(model: ir.Model, config: DecoderConfig) -> None:
             running = inputs[position]
             assert running is not None
             name = f"prompt_key_values.{layer}.{part}"
-            floats = _value(name, ir.DataType.FLOAT, running.shape)
+            floats = ir.val(name, ir.DataType.FLOAT, running.shape)
             graph.inputs.append(floats)
             in_floats[position] = floats
             running.type = ir.TensorType(ir.DataType.INT8)
@@ -172,7 +168,3 @@ def _branch(
     for i, (output, kind) in enumerate(zip(outputs, types, strict=True)):
         output.name, output.type = f"{name}.{i}", ir.TensorType(kind)
     return ir.Graph([], outputs, nodes=[attention, *constants], name=name)
-
-
-def _value(name: str, dtype: ir.DataType, shape: ir.Shape | None) -> ir.Value:
-    return ir.Value(name=name, shape=shape, type=ir.TensorType(dtype))

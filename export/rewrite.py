@@ -13,9 +13,7 @@ def constant(graph: ir.Graph, name: str, array: NDArray[np.generic]) -> ir.Value
     """Return the initializer of this name, made of `array` unless it is there already."""
     if name not in graph.initializers:
         tensor = ir.tensor(np.ascontiguousarray(array), name=name)
-        kind = ir.TensorType(tensor.dtype)
-        shape = ir.Shape(array.shape)
-        graph.register_initializer(ir.Value(name=name, shape=shape, type=kind, const_value=tensor))
+        graph.register_initializer(ir.val(name, const_value=tensor))
     return graph.initializers[name]
 
 

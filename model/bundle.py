@@ -155,10 +155,19 @@ def load_bundle(directory: Path) -> ModelBundle:
             f"{directory} is not a directory; "
             f"make one with: kvasir export CHECKPOINT --out {directory}"
         )
+    remedy = "copy it again or export the model again"
     try:
         manifest = _read_manifest(directory)
         for name, expected in manifest.files.items():
-            _check_file(directory, name, expected)
+            path = directory / name
+            if Path(name).name != name:
+                raise BundleError(
+                    f"{directory / MANIFEST_FILE} lists {name!r}, which is outside the directory"
+                )
+            if not path.is_file():
+                raise BundleError(f"{path} is missing; {remedy}")
+            if sha256(path) != expected:
+                raise BundleError(f"{path} does not match its hash in {MANIFEST_FILE}; {remedy}")
         return _read_files(directory, manifest)
     except OSError as error:
         file = error.filename or directory
@@ -187,21 +196,6 @@ def _read_manifest(directory: Path) -> Manifest:
         if name not in manifest.files:
             raise BundleError(f"{path} does not list {name}; export the model again")
     return manifest
-
-
-def _check_file(directory: Path, name: str, expected: str) -> None:
-    path = directory / name
-    if Path(name).name != name:
-        raise BundleError(
-            f"{directory / MANIFEST_FILE} lists {name!r}, which is outside the directory"
-        )
-    if not path.is_file():
-        raise BundleError(f"{path} is missing; copy it again or export the model again")
-    if sha256(path) != expected:
-        raise BundleError(
-            f"{path} does not match its hash in {MANIFEST_FILE}; "
-            "copy it again or export the model again"
-        )
 
 
 def _read_files(directory: Path, manifest: Manifest) -> ModelBundle:

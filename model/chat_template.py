@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
@@ -40,14 +39,11 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template is not valid: {error}") from None
 
     @classmethod
-    def load(cls, directory: Path) -> ChatTemplate | None:
-        """Read the template of a checkpoint or model directory, if any; raises as `parse`."""
-        paths = [directory / name for name in (CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE)]
-        return cls.parse({path.name: path.read_bytes() for path in paths if path.is_file()})
-
-    @classmethod
     def parse(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
-        """Return the template in files, contents by name, if any. Raises ChatTemplateError."""
+        """Return the template among a model's files, contents by name, if it has one.
+
+        Raises ChatTemplateError.
+        """
         if CHAT_TEMPLATE_FILE not in files:
             return None
         name = CHAT_TEMPLATE_FILE

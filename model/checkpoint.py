@@ -140,7 +140,14 @@ def load_checkpoint(directory: Path, max_model_len: int | None = None) -> Checkp
             f"but the decoder only {config.vocab_size} tokens"
         )
     if max_model_len is not None:
-        config = _shorten(config, weights, max_model_len)
+        n_missing = config.max_model_len - max_model_len
+        if not 2 <= max_model_len <= config.max_model_len:
+            raise CheckpointError(
+                f"max_model_len must be from 2 to the model's own {config.max_model_len}"
+            )
+        if config.position == "learned" and _POSITIONS in weights:
+            weights[_POSITIONS] = weights[_POSITIONS][: len(weights[_POSITIONS]) - n_missing]
+        config = dataclasses.replace(config, max_model_len=max_model_len)
     decoder = Decoder(config).eval()
     expected = {name: list(tensor.shape) for name, tensor in decoder.state_dict().items()}
     found = {name: list(tensor.shape) for name, tensor in weights.items()}
@@ -157,20 +164,6 @@ def load_checkpoint(directory: Path, max_model_len: int | None = None) -> Checkp
             )
     decoder.load_state_dict(weights)
     return Checkpoint(path, decoder, tokenizer, progress, extra_files)
-
-
-def _shorten(
-    config: DecoderConfig, weights: dict[str, Tensor], max_model_len: int
-) -> DecoderConfig:
-    """Return the configuration with fewer positions, to which weights are cut in place."""
-    if not 2 <= max_model_len <= config.max_model_len:
-        raise CheckpointError(
-            f"max_model_len must be from 2 to the model's own {config.max_model_len}"
-        )
-    if config.position == "learned" and _POSITIONS in weights:
-        n_kept = len(weights[_POSITIONS]) - (config.max_model_len - max_model_len)
-        weights[_POSITIONS] = weights[_POSITIONS][:n_kept]
-    return dataclasses.replace(config, max_model_len=max_model_len)
 
 
 def load_state(path: Path) -> dict[str, Tensor]:

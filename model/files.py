@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+_NUMPY_DISK_FULL = r"\d+ requested and \d+ written|problem writing element \d+ to file"
+
 
 def in_words(error: object) -> str:
     """Return an error as one line; an OSError's own line begins with its number."""
@@ -29,7 +31,13 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        number = None if getattr(error, "filename", None) is not None else _number(error)
+        if getattr(error, "filename", None) is not None:
+            raise
+        number = getattr(error, "errno", None)
+        if found := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors, written in Rust
+            number = int(found[1])
+        elif re.fullmatch(_NUMPY_DISK_FULL, str(error)):
+            number = errno.ENOSPC
         if number is None:
             raise
         raise OSError(number, os.strerror(number), str(path)) from None
@@ -82,13 +90,3 @@ def sync(*paths: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-
-
-def _number(error: Exception) -> int | None:
-    """Return the system's error number, which some libraries give only in their message."""
-    if isinstance(error, OSError) and error.errno:
-        return error.errno
-    if found := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors, written in Rust
-        return int(found[1])
-    numpy = r"\d+ requested and \d+ written|problem writing element \d+ to file"
-    return errno.ENOSPC if re.fullmatch(numpy, str(error)) else None

@@ -2,12 +2,12 @@
 
 softmax(s Q Kᵀ + M) V (Vaswani et al. 2017), s = 1 / √d unless the model says otherwise, with
 n_kv_head ≤ n_head key-value heads (Ainslie et al. 2023). A run over a cache is described by its
-`RunInputs`, the one seam that is exported differently for each device: each kind computes eagerly
-exactly what the operator that it is exported to computes.
+`RunInputs`, the one seam that is exported differently for each device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -114,26 +114,46 @@ class Attention(nn.Module):
         query, key, value = qkv.split(self.widths, dim=-1)
         return torch.cat((self.query_norm(query), self.key_norm(key), value), dim=-1)
 
-    def operator_attributes(
-        self, positions: Positions, scale: float, **more: Any
-    ) -> dict[str, Any]:
-        """Return the attributes that ONNX Runtime's attention operators share, and `more`."""
+    def emit(
+        self,
+        operator: str,
+        qkv: Tensor,
+        cache: LayerCache,
+        inputs: Sequence[Tensor | None],
+        *,
+        rotates: bool,
+        scale: float,
+        **more: Any,
+    ) -> tuple[Tensor, LayerCache]:
+        """Emit one of ONNX Runtime's attention operators, which aliases past and present.
+
+        inputs: those after the cache. more: attributes that only this operator has.
+        """
         attributes = {
             "num_heads": self.config.n_head,
             "kv_num_heads": self.config.n_kv_head,
             "scale": scale,
-            "do_rotary": int(positions.rotary is not None),
+            "do_rotary": int(rotates),
             "rotary_interleaved": 0,
             **more,
             "local_window_size": self.window,
             "softcap": self.config.attention_softcap,
         }
-        return {name: value for name, value in attributes.items() if value is not None}
+        attended, past = [*qkv.shape[:-1], self.widths[0]], list(cache.key.shape)
+        output, keys, values = torch.onnx.ops.symbolic_multi_out(
+            f"com.microsoft::{operator}",
+            inputs=[qkv, None, None, cache.key, cache.value, *inputs],
+            attrs={name: value for name, value in attributes.items() if value is not None},
+            dtypes=(qkv.dtype, cache.key.dtype, cache.value.dtype),
+            shapes=(attended, past, past),
+            version=1,
+        )
+        return output, LayerCache(keys, values)
 
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs of a run over rows, one for each sequence.
+    """The inputs of a run over rows, one for each sequence, eagerly or as GroupQueryAttention.
 
     seqlens_k: int32 [batch], tokens in each row after this run, minus one.
     total_sequence_length: int32 scalar, tokens in the longest row after this run.
@@ -161,11 +181,16 @@ class StepInputs:
         seqlens_k[b] + 1 - sequence, or at 0 in a first prompt that is padded on the right. Returns
         [batch, sequence, n_head · head_dim] and the rows.
         """
+        config, table = attention.config, positions.rotary
         if torch.onnx.is_in_onnx_export():
-            return self._group_query_attention(attention, qkv, positions, cache)
-        config = attention.config
+            inputs = [self.seqlens_k, self.total_sequence_length, None, None, None, positions.bias]
+            if table:
+                inputs[2:5] = table.cos, table.sin, self.position_ids
+            # The exporter puts attention's scale into the weights that make queries.
+            operator, rotates = "GroupQueryAttention", table is not None
+            return attention.emit(operator, qkv, cache, inputs, rotates=rotates, scale=1.0)
         query, key, value = split_heads(qkv, config)
-        if table := positions.rotary:
+        if table:
             query = rotate(query, table, self.position_ids)
             key = rotate(key, table, self.position_ids)
         sequence = query.shape[2]
@@ -176,40 +201,6 @@ class StepInputs:
         visible = visible_keys(places, torch.arange(cache.key.shape[2]), attention.window)
         heads = attend(query, present.key, present.value, visible, positions.bias, config)
         return merge_heads(heads), present
-
-    def _group_query_attention(
-        self, attention: Attention, qkv: Tensor, positions: Positions, cache: LayerCache
-    ) -> tuple[Tensor, LayerCache]:
-        """Emit com.microsoft.GroupQueryAttention, which rotates, and aliases past and present.
-
-        Its scale is 1: the exporter puts attention's scale into the weights that make queries.
-        """
-        table = positions.rotary
-        output, keys, values = torch.onnx.ops.symbolic_multi_out(
-            "com.microsoft::GroupQueryAttention",
-            inputs=[
-                qkv,
-                None,
-                None,
-                cache.key,
-                cache.value,
-                self.seqlens_k,
-                self.total_sequence_length,
-                table.cos if table else None,
-                table.sin if table else None,
-                self.position_ids if table else None,
-                positions.bias,
-            ],
-            attrs=attention.operator_attributes(positions, scale=1.0),
-            dtypes=(qkv.dtype, cache.key.dtype, cache.value.dtype),
-            shapes=(
-                [*qkv.shape[:2], attention.widths[0]],
-                list(cache.key.shape),
-                list(cache.value.shape),
-            ),
-            version=1,
-        )
-        return output, LayerCache(keys, values)
 
 
 def split_heads(qkv: Tensor, config: DecoderConfig) -> tuple[Tensor, Tensor, Tensor]:

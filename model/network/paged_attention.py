@@ -8,26 +8,18 @@ chunks and decodes run together.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from model.network.attention import (
-    Attention,
-    LayerCache,
-    attend,
-    merge_heads,
-    split_heads,
-    visible_keys,
-)
-from model.network.positions import Positions, rotate
+from model.network.attention import Attention, LayerCache
+from model.network.positions import Positions
 
 
 @dataclass(frozen=True, slots=True)
 class PagedInputs:
-    """The inputs of a run over packed tokens, as `model.network.attention.StepInputs` over rows.
+    """The inputs of a run over packed tokens, for export only.
 
     position_ids: int64 [tokens], absolute. cumulative_sequence_length: int32 [batch + 1], the start
     of each sequence's tokens, and the end. past_seqlens: int32 [batch], tokens in the blocks before
@@ -51,51 +43,14 @@ class PagedInputs:
     def attend(
         self, attention: Attention, qkv: Tensor, positions: Positions, cache: LayerCache
     ) -> tuple[Tensor, LayerCache]:
-        """Append new tokens to their blocks and attend over these.
+        """Emit PagedAttention, which appends new tokens to their blocks and attends over these.
 
-        qkv: [tokens, (n_head + 2 n_kv_head) · head_dim]. cache: [blocks, block size, n_kv_head,
-        head_dim] each. Returns [tokens, n_head · head_dim] and the blocks with what is new.
+        qkv: [tokens, (n_head + 2 n_kv_head) · head_dim]. In blocks of 8 bits a step is worth 1: the
+        exporter has put scales into the weights around.
         """
-        if torch.onnx.is_in_onnx_export():
-            return self._paged_attention(attention, qkv, positions, cache)
-        config = attention.config
-        query, key, value = split_heads(qkv[None], config)  # [1, heads, tokens, head_dim]
-        if table := positions.rotary:
-            places = self.position_ids[None]
-            query, key = rotate(query, table, places), rotate(key, table, places)
-        keys, values = self._written(cache.key, key[0]), self._written(cache.value, value[0])
-        attended = []
-        for row, (start, end) in enumerate(pairwise(self.cumulative_sequence_length.tolist())):
-            past = int(self.past_seqlens[row])
-            place = torch.arange(past + end - start)
-            key_rows, value_rows = (self._read(of, row, place)[None] for of in (keys, values))
-            visible = visible_keys(place[None, past:], place, attention.window)
-            heads = attend(query[:, :, start:end], key_rows, value_rows, visible, None, config)
-            attended.append(merge_heads(heads)[0])
-        return torch.cat(attended), LayerCache(keys, values)
-
-    def _written(self, blocks: Tensor, new: Tensor) -> Tensor:
-        """Return a copy of the blocks with new [n_kv_head, tokens, head_dim] at their slots."""
-        slots = blocks.flatten(0, 1).clone()
-        stored = self.slot_mapping >= 0
-        slots[self.slot_mapping[stored].long()] = new.transpose(0, 1)[stored]
-        return slots.view_as(blocks)
-
-    def _read(self, blocks: Tensor, row: int, place: Tensor) -> Tensor:
-        """Return a sequence's keys or values at `place`: [n_kv_head, n_places, head_dim]."""
-        size = blocks.shape[1]
-        slots = self.block_table[row].long()[place // size] * size + place % size
-        return blocks.flatten(0, 1)[slots].transpose(0, 1)
-
-    def _paged_attention(
-        self, attention: Attention, qkv: Tensor, positions: Positions, cache: LayerCache
-    ) -> tuple[Tensor, LayerCache]:
-        """Emit com.microsoft.PagedAttention, which rotates, and aliases past and present.
-
-        In blocks of 8 bits a step is worth 1: the exporter has put scales into the weights around.
-        """
+        assert torch.onnx.is_in_onnx_export(), "attention over blocks is for export only"
         config, table = attention.config, positions.rotary
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"rotates": table is not None, "scale": config.query_scale}
         scales: list[Tensor | None] = [None, None]
         if cache.key.element_size() == 1:
             scales = [torch.ones(1), torch.ones(1)]
@@ -104,32 +59,16 @@ class PagedInputs:
         if attention.norms_in_operator:
             norms = [attention.query_norm.weight[0], attention.key_norm.weight[0]]
             more["qk_norm_epsilon"] = config.norm_eps
-        output, keys, values = torch.onnx.ops.symbolic_multi_out(
-            "com.microsoft::PagedAttention",
-            inputs=[
-                qkv,
-                None,
-                None,
-                cache.key,
-                cache.value,
-                self.cumulative_sequence_length,
-                self.past_seqlens,
-                self.block_table,
-                table.cos if table else None,
-                table.sin if table else None,
-                self.slot_mapping,
-                None,  # head_sink
-                *norms,
-                *scales,
-                self.attention_metadata,
-            ],
-            attrs=attention.operator_attributes(positions, config.query_scale, **more),
-            dtypes=(qkv.dtype, cache.key.dtype, cache.value.dtype),
-            shapes=(
-                [qkv.shape[0], attention.widths[0]],
-                list(cache.key.shape),
-                list(cache.value.shape),
-            ),
-            version=1,
-        )
-        return output, LayerCache(keys, values)
+        inputs = [
+            self.cumulative_sequence_length,
+            self.past_seqlens,
+            self.block_table,
+            table.cos if table else None,
+            table.sin if table else None,
+            self.slot_mapping,
+            None,  # head_sink
+            *norms,
+            *scales,
+            self.attention_metadata,
+        ]
+        return attention.emit("PagedAttention", qkv, cache, inputs, **more)
