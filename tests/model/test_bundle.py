@@ -1,4 +1,4 @@
-"""A model directory is served only when it is whole, and says in one line what is wrong when it is not."""
+"""A model directory is served only when it is whole; else one line says what is wrong."""
 
 from __future__ import annotations
 

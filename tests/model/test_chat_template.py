@@ -1,4 +1,4 @@
-"""Chat templates against transformers' apply_chat_template, on templates written as published ones are."""
+"""Chat templates against transformers, on templates written as published ones are."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ CHATML = """\
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- generation %}{{- (message.content or '') | trim }}{%- endgeneration %}
     {%- for call in message.tool_calls or [] %}
-        {{- '\\n<tool_call>' + call.function.name + call.function.arguments | tojson(indent=2) + '</tool_call>' }}
+        {{- '\\n<tool_call>' + call.function.name + call.function.arguments | tojson(indent=2) }}
+        {{- '</tool_call>' }}
     {%- endfor %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+    {%- if enable_thinking is defined and not enable_thinking %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}
 """
 LLAMA_2 = """\
@@ -72,11 +74,14 @@ LLAMA_3 = """\
 {%- for message in messages if message.role != 'debug' %}
     {%- if message.role == 'user' %}{%- set ns.n_users = ns.n_users + 1 %}{%- endif %}
     {%- if ns.n_users > 9 %}{%- break %}{%- endif %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + (message['content'] or '') | trim }}
-    {%- if message.reasoning_content %}{{- '<think>' ~ message.reasoning_content ~ '</think>' }}{%- endif %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- (message['content'] or '') | trim }}
+    {%- if message.reasoning_content %}
+        {{- '<think>' ~ message.reasoning_content ~ '</think>' }}{%- endif %}
     {{- '<|eot_id|>' }}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
 """
 PLAIN = """\
 {% for message in messages %}
@@ -135,7 +140,7 @@ def test_what_is_rendered_is_what_transformers_renders(
     add_generation_prompt: bool,
     tools: list[dict[str, Any]] | None,
 ) -> None:
-    """Blocks not trimmed, HTML escapes, unknown tags or missing tokens would make another text than was trained on."""
+    """Untrimmed blocks, HTML escapes, unknown tags or missing tokens would change the text."""
     options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "tools": tools}
     expected = outcome(lambda: by_transformers(template, chat, **options))
     actual = outcome(lambda: ChatTemplate(template, TOKENS).render(chat, **options))

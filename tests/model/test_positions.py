@@ -1,4 +1,4 @@
-"""Positions against their papers' formulas, written one number at a time, and against transformers'."""
+"""Positions against their papers' formulas and against transformers'."""
 
 from __future__ import annotations
 
