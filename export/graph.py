@@ -102,10 +102,8 @@ def load_decoder(config: DecoderConfig, path: Path) -> Decoder:
         for name, initializer in json.loads(model.metadata_props[_PARAMETERS]).items():
             values = torch.from_numpy(contents(model.graph.initializers[initializer]).copy())
             parameters[name].copy_(values.T if initializer.endswith(TRANSPOSED) else values)
-        if any(
-            node.op_type == "GroupQueryAttention" and node.attributes["scale"].as_float() == 1.0
-            for node in model.graph
-        ):
+        attentions = (node for node in model.graph if node.op_type == "GroupQueryAttention")
+        if any(node.attributes["scale"].as_float() == 1.0 for node in attentions):
             for name in _query_makers(config, parameters):
                 parameters[name][: config.n_head * config.head_dim] /= config.query_scale
     return decoder
@@ -120,10 +118,7 @@ def _query_makers(config: DecoderConfig, names: Iterable[str]) -> list[str]:
 def _writable_attention(
     graph: onnx_ir.Graph, names: dict[str, str]
 ) -> dict[str, NDArray[np.float32]]:
-    """Return the weights of attention by the decoder's names and in its layout.
-
-    A write to one changes the graph.
-    """
+    """Return attention's weights, in the decoder's names and layout; a write changes the graph."""
     names = {name: initializer for name, initializer in names.items() if ".attention." in name}
     arrays: dict[str, NDArray[np.float32]] = {}
     for initializer in set(names.values()):

@@ -37,10 +37,10 @@ Ids = NDArray[np.int64]
 
 
 def sample_rows(config: DecoderConfig, token_ids: Ids, prefix: Sequence[int]) -> Ids | None:
-    """Return [rows, tokens] of a text's end, or None where it is too short.
+    """Return [rows, tokens] of a text's end, each after the prefix; None where it is too short.
 
-    Verification measures on its beginning. prefix: the tokens that every row begins with. Keys of
-    the tokens that open a text can be many times as large as others.
+    Verification measures on its beginning. Keys of tokens that open a text can be many times as
+    large as others.
     """
     n_rows, n_tokens = _SAMPLE[0], min(_SAMPLE[1], config.max_model_len)
     first = np.array(prefix[: n_tokens - 1], dtype=np.int64)
@@ -54,8 +54,7 @@ def sample_rows(config: DecoderConfig, token_ids: Ids, prefix: Sequence[int]) ->
 def measure_scales(decoder: Decoder, sample: Ids | None) -> Floats:
     """Return the worth of one step of int8: float [2 * n_layer, n_kv_head, head_dim].
 
-    It has the keys and values of each layer in turn. sample: [rows, tokens], as of `sample_rows`;
-    None is random tokens.
+    Keys and values of each layer in turn. sample: of `sample_rows`; None is random tokens.
     """
     config = decoder.config
     if sample is None:

@@ -17,10 +17,7 @@ Ids = NDArray[np.int64]
 
 
 class PagedSession:
-    """A session over blocks that is used as `export.verify.GraphSession`.
-
-    make_model: returns the graph with so many blocks, held by a GPU, or by numpy in tests.
-    """
+    """Rows for `export.verify`; make_model: returns the graph with so many blocks."""
 
     rounds_cache = False
 
@@ -58,10 +55,9 @@ class PagedSession:
     def run(
         self, tokens: Ids, lengths: Sequence[int], *, decode: bool = False, with_logits: bool = True
     ) -> Floats:
-        """Append tokens [batch, sequence] to rows, of which row b then holds lengths[b].
+        """Append tokens [batch, sequence]; row b then holds lengths[b]. Returns logits of all.
 
-        Returns logits [batch, sequence, vocab]. Padding on the right is not run, and has logits of
-        0. decode is ignored.
+        Padding on the right is not run, and has logits of 0. decode is ignored.
         """
         del decode
         starts = np.maximum(np.array(lengths) - tokens.shape[1], 0)

@@ -41,10 +41,7 @@ _Attribute = int | list[int] | ir.TensorProtocol
 
 
 def quantize(model: ir.Model, precision: str) -> None:
-    """Replace every product with a constant matrix, and the embedding's lookup, for the CPU.
-
-    precision: int8 or int4.
-    """
+    """Round products with constant matrices, and the embedding, for the CPU, to int8 or int4."""
     graph, quantizer = model.graph, _Int8(model.graph)
     lookups = [node for node in graph if node.op_type == "Gather" and _name(node, 0) == EMBEDDING]
     for node in _products(graph):
@@ -59,7 +56,7 @@ def quantize(model: ir.Model, precision: str) -> None:
 
 
 def quantize_in_blocks(model: ir.Model, bits: int) -> None:
-    """Replace every product with a constant matrix, for CUDA; the embedding stays as it is."""
+    """Round products with constant matrices, for CUDA; the embedding stays as it is."""
     for node in _products(model.graph):
         _round_in_blocks(model.graph, node, bits)
     remove_unused_constants(model.graph)
@@ -67,10 +64,7 @@ def quantize_in_blocks(model: ir.Model, bits: int) -> None:
 
 
 def quantize_columns(matrix: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Round each column to symmetric int8.
-
-    matrix [in, out] is nearly the returned int8 [in, out] · scales [out].
-    """
+    """Round columns of a matrix [in, out], which is nearly int8 [in, out] · scales [out]."""
     scales = np.maximum(np.abs(matrix).max(axis=0) / 127.0, _SMALLEST_SCALE).astype(np.float32)
     return np.rint(matrix / scales).astype(np.int8), scales
 
@@ -127,6 +121,7 @@ class _Int8:
         self._zero_point = self._constant("zero_point", np.array(128, dtype=np.uint8))
 
     def replace_product(self, node: ir.Node) -> None:
+        """Replace x W, or x Wᵀ where torch made it a Gemm, which is the head."""
         x, weight = node.inputs[:2]
         assert x is not None
         assert weight is not None
@@ -157,6 +152,7 @@ class _Int8:
         self._graph.remove(node, safe=True)
 
     def replace_lookup(self, node: ir.Node) -> None:
+        """Replace the embedding's Gather."""
         table, ids = node.inputs
         assert table is not None
         assert ids is not None

@@ -46,10 +46,7 @@ class VerificationError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SampleText:
-    """Tokens to verify on, and their name in the manifest.
-
-    prefix: the tokens that the tokenizer puts before any text.
-    """
+    """Tokens to verify on, their name in the manifest, and the tokenizer's tokens before a text."""
 
     name: str
     token_ids: Ids
@@ -57,10 +54,7 @@ class SampleText:
 
 
 class GraphSession:
-    """The exported graph on the CPU, with rows of keys and values.
-
-    rounds_cache: whether running sequences have rows of int8.
-    """
+    """The exported graph on the CPU; rounds_cache: running sequences have rows of int8."""
 
     def __init__(self, path: Path, config: DecoderConfig) -> None:
         os.environ.update(GRAPH_ENVIRONMENT)  # ONNX Runtime reads it when the session is built
@@ -72,19 +66,18 @@ class GraphSession:
     def clear(self, batch: int, n_positions: int) -> None:
         """Start with `batch` empty rows of `n_positions` positions."""
         shape = (batch, self._config.n_kv_head, n_positions, self._config.head_dim)
-        empty = [np.zeros(shape, dtype=np.float32)] * (2 * self._config.n_layer)
-        self._rows = {"past_key_values": empty}
+        n_blocks, empty = 2 * self._config.n_layer, np.zeros(shape, dtype=np.float32)
+        self._rows = {"past_key_values": [empty] * n_blocks}
         if self.rounds_cache:
-            rounded = [rows.astype(np.int8) for rows in empty]
-            self._rows = {"past_key_values": rounded, "prompt_key_values": empty}
+            self._rows["prompt_key_values"] = self._rows["past_key_values"]
+            self._rows["past_key_values"] = [empty.astype(np.int8)] * n_blocks
 
     def run(
         self, tokens: Ids, lengths: Sequence[int], *, decode: bool = False, with_logits: bool = True
     ) -> Floats:
-        """Append tokens [batch, sequence] to rows, of which row b then holds lengths[b].
+        """Append tokens [batch, sequence]; row b then holds lengths[b]. Returns logits of all.
 
-        Returns logits [batch, sequence, vocab]. decode: use the rows of running sequences, where
-        prompts have rows of their own.
+        decode: use the rows of running sequences, where prompts have rows of their own.
         """
         batch, sequence = tokens.shape
         starts = np.maximum(np.array(lengths) - sequence, 0)
@@ -114,10 +107,7 @@ class GraphSession:
 
 
 class Verifier:
-    """A comparison of one exported graph with the decoder it came from, on any device.
-
-    session: of a graph for another device; None is the CPU's.
-    """
+    """A comparison of an exported graph with its decoder; session: None is the CPU's."""
 
     def __init__(
         self,
@@ -176,18 +166,12 @@ class Verifier:
         errors = []
         for i, length in enumerate(lengths):
             reference = self._reference(tokens[i, : length + 1])
-            for actual, expected in (
-                (prompt[i, :length], reference[:-1]),
-                (decoded[i], reference[-1:]),
-            ):
-                errors.append(_difference(actual, expected) / _spread(expected))
+            pairs = (prompt[i, :length], reference[:-1]), (decoded[i], reference[-1:])
+            errors += [_difference(actual, wanted) / _spread(wanted) for actual, wanted in pairs]
         return _largest(errors)
 
     def _greedy_agreement(self, progress: Progress) -> float:
-        """Return the share of the oracle's greedy tokens that the graph would choose too.
-
-        The graph is given the oracle's text so far.
-        """
+        """Return the share of the oracle's greedy tokens that the graph chooses after its text."""
         equal = total = 0
         n_tokens = min(_GREEDY_TOKENS, self._config.max_model_len // 2)
         for _ in followed(range(_GREEDY_PROMPTS), "comparing greedy tokens", progress):
@@ -267,10 +251,7 @@ class Verifier:
 
 
 def check(verification: Verification, precision: str) -> None:
-    """Raise VerificationError for a graph over its precision's limit.
-
-    The limit is on logits for fp32, and on perplexity for the others.
-    """
+    """Raise VerificationError over the limit: on logits for fp32, else on perplexity."""
     in_torch, in_onnx = verification.perplexity_torch, verification.perplexity_onnx
     if precision == "fp32" or np.isnan(verification.max_logit_error):
         error, limit = verification.max_logit_error, MAX_LOGIT_ERROR

@@ -48,10 +48,7 @@ class CheckpointError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A decoder in evaluation mode, its tokenizer, and what training noted.
-
-    extra_files: the contents of those of EXTRA_FILES that exist, by name.
-    """
+    """A decoder in evaluation mode, its tokenizer, training's notes, and EXTRA_FILES' contents."""
 
     path: Path
     decoder: Decoder

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, ValidationError
 from pydantic.dataclasses import dataclass
@@ -43,25 +44,29 @@ def first_problem(error: ValidationError) -> str:
     return f"{path} must be {allowed}, not {first['input']!r}"
 
 
-def _raising_config_error(kind: type[T]) -> type[T]:
-    """Make the constructor of a pydantic dataclass raise ConfigError."""
-    construct = kind.__init__
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def _configuration(title: str) -> Callable[[type[T]], type[T]]:
+    """Make a frozen pydantic dataclass whose constructor raises ConfigError."""
 
-    @functools.wraps(construct)
-    def init(self: T, **values: Any) -> None:
-        try:
-            construct(self, **values)
-        except ValidationError as error:
-            raise ConfigError(first_problem(error)) from None
+    def decorate(kind: type[T]) -> type[T]:
+        options = ConfigDict(extra="forbid", title=title)
+        made: Any = dataclass(kind, frozen=True, slots=True, kw_only=True, config=options)
+        construct = made.__init__
 
-    kind.__init__ = init  # type: ignore[assignment]
-    return kind
+        @functools.wraps(construct)
+        def init(self: T, **values: Any) -> None:
+            try:
+                construct(self, **values)
+            except ValidationError as error:
+                raise ConfigError(first_problem(error)) from None
+
+        made.__init__ = init
+        return cast("type[T]", made)
+
+    return decorate
 
 
-@_raising_config_error
-@dataclass(
-    frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="forbid", title="rope_scaling")
-)
+@_configuration("rope_scaling")
 class RopeScaling:
     """A way to stretch rotary frequencies to more positions than a model was first trained on.
 
@@ -95,13 +100,7 @@ class RopeScaling:
             )
 
 
-@_raising_config_error
-@dataclass(
-    frozen=True,
-    slots=True,
-    kw_only=True,
-    config=ConfigDict(extra="forbid", title="the decoder's configuration"),
-)
+@_configuration("the decoder's configuration")
 class DecoderConfig:
     """A decoder-only Transformer (Vaswani et al. 2017).
 
