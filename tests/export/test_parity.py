@@ -12,83 +12,12 @@ import torch
 
 from export.graph import export_graph, load_decoder
 from export.verify import VerificationError, Verifier, check
-from model.config import RopeScaling
 from model.reference import generate
 from server.engine.engine import Engine
 from server.engine.sampling import SamplingParams
 from tests.engine_driver import make_sequence, run_to_end
+from tests.model.variants import VARIANTS
 from tests.random_models import RandomModel, export_random, make_config, make_decoder
-
-BIASES = {"qkv_bias": True, "output_bias": True, "feed_forward_bias": True}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "gpt2": {
-        "position": "learned",
-        "norm": "layernorm",
-        "feed_forward": "gelu",
-        "n_kv_head": 4,
-        "tied_embeddings": False,
-        **BIASES,
-    },
-    "vaswani": {
-        "n_layer": 1,
-        "position": "sinusoidal",
-        "norm": "layernorm",
-        "norm_placement": "post",
-        "feed_forward": "relu",
-        "n_kv_head": 4,
-        "head_dim": 8,
-        **BIASES,
-    },
-    "qwen": {"n_layer": 1, "qkv_bias": True, "n_kv_head": 1, "rope_theta": 1e6, "head_dim": 32},
-    "post-norm rotary": {
-        "n_layer": 1,
-        "norm_placement": "post",
-        "feed_forward": "relu",
-        "tied_embeddings": False,
-    },
-    "neox": {
-        "n_layer": 1,
-        "parallel_residual": True,
-        "rotary_dim": 4,
-        "norm": "layernorm",
-        "feed_forward": "gelu",
-        "tied_embeddings": False,
-        "n_kv_head": 4,
-        **BIASES,
-    },
-    "qwen3": {
-        "qk_norm": True,
-        "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_model_len=24),
-        "layers_without_rotary": (0,),
-    },
-    "gemma2": {
-        "attention_softcap": 5.0,
-        "logit_softcap": 3.0,
-        "norm_placement": "both",
-        "feed_forward": "geglu_tanh",
-        "embedding_scale": 6.9,
-        "attention_scale": 0.3,
-        "sliding_window": 9,
-        "sliding_window_layers": (0,),
-    },
-    "alibi": {
-        "n_layer": 1,
-        "position": "alibi",
-        "n_kv_head": 4,
-        "head_dim": 24,
-        "sliding_window": 20,
-        "norm": "layernorm",
-        "feed_forward_bias": True,
-    },
-    "relative": {"position": "relative", "n_kv_head": 1, "relative_max_distance": 40},
-    "no positions": {
-        "n_layer": 1,
-        "position": "none",
-        "feed_forward": "geglu",
-        "output_bias": True,
-    },
-}
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())

@@ -50,6 +50,7 @@ def weights_equal(one: Decoder, other: Decoder) -> bool:
 def test_what_is_saved_is_what_is_loaded(tmp_path: Path, changes: dict[str, Any]) -> None:
     path = save(tmp_path / "run", 12, seed=3, **changes)
     assert path == tmp_path / "run" / "step-00000012"
+    assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
     for directory in (tmp_path / "run", path):  # a run stands for its newest checkpoint
         loaded = load_checkpoint(directory)
         assert loaded.path == path
@@ -62,11 +63,6 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path, changes: dict[str, Any]
         state = load_state(loaded.path)
         assert state.keys() == STATE.keys()
         assert torch.equal(state["x/exp_avg"], STATE["x/exp_avg"])
-
-
-def test_nothing_in_it_is_pickled(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
 
 
 def test_a_loaded_state_outlives_its_file(tmp_path: Path) -> None:
@@ -238,23 +234,19 @@ def test_a_tensor_that_does_not_fit_is_named(
 @pytest.mark.parametrize(
     "name", ["config.json", "tokenizer.json", "model.safetensors", "training.json"]
 )
-@pytest.mark.parametrize("damage", ["cut", "garbage"])
+@pytest.mark.parametrize("damage", ["cut", "garbage", "missing"])
 def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, name: str, damage: str) -> None:
     path = save(tmp_path, 1)
     content = (path / name).read_bytes()
     (path / name).write_bytes(content[: len(content) // 2] if damage == "cut" else b"\xff" * 100)
+    if damage == "missing":
+        (path / name).unlink()
+        if name == "training.json":  # optional
+            return
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(tmp_path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
-    path = save(tmp_path, 1)
-    (path / name).unlink()
-    with pytest.raises(CheckpointError, match=name):
-        load_checkpoint(tmp_path)
 
 
 def test_a_checkpoint_without_training_state_loads_but_cannot_be_resumed(tmp_path: Path) -> None:
@@ -262,14 +254,8 @@ def test_a_checkpoint_without_training_state_loads_but_cannot_be_resumed(tmp_pat
     (path / "training.safetensors").unlink()
     (path / "training.json").unlink()
     assert load_checkpoint(tmp_path).progress == {}
-    with pytest.raises(
-        CheckpointError, match=r"has no training\.safetensors, so its training cannot be resumed$"
-    ):
+    with pytest.raises(CheckpointError, match=r"has no training\.safetensors"):
         load_state(path)
-
-
-def test_a_damaged_training_state_is_named(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
     (path / "training.safetensors").write_bytes(b"\0" * 9)
     with pytest.raises(CheckpointError, match=r"training\.safetensors cannot be loaded: "):
         load_state(path)

@@ -265,18 +265,12 @@ def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
     assert decoder.n_parameters == PUBLISHED_PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", PUBLISHED_CONSTANTS)
-def test_a_rotary_preset_has_the_published_constants(name: str) -> None:
-    config = preset(name)
-    assert (config.position, config.rope_theta, config.norm_eps) == (
-        "rotary",
-        *PUBLISHED_CONSTANTS[name],
-    )
-
-
-def test_gpt2_has_the_published_positions() -> None:
-    config = preset("gpt2-124m")
-    assert (config.position, config.max_model_len) == ("learned", 1024)
+def test_presets_have_the_published_constants() -> None:
+    for name, constants in PUBLISHED_CONSTANTS.items():
+        config = preset(name)
+        assert (config.position, config.rope_theta, config.norm_eps) == ("rotary", *constants)
+    assert preset("gpt2-124m").position == "learned"
+    assert preset("gpt2-124m").max_model_len == 1024
 
 
 def test_a_preset_can_be_changed_and_is_checked_again() -> None:
