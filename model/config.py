@@ -30,8 +30,8 @@ class ConfigError(ValueError):
 def first_problem(error: ValidationError) -> str:
     """Return the first of pydantic's errors as one line: the field, what it may be, its value."""
     first = error.errors()[0]
-    *outer, name = [error.title, *map(str, first["loc"])]
-    path, where = ".".join([*outer[1:], name]), ".".join(outer[1:]) or error.title
+    *outer, name = map(str, first["loc"] or [error.title])
+    where, path = ".".join(outer) or error.title, ".".join([*outer, name])
     if first["type"] == "missing":
         return f"{where} lacks the field {name!r}"
     if first["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:

@@ -138,6 +138,7 @@ def test_a_chat_template_and_the_tokens_it_names_travel_with_the_model(directory
     [
         ("chat_template.jinja", b"\xff"),
         ("special_tokens_map.json", b"["),
+        ("generation_config.json", b"{"),
         ("special_tokens_map.json", b"[]"),
         ("special_tokens_map.json", b"\xff"),
     ],

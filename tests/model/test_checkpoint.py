@@ -160,6 +160,9 @@ def test_saving_the_same_step_twice_keeps_the_first(tmp_path: Path) -> None:
     """As a run does that Ctrl-C ended right after a checkpoint; it must not remove its only one."""
     save(tmp_path, 5)
     save(tmp_path, 5)
+    shards = tmp_path / "step-00000005.training.part"
+    shards.mkdir()
+    save_checkpoint(tmp_path, 5, make_decoder(make_config()), tokenizer, shards, {})
     assert load_checkpoint(tmp_path).progress["step"] == 5
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
 
