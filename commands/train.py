@@ -160,7 +160,7 @@ def _prepare_run(options: dict[str, Any], given: dict[str, str], lines: Console)
         refused += [f"--set {name}" for name in changes if name not in _WITH_INIT]
         _refuse("--init brings the checkpoint's own shape and tokenizer", refused)
         checkpoint = load_checkpoint(options["init"])
-        config = DecoderConfig.from_dict(asdict(checkpoint.decoder.config) | changes)
+        config = DecoderConfig(**(asdict(checkpoint.decoder.config) | changes))
     settings = {one.name: options[one.name] for one in fields(TrainSettings) if one.name in options}
     corpus = CorpusSettings(
         paths=options["corpus"],

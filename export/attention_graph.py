@@ -1,7 +1,8 @@
-"""A second, small graph over the model's own weights file, which also returns what attention weighs.
+"""A second, small graph over the model's own weights file, which also returns attention's weights.
 
-ONNX Runtime's GroupQueryAttention gives its softmax away when it is asked to; asking costs time, so the graph that is
-served does not. Each run is a whole text at once: there are no rows of keys and values.
+ONNX Runtime's GroupQueryAttention returns its softmax on request; as that costs time, the graph
+that is served does not request it. Each run is a whole text at once, without rows of keys and
+values.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from export.graph import STEP_INPUTS
+from export.rewrite import remove_unused_constants
 from model.bundle import ATTENTION_GRAPH_FILE, GRAPH_FILE
 
 _AFTER_SOFTMAX = 2  # of the operator's attribute qk_output
@@ -20,7 +22,7 @@ _PAST = (3, 4)  # the operator's inputs for keys and values
 def write_attention_graph(directory: Path) -> None:
     """Make attention.onnx from a directory's model.onnx; both read model.onnx.data.
 
-    It lacks the rows; its outputs are logits and, for each layer, attention.{i}: float [batch, n_head, sequence,
+    Its outputs are logits and, for each layer, attention.{i}: float [batch, n_head, sequence,
     sequence].
     """
     model = ir.load(directory / GRAPH_FILE)
@@ -34,24 +36,20 @@ def write_attention_graph(directory: Path) -> None:
             node.replace_input_with(position, None)
         node.attributes["qk_output"] = ir.AttrInt64("qk_output", _AFTER_SOFTMAX)
         node.resize_outputs(4)
-        weights = node.outputs[3]
+        weights, n_head = node.outputs[3], node.attributes["num_heads"].as_int()
         weights.name, weights.type = f"attention.{layer}", ir.TensorType(ir.DataType.FLOAT)
-        weights.shape = ir.Shape(
-            ["batch", node.attributes["num_heads"].as_int(), "sequence", "sequence"]
-        )
+        weights.shape = ir.Shape(["batch", n_head, "sequence", "sequence"])
     graph.outputs[:] = [value for value in graph.outputs if value.name == "logits"]
     graph.outputs.extend(node.outputs[3] for node in attentions)
     graph.inputs[:] = [value for value in graph.inputs if value.name in STEP_INPUTS]
-    for name in [name for name, value in graph.initializers.items() if not value.uses()]:
-        del graph.initializers[name]
+    remove_unused_constants(graph)
     ir.save(model, directory / ATTENTION_GRAPH_FILE)
 
 
 def _use_branch(graph: ir.Graph, choice: ir.Node) -> None:
-    """Put the attention of a choice's other branch in its place."""
+    """Replace a choice by the attention of its other branch."""
     branch = choice.attributes["else_branch"].as_graph()
     (attention,) = (node for node in branch if node.op_type == "GroupQueryAttention")
-    attended = choice.outputs[0]
     replacement = ir.node(
         attention.op_type,
         list(attention.inputs),
@@ -60,14 +58,12 @@ def _use_branch(graph: ir.Graph, choice: ir.Node) -> None:
         num_outputs=3,
     )
     graph.insert_before(choice, replacement)
-    ir.convenience.replace_all_uses_with(attended, replacement.outputs[0])
+    ir.convenience.replace_all_uses_with(choice.outputs[0], replacement.outputs[0])
     for output in choice.outputs:
         if output in graph.outputs:
             graph.outputs.remove(output)
     graph.remove(choice, safe=True)
-    for (
-        attribute
-    ) in choice.attributes.values():  # so that what only the branches used counts as unused
+    for attribute in choice.attributes.values():  # else values that only branches used look used
         for node in attribute.as_graph():
             for position in range(len(node.inputs)):
                 node.replace_input_with(position, None)

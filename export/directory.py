@@ -1,12 +1,10 @@
-"""Checkpoint → model directory: the graph, the manifest and the proof, all or nothing."""
+"""Checkpoint → model directory: the graph, the manifest and the verification, all or nothing."""
 
 from __future__ import annotations
 
 import json
 import sys
 from importlib.metadata import version
-from itertools import takewhile
-from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -37,12 +35,15 @@ from model.bundle import (
     sha256,
 )
 from model.checkpoint import WEIGHTS_FILE, Checkpoint, CheckpointError, load_checkpoint
+from model.config import first_problem
 from model.files import new_directory
 from model.network.decoder import Decoder
 from model.progress import Progress, unheard
+from model.tokenizer import leading_ids
 from model.training.data import DATA_FOLDER, open_tokens
 
 _VERSIONS = ("torch", "onnx", "onnxruntime", "kvasir-lm")
+_PYDOC = f"Python {sys.version_info[0]}.{sys.version_info[1]}'s pydoc topics"
 
 
 class SourceMismatchError(Exception):
@@ -63,53 +64,49 @@ def export_checkpoint(
 ) -> Manifest:
     """Export a checkpoint, or a training run's newest, to a model directory.
 
-    device: a graph for cuda is verified on a GPU, so there must be one. precision: None is the device's first.
-    kv_cache: on cuda, one of KV_DTYPES; None is the type of activations. text: what perplexity is measured on; None is
-    the run's held-out text, or English prose where a precision has to be measured and there is none. generation: how
-    requests to the model are sampled unless they say otherwise, over the checkpoint's own advice field by field.
-    max_model_len: the longest row; None is the checkpoint's. Written beside `out` and renamed into place, so a failure
-    leaves nothing. Raises CheckpointError, VerificationError, FileExistsError when `out` is in use, and ValueError for
-    text, a precision, a device or a decoder that cannot be used with the others.
+    device: a graph for cuda is verified on a GPU, so there must be one. precision: None is the
+    device's first. kv_cache: on cuda, one of KV_DTYPES; None is the type of activations. text: the
+    text to measure perplexity on; None is the run's held-out text, or English prose where a
+    precision has to be measured and there is none. generation: recommended sampling, which
+    overrides the checkpoint's field by field. max_model_len: the longest row; None is the
+    checkpoint's. A failure leaves nothing. Raises CheckpointError, VerificationError,
+    FileExistsError when `out` is in use, and ValueError for text, a precision, a device or a
+    decoder that cannot be used with the others.
     """
-    precision = _check_precision(device, precision)
+    precisions = PRECISIONS[device]
+    precision = precisions[0] if precision is None else precision
+    if precision not in precisions:
+        known = ", ".join(precisions)
+        raise ValueError(f"no precision {precision!r} for {device}; there are {known}")
     if kv_cache is not None and (device != "cuda" or kv_cache not in KV_DTYPES):
-        raise ValueError(
-            f"no kv cache {kv_cache!r} on {device}; on cuda there are {', '.join(KV_DTYPES)}"
-        )
+        known = ", ".join(KV_DTYPES)
+        raise ValueError(f"no kv cache {kv_cache!r} on {device}; on cuda there are {known}")
     progress("reading the checkpoint", 0, 0)
     checkpoint = load_checkpoint(source, max_model_len)
+    decoder, config = checkpoint.decoder, checkpoint.decoder.config
     if device == "cuda":
-        check_pageable(checkpoint.decoder.config)
+        check_pageable(config)
         PagedSession.require()
     sample = sample_text(checkpoint, text, precision)
+    rows = sample_rows(config, sample.token_ids, sample.prefix) if sample else None
     files = dict(checkpoint.extra_files)
-    if advice := _advice(checkpoint, generation):
-        files[GENERATION_FILE] = json.dumps(advice, indent=2).encode() + b"\n"
+    if recommended := _recommended(checkpoint, generation):
+        files[GENERATION_FILE] = json.dumps(recommended, indent=2).encode() + b"\n"
     with new_directory(out) as part:
-        checkpoint.decoder.config.save(part / CONFIG_FILE)
+        config.save(part / CONFIG_FILE)
         checkpoint.tokenizer.save(str(part / TOKENIZER_FILE))
         for name, content in files.items():
             (part / name).write_bytes(content)
-        rows = (
-            sample_rows(checkpoint.decoder.config, sample.token_ids, sample.prefix)
-            if sample
-            else None
-        )
+        graph = part / GRAPH_FILE
         if device == "cuda":
-            export_paged_graph(
-                checkpoint.decoder, part / GRAPH_FILE, precision, kv_cache, rows, progress
-            )
+            export_paged_graph(decoder, graph, precision, kv_cache, rows, progress)
         else:
-            export_graph(checkpoint.decoder, part / GRAPH_FILE, precision, rows, progress)
+            export_graph(decoder, graph, precision, rows, progress)
             write_attention_graph(part)
-        verification = _verifier(checkpoint.decoder, part / GRAPH_FILE, sample, device).verify(
-            progress
-        )
+        verification = _verifier(decoder, graph, sample, device).verify(progress)
         check(verification, precision)
-        source_of = _describe_source(checkpoint)
-        manifest = make_manifest(
-            checkpoint.decoder, part, precision, source_of, verification, device
-        )
+        origin = _describe_source(checkpoint)
+        manifest = make_manifest(decoder, part, precision, origin, verification, device)
         manifest.save(part / MANIFEST_FILE)
     return manifest
 
@@ -120,48 +117,40 @@ def verify_directory(
     text: Path | None = None,
     progress: Progress = unheard,
 ) -> tuple[Manifest, Verification | None]:
-    """A model directory's manifest, whose hashes are right, and its figures measured now.
+    """Check a model directory's hashes and measure its figures now.
 
-    The reference is the checkpoint it came from, which also brings the held-out text, or else the decoder rebuilt from
-    the graph's own weights; None where rounding has left the graph without them. Raises BundleError, CheckpointError,
-    SourceMismatchError, VerificationError and ValueError.
+    The reference is the checkpoint it came from, which also brings the held-out text, or else the
+    decoder rebuilt from the graph's own weights. The figures are None where rounding has left the
+    graph without these. Raises BundleError, CheckpointError, SourceMismatchError, VerificationError
+    and ValueError.
     """
     progress("reading the model", 0, 0)
     bundle = load_bundle(directory)
-    if source is None and bundle.manifest.precision != "fp32":
-        if text is not None:
-            raise ValueError(
-                f"perplexity on {text} is measured against the weights before rounding: name --checkpoint"
-            )
-        return bundle.manifest, None
-    if source is None:
-        rebuilt = load_decoder(bundle.config, bundle.graph_path)
-        checkpoint = Checkpoint(directory, rebuilt, bundle.tokenizer, {})
-    else:
+    manifest = bundle.manifest
+    if source is not None:
         checkpoint = load_checkpoint(source, bundle.config.max_model_len)
-        if sha256(checkpoint.path / WEIGHTS_FILE) != bundle.manifest.source.get("sha256"):
+        if sha256(checkpoint.path / WEIGHTS_FILE) != manifest.source.get("sha256"):
             raise SourceMismatchError(
                 f"{directory} was not exported from {checkpoint.path}: the hashes differ"
             )
-    sample = sample_text(checkpoint, text, bundle.manifest.precision)
-    measured = _verifier(
-        checkpoint.decoder, bundle.graph_path, sample, bundle.manifest.device
-    ).verify(progress)
-    check(measured, bundle.manifest.precision)
-    return bundle.manifest, measured
-
-
-def _check_precision(device: Device, precision: str | None) -> str:
-    if precision is None:
-        return PRECISIONS[device][0]
-    if precision not in PRECISIONS[device]:
+    elif manifest.precision == "fp32":
+        rebuilt = load_decoder(bundle.config, bundle.graph_path)
+        checkpoint = Checkpoint(directory, rebuilt, bundle.tokenizer, {})
+    elif text is not None:
         raise ValueError(
-            f"no precision {precision!r} for {device}; there are {', '.join(PRECISIONS[device])}"
+            f"perplexity on {text} is measured against the weights before rounding: "
+            "name --checkpoint"
         )
-    return precision
+    else:
+        return manifest, None
+    sample = sample_text(checkpoint, text, manifest.precision)
+    verifier = _verifier(checkpoint.decoder, bundle.graph_path, sample, manifest.device)
+    measured = verifier.verify(progress)
+    check(measured, manifest.precision)
+    return manifest, measured
 
 
-def _verifier(decoder: Decoder, path: Path, sample: SampleText | None, device: str) -> Verifier:
+def _verifier(decoder: Decoder, path: Path, sample: SampleText | None, device: Device) -> Verifier:
     if device == "cpu":
         return Verifier(decoder, path, sample)
     on_gpu = decoder.to("cuda") if torch.cuda.is_available() else decoder
@@ -176,15 +165,15 @@ def make_manifest(
     verification: Verification,
     device: Device = "cpu",
 ) -> Manifest:
-    """The manifest of a directory whose other files are all written."""
-    config, graph = decoder.config, onnx_ir.load(directory / GRAPH_FILE).graph
+    """Make the manifest of a directory whose other files are all written."""
+    graph = onnx_ir.load(directory / GRAPH_FILE).graph
     return Manifest(
         format_version=FORMAT_VERSION,
         architecture="kvasir-decoder",
         parameters=decoder.n_parameters,
         device=device,
         precision=precision,
-        max_model_len=config.max_model_len,
+        max_model_len=decoder.config.max_model_len,
         graph_inputs=[str(value.name) for value in graph.inputs],
         graph_outputs=[str(value.name) for value in graph.outputs],
         versions={name: version(name) for name in _VERSIONS},
@@ -195,74 +184,56 @@ def make_manifest(
 
 
 def sample_text(checkpoint: Checkpoint, file: Path | None, precision: str) -> SampleText | None:
-    """A file's text, or what the run's training never saw, or, where a precision is measured on text, English prose.
+    """Return the text to verify on.
 
-    Raises ValueError for a file that is not UTF-8 text of two tokens at least.
+    It is the file's; or the run's held-out text; or, where a precision is measured on text, English
+    prose, if Python brings any. Raises ValueError for a file that is not UTF-8 text of two tokens
+    at least.
     """
+    run, prefix = checkpoint.path.parent, tuple(leading_ids(checkpoint.tokenizer))
     if file is not None:
         try:
-            text = file.read_text(encoding="utf-8")
+            name, text = file.name, file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise ValueError(f"{file} is not UTF-8 text") from None
-        return _tokenised(checkpoint, file.name, text)
-    run = checkpoint.path.parent
-    if checkpoint.progress and (run / DATA_FOLDER).is_dir():
+    elif checkpoint.progress and (run / DATA_FOLDER).is_dir():
         held_out = open_tokens(run / DATA_FOLDER).held_out.astype(np.int64)
-        return SampleText(f"held-out text of {run.name}", held_out, _prefix(checkpoint))
-    if precision in MAX_PERPLEXITY_LOSS and (prose := _english_prose()):
-        return _tokenised(
-            checkpoint, f"Python {sys.version_info[0]}.{sys.version_info[1]}'s pydoc topics", prose
-        )
-    return None
-
-
-def _tokenised(checkpoint: Checkpoint, name: str, text: str) -> SampleText:
+        return SampleText(f"held-out text of {run.name}", held_out, prefix)
+    elif precision in MAX_PERPLEXITY_LOSS:
+        try:  # half a million characters on the language, which some distributions leave out
+            from pydoc_data.topics import topics  # noqa: PLC0415
+        except ImportError:
+            return None
+        name, text = _PYDOC, "\n\n".join(topics[name] for name in sorted(topics))
+    else:
+        return None
     token_ids = checkpoint.tokenizer.encode(text, add_special_tokens=False).ids
     if len(token_ids) < 2:
         raise ValueError(f"{name} has {len(token_ids)} tokens, too few to measure on")
-    return SampleText(name, np.array(token_ids, dtype=np.int64), _prefix(checkpoint))
+    return SampleText(name, np.array(token_ids, dtype=np.int64), prefix)
 
 
-def _prefix(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """The tokens that the tokenizer puts before any text, such as BOS."""
-    encoding = checkpoint.tokenizer.encode("a")
-    pairs = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
-    return tuple(token_id for token_id, _ in takewhile(itemgetter(1), pairs))
-
-
-def _english_prose() -> str | None:
-    """Topics of the language's reference, half a million characters; some distributions of Python leave them out."""
+def _recommended(checkpoint: Checkpoint, given: GenerationDefaults | None) -> dict[str, float]:
+    """Return recommended sampling: what is given, over what the checkpoint brings."""
+    content = checkpoint.extra_files.get(GENERATION_FILE, b"{}")
     try:
-        from pydoc_data.topics import topics  # noqa: PLC0415
-    except ImportError:
-        return None
-    return "\n\n".join(topics[name] for name in sorted(topics))
-
-
-def _advice(checkpoint: Checkpoint, generation: GenerationDefaults | None) -> dict[str, float]:
-    """How requests are sampled: what is asked for, over what the checkpoint brings."""
-    try:
-        own = GenerationDefaults.model_validate_json(
-            checkpoint.extra_files.get(GENERATION_FILE, b"{}")
-        )
+        brought = GenerationDefaults.model_validate_json(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = (
-            f"{checkpoint.path / GENERATION_FILE}: {'.'.join(map(str, first['loc'])) or 'the file'}"
-        )
-        raise CheckpointError(f"{where}: {first['msg']}") from None
-    return own.given() | (generation.given() if generation is not None else {})
+        file = checkpoint.path / GENERATION_FILE
+        raise CheckpointError(f"{file}: {first_problem(error)}") from None
+    return brought.given() | (given.given() if given else {})
 
 
 def _describe_source(checkpoint: Checkpoint) -> dict[str, str | int | float]:
-    """Which weights these are, and what their training noted: steps, tokens, hours."""
-    source: dict[str, str | int | float] = {
-        "name": checkpoint.path.parent.name if checkpoint.progress else checkpoint.path.name,
-        "sha256": sha256(checkpoint.path / WEIGHTS_FILE),
+    """Return which weights these are, and what their training noted: steps, tokens, hours."""
+    progress, path = checkpoint.progress, checkpoint.path
+    source = {
+        "name": path.parent.name if progress else path.name,
+        "sha256": sha256(path / WEIGHTS_FILE),
+        "training_step": progress.get("step"),
+        "train_tokens": progress.get("train_tokens"),
+        "held_out_tokens": progress.get("held_out_tokens"),
+        "training_seconds": progress.get("seconds"),
+        "held_out_loss": progress.get("held_out_loss"),
     }
-    for key in ("step", "train_tokens", "held_out_tokens", "seconds", "held_out_loss"):
-        if checkpoint.progress.get(key) is not None:
-            source[f"training_{key}" if key in ("step", "seconds") else key] = checkpoint.progress[
-                key
-            ]
-    return source
+    return {key: value for key, value in source.items() if value is not None}

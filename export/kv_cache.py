@@ -1,14 +1,16 @@
 """int8 keys and values for running sequences, as a pass over the exported graph.
 
-Decoding reads every key and value of every sequence for each token: a quarter of the bytes is a shorter step. A prompt,
-which is computed many tokens at a time and read little, stays on rows of floats. So each attention becomes
+Decoding reads every key and value of every sequence for each token: a quarter of the bytes is a
+shorter step. A prompt, which is computed many tokens at a time and read little, stays on rows of
+floats. So each attention becomes
 
     If(decode): attention over int8 rows; else: attention over rows of floats
 
-with both kinds of rows aliased as before. One step of int8 is 1: what makes keys and values is divided, channel by
-channel, by a 127th of the largest magnitude that a sample of tokens had there, and what meets them (queries, and the
-projection of what was attended to) is multiplied by as much. What lies beyond the sample is clipped. A key's rotary
-pair counts as a whole, because its channels trade places as positions grow.
+with both kinds of rows aliased as before. One step of int8 is 1: the weights that make keys and
+values are divided, channel by channel, by a 127th of the largest magnitude that a sample of tokens
+had there, and those that meet them (of queries, and of attention's output) are multiplied by as
+much. Magnitudes beyond the sample's are clipped. A key's rotary pair counts as a whole, because its
+channels trade places as positions grow.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from export.rewrite import constant, replace_node
 from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig
 from model.network.attention import LayerCache, StepInputs
@@ -35,9 +37,10 @@ Ids = NDArray[np.int64]
 
 
 def sample_rows(config: DecoderConfig, token_ids: Ids, prefix: Sequence[int]) -> Ids | None:
-    """[rows, tokens] of the end of a text, for verification measures on the beginning; None where it is too short.
+    """Return [rows, tokens] of a text's end, each after the prefix; None where it is too short.
 
-    prefix: what every row begins with. Keys of the tokens that open a text can be many times as large as others.
+    Verification measures on its beginning. Keys of tokens that open a text can be many times as
+    large as others.
     """
     n_rows, n_tokens = _SAMPLE[0], min(_SAMPLE[1], config.max_model_len)
     first = np.array(prefix[: n_tokens - 1], dtype=np.int64)
@@ -49,9 +52,9 @@ def sample_rows(config: DecoderConfig, token_ids: Ids, prefix: Sequence[int]) ->
 
 @torch.inference_mode()
 def measure_scales(decoder: Decoder, sample: Ids | None) -> Floats:
-    """What one step of int8 is worth: float [2 * n_layer, n_kv_head, head_dim], keys and values of each layer in turn.
+    """Return the worth of one step of int8: float [2 * n_layer, n_kv_head, head_dim].
 
-    sample: [rows, tokens], as of `sample_rows`; None is random tokens.
+    Keys and values of each layer in turn. sample: of `sample_rows`; None is random tokens.
     """
     config = decoder.config
     if sample is None:
@@ -64,140 +67,103 @@ def measure_scales(decoder: Decoder, sample: Ids | None) -> Floats:
     inputs = StepInputs(lengths - 1, lengths.max(), torch.arange(n_tokens).expand(n_rows, -1))
     caches = [LayerCache(empty, empty) for _ in range(config.n_layer)]
     _, presents = decoder.eval().step(ids, inputs, torch.arange(1), caches)
-    if config.position == "rotary":
-        presents = [LayerCache(_pair_lengths(present.key), present.value) for present in presents]
-    blocks = [rows for present in presents for rows in (present.key, present.value)]
-    largest = [
-        rows.abs().nan_to_num(0.0, 0.0).amax(dim=(0, 2)) for rows in blocks
-    ]  # what is broken shows elsewhere
+    largest = []
+    for present in presents:
+        keys = present.key
+        if config.position == "rotary":  # sqrt(x_c² + x_c'²) for both channels of every pair
+            left, right = keys.chunk(2, dim=-1)
+            keys = torch.hypot(left, right).repeat(1, 1, 1, 2)
+        # A NaN or an infinity is for verification to find.
+        magnitudes = (rows.abs().nan_to_num(0.0, 0.0) for rows in (keys, present.value))
+        largest += [rows.amax(dim=(0, 2)) for rows in magnitudes]
     return (torch.stack(largest) / 127.0).clamp(min=_SMALLEST_SCALE).numpy().astype(np.float32)
-
-
-def _pair_lengths(keys: Tensor) -> Tensor:
-    """sqrt(x_c² + x_c'²) for both channels c, c' of every rotary pair: keys and result [..., head_dim]."""
-    left, right = keys.chunk(2, dim=-1)
-    return torch.hypot(left, right).repeat(*[1] * (keys.dim() - 1), 2)
 
 
 def scale_kv_channels(
     parameters: Mapping[str, NDArray[np.float32]], config: DecoderConfig, scales: Floats
 ) -> None:
-    """Divide keys and values by their scales, and multiply what meets them, in place; logits stay what they were.
+    """Divide keys and values by their scales, and multiply what meets them: logits stay equal.
 
-    parameters: the decoder's, by name, as arrays [out, in] or [out] that may be written. scales: of `measure_scales`.
-    Raises ValueError for layers that share weights, which would be scaled twice.
+    parameters: the decoder's, by name, as arrays [out, in] or [out] that are changed in place.
+    scales: of `measure_scales`. Raises ValueError for layers that share weights, which would be
+    scaled twice.
     """
     arrays = [array for name, array in parameters.items() if ".attention." in name and array.any()]
     if len({id(array) for array in arrays}) < len(arrays):
         raise ValueError(
-            "layers that share attention weights cannot have int8 keys and values; use --precision fp32"
+            "layers that share attention weights cannot have int8 keys and values; "
+            "use --precision fp32"
         )
     for layer in range(config.n_layer):
         keys, values = scales[2 * layer : 2 * layer + 2]  # [n_kv_head, head_dim]
-        for_queries, for_output = (
-            x.repeat(config.n_groups, axis=0).reshape(-1) for x in (keys, values)
-        )
+        by_query, by_output = (of.repeat(config.n_groups, axis=0) for of in (keys, values))
         prefix = f"blocks.{layer}.attention"
         if config.qk_norm:
-            parameters[f"{prefix}.query_norm.weight"][:] *= keys.repeat(config.n_groups, axis=0)
+            parameters[f"{prefix}.query_norm.weight"][:] *= by_query
             parameters[f"{prefix}.key_norm.weight"][:] /= keys
-            keys, for_queries = np.ones_like(keys), np.ones_like(for_queries)
-        factors = np.concatenate([for_queries, 1 / keys.reshape(-1), 1 / values.reshape(-1)])
+            keys, by_query = np.ones_like(keys), np.ones_like(by_query)
+        factors = np.concatenate([by_query.ravel(), 1 / keys.ravel(), 1 / values.ravel()])
         parameters[f"{prefix}.qkv.weight"][:] *= factors[:, None]
         if config.qkv_bias:
             parameters[f"{prefix}.qkv.bias"][:] *= factors
-        parameters[f"{prefix}.output.weight"][:] *= for_output
+        parameters[f"{prefix}.output.weight"][:] *= by_output.ravel()
 
 
 def quantize_kv_cache(model: ir.Model, config: DecoderConfig) -> None:
     """Give every attention int8 rows beside its rows of floats, in place."""
     graph = model.graph
-    decode = _value(DECODE_INPUT, ir.DataType.BOOL, [])
+    decode = ir.val(DECODE_INPUT, ir.DataType.BOOL, [])
     graph.inputs.append(decode)
-    step = ir.tensor(np.ones(1, dtype=np.float32), name="kv_cache.step")
-    scale = ir.Value(name=step.name, type=ir.TensorType(step.dtype), const_value=step)
-    graph.register_initializer(scale)
+    scale = constant(graph, "kv_cache.step", np.ones(1, dtype=np.float32))
     attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
     for layer, node in enumerate(attentions):
-        _replace(graph, node, layer, decode, scale, config)
-
-
-def _replace(
-    graph: ir.Graph,
-    node: ir.Node,
-    layer: int,
-    decode: ir.Value,
-    scale: ir.Value,
-    config: DecoderConfig,
-) -> None:
-    inputs = list(node.inputs) + [None] * (_N_INPUTS - len(node.inputs))
-    in_floats = list(inputs)
-    for position, part in ((3, "key"), (4, "value")):
-        running = inputs[position]
-        assert running is not None
-        floats = _value(f"prompt_key_values.{layer}.{part}", ir.DataType.FLOAT, running.shape)
-        graph.inputs.append(floats)
-        in_floats[position] = floats
-        running.type = ir.TensorType(ir.DataType.INT8)
-    inputs[-2:] = [scale, scale]
-    quantized: dict[str, str | int] = {
-        "k_quant_type": "PER_TENSOR",
-        "v_quant_type": "PER_TENSOR",
-        "kv_cache_bit_width": 8,
-    }
-    branches = {
-        "then_branch": _branch(node, inputs, quantized, config, f"decode.{layer}"),
-        "else_branch": _branch(node, in_floats, {}, config, f"prompt.{layer}"),
-    }
-    choice = ir.node("If", [decode], attributes=branches, num_outputs=5)
-    graph.insert_before(node, choice)
-    for old, new in zip(node.outputs, choice.outputs, strict=False):
-        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-        new.name, new.shape, new.type = old.name, old.shape, old.type
-    for old, part, present in zip(
-        node.outputs[1:], ("key", "value"), choice.outputs[3:], strict=True
-    ):
-        present.name, present.shape, present.type = (
-            f"prompt_present.{layer}.{part}",
-            old.shape,
-            old.type,
-        )
-        graph.outputs.append(present)
-    for running in choice.outputs[1:3]:
-        running.type = ir.TensorType(ir.DataType.INT8)
-    graph.remove(node, safe=True)
+        inputs = list(node.inputs) + [None] * (_N_INPUTS - len(node.inputs))
+        in_floats = list(inputs)
+        for position, part in ((3, "key"), (4, "value")):
+            running = inputs[position]
+            assert running is not None
+            name = f"prompt_key_values.{layer}.{part}"
+            floats = ir.val(name, ir.DataType.FLOAT, running.shape)
+            graph.inputs.append(floats)
+            in_floats[position] = floats
+            running.type = ir.TensorType(ir.DataType.INT8)
+        inputs[-2:] = [scale, scale]
+        branches = {
+            "then_branch": _branch(node, inputs, True, config, f"decode.{layer}"),
+            "else_branch": _branch(node, in_floats, False, config, f"prompt.{layer}"),
+        }
+        choice = ir.node("If", [decode], attributes=branches, num_outputs=5)
+        graph.insert_before(node, choice)
+        presents = zip(("key", "value"), node.outputs[1:], choice.outputs[3:], strict=True)
+        for part, old, new in presents:
+            new.name, new.shape, new.type = f"prompt_present.{layer}.{part}", old.shape, old.type
+            graph.outputs.append(new)
+        replace_node(graph, node, *choice.outputs[:3])
+        for running in choice.outputs[1:3]:
+            running.type = ir.TensorType(ir.DataType.INT8)
 
 
 def _branch(
-    node: ir.Node,
-    inputs: list[ir.Value | None],
-    more: dict[str, str | int],
-    config: DecoderConfig,
-    name: str,
+    node: ir.Node, inputs: list[ir.Value | None], decodes: bool, config: DecoderConfig, name: str
 ) -> ir.Graph:
-    """Attention over one kind of rows. Outputs: attended, rows of int8, rows of floats; the other kind's are empty."""
-    decodes = bool(more)
-    attributes = {
-        **{attribute.name: attribute.value for attribute in node.attributes.values()},
-        **more,
-    }
+    """Return attention over one kind of rows.
+
+    Outputs: attended, rows of int8, rows of floats; those of the other kind are empty.
+    """
+    attributes = {attribute.name: attribute.value for attribute in node.attributes.values()}
+    if decodes:
+        attributes |= {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR"}
+        attributes["kv_cache_bit_width"] = 8
     attention = ir.node(
         node.op_type, inputs, attributes=attributes, domain=node.domain, num_outputs=3
     )
     attended, *rows = attention.outputs
-    nothing = np.zeros(
-        (1, config.n_kv_head, 0, config.head_dim), dtype=np.float32 if decodes else np.int8
-    )
+    shape, dtype = (1, config.n_kv_head, 0, config.head_dim), np.float32 if decodes else np.int8
+    nothing = np.zeros(shape, dtype=dtype)
     constants = [ir.node("Constant", [], attributes={"value": ir.tensor(nothing)}) for _ in rows]
-    empty = [constant.outputs[0] for constant in constants]
+    empty = [of.outputs[0] for of in constants]
     outputs = [attended, *rows, *empty] if decodes else [attended, *empty, *rows]
     types = [ir.DataType.FLOAT, *[ir.DataType.INT8] * 2, *[ir.DataType.FLOAT] * 2]
     for i, (output, kind) in enumerate(zip(outputs, types, strict=True)):
         output.name, output.type = f"{name}.{i}", ir.TensorType(kind)
     return ir.Graph([], outputs, nodes=[attention, *constants], name=name)
-
-
-def _value(name: str, dtype: ir.DataType, shape: ir.Shape | Sequence[int] | None) -> ir.Value:
-    return ir.Value(
-        name=name, shape=ir.Shape(shape) if shape is not None else None, type=ir.TensorType(dtype)
-    )

@@ -1,8 +1,8 @@
-"""The exported CUDA graph for `export.verify`, which asks for rows: they are packed into blocks, run by run."""
+"""The exported CUDA graph for `export.verify`, whose rows are packed into blocks run by run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ Ids = NDArray[np.int64]
 
 
 class PagedSession:
-    """As `export.verify.GraphSession`. make_model: the graph with so many blocks, which a GPU holds, or numpy."""
+    """Rows for `export.verify`; make_model: returns the graph with so many blocks."""
 
     rounds_cache = False
 
@@ -33,20 +33,21 @@ class PagedSession:
 
     @staticmethod
     def require() -> None:
-        """Raises NoDeviceError where there is no hope of a GPU."""
+        """Raise NoDeviceError where there can be no GPU."""
         from server.engine.cuda.session import require_cuda  # noqa: PLC0415  imports ONNX Runtime
 
         require_cuda()
 
     @classmethod
     def open(cls, path: Path, config: DecoderConfig) -> PagedSession:
-        """On the GPU. Raises NoDeviceError where there is none."""
-        from server.engine.cuda.session import DeviceModel, open_cuda_session  # noqa: PLC0415  loads CUDA's libraries
+        """Load a graph onto the GPU. Raises NoDeviceError where there is none."""
+        from server.engine.cuda.session import DeviceModel, open_cuda_session  # noqa: PLC0415
 
         session = open_cuda_session(path)
         return cls(config, lambda n_blocks: DeviceModel(session, n_blocks))
 
     def clear(self, batch: int, n_positions: int) -> None:
+        """Start with `batch` empty rows of `n_positions` positions."""
         n_each = -(-n_positions // self._block_size)
         self._model = self._make_model(batch * n_each)
         self._table = np.arange(batch * n_each, dtype=np.int32).reshape(batch, n_each)[::-1]
@@ -54,9 +55,9 @@ class PagedSession:
     def run(
         self, tokens: Ids, lengths: Sequence[int], *, decode: bool = False, with_logits: bool = True
     ) -> Floats:
-        """Append tokens [batch, sequence], of which row b then holds lengths[b]; logits [batch, sequence, vocab].
+        """Append tokens [batch, sequence]; row b then holds lengths[b]. Returns logits of all.
 
-        What pads a row on the right is not run, and has logits of 0. decode: of no consequence here.
+        Padding on the right is not run, and has logits of 0. decode is ignored.
         """
         del decode
         starts = np.maximum(np.array(lengths) - tokens.shape[1], 0)
@@ -64,10 +65,9 @@ class PagedSession:
         real = np.arange(tokens.shape[1]) < counts[:, None]  # [batch, sequence]
         positions = (starts[:, None] + np.arange(tokens.shape[1]))[real]
         rows = np.nonzero(real)[0]
-        slots = (
-            self._table[rows, positions // self._block_size] * self._block_size
-            + positions % self._block_size
-        )
+        blocks = self._table[rows, positions // self._block_size]
+        slots = blocks * self._block_size + positions % self._block_size
+        longest = max(lengths)
         logits = self._model.run(
             {
                 "input_ids": tokens[real],
@@ -76,9 +76,7 @@ class PagedSession:
                 "past_seqlens": starts.astype(np.int32),
                 "block_table": self._table,
                 "slot_mapping": slots.astype(np.int32),
-                "attention_metadata": np.array(
-                    [counts.max(), max(lengths), max(lengths)], dtype=np.int32
-                ),
+                "attention_metadata": np.array([counts.max(), longest, longest], dtype=np.int32),
                 "logits_indices": np.arange(len(rows) if with_logits else 1),
             }
         )
@@ -86,9 +84,3 @@ class PagedSession:
         if with_logits:
             shaped[real] = logits
         return shaped
-
-    def run_in_chunks(self, tokens: Ids, ends: Sequence[int]) -> Iterator[Floats]:
-        """One row, from empty, cut at `ends`; each chunk's logits [tokens, vocab]."""
-        self.clear(1, len(tokens))
-        for start, end in zip([0, *ends[:-1]], ends, strict=True):
-            yield self.run(tokens[None, start:end], [end])[0]

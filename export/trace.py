@@ -1,98 +1,130 @@
-"""PyTorch → ONNX: one call of torch.onnx.export, and what has to be tidied after it."""
+"""PyTorch → ONNX: `Decoder.step` as a graph, with names of our own for tensors and dimensions."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir
 import torch
 from numpy.typing import NDArray
 from onnx_ir.tensor_adapters import TorchTensor
-from torch import nn
+from torch import Tensor, nn
+
+from model.bundle import cache_names
+from model.network.attention import LayerCache, RunInputs
+from model.network.decoder import Decoder
 
 OPSET = 23  # the first with RMSNormalization
 TRANSPOSED = ".T"  # ends the name of a weight that the graph has transposed
+# Sizes of free dimensions in the example that is traced; a size of 1 would become a constant.
+_EXAMPLE = {"batch": 2, "sequence": 3, "n_positions": 4, "rows": 2}
+_EXAMPLE |= {"tokens": 5, "batch + 1": 3, "blocks": 3, "num_blocks": 3}
 
-Shapes = Mapping[str, Sequence[int | str]]
+# A tensor's type and dimensions; those with names are free.
+TensorSpec = tuple[torch.dtype, Sequence[int | str]]
+
+
+class StepGraph(nn.Module):
+    """`Decoder.step` with tensors as arguments: the inputs by name, then keys and values."""
+
+    def __init__(
+        self, decoder: Decoder, make_inputs: Callable[..., RunInputs], names: Sequence[str]
+    ) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.make_inputs = make_inputs
+        self.names = names
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return float32 logits and each layer's keys and values."""
+        inputs = dict(zip(self.names, tensors, strict=False))
+        past = tensors[len(self.names) :]
+        caches = [LayerCache(key, value) for key, value in zip(past[::2], past[1::2], strict=True)]
+        input_ids, indices = inputs.pop("input_ids"), inputs.pop("logits_indices")
+        logits, presents = self.decoder.step(input_ids, self.make_inputs(**inputs), indices, caches)
+        return logits.float(), *(of for present in presents for of in (present.key, present.value))
 
 
 def trace(
-    module: nn.Module,
-    arguments: tuple[Any, ...],
-    dynamic_shapes: tuple[Any, ...],
-    inputs: Sequence[str],
-    outputs: Sequence[str],
+    decoder: Decoder,
+    make_inputs: Callable[..., RunInputs],
+    inputs: Mapping[str, TensorSpec],
+    cache: TensorSpec,
 ) -> onnx_ir.Model:
-    """The graph of a module. arguments: examples, whose free dimensions are 2 at least, or they become constants."""
-    with _quiet(), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", FutureWarning
-        )  # torch's own use of its own deprecated names
-        program = torch.onnx.export(
-            module,
-            arguments,
-            dynamo=True,
-            dynamic_shapes=dynamic_shapes,
-            opset_version=OPSET,
-            input_names=list(inputs),
-            output_names=list(outputs),
-            verbose=False,
-        )
-    assert program is not None
-    for node in program.model.graph.all_nodes():
-        node.metadata_props.clear()  # stack traces, with paths of this machine
-        node.doc_string = None
-    return program.model
+    """Return the graph of `Decoder.step`.
 
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The exporter warns of torchvision, which is not used."""
+    make_inputs: takes the tensors of `inputs` by name, except input_ids and logits_indices. cache:
+    the keys, or the values, of a layer.
+    """
+    n_layer = decoder.config.n_layer
+    past, present = cache_names("past_key_values", n_layer), cache_names("present", n_layer)
+    tensors = {**inputs, **dict.fromkeys(past, cache)}
+    arguments = tuple(
+        torch.zeros([_EXAMPLE[n] if isinstance(n, str) else n for n in shape], dtype=dtype)
+        for dtype, shape in tensors.values()
+    )
+    free = tuple(
+        {i: torch.export.Dim.DYNAMIC for i, n in enumerate(shape) if isinstance(n, str)}
+        for _, shape in tensors.values()
+    )
     exporter_log = logging.getLogger("torch.onnx")
     level = exporter_log.level
-    exporter_log.setLevel(logging.ERROR)
+    exporter_log.setLevel(logging.ERROR)  # it warns of torchvision, which is not used
     try:
-        yield
+        with warnings.catch_warnings():
+            # torch uses names of its own that it has deprecated.
+            warnings.simplefilter("ignore", FutureWarning)
+            program = torch.onnx.export(
+                StepGraph(decoder, make_inputs, list(inputs)).eval(),
+                arguments,
+                dynamo=True,
+                dynamic_shapes=(free,),
+                opset_version=OPSET,
+                input_names=list(tensors),
+                output_names=["logits", *present],
+                verbose=False,
+            )
     finally:
         exporter_log.setLevel(level)
-
-
-def name_dimensions(graph: onnx_ir.Graph, shapes: Shapes, cache: Sequence[int | str]) -> None:
-    """Replace the exporter's symbols (s72, …), one for each dimension it saw, by the contract's names.
-
-    shapes: of inputs and outputs by name; whatever they do not name is keys or values, shaped as `cache`.
-    """
+    assert program is not None
+    graph = program.model.graph
+    graph.metadata_props.clear()
+    for node in graph.all_nodes():
+        node.metadata_props.clear()  # stack traces, with paths of this machine
+        node.doc_string = None
+    # Replace the exporter's symbols (s72, …), one for each dimension it saw, by the contract's.
+    shapes = {name: shape for name, (_, shape) in tensors.items()}
+    shapes["logits"] = ["rows", decoder.config.vocab_size]
     for value in (*graph.inputs, *graph.outputs):
-        assert value.name is not None
-        value.shape = onnx_ir.Shape(shapes.get(value.name, cache))
+        value.metadata_props.clear()
+        value.shape = onnx_ir.Shape(shapes.get(str(value.name), cache[1]))
     for node in graph:
         for output in node.outputs:
             if output not in graph.outputs:
                 output.shape = None
+    return program.model
 
 
 def name_weights(graph: onnx_ir.Graph, module: nn.Module) -> dict[str, str]:
-    """Call each initializer after the parameter it holds, perhaps transposed; which parameter is where.
+    """Name each initializer after the parameter it holds, with TRANSPOSED where it is transposed.
 
     The exporter transposes linear layers' weights, numbers them, and keeps one copy of equal ones.
+    Returns the initializer's name for each parameter's.
     """
     by_content: dict[bytes, list[str]] = {}
     for name, parameter in module.named_parameters():
-        by_content.setdefault(_fingerprint(TorchTensor(parameter.detach()).numpy()), []).append(
-            name
-        )
+        content = _fingerprint(TorchTensor(parameter.detach()).numpy())
+        by_content.setdefault(content, []).append(name)
     names: dict[str, str] = {}
     for value in list(graph.initializers.values()):
         assert value.const_value is not None
         array = value.const_value.numpy()
-        for content, suffix in ((array, ""), (array.T, TRANSPOSED)):
-            if held := by_content.get(_fingerprint(content)):
+        for layout, suffix in ((array, ""), (array.T, TRANSPOSED)):
+            if held := by_content.get(_fingerprint(layout)):
                 value.name = held[0] + suffix
                 names |= dict.fromkeys(held, value.name)
                 break
@@ -100,6 +132,5 @@ def name_weights(graph: onnx_ir.Graph, module: nn.Module) -> dict[str, str]:
 
 
 def _fingerprint(array: NDArray[np.generic]) -> bytes:
-    return hashlib.sha256(
-        str(array.shape).encode() + np.ascontiguousarray(array).tobytes()
-    ).digest()
+    content = str(array.shape).encode() + np.ascontiguousarray(array).tobytes()
+    return hashlib.sha256(content).digest()

@@ -1,7 +1,7 @@
-"""ONNX Runtime against PyTorch, in every way the server runs the graph: the figures that go into the manifest.
+"""ONNX Runtime against PyTorch, in every way the server runs the graph: the manifest's figures.
 
-Deliberately plain: separate past and present arrays, one run at a time, nothing cached. The reference is the decoder's
-uncached forward.
+Deliberately plain: separate past and present arrays, one run at a time, nothing cached. The
+reference is the decoder's uncached forward.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import onnxruntime
 import torch
 from numpy.typing import NDArray
 
-from export.graph import output_names, past_names, prompt_names
 from export.paged_session import PagedSession
-from model.bundle import DECODE_INPUT, GRAPH_ENVIRONMENT, Verification
+from model.bundle import CACHE_OUTPUTS, DECODE_INPUT, GRAPH_ENVIRONMENT, Verification, cache_names
 from model.config import DecoderConfig
 from model.network.decoder import Decoder
 from model.progress import Progress, followed, unheard
@@ -42,12 +41,12 @@ Ids = NDArray[np.int64]
 
 
 class VerificationError(Exception):
-    """The exported graph does not compute what PyTorch does; the message has the figure and its limit."""
+    """An exported graph that differs from PyTorch; the message has the figure and its limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleText:
-    """Tokens to verify on, and what to call them in the manifest. prefix: what the tokenizer puts before any text."""
+    """Tokens to verify on, their name in the manifest, and the tokenizer's tokens before a text."""
 
     name: str
     token_ids: Ids
@@ -55,32 +54,30 @@ class SampleText:
 
 
 class GraphSession:
-    """The exported graph with its rows: `batch` rows of `n_positions` positions, run by run.
-
-    rounds_cache: whether running sequences have rows of int8.
-    """
+    """The exported graph on the CPU; rounds_cache: running sequences have rows of int8."""
 
     def __init__(self, path: Path, config: DecoderConfig) -> None:
         os.environ.update(GRAPH_ENVIRONMENT)  # ONNX Runtime reads it when the session is built
         self._session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         self._config = config
         self.rounds_cache = any(value.name == DECODE_INPUT for value in self._session.get_inputs())
-        self._running: list[NDArray[Any]] = []
-        self._prompts: list[NDArray[Any]] = []
+        self._rows: dict[str, list[NDArray[Any]]] = {}  # by the inputs' name, of CACHE_OUTPUTS
 
     def clear(self, batch: int, n_positions: int) -> None:
+        """Start with `batch` empty rows of `n_positions` positions."""
         shape = (batch, self._config.n_kv_head, n_positions, self._config.head_dim)
-        self._running = [np.zeros(shape, dtype=np.float32) for _ in past_names(self._config)]
+        n_blocks, empty = 2 * self._config.n_layer, np.zeros(shape, dtype=np.float32)
+        self._rows = {"past_key_values": [empty] * n_blocks}
         if self.rounds_cache:
-            self._prompts = self._running
-            self._running = [rows.astype(np.int8) for rows in self._running]
+            self._rows["prompt_key_values"] = self._rows["past_key_values"]
+            self._rows["past_key_values"] = [empty.astype(np.int8)] * n_blocks
 
     def run(
         self, tokens: Ids, lengths: Sequence[int], *, decode: bool = False, with_logits: bool = True
     ) -> Floats:
-        """Append tokens [batch, sequence], of which row b then holds lengths[b]; logits [batch, sequence, vocab].
+        """Append tokens [batch, sequence]; row b then holds lengths[b]. Returns logits of all.
 
-        decode: on the rows of running sequences, where prompts have others.
+        decode: use the rows of running sequences, where prompts have rows of their own.
         """
         batch, sequence = tokens.shape
         starts = np.maximum(np.array(lengths) - sequence, 0)
@@ -91,38 +88,26 @@ class GraphSession:
             "position_ids": starts[:, None] + np.arange(sequence),
             "logits_indices": np.arange(batch * sequence if with_logits else 0),
         }
-        running, prompts = past_names(self._config), prompt_names(self._config)
-        feeds |= dict(zip(running, self._running, strict=True))
-        _, *presents = output_names(self._config)
+        n_layer = self._config.n_layer
+        for name, rows in self._rows.items():
+            feeds |= zip(cache_names(name, n_layer), rows, strict=True)
+        used = "past_key_values"
         if self.rounds_cache:
-            feeds |= {
-                DECODE_INPUT: np.array(decode),
-                **dict(zip(prompts, self._prompts, strict=True)),
-            }
-        if self.rounds_cache and not decode:
-            presents = [f"prompt_{name}" for name in presents]
-        logits, *rows = self._session.run(["logits", *presents], feeds)
-        if decode or not self.rounds_cache:
-            self._running = rows
-        else:
-            self._prompts = rows
-            with np.errstate(invalid="ignore"):  # what is no number shows in the logits
-                self._running = [np.clip(np.rint(row), -127, 127).astype(np.int8) for row in rows]
+            feeds[DECODE_INPUT] = np.array(decode)
+            used = "past_key_values" if decode else "prompt_key_values"
+        outputs = ["logits", *cache_names(CACHE_OUTPUTS[used], n_layer)]
+        logits, *self._rows[used] = self._session.run(outputs, feeds)
+        if used == "prompt_key_values":
+            with np.errstate(invalid="ignore"):  # a NaN shows in the logits
+                self._rows["past_key_values"] = [
+                    np.clip(np.rint(rows), -127, 127).astype(np.int8) for rows in self._rows[used]
+                ]
         shaped: Floats = logits.reshape(batch, -1, self._config.vocab_size)
         return shaped
 
-    def run_in_chunks(self, tokens: Ids, ends: Sequence[int]) -> Iterator[Floats]:
-        """One row, from empty, cut at `ends`; each chunk's logits [tokens, vocab]."""
-        self.clear(1, len(tokens))
-        for start, end in zip([0, *ends[:-1]], ends, strict=True):
-            yield self.run(tokens[None, start:end], [end])[0]
-
 
 class Verifier:
-    """Compares one exported graph with the decoder it came from, on whatever device that is.
-
-    session: of a graph for another device; None is the CPU's.
-    """
+    """A comparison of an exported graph with its decoder; session: None is the CPU's."""
 
     def __init__(
         self,
@@ -138,8 +123,8 @@ class Verifier:
         self._generator = np.random.default_rng(0)
 
     def verify(self, progress: Progress = unheard) -> Verification:
-        """Measure everything; see `Verification` for what the figures mean."""
-        error, agreement = _largest(self._errors(progress)), self._greedy_agreement(progress)
+        """Measure everything; see `Verification` for the figures' meaning."""
+        error, agreement = self._logit_error(progress), self._greedy_agreement(progress)
         figures = Verification(max_logit_error=error, greedy_agreement=agreement)
         if self._text is None:
             return figures
@@ -150,55 +135,43 @@ class Verifier:
             update={"perplexity_torch": in_torch, "perplexity_onnx": in_onnx, "text": text}
         )
 
-    def _errors(self, progress: Progress) -> list[float]:
+    def _logit_error(self, progress: Progress) -> float:
         longest = min(self._config.max_model_len, _LONGEST)
         short = min(_PROMPT, longest)
         prompt, full = self._tokens(short), self._tokens(longest)
         odd = sorted({end for end in (short // 3, short // 3 + 2, short) if 0 < end <= short})
-        cut = [
+        cuts = [
             (prompt, [short]),  # the whole prompt at once
             (prompt, odd),  # chunks at odd boundaries
             (prompt[:1], [1]),
-            (
-                full,
-                [*range(_CHUNK, longest, _CHUNK), longest],
-            ),  # to the row's last position, or far
+            (full, [*range(_CHUNK, longest, _CHUNK), longest]),  # to the row's last position
         ]
-        return [self._chunk_error(*one) for one in followed(cut, "comparing logits", progress)] + [
-            self._ragged_error()
-        ]
-
-    def _chunk_error(self, tokens: Ids, ends: Sequence[int]) -> float:
-        expected = self._reference(tokens)
-        parts = np.split(
-            expected, ends[:-1]
-        )  # what a long row's logits take is much: chunks are compared as they come
-        logits = self._session.run_in_chunks(tokens, ends)
-        return _largest([_difference(*pair) for pair in zip(logits, parts, strict=True)]) / _spread(
-            expected
-        )
+        errors = []
+        for tokens, ends in followed(cuts, "comparing logits", progress):
+            # The logits of a long row take much memory: chunks are compared as they come.
+            expected = self._reference(tokens)
+            chunks = zip(self._in_chunks(tokens, ends), np.split(expected, ends[:-1]), strict=True)
+            errors.append(_largest([_difference(*pair) for pair in chunks]) / _spread(expected))
+        return _largest([*errors, self._ragged_error()])
 
     def _ragged_error(self) -> float:
-        """Rows of different lengths: a prompt padded on the right, then one token each."""
+        """Measure rows of different lengths: a prompt padded on the right, then a token each."""
         longest = min(_PROMPT, self._config.max_model_len - 1)
         lengths = [longest, max(1, longest // 2), min(3, longest)]
-        tokens = np.stack([self._tokens(max(lengths) + 1) for _ in lengths])
-        self._session.clear(len(lengths), max(lengths) + 1)
-        prompt = self._session.run(tokens[:, : max(lengths)], lengths)
-        rows = np.arange(len(lengths))
-        ends = [length + 1 for length in lengths]
-        decoded = self._session.run(tokens[rows, lengths][:, None], ends, decode=True)
+        tokens = np.stack([self._tokens(longest + 1) for _ in lengths])
+        self._session.clear(len(lengths), longest + 1)
+        prompt = self._session.run(tokens[:, :longest], lengths)
+        new, ends = tokens[range(len(lengths)), lengths][:, None], [n + 1 for n in lengths]
+        decoded = self._session.run(new, ends, decode=True)
         errors = []
         for i, length in enumerate(lengths):
             reference = self._reference(tokens[i, : length + 1])
-            errors += [
-                _relative_error(prompt[i, :length], reference[:-1]),
-                _relative_error(decoded[i], reference[-1:]),
-            ]
+            pairs = (prompt[i, :length], reference[:-1]), (decoded[i], reference[-1:])
+            errors += [_difference(actual, wanted) / _spread(wanted) for actual, wanted in pairs]
         return _largest(errors)
 
     def _greedy_agreement(self, progress: Progress) -> float:
-        """Share of the oracle's greedy tokens that the graph would choose too, given the oracle's text so far."""
+        """Return the share of the oracle's greedy tokens that the graph chooses after its text."""
         equal = total = 0
         n_tokens = min(_GREEDY_TOKENS, self._config.max_model_len // 2)
         for _ in followed(range(_GREEDY_PROMPTS), "comparing greedy tokens", progress):
@@ -213,8 +186,10 @@ class Verifier:
         return equal / total
 
     def _rows(self, text: SampleText) -> tuple[Ids, int]:
-        """[rows, context + 1]: the first stretches of a text, which overlap by one token, each after the prefix; and
-        how many tokens that has, cut where a row would hold nothing else.
+        """Return rows [rows, context + 1] of a text, and the length of their prefix.
+
+        They are its first stretches, which overlap by one token, each after the prefix, which is
+        cut where a row would hold nothing else.
         """
         longest = min(_PERPLEXITY_CONTEXT, self._config.max_model_len)
         prefix = np.array(text.prefix[: longest - 1], dtype=np.int64)
@@ -224,39 +199,41 @@ class Verifier:
         return np.stack([np.concatenate((prefix, stretch)) for stretch in stretches]), len(prefix)
 
     def _perplexities(self, rows: Ids, n_prefix: int, progress: Progress) -> tuple[float, float]:
-        """exp of the mean next-token cross-entropy, in PyTorch and in ONNX Runtime, on the same rows.
+        """Return the perplexity on rows in PyTorch and in ONNX Runtime.
 
-        Neither the prefix nor the token after it is measured. Where running sequences have rows of int8, the first
-        half of each row is a prompt, and the second is measured.
+        It is exp of the mean next-token cross-entropy. Neither the prefix nor the token after it is
+        measured. Where running sequences have rows of int8, the first half of each row is a prompt,
+        and the second is measured.
         """
-        half = (rows.shape[1] - 1) // 2 if self._session.rounds_cache else 0
-        n_given = max(half, n_prefix)
+        batch, context = len(rows), rows.shape[1] - 1
+        n_given = max(context // 2 if self._session.rounds_cache else 0, n_prefix)
+
+        def loss(logits: Floats, row: Ids) -> float:
+            return _cross_entropy(logits[n_given:], row[n_given + 1 :])
+
         in_torch = [
-            _cross_entropy(self._reference(row[:-1])[n_given:], row[n_given + 1 :])
+            loss(self._reference(row[:-1]), row)
             for row in followed(list(rows), "perplexity in PyTorch", progress)
         ]
-        if half:
-            in_onnx = self._decoding_losses(rows, n_given, progress)
+        if self._session.rounds_cache and context > 1:
+            self._session.clear(batch, context)
+            self._session.run(rows[:, :n_given], [n_given] * batch, with_logits=False)
+            in_onnx = []
+            for i in followed(range(n_given, context), _IN_ONNX, progress):
+                logits = self._session.run(rows[:, i : i + 1], [i + 1] * batch, decode=True)
+                in_onnx.append(_cross_entropy(logits[:, 0], rows[:, i + 1]))
         else:
-            logits = (self._session.run_in_chunks(row[:-1], [len(row) - 1]) for row in rows)
             in_onnx = [
-                _cross_entropy(next(of_row)[n_given:], row[n_given + 1 :])
-                for of_row, row in zip(
-                    logits, followed(list(rows), _IN_ONNX, progress), strict=True
-                )
+                loss(next(self._in_chunks(row[:-1], [context])), row)
+                for row in followed(list(rows), _IN_ONNX, progress)
             ]
         return float(np.exp(np.mean(in_torch))), float(np.exp(np.mean(in_onnx)))
 
-    def _decoding_losses(self, rows: Ids, n_prompt: int, progress: Progress) -> list[float]:
-        """Cross-entropy at each position after the prompts, a token of every row at a time."""
-        batch, context = len(rows), rows.shape[1] - 1
-        self._session.clear(batch, context)
-        self._session.run(rows[:, :n_prompt], [n_prompt] * batch, with_logits=False)
-        losses = []
-        for i in followed(range(n_prompt, context), _IN_ONNX, progress):
-            logits = self._session.run(rows[:, i : i + 1], [i + 1] * batch, decode=True)
-            losses.append(_cross_entropy(logits[:, 0], rows[:, i + 1]))
-        return losses
+    def _in_chunks(self, tokens: Ids, ends: Sequence[int]) -> Iterator[Floats]:
+        """Run one row from empty, cut at `ends`, and yield each chunk's logits [tokens, vocab]."""
+        self._session.clear(1, len(tokens))
+        for start, end in zip([0, *ends[:-1]], ends, strict=True):
+            yield self._session.run(tokens[None, start:end], [end])[0]
 
     @torch.inference_mode()
     def _reference(self, tokens: Ids) -> Floats:
@@ -265,7 +242,7 @@ class Verifier:
         return logits
 
     def _tokens(self, count: int) -> Ids:
-        """A random stretch of the sample text after its prefix, or random ids when there is none or too little."""
+        """Return a random stretch of the text after its prefix; random ids if it is too short."""
         if self._text is None or len(self._text.token_ids) < count:
             return self._generator.integers(self._config.vocab_size, size=count)
         start = self._generator.integers(len(self._text.token_ids) - count + 1)
@@ -274,19 +251,18 @@ class Verifier:
 
 
 def check(verification: Verification, precision: str) -> None:
-    """Raise VerificationError for a graph over its precision's limit: logits for fp32, perplexity for the others."""
+    """Raise VerificationError over the limit: on logits for fp32, else on perplexity."""
+    in_torch, in_onnx = verification.perplexity_torch, verification.perplexity_onnx
     if precision == "fp32" or np.isnan(verification.max_logit_error):
         error, limit = verification.max_logit_error, MAX_LOGIT_ERROR
         what = "logits differ from PyTorch's, relative to their standard deviation,"
-    elif verification.perplexity_torch is None or verification.perplexity_onnx is None:
+    elif in_torch is None or in_onnx is None:
         raise VerificationError(
-            f"{precision} is measured on text, and the checkpoint has none; give --text FILE, or --precision fp32"
+            f"{precision} is measured on text, and the checkpoint has none; "
+            "give --text FILE, or --precision fp32"
         )
     else:
-        error, limit = (
-            verification.perplexity_onnx / verification.perplexity_torch - 1.0,
-            MAX_PERPLEXITY_LOSS[precision],
-        )
+        error, limit = in_onnx / in_torch - 1.0, MAX_PERPLEXITY_LOSS[precision]
         what = "perplexity is above PyTorch's"
     if not error <= limit:  # a NaN fails too
         raise VerificationError(
@@ -295,12 +271,8 @@ def check(verification: Verification, precision: str) -> None:
 
 
 def _largest(errors: Sequence[float]) -> float:
-    """Not Python's max, which passes over a NaN that does not come first."""
+    """Return the largest, or NaN if there is one; Python's max passes over a later NaN."""
     return float(np.max(errors))
-
-
-def _relative_error(actual: Floats, expected: Floats) -> float:
-    return _difference(actual, expected) / _spread(expected)
 
 
 def _difference(actual: Floats, expected: Floats) -> float:
@@ -308,7 +280,7 @@ def _difference(actual: Floats, expected: Floats) -> float:
 
 
 def _spread(logits: Floats) -> float:
-    """Their standard deviation, NaN where they are all the same; numpy's would make arrays as large as they are."""
+    """Return the standard deviation, or NaN where all are equal; numpy's makes large copies."""
     return torch.from_numpy(logits).std(correction=0).item() or math.nan
 
 

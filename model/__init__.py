@@ -1,4 +1,4 @@
-"""Model configuration, tokenizer and file formats, and the PyTorch side of a model.
+"""Configuration, tokenizer and file formats of a model, and its PyTorch side.
 
-Imports nothing else of the project; files on this level that the server imports never import PyTorch.
+Imports nothing else of the project; the files that the server imports are free of PyTorch.
 """

@@ -1,4 +1,4 @@
-"""The model directory: what `export` writes and `serve` trusts, because the manifest names and hashes every file."""
+"""The model directory: `export` writes it, `serve` trusts it; its manifest hashes every file."""
 
 from __future__ import annotations
 
@@ -11,48 +11,51 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
 
-from model.config import ConfigError, DecoderConfig
+from model.config import ConfigError, DecoderConfig, first_problem
 from model.tokenizer import TokenizerError, load_tokenizer, vocabulary_size
 
 FORMAT_VERSION = 1
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
-GENERATION_FILE = "generation_config.json"  # optional; Hugging Face's name and keys
-CHAT_TEMPLATE_FILE = (
-    "chat_template.jinja"  # optional, as is the next; Hugging Face's names and contents
-)
-SPECIAL_TOKENS_FILE = (
-    "special_tokens_map.json"  # bos_token, eos_token and others that a chat template may name
-)
+# Optional, with Hugging Face's names and contents. The last holds bos_token, eos_token and others
+# that a chat template may name.
+GENERATION_FILE = "generation_config.json"
+CHAT_TEMPLATE_FILE = "chat_template.jinja"
+SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 MANIFEST_FILE = "manifest.json"
 GRAPH_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
-ATTENTION_GRAPH_FILE = "attention.onnx"  # the same weights; returns what attention weighs
-# How the graph must be run: attention's flash path gives other bits for other ways of cutting a prompt into chunks.
+ATTENTION_GRAPH_FILE = "attention.onnx"  # the same weights; also returns attention's weights
+REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
+
+# Attention's flash path gives other bits for other ways of cutting a prompt into chunks.
 GRAPH_ENVIRONMENT = {"ORT_GQA_DISABLE_FLASH_ATTENTION": "1"}
-KV_BLOCK_SIZE = (
-    256  # tokens, on CUDA: PagedAttention wants a multiple of this for heads of up to 64 channels
-)
-DECODE_INPUT = "decode"  # where running sequences have rows of int8: the input that chooses these
+# Tokens, on CUDA: PagedAttention wants a multiple of this for heads of up to 64 channels.
+KV_BLOCK_SIZE = 256
+# A graph's keys and values: each input {name}.{layer}.key or .value is written to the output
+# {name}.{layer}.… Those of prompts exist where running sequences have int8 ones.
+CACHE_OUTPUTS = {"past_key_values": "present", "prompt_key_values": "prompt_present"}
+DECODE_INPUT = "decode"  # chooses the int8 keys and values of running sequences, where there are
+
 Device = Literal["cpu", "cuda"]
-# What a graph may be exported as; the first is the default.
+# The precisions of a graph; the first is the default.
 PRECISIONS: dict[Device, tuple[str, ...]] = {
     "cpu": ("int8", "int4", "fp32"),
     "cuda": ("bf16", "fp16", "int8", "int4"),
 }
-REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
 
 
 class BundleError(Exception):
-    """A model directory that must not be served; one line with the file and the mend."""
+    """A model directory that must not be served; one line with the file and the remedy."""
 
 
 class Verification(BaseModel):
-    """What `export` measured: ONNX Runtime against PyTorch.
+    """Figures that `export` measured: ONNX Runtime against PyTorch.
 
-    max_logit_error is the largest absolute difference relative to the logits' standard deviation; greedy_agreement the
-    share of PyTorch's greedy tokens that the graph would choose too, given the text so far; perplexities are on `text`.
+    max_logit_error: the largest absolute difference, relative to the logits' standard deviation.
+    greedy_agreement: the share of PyTorch's greedy tokens that the graph would choose too, given
+    the text so far. The perplexities are on `text`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -65,7 +68,7 @@ class Verification(BaseModel):
 
 
 class GenerationDefaults(BaseModel):
-    """How requests that do not say otherwise are sampled: the model's own advice, over the API's neutral defaults."""
+    """The model's recommended sampling, for requests that do not set their own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -77,17 +80,15 @@ class GenerationDefaults(BaseModel):
     repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100.0)] = None
 
     def given(self) -> dict[str, float]:
-        """The fields that are set, by name."""
+        """Return the fields that are set, by name."""
         return self.model_dump(exclude_none=True)
-
-    @classmethod
-    def load(cls, path: Path) -> GenerationDefaults:
-        """Read generation_config.json; none is no advice. Raises ValueError for one that is not valid."""
-        return cls.model_validate_json(path.read_bytes()) if path.is_file() else cls()
 
 
 class Manifest(BaseModel):
-    """manifest.json. `files` maps every other file of the directory to its SHA-256, in hex."""
+    """The contents of manifest.json.
+
+    files: the SHA-256, in hex, of every other file of the directory, by name.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -105,6 +106,7 @@ class Manifest(BaseModel):
     verification: Verification
 
     def save(self, path: Path) -> None:
+        """Write manifest.json."""
         path.write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
@@ -112,7 +114,7 @@ class Manifest(BaseModel):
 class ModelBundle:
     """A model directory that has been read and found whole.
 
-    chat_template: Jinja's. special_tokens: the texts of bos_token, eos_token and others that it may name.
+    chat_template: Jinja's. special_tokens: texts by name, such as bos_token, which it may use.
     """
 
     path: Path
@@ -125,96 +127,51 @@ class ModelBundle:
 
     @property
     def graph_path(self) -> Path:
+        """The path of model.onnx."""
         return self.path / GRAPH_FILE
 
 
+def cache_names(name: str, n_layer: int) -> list[str]:
+    """Return a graph's names for keys and values, as "present.0.key"; name: of CACHE_OUTPUTS."""
+    return [f"{name}.{layer}.{kind}" for layer in range(n_layer) for kind in ("key", "value")]
+
+
 def sha256(path: Path) -> str:
+    """Return a file's SHA-256, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def hash_files(directory: Path) -> dict[str, str]:
-    """SHA-256 of every file of a model directory except the manifest itself."""
-    return {
-        file.name: sha256(file)
-        for file in sorted(directory.iterdir())
-        if file.name != MANIFEST_FILE
-    }
+    """Return the SHA-256 of every file of a model directory except the manifest."""
+    files = sorted(file for file in directory.iterdir() if file.name != MANIFEST_FILE)
+    return {file.name: sha256(file) for file in files}
 
 
 def load_bundle(directory: Path) -> ModelBundle:
     """Read a model directory and check every file against the manifest. Raises BundleError."""
-    try:
-        return _load(directory)
-    except OSError as error:
-        raise BundleError(
-            f"{error.filename or directory} cannot be read: {error.strerror}"
-        ) from None
-
-
-def _load(directory: Path) -> ModelBundle:
     if not directory.is_dir():
         raise BundleError(
-            f"{directory} is not a directory; make one with: kvasir export CHECKPOINT --out {directory}"
+            f"{directory} is not a directory; "
+            f"make one with: kvasir export CHECKPOINT --out {directory}"
         )
-    manifest = _read_manifest(directory)
-    for name in REQUIRED_FILES:
-        if name not in manifest.files:
-            raise BundleError(
-                f"{directory / MANIFEST_FILE} does not list {name}; export the model again"
-            )
-    for name, expected in manifest.files.items():
-        _check_file(directory, name, expected)
+    remedy = "copy it again or export the model again"
     try:
-        config = DecoderConfig.load(directory / CONFIG_FILE)
-        tokenizer = load_tokenizer(directory / TOKENIZER_FILE)
-        generation = GenerationDefaults.load(directory / GENERATION_FILE)
-        special_tokens = _load_special_tokens(directory / SPECIAL_TOKENS_FILE)
-        template = directory / CHAT_TEMPLATE_FILE
-        chat_template = template.read_text(encoding="utf-8") if template.is_file() else None
-    except UnicodeDecodeError:
-        raise BundleError(
-            f"{directory / CHAT_TEMPLATE_FILE} is not UTF-8 text; export the model again"
-        ) from None
-    except ValidationError as error:
-        raise BundleError(
-            f"{directory / GENERATION_FILE}: {_first(error)}; export the model again"
-        ) from None
-    except (ConfigError, TokenizerError) as error:
-        raise BundleError(f"{error}; export the model again") from None
-    if (known := vocabulary_size(tokenizer)) > config.vocab_size:
-        raise BundleError(
-            f"{directory / TOKENIZER_FILE} has token ids up to {known - 1}, but the model only {config.vocab_size} "
-            "tokens; export it again with its own tokenizer"
-        )
-    return ModelBundle(
-        directory, config, manifest, tokenizer, generation, chat_template, special_tokens
-    )
-
-
-def _load_special_tokens(path: Path) -> dict[str, str]:
-    try:
-        return parse_special_tokens(path.read_bytes()) if path.is_file() else {}
-    except ValueError as error:
-        raise BundleError(f"{path} {error}; export the model again") from None
-
-
-def parse_special_tokens(content: bytes) -> dict[str, str]:
-    """Texts by name, of special_tokens_map.json, whose values are texts or objects that hold one as "content".
-
-    Raises ValueError, whose message goes on after the file's name.
-    """
-    try:
-        values = json.loads(content)
-    except ValueError as error:
-        raise ValueError(f"is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError("does not hold a JSON object")
-    texts = {
-        name: value.get("content") if isinstance(value, dict) else value
-        for name, value in values.items()
-    }
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+        manifest = _read_manifest(directory)
+        for name, expected in manifest.files.items():
+            path = directory / name
+            if Path(name).name != name:
+                raise BundleError(
+                    f"{directory / MANIFEST_FILE} lists {name!r}, which is outside the directory"
+                )
+            if not path.is_file():
+                raise BundleError(f"{path} is missing; {remedy}")
+            if sha256(path) != expected:
+                raise BundleError(f"{path} does not match its hash in {MANIFEST_FILE}; {remedy}")
+        return _read_files(directory, manifest)
+    except OSError as error:
+        file = error.filename or directory
+        raise BundleError(f"{file} cannot be read: {error.strerror}") from None
 
 
 def _read_manifest(directory: Path) -> Manifest:
@@ -226,31 +183,55 @@ def _read_manifest(directory: Path) -> Manifest:
     try:
         values = json.loads(path.read_bytes())
         version = values.get("format_version") if isinstance(values, dict) else None
-        if isinstance(version, int) and version > FORMAT_VERSION:  # whatever else it holds
+        if isinstance(version, int) and version > FORMAT_VERSION:  # the rest may have changed, too
             raise BundleError(
-                f"{path} has format version {version}, newer than {FORMAT_VERSION}, which this Kvasir reads; upgrade it"
+                f"{path} has format version {version}, newer than {FORMAT_VERSION}, "
+                "which this Kvasir reads; upgrade it"
             )
-        return Manifest.model_validate(values)
-    except ValidationError as error:
-        raise BundleError(f"{path} is damaged at {_first(error)}; export the model again") from None
+        manifest = Manifest.model_validate(values)
     except ValueError as error:
-        raise BundleError(f"{path} is damaged: {error}; export the model again") from None
+        reason = first_problem(error) if isinstance(error, ValidationError) else error
+        raise BundleError(f"{path} is damaged: {reason}; export the model again") from None
+    for name in REQUIRED_FILES:
+        if name not in manifest.files:
+            raise BundleError(f"{path} does not list {name}; export the model again")
+    return manifest
 
 
-def _first(error: ValidationError) -> str:
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['msg']}"
-
-
-def _check_file(directory: Path, name: str, expected: str) -> None:
-    path = directory / name
-    if Path(name).name != name:
+def _read_files(directory: Path, manifest: Manifest) -> ModelBundle:
+    try:
+        config = DecoderConfig.load(directory / CONFIG_FILE)
+        tokenizer = load_tokenizer(directory / TOKENIZER_FILE)
+        path = directory / GENERATION_FILE
+        content = path.read_bytes() if path.is_file() else b"{}"
+        generation = GenerationDefaults.model_validate_json(content)
+        path = directory / SPECIAL_TOKENS_FILE
+        special_tokens = parse_special_tokens(path.read_bytes()) if path.is_file() else {}
+        path = directory / CHAT_TEMPLATE_FILE
+        template = path.read_text(encoding="utf-8") if path.is_file() else None
+    except (ConfigError, TokenizerError) as error:
+        raise BundleError(f"{error}; export the model again") from None
+    except ValueError as error:
+        reason = first_problem(error) if isinstance(error, ValidationError) else error
+        raise BundleError(f"{path}: {reason}; export the model again") from None
+    if (known := vocabulary_size(tokenizer)) > config.vocab_size:
         raise BundleError(
-            f"{directory / MANIFEST_FILE} lists {name!r}, which is outside the directory"
+            f"{directory / TOKENIZER_FILE} has token ids up to {known - 1}, but the model only "
+            f"{config.vocab_size} tokens; export it again with its own tokenizer"
         )
-    if not path.is_file():
-        raise BundleError(f"{path} is missing; copy it again or export the model again")
-    if sha256(path) != expected:
-        raise BundleError(
-            f"{path} does not match its hash in {MANIFEST_FILE}; copy it again or export the model again"
-        )
+    return ModelBundle(directory, config, manifest, tokenizer, generation, template, special_tokens)
+
+
+def parse_special_tokens(content: bytes) -> dict[str, str]:
+    """Return the texts in special_tokens_map.json by name.
+
+    Its values are texts, or objects that hold one as "content". Raises ValueError.
+    """
+    values = json.loads(content)
+    if not isinstance(values, dict):
+        raise ValueError("must hold a JSON object")
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in values.items()
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -1,11 +1,10 @@
-"""Chat templates: messages to the text that a model was trained on, rendered exactly as transformers does."""
+"""Chat templates: turn messages into the text a model was trained on, as transformers does."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError, nodes
@@ -17,19 +16,21 @@ from jinja2.utils import Namespace
 
 from model.bundle import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE, parse_special_tokens
 
-# Names that templates and clients give to a message's reasoning; transformers fills the first from the others.
+# Names for a message's reasoning; transformers fills the first from the others.
 REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplateError(ValueError):
-    """A template that is not valid, or that refuses these messages; the message has what Jinja or the template said."""
+    """An invalid template, or one that refuses these messages; has Jinja's or its own reason."""
 
 
 class ChatTemplate:
-    """A Jinja template, run in a sandbox, with the special tokens that it may name (bos_token, eos_token, …)."""
+    """A Jinja template, run in a sandbox, with special tokens that it may use, such as bos_token.
+
+    The constructor raises ChatTemplateError for an invalid template.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any] | None = None) -> None:
-        """Raises ChatTemplateError when it is no template."""
         self.source = source
         self.special_tokens = dict(special_tokens or {})
         try:
@@ -38,46 +39,40 @@ class ChatTemplate:
             raise ChatTemplateError(f"the chat template is not valid: {error}") from None
 
     @classmethod
-    def load(cls, directory: Path) -> ChatTemplate | None:
-        """The template of a checkpoint or model directory, if it has one. Raises ChatTemplateError for a bad file."""
-        paths = [directory / name for name in (CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE)]
-        return cls.parse({path.name: path.read_bytes() for path in paths if path.is_file()})
-
-    @classmethod
     def parse(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
-        """The same of the contents of these files, by name."""
+        """Return the template among a model's files, contents by name, if it has one.
+
+        Raises ChatTemplateError.
+        """
         if CHAT_TEMPLATE_FILE not in files:
             return None
+        name = CHAT_TEMPLATE_FILE
         try:
-            source = files[CHAT_TEMPLATE_FILE].decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ChatTemplateError(f"{CHAT_TEMPLATE_FILE} is not UTF-8 text: {error}") from None
-        try:
-            special_tokens = parse_special_tokens(files.get(SPECIAL_TOKENS_FILE, b"{}"))
+            source = files[name].decode("utf-8")
+            name = SPECIAL_TOKENS_FILE
+            special_tokens = parse_special_tokens(files.get(name, b"{}"))
         except ValueError as error:
-            raise ChatTemplateError(f"{SPECIAL_TOKENS_FILE} {error}") from None
+            raise ChatTemplateError(f"{name}: {error}") from None
         return cls(source, special_tokens)
 
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
-        /,  # so that any name can be a variable's
+        /,  # so that a variable can have any name
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         **variables: Any,
     ) -> str:
-        """The text of messages, tools and variables, which hold plain JSON values only.
+        """Return the text of messages, tools and variables, which hold plain JSON values only.
 
-        add_generation_prompt: end it where the assistant is to speak. Raises ChatTemplateError.
+        add_generation_prompt: end it where the assistant begins. Raises ChatTemplateError.
         """
         if not messages:
             raise ChatTemplateError("the chat template cannot render this: there are no messages")
         known = {**self.special_tokens, "documents": None, **variables, "tools": tools}
-        known |= {
-            "messages": [_prepare(message) for message in messages],
-            "add_generation_prompt": add_generation_prompt,
-        }
+        known["messages"] = [_prepare(message) for message in messages]
+        known["add_generation_prompt"] = add_generation_prompt
         try:
             return self._template.render(known)
         except Exception as error:  # a template is a program: it can fail in any way
@@ -85,18 +80,16 @@ class ChatTemplate:
 
 
 def _prepare(message: Mapping[str, Any]) -> dict[str, Any]:
-    """As transformers does: null is absent, and reasoning goes by the name that templates read."""
+    """Drop nulls, and give reasoning the name that templates read, as transformers does."""
     given = {key: value for key, value in message.items() if value is not None}
     reasoning = next((given[key] for key in REASONING if key in given), None)
-    return (
-        given
-        if reasoning is None
-        else {"thinking": reasoning, **given, "reasoning_content": reasoning}
-    )
+    if reasoning is None:
+        return given
+    return {"thinking": reasoning, **given, "reasoning_content": reasoning}
 
 
 class _GenerationBlock(Extension):
-    """{% generation %} … {% endgeneration %}, by which some templates mark what the assistant says: left as it is."""
+    """{% generation %} … {% endgeneration %}, a mark around the assistant's text: left out."""
 
     tags = {"generation"}  # noqa: RUF012  (as Jinja has it)
 
@@ -106,7 +99,7 @@ class _GenerationBlock(Extension):
 
 
 class _Namespace(Namespace):
-    """namespace() without names that begin with an underscore, which could lead out of the sandbox."""
+    """A namespace() without names that begin with _, which could lead out of the sandbox."""
 
     def __init__(*arguments: Any, **names: Any) -> None:  # so that `self` can be a name
         held = dict(*arguments[1:], **names)
@@ -129,11 +122,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {
-        "raise_exception": _raise,
-        "strftime_now": _now,
-        "namespace": _Namespace,
-    }
+    environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
+    environment.globals["namespace"] = _Namespace
     return environment
 
 
@@ -142,7 +132,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def _now(form: str) -> str:
-    return datetime.now().strftime(form)  # noqa: DTZ005  (local time without a zone, as templates expect it)
+    return datetime.now().strftime(form)  # noqa: DTZ005  (local time, as templates expect it)
 
 
 def _to_json(
@@ -152,7 +142,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter writes < and ' as escapes for HTML."""
+    """Write JSON; Jinja's own filter writes < and ' as escapes for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -10,28 +10,34 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+_NUMPY_DISK_FULL = r"\d+ requested and \d+ written|problem writing element \d+ to file"
+
 
 def in_words(error: object) -> str:
-    """The line for an error; an OSError's own begins with its number."""
+    """Return an error as one line; an OSError's own line begins with its number."""
     if not isinstance(error, OSError) or not error.strerror:
         return str(error)
     reason = error.strerror[:1].lower() + error.strerror[1:]
-    return (
-        f"{os.fsdecode(error.filename)}: {reason}"
-        if isinstance(error.filename, str | bytes)
-        else reason
-    )
+    if isinstance(error.filename, str | bytes):
+        return f"{os.fsdecode(error.filename)}: {reason}"
+    return reason
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Libraries that write below `path` name neither it nor, some of them, the reason: raises OSError with both."""
-    from safetensors import SafetensorError  # noqa: PLC0415  not where only serving is installed
+    """Make errors of libraries that write below `path` OSErrors that name it and the reason."""
+    from safetensors import SafetensorError  # noqa: PLC0415  absent where only serving is installed
 
     try:
         yield
     except (OSError, SafetensorError) as error:
-        number = None if getattr(error, "filename", None) is not None else _number(error)
+        if getattr(error, "filename", None) is not None:
+            raise
+        number = getattr(error, "errno", None)
+        if found := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors, written in Rust
+            number = int(found[1])
+        elif re.fullmatch(_NUMPY_DISK_FULL, str(error)):
+            number = errno.ENOSPC
         if number is None:
             raise
         raise OSError(number, os.strerror(number), str(path)) from None
@@ -39,9 +45,10 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that becomes it when all went well, and vanishes, with the parents made for it, when not.
+    """Yield a folder beside `out` that becomes `out`, once it is on the disk, if all goes well.
 
-    Raises FileExistsError when `out` is in use, and OSError naming it when it cannot be written.
+    On an error the folder is removed, with the parents made for it. Raises FileExistsError when
+    `out` is in use, and OSError naming `out` when it cannot be written.
     """
     if out.name in ("", ".."):
         raise FileExistsError(f"{out} cannot be replaced; name a new folder")
@@ -49,40 +56,37 @@ def new_directory(out: Path) -> Iterator[Path]:
         raise FileExistsError(f"{out} is not empty; choose another --out or remove it")
     parent = out.absolute().parent
     missing = [folder for folder in (parent, *parent.parents) if not folder.exists()]
+    prefix = f"{out.name}.part-"
     try:
         parent.mkdir(parents=True, exist_ok=True)
         with (
-            TemporaryDirectory(
-                prefix=f"{out.name}.part-", dir=parent, ignore_cleanup_errors=True
-            ) as place,
+            TemporaryDirectory(prefix=prefix, dir=parent, ignore_cleanup_errors=True) as place,
             writing(out),
         ):
-            part = Path(
-                place, out.name
-            )  # within a folder that only its owner may enter, but not like it
+            # The outer folder is open to its owner alone; the inner one has usual permissions.
+            part = Path(place, out.name)
             part.mkdir()
             yield part
+            sync(*part.rglob("*"), part)
             if out.exists():
                 out.rmdir()
             part.rename(out)
+            sync(parent)
     except BaseException as error:
         for folder in missing:
             if not folder.exists() or any(folder.iterdir()):
                 break
             folder.rmdir()
-        if isinstance(error, OSError) and str(error.filename).startswith(
-            f"{parent / out.name}.part-"
-        ):
+        if isinstance(error, OSError) and str(error.filename).startswith(str(parent / prefix)):
             raise OSError(error.errno, error.strerror, str(out)) from None
         raise
 
 
-def _number(error: Exception) -> int | None:
-    if isinstance(error, OSError) and error.errno:
-        return error.errno
-    if found := re.search(r"\(os error (\d+)\)", str(error)):  # safetensors', which is Rust's
-        return int(found[1])
-    cut = re.fullmatch(
-        r"\d+ requested and \d+ written|problem writing element \d+ to file", str(error)
-    )  # numpy's
-    return errno.ENOSPC if cut else None
+def sync(*paths: Path) -> None:
+    """Write these files, and the names in these folders, through to the disk."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

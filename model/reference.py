@@ -1,6 +1,6 @@
-"""Generation the slow and obvious way: no cache, no batch, the whole sequence again for every token.
+"""Plain generation: no cache, no batch, the whole sequence again for every token.
 
-This is the oracle that every faster path is tested against, so it shares no code with them.
+Every faster path is tested against this oracle, so it shares no code with them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from model.network.decoder import Decoder
 
 @torch.inference_mode()
 def next_logits(decoder: Decoder, token_ids: list[int]) -> NDArray[np.float32]:
-    """Logits [vocab] of the token that follows `token_ids`."""
+    """Return the logits [vocab] of the token that follows `token_ids`."""
     input_ids = torch.tensor([token_ids], device=decoder.embedding.weight.device)
     logits: NDArray[np.float32] = decoder(input_ids)[0, -1].float().cpu().numpy()
     return logits
@@ -34,7 +34,7 @@ def generate(
     sample_index: int = 0,
     ending_ids: Collection[int] = (),
 ) -> list[int]:
-    """The new token ids, the ending one included. Temperature 0 takes the likeliest token."""
+    """Return the new token ids, the ending one included; temperature 0 takes the likeliest."""
     decoder.eval()
     generator = np.random.Generator(
         np.random.Philox(key=np.array([seed, sample_index], dtype=np.uint64))
@@ -55,7 +55,7 @@ def generate(
 def draw(
     logits: NDArray[np.float32], temperature: float, top_k: int, top_p: float, uniform: float
 ) -> int:
-    """The token at which the cumulative probability, in order of ids, first exceeds `uniform`."""
+    """Return the token at which the cumulative probability, in order of ids, exceeds `uniform`."""
     scaled = logits.astype(np.float64) / temperature
     order = np.argsort(-scaled, kind="stable")
     kept = order[:top_k] if top_k else order
@@ -63,10 +63,8 @@ def draw(
     probabilities /= probabilities.sum()
     if top_p < 1.0:
         n_nucleus = int((np.cumsum(probabilities) < top_p).sum()) + 1
-        kept, probabilities = (
-            kept[:n_nucleus],
-            probabilities[:n_nucleus] / probabilities[:n_nucleus].sum(),
-        )
+        kept, probabilities = kept[:n_nucleus], probabilities[:n_nucleus]
+        probabilities /= probabilities.sum()
     cumulative = 0.0
     by_id = sorted(zip(kept.tolist(), probabilities.tolist(), strict=True))
     for token_id, probability in by_id:

@@ -1,16 +1,16 @@
-"""Tokenizers: train a byte-level BPE on text, load a tokenizer.json."""
+"""Tokenizers: train a byte-level BPE on text, or load a tokenizer.json."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 END_OF_TEXT = "<|endoftext|>"
-# What a token may not reach beyond: an indentation, a line break, a name, up to three digits, punctuation, spaces.
+# No token crosses the boundary of one of these: an indentation, a line break, a name, up to three
+# digits, punctuation, spaces.
 _WORDS = r"(?<=\n)[^\S\n]+|\n| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|[^\S\n]+"
 
 
@@ -19,11 +19,12 @@ class TokenizerError(ValueError):
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE (Sennrich et al. 2016; Radford et al. 2019) with `<|endoftext|>` as token 0.
+    """Train a byte-level BPE with `<|endoftext|>` as token 0.
 
-    No token reaches across a line break or the end of a line's indentation: a prompt that ends there is then cut where
-    the training text was. Any text round-trips (`<|endoftext|>` in it is read as that token, which decoding leaves out
-    by default). Raises TokenizerError when `vocab_size` cannot hold the 256 bytes and the special token.
+    Sennrich et al. 2016; Radford et al. 2019. No token crosses a line break or the end of a line's
+    indentation, so a prompt that ends there is cut where the training text was. Any text
+    round-trips; `<|endoftext|>` in it is read as that token, which decoding leaves out by default.
+    Raises TokenizerError when `vocab_size` cannot hold the 256 bytes and the special token.
     """
     if vocab_size < 257:
         raise TokenizerError(
@@ -48,9 +49,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json. Raises TokenizerError, in one line, when it is missing or not one.
+    """Read a tokenizer.json. Raises TokenizerError when it is missing or not a tokenizer.
 
-    A length that the file cuts or pads text to is not taken over: it would silently shorten documents and prompts.
+    A length to truncate or pad to is dropped: it would silently shorten documents and prompts.
     """
     if not path.is_file():
         raise TokenizerError(f"{path} does not exist")
@@ -64,15 +65,13 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """One more than the largest token id; ids may have gaps, so this can exceed the number of tokens."""
+    """Return the largest token id plus one; ids may have gaps, so there may be fewer tokens."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def leading_ids(tokenizer: Tokenizer) -> list[int]:
-    """The special tokens that the tokenizer's post-processor puts in front of any text, such as Llama's BOS."""
-    mark = (
-        2**32 - 1
-    )  # no token's id: stands for the text, so that what follows it is not taken for what leads
+    """Return the special tokens that the tokenizer puts before any text, such as Llama's BOS."""
+    mark = 2**32 - 1  # no token's id: stands for the text, so that what follows it is left out
     text = tokenizer.encode("", add_special_tokens=False)
     text.pad(len(text.ids) + 1, direction="left", pad_id=mark)
     ids = tokenizer.post_process(text).ids
@@ -80,22 +79,13 @@ def leading_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def keep_spaces_in_offsets(tokenizer: Tokenizer) -> None:
-    """Let a token's offsets cover all that it stands for: some post-processors, such as GPT-2's, leave spaces out."""
+    """Let a token's offsets cover its spaces, which some post-processors, as GPT-2's, leave out."""
     processor = tokenizer.post_processor
     if processor is None:
         return
-    state = json.loads(processor.__getstate__())
-    _keep_spaces(state)
+    state = json.loads(
+        processor.__getstate__(),
+        object_hook=lambda of: of | {"trim_offsets": False} if "trim_offsets" in of else of,
+    )
     processor.__setstate__(json.dumps(state).encode())
     tokenizer.post_processor = processor
-
-
-def _keep_spaces(state: Any) -> None:
-    if isinstance(state, dict):
-        if "trim_offsets" in state:
-            state["trim_offsets"] = False
-        for value in state.values():
-            _keep_spaces(value)
-    elif isinstance(state, list):
-        for value in state:
-            _keep_spaces(value)

@@ -117,7 +117,7 @@ class Family:
                 )
         fields = {name: options[key] for name, key in self.fields.items()}
         fields |= {name: derive(options) for name, derive in self.derived.items()}
-        return DecoderConfig.from_dict({**fields, **self.fixed, **tokens})
+        return DecoderConfig(**{**fields, **self.fixed, **tokens})
 
     def plain_name(self, tensor: str) -> str:
         """A tensor's name without the prefix it may have, as `modules` have it."""

@@ -23,11 +23,13 @@ from torch import Tensor
 
 from model.bundle import (
     CHAT_TEMPLATE_FILE,
+    CONFIG_FILE,
     GENERATION_FILE,
     SPECIAL_TOKENS_FILE,
+    TOKENIZER_FILE,
     GenerationDefaults,
 )
-from model.checkpoint import CONFIG_FILE, TOKENIZER_FILE, WEIGHTS_FILE
+from model.checkpoint import WEIGHTS_FILE
 from model.config import ConfigError, DecoderConfig
 from model.files import new_directory
 from model.importing.families import FAMILIES

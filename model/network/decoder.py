@@ -1,10 +1,8 @@
-"""The decoder: feed-forward, blocks, embeddings, head. Written once; trained, exported and checked from here."""
+"""The decoder: blocks, embeddings, head. Written once; trained, exported and verified from here."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +10,7 @@ from torch.nn import functional
 
 from model.config import DecoderConfig
 from model.network.attention import Attention, LayerCache, RunInputs
+from model.network.feed_forward import FeedForward
 from model.network.norm import make_norm
 from model.network.positions import (
     Positions,
@@ -22,38 +21,6 @@ from model.network.positions import (
     rotary_table,
     sinusoidal_table,
 )
-
-_FEED_FORWARDS: dict[
-    str, tuple[Callable[[Tensor], Tensor], bool]
-] = {  # the activation, and whether it gates
-    "swiglu": (functional.silu, True),
-    "geglu": (functional.gelu, True),
-    "geglu_tanh": (partial(functional.gelu, approximate="tanh"), True),
-    "gelu": (functional.gelu, False),
-    "gelu_tanh": (partial(functional.gelu, approximate="tanh"), False),
-    "relu": (functional.relu, False),
-}
-
-
-class FeedForward(nn.Module):
-    """down(act(up x)), or gated: down(act(gate x) · up x) with gate and up in one projection (Shazeer 2020)."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.activation, self.gated = _FEED_FORWARDS[config.feed_forward]
-        widened = 2 * config.d_ff if self.gated else config.d_ff
-        self.up = nn.Linear(config.d_model, widened, bias=config.feed_forward_bias)
-        self.down = nn.Linear(config.d_ff, config.d_model, bias=config.feed_forward_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.up(x)
-        if self.gated:
-            gate, hidden = hidden.chunk(2, dim=-1)
-            hidden = self.activation(gate) * hidden
-        else:
-            hidden = self.activation(hidden)
-        lowered: Tensor = self.down(hidden)
-        return lowered
 
 
 class Block(nn.Module):
@@ -73,22 +40,27 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        return self._after_attention(x, self.attention(self._before_attention(x), positions))
+        """Run whole sequences x [batch, sequence, d_model]."""
+        return self._finish(x, self.attention(self._attention_input(x), positions))
 
     def step(
         self, x: Tensor, positions: Positions, inputs: RunInputs, cache: LayerCache
     ) -> tuple[Tensor, LayerCache]:
-        attended, present = self.attention.step(self._before_attention(x), positions, inputs, cache)
-        return self._after_attention(x, attended), present
+        """Run new tokens x [..., d_model] over cached keys and values."""
+        attended, present = self.attention.step(self._attention_input(x), positions, inputs, cache)
+        return self._finish(x, attended), present
 
-    def _before_attention(self, x: Tensor) -> Tensor:
+    def _attention_input(self, x: Tensor) -> Tensor:
         normed: Tensor = x if self.placement == "post" else self.attention_norm(x)
         return normed
 
-    def _after_attention(self, x: Tensor, attended: Tensor) -> Tensor:
+    def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Add what was attended to x, and then the feed-forward."""
         if self.placement == "post":
-            x = self.attention_norm(x + self.dropout(attended))
-            normed: Tensor = self.feed_forward_norm(x + self.dropout(self.feed_forward(x)))
+            between = self.attention_norm(x + self.dropout(attended))
+            normed: Tensor = self.feed_forward_norm(
+                between + self.dropout(self.feed_forward(between))
+            )
             return normed
         if self.placement == "both":
             attended = self.attention_output_norm(attended)
@@ -101,7 +73,10 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids to next-token logits. Weights start as in GPT-2: normal(0, 0.02), residual projections narrower."""
+    """Token ids to next-token logits.
+
+    Weights start as in GPT-2: normal(0, 0.02), and projections onto the residual narrower.
+    """
 
     rotary_cos: Tensor
     rotary_sin: Tensor
@@ -116,30 +91,33 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.Identity() if config.norm_placement == "post" else make_norm(config)
         self.dropout = nn.Dropout(config.dropout)
-        self.head = (
-            None
-            if config.tied_embeddings
-            else nn.Linear(config.d_model, config.vocab_size, bias=False)
-        )
+        self.head = None
+        if not config.tied_embeddings:
+            self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self._add_positions()
         self.apply(self._initialise)
-        self._narrow_residual_projections()
+        std = 0.02 / math.sqrt(2 * config.n_layer)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            nn.init.normal_(block.attention.output.weight, std=std)
+            nn.init.normal_(block.feed_forward.down.weight, std=std)
 
     def _add_positions(self) -> None:
-        config = self.config
+        config, tables = self.config, dict[str, Tensor]()
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.max_model_len, config.d_model)
         elif config.position == "sinusoidal":
-            self.register_buffer("sinusoids", sinusoidal_table(config), persistent=False)
+            tables["sinusoids"] = sinusoidal_table(config)
         elif config.position == "alibi":
-            self.register_buffer("alibi", alibi_table(config), persistent=False)
+            tables["alibi"] = alibi_table(config)
         elif config.position == "relative":
             self.relative_bias = nn.Embedding(config.relative_buckets, config.n_head)
-            self.register_buffer("buckets", relative_buckets(config), persistent=False)
+            tables["buckets"] = relative_buckets(config)
         elif config.position == "rotary":
-            table = rotary_table(config)
-            self.register_buffer("rotary_cos", table.cos, persistent=False)
-            self.register_buffer("rotary_sin", table.sin, persistent=False)
+            rotary = rotary_table(config)
+            tables |= {"rotary_cos": rotary.cos, "rotary_sin": rotary.sin}
+        for name, table in tables.items():
+            self.register_buffer(name, table, persistent=False)
 
     @staticmethod
     def _initialise(module: nn.Module) -> None:
@@ -148,24 +126,20 @@ class Decoder(nn.Module):
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
-    def _narrow_residual_projections(self) -> None:
-        std = 0.02 / math.sqrt(2 * self.config.n_layer)
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            nn.init.normal_(block.attention.output.weight, std=std)
-            nn.init.normal_(block.feed_forward.down.weight, std=std)
-
     @property
     def n_parameters(self) -> int:
+        """The number of parameters, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """[batch, sequence] at positions 0, 1, … → logits [batch, sequence, vocab]. Training, and the oracle."""
+        """Return logits [batch, sequence, vocab] of whole sequences [batch, sequence].
+
+        Training runs this, and it is the oracle of serving.
+        """
         place = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self._embed(input_ids, place[None])
-        positions = Positions(
-            self._rotary, self._bias(place[None], place) if self._biased else None
-        )
+        bias = self._bias(place[None], place) if self._biased else None
+        positions = Positions(self._rotary, bias)
         for block in self.blocks:
             x = block(x, positions)
         return self._logits(x)
@@ -173,17 +147,16 @@ class Decoder(nn.Module):
     def step(
         self, input_ids: Tensor, inputs: RunInputs, logits_indices: Tensor, caches: list[LayerCache]
     ) -> tuple[Tensor, list[LayerCache]]:
-        """The serving graph: run new tokens over cached keys and values.
+        """Run new tokens over cached keys and values, as the serving graph does.
 
-        input_ids: [batch, sequence] over rows, or [tokens] over blocks. logits_indices: int64 [rows], which of them
-        want logits. Returns logits [rows, vocab] and the caches with the new keys and values.
+        input_ids: [batch, sequence] over rows, or [tokens] over blocks. logits_indices: int64
+        [rows], the tokens that want logits. Returns logits [rows, vocab] and the caches with the
+        new keys and values.
         """
         x = self._embed(input_ids, inputs.position_ids)
-        bias = (
-            self._bias(inputs.position_ids, inputs.key_positions(caches[0]))
-            if self._biased
-            else None
-        )
+        bias = None
+        if self._biased:
+            bias = self._bias(inputs.position_ids, inputs.key_positions(caches[0]))
         positions = Positions(self._rotary, bias)
         presents = []
         for block, cache in zip(self.blocks, caches, strict=True):
@@ -194,25 +167,24 @@ class Decoder(nn.Module):
 
     @property
     def _rotary(self) -> RotaryTable | None:
-        return (
-            RotaryTable(self.rotary_cos, self.rotary_sin)
-            if self.config.position == "rotary"
-            else None
-        )
+        if self.config.position != "rotary":
+            return None
+        return RotaryTable(self.rotary_cos, self.rotary_sin)
 
     @property
     def _biased(self) -> bool:
         return self.config.position in ("alibi", "relative")
 
     def _bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """On scores: [batch, n_head, sequence, n_keys], of positions [batch, sequence] and [n_keys]."""
+        """Return the bias on scores, [batch, n_head, sequence, n_keys].
+
+        query_positions: [batch, sequence]. key_positions: [n_keys].
+        """
         apart = distances(query_positions, key_positions)
         if self.config.position == "alibi":
             return self.alibi[:, apart].transpose(0, 1)
-        learned: Tensor = self.relative_bias(
-            self.buckets[apart]
-        )  # [batch, sequence, n_keys, n_head]
-        return learned.permute(0, 3, 1, 2)
+        learned: Tensor = self.relative_bias(self.buckets[apart])
+        return learned.permute(0, 3, 1, 2)  # of [batch, sequence, n_keys, n_head]
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x: Tensor = self.embedding(input_ids)

@@ -18,11 +18,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension of x [..., size]."""
         return _rms_norm(x, self.weight, self.eps)
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm over each head of queries or keys (Henry et al. 2020), with a weight [n_heads, head_dim]."""
+    """RMSNorm over each head of queries or keys (Henry et al. 2020)."""
 
     def __init__(self, n_heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
@@ -30,21 +31,21 @@ class HeadNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., n_heads · head_dim]"""
+        """Normalise each head of x [..., n_heads · head_dim]."""
         heads = x.unflatten(-1, self.weight.shape)
         ones = torch.ones(self.weight.shape[1], dtype=x.dtype, device=x.device)
         return (_rms_norm(heads, ones, self.eps) * self.weight).flatten(-2)
 
 
 def make_norm(config: DecoderConfig) -> nn.Module:
-    """RMSNorm, or LayerNorm with weight and bias (Ba et al. 2016)."""
+    """Make an RMSNorm, or a LayerNorm with weight and bias (Ba et al. 2016)."""
     if config.norm == "rmsnorm":
         return RMSNorm(config.d_model, config.norm_eps)
     return nn.LayerNorm(config.d_model, config.norm_eps)
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Over the last dimension, which is weight's: torch's own would be exported as five operators."""
+    """Normalise the last dimension; torch's own function would be exported as five operators."""
     if torch.onnx.is_in_onnx_export():
         return torch.onnx.ops.symbolic(
             "RMSNormalization",

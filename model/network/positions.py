@@ -1,4 +1,4 @@
-"""Where a token stands: rotary angles and their scalings, sinusoids, and biases on scores by distance."""
+"""Positions: rotary angles and their scalings, sinusoids, and biases on scores by distance."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class RotaryTable:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """What attention is told of positions.
+    """The positional information that attention uses.
 
-    rotary: the angles, for the layers that turn queries and keys. bias: [batch, n_head, sequence, n_keys], added to
-    scores; batch may be 1.
+    rotary: angles, for layers that turn queries and keys. bias: [batch or 1, n_head, sequence,
+    n_keys], added to scores.
     """
 
     rotary: RotaryTable | None = None
@@ -32,14 +32,13 @@ class Positions:
 
 
 def rotary_table(config: DecoderConfig) -> RotaryTable:
-    """Angles p · θ^(-2i/d) for every position p and pair i (Su et al. 2021, section 3.2.2), scaled as the model wants.
+    """Return angles p · θ^(-2i/d) for every position p and pair i, scaled as the model wants.
 
-    The pairs beyond `rotary_dim` do not turn.
+    Su et al. 2021, section 3.2.2. The pairs beyond `rotary_dim` do not turn.
     """
     rotary_dim = config.rotary_dim or config.head_dim
-    frequencies = config.rope_theta ** -(
-        torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
-    )
+    pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
+    frequencies = config.rope_theta**-pairs
     amplitude = 1.0
     if scaling := config.rope_scaling:
         frequencies = _scale_frequencies(frequencies, scaling, config.rope_theta)
@@ -53,37 +52,34 @@ def rotary_table(config: DecoderConfig) -> RotaryTable:
 
 
 def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
-    """frequencies [rotary_dim / 2], in radians a position, as RopeScaling says."""
+    """Scale frequencies [rotary_dim / 2], in radians a position."""
     stretched = frequencies / scaling.factor
-    if scaling.kind == "linear" or scaling.original_max_model_len is None:
+    context, rotary_dim = scaling.original_max_model_len, 2 * len(frequencies)
+    if scaling.kind == "linear" or context is None:
         return stretched
-    turns = scaling.original_max_model_len * frequencies / (2 * math.pi)  # in the original context
     if scaling.kind == "llama3":  # Llama 3.1's reference code: apply_scaling
+        turns = context * frequencies / (2 * math.pi)  # in the original context
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    else:  # Peng et al. 2023, section 3.2, blended by pair as in their code, not by turns as in their text
+    else:  # Peng et al. 2023, section 3.2; blended by pair as in their code, not by turns
+        # The pair, as a real number, that turns so often: θ^(2i/d) = context / (2π · turns).
         low, high = (
-            _pair_of(t, scaling, theta, 2 * len(frequencies))
-            for t in (scaling.beta_fast, scaling.beta_slow)
+            rotary_dim * math.log(context / (2 * math.pi * turns)) / (2 * math.log(theta))
+            for turns in (scaling.beta_fast, scaling.beta_slow)
         )
         if scaling.truncate:
             low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, 2 * len(frequencies) - 1)
-        kept = 1.0 - ((torch.arange(len(frequencies)) - low) / max(high - low, 0.001)).clamp(
-            0.0, 1.0
-        )
+        low, high = max(low, 0), min(high, rotary_dim - 1)
+        blend = (torch.arange(len(frequencies)) - low) / max(high - low, 0.001)
+        kept = 1.0 - blend.clamp(0.0, 1.0)
     return kept * frequencies + (1.0 - kept) * stretched
 
 
-def _pair_of(turns: float, scaling: RopeScaling, theta: float, rotary_dim: int) -> float:
-    """The pair, as a real number, that turns so often in the original context: θ^(2i/d) = context / (2π · turns)."""
-    assert scaling.original_max_model_len is not None
-    wavelength = scaling.original_max_model_len / (2 * math.pi * turns)
-    return rotary_dim * math.log(wavelength) / (2 * math.log(theta))
-
-
 def rotate(x: Tensor, table: RotaryTable, position_ids: Tensor) -> Tensor:
-    """Rotate pairs (i, i + d/2) of heads x [batch, heads, sequence, head_dim] by their positions [batch, sequence]."""
+    """Turn pairs (i, i + d/2) of x [batch, heads, sequence, head_dim] by their positions.
+
+    position_ids: [batch, sequence].
+    """
     cos = table.cos[position_ids][:, None]  # [batch, 1, sequence, head_dim / 2]
     sin = table.sin[position_ids][:, None]
     left, right = x.chunk(2, dim=-1)
@@ -91,16 +87,19 @@ def rotate(x: Tensor, table: RotaryTable, position_ids: Tensor) -> Tensor:
 
 
 def sinusoidal_table(config: DecoderConfig) -> Tensor:
-    """[max_model_len, d_model]: sin and cos of p / 10000^(2i/d), interleaved (Vaswani et al. 2017, section 3.5)."""
+    """Return sin and cos of p / 10000^(2i/d), interleaved: [max_model_len, d_model].
+
+    Vaswani et al. 2017, section 3.5.
+    """
     pairs = torch.arange(0, config.d_model, 2, dtype=torch.float64) / config.d_model
     angles = torch.outer(torch.arange(config.max_model_len, dtype=torch.float64), 10000.0**-pairs)
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)[:, : config.d_model].float()
 
 
 def alibi_slopes(n_head: int) -> list[float]:
-    """2^(-8i/n) for heads i = 1 … n; where n is no power of 2, n of those of the two nearest (Press et al. 2022).
+    """Return 2^(-8i/n) for heads i = 1 … n (Press et al. 2022).
 
-    The powers come first: those of the lower power of 2, then every other one of the higher.
+    Where n is no power of 2: the slopes of the lower power of 2, then every other one of the next.
     """
     lower = 2 ** int(math.log2(n_head))
     slopes = [2 ** (-8 * i / lower) for i in range(1, lower + 1)]
@@ -108,32 +107,28 @@ def alibi_slopes(n_head: int) -> list[float]:
 
 
 def alibi_table(config: DecoderConfig) -> Tensor:
-    """[n_head, max_model_len]: a head's bias for each distance to the key."""
-    return -torch.outer(
-        torch.tensor(alibi_slopes(config.n_head)), torch.arange(config.max_model_len).float()
-    )
+    """Return each head's bias for each distance to the key: [n_head, max_model_len]."""
+    slopes = torch.tensor(alibi_slopes(config.n_head))
+    return -torch.outer(slopes, torch.arange(config.max_model_len).float())
 
 
 def relative_buckets(config: DecoderConfig) -> Tensor:
-    """int64 [max_model_len]: the bucket of each distance to a key that comes before (Raffel et al. 2020, section 2.1).
+    """Return the bucket of each distance to an earlier key: int64 [max_model_len].
 
-    The first half of the buckets are single distances; the others widen logarithmically, the last to all beyond
-    `relative_max_distance`.
+    Raffel et al. 2020, section 2.1. The first half of the buckets are single distances; the others
+    widen logarithmically, the last to all beyond `relative_max_distance`.
     """
-    exact = config.relative_buckets // 2
+    exact, last = config.relative_buckets // 2, config.relative_buckets - 1
     distances = torch.arange(config.max_model_len, dtype=torch.float64)
-    octaves = torch.log(distances.clamp(min=1) / exact) / math.log(
-        config.relative_max_distance / exact
-    )
+    octaves = torch.log(distances.clamp(min=1) / exact)
+    octaves = octaves / math.log(config.relative_max_distance / exact)
     wide = exact + (octaves * (config.relative_buckets - exact)).long()
-    return torch.where(
-        distances < exact, distances.long(), wide.clamp(max=config.relative_buckets - 1)
-    )
+    return torch.where(distances < exact, distances.long(), wide.clamp(max=last))
 
 
 def distances(query_positions: Tensor, key_positions: Tensor) -> Tensor:
-    """How far before a query a key is: int64 [batch, sequence, n_keys] of positions [batch, sequence] and [n_keys].
+    """Return how far before a query [batch, sequence] a key [n_keys] is.
 
-    What comes after the query, which is masked, counts as 0.
+    The result is int64 [batch, sequence, n_keys]; a key after the query, which is masked, has 0.
     """
     return (query_positions[..., None] - key_positions).clamp(min=0)

@@ -16,8 +16,9 @@ from tokenizers import Tokenizer
 
 from model.bundle import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE
 from model.chat_template import ChatTemplate
-from model.checkpoint import Checkpoint, CheckpointError, load_checkpoint, sync
+from model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from model.config import ConfigError, DecoderConfig
+from model.files import sync
 from model.network.decoder import Decoder
 from model.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer, vocabulary_size
 from model.training.conversations import (
@@ -43,7 +44,7 @@ from model.training.trainer import Trainer, TrainSettings
 PICTURE_FILE = "loss.png"
 # All that the preparation of a run writes before its checkpoint of step 0 is in place.
 _LEFT_OVER = re.compile(
-    rf"{DATA_FOLDER}(\.part)?/(data\.json|(held_out|shard-\d+)\.(bin|mask))|step-0+\.part/[\w.]+"
+    rf"{DATA_FOLDER}(\.part)?/(data\.json|(held_out|shard-\d+)\.(bin|mask))|step-0+\.part(-\w+/step-0+)?/[\w.]+"
 )
 
 

@@ -1,4 +1,4 @@
-"""`kvasir export` and `kvasir verify`: a model directory that proves itself, or none."""
+"""`kvasir export` and `kvasir verify`: a verified model directory, or none."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import onnx_ir
@@ -16,10 +17,10 @@ from typer.testing import CliRunner
 from export import directory as export_directory
 from export import verify as export_verify
 from export.directory import export_checkpoint, verify_directory
-from export.graph import export_graph, input_names, output_names
+from export.graph import STEP_INPUTS, export_graph
 from export.verify import VerificationError, Verifier
 from kvasir import app
-from model.bundle import GenerationDefaults, load_bundle
+from model.bundle import GenerationDefaults, cache_names, load_bundle
 from model.checkpoint import CheckpointError, save_checkpoint
 from model.tokenizer import train_tokenizer
 from model.training.data import Corpus, write_tokens
@@ -38,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "tale"
     tokenizer = train_tokenizer([TEXT], 300)
     write_tokens(Corpus([TEXT], 0), tokenizer, folder / "data", held_out=0.1, context=32)
-    decoder = make_decoder(make_config(vocab_size=tokenizer.get_vocab_size()))
+    decoder = make_decoder(make_config(vocab_size=tokenizer.get_vocab_size(), n_layer=1))
     save_checkpoint(
         folder, 40, decoder, tokenizer, {"torch_rng": torch.get_rng_state()}, {"seconds": 3.5}
     )
@@ -53,6 +54,7 @@ def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_directory_is_whole_and_says_what_was_measured(exported: Path) -> None:
+    assert json.loads((exported / "manifest.json").read_text())["format_version"] == 1
     manifest = load_bundle(exported).manifest
     assert manifest.verification.max_logit_error < 1e-4
     assert manifest.verification.greedy_agreement == 1.0
@@ -66,8 +68,14 @@ def test_the_directory_is_whole_and_says_what_was_measured(exported: Path) -> No
 
 def test_the_graph_has_the_contracts_names_and_no_path_of_this_machine(exported: Path) -> None:
     config, graph = load_bundle(exported).config, onnx_ir.load(exported / "model.onnx").graph
-    assert [value.name for value in graph.inputs] == input_names(config)
-    assert [value.name for value in graph.outputs] == output_names(config)
+    assert [value.name for value in graph.inputs] == [
+        *STEP_INPUTS,
+        *cache_names("past_key_values", config.n_layer),
+    ]
+    assert [value.name for value in graph.outputs] == [
+        "logits",
+        *cache_names("present", config.n_layer),
+    ]
     assert str(Path.cwd()).encode() not in (exported / "model.onnx").read_bytes()
 
 
@@ -92,11 +100,12 @@ def test_limits_that_cannot_be_met_are_refused(exported: Path, options: dict[str
         OnnxRunner(bundle.graph_path, bundle.config, max_num_seqs=2, **options)
 
 
-@pytest.mark.parametrize("max_model_len", [2, 3, 5, 36, 37, 38])
-def test_models_of_any_length_can_be_verified(max_model_len: int, tmp_path: Path) -> None:
-    """The checks' own lengths must fit the shortest model."""
-    model = export_random(tmp_path, max_model_len=max_model_len, n_layer=1)
-    assert Verifier(model.decoder, model.graph, text=None).verify().max_logit_error < 1e-4
+def test_models_of_any_length_can_be_verified(tmp_path: Path) -> None:
+    """The checks' own lengths must fit the shortest model; without positions one graph is all."""
+    model = export_random(tmp_path, n_layer=1, position="none")
+    for max_model_len in (2, 3, 5, 36, 37, 38):
+        model.decoder.config = replace(model.config, max_model_len=max_model_len)
+        assert Verifier(model.decoder, model.graph, text=None).verify().max_logit_error < 1e-4
 
 
 def test_a_wrong_graph_fails_the_export_and_leaves_nothing(
@@ -108,9 +117,7 @@ def test_a_wrong_graph_fails_the_export_and_leaves_nothing(
         export_graph(make_decoder(decoder.config, seed=1), path, precision)  # type: ignore[arg-type]
 
     monkeypatch.setattr(export_directory, "export_graph", export_something_else)
-    with pytest.raises(
-        VerificationError, match=r"logits differ from PyTorch's, .* more than 1e-03"
-    ):
+    with pytest.raises(VerificationError, match=r"logits differ from PyTorch's, .* 1e-03"):
         export_checkpoint(run, tmp_path / "out", precision="fp32")
     assert not list(tmp_path.iterdir())
 
@@ -132,9 +139,7 @@ def test_int8_beyond_its_limit_is_not_written(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(export_verify.MAX_PERPLEXITY_LOSS, "int8", -0.5)
-    with pytest.raises(
-        VerificationError, match=r"perplexity is above PyTorch's by .* must not be served"
-    ):
+    with pytest.raises(VerificationError, match="perplexity is above PyTorch's by"):
         export_checkpoint(run, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -156,14 +161,14 @@ def test_perplexity_can_be_measured_on_a_text_of_ones_own(run: Path, tmp_path: P
 def test_a_folder_that_happens_to_be_called_data_is_not_a_runs(
     exported: Path, tmp_path: Path
 ) -> None:
-    """Beside a model directory, or a checkpoint that no training run wrote, it may hold anything."""
+    """Beside a model directory, or an imported checkpoint, it may hold anything."""
     shutil.copytree(exported, tmp_path / "model")
     (tmp_path / "data").mkdir()
     _, measured = verify_directory(tmp_path / "model")
     assert measured is not None
     assert measured.text is None
-    decoder, tokenizer = make_decoder(make_config()), train_tokenizer([TEXT], 300)
-    checkpoint = save_checkpoint(tmp_path, 1, decoder, tokenizer, {}, {})
+    decoder = make_decoder(make_config(n_layer=1))
+    checkpoint = save_checkpoint(tmp_path, 1, decoder, train_tokenizer([TEXT], 300), {}, {})
     (checkpoint / "training.json").unlink()  # as an imported checkpoint
     assert (
         export_checkpoint(checkpoint, tmp_path / "out", precision="fp32").verification.text is None
@@ -174,14 +179,14 @@ def test_int8_without_text_to_measure_on_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    tokenizer = train_tokenizer([TEXT], 300)
-    checkpoint = save_checkpoint(tmp_path, 1, make_decoder(make_config()), tokenizer, {}, {})
+    decoder = make_decoder(make_config(n_layer=1, max_model_len=16))
+    checkpoint = save_checkpoint(tmp_path, 1, decoder, train_tokenizer([TEXT], 300), {}, {})
     with pytest.raises(VerificationError, match="has none; give --text FILE"):
         export_checkpoint(checkpoint, tmp_path / "out")
 
 
 def test_a_checkpoint_of_ones_own_is_exported_as_it_is(tmp_path: Path) -> None:
-    """Nothing but the checkpoint: int8 measured on English prose, the checkpoint's own files, shorter rows."""
+    """With its own files and shorter rows; int8 is measured on English prose."""
     run, out = tmp_path / "run", tmp_path / "out"
     files = {
         "chat_template.jinja": b"{{ bos_token }}",
@@ -208,10 +213,7 @@ def test_bad_advice_in_a_checkpoint_is_named(tmp_path: Path) -> None:
     files = {"generation_config.json": b'{"temperature": -1}'}
     decoder, tokenizer = make_decoder(make_config()), train_tokenizer([TEXT], 300)
     save_checkpoint(tmp_path / "run", 1, decoder, tokenizer, {}, {}, extra_files=files)
-    with pytest.raises(
-        CheckpointError,
-        match=r"generation_config\.json: temperature: .* greater than or equal to 0",
-    ):
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature .* not -1"):
         export_checkpoint(tmp_path / "run", tmp_path / "out", precision="fp32")
     assert not (tmp_path / "out").exists()
 
@@ -263,7 +265,3 @@ def test_commands_in_one_line_each(run: Path, exported: Path, tmp_path: Path) ->
         other, 1, make_decoder(make_config(), seed=2), train_tokenizer([TEXT], 300), {}, {}
     )
     assert "was not exported from" in kvasir("verify", exported, "--checkpoint", other, fails=True)
-
-
-def test_the_manifest_is_plain_json(exported: Path) -> None:
-    assert json.loads((exported / "manifest.json").read_text())["format_version"] == 1

@@ -1,4 +1,4 @@
-"""int8 keys and values for running sequences: their scales, and the graph that has two kinds of rows."""
+"""int8 keys and values for running sequences: their scales, and a graph with both kinds of rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.random_models import RandomModel, make_config, make_decoder
 
 
 def keys_and_values(decoder: Decoder, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Of every layer, [rows, n_kv_head, tokens, head_dim]: what each attention hears, projected and rotated here."""
+    """Return each layer's keys and values [rows, n_kv_head, tokens, head_dim], rotated here."""
     heard: list[torch.Tensor] = []
     attentions = [
         decoder.get_submodule(f"blocks.{i}.attention") for i in range(decoder.config.n_layer)
@@ -44,7 +44,7 @@ def keys_and_values(decoder: Decoder, ids: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("changes", [{}, {"position": "learned", "n_kv_head": 4}])
 def test_a_scale_reaches_as_far_as_the_sample(changes: dict[str, object]) -> None:
-    """No key or value of the sample is clipped, and none of the sample's channels has more than it needs."""
+    """No key or value of the sample is clipped, and no channel's scale is larger than it needs."""
     config = make_config(**changes, max_model_len=32)
     decoder = make_decoder(config)
     ids = np.random.default_rng(3).integers(config.vocab_size, size=(8, 32))
@@ -56,7 +56,7 @@ def test_a_scale_reaches_as_far_as_the_sample(changes: dict[str, object]) -> Non
         assert (scales[block] * 127 >= reach * 0.9999).all()
         if block % 2 or config.position != "rotary":
             assert np.allclose(scales[block] * 127, reach, rtol=1e-4)
-        else:  # a rotary pair turns: neither channel goes beyond the pair's length, at whatever position
+        else:  # a rotary pair turns: neither channel ever exceeds the pair's length
             left, right = np.split(scales[block], 2, axis=1)
             assert (left == right).all()
             assert (left * 127 <= 1.001 * np.hypot(*np.split(reach, 2, axis=1))).all()
@@ -64,7 +64,7 @@ def test_a_scale_reaches_as_far_as_the_sample(changes: dict[str, object]) -> Non
 
 @pytest.mark.parametrize("qk_norm", [False, True])
 def test_scaled_channels_leave_logits_as_they_were_and_fit_int8(qk_norm: bool) -> None:
-    """In PyTorch, with grouped heads and biases: what divides keys and values multiplies what meets them."""
+    """In PyTorch, with grouped heads and biases: divided keys meet multiplied weights."""
     config = make_config(qkv_bias=True, qk_norm=qk_norm, max_model_len=32)
     decoder = make_decoder(config)
     ids = torch.from_numpy(np.random.default_rng(3).integers(config.vocab_size, size=(8, 32)))

@@ -10,8 +10,8 @@ import onnx_ir
 import pytest
 import torch
 
-from export.block_weights import BLOCK, quantize_blocks
 from export.paged_graph import DTYPES, RUN_INPUTS, export_paged_graph
+from export.quantize import BLOCK, quantize_blocks
 from model.bundle import KV_BLOCK_SIZE, PRECISIONS
 from model.config import ConfigError
 from tests import paged_reference
@@ -66,7 +66,7 @@ def run(
         "attention_metadata": np.array([max(map(len, places)), 500, 1], dtype=np.int32),
         "logits_indices": np.arange(len(tokens)),
     }
-    assert list(feeds) == RUN_INPUTS
+    assert list(feeds) == list(RUN_INPUTS)
     outputs: Any = paged_reference.load(path).run(["logits"], feeds | caches)
     return outputs[0]
 
@@ -83,13 +83,13 @@ def make_caches(path: Path, n_blocks: int) -> dict[str, Any]:
     return caches
 
 
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "int8", "int4"])
-@pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
-def test_the_graph_computes_what_pytorch_does(
-    changes: dict[str, Any], precision: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [*((name, "fp16") for name in VARIANTS), *(("gpt2", p) for p in ("bf16", "int8", "int4"))],
+)
+def test_the_graph_computes_what_pytorch_does(name: str, precision: str, tmp_path: Path) -> None:
     """A prompt beside a chunk, then a decode beside the rest, in blocks that are not in order."""
-    decoder = make_decoder(make_config(**changes, max_model_len=300))
+    decoder = make_decoder(make_config(**VARIANTS[name], max_model_len=300))
     path = tmp_path / "model.onnx"
     export_paged_graph(decoder, path, precision)
     generator = np.random.default_rng(1)
@@ -157,10 +157,7 @@ def test_head_norms_that_all_heads_share_go_into_the_operator(tmp_path: Path) ->
 @pytest.mark.parametrize("position", ["alibi", "relative"])
 def test_biased_scores_are_refused(position: str, tmp_path: Path) -> None:
     decoder = make_decoder(make_config(position=position))
-    with pytest.raises(
-        ConfigError,
-        match=f"{position} positions bias scores, which ONNX Runtime's PagedAttention cannot",
-    ):
+    with pytest.raises(ConfigError, match=f"{position} positions bias scores"):
         export_paged_graph(decoder, tmp_path / "model.onnx", "bf16")
     assert not list(tmp_path.iterdir())
 
@@ -170,6 +167,6 @@ def test_blocks_of_either_width_unpack_to_what_they_were(bits: int) -> None:
     matrix = np.random.default_rng(2).standard_normal((70, 5), dtype=np.float32)
     packed, scales = quantize_blocks(matrix, bits)
     assert packed.shape == (5, 3, BLOCK * bits // 8)
-    unpacked = paged_reference.unpack(packed, scales.reshape(5, 3), bits)[:70]
+    unpacked = paged_reference.unpack(packed, scales, bits)[:70]
     steps = np.abs(scales).reshape(5, -1).repeat(BLOCK, axis=1)[:, :70].T
     assert (np.abs(unpacked - matrix) <= steps * 1.001).all()

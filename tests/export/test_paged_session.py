@@ -1,4 +1,4 @@
-"""The verifier over blocks: the CUDA graph, run by numpy, is measured as the CPU's is; and export without a GPU."""
+"""Verification of the CUDA graph over blocks, run by numpy; and export without a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.random_models import make_config, make_decoder
 def test_a_graph_for_cuda_is_verified_as_one_for_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefill, chunks, ragged decode, a full row, greedy tokens; in float32, which only numpy's operator takes."""
+    """Prefill, chunks, ragged decode, a full row, greedy tokens; only numpy takes float32."""
     decoder = make_decoder(make_config(n_layer=1, max_model_len=48))
     monkeypatch.setitem(paged_graph.DTYPES, "fp32", torch.float32)
     path = tmp_path / "model.onnx"

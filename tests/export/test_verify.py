@@ -1,4 +1,4 @@
-"""What the exporter measures on: rows that begin as texts do when they are served."""
+"""The rows that the exporter measures on begin as served texts do."""
 
 from __future__ import annotations
 
@@ -49,17 +49,18 @@ def perplexity(model: RandomModel, rows: list[list[int]], first: int) -> float:
     return math.exp(np.mean(losses))
 
 
-@pytest.mark.parametrize("name", ["random_model", "random_int8_model"])
-@pytest.mark.parametrize("prefix", [(), (7,), (7, 9)])
+@pytest.mark.parametrize(
+    ("name", "prefix"),
+    [("random_model", (7, 9)), ("random_int8_model", (7,)), ("random_int8_model", ())],
+)
 def test_every_row_begins_with_what_the_tokenizer_puts_before_a_text(
     name: str, prefix: tuple[int, ...], request: pytest.FixtureRequest
 ) -> None:
-    """A row cut out of the middle has no BOS; decoders that always saw one are measured far from how they are used."""
+    """A row from the middle has no BOS, unlike the texts that a decoder is trained and used on."""
     model: RandomModel = request.getfixturevalue(name)
     session: Any = Recorded(model.graph, model.config)
-    figures = Verifier(
-        model.decoder, model.graph, SampleText("text", TEXT, prefix), session
-    ).verify()
+    text = SampleText("text", TEXT, prefix)
+    figures = Verifier(model.decoder, model.graph, text, session).verify()
     assert len(session.begun) > 8
     for row in session.begun:
         assert row.tolist()[: len(prefix)] == list(prefix)[: len(row)]
@@ -74,10 +75,8 @@ def test_every_row_begins_with_what_the_tokenizer_puts_before_a_text(
 
 def test_a_prefix_is_cut_where_a_row_cannot_hold_it(random_model: RandomModel) -> None:
     text = SampleText("text", TEXT[:2], tuple(range(300)))
-    assert (
-        Verifier(random_model.decoder, random_model.graph, text).verify().perplexity_torch
-        is not None
-    )
+    figures = Verifier(random_model.decoder, random_model.graph, text).verify()
+    assert figures.perplexity_torch is not None
 
 
 def test_the_sample_of_keys_and_values_begins_so_too() -> None:

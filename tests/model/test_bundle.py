@@ -1,4 +1,4 @@
-"""A model directory is served only when it is whole, and says in one line what is wrong when it is not."""
+"""A model directory is served only when it is whole; else one line says what is wrong."""
 
 from __future__ import annotations
 
@@ -83,10 +83,10 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
         lambda d: edit_manifest(d, format_version=99, kv_type="int8"),
         r"format version 99, newer than 1, .* upgrade it",
     ),
-    (lambda d: (d / "manifest.json").write_text("[]"), r"manifest\.json is damaged at the file"),
-    (lambda d: edit_manifest(d, format_version="x"), r"damaged at format_version"),
-    (lambda d: edit_manifest(d, surprise=1), r"damaged at surprise"),
-    (lambda d: edit_manifest(d, device="tpu"), r"damaged at device"),
+    (lambda d: (d / "manifest.json").write_text("[]"), r"manifest\.json is damaged: "),
+    (lambda d: edit_manifest(d, format_version="x"), r"damaged: format_version"),
+    (lambda d: edit_manifest(d, surprise=1), r"damaged: unknown field 'surprise'"),
+    (lambda d: edit_manifest(d, device="tpu"), r"damaged: device must be"),
     (lambda d: edit_manifest(d, files={}), r"does not list config\.json"),
     (
         lambda d: edit_manifest(d, files={**hash_files(d), "../secret": "0" * 64}),
@@ -113,7 +113,7 @@ def test_advice_on_sampling_travels_with_the_model(directory: Path) -> None:
     (directory / "generation_config.json").write_text('{"temperature": -1}')
     write_manifest(directory)
     with pytest.raises(
-        BundleError, match=r"generation_config\.json: temperature: .* export the model again"
+        BundleError, match=r"generation_config\.json: temperature .* export the model again"
     ):
         load_bundle(directory)
 
@@ -138,6 +138,7 @@ def test_a_chat_template_and_the_tokens_it_names_travel_with_the_model(directory
     [
         ("chat_template.jinja", b"\xff"),
         ("special_tokens_map.json", b"["),
+        ("generation_config.json", b"{"),
         ("special_tokens_map.json", b"[]"),
         ("special_tokens_map.json", b"\xff"),
     ],
@@ -145,7 +146,7 @@ def test_a_chat_template_and_the_tokens_it_names_travel_with_the_model(directory
 def test_a_damaged_chat_file_is_named(directory: Path, name: str, content: bytes) -> None:
     (directory / name).write_bytes(content)
     write_manifest(directory)
-    with pytest.raises(BundleError, match=rf"{name} .*; export the model again"):
+    with pytest.raises(BundleError, match=rf"{name}: .*; export the model again"):
         load_bundle(directory)
 
 

@@ -1,10 +1,9 @@
-"""Chat templates against transformers' apply_chat_template, on templates written as published ones are."""
+"""Chat templates against transformers, on templates written as published ones are."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,13 +31,15 @@ CHATML = """\
     {{- '<|im_start|>' + message.role + '\\n' }}
     {%- generation %}{{- (message.content or '') | trim }}{%- endgeneration %}
     {%- for call in message.tool_calls or [] %}
-        {{- '\\n<tool_call>' + call.function.name + call.function.arguments | tojson(indent=2) + '</tool_call>' }}
+        {{- '\\n<tool_call>' + call.function.name + call.function.arguments | tojson(indent=2) }}
+        {{- '</tool_call>' }}
     {%- endfor %}
     {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|im_start|>assistant\\n' }}
-    {%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+    {%- if enable_thinking is defined and not enable_thinking %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
 {%- endif %}
 """
 LLAMA_2 = """\
@@ -73,11 +74,14 @@ LLAMA_3 = """\
 {%- for message in messages if message.role != 'debug' %}
     {%- if message.role == 'user' %}{%- set ns.n_users = ns.n_users + 1 %}{%- endif %}
     {%- if ns.n_users > 9 %}{%- break %}{%- endif %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + (message['content'] or '') | trim }}
-    {%- if message.reasoning_content %}{{- '<think>' ~ message.reasoning_content ~ '</think>' }}{%- endif %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- (message['content'] or '') | trim }}
+    {%- if message.reasoning_content %}
+        {{- '<think>' ~ message.reasoning_content ~ '</think>' }}{%- endif %}
     {{- '<|eot_id|>' }}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
 """
 PLAIN = """\
 {% for message in messages %}
@@ -136,7 +140,7 @@ def test_what_is_rendered_is_what_transformers_renders(
     add_generation_prompt: bool,
     tools: list[dict[str, Any]] | None,
 ) -> None:
-    """Blocks not trimmed, HTML escapes, unknown tags or missing tokens would make another text than was trained on."""
+    """Untrimmed blocks, HTML escapes, unknown tags or missing tokens would change the text."""
     options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, "tools": tools}
     expected = outcome(lambda: by_transformers(template, chat, **options))
     actual = outcome(lambda: ChatTemplate(template, TOKENS).render(chat, **options))
@@ -196,29 +200,32 @@ def test_a_template_that_is_wrong_or_reaches_out_of_the_sandbox_is_an_error(
     assert str(caught.value).startswith(message)
 
 
-def test_a_directory_may_hold_a_template_and_its_tokens(tmp_path: Path) -> None:
-    assert ChatTemplate.load(tmp_path) is None
-    (tmp_path / "chat_template.jinja").write_text(
-        "{{ bos_token }}{{ messages[0].content }}é", encoding="utf-8"
-    )
-    template = ChatTemplate.load(tmp_path)
-    assert template is not None
-    assert template.render([{"role": "user", "content": "x"}]) == "xé"
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps(TOKENS))
-    template = ChatTemplate.load(tmp_path)
-    assert template is not None
-    assert template.render([{"role": "user", "content": "x"}]) == "<s>xé"
-    (tmp_path / "special_tokens_map.json").write_text(
-        json.dumps({"bos_token": {"content": "<b>", "lstrip": False}})
-    )
-    template = ChatTemplate.load(tmp_path)  # as published files have it, too
-    assert template is not None
-    assert template.render([{"role": "user", "content": "x"}]) == "<b>xé"
+def test_files_may_hold_a_template_and_its_tokens() -> None:
+    """Published files have tokens as texts, or as objects."""
+    assert ChatTemplate.parse({}) is None
+    template = "{{ bos_token }}{{ messages[0].content }}é".encode()
+    for tokens, expected in (
+        ({}, "xé"),
+        (TOKENS, "<s>xé"),
+        ({"bos_token": {"content": "<b>", "lstrip": False}}, "<b>xé"),
+    ):
+        files = {
+            "chat_template.jinja": template,
+            "special_tokens_map.json": json.dumps(tokens).encode(),
+        }
+        parsed = ChatTemplate.parse(files)
+        assert parsed is not None
+        assert parsed.render([{"role": "user", "content": "x"}]) == expected
 
 
-@pytest.mark.parametrize("content", ["{", "[1]"])
-def test_tokens_that_cannot_be_read_are_an_error(tmp_path: Path, content: str) -> None:
-    (tmp_path / "chat_template.jinja").write_text("x")
-    (tmp_path / "special_tokens_map.json").write_text(content)
-    with pytest.raises(ChatTemplateError, match=r"special_tokens_map\.json"):
-        ChatTemplate.load(tmp_path)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("special_tokens_map.json", b"{"),
+        ("special_tokens_map.json", b"[1]"),
+        ("chat_template.jinja", b"\xff"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(name: str, content: bytes) -> None:
+    with pytest.raises(ChatTemplateError, match=name):
+        ChatTemplate.parse({"chat_template.jinja": b"x", name: content})

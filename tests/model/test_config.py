@@ -1,4 +1,4 @@
-"""The decoder's configuration: what it refuses and how it says so, its file, and the presets' published shapes."""
+"""The decoder's configuration: refusals, its file, and the presets' published shapes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,22 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
-from model.config import PRESETS, ConfigError, DecoderConfig, RopeScaling, preset
+from model.config import (
+    PRESETS,
+    ConfigError,
+    DecoderConfig,
+    FeedForward,
+    Norm,
+    NormPlacement,
+    Position,
+    RopeScaling,
+    preset,
+)
 from model.network.decoder import Decoder
 
 VALID: dict[str, Any] = {
@@ -40,129 +50,111 @@ PUBLISHED_CONSTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", SIZES)
-@pytest.mark.parametrize("value", [0, -3, 1.5, 2.0, "4", None, True])
-def test_a_size_must_be_a_positive_whole_number(name: str, value: object) -> None:
-    with pytest.raises(
-        ConfigError, match=f"^{name} must be a positive whole number, not {value!r}$"
-    ):
-        DecoderConfig(**{**VALID, name: value})
-
-
-@pytest.mark.parametrize("name", ["rope_theta", "norm_eps"])
-@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "x", None, True])
-def test_a_constant_must_be_a_positive_number(name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"^{name} must be a positive number, not {value!r}$"):
-        DecoderConfig(**{**VALID, name: value})
-
-
-@pytest.mark.parametrize("name", ["dropout", "attention_dropout"])
-@pytest.mark.parametrize("value", [-0.1, 1.0, 7, math.nan, "0.1", None, True])
-def test_a_dropout_must_be_a_share_below_one(name: str, value: object) -> None:
-    with pytest.raises(
-        ConfigError, match=f"^{name} must be at least 0 and less than 1, not {value!r}$"
-    ):
-        DecoderConfig(**{**VALID, name: value})
-
-
-@pytest.mark.parametrize(
-    "name", ["qkv_bias", "output_bias", "feed_forward_bias", "tied_embeddings"]
-)
-@pytest.mark.parametrize("value", ["no", 1, None])
-def test_a_switch_must_be_true_or_false(name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"^{name} must be true or false, not {value!r}$"):
-        DecoderConfig(**{**VALID, name: value})
-
-
-@pytest.mark.parametrize(
-    ("name", "choices"),
-    [
-        ("position", "rotary, learned, sinusoidal, alibi, relative, none"),
-        ("norm", "rmsnorm, layernorm"),
-        ("norm_placement", "pre, post, both"),
-        ("feed_forward", "swiglu, geglu, geglu_tanh, gelu, gelu_tanh, relu"),
-    ],
-)
-@pytest.mark.parametrize("value", ["other", None, 3, ["rotary"]])
-def test_a_choice_must_be_one_of_those_that_exist(name: str, choices: str, value: object) -> None:
+def refused(**changes: Any) -> str:
+    """Return the one line with which a configuration with these changes is refused."""
     with pytest.raises(ConfigError) as caught:
-        DecoderConfig(**{**VALID, name: value})
-    assert str(caught.value) == f"{name} must be one of {choices}, not {value!r}"
-    for choice in choices.split(", "):
-        DecoderConfig(**{**VALID, name: choice})
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rotary_dim": 3}, "rotary_dim must be an even number up to head_dim, 16, not 3"),
-        ({"rotary_dim": 18}, "rotary_dim must be an even number up to head_dim, 16, not 18"),
-        (
-            {"position": "alibi", "rotary_dim": 8},
-            "rotary_dim must be left out with alibi positions, not 8",
-        ),
-        (
-            {"position": "none", "layers_without_rotary": (0,)},
-            "must be left out with none positions",
-        ),
-        (
-            {"layers_without_rotary": (2,)},
-            r"layers_without_rotary must be layers below 2, not \(2,\)",
-        ),
-        ({"sliding_window": 0}, "sliding_window must be a positive whole number, not 0"),
-        (
-            {"sliding_window_layers": (0,)},
-            "sliding_window_layers must be left out without a window",
-        ),
-        (
-            {"sliding_window": 4, "sliding_window_layers": ("0",)},
-            "sliding_window_layers must be layers below 2",
-        ),
-        ({"attention_scale": 0.0}, "attention_scale must be a positive number, not 0.0"),
-        ({"logit_softcap": math.nan}, "logit_softcap must be a positive number, not nan"),
-        ({"qk_norm": 1}, "qk_norm must be true or false, not 1"),
-        ({"relative_buckets": 0}, "relative_buckets must be a whole number of at least 2, not 0"),
-        (
-            {"position": "relative", "relative_max_distance": 16},
-            r"relative_max_distance \(16\) must be more than half",
-        ),
-        (
-            {"parallel_residual": True, "norm_placement": "post"},
-            "parallel_residual needs norm_placement pre",
-        ),
-    ],
-)
-def test_attention_that_cannot_be_computed_is_refused(
-    changes: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
         DecoderConfig(**{**VALID, **changes})
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("names", "values"),
     [
+        (SIZES, [0, -3, 1.5, 2.0, "4", None, True]),
+        (["rope_theta", "norm_eps"], [0, -1.0, math.nan, math.inf, "x", None, True]),
+        (["dropout", "attention_dropout"], [-0.1, 1.0, 7, math.nan, "0.1", None, True]),
+        (["attention_scale", "attention_softcap", "logit_softcap"], [0.0, math.nan, "1", True]),
+        (["qkv_bias", "qk_norm", "tied_embeddings"], ["no", 1, None]),
+        (["position", "norm", "norm_placement", "feed_forward"], ["other", None, 3, ["rotary"]]),
+        (["sliding_window", "relative_max_distance"], [0, 2.0, True]),
+        (["relative_buckets"], [0, 1, None]),
+        (["rotary_dim"], [3, 18, "8"]),
+        (["layers_without_rotary"], [(2,), (-1,), 7, None]),
+        (["eos_token_ids"], [(0, 300), (-1,), None, 7, "12"]),
+        (["bos_token_id"], [300, -1, "0"]),
+        (["rope_scaling"], [7]),
+    ],
+)
+def test_a_value_that_a_field_cannot_have_is_named(names: list[str], values: list[Any]) -> None:
+    for name in names:
+        for value in values:
+            message = refused(**{name: value})
+            assert message.startswith(f"{name} must be ")
+            assert message.endswith(f", not {value!r}")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "wrong"),
+    [
+        ("eos_token_ids", [1.0], "eos_token_ids.0 must be a valid integer, not 1.0"),
+        ("eos_token_ids", [0, True], "eos_token_ids.1 must be a valid integer, not True"),
+        ("sliding_window_layers", ["0"], "sliding_window_layers.0 must be a valid integer"),
+        ("norm", "batchnorm", "norm must be 'rmsnorm' or 'layernorm', not 'batchnorm'"),
+        ("n_experts", 8, "unknown field 'n_experts' in the decoder's configuration"),
+        ("rope_scaling", {"kind": "linear"}, "rope_scaling lacks the field 'factor'"),
         (
-            {"kind": "longrope"},
-            "rope_scaling's kind must be linear, llama3 or yarn, not 'longrope'",
+            "rope_scaling",
+            {"kind": "linear", "factor": 2.0, "mscale": 1.0},
+            "unknown field 'mscale' in rope_scaling",
         ),
-        ({"factor": 0.0}, "rope_scaling's factor must be a positive number, not 0.0"),
-        ({"attention_factor": -1.0}, "rope_scaling's attention_factor must be a positive number"),
         (
-            {"kind": "yarn"},
-            "rope_scaling yarn needs original_max_model_len, a positive whole number, not None",
-        ),
-        (
-            {"kind": "llama3", "original_max_model_len": 8, "low_freq_factor": 4.0},
-            "low_freq_factor must be less than its high_freq_factor",
+            "rope_scaling",
+            {"kind": "llama3", "factor": 2.0},
+            "rope_scaling llama3 needs original_max_model_len",
         ),
     ],
 )
-def test_rope_scaling_that_has_no_meaning_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_a_message_says_where_and_what_is_allowed(name: str, value: object, wrong: str) -> None:
+    assert wrong in refused(**{name: value})
+
+
+@pytest.mark.parametrize("missing", SIZES)
+def test_a_missing_field_is_named(missing: str) -> None:
+    with pytest.raises(ConfigError, match=f"lacks the field '{missing}'$"):
+        DecoderConfig(**{name: value for name, value in VALID.items() if name != missing})
+
+
+def test_every_choice_can_be_made() -> None:
+    for name, choices in (
+        ("position", Position),
+        ("norm", Norm),
+        ("norm_placement", NormPlacement),
+        ("feed_forward", FeedForward),
+    ):
+        for choice in get_args(choices):
+            assert getattr(DecoderConfig(**{**VALID, name: choice}), name) == choice
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"position": "alibi", "rotary_dim": 8}, "rotary_dim"),
+        ({"position": "none", "layers_without_rotary": (0,)}, "layers_without_rotary"),
+        ({"sliding_window_layers": (0,)}, "sliding_window_layers"),
+        ({"sliding_window": 4, "sliding_window_layers": (2,)}, "sliding_window_layers"),
+        ({"position": "relative", "relative_max_distance": 16}, "relative_max_distance"),
+        ({"parallel_residual": True, "norm_placement": "post"}, "norm_placement"),
+        ({"n_kv_head": 3}, "n_head"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], name: str) -> None:
+    assert refused(**changes).startswith(f"{name} must be ")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kind": "longrope"},
+        {"factor": 0.0},
+        {"attention_factor": -1.0},
+        {"kind": "yarn"},
+        {"kind": "llama3", "original_max_model_len": 8, "low_freq_factor": 4.0},
+    ],
+)
+def test_rope_scaling_that_has_no_meaning_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
         RopeScaling(**{"kind": "linear", "factor": 2.0, **changes})
-    with pytest.raises(ConfigError, match="rope_scaling must be an object, not 7"):
-        DecoderConfig.from_dict({**VALID, "rope_scaling": 7})
 
 
 def test_layers_differ_in_windows_and_positions() -> None:
@@ -177,46 +169,16 @@ def test_layers_differ_in_windows_and_positions() -> None:
     assert [(everywhere.window_of(i), everywhere.rotates(i)) for i in range(2)] == [(4, True)] * 2
 
 
-def test_query_heads_must_share_key_value_heads_evenly() -> None:
-    with pytest.raises(ConfigError, match=r"^n_head \(4\) must be a multiple of n_kv_head \(3\)$"):
-        DecoderConfig(**{**VALID, "n_kv_head": 3})
-    for n_kv_head in (1, 2, 4):
-        config = DecoderConfig(**{**VALID, "n_kv_head": n_kv_head})
-        assert config.n_groups * config.n_kv_head == config.n_head
-
-
 @pytest.mark.parametrize(
     ("position", "multiple"), [("rotary", 16), ("learned", 8), ("alibi", 8), ("none", 8)]
 )
 def test_head_dim_must_be_what_the_served_operator_takes(position: str, multiple: int) -> None:
     for head_dim in range(1, 33):
-        values = {**VALID, "position": position, "head_dim": head_dim}
         if head_dim % multiple == 0:
-            DecoderConfig(**values)
+            DecoderConfig(**{**VALID, "position": position, "head_dim": head_dim})
         else:
-            with pytest.raises(
-                ConfigError,
-                match=f"^head_dim must be a multiple of {multiple} with .*not {head_dim}$",
-            ):
-                DecoderConfig(**values)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("bos_token_id", 300),
-        ("bos_token_id", -1),
-        ("bos_token_id", "0"),
-        ("eos_token_ids", (0, 300)),
-        ("eos_token_ids", (-1,)),
-        ("eos_token_ids", (1.0,)),
-        ("eos_token_ids", (True,)),
-    ],
-)
-def test_special_tokens_must_lie_in_the_vocabulary(name: str, value: object) -> None:
-    with pytest.raises(ConfigError) as caught:
-        DecoderConfig(**{**VALID, name: value})
-    assert str(caught.value) == f"{name} must be in the vocabulary of 300, not {value!r}"
+            message = refused(position=position, head_dim=head_dim)
+            assert message.startswith(f"head_dim must be a multiple of {multiple} ")
 
 
 @pytest.mark.parametrize(
@@ -273,28 +235,6 @@ def test_saving_and_loading_gives_an_equal_configuration(
     )  # a list for eos_token_ids would compare unequal, or not hash
 
 
-@pytest.mark.parametrize("missing", SIZES)
-def test_a_missing_field_is_named(missing: str) -> None:
-    with pytest.raises(ConfigError, match=f"lacks the field '{missing}'$"):
-        DecoderConfig.from_dict({name: value for name, value in VALID.items() if name != missing})
-
-
-def test_an_unknown_field_is_named() -> None:
-    """A field of a newer version that is passed over would build another decoder than the one that was trained."""
-    with pytest.raises(ConfigError, match="unknown field 'n_experts'"):
-        DecoderConfig.from_dict({**VALID, "n_experts": 8})
-    scaling = {"kind": "linear", "factor": 2.0, "mscale": 1.0}
-    with pytest.raises(ConfigError, match="unknown field 'mscale' in rope_scaling"):
-        DecoderConfig.from_dict({**VALID, "rope_scaling": scaling})
-
-
-@pytest.mark.parametrize("value", [None, 7, "12"])
-def test_ending_tokens_of_another_type_are_refused(value: object) -> None:
-    with pytest.raises(ConfigError) as caught:
-        DecoderConfig.from_dict({**VALID, "eos_token_ids": value})
-    assert str(caught.value) == f"eos_token_ids must be a list, not {value!r}"
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -302,10 +242,7 @@ def test_ending_tokens_of_another_type_are_refused(value: object) -> None:
         (b"\xff\xfe", "is not JSON"),
         (b"", "is not JSON"),
         (b"[]", "must hold a JSON object"),
-        (
-            json.dumps({**VALID, "n_head": "4"}).encode(),
-            "n_head must be a positive whole number, not '4'",
-        ),
+        (json.dumps({**VALID, "n_head": "4"}).encode(), "n_head must be .*, not '4'"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
@@ -328,18 +265,12 @@ def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
     assert decoder.n_parameters == PUBLISHED_PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", PUBLISHED_CONSTANTS)
-def test_a_rotary_preset_has_the_published_constants(name: str) -> None:
-    config = preset(name)
-    assert (config.position, config.rope_theta, config.norm_eps) == (
-        "rotary",
-        *PUBLISHED_CONSTANTS[name],
-    )
-
-
-def test_gpt2_has_the_published_positions() -> None:
-    config = preset("gpt2-124m")
-    assert (config.position, config.max_model_len) == ("learned", 1024)
+def test_presets_have_the_published_constants() -> None:
+    for name, constants in PUBLISHED_CONSTANTS.items():
+        config = preset(name)
+        assert (config.position, config.rope_theta, config.norm_eps) == ("rotary", *constants)
+    assert preset("gpt2-124m").position == "learned"
+    assert preset("gpt2-124m").max_model_len == 1024
 
 
 def test_a_preset_can_be_changed_and_is_checked_again() -> None:
@@ -350,5 +281,5 @@ def test_a_preset_can_be_changed_and_is_checked_again() -> None:
         preset("huge")
     with pytest.raises(ConfigError, match="unknown field 'n_layers'"):
         preset("tiny", n_layers=7)
-    with pytest.raises(ConfigError, match=r"^n_layer must be a positive whole number, not 0$"):
+    with pytest.raises(ConfigError, match=r"^n_layer must be greater than 0, not 0$"):
         preset("tiny", n_layer=0)

@@ -1,4 +1,4 @@
-"""Each layer against its formula, the cached decoder against the uncached one, and no position seeing the future."""
+"""Layers against formulas, the cached decoder against the uncached one, and causality."""
 
 from __future__ import annotations
 
@@ -11,68 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model.config import DecoderConfig, RopeScaling
+from model.config import DecoderConfig
 from model.network.attention import LayerCache, StepInputs
-from model.network.decoder import Block, Decoder, FeedForward
-from model.network.norm import RMSNorm, make_norm
+from model.network.decoder import Block, Decoder
+from model.network.feed_forward import FeedForward
+from model.network.norm import make_norm
 from model.network.positions import Positions, RotaryTable, sinusoidal_table
+from tests.model.variants import VARIANTS
 from tests.random_models import make_config, make_decoder
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "rotary, rmsnorm, swiglu": {},
-    "multi-head": {"n_kv_head": 4},
-    "multi-query": {"n_kv_head": 1},
-    "untied": {"tied_embeddings": False},
-    "qkv bias": {"qkv_bias": True},
-    "rotary base": {"rope_theta": 500000.0, "norm_eps": 1e-6},
-    "gpt2": {
-        "n_kv_head": 4,
-        "position": "learned",
-        "norm": "layernorm",
-        "feed_forward": "gelu",
-        "qkv_bias": True,
-        "output_bias": True,
-        "feed_forward_bias": True,
-    },
-    "vaswani": {
-        "n_kv_head": 4,
-        "position": "sinusoidal",
-        "norm": "layernorm",
-        "norm_placement": "post",
-        "feed_forward": "relu",
-        "feed_forward_bias": True,
-    },
-    "sinusoidal, pre": {"position": "sinusoidal", "head_dim": 8},
-    "rmsnorm, post": {"norm_placement": "post", "tied_embeddings": False},
-    "wide heads": {"n_head": 2, "n_kv_head": 1, "head_dim": 32, "feed_forward": "relu"},
-    "one layer": {"n_layer": 1},
-    "alibi": {"position": "alibi", "n_kv_head": 4},
-    "relative": {"position": "relative", "head_dim": 24},
-    "no positions": {"position": "none", "feed_forward": "geglu"},
-    "windows": {"sliding_window": 5, "sliding_window_layers": (1,), "layers_without_rotary": (0,)},
-    "neox": {
-        "parallel_residual": True,
-        "rotary_dim": 4,
-        "norm": "layernorm",
-        "feed_forward": "gelu",
-        "qkv_bias": True,
-        "tied_embeddings": False,
-    },
-    "qwen3": {
-        "qk_norm": True,
-        "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_model_len=24),
-    },
-    "gemma2": {
-        "attention_softcap": 5.0,
-        "logit_softcap": 3.0,
-        "norm_placement": "both",
-        "feed_forward": "geglu_tanh",
-        "embedding_scale": 6.9,
-        "attention_scale": 0.3,
-        "sliding_window": 5,
-        "sliding_window_layers": (0,),
-    },
-}
 EVERY_VARIANT = pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
 
 
@@ -84,7 +31,7 @@ def empty_caches(config: DecoderConfig, batch: int) -> list[LayerCache]:
 def step(
     decoder: Decoder, tokens: Tensor, lengths: list[int], caches: list[LayerCache]
 ) -> tuple[Tensor, list[LayerCache]]:
-    """Append tokens [batch, sequence]; row b then holds lengths[b]. Logits [batch, sequence, vocab]."""
+    """Append tokens [batch, sequence]; row b then holds lengths[b]. Returns logits of all."""
     batch, sequence = tokens.shape
     starts = (torch.tensor(lengths) - sequence).clamp(min=0)
     inputs = StepInputs(
@@ -100,6 +47,10 @@ def random_tokens(config: DecoderConfig, *shape: int, seed: int = 0) -> Tensor:
     return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-5)
+
+
 def randomise(module: nn.Module) -> None:
     """Weights, biases and gains far from the ones and zeros they start as."""
     for parameter in module.parameters():
@@ -109,29 +60,17 @@ def randomise(module: nn.Module) -> None:
 # Layers by definition
 
 
-def test_rmsnorm_by_definition() -> None:
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_norms_by_definition(kind: str) -> None:
     torch.manual_seed(0)
-    norm = make_norm(make_config(norm_eps=0.01))
-    assert isinstance(norm, RMSNorm)
+    norm: Any = make_norm(make_config(norm=kind, norm_eps=0.01))
     randomise(norm)
-    x = torch.randn(5, 48) * 0.2  # small, so that ε matters
+    x = torch.randn(5, 48) * 0.2 + 0.3  # small, so that ε matters
     for row, normed in zip(x.double(), norm(x), strict=True):
-        mean_square = sum(float(value) ** 2 for value in row) / 48
-        torch.testing.assert_close(
-            normed, (row / math.sqrt(mean_square + 0.01) * norm.weight).float()
-        )
-
-
-def test_layernorm_by_definition() -> None:
-    torch.manual_seed(0)
-    norm = make_norm(make_config(norm="layernorm", norm_eps=0.01))
-    assert isinstance(norm, nn.LayerNorm)
-    randomise(norm)
-    x = torch.randn(5, 48) * 0.2 + 3
-    for row, normed in zip(x.double(), norm(x), strict=True):
-        mean = float(row.sum()) / 48
-        variance = sum((float(value) - mean) ** 2 for value in row) / 48
-        expected = (row - mean) / math.sqrt(variance + 0.01) * norm.weight + norm.bias
+        centred = row - float(row.sum()) / 48 if kind == "layernorm" else row
+        mean_square = sum(float(value) ** 2 for value in centred) / 48
+        expected = centred / math.sqrt(mean_square + 0.01) * norm.weight
+        expected += norm.bias if kind == "layernorm" else 0.0
         torch.testing.assert_close(normed, expected.float(), rtol=1e-4, atol=1e-5)
 
 
@@ -224,7 +163,7 @@ def test_the_decoder_is_its_embedding_its_blocks_and_its_head(changes: dict[str,
 
 
 def known_positions(decoder: Decoder, length: int) -> Positions:
-    """What the blocks are told of positions 0 … length - 1, biases written one at a time."""
+    """Return the blocks' Positions for 0 … length - 1, biases written one at a time."""
     config = decoder.config
     if config.position == "rotary":
         return Positions(RotaryTable(decoder.rotary_cos, decoder.rotary_sin))
@@ -250,9 +189,8 @@ def test_tied_embeddings_are_one_tensor_that_both_ends_train() -> None:
     untied(torch.tensor([[5]])).sum().backward()
     assert tied.embedding.weight.grad is not None
     assert untied.embedding.weight.grad is not None
-    assert (
-        tied.embedding.weight.grad[6].abs().sum() > 0
-    )  # the head's share: token 6 was never looked up
+    # The head's share: token 6 was never looked up.
+    assert tied.embedding.weight.grad[6].abs().sum() > 0
     assert untied.embedding.weight.grad[6].abs().sum() == 0
 
 
@@ -292,7 +230,7 @@ def test_residual_dropout_acts_in_training_only() -> None:
 
 
 @EVERY_VARIANT
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @torch.inference_mode()
 def test_cached_rows_in_random_chunks_give_the_uncached_logits(
     changes: dict[str, Any], seed: int
@@ -308,7 +246,7 @@ def test_cached_rows_in_random_chunks_give_the_uncached_logits(
     for start, end in zip([0, *ends[:-1]], ends, strict=True):
         logits, caches = step(decoder, tokens[:, start:end], [end] * batch, caches)
         pieces.append(logits)
-    torch.testing.assert_close(torch.cat(pieces, dim=1), decoder(tokens), rtol=1e-4, atol=2e-5)
+    close(torch.cat(pieces, dim=1), decoder(tokens))
 
 
 @EVERY_VARIANT
@@ -316,7 +254,7 @@ def test_cached_rows_in_random_chunks_give_the_uncached_logits(
 def test_cached_rows_of_different_lengths_give_each_row_its_own_logits(
     changes: dict[str, Any],
 ) -> None:
-    """A prompt padded on the right, then a token for every row at its own position, as continuous batching does."""
+    """A prompt padded on the right, then a token for every row, as continuous batching does."""
     config = make_config(**changes)
     decoder = make_decoder(config)
     lengths = [4, 11, 1]
@@ -327,16 +265,13 @@ def test_cached_rows_of_different_lengths_give_each_row_its_own_logits(
         padded[row, length:] = 0
     logits, caches = step(decoder, padded, lengths, empty_caches(config, len(lengths)))
     for row, length in enumerate(lengths):
-        torch.testing.assert_close(
-            logits[row, :length], expected[row][:length], rtol=1e-4, atol=2e-5
-        )
+        close(logits[row, :length], expected[row][:length])
     for i in range(3):
         places = torch.tensor(lengths) + i
-        logits, caches = step(
-            decoder, tokens.gather(1, places[:, None]), (places + 1).tolist(), caches
-        )
+        new = tokens.gather(1, places[:, None])
+        logits, caches = step(decoder, new, (places + 1).tolist(), caches)
         wanted = torch.stack([expected[row][place] for row, place in enumerate(places.tolist())])
-        torch.testing.assert_close(logits[:, 0], wanted, rtol=1e-4, atol=2e-5)
+        close(logits[:, 0], wanted)
 
 
 @pytest.mark.parametrize("indices", [[], [0], [9], [7, 2, 2]])
@@ -345,16 +280,11 @@ def test_logits_are_those_of_the_asked_positions(indices: list[int]) -> None:
     config = make_config()
     decoder = make_decoder(config)
     tokens = random_tokens(config, 2, 5)
-    inputs = StepInputs(
-        seqlens_k=torch.tensor([4, 4], dtype=torch.int32),
-        total_sequence_length=torch.tensor(5, dtype=torch.int32),
-        position_ids=torch.arange(5).repeat(2, 1),
-    )
-    logits, _ = decoder.step(
-        tokens, inputs, torch.tensor(indices, dtype=torch.long), empty_caches(config, 2)
-    )
+    inputs = StepInputs(torch.tensor([4, 4]), torch.tensor(5), torch.arange(5).repeat(2, 1))
+    rows = torch.tensor(indices, dtype=torch.long)
+    logits, _ = decoder.step(tokens, inputs, rows, empty_caches(config, 2))
     assert logits.shape == (len(indices), config.vocab_size)
-    torch.testing.assert_close(logits, decoder(tokens).flatten(0, 1)[indices], rtol=1e-4, atol=2e-5)
+    close(logits, decoder(tokens).flatten(0, 1)[indices])
 
 
 # Causality
@@ -372,15 +302,14 @@ def test_no_position_sees_the_future_by_one_bit(changes: dict[str, Any]) -> None
         perturbed[0, t] = (tokens[0, t] + 1) % config.vocab_size
         moved = decoder(perturbed)
         assert torch.equal(moved[0, :t], logits[0, :t])
-        assert all(
-            not torch.equal(moved[0, s], logits[0, s]) for s in range(t, 19)
-        )  # and the past is seen
+        # And the past is seen.
+        assert all(not torch.equal(moved[0, s], logits[0, s]) for s in range(t, 19))
 
 
 @EVERY_VARIANT
 @torch.inference_mode()
 def test_no_cached_position_sees_the_future_by_one_bit(changes: dict[str, Any]) -> None:
-    """In a chunk after a past, where the mask must follow absolute positions, not places in the chunk."""
+    """In a chunk after a past, the mask must follow absolute positions, not places in the chunk."""
     config = make_config(**changes)
     decoder = make_decoder(config)
     tokens = random_tokens(config, 1, 19)
@@ -396,10 +325,8 @@ def test_no_cached_position_sees_the_future_by_one_bit(changes: dict[str, Any]) 
 
 @EVERY_VARIANT
 def test_no_gradient_flows_from_a_position_to_a_later_token(changes: dict[str, Any]) -> None:
-    """Training's mask, seen from behind: a loss at position t teaches exactly nothing about the tokens after it."""
-    config = make_config(
-        **changes, **({} if "tied_embeddings" in changes else {"tied_embeddings": False})
-    )
+    """A loss at position t teaches exactly nothing about the tokens after it."""
+    config = make_config(**{**changes, "tied_embeddings": False})
     decoder = make_decoder(config).train()
     tokens = torch.arange(11)[None]
     decoder(tokens)[0, 4].sum().backward()

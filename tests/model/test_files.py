@@ -1,4 +1,4 @@
-"""A directory that is written whole or not at all, and what is said when it cannot be."""
+"""Directories are written whole or not at all; errors name the path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FULL = os.strerror(errno.ENOSPC)
 
 
 def test_folders_of_others_stay_as_they_are(tmp_path: Path) -> None:
-    """OUT.part was removed, whoever it belonged to."""
+    """Once OUT.part was removed, whoever owned it."""
     theirs = tmp_path / "out.part" / "notes"
     theirs.parent.mkdir()
     theirs.write_text("mine")

@@ -1,4 +1,4 @@
-"""Positions against their papers' formulas, written one number at a time, and against transformers'."""
+"""Positions against their papers' formulas and against transformers'."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ with warnings.catch_warnings():
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
     from transformers.models.t5.modeling_t5 import T5Attention
 
-SCALINGS: dict[
-    str, tuple[RopeScaling, dict[str, Any]]
-] = {  # ours, and the same in Hugging Face's words
+# Ours, and the same in Hugging Face's words.
+SCALINGS: dict[str, tuple[RopeScaling, dict[str, Any]]] = {
     "linear": (RopeScaling(kind="linear", factor=4.0), {"rope_type": "linear", "factor": 4.0}),
     "llama3": (
         RopeScaling(kind="llama3", factor=8.0, original_max_model_len=512),

@@ -1,4 +1,4 @@
-"""Generation's oracle, itself held against definitions: the argmax chain, and the distribution that draw() keeps."""
+"""Generation's oracle against definitions: the chain of argmaxes, and draw()'s distribution."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from model.reference import draw, generate, next_logits
 from tests.random_models import make_config, make_decoder
 
-CONFIG = make_config(
-    max_model_len=40, tied_embeddings=False
-)  # tied, random weights repeat the last token for ever
+# Untied: tied random weights repeat the last token for ever.
+CONFIG = make_config(max_model_len=40, tied_embeddings=False)
 decoder = make_decoder(CONFIG)
 PROMPT = [5, 17, 3]
 
@@ -25,7 +24,7 @@ PROMPT = [5, 17, 3]
 def kept_probabilities(
     logits: NDArray[np.float32], temperature: float, top_k: int, top_p: float
 ) -> dict[int, float]:
-    """Token → probability: softmax at the temperature, the k likeliest, then the fewest that reach top_p."""
+    """Return token → probability of the k likeliest, and of these the fewest that reach top_p."""
     weights = np.exp(logits.astype(np.float64) / temperature - logits.max() / temperature)
     likeliest_first = sorted(
         range(len(logits)), key=lambda token_id: (-weights[token_id], token_id)
@@ -54,6 +53,7 @@ def test_greedy_is_the_chain_of_argmaxes() -> None:
     for _ in range(12):
         expected.append(int(next_logits(decoder, expected).argmax()))
     assert generate(decoder, PROMPT, max_tokens=12) == expected[3:]
+    assert generate(decoder, PROMPT, max_tokens=0) == []
     assert len(set(expected[3:])) > 2  # a chain stuck on one token would show nothing
 
 
@@ -65,21 +65,12 @@ def test_generation_turns_dropout_off() -> None:
 def test_it_stops_after_an_ending_token_which_it_returns() -> None:
     free = generate(decoder, PROMPT, max_tokens=12)
     ending = free[5]
-    assert (
-        generate(decoder, PROMPT, max_tokens=12, ending_ids=[ending, 299])
-        == free[: free.index(ending) + 1]
-    )
-    assert (
-        generate(decoder, PROMPT, max_tokens=12, ending_ids={max(set(range(300)) - set(free))})
-        == free
-    )
-    assert generate(
-        decoder, [*PROMPT, ending], max_tokens=2, ending_ids=[ending]
-    )  # one in the prompt ends nothing
-
-
-def test_no_tokens_asked_gives_none() -> None:
-    assert generate(decoder, PROMPT, max_tokens=0) == []
+    ended = generate(decoder, PROMPT, max_tokens=12, ending_ids=[ending, 299])
+    assert ended == free[: free.index(ending) + 1]
+    unused = {max(set(range(300)) - set(free))}
+    assert generate(decoder, PROMPT, max_tokens=12, ending_ids=unused) == free
+    # An ending token in the prompt ends nothing.
+    assert generate(decoder, [*PROMPT, ending], max_tokens=2, ending_ids=[ending])
 
 
 def test_the_stream_of_random_numbers_is_named_by_seed_and_sample_index() -> None:
@@ -88,18 +79,14 @@ def test_the_stream_of_random_numbers_is_named_by_seed_and_sample_index() -> Non
             decoder, PROMPT, max_tokens=12, temperature=1.0, seed=seed, sample_index=sample_index
         )
 
-    streams = [
-        sampled(seed, sample_index)
-        for seed, sample_index in itertools.product((0, 1, 2**63), (0, 1))
-    ]
-    assert streams == [
-        sampled(seed, index) for seed, index in itertools.product((0, 1, 2**63), (0, 1))
-    ]
+    names = list(itertools.product((0, 1, 2**63), (0, 1)))
+    streams = [sampled(*name) for name in names]
+    assert streams == [sampled(*name) for name in names]
     assert len({tuple(stream) for stream in streams}) == len(streams)
 
 
 def test_sampling_follows_its_uniform_numbers_through_the_distribution() -> None:
-    """The i-th token is where the i-th number of Philox(seed, sample_index) falls, in order of ids."""
+    """The i-th token is where the i-th number of Philox(seed, sample_index) falls, by id."""
     numbers = np.random.Generator(np.random.Philox(key=np.array([7, 2], dtype=np.uint64)))
     ids = list(PROMPT)
     for _ in range(10):
@@ -132,7 +119,7 @@ def test_sampling_follows_its_uniform_numbers_through_the_distribution() -> None
 def test_draw_gives_every_token_its_share_of_the_unit_interval(
     logits: list[float], temperature: float, top_k: int, top_p: float
 ) -> None:
-    """A fine grid of uniform numbers stands in for the random ones: shares are lengths, no statistics needed."""
+    """A fine grid stands in for random numbers: shares are lengths, and need no statistics."""
     row = np.array(logits, dtype=np.float32)
     kept = kept_probabilities(row, temperature, top_k, top_p)
     n = 200

@@ -1,4 +1,4 @@
-"""Byte-level BPE: every text comes back, and what cannot be trained or loaded says so in one line."""
+"""Byte-level BPE: every text round-trips; errors in training or loading are one line."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ lines = st.text(alphabet="a \t\n:_.,7é", max_size=30)
 def test_a_prompt_cut_after_an_indentation_starts_as_the_whole_text_does(
     before: str, indent: str, after: str
 ) -> None:
-    """Were "\\n    return" cut otherwise than "\\n    ", the model would go on from tokens it never saw in training."""
+    """Else the model would continue from tokens that it never saw in training."""
     for prompt, rest in ((f"{before}\n{indent}", f"x{after}"), (f"{before}\n", after)):
         ids = tokenizer.encode(prompt).ids
         assert tokenizer.encode(prompt + rest).ids[: len(ids)] == ids
@@ -70,7 +70,7 @@ def test_end_of_text_is_token_zero() -> None:
 
 
 def test_frequent_words_become_one_token() -> None:
-    """A tokenizer that learned no merges round-trips too, and makes every sequence several times longer."""
+    """A tokenizer without merges round-trips too, but makes sequences several times longer."""
     assert len(tokenizer.encode("the the the").ids) == 3
 
 
@@ -123,7 +123,7 @@ def test_a_folder_is_not_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_a_loaded_tokenizer_neither_cuts_nor_pads(tmp_path: Path) -> None:
-    """Published tokenizer.json files may carry both; documents and prompts would lose their ends without a word."""
+    """Published files may truncate and pad, and documents would silently lose their ends."""
     limited = Tokenizer.from_str(tokenizer.to_str())
     limited.enable_truncation(4)
     limited.enable_padding(length=16)

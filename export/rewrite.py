@@ -1,0 +1,42 @@
+"""Small edits of an exported graph."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from numpy.typing import NDArray
+
+MICROSOFT = "com.microsoft"  # the domain of ONNX Runtime's own operators
+
+
+def constant(graph: ir.Graph, name: str, array: NDArray[np.generic]) -> ir.Value:
+    """Return the initializer of this name, made of `array` unless it is there already."""
+    if name not in graph.initializers:
+        tensor = ir.tensor(np.ascontiguousarray(array), name=name)
+        graph.register_initializer(ir.val(name, const_value=tensor))
+    return graph.initializers[name]
+
+
+def contents(value: ir.Value) -> NDArray[np.float32]:
+    """Return an initializer's array."""
+    assert value.const_value is not None
+    return value.const_value.numpy()
+
+
+def is_constant(value: ir.Value | None) -> bool:
+    """Tell whether a node's input is an initializer."""
+    return value is not None and value.const_value is not None
+
+
+def replace_node(graph: ir.Graph, node: ir.Node, *outputs: ir.Value) -> None:
+    """Remove a node and let `outputs` take the place and the names of its outputs."""
+    for old, new in zip(node.outputs, outputs, strict=True):
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
+        new.name, new.shape, new.type = old.name, old.shape, old.type
+    graph.remove(node, safe=True)
+
+
+def remove_unused_constants(graph: ir.Graph) -> None:
+    """Remove initializers that nothing reads."""
+    for name in [name for name, value in graph.initializers.items() if not value.uses()]:
+        del graph.initializers[name]

@@ -1,0 +1,67 @@
+"""Every kind of decoder that a configuration describes, as changes of `make_config`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from model.config import RopeScaling
+
+BIASES = {"qkv_bias": True, "output_bias": True, "feed_forward_bias": True}
+GPT2 = {"position": "learned", "norm": "layernorm", "n_kv_head": 4, **BIASES}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {**GPT2, "feed_forward": "gelu", "tied_embeddings": False},
+    "vaswani": {
+        **GPT2,
+        "n_layer": 1,
+        "position": "sinusoidal",
+        "norm_placement": "post",
+        "feed_forward": "relu",
+        "head_dim": 8,
+    },
+    "qwen": {"n_layer": 1, "qkv_bias": True, "n_kv_head": 1, "rope_theta": 1e6, "head_dim": 32},
+    "post-norm rotary": {
+        "n_layer": 1,
+        "norm_placement": "post",
+        "feed_forward": "relu",
+        "tied_embeddings": False,
+    },
+    "neox": {
+        **GPT2,
+        "n_layer": 1,
+        "position": "rotary",
+        "parallel_residual": True,
+        "rotary_dim": 4,
+        "feed_forward": "gelu",
+        "tied_embeddings": False,
+    },
+    "qwen3": {
+        "qk_norm": True,
+        "rope_scaling": RopeScaling(kind="yarn", factor=4.0, original_max_model_len=24),
+        "layers_without_rotary": (0,),
+    },
+    "gemma2": {
+        "attention_softcap": 5.0,
+        "logit_softcap": 3.0,
+        "norm_placement": "both",
+        "feed_forward": "geglu_tanh",
+        "embedding_scale": 6.9,
+        "attention_scale": 0.3,
+        "sliding_window": 5,
+        "sliding_window_layers": (0,),
+    },
+    "alibi": {
+        "n_layer": 1,
+        "position": "alibi",
+        "n_kv_head": 4,
+        "norm": "layernorm",
+        "feed_forward_bias": True,
+    },
+    "relative": {"position": "relative", "n_kv_head": 1, "head_dim": 24},
+    "no positions": {
+        "n_layer": 1,
+        "position": "none",
+        "feed_forward": "geglu",
+        "output_bias": True,
+    },
+}
