@@ -411,7 +411,8 @@ YARN = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_value_that_makes_no_sense_is_refused_and_nothing_worse(family: str) -> None:
     """Every key that is read, every wrong type; with windows on, so that all of their keys are read."""
-    keys = {*FAMILIES[family].defaults, *NEUTRAL, "rope_scaling", "rope_parameters"}
+    read = FAMILIES[family].options({})
+    keys = {*NEUTRAL, *(read.names.get(key, key) for key in read)}
     changes = [{key: wrong} for key in sorted(keys) for wrong in WRONG]
     kinds: list[dict[str, Any]] = [YARN, YARN | {"factor": 2.0}, {"type": "linear", "factor": 2.0}]
     kinds += [

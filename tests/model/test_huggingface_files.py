@@ -23,7 +23,7 @@ from model.chat_template import ChatTemplate
 from model.checkpoint import load_checkpoint
 from model.config import DecoderConfig
 from model.importing.huggingface import Imported, import_checkpoint
-from model.importing.weights import Stored
+from model.importing.weights import StoredTensor
 from tests.huggingface_checkpoints import (
     BOS,
     CHAT_TEMPLATE,
@@ -196,16 +196,16 @@ def test_a_failure_in_the_middle_leaves_nothing(
     folders: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, reads = folders("llama"), 0
-    read = Stored.read
+    read = StoredTensor.read
 
-    def run_out(stored: Stored) -> Tensor:
+    def run_out(stored: StoredTensor) -> Tensor:
         nonlocal reads
         reads += 1
         if reads > 5:
             raise OSError("No space left on device")
         return read(stored)
 
-    monkeypatch.setattr(Stored, "read", run_out)
+    monkeypatch.setattr(StoredTensor, "read", run_out)
     with pytest.raises(OSError, match="No space left"):
         import_checkpoint(folder, tmp_path / "not" / "yet" / "there")
     assert not list(tmp_path.iterdir())

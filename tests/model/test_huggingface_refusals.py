@@ -138,7 +138,7 @@ REFUSALS: dict[str, tuple[Break, str]] = {
     "broken tokenizer": (write("tokenizer.json", "{}"), r"tokenizer\.json is not a tokenizer"),
     "more tokens than embeddings": (
         set_values("config.json", vocab_size=280),
-        r"tokenizer\.json has token ids up to 301, but the decoder 280 tokens",
+        r"tokenizer\.json has token ids up to 301, but the decoder has 280 tokens",
     ),
     "chat template that is no text": (
         lambda folder: (
@@ -215,7 +215,7 @@ REFUSALS: dict[str, tuple[Break, str]] = {
     ),
     "tensor of integers": (
         set_tensors(**{DOWN: torch.ones(64, 96, dtype=torch.int8)}),
-        rf"tensor '{DOWN}' in model\.safetensors is I8; there are F32, F16, BF16",
+        rf"tensor '{DOWN}' in model\.safetensors is I8; supported are F32, F16, BF16",
     ),
     "tensor under two names": (
         set_tensors(**{"layers.0.mlp.down_proj.weight": torch.ones(64, 96)}),
