@@ -32,9 +32,11 @@ class ProgressBar:
             TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(),
             TextColumn("{task.fields[count]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             TimeRemainingColumn(elapsed_when_finished=True),
             console=console(stderr=True),
             transient=True,
+            redirect_stdout=sys.stdout.isatty(),  # a pipe gets its lines as they are
             disable=quiet or not sys.stderr.isatty(),
         )
         self._what = ""
@@ -64,16 +66,16 @@ class ProgressBar:
         self._interrupted = True
         raise KeyboardInterrupt
 
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def __call__(self, what: str, done: int, total: int, note: str = "") -> None:
         if self._interrupted:
             raise KeyboardInterrupt
         if self._task is None or what != self._what:
             if self._task is not None:
                 self._bar.update(self._task, total=1, completed=1)
             self._what = what
-            self._task = self._bar.add_task(what, total=None, count="")
+            self._task = self._bar.add_task(what, total=None, completed=done, count="", note="")
         count = f"{done:,}/{total:,}" if total else ""
-        self._bar.update(self._task, completed=done, total=total or None, count=count)
+        self._bar.update(self._task, completed=done, total=total or None, count=count, note=note)
 
 
 @contextmanager

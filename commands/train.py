@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from commands.output import complete_preset, console
-from commands.progress import loading
+from commands.progress import ProgressBar, loading
 from model.files import in_words, writing
 
 # May be given with --resume: where the run is, and how it is spread over the processes that continue it.
@@ -168,10 +168,7 @@ def train(
             "tensorboard"
         )  # so that a missing package shows before the corpus is prepared
     with join() as processes:
-        lines, bars = (
-            console(quiet=not processes.is_first),
-            console(stderr=True, quiet=not processes.is_first),
-        )
+        lines = console(quiet=not processes.is_first)
         try:
             with processes.together(), writing(out):
                 processes.check_shard(shard)
@@ -183,7 +180,7 @@ def train(
                     )
                 elif processes.is_first:
                     fields = parse_changes(changes or [])
-                    processes.share(batch_size)
+                    processes.rows_per_process(batch_size)
                     if init is None:
                         refuse_fields_of_the_tokenizer(fields, tokenizer)
                         beginning, config = None, find_preset(preset, **fields)
@@ -220,9 +217,10 @@ def train(
             if resume:
                 message = f"resuming {out} at step {trainer.step} of {trainer.settings.steps}"
                 lines.print(message, soft_wrap=True)
-            with writing(out):
-                if not run.train(out, trainer, lines, bars):
-                    raise typer.Exit(130)
+            with writing(out), ProgressBar(quiet=not processes.is_first) as progress:
+                complete = run.train_run(out, trainer, lines, progress)
+            if not complete:
+                raise typer.Exit(130)
         except PeerError:
             raise typer.Exit(1) from None
         except (

@@ -17,8 +17,9 @@ from torch.nn import functional
 from model.chat_template import ChatTemplate
 from model.tokenizer import train_tokenizer
 from model.training import conversations
-from model.training.conversations import Rendering, are_chats, pack, read_conversations, write_chats
-from model.training.data import IGNORED, CorpusError, TokenData, open_tokens
+from model.training import data as training_data
+from model.training.conversations import Rendering, are_chats, pack, read_conversations
+from model.training.data import IGNORED, CorpusError, TokenData, open_tokens, write_shards
 from model.training.trainer import Trainer, TrainSettings
 from tests.random_models import make_config, make_decoder
 
@@ -87,7 +88,8 @@ def make_data(
 ) -> TokenData:
     path = write_jsonl(folder / "chats.jsonl", chats)
     read = read_conversations([path], ChatTemplate(template), seed=0)
-    return write_chats(pack(read, tokenizer, held_out=held_out, context=CONTEXT), folder / "data")
+    packed = pack(read, tokenizer, held_out=held_out, context=CONTEXT)
+    return write_shards(folder / "data", packed.ids, packed.n_train, packed.learned)
 
 
 def learnt_by_hand(messages: list[dict[str, str]], template: str) -> list[tuple[int, bool]]:
@@ -165,7 +167,7 @@ def test_the_loss_is_that_of_learnt_tokens_one_by_one(tmp_path: Path) -> None:
 def test_shards_of_whole_rows_open_as_they_were_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversations, "SHARD_TOKENS", 2 * (CONTEXT + 1) + 5)
+    monkeypatch.setattr(training_data, "SHARD_TOKENS", 2 * (CONTEXT + 1) + 5)
     data = make_data(tmp_path, make_chats(60))
     assert len(data.shards) > 2
     assert {len(shard) for shard in data.shards[:-1]} == {2 * (CONTEXT + 1)}
@@ -238,21 +240,21 @@ GOOD = json.dumps(
         ),
         (
             '{"messages": [{"role": "assistant", "content": "x"}]}',
-            "message 0 is the assistant's, and nothing comes ",
+            "message 0 is the assistant's, and there is no prompt",
         ),
         (
             weighted("assistant", 0.5),
-            "message 0's weight must be 0 (do not learn it) or 1, not 0.5",
+            "message 0's weight must be 0 (not learned) or 1, not 0.5",
         ),
         (
             weighted("assistant", False),
-            "message 0's weight must be 0 (do not learn it) or 1, not False",
+            "message 0's weight must be 0 (not learned) or 1, not False",
         ),
         (
             weighted("assistant", "0"),
-            "message 0's weight must be 0 (do not learn it) or 1, not '0'",
+            "message 0's weight must be 0 (not learned) or 1, not '0'",
         ),
-        (weighted("user", 1), "message 0 has weight 1, but only what the assistant says is learnt"),
+        (weighted("user", 1), "message 0 has weight 1, but only the assistant's are learned"),
         (
             message(role="user", content="x", train=False),
             "message 0 has 'train', which the chat template does not read",
@@ -291,7 +293,7 @@ def test_a_template_that_hides_what_the_assistant_says_is_refused(
     path = write_jsonl(tmp_path / "chats.jsonl", [chat])
     with pytest.raises(
         CorpusError,
-        match=r"chats\.jsonl:1: what the chat template makes of message 1 does not begin",
+        match=r"chats\.jsonl:1: the chat template's text for message 1 does not begin",
     ):
         read_conversations([path], ChatTemplate(template), seed=0)
 
@@ -333,7 +335,7 @@ def test_an_answer_that_the_tokenizer_joins_with_what_asks_for_it_is_refused(
                 pack(read, gpt2, held_out=0.0, context=CONTEXT)
         else:
             packed = pack(read, gpt2, held_out=0.0, context=CONTEXT)
-            assert gpt2.decode(packed.ids[0][packed.learnt[0]].tolist()) == "blue\n"
+            assert gpt2.decode(packed.ids[0][packed.learned[0]].tolist()) == "blue\n"
     # Before a word, this kind of tokenizer cuts line breaks otherwise than at the end; they join nothing.
     assert gpt2.encode("\n\nblue").tokens[0] != gpt2.encode("\n\n").tokens[0]
 

@@ -19,6 +19,8 @@ from model.checkpoint import load_checkpoint
 from model.tokenizer import train_tokenizer
 from model.training import run
 from model.training.data import open_tokens
+from model.training.metrics import StepMetrics
+from model.training.trainer import Report, Trainer
 
 SHAPE = ("n_layer=1", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
 QUICK = [*(f"--set={change}" for change in SHAPE), "--context=8", "--batch-size=2", "--warmup=1"]
@@ -88,7 +90,7 @@ def nothing() -> None:
         (nothing, "bad does not exist"),
         (binary, "bad is not UTF-8 text; convert it, or leave it out"),
         (empty_folder, "no text in bad"),
-        (folder_of_binaries, "no text in bad; passed over as not being UTF-8 text: 1"),
+        (folder_of_binaries, "no text in bad; left out because they are not UTF-8 text: 1"),
         (short_text, "the corpus has 2 tokens, too few for a context of 8; add text"),
     ],
 )
@@ -224,17 +226,18 @@ def test_a_context_longer_than_the_preset_has_positions_for_lengthens_it() -> No
 
 
 def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Press Ctrl-C while the progress bar is told of a step."""
-    report = run.ProgressBar.step
+    """Press Ctrl-C while a step is reported."""
+    train = Trainer.train
 
-    def report_and_press(
-        bar: run.ProgressBar, at: int, loss: float, tokens_per_second: float, mfu: float
-    ) -> None:
-        report(bar, at, loss, tokens_per_second, mfu)
-        if at == step:
-            signal.raise_signal(signal.SIGINT)
+    def train_and_press(trainer: Trainer, folder: Path, report: Report) -> bool:
+        def report_and_press(metrics: StepMetrics, speed: float, sample: tuple[str, str]) -> None:
+            report(metrics, speed, sample)
+            if metrics.step == step:
+                signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(run.ProgressBar, "step", report_and_press)
+        return train(trainer, folder, report_and_press)
+
+    monkeypatch.setattr(Trainer, "train", train_and_press)
 
 
 def test_ctrl_c_saves_and_resume_completes_to_the_same_metrics(
@@ -267,51 +270,24 @@ def test_a_run_that_died_before_its_first_step_can_be_resumed(
         raise SystemExit(137)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "train", die)
+        patch.setattr(run, "train_run", die)
         assert kvasir_train("texts", "--out", "died", *SMALL, "--steps", "3").exit_code == 137
     assert kvasir_train("--resume", "--out", "died").exit_code == 0
     assert metrics("died") == metrics("whole")
 
 
-@pytest.mark.parametrize(
-    "left",
-    [
-        ["data.part/shard-00000.bin"],
-        ["data/data.json", "data/held_out.bin", "data/shard-00000.bin"],
-        [
-            "data/data.json",
-            "data/held_out.bin",
-            "data/shard-00000.bin",
-            "step-00000000.part/config.json",
-        ],
-    ],
-)
-def test_a_run_that_died_while_it_was_prepared_starts_over(left: list[str]) -> None:
-    """A fresh run said to use --resume, and --resume that there was no checkpoint."""
-    assert kvasir_train("texts", "--out", "whole", *SMALL, "--steps", "2").exit_code == 0
-    for name in left:
-        Path("died", name).parent.mkdir(parents=True, exist_ok=True)
-        Path("died", name).write_text("half of it")
-    message = "died holds no checkpoint; make one with: kvasir train CORPUS --out died"
-    assert refused("--resume", "--out", "died") == message
-    result = kvasir_train("texts", "--out", "died", *SMALL, "--steps", "2")
-    assert result.exit_code == 0, result.stderr
-    assert metrics("died") == metrics("whole")
-    assert {path.name for path in Path("died").iterdir()} == {
-        path.name for path in Path("whole").iterdir()
-    }
+def test_a_preparation_that_died_leaves_no_run_and_does_not_hinder_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def die(*_: object) -> None:
+        raise SystemExit(137)
 
-
-@pytest.mark.parametrize(
-    "other", ["data/data.json", "data/notes.txt", "shard-00000.bin", "step-00000000.part/a/b"]
-)
-def test_a_folder_that_looks_like_a_preparation_is_not_written_to(other: str) -> None:
-    """`--out .` beside one's own `data` would lose it."""
-    for name in [other] if other == "data/data.json" else ["data/shard-00000.bin", other]:
-        Path("mine", name).parent.mkdir(parents=True, exist_ok=True)
-        Path("mine", name).write_text("text")
-    message = "mine is not empty; continue it with --resume or choose another --out"
-    assert refused("texts", "--out", "mine", *SMALL) == message
+    Path("run.part-killed/run/data").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "save", die)
+        assert kvasir_train("texts", "--out", "run", *SMALL, "--steps", "1").exit_code == 137
+    assert not Path("run").exists()
+    assert kvasir_train("texts", "--out", "run", *SMALL, "--steps", "1").exit_code == 0
 
 
 def test_resume_refuses_what_it_would_not_heed() -> None:
@@ -334,11 +310,11 @@ def test_resume_names_what_a_run_has_lost() -> None:
     Path("run/step-00000001/training.safetensors").write_bytes(b"\0")
     assert "training.safetensors cannot be loaded" in refused("--resume", "--out", "run")
     Path("run/step-00000001/training.json").write_text('{"step": 1}')
-    assert "training.json is not whole ('settings'); it cannot be resumed" in refused(
+    assert "training.json is incomplete ('settings'); it cannot be resumed" in refused(
         "--resume", "--out", "run"
     )
     Path("run/step-00000001/training.json").unlink()
-    assert "was not written by a training run, so there is nothing to resume" in refused(
+    assert "was not written by a training run, so it cannot be resumed" in refused(
         "--resume", "--out", "run"
     )
 
