@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from model.chat_template import REASONING, ChatTemplate, ChatTemplateError
-from model.training.data import CorpusError, encode, token_type
+from model.training.data import CorpusError, encode
 
-SUFFIX = ".jsonl"
 _WEIGHT = "weight"  # OpenAI's fine-tuning format: 1 if an assistant's message is learned, else 0
 # Fields that a template may leave out, or that are not for the template.
 _OPTIONAL = {"role", "content", "name", "tool_call_id", _WEIGHT}
@@ -52,7 +51,7 @@ class PackedChats:
     left out. ending_ids: special tokens that end answers.
     """
 
-    ids: NDArray[np.unsignedinteger]
+    ids: NDArray[np.uint32]
     learned: NDArray[np.bool_]
     n_train: int
     n_cut: int
@@ -72,17 +71,6 @@ class PackedChats:
             "where to stop; a chat template can end answers with eos_token"
         )
         return text if self.ending_ids else text + warning
-
-
-def are_chats(paths: Sequence[Path]) -> bool:
-    """Return whether a corpus is JSONL files. Raises CorpusError when only some of it is."""
-    chats = [path for path in paths if path.suffix == SUFFIX and not path.is_dir()]
-    if chats and len(chats) < len(paths):
-        raise CorpusError(
-            f"{chats[0]} is for chats, which cannot be mixed with text; "
-            "train on one, then the other"
-        )
-    return bool(chats)
 
 
 def read_conversations(
@@ -201,8 +189,7 @@ def pack(
     encodings = encode((part.text for part in renderings), tokenizer)
     prompts = encode((part.text[:at] for part in renderings for at, _ in part.spans), tokenizer)
     for parts in conversations:
-        kept_parts = []
-        longest = 0
+        all_tokens = []
         for part, encoding in zip(parts, encodings, strict=False):
             tokens = np.array([encoding.ids, [0] * len(encoding.ids)], dtype=np.uint32)
             for span, prompt in zip(part.spans, prompts, strict=False):
@@ -211,12 +198,10 @@ def pack(
                 tokens[1, answer] = 1
                 ending_ids |= special & set(encoding.ids[answer][-1:])
             tokens[1, :1] = 0  # no token predicts the first one
-            longest = max(longest, tokens.shape[1])
-            if tokens[1, :size].any():
-                kept_parts.append(tokens[:, :size])
-        if kept_parts:
-            kept.append(kept_parts)
-            n_cut += longest > size
+            all_tokens.append(tokens)
+        if learned := [tokens[:, :size] for tokens in all_tokens if tokens[1, :size].any()]:
+            kept.append(learned)
+            n_cut += any(tokens.shape[1] > size for tokens in all_tokens)
     if len(kept) < 2:
         raise CorpusError(
             f"of {len(conversations)} conversations, {len(kept)} have an answer within {context} "
@@ -228,10 +213,9 @@ def pack(
         list(_fill_rows([tokens for parts in share for tokens in parts], size))
         for share in (kept[:-n_held_out], kept[-n_held_out:])
     )
-    rows = np.stack([*train, *held])
-    ids, learned = rows[:, 0].astype(token_type(tokenizer)), rows[:, 1].astype(bool)
+    ids, mask = np.stack([*train, *held], axis=1)
     n_without_answer = len(conversations) - len(kept)
-    return PackedChats(ids, learned, len(train), n_cut, n_without_answer, ending_ids)
+    return PackedChats(ids, mask > 0, len(train), n_cut, n_without_answer, ending_ids)
 
 
 def _check_boundary(

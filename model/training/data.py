@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -211,15 +211,15 @@ def write_tokens(
     held-out part is shorter than one context, and TokenizerError when the tokenizer does not take
     the text, before anything is written.
     """
-    dtype = token_type(tokenizer)
     end = tokenizer.token_to_id(END_OF_TEXT)
     ending = [token_id for token_id in (end, end_id) if token_id is not None][:1]
     beginning = leading_ids(tokenizer)
-    documents = [
-        np.array([*beginning, *text.ids, *ending], dtype=dtype)
-        for text in encode(corpus.texts, tokenizer)
-    ]
-    tokens = np.concatenate(documents)
+    tokens = np.concatenate(
+        [
+            np.array([*beginning, *text.ids, *ending], dtype=np.uint32)
+            for text in encode(corpus.texts, tokenizer)
+        ]
+    )
     n_train = len(tokens) - max(int(len(tokens) * held_out), context + 1)
     if n_train <= context:
         longest = len(tokens) // 2 - 1
@@ -227,27 +227,25 @@ def write_tokens(
         raise CorpusError(
             f"the corpus has {len(tokens)} tokens, too few for a context of {context}; {mend}"
         )
-    return write_shards(folder, tokens, n_train)
-
-
-def token_type(tokenizer: Tokenizer) -> type[np.unsignedinteger]:
-    """Return the narrowest type that holds every token id."""
-    return np.uint16 if vocabulary_size(tokenizer) <= 2**16 else np.uint32
+    return write_shards(folder, tokens, n_train, vocabulary_size(tokenizer))
 
 
 def write_shards(
     folder: Path,
-    ids: NDArray[np.unsignedinteger],
+    ids: NDArray[np.uint32],
     n_train: int,
+    vocab_size: int,
     learned: NDArray[np.bool_] | None = None,
 ) -> TokenData:
     """Write a new folder: shard-00000.bin …, held_out.bin and data.json.
 
     ids: token ids [n] of text, of which those from `n_train` on are held out; or rows [n, row] of
-    chats, with `learned` of the same shape, which goes into shard-00000.mask …, held_out.mask.
+    chats, with `learned` of the same shape, which goes into shard-00000.mask …, held_out.mask. They
+    are written in the narrowest type that holds `vocab_size` ids.
     """
-    description = {"dtype": ids.dtype.name}
-    arrays = {"bin": ids}
+    dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+    description: dict[str, Any] = {"dtype": dtype.name}
+    arrays: dict[str, NDArray[Any]] = {"bin": ids.astype(dtype)}
     if learned is not None:
         description["row"] = ids.shape[1]
         arrays["mask"] = np.packbits(learned, axis=1)

@@ -12,20 +12,15 @@ from model.network.decoder import Decoder
 
 # FLOP/s of dense bfloat16 products by CUDA's name of a GPU (NVIDIA's data sheets). The name has to
 # match as a whole, because similar ones (L40, H100 NVL, a MIG slice) have other peaks.
+# fmt: off
 _PEAKS = {
-    "NVIDIA H200": 989e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-    "NVIDIA L40S": 362e12,
-    "NVIDIA L4": 121e12,
-    "NVIDIA A10": 125e12,
-    "NVIDIA A10G": 70e12,
+    "NVIDIA H200": 989e12, "NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100-SXM4-40GB": 312e12, "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12, "NVIDIA A100 80GB PCIe": 312e12,
+    "NVIDIA L40S": 362e12, "NVIDIA L4": 121e12, "NVIDIA A10": 125e12, "NVIDIA A10G": 70e12,
     "NVIDIA GeForce RTX 4090": 165e12,
 }
+# fmt: on
 _SECONDS = 0.5  # to measure products; a few milliseconds may all be slowed by other processes
 
 

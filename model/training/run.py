@@ -20,7 +20,7 @@ from model.config import ConfigError, DecoderConfig
 from model.files import new_directory
 from model.network.decoder import Decoder
 from model.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer, vocabulary_size
-from model.training.conversations import Conversation, are_chats, pack, read_conversations
+from model.training.conversations import Conversation, pack, read_conversations
 from model.training.data import (
     DATA_FOLDER,
     Corpus,
@@ -132,7 +132,8 @@ def prepare_run(
             # The tokens that end an answer have to end generation, too.
             endings = dict.fromkeys((*config.eos_token_ids, *sorted(chats.ending_ids)))
             config = replace(config, eos_token_ids=tuple(endings))
-            data = write_shards(part / DATA_FOLDER, chats.ids, chats.n_train, chats.learned)
+            size = vocabulary_size(tokenizer)
+            data = write_shards(part / DATA_FOLDER, chats.ids, chats.n_train, size, chats.learned)
         torch.manual_seed(settings.seed)
         decoder = Decoder(config)
         if init is not None:
@@ -166,7 +167,12 @@ def _extra_files(corpus: CorpusSettings, init: Checkpoint | None) -> dict[str, b
 def _read_documents(
     corpus: CorpusSettings, files: dict[str, bytes], seed: int
 ) -> Corpus | list[Conversation]:
-    if not are_chats(corpus.paths):
+    chats = [path for path in corpus.paths if path.suffix == ".jsonl" and not path.is_dir()]
+    if chats and len(chats) < len(corpus.paths):
+        raise CorpusError(
+            f"{chats[0]} is for chats, which cannot be mixed with text; train on one at a time"
+        )
+    if not chats:
         return read_corpus(corpus.paths, corpus.include, corpus.exclude, seed)
     template = ChatTemplate.parse(files)
     if template is None:

@@ -18,7 +18,7 @@ from model.chat_template import ChatTemplate
 from model.tokenizer import train_tokenizer
 from model.training import conversations
 from model.training import data as training_data
-from model.training.conversations import Rendering, are_chats, pack, read_conversations
+from model.training.conversations import Rendering, pack, read_conversations
 from model.training.data import IGNORED, CorpusError, TokenData, open_tokens, write_shards
 from model.training.trainer import Trainer, TrainSettings
 from tests.random_models import make_config, make_decoder
@@ -89,7 +89,7 @@ def make_data(
     path = write_jsonl(folder / "chats.jsonl", chats)
     read = read_conversations([path], ChatTemplate(template), seed=0)
     packed = pack(read, tokenizer, held_out=held_out, context=CONTEXT)
-    return write_shards(folder / "data", packed.ids, packed.n_train, packed.learned)
+    return write_shards(folder / "data", packed.ids, packed.n_train, 330, packed.learned)
 
 
 def learnt_by_hand(messages: list[dict[str, str]], template: str) -> list[tuple[int, bool]]:
@@ -304,15 +304,6 @@ def test_files_that_cannot_be_read_or_hold_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(CorpusError, match=r"^no chats in "):
         read_conversations([tmp_path / "empty.jsonl"], ChatTemplate(CHATML), seed=0)
-
-
-def test_chats_are_jsonl_files_named_outright(tmp_path: Path) -> None:
-    """Folders are text, whatever lies in them."""
-    (tmp_path / "folder.jsonl").mkdir()
-    assert are_chats([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
-    assert not are_chats([tmp_path / "a.txt", tmp_path / "folder.jsonl"])
-    with pytest.raises(CorpusError, match="cannot be mixed with text"):
-        are_chats([tmp_path / "a.jsonl", tmp_path / "b.txt"])
 
 
 @pytest.mark.parametrize("trim_offsets", [False, True])

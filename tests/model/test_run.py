@@ -440,6 +440,9 @@ def test_what_ends_an_answer_ends_generation_from_then_on() -> None:
 
 def test_chats_that_cannot_be_trained_on() -> None:
     write_chats()
+    assert "cannot be mixed with text" in refused("texts", "chats.jsonl", "--out", "run", *SMALL)
+    Path("folder.jsonl").mkdir()  # folders are text
+    assert refused("folder.jsonl", "--out", "run", *SMALL) == "no text in folder.jsonl"
     message = "chats need a chat template, and there is none; give one with --chat-template FILE, or begin with a "
     assert (
         refused("chats.jsonl", "--out", "run", *SMALL)
