@@ -232,41 +232,17 @@ GOOD = json.dumps(
         ("[]", "not a chat, "),
         ('{"messages": []}', "not a chat, "),
         ('{"messages": ["x"]}', "message 0 must be {"),
-        ('{"messages": [{"role": 1, "content": "x"}]}', "message 0 must be {"),
-        ('{"messages": [{"role": "user"}]}', "message 0's content must be text, not None"),
-        (
-            '{"messages": [{"role": "user", "content": 3}]}',
-            "message 0's content must be text, not 3",
-        ),
-        (
-            '{"messages": [{"role": "assistant", "content": "x"}]}',
-            "message 0 is the assistant's, and there is no prompt",
-        ),
-        (
-            weighted("assistant", 0.5),
-            "message 0's weight must be 0 (not learned) or 1, not 0.5",
-        ),
-        (
-            weighted("assistant", False),
-            "message 0's weight must be 0 (not learned) or 1, not False",
-        ),
-        (
-            weighted("assistant", "0"),
-            "message 0's weight must be 0 (not learned) or 1, not '0'",
-        ),
+        (message(role=1, content="x"), "message 0 must be {"),
+        (message(role="user"), "message 0's content must be text, not None"),
+        (message(role="user", content=3), "message 0's content must be text, not 3"),
+        (message(role="assistant", content="x"), "message 0 is the assistant's"),
+        (weighted("assistant", 0.5), "message 0's weight must be 0 (not learned) or 1, not 0.5"),
+        (weighted("assistant", False), "message 0's weight must be 0 (not learned) or 1, not F"),
+        (weighted("assistant", "0"), "message 0's weight must be 0 (not learned) or 1, not '0'"),
         (weighted("user", 1), "message 0 has weight 1, but only the assistant's are learned"),
-        (
-            message(role="user", content="x", train=False),
-            "message 0 has 'train', which the chat template does not read",
-        ),
-        (
-            message(role="assistant", content="x", thinking="y"),
-            "message 0 has 'thinking', which the chat template ",
-        ),
-        (
-            message(role="assistant", tool_calls=[{}]),
-            "message 0 has 'tool_calls', which the chat template does not ",
-        ),
+        (message(role="user", content="x", train=False), "message 0 has 'train', which the chat"),
+        (message(role="assistant", content="x", thinking="y"), "message 0 has 'thinking', which"),
+        (message(role="assistant", tool_calls=[{}]), "message 0 has 'tool_calls', which the chat"),
     ],
 )
 def test_a_line_that_is_no_chat_is_named(tmp_path: Path, line: str, message: str) -> None:

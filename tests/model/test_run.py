@@ -6,7 +6,6 @@ import csv
 import json
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,98 +62,52 @@ def refused(*arguments: str) -> str:
     return result.stderr.removeprefix("kvasir: ").rstrip("\n")
 
 
-def binary() -> None:
-    Path("bad").write_bytes(b"\x7fELF\0\1")
-
-
-def folder_of_binaries() -> None:
-    Path("bad").mkdir()
-    Path("bad", "program").write_bytes(b"\x7fELF\0\1")
-
-
-def empty_folder() -> None:
-    Path("bad").mkdir()
-
-
-def short_text() -> None:
-    Path("bad").write_text("hi")
-
-
-def nothing() -> None:
-    pass
-
-
 @pytest.mark.parametrize(
-    ("prepare", "message"),
+    ("content", "message"),
     [
-        (nothing, "bad does not exist"),
-        (binary, "bad is not UTF-8 text; convert it, or leave it out"),
-        (empty_folder, "no text in bad"),
-        (folder_of_binaries, "no text in bad; left out because they are not UTF-8 text: 1"),
-        (short_text, "the corpus has 2 tokens, too few for a context of 8; add text"),
+        (None, "bad does not exist"),
+        (b"\x7fELF\0\1", "bad is not UTF-8 text; convert it, or leave it out"),
+        (b"hi", "the corpus has 2 tokens, too few for a context of 8; add text"),
     ],
 )
-def test_a_corpus_that_cannot_be_trained_on(prepare: Callable[[], None], message: str) -> None:
-    prepare()
+def test_a_corpus_that_cannot_be_trained_on(content: bytes | None, message: str) -> None:
+    if content is not None:
+        Path("bad").write_bytes(content)
     assert refused("bad", "--out", "run", *SMALL) == message
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            "--preset huge",
-            "no preset 'huge'; there are tiny, gpt2-124m, smollm2-135m, qwen2.5-0.5b, llama3.2-1b",
-        ),
+        ("--preset huge", "no preset 'huge'"),
         ("--set dropout", "--set takes name=value, not 'dropout'"),
-        ("--set depth=3", "unknown field 'depth' in the decoder's configuration"),
-        ("--set dropout=1", "dropout must be at least 0 and less than 1, not 1"),
-        ("--set dropout=none", "dropout must be at least 0 and less than 1, not 'none'"),
-        ("--set n_head=true", "n_head must be a positive whole number, not True"),
+        ("--set depth=3", "unknown field 'depth'"),
+        ("--set dropout=none", "'none'"),
+        ("--set n_head=true", "True"),
         ("--set n_kv_head=5", "n_head (6) must be a multiple of n_kv_head (5)"),
-        ("--set rope_theta=x", "rope_theta must be a positive number, not 'x'"),
-        ("--set norm=batchnorm", "norm must be one of rmsnorm, layernorm, not 'batchnorm'"),
-        (
-            "--set vocab_size=99",
-            "vocab_size must be at least 257 (256 bytes and <|endoftext|>), not 99",
-        ),
-        ("--set bos_token_id=1", "bos_token_id follows from the tokenizer; leave it out of --set"),
-        (
-            "--tokenizer t.json --set vocab_size=300",
-            "vocab_size follows from the tokenizer; leave it out of --set",
-        ),
+        ("--set norm=batchnorm", "'batchnorm'"),
+        ("--set vocab_size=99", "not 99"),
+        ("--set bos_token_id=1", "bos_token_id follows from the tokenizer"),
+        ("--tokenizer t.json --set vocab_size=300", "vocab_size follows from the tokenizer"),
         ("--tokenizer nowhere.json", "nowhere.json does not exist"),
-        (
-            "--tokenizer texts/one.txt",
-            "texts/one.txt is not a tokenizer: expected value at line 1 column 1",
-        ),
+        ("--tokenizer texts/one.txt", "texts/one.txt is not a tokenizer"),
         ("--include *.rs", "no text in texts"),
-        (
-            "--init nowhere",
-            "nowhere holds no checkpoint; make one with: kvasir train CORPUS --out nowhere",
-        ),
+        ("--init nowhere", "nowhere holds no checkpoint"),
         (
             "--init x --preset tiny --tokenizer t --set dropout=0.1 --set n_layer=2",
-            "--init brings the checkpoint's own shape and tokenizer; leave out --preset, --tokenizer, --set n_layer",
+            "leave out --preset, --tokenizer, --set n_layer",
         ),
     ],
 )
 def test_settings_that_cannot_be_used(arguments: str, message: str) -> None:
-    assert refused("texts", "--out", "run", *arguments.split()) == message
+    assert message in refused("texts", "--out", "run", *arguments.split())
 
 
-def test_no_corpus_at_all() -> None:
-    assert (
-        refused("--out", "run") == "name at least one file or folder to train on, or give --resume"
+def test_a_corpus_and_a_new_folder_are_needed() -> None:
+    assert "name at least one file or folder" in refused("--out", "run")
+    assert "texts is not empty; continue it with --resume" in refused(
+        "texts", "--out", "texts", *SMALL
     )
-
-
-def test_a_folder_in_use_is_not_written_to() -> None:
-    message = "texts is not empty; continue it with --resume or choose another --out"
-    assert refused("texts", "--out", "texts", *SMALL) == message
-
-
-def test_an_out_that_is_a_file() -> None:
     assert "texts/one.txt" in refused("texts", "--out", "texts/one.txt", *SMALL)
 
 
@@ -205,24 +158,16 @@ def test_events_for_tensorboard_are_written_when_wanted() -> None:
     assert len(list(Path("run/tensorboard").glob("events.*"))) == 2
 
 
-def test_a_given_tokenizer_is_used_as_it_is() -> None:
+def test_a_given_tokenizer_is_used_as_it_is_and_positions_hold_the_context() -> None:
     given = train_tokenizer(["quite other words"], 262)
     given.save("given.json")
-    result = kvasir_train(
-        "texts", "--out", "run", *QUICK, "--tokenizer", "given.json", "--steps", "1"
-    )
+    options = ["--tokenizer", "given.json", "--set", "max_model_len=4", "--steps", "1"]
+    result = kvasir_train("texts", "--out", "run", *QUICK, *options)
     assert result.exit_code == 0, result.stderr
     checkpoint = load_checkpoint(Path("run"))
     assert checkpoint.tokenizer.to_str() == given.to_str()
     assert checkpoint.decoder.config.vocab_size == given.get_vocab_size()
-
-
-def test_a_context_longer_than_the_preset_has_positions_for_lengthens_it() -> None:
-    result = kvasir_train(
-        "texts", "--out", "run", *SMALL, "--set", "max_model_len=4", "--steps", "1"
-    )
-    assert result.exit_code == 0, result.stderr
-    assert load_checkpoint(Path("run")).decoder.config.max_model_len == 8
+    assert checkpoint.decoder.config.max_model_len == 8
 
 
 def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
