@@ -107,6 +107,10 @@ def _read_text(path: Path) -> str | None:
     return None if "\0" in text else text
 
 
+# Where a row begins: tokens, their mask, and the index of the row's first token.
+_Place = tuple[NDArray[np.unsignedinteger], NDArray[np.uint8] | None, int]
+
+
 class Batch(NamedTuple):
     """Token ids [rows, context] and targets: the ids that follow, or IGNORED if not learned."""
 
@@ -180,12 +184,7 @@ class TokenData:
         places = [(self.held_out, self.held_out_mask, i * stride) for i in range(n_rows)]
         return self._read(places, context)
 
-    def _read(
-        self,
-        places: Sequence[tuple[NDArray[np.unsignedinteger], NDArray[np.uint8] | None, int]],
-        context: int,
-    ) -> Batch:
-        """Return the rows at places: (tokens, mask, index of the first token)."""
+    def _read(self, places: Sequence[_Place], context: int) -> Batch:
         rows = np.stack([tokens[at : at + context + 1] for tokens, _, at in places])
         inputs, targets = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
         if self.row is not None:

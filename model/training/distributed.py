@@ -60,7 +60,7 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process prints and writes files."""
+        """True for the process that prints and writes files."""
         return self.rank == 0
 
     def check_shard(self, shard: bool) -> None:

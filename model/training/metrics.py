@@ -34,12 +34,16 @@ class StepMetrics:
 
 @contextmanager
 def open_metrics(
-    folder: Path, step: int, *, tensorboard: bool = False
+    folder: Path | None, step: int, *, tensorboard: bool = False
 ) -> Iterator[Callable[[StepMetrics], None]]:
     """Open a run's metrics and yield the function that writes a row, unbuffered.
 
-    Rows up to `step` are kept; later ones, of a run that was killed, are removed.
+    Rows up to `step` are kept; later ones, of a run that was killed, are removed. Without a folder
+    nothing is written.
     """
+    if folder is None:
+        yield lambda _: None
+        return
     path = folder / METRICS_FILE
     columns = [field.name for field in fields(StepMetrics)]
     kept: list[list[str]] = []

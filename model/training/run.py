@@ -20,21 +20,15 @@ from model.config import ConfigError, DecoderConfig
 from model.files import new_directory
 from model.network.decoder import Decoder
 from model.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer, vocabulary_size
+from model.training import data
 from model.training.conversations import Conversation, pack, read_conversations
-from model.training.data import (
-    DATA_FOLDER,
-    Corpus,
-    CorpusError,
-    open_tokens,
-    read_corpus,
-    write_shards,
-    write_tokens,
-)
 from model.training.distributed import Processes
 from model.training.metrics import METRICS_FILE, StepMetrics, plot_losses
 from model.training.trainer import Report, Trainer, TrainSettings
 
 PICTURE_FILE = "loss.png"
+# Called with "training", the step, the number of steps, and a note: loss, speed and MFU.
+Progress = Callable[[str, int, int, str], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +47,8 @@ class CorpusSettings:
     chat_template: Path | None = None
 
 
-def console_report(
-    lines: Console, progress: Callable[[str, int, int, str], object], steps: int
-) -> Report:
-    """Return a report that moves a progress bar, and prints a line for each evaluation.
-
-    progress: called with "training", the step, `steps`, and loss, speed and MFU in words.
-    """
+def console_report(lines: Console, progress: Progress, steps: int) -> Report:
+    """Return a report that moves a progress bar, and prints a line for each evaluation."""
 
     def report(metrics: StepMetrics, tokens_per_second: float, sample: tuple[str, str]) -> None:
         if metrics.held_out_loss is not None:
@@ -102,7 +91,7 @@ def prepare_run(
     extra_files = _extra_files(corpus, init)
     tell = partial(lines.print, soft_wrap=True)
     documents = _read_documents(corpus, extra_files, settings.seed)
-    if isinstance(documents, Corpus):
+    if isinstance(documents, data.Corpus):
         tell(documents.summary)
         texts = documents.texts
     else:
@@ -123,9 +112,11 @@ def prepare_run(
         )
     share, context = corpus.held_out, settings.context
     with new_directory(folder) as part:
-        if isinstance(documents, Corpus):
+        if isinstance(documents, data.Corpus):
             end = next(iter(config.eos_token_ids), None)
-            data = write_tokens(documents, tokenizer, part / DATA_FOLDER, share, context, end)
+            tokens = data.write_tokens(
+                documents, tokenizer, part / data.DATA_FOLDER, share, context, end
+            )
         else:
             chats = pack(documents, tokenizer, share, context)
             tell(chats.summary)
@@ -133,18 +124,20 @@ def prepare_run(
             endings = dict.fromkeys((*config.eos_token_ids, *sorted(chats.ending_ids)))
             config = replace(config, eos_token_ids=tuple(endings))
             size = vocabulary_size(tokenizer)
-            data = write_shards(part / DATA_FOLDER, chats.ids, chats.n_train, size, chats.learned)
+            tokens = data.write_shards(
+                part / data.DATA_FOLDER, chats.ids, chats.n_train, size, chats.learned
+            )
         torch.manual_seed(settings.seed)
         decoder = Decoder(config)
         if init is not None:
             decoder.load_state_dict(init.decoder.state_dict())
         tell(
-            f"{data.n_train:,} tokens to train on, {len(data.held_out):,} held out; "
+            f"{tokens.n_train:,} tokens to train on, {len(tokens.held_out):,} held out; "
             f"vocabulary {config.vocab_size:,}; {decoder.n_parameters:,} parameters"
         )
-        sync(*data.folder.iterdir(), data.folder)
+        sync(*tokens.folder.iterdir(), tokens.folder)
         on_cpu = Processes(0, 1, torch.device("cpu"))  # a GPU may not hold a decoder to be sharded
-        Trainer(decoder, tokenizer, data, settings, extra_files, on_cpu).save(part)
+        Trainer(decoder, tokenizer, tokens, settings, extra_files, on_cpu).save(part)
     sync(folder.absolute().parent)
 
 
@@ -166,17 +159,17 @@ def _extra_files(corpus: CorpusSettings, init: Checkpoint | None) -> dict[str, b
 
 def _read_documents(
     corpus: CorpusSettings, files: dict[str, bytes], seed: int
-) -> Corpus | list[Conversation]:
+) -> data.Corpus | list[Conversation]:
     chats = [path for path in corpus.paths if path.suffix == ".jsonl" and not path.is_dir()]
     if chats and len(chats) < len(corpus.paths):
-        raise CorpusError(
+        raise data.CorpusError(
             f"{chats[0]} is for chats, which cannot be mixed with text; train on one at a time"
         )
     if not chats:
-        return read_corpus(corpus.paths, corpus.include, corpus.exclude, seed)
+        return data.read_corpus(corpus.paths, corpus.include, corpus.exclude, seed)
     template = ChatTemplate.parse(files)
     if template is None:
-        raise CorpusError(
+        raise data.CorpusError(
             "chats need a chat template, and there is none; give one with --chat-template FILE, or "
             "begin with a checkpoint that has one: --init DIR"
         )
@@ -195,7 +188,7 @@ def open_run(folder: Path, processes: Processes, *, shard: bool = False) -> Trai
             raise CheckpointError(
                 f"{checkpoint.path} was not written by a training run, so it cannot be resumed"
             )
-        data = open_tokens(folder / DATA_FOLDER)
+        tokens = data.open_tokens(folder / data.DATA_FOLDER)
         try:
             settings = TrainSettings(**checkpoint.progress["settings"])
             itemgetter("step", "seconds", "held_out_loss")(checkpoint.progress)
@@ -205,17 +198,12 @@ def open_run(folder: Path, processes: Processes, *, shard: bool = False) -> Trai
             ) from None
         processes.rows_per_process(settings.batch_size)
     decoder, tokenizer, files = checkpoint.decoder, checkpoint.tokenizer, checkpoint.extra_files
-    trainer = Trainer(decoder, tokenizer, data, settings, files, processes, shard)
+    trainer = Trainer(decoder, tokenizer, tokens, settings, files, processes, shard)
     trainer.restore(checkpoint.path, checkpoint.progress)
     return trainer
 
 
-def train_run(
-    folder: Path,
-    trainer: Trainer,
-    lines: Console,
-    progress: Callable[[str, int, int, str], object],
-) -> bool:
+def train_run(folder: Path, trainer: Trainer, lines: Console, progress: Progress) -> bool:
     """Train to the end, or to Ctrl-C (then return False), and draw the loss curve."""
     steps = trainer.settings.steps
     progress("training", trainer.step, steps, "")

@@ -12,7 +12,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -122,9 +122,8 @@ class Trainer:
         """
         settings, processes = self.settings, self.processes
         peak = processes.reduce(peak_flops(processes.device, self.dtype))
-        log: AbstractContextManager[Callable[[StepMetrics], None] | None] = nullcontext()
-        if processes.is_first:
-            log = open_metrics(folder, self.step, tensorboard=settings.tensorboard)
+        place = folder if processes.is_first else None
+        log = open_metrics(place, self.step, tensorboard=settings.tensorboard)
         with _interruption() as interrupted, log as write:
             while self.step < settings.steps and not processes.any(bool(interrupted)):
                 started = time.perf_counter()
@@ -145,8 +144,7 @@ class Trainer:
                 metrics = StepMetrics(
                     self.step, tokens, loss, held_out_loss, rate, norm, seconds, mfu
                 )
-                if write is not None:
-                    write(metrics)
+                write(metrics)
                 report(metrics, speed, sample)
                 if self.step % settings.checkpoint_every == 0 and not is_last:
                     self.save(folder)
