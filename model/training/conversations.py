@@ -122,7 +122,7 @@ def _parse(
             raise ValueError(f"message {i}'s weight must be 0 (not learned) or 1, not {weight!r}")
         if weight and message["role"] != "assistant":
             raise ValueError(f"message {i} has weight 1, but only the assistant's are learned")
-        for name in message.keys() - _OPTIONAL:
+        for name in sorted(message.keys() - _OPTIONAL):
             names = REASONING if name in REASONING else (name,)
             if message[name] not in (None, "", []) and not any(
                 one in template.source for one in names

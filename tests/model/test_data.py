@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,14 +109,11 @@ def test_a_file_named_outright_ignores_the_patterns(tmp_path: Path) -> None:
     assert read(tmp_path / ".hidden").texts == ["h"]
 
 
-def test_hidden_files_and_folders_are_passed_over(tmp_path: Path) -> None:
+def test_hidden_files_and_folders_are_read_only_when_they_are_named(tmp_path: Path) -> None:
     write_files(tmp_path, {"a": "a", ".b": "b", ".git/c": "c", "sub/.d": "d", "sub/.e/f/g": "g"})
     corpus = read(tmp_path)
     assert (corpus.texts, corpus.n_skipped) == (["a"], 0)
-
-
-def test_a_hidden_folder_named_outright_is_read(tmp_path: Path) -> None:
-    assert read(write_files(tmp_path / ".notes" / "x", {"a": "a"})).texts == ["a"]
+    assert read(tmp_path / "sub" / ".e" / "f").texts == ["g"]
 
 
 @pytest.mark.parametrize(
@@ -127,9 +125,10 @@ def test_what_is_not_utf8_text_is_counted_in_a_folder_and_refused_by_name(
     write_files(tmp_path, {"good": "good", "bad": content})
     corpus = read(tmp_path)
     assert (corpus.texts, corpus.n_skipped) == (["good"], 1)
-    with pytest.raises(CorpusError) as caught:
+    with pytest.raises(CorpusError, match="bad is not UTF-8 text"):
         read(tmp_path / "good", tmp_path / "bad")
-    assert str(caught.value) == f"{tmp_path / 'bad'} is not UTF-8 text; convert it, or leave it out"
+    with pytest.raises(CorpusError, match="nowhere does not exist"):
+        read(tmp_path / "good", tmp_path / "nowhere")
 
 
 def test_blank_documents_are_left_out(tmp_path: Path) -> None:
@@ -143,56 +142,35 @@ def test_a_file_reached_twice_is_read_once(tmp_path: Path) -> None:
     """Twice in the corpus, it could be trained on and held out, and the held-out loss would be a lie."""
     write_files(tmp_path, {"sub/a": "a", "b": "b"})
     (tmp_path / "link").symlink_to(tmp_path / "b")
-    assert sorted(read(tmp_path, tmp_path / "sub", tmp_path / "sub" / "a", tmp_path).texts) == [
-        "a",
-        "b",
-    ]
+    texts = read(tmp_path, tmp_path / "sub", tmp_path / "sub" / "a", tmp_path).texts
+    assert sorted(texts) == ["a", "b"]
 
 
-def test_a_missing_path_is_named(tmp_path: Path) -> None:
-    write_files(tmp_path, {"a": "a"})
-    with pytest.raises(CorpusError) as caught:
-        read(tmp_path / "a", tmp_path / "nowhere")
-    assert str(caught.value) == f"{tmp_path / 'nowhere'} does not exist"
+@pytest.mark.parametrize(
+    ("module", "name", "unreadable"), [(Path, "read_bytes", "b"), (os, "scandir", "sub")]
+)
+def test_an_unreadable_file_or_folder_is_named(
+    module: Any, name: str, unreadable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Injected, because root may read anything. Left out in silence, half a corpus could be missing."""
+    write_files(tmp_path, {"a": "a", "b": "b", "sub/c": "c"})
+    original = getattr(module, name)
 
-
-def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Injected, because a test that runs as root may read anything."""
-    write_files(tmp_path, {"a": "a", "b": "b"})
-    read_bytes = Path.read_bytes
-
-    def refuse(path: Path) -> bytes:
-        if path.name == "b":
+    def refuse(path: Any) -> Any:
+        if Path(path).name == unreadable:
             raise PermissionError(13, "Permission denied", str(path))
-        return read_bytes(path)
+        return original(path)
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(CorpusError) as caught:
+    monkeypatch.setattr(module, name, refuse)
+    with pytest.raises(CorpusError, match=f"/{unreadable} cannot be read: Permission denied"):
         read(tmp_path)
-    assert str(caught.value) == f"{tmp_path / 'b'} cannot be read: Permission denied"
-
-
-def test_an_unreadable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passed over in silence, half a corpus could be missing."""
-    write_files(tmp_path, {"a": "a", "sub/b": "b"})
-    scandir = os.scandir
-
-    def refuse(path: str) -> object:
-        if Path(path).name == "sub":
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(CorpusError) as caught:
-        read(tmp_path)
-    assert str(caught.value) == f"{tmp_path / 'sub'} cannot be read: Permission denied"
 
 
 # Writing
 
 
 @pytest.mark.parametrize("shard_tokens", [7, 64, 10_000])
-@pytest.mark.parametrize("held_out", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("held_out", [0.0, 0.5])
 def test_shards_and_held_out_are_the_encoded_corpus_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_tokens: int, held_out: float
 ) -> None:
@@ -280,20 +258,12 @@ def test_the_context_that_the_error_advises_is_one_that_works(
         except CorpusError as error:
             advice = str(error).rpartition("at most ")
             assert not advice[1] or int(advice[2]) < context
-            if advice[1]:
-                written = write_tokens(
-                    corpus, tokenizer, folder, held_out=held_out, context=int(advice[2])
-                )
-                assert (
-                    len(written.batch(seed=0, step=0, batch_size=1, context=int(advice[2])).inputs)
-                    == 1
-                )
-        else:
-            assert written.batch(seed=0, step=0, batch_size=2, context=context).inputs.shape == (
-                2,
-                context,
-            )
-            assert written.held_out_rows(context, 3).targets.shape[1] == context
+            if not advice[1]:
+                return
+            context = int(advice[2])
+            written = write_tokens(corpus, tokenizer, folder, held_out=held_out, context=context)
+        assert written.batch(0, 0, batch_size=2, context=context).inputs.shape == (2, context)
+        assert written.held_out_rows(context, 3).targets.shape[1] == context
 
 
 def test_opening_a_folder_without_shards_is_an_error(tmp_path: Path) -> None:

@@ -40,6 +40,13 @@ def kvasir_train(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
 
 
+def trained(*arguments: str) -> str:
+    """Run a command that must succeed, and return its output."""
+    result = kvasir_train(*arguments)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
 def files() -> set[str]:
     return {path.as_posix() for path in Path().rglob("*")}
 
@@ -119,23 +126,13 @@ def test_a_seed_that_no_generator_takes_is_a_usage_error(seed: str) -> None:
     assert not Path("run").exists()
 
 
-def test_resuming_what_is_not_a_run() -> None:
-    for folder in ("nowhere", "texts"):
-        message = f"{folder} holds no checkpoint; make one with: kvasir train CORPUS --out {folder}"
-        assert refused("--resume", "--out", folder) == message
-
-
 def test_a_fresh_run_writes_what_resuming_and_exporting_need() -> None:
-    result = kvasir_train(
-        "texts", "--out", "runs/a", *SMALL, "--set", "dropout=0.1", "--steps", "3", "--seed", "4"
+    output = trained(
+        *("texts", "--out", "runs/a", *SMALL, "--steps", "3", "--seed", "4", "--tensorboard"),
+        *("--set", "dropout=0.1"),
     )
-    assert result.exit_code == 0, result.stderr
-    assert {path.name for path in Path("runs/a").iterdir()} == {
-        "data",
-        "loss.png",
-        "metrics.csv",
-        "step-00000003",
-    }
+    names = {path.name for path in Path("runs/a").iterdir()}
+    assert names == {"data", "loss.png", "metrics.csv", "step-00000003", "tensorboard"}
     checkpoint = load_checkpoint(Path("runs/a"))
     config = checkpoint.decoder.config
     assert (config.n_layer, config.d_model, config.n_kv_head, config.dropout) == (1, 32, 1, 0.1)
@@ -144,26 +141,17 @@ def test_a_fresh_run_writes_what_resuming_and_exporting_need() -> None:
     assert checkpoint.progress["settings"]["seed"] == 4
     assert open_tokens(Path("runs/a/data")).n_train == checkpoint.progress["train_tokens"]
     assert [row[0] for row in metrics("runs/a")] == ["step", "1", "2", "3"]
-    assert "2 documents" in result.stdout
-    assert "held-out loss" in result.stdout
-
-
-def test_events_for_tensorboard_are_written_when_wanted() -> None:
-    assert (
-        kvasir_train("texts", "--out", "run", *SMALL, "--steps", "2", "--tensorboard").exit_code
-        == 0
-    )
-    assert len(list(Path("run/tensorboard").glob("events.*"))) == 1
-    assert kvasir_train("--resume", "--out", "run").exit_code == 0  # which keeps to it
-    assert len(list(Path("run/tensorboard").glob("events.*"))) == 2
+    assert "2 documents" in output
+    assert "held-out loss" in output
+    trained("--resume", "--out", "runs/a")  # which writes events, too
+    assert len(list(Path("runs/a/tensorboard").glob("events.*"))) == 2
 
 
 def test_a_given_tokenizer_is_used_as_it_is_and_positions_hold_the_context() -> None:
     given = train_tokenizer(["quite other words"], 262)
     given.save("given.json")
     options = ["--tokenizer", "given.json", "--set", "max_model_len=4", "--steps", "1"]
-    result = kvasir_train("texts", "--out", "run", *QUICK, *options)
-    assert result.exit_code == 0, result.stderr
+    trained("texts", "--out", "run", *QUICK, *options)
     checkpoint = load_checkpoint(Path("run"))
     assert checkpoint.tokenizer.to_str() == given.to_str()
     assert checkpoint.decoder.config.vocab_size == given.get_vocab_size()
@@ -189,7 +177,7 @@ def test_ctrl_c_saves_and_resume_completes_to_the_same_metrics(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     arguments = [*SMALL, "--set", "dropout=0.2", "--steps", "6", "--evaluate-every", "2"]
-    assert kvasir_train("texts", "--out", "whole", *arguments).exit_code == 0
+    trained("texts", "--out", "whole", *arguments)
     with monkeypatch.context() as patch:
         interrupt_at(3, patch)
         stopped = kvasir_train("texts", "--out", "stopped", *arguments)
@@ -199,9 +187,8 @@ def test_ctrl_c_saves_and_resume_completes_to_the_same_metrics(
         in stopped.stdout
     )
     assert Path("stopped/loss.png").is_file()
-    resumed = kvasir_train("--resume", "--out", "stopped")
-    assert resumed.exit_code == 0, resumed.stderr
-    assert "resuming stopped at step 3 of 6" in resumed.stdout
+    output = trained("--resume", "--out", "stopped")
+    assert "resuming stopped at step 3 of 6" in output
     assert metrics("stopped") == metrics("whole")
 
 
@@ -209,7 +196,7 @@ def test_a_run_that_died_before_its_first_step_can_be_resumed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its folder was refused as not empty by a fresh run, and as without a checkpoint by a resumed one."""
-    assert kvasir_train("texts", "--out", "whole", *SMALL, "--steps", "3").exit_code == 0
+    trained("texts", "--out", "whole", *SMALL, "--steps", "3")
 
     def die(*_: object) -> None:
         raise SystemExit(137)
@@ -217,7 +204,7 @@ def test_a_run_that_died_before_its_first_step_can_be_resumed(
     with monkeypatch.context() as patch:
         patch.setattr(run, "train_run", die)
         assert kvasir_train("texts", "--out", "died", *SMALL, "--steps", "3").exit_code == 137
-    assert kvasir_train("--resume", "--out", "died").exit_code == 0
+    trained("--resume", "--out", "died")
     assert metrics("died") == metrics("whole")
 
 
@@ -232,23 +219,24 @@ def test_a_preparation_that_died_leaves_no_run_and_does_not_hinder_the_next(
         patch.setattr(Trainer, "save", die)
         assert kvasir_train("texts", "--out", "run", *SMALL, "--steps", "1").exit_code == 137
     assert not Path("run").exists()
-    assert kvasir_train("texts", "--out", "run", *SMALL, "--steps", "1").exit_code == 0
+    trained("texts", "--out", "run", *SMALL, "--steps", "1")
 
 
 def test_resume_refuses_what_it_would_not_heed() -> None:
     """More steps, another rate or text given with --resume used to be passed over in silence."""
-    assert kvasir_train("texts", "--out", "run", *SMALL, "--steps", "1").exit_code == 0
+    trained("texts", "--out", "run", *SMALL, "--steps", "1")
     message = "--resume continues the run with its own text and settings; leave out "
     assert refused("texts", "--resume", "--out", "run") == message + "corpus"
     assert (
         refused("--resume", "--out", "run", "--steps", "9", "--set", "n_layer=2")
         == message + "--set, --steps"
     )
-    assert kvasir_train("--resume", "--out", "run").exit_code == 0
+    trained("--resume", "--out", "run")
 
 
 def test_resume_names_what_a_run_has_lost() -> None:
-    assert kvasir_train("texts", "--out", "run", *SMALL, "--steps", "1").exit_code == 0
+    assert "texts holds no checkpoint" in refused("--resume", "--out", "texts")
+    trained("texts", "--out", "run", *SMALL, "--steps", "1")
     Path("run/data/data.json").rename("data.json")
     assert "run/data holds no token shards" in refused("--resume", "--out", "run")
     Path("data.json").rename("run/data/data.json")
@@ -279,21 +267,14 @@ def write_chats(n: int = 8) -> None:
 
 
 def test_a_run_begins_with_the_weights_tokenizer_and_files_of_another() -> None:
-    assert kvasir_train("texts", "--out", "base", *SMALL, "--steps", "2").exit_code == 0
+    trained("texts", "--out", "base", *SMALL, "--steps", "2")
     base = load_checkpoint(Path("base"))
     (base.path / "generation_config.json").write_text('{"temperature": 0.5}')
     (base.path / "chat_template.jinja").write_text("{{ messages }}")
-    tuning = [
-        "--context=8",
-        "--batch-size=2",
-        "--steps=1",
-        "--learning-rate=0",
-        "--set",
-        "dropout=0.25",
-    ]
+    tuning = ["--context=8", "--batch-size=2", "--steps=1", "--learning-rate=0"]
+    tuning += ["--set", "dropout=0.25"]
     for start in ("base", str(base.path)):  # a run stands for its newest checkpoint
-        result = kvasir_train("texts/one.txt", "--out", f"tuned/{start}", "--init", start, *tuning)
-        assert result.exit_code == 0, result.stderr
+        trained("texts/one.txt", "--out", f"tuned/{start}", "--init", start, *tuning)
         tuned = load_checkpoint(Path("tuned", start))
         assert tuned.decoder.config == replace(base.decoder.config, dropout=0.25)
         assert tuned.tokenizer.to_str() == base.tokenizer.to_str()
@@ -309,24 +290,13 @@ def test_a_run_begins_with_the_weights_tokenizer_and_files_of_another() -> None:
 
 
 def test_a_run_from_a_checkpoint_resumes_without_it() -> None:
-    assert kvasir_train("texts", "--out", "base", *SMALL, "--steps", "1").exit_code == 0
+    trained("texts", "--out", "base", *SMALL, "--set=max_model_len=8", "--steps=1")
     tuning = ["--init=base", "--context=8", "--batch-size=2", "--steps=2"]
-    assert kvasir_train("texts", "--out", "tuned", *tuning).exit_code == 0
-    shutil.rmtree("base")
-    assert kvasir_train("--resume", "--out", "tuned").exit_code == 0
-
-
-def test_a_context_beyond_the_positions_of_the_checkpoint_is_refused() -> None:
-    assert (
-        kvasir_train(
-            "texts", "--out", "base", *SMALL, "--set=max_model_len=8", "--steps=1"
-        ).exit_code
-        == 0
-    )
+    trained("texts", "--out", "tuned", *tuning)
     message = refused("texts", "--out", "run", "--init", "base", "--context=9")
-    assert message.endswith(
-        "positions for 8 tokens, fewer than a context of 9; use --context 8 or less"
-    )
+    assert message.endswith("use --context 8 or less")
+    shutil.rmtree("base")
+    trained("--resume", "--out", "tuned")
 
 
 def test_chats_are_learnt_from_a_template_that_travels_along(
@@ -335,13 +305,9 @@ def test_chats_are_learnt_from_a_template_that_travels_along(
     write_chats()
     shape = [*SMALL, "--context=40", "--set", "dropout=0.2", "--evaluate-every=2"]
     arguments = ["chats.jsonl", "--chat-template", "template.jinja", *shape, "--steps=4"]
-    result = kvasir_train(*arguments, "--out", "whole")
-    assert result.exit_code == 0, result.stderr
-    assert "8 conversations" in result.stdout
-    assert (
-        "0 conversations longer than 40 tokens were cut, 0 without an answer in them left out"
-        in result.stdout
-    )
+    output = trained(*arguments, "--out", "whole")
+    assert "8 conversations" in output
+    assert "0 conversations longer than 40 tokens were cut, 0 without an answer" in output
     checkpoint = load_checkpoint(Path("whole"))
     assert checkpoint.extra_files["chat_template.jinja"].decode() == TEMPLATE
     tokens = json.loads(checkpoint.extra_files["special_tokens_map.json"])
@@ -351,13 +317,11 @@ def test_chats_are_learnt_from_a_template_that_travels_along(
     with monkeypatch.context() as patch:
         interrupt_at(2, patch)
         assert kvasir_train(*arguments, "--out", "stopped").exit_code == 130
-    assert kvasir_train("--resume", "--out", "stopped").exit_code == 0
+    trained("--resume", "--out", "stopped")
     assert metrics("stopped") == metrics("whole")
 
     tuning = ["chats.jsonl", "--init", "whole", "--context=40", "--batch-size=2", "--steps=1"]
-    assert (
-        kvasir_train(*tuning, "--out", "tuned").exit_code == 0
-    )  # with the template that it brings
+    trained(*tuning, "--out", "tuned")  # with the template that it brings
     assert load_checkpoint(Path("tuned")).extra_files == checkpoint.extra_files
 
 
@@ -370,13 +334,9 @@ def test_what_ends_an_answer_ends_generation_from_then_on() -> None:
     given.save("given.json")
     options = ["--chat-template", "template.jinja", *QUICK, "--context=60", "--steps=1"]
     warning = "no answer ends in a special token of the tokenizer"
-    assert (
-        warning
-        in kvasir_train("chats.jsonl", "--out", "endless", "--set=vocab_size=270", *options).stdout
-    )
-    result = kvasir_train("chats.jsonl", "--out", "run", "--tokenizer", "given.json", *options)
-    assert result.exit_code == 0
-    assert warning not in result.stdout
+    assert warning in trained("chats.jsonl", "--out", "a", "--set=vocab_size=270", *options)
+    output = trained("chats.jsonl", "--out", "run", "--tokenizer", "given.json", *options)
+    assert warning not in output
     assert load_checkpoint(Path("run")).decoder.config.eos_token_ids == (
         0,
         given.token_to_id("<|im_end|>"),
@@ -388,11 +348,7 @@ def test_chats_that_cannot_be_trained_on() -> None:
     assert "cannot be mixed with text" in refused("texts", "chats.jsonl", "--out", "run", *SMALL)
     Path("folder.jsonl").mkdir()  # folders are text
     assert refused("folder.jsonl", "--out", "run", *SMALL) == "no text in folder.jsonl"
-    message = "chats need a chat template, and there is none; give one with --chat-template FILE, or begin with a "
-    assert (
-        refused("chats.jsonl", "--out", "run", *SMALL)
-        == message + "checkpoint that has one: --init DIR"
-    )
+    assert "--chat-template FILE" in refused("chats.jsonl", "--out", "run", *SMALL)
     Path("template.jinja").write_text("{% if %}")
     given = ["--chat-template", "template.jinja"]
     assert refused("chats.jsonl", "--out", "run", *SMALL, *given).startswith(
