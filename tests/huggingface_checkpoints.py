@@ -1,4 +1,4 @@
-"""Checkpoints as Hugging Face transformers saves them: one tiny random decoder for each family, with a tokenizer."""
+"""Checkpoints as transformers saves them: a tiny random decoder of each family, and a tokenizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ with warnings.catch_warnings():
 
 TEXT = "\n".join(f"the {i}th line of a text that nobody needs to read twice" for i in range(60))
 BOS, EOS = "<s>", "</s>"
-CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% endfor %}"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ message['content'] }}{{ eos_token }}{% endfor %}"
+)
 LENGTH = 96  # of a row
 WINDOW = 12
 _EMBEDDING = re.compile(r"\b(embed_\w+|wte|wpe)\.weight$")
@@ -108,9 +111,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(name: str, **changes: Any) -> nn.Module:
-    """Weights wide enough for attention to matter; norms and biases uneven enough for mistakes to show.
+    """Return a model with uneven weights, norms and biases, so that mistakes show in the logits.
 
-    Embeddings are narrower: beside wide ones, above all where the head is the same, a token's successor is itself.
+    Embeddings are narrower: with wide ones, above all tied ones, a token would predict itself.
     """
     architecture, values = FAMILIES[name]
     config = getattr(transformers, f"{architecture}Config")(**(values | changes))

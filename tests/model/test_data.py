@@ -1,4 +1,4 @@
-"""From text files to batches: what is read, what is refused, and that every token lands in exactly one place."""
+"""From text files to batches: what is read and refused, and where every token goes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_files_and_folders_are_read_whole_and_deeply(tmp_path: Path) -> None:
 
 
 def test_the_order_is_a_function_of_the_seed_alone(tmp_path: Path) -> None:
-    """Folders list their files in no promised order; a shuffle on top of that would make training unrepeatable."""
+    """Folders list their files in no promised order."""
     forwards, backwards = tmp_path / "f", tmp_path / "b"
     for folder, names in ((forwards, range(20)), (backwards, reversed(range(20)))):
         for i in names:
@@ -139,7 +139,7 @@ def test_blank_documents_are_left_out(tmp_path: Path) -> None:
 
 
 def test_a_file_reached_twice_is_read_once(tmp_path: Path) -> None:
-    """Twice in the corpus, it could be trained on and held out, and the held-out loss would be a lie."""
+    """Read twice, a text could be trained on and held out."""
     write_files(tmp_path, {"sub/a": "a", "b": "b"})
     (tmp_path / "link").symlink_to(tmp_path / "b")
     texts = read(tmp_path, tmp_path / "sub", tmp_path / "sub" / "a", tmp_path).texts
@@ -152,7 +152,7 @@ def test_a_file_reached_twice_is_read_once(tmp_path: Path) -> None:
 def test_an_unreadable_file_or_folder_is_named(
     module: Any, name: str, unreadable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Injected, because root may read anything. Left out in silence, half a corpus could be missing."""
+    """Errors are injected, because root may read anything."""
     write_files(tmp_path, {"a": "a", "b": "b", "sub/c": "c"})
     original = getattr(module, name)
 
@@ -223,7 +223,7 @@ def test_a_tokenizer_that_cannot_encode_the_corpus_is_named_in_one_line(tmp_path
 def test_tokens_are_as_wide_as_the_largest_id_needs(
     tmp_path: Path, largest: int, dtype: type
 ) -> None:
-    """By the largest id, not the number of tokens: wrapped around, every id would still be a valid one."""
+    """The largest id decides, not the number of tokens."""
     words = Tokenizer(models.WordLevel({"a": 0, "b": largest}))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     written = write_tokens(
@@ -321,7 +321,7 @@ def test_rows_are_contiguous_stretches_of_one_shard() -> None:
 
 
 def test_every_place_is_reached_and_equally_often() -> None:
-    """Off by one at a shard's end would hide its last token; weighting shards by length would favour short ones."""
+    """Weights by a shard's length would favour short shards."""
     context = 4
     data = counting(9, 5, 4, 3, 12)  # the third and fourth are shorter than a row
     starts = np.concatenate(
@@ -375,10 +375,10 @@ def test_processes_read_the_parts_of_one_batch(size: int) -> None:
 
 @pytest.mark.parametrize(("n_rows", "size"), [(5, 1), (5, 2), (5, 3), (1, 4), (6, 3)])
 def test_shares_of_a_batch_are_even_and_hold_each_target_once(n_rows: int, size: int) -> None:
-    """Uneven ones would leave one process waiting for another in an evaluation that shards take part in."""
+    """With uneven shares one process would wait for another in a sharded evaluation."""
     batch = counting(50, held_out=99).held_out_rows(context=10, n_rows=n_rows)
     shares = [batch.share(rank, size) for rank in range(size)]
     assert len({share.inputs.shape for share in shares}) == 1
     assert sum(share.n_targets for share in shares) == batch.n_targets == 10 * n_rows
-    learnt = np.concatenate([share.targets[share.targets != IGNORED] for share in shares])
-    assert sorted(learnt) == sorted(batch.targets.flatten())
+    learned = np.concatenate([share.targets[share.targets != IGNORED] for share in shares])
+    assert sorted(learned) == sorted(batch.targets.flatten())

@@ -1,4 +1,4 @@
-"""Two processes that torchrun started against one: the same losses, also after every one of them was killed."""
+"""Two processes started by torchrun against one: equal losses, also after both were killed."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def metrics(folder: Path) -> torch.Tensor:
 
 
 def assert_same_losses(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Sums over two halves are rounded otherwise than sums over all: to 1e-7, which training carries on."""
+    """Compare to 1e-5: sums over two halves are rounded differently."""
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0.0)
 
 

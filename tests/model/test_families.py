@@ -1,4 +1,4 @@
-"""config.json of published decoders → DecoderConfig: both styles, what a file leaves out, and what is refused."""
+"""config.json of published decoders → DecoderConfig: both styles, defaults and refusals."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_preset_is_what_its_published_file_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_the_older_style_of_rotary_parameters_is_the_same(name: str) -> None:
-    """rope_theta beside rope_scaling, whose kind is its type; GPT-NeoX and Phi-3 with their own names for a part."""
+    """The older style has rope_theta beside rope_scaling; two families have names of their own."""
     architecture, new = CHECKPOINTS[name]
     family = next(
         key for key, known in FAMILIES.items() if known.architectures[1] == f"{architecture}Model"
@@ -304,7 +304,7 @@ KINDS += [LLAMA3, {}]
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_value_that_makes_no_sense_is_refused_and_nothing_worse(family: str) -> None:
-    """Every key that is read, every wrong type; with windows on, so that all of their keys are read."""
+    """Try every key that is read with every wrong type, with and without windows."""
     read = FAMILIES[family].options({})
     keys = {*NEUTRAL, *(read.names.get(key, key) for key in read)}
     changes = [{key: wrong} for key in sorted(keys) for wrong in WRONG]

@@ -22,7 +22,7 @@ N_NEW = 40
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family(name: str, tmp_path: Path) -> None:
-    """The same logits as the original in PyTorch, and the same greedy tokens from the served graph."""
+    """Compare logits with the original in PyTorch, and greedy tokens with the served graph."""
     model: Any = make_model(name)
     import_checkpoint(save_checkpoint(tmp_path / "theirs", model), tmp_path / "ours")
     decoder = load_checkpoint(tmp_path / "ours").decoder

@@ -141,7 +141,7 @@ def test_a_head_that_differs_from_the_embedding_is_its_own(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_weights_of_16_bits_stay_so(dtype: torch.dtype, tmp_path: Path) -> None:
-    """Only Gemma's norms become 1 + w in float32, and then the decoder computes what the original does in float32."""
+    """Only Gemma's norms, 1 + w, become float32."""
     model: Any = make_model("gemma2", num_hidden_layers=2).to(dtype)
     imported = import_checkpoint(save_checkpoint(tmp_path / "theirs", model), tmp_path / "ours")
     assert imported.dtype == str(dtype).removeprefix("torch.")
@@ -159,7 +159,7 @@ def test_weights_of_16_bits_stay_so(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_the_file_is_as_safetensors_writes_it(folders: Folders, tmp_path: Path) -> None:
-    """Every tensor aligned to its type, the header to 8 bytes; float32 norms beside weights of 16 bits."""
+    """Tensors are aligned to their types, the header to 8 bytes."""
     change = lambda tensors: {n: t if "norm" in n else t.bfloat16() for n, t in tensors.items()}  # noqa: E731
     import_checkpoint(
         with_tensors(folders("llama"), tmp_path / "theirs", change), tmp_path / "ours"
@@ -213,7 +213,8 @@ MEASURE = """
 import re, sys
 from pathlib import Path
 from model.importing.huggingface import import_checkpoint
-peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+status = lambda: Path("/proc/self/status").read_text()
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", status())[1]) * 1024
 before = peak()
 import_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]))
 print(peak() - before)
@@ -222,7 +223,7 @@ print(peak() - before)
 
 @pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="reads the peak from /proc")
 def test_memory_holds_a_parameter_at_a_time(folders: Folders, tmp_path: Path) -> None:
-    """200 MB of weights, of which the largest parameter is a tenth; what was freed may not be given back at once."""
+    """Import 200 MB of weights, of which the largest parameter is a tenth."""
     values = {"hidden_size": 512, "intermediate_size": 2048, "vocab_size": 10000}
     values |= {"num_hidden_layers": 12}
     folder = with_values(
@@ -356,7 +357,7 @@ def test_special_tokens_are_those_that_transformers_gives_a_template(
     folders: Folders,
     tmp_path: Path,
 ) -> None:
-    """special_tokens_map.json counts only where tokenizer_config.json lacks added_tokens_decoder, and then more."""
+    """Without added_tokens_decoder in tokenizer_config.json, special_tokens_map.json counts."""
     folder = with_values(folders("llama"), tmp_path / "theirs", "special_tokens_map.json", **in_map)
     path = folder / "tokenizer_config.json"
     decoder = {

@@ -1,4 +1,4 @@
-"""`kvasir import` refuses what it cannot make ours in one line, with the mend, and before anything is written."""
+"""`kvasir import` refuses a folder in one line, with the mend, before anything is written."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ REFUSALS: dict[str, tuple[Break, str]] = {
     ),
     "another model": (
         set_values("config.json", model_type="bloom", architectures=["BloomForCausalLM"]),
-        r"describes BloomForCausalLM of model_type 'bloom'; supported are GPT2LMHeadModel \(gpt2\), .*Gemma2",
+        r"describes BloomForCausalLM of model_type 'bloom'; supported are GPT2LMHeadModel .*Gemma2",
     ),
     "no model type": (
         set_values("config.json", model_type=None, architectures=None),
@@ -134,7 +134,7 @@ REFUSALS: dict[str, tuple[Break, str]] = {
             "tokenizer_config.json",
             added_tokens_decoder={"302": {"content": "<tool>", "special": True}},
         ),
-        r"tokenizer_config\.json adds the token '<tool>' as 302, which tokenizer\.json does not have.* AutoTokenizer",
+        r"adds the token '<tool>' as 302, which tokenizer\.json does not have.* AutoTokenizer",
     ),
     "token under another id": (
         set_values(
@@ -164,7 +164,7 @@ REFUSALS: dict[str, tuple[Break, str]] = {
     ),
     "extra tensor": (
         set_tensors(**{"model.layers.1.mlp.down_proj.weight": torch.ones(64, 96)}),
-        r"model\.safetensors holds the unknown tensor 'model\.layers\.1\.mlp\.down_proj\.weight' for its config\.json",
+        r"model\.safetensors holds the unknown tensor 'model\.layers\.1\.mlp\.down_proj\.weight'",
     ),
     "extra bias": (
         set_tensors(**{"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}),
@@ -227,7 +227,7 @@ WRONG += [[None], -1, 1.5]
 def test_whatever_a_file_holds_ends_in_a_checkpoint_or_in_one_line(
     file: str, folder: Path, tmp_path: Path
 ) -> None:
-    """Every key that is read here, every wrong type; what `model.importing.family` reads is tried with it."""
+    """Try every key that is read here with every wrong type."""
     remove("chat_template.jinja")(folder)
     if file.endswith(".index.json"):
         index()(folder)

@@ -54,7 +54,7 @@ def read_events(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def test_events_hold_what_metrics_csv_holds(tmp_path: Path) -> None:
-    """The second session does steps 4 and 5 again, to another loss; the first one's must be gone from both."""
+    """The second session repeats steps 4 and 5; the first session's have to be gone from both."""
     with open_metrics(tmp_path, 0, tensorboard=True) as write:
         write_rows(write, range(1, 6))
     with open_metrics(tmp_path, 3, tensorboard=True) as write:

@@ -1,4 +1,4 @@
-"""`kvasir train`: a folder of text becomes a run, and a mistake becomes one line with nothing left behind."""
+"""`kvasir train`: text becomes a run; a mistake becomes one line and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_ctrl_c_saves_and_resume_completes_to_the_same_metrics(
 def test_a_run_that_died_before_its_first_step_can_be_resumed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its folder was refused as not empty by a fresh run, and as without a checkpoint by a resumed one."""
+    """Neither a fresh nor a resumed run used to accept such a folder."""
     trained("texts", "--out", "whole", *SMALL, "--steps", "3")
 
     def die(*_: object) -> None:
@@ -299,7 +299,7 @@ def test_a_run_from_a_checkpoint_resumes_without_it() -> None:
     trained("--resume", "--out", "tuned")
 
 
-def test_chats_are_learnt_from_a_template_that_travels_along(
+def test_chats_are_learned_from_a_template_that_travels_along(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write_chats()

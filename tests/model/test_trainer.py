@@ -1,4 +1,4 @@
-"""The training loop against AdamW written out, and a resumed run against one that nobody interrupted."""
+"""The training loop against AdamW written out, and a resumed run against an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_weight_decay_acts_on_matrices_only(data: TokenData) -> None:
 def adamw_by_formula(
     decoder: Decoder, batches: list[Tensor], settings: TrainSettings
 ) -> list[tuple[float, float]]:
-    """Loshchilov & Hutter 2019, Algorithm 2, on the rows of each step at once; the loss and gradient norm of each."""
+    """Return each step's loss and gradient norm (Loshchilov & Hutter 2019, Algorithm 2)."""
     moments = {
         name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in decoder.named_parameters()
     }
@@ -180,7 +180,7 @@ def adamw_by_formula(
 def test_steps_are_adamw_on_all_their_rows_at_once(
     data: TokenData, accumulate: int, clip: float
 ) -> None:
-    """In float64. A loss not divided by `accumulate`, a gradient clipped per batch or one not reset would show."""
+    """In float64, so that a loss not divided by `accumulate` or a gradient not reset shows."""
     settings = replace(
         SETTINGS, accumulate=accumulate, clip=clip, learning_rate=0.01, mixed_precision=False
     )
@@ -259,7 +259,7 @@ def test_evaluating_and_saving_change_nothing(data: TokenData, tmp_path: Path) -
 
 
 def test_dropout_differs_between_steps_seeds_and_processes(data: TokenData) -> None:
-    """Seeded by step so that resuming repeats it; seeded the same at every step, it would prune the network instead."""
+    """Dropout is seeded by step; with one seed for all steps it would prune the network."""
     trainer = make_trainer(data, dropout=0.5)
     drops = []
     for seed, step, rank in ((1, 0, 0), (1, 1, 0), (2, 0, 0), (1, 0, 1), (1, 0, 0)):
@@ -302,7 +302,7 @@ def test_metrics_have_a_row_for_every_step(
 def test_samples_fit_a_decoder_with_few_positions(
     data: TokenData, tmp_path: Path, position: str
 ) -> None:
-    """A prompt and a sample of the usual lengths would run past the last position and end the run in an error."""
+    """A prompt and a sample of the usual lengths would run past the last position."""
     settings = replace(SETTINGS, context=2, steps=2, evaluate_every=1)
     for longest in (2, 3, 18):
         recorder = Recorder()
@@ -394,7 +394,7 @@ def test_resuming_a_finished_run_changes_nothing(data: TokenData, tmp_path: Path
 
 
 def test_progress_is_kept_over_an_interruption(data: TokenData, tmp_path: Path) -> None:
-    """The held-out loss goes into the manifest of what is exported; stopping between two evaluations lost it."""
+    """The held-out loss goes into the manifest of the exported model."""
     make_trainer(data).train(tmp_path, Recorder(at={4: press_ctrl_c}))
     first = load_checkpoint(tmp_path).progress
     assert first["held_out_loss"] > 0
