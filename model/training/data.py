@@ -236,7 +236,7 @@ def write_shards(
     vocab_size: int,
     learned: NDArray[np.bool_] | None = None,
 ) -> TokenData:
-    """Write a new folder: shard-00000.bin …, held_out.bin and data.json.
+    """Write an empty or new folder: shard-00000.bin …, held_out.bin and data.json.
 
     ids: token ids [n] of text, of which those from `n_train` on are held out; or rows [n, row] of
     chats, with `learned` of the same shape, which goes into shard-00000.mask …, held_out.mask. They
@@ -251,7 +251,7 @@ def write_shards(
     per_shard = max(1, SHARD_TOKENS // ids[0].size)
     ends = [*range(per_shard, n_train, per_shard), n_train]
     names = [*(f"shard-{i:05d}" for i in range(len(ends))), "held_out"]
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for suffix, array in arrays.items():
         for name, items in zip(names, np.split(array, ends), strict=True):
             # tofile loses the last bytes on a full disk without an error.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +29,8 @@ from model.training.metrics import METRICS_FILE, StepMetrics, plot_losses
 from model.training.trainer import Report, Trainer, TrainSettings
 
 PICTURE_FILE = "loss.png"
+# Folders that a preparation leaves behind when it is killed.
+_LEFTOVER = re.compile(rf"{data.DATA_FOLDER}\.part(-\w+)?|step-0+\.part")
 # Called with "training", the step, the number of steps, and a note: loss, speed and MFU.
 Progress = Callable[[str, int, int, str], object]
 
@@ -74,12 +78,13 @@ def prepare_run(
     """Write token shards, and a checkpoint of step 0 with tokenizer and weights.
 
     With `init`, weights, tokenizer and extra files are its own. Without, weights are random, and a
-    tokenizer is trained to `config.vocab_size`, which becomes the size it reaches. The folder
-    appears whole or not at all. Raises ChatTemplateError, ConfigError (also for a context beyond
-    the positions of `init`), CorpusError, TokenizerError, and FileExistsError when the folder is in
-    use.
+    tokenizer is trained to `config.vocab_size`, which becomes the size it reaches. The remains of a
+    preparation that was killed are removed. Raises ChatTemplateError, ConfigError (also for a
+    context beyond the positions of `init`), CorpusError or TokenizerError and leaves no files, and
+    FileExistsError when the folder is in use.
     """
-    if folder.exists() and any(folder.iterdir()):
+    held = list(folder.iterdir()) if folder.exists() else []
+    if not all(_LEFTOVER.fullmatch(path.name) for path in held):
         raise FileExistsError(
             f"{folder} is not empty; continue it with --resume or choose another --out"
         )
@@ -111,12 +116,12 @@ def prepare_run(
             eos_token_ids=() if end is None else (end,),
         )
     share, context = corpus.held_out, settings.context
-    with new_directory(folder) as part:
+    for leftover in held:
+        shutil.rmtree(leftover)
+    with new_directory(folder / data.DATA_FOLDER) as part:
         if isinstance(documents, data.Corpus):
             end = next(iter(config.eos_token_ids), None)
-            tokens = data.write_tokens(
-                documents, tokenizer, part / data.DATA_FOLDER, share, context, end
-            )
+            tokens = data.write_tokens(documents, tokenizer, part, share, context, end)
         else:
             chats = pack(documents, tokenizer, share, context)
             tell(chats.summary)
@@ -124,9 +129,7 @@ def prepare_run(
             endings = dict.fromkeys((*config.eos_token_ids, *sorted(chats.ending_ids)))
             config = replace(config, eos_token_ids=tuple(endings))
             size = vocabulary_size(tokenizer)
-            tokens = data.write_shards(
-                part / data.DATA_FOLDER, chats.ids, chats.n_train, size, chats.learned
-            )
+            tokens = data.write_shards(part, chats.ids, chats.n_train, size, chats.learned)
         torch.manual_seed(settings.seed)
         decoder = Decoder(config)
         if init is not None:
@@ -135,10 +138,10 @@ def prepare_run(
             f"{tokens.n_train:,} tokens to train on, {len(tokens.held_out):,} held out; "
             f"vocabulary {config.vocab_size:,}; {decoder.n_parameters:,} parameters"
         )
-        sync(*tokens.folder.iterdir(), tokens.folder)
+        sync(*part.iterdir(), part)
         on_cpu = Processes(0, 1, torch.device("cpu"))  # a GPU may not hold a decoder to be sharded
-        Trainer(decoder, tokenizer, tokens, settings, extra_files, on_cpu).save(part)
-    sync(folder.absolute().parent)
+        Trainer(decoder, tokenizer, tokens, settings, extra_files, on_cpu).save(folder)
+    sync(folder)
 
 
 def _extra_files(corpus: CorpusSettings, init: Checkpoint | None) -> dict[str, bytes]:
