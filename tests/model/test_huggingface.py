@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,15 @@ from tests.huggingface_checkpoints import FAMILIES, LENGTH, make_model, save_che
 from tests.random_models import RandomModel
 
 N_NEW = 40
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: the products are too small for more, which would only spin."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n_threads)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -39,7 +49,8 @@ def test_family(name: str, tmp_path: Path) -> None:
     assert len(set(expected)) >= 6  # a text of few tokens would hide mistakes
     export_graph(decoder, tmp_path / "model.onnx")
     engine = Engine(
-        RandomModel(decoder, tmp_path / "model.onnx").runner(max_num_seqs=1), chunk_size=16
+        RandomModel(decoder, tmp_path / "model.onnx").runner(max_num_seqs=1, threads=1),
+        chunk_size=16,
     )
     sequence = make_sequence(
         0, prompt[0].tolist(), SamplingParams(max_tokens=N_NEW, temperature=0.0)
