@@ -33,6 +33,7 @@ _ROPE_KEYS = {
 _SHAPE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+    "bos_token_id", "eos_token_id",
 )
 # Usual key of config.json: the fields of DecoderConfig that take its value unchanged.
 _FIELDS = {
@@ -147,9 +148,7 @@ class Family:
 
     def options(self, values: Mapping[str, Any]) -> Options:
         """Return the keys that the family reads from a config.json."""
-        shape = zip(
-            (*_SHAPE, "bos_token_id", "eos_token_id"), self.shape + self.tokens, strict=True
-        )
+        shape = zip(_SHAPE, self.shape + self.tokens, strict=True)
         defaults = {**dict(shape), **self.defaults}
         read = {key: values.get(self.names.get(key, key), value) for key, value in defaults.items()}
         return Options(read, self.names)
@@ -182,8 +181,9 @@ class Family:
             "feed_forward": partial(_activation, gated=self.gated),
             **self.derived,
         }
-        for name in derived.keys() - self.fixed.keys():
-            fields[name] = derived[name](options)
+        for name, derive in derived.items():
+            if name not in self.fixed:
+                fields[name] = derive(options)
         return DecoderConfig.from_dict({**fields, **self.fixed, **tokens})
 
     def plain_name(self, tensor: str) -> str:

@@ -308,9 +308,8 @@ def _take(
                 f"not {list(expected)}"
             )
         tensors.append(tensor)
-    dtype = reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
-    if source.in_float32:
-        dtype = torch.float32
+    stored = reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    dtype = torch.float32 if source.in_float32 else stored
 
     def make() -> Tensor:
         made = source.join([tensor.read() for tensor in tensors], config)
