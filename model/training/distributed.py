@@ -137,7 +137,8 @@ class Processes:
         try:
             save(state, storage_writer=writer, process_group=self.control)
         except CheckpointException as error:
-            raise ShardError(f"{folder} cannot be written: {_first_cause(error)}") from None
+            first, *_ = error.failures.values()
+            raise ShardError(f"{folder} cannot be written: {first[0]}") from None
 
     def load_shards(self, folder: Path, decoder: Decoder) -> dict[str, Tensor]:
         """Return tensors "parameter/key" that any number of processes wrote.
@@ -158,23 +159,18 @@ class Processes:
                     warnings.filterwarnings("ignore", "torch.distributed is disabled")
                     group = self.control
                     load(state, storage_reader=reader, process_group=group, no_dist=group is None)
-        except (SafetensorError, CheckpointException) as error:
-            raise ShardError(f"{folder} cannot be loaded: {_first_cause(error)}") from None
+        except SafetensorError as error:
+            raise ShardError(f"{folder} cannot be loaded: {error}") from None
+        except CheckpointException as error:
+            first, *_ = error.failures.values()
+            raise ShardError(f"{folder} cannot be loaded: {first[0]}") from None
         return state
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """Return the error of the first process that failed."""
-    if isinstance(error, CheckpointException):
-        return next(iter(error.failures.values()))[0]
-    return error
 
 
 def one_process() -> Processes:
     """Return this process alone, with its GPU if it has one; torchrun gives each its own."""
-    if not torch.cuda.is_available():
-        return Processes(0, 1, torch.device("cpu"))
-    return Processes(0, 1, torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))))
+    gpu = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return Processes(0, 1, torch.device(gpu if torch.cuda.is_available() else "cpu"))
 
 
 @contextmanager

@@ -135,7 +135,6 @@ class Trainer:
                 speed = settings.tokens_per_step / elapsed
                 mfu = speed * self.flops_per_token / peak
                 tokens, seconds = self.step * settings.tokens_per_step, round(self.seconds, 3)
-
                 held_out_loss, sample = None, ("", "")
                 is_last = self.step == settings.steps
                 if is_last or self.step % settings.evaluate_every == 0:
