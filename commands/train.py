@@ -14,7 +14,7 @@ from typer import Argument, Option
 
 from commands.options import Preset
 from commands.output import console, one_line_errors
-from commands.progress import loading
+from commands.progress import ProgressBar, loading
 from model.files import writing
 
 # Options that --resume allows: where the run is, and how the processes share it.
@@ -112,7 +112,7 @@ def train(
     given = _given_options(invocation)
     with join() as processes, one_line_errors():
         is_first = processes.is_first
-        lines, bars = console(quiet=not is_first), console(stderr=True, quiet=not is_first)
+        lines = console(quiet=not is_first)
         try:
             with processes.together(), writing(out):
                 processes.check_shard(shard)
@@ -126,15 +126,16 @@ def train(
                         "name at least one file or folder to train on, or give --resume"
                     )
                 elif is_first:
-                    processes.share(batch_size)
+                    processes.rows_per_process(batch_size)
                     _prepare_run(options, given, lines)
             trainer = run.open_run(out, processes, shard=shard)
             if resume:
                 message = f"resuming {out} at step {trainer.step} of {trainer.settings.steps}"
                 lines.print(message, soft_wrap=True)
-            with writing(out):
-                if not run.train(out, trainer, lines, bars):
-                    raise typer.Exit(130)
+            with writing(out), ProgressBar(quiet=not is_first) as progress:
+                complete = run.train_run(out, trainer, lines, progress)
+            if not complete:
+                raise typer.Exit(130)
         except (DivergedError, PeerError, ShardError) as error:  # all processes raise one at once
             if isinstance(error, PeerError) or not is_first:
                 raise typer.Exit(1) from None

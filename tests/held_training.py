@@ -1,23 +1,31 @@
-"""commands.train, held by its first process at every evaluation until a line, or the end, comes on standard input."""
+"""commands.train whose first process waits after each evaluation for a line on standard input."""
 
 from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import typer
 
 from commands.train import train
-from model.training import run
+from model.training.metrics import StepMetrics
+from model.training.trainer import Report, Trainer
+
+train_loop = Trainer.train
 
 
-class HeldProgressBar(run.ProgressBar):
-    def evaluated(self, step: int, held_out_loss: float, prompt: str, sample: str) -> None:
-        super().evaluated(step, held_out_loss, prompt, sample)
-        if os.environ["RANK"] == "0":  # the others wait for it
+def held(trainer: Trainer, folder: Path, report: Report) -> bool:
+    def report_and_wait(metrics: StepMetrics, speed: float, sample: tuple[str, str]) -> None:
+        report(metrics, speed, sample)
+        if (
+            metrics.held_out_loss is not None and os.environ["RANK"] == "0"
+        ):  # the others wait for it
             sys.stdin.readline()
+
+    return train_loop(trainer, folder, report_and_wait)
 
 
 if __name__ == "__main__":
-    run.ProgressBar = HeldProgressBar  # type: ignore[misc]
+    Trainer.train = held  # type: ignore[assignment, method-assign]
     typer.run(train)

@@ -1,4 +1,4 @@
-"""Checkpoints as Hugging Face transformers saves them: one tiny random decoder for each family, with a tokenizer."""
+"""Checkpoints as transformers saves them: a tiny random decoder of each family, and a tokenizer."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ with warnings.catch_warnings():
 
 TEXT = "\n".join(f"the {i}th line of a text that nobody needs to read twice" for i in range(60))
 BOS, EOS = "<s>", "</s>"
-CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{{ eos_token }}{% endfor %}"
-LENGTH = 128  # of a row
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ message['content'] }}{{ eos_token }}{% endfor %}"
+)
+LENGTH = 96  # of a row
 WINDOW = 12
 _EMBEDDING = re.compile(r"\b(embed_\w+|wte|wpe)\.weight$")
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 320,
     "hidden_size": 64,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": LENGTH,
     "bos_token_id": None,
@@ -36,7 +39,7 @@ _SHAPE: dict[str, Any] = {
     "pad_token_id": None,
 }
 _GROUPED = _SHAPE | {"intermediate_size": 96, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
-_QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
+_QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
 _GEMMA = _GROUPED | {"head_dim": 32}
 
 
@@ -93,7 +96,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3",
         _GROUPED
         | {"head_dim": 16, "use_sliding_window": True, "sliding_window": WINDOW}
-        | {"layer_types": ["full_attention", "sliding_attention"] * 2},
+        | {"layer_types": ["full_attention", "sliding_attention"]},
     ),
     "phi3": ("Phi3", _GROUPED | {"sliding_window": WINDOW}),
     "phi3 partial": ("Phi3", _GROUPED | _rope("default", partial_rotary_factor=0.75)),
@@ -108,9 +111,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_model(name: str, **changes: Any) -> nn.Module:
-    """Weights wide enough for attention to matter; norms and biases uneven enough for mistakes to show.
+    """Return a model with uneven weights, norms and biases, so that mistakes show in the logits.
 
-    Embeddings are narrower: beside wide ones, above all where the head is the same, a token's successor is itself.
+    Embeddings are narrower: with wide ones, above all tied ones, a token would predict itself.
     """
     architecture, values = FAMILIES[name]
     config = getattr(transformers, f"{architecture}Config")(**(values | changes))

@@ -1,4 +1,4 @@
-"""Published Hugging Face checkpoints, turned into checkpoint directories.
+"""The import of published Hugging Face checkpoints as checkpoint directories.
 
-Imports the files of `model`, and neither `model.network` nor `model.training`.
+It may import the files of `model` and `model.network`, but not `model.training`.
 """

@@ -1,140 +1,73 @@
-"""How one kind of published decoder becomes ours: the table that describes it, and fields that take more than one key.
+"""The conversion of a published config.json into a DecoderConfig.
 
-What the decoder does not compute is refused by the key of config.json and its value.
+A value that the decoder does not compute is refused, with its key.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from model.config import DecoderConfig
 from model.importing.tensors import Source
 
-Options = dict[str, Any]  # config.json, over the family's defaults
-
-_PLAIN = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu", "relu": "relu"}
-_TANH = dict.fromkeys(
-    ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh"), "gelu_tanh"
-)
-_ACTIVATIONS = _PLAIN | _TANH
-_GATED = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
 _LARGEST = 2**31 - 1
+_GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh")
+_PLAIN = {"gelu": "gelu", "gelu_python": "gelu", **dict.fromkeys(_GELU_TANH, "gelu_tanh")}
+_PLAIN |= {"relu": "relu"}
+_GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_python": "geglu"}
+_GATED |= dict.fromkeys(_GELU_TANH, "geglu_tanh")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+# fmt: off
 _ROPE_KEYS = {
-    *(
-        "type",
-        "rope_type",
-        "rope_theta",
-        "partial_rotary_factor",
-        "factor",
-        "original_max_position_embeddings",
-    ),
-    *(
-        "low_freq_factor",
-        "high_freq_factor",
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-    ),
-    *("truncate", "short_factor", "long_factor"),
-    "finetuned",  # a note of how yarn was made, which nothing computes with
+    "type", "rope_type", "rope_theta", "partial_rotary_factor", "factor", "truncate",
+    "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+    "short_factor", "long_factor",
+    "finetuned",  # a note on how a yarn model was made; nothing computes with it
 }
-# Keys that change what is computed, with the values that do not; a family that reads one decides for itself.
+_SHAPE = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+    "bos_token_id", "eos_token_id",
+)
+# Usual key of config.json: the fields of DecoderConfig that take its value unchanged.
+_FIELDS = {
+    "vocab_size": ("vocab_size",), "hidden_size": ("d_model",), "intermediate_size": ("d_ff",),
+    "num_hidden_layers": ("n_layer",), "num_attention_heads": ("n_head",),
+    "max_position_embeddings": ("max_model_len",), "sliding_window": ("sliding_window",),
+    "rms_norm_eps": ("norm_eps",), "tie_word_embeddings": ("tied_embeddings",),
+    "attention_bias": ("qkv_bias", "output_bias"), "mlp_bias": ("feed_forward_bias",),
+    "use_parallel_residual": ("parallel_residual",),
+    "attn_logit_softcapping": ("attention_softcap",), "final_logit_softcapping": ("logit_softcap",),
+}
+# Keys that change what is computed, and the values, beside null, that do not. A family that reads a
+# key decides about its values itself.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_cross_attention": (False,),
-    "alibi": (False,),
-    "attn_logit_softcapping": (),
-    "clip_qkv": (),
-    "final_logit_softcapping": (),
-    "is_encoder_decoder": (False,),
-    "layer_types": (),
-    "no_rope_layers": (),
-    "num_experts": (0,),
-    "num_local_experts": (0,),
-    "partial_rotary_factor": (1, 1.0),
-    "pruned_heads": ({},),
-    "qk_layernorm": (False,),
-    "quantization_config": (),
-    "rope_interleaved": (False,),
-    "sliding_window": (),
-    "use_bidirectional_attention": (False,),
-    "use_sliding_window": (False,),
+    "add_cross_attention": (False,), "alibi": (False,), "is_encoder_decoder": (False,),
+    "qk_layernorm": (False,), "rope_interleaved": (False,),
+    "use_bidirectional_attention": (False,), "sliding_window": (), "use_sliding_window": (False,),
+    "num_experts": (0,), "num_local_experts": (0,), "partial_rotary_factor": (1,),
+    "pruned_heads": ({},), "quantization_config": (), "clip_qkv": (), "layer_types": (),
+    "no_rope_layers": (), "attn_logit_softcapping": (), "final_logit_softcapping": (),
 }
+# fmt: on
 
 
 class UnsupportedError(ValueError):
-    """A checkpoint that asks for what the decoder does not compute, or makes no sense; names the key and its value."""
+    """A checkpoint that the decoder cannot compute; the message names the key and its value."""
 
 
 def refuse(key: str, value: object, wanted: str) -> UnsupportedError:
+    """Return the error for a value of config.json that the decoder does not compute."""
     return UnsupportedError(f"config.json's {key} is {value!r}, and the decoder computes {wanted}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """How one kind of published decoder becomes ours.
-
-    defaults: every key of config.json that is read, with what a file without it means. fields: our field: their key.
-    fixed: our field: its value. derived: our field: what makes it of the options. only: key: the values that the
-    decoder computes. modules: our module: where its weight and bias are; * is the layer. prefixes: of tensors' names,
-    of which a file has one or none. former_names: what modules were once called.
-    """
-
-    title: str
-    architectures: tuple[str, ...]
-    defaults: Mapping[str, Any]
-    fields: Mapping[str, str]
-    modules: Mapping[str, Source]
-    prefixes: tuple[str, ...] = ("model.",)
-    former_names: Mapping[str, str] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    derived: Mapping[str, Callable[[Options], Any]] = field(default_factory=dict)
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-
-    def config(self, values: Mapping[str, Any], **tokens: Any) -> DecoderConfig:
-        """Our configuration for a config.json. tokens: bos_token_id and eos_token_ids.
-
-        Raises UnsupportedError, and ConfigError for a decoder that cannot be built.
-        """
-        options: Options = {**self.defaults, **values}
-        neutral = {
-            key: (None, *allowed) for key, allowed in NEUTRAL.items() if key not in self.defaults
-        }
-        if options.get("use_sliding_window") is False:
-            neutral.pop("sliding_window", None)  # of a window that is off
-        for key, allowed in {**neutral, **self.only}.items():
-            if options.get(key) not in allowed:
-                raise refuse(
-                    key,
-                    options[key],
-                    f"{self.title} without it" if key in neutral else _listed(allowed),
-                )
-        fields = {name: options[key] for name, key in self.fields.items()}
-        fields |= {name: derive(options) for name, derive in self.derived.items()}
-        return DecoderConfig(**{**fields, **self.fixed, **tokens})
-
-    def plain_name(self, tensor: str) -> str:
-        """A tensor's name without the prefix it may have, as `modules` have it."""
-        plain = next(
-            (tensor.removeprefix(prefix) for prefix in self.prefixes if tensor.startswith(prefix)),
-            tensor,
-        )
-        module, _, kind = plain.rpartition(".")
-        return f"{self.former_names.get(module, module)}.{kind}"
-
-
-def _listed(values: tuple[Any, ...]) -> str:
-    return "only " + " or ".join(repr(value) for value in values)
-
-
-def whole(options: Options, key: str, least: int = 1) -> int:
-    value = options[key]
+def _whole(key: str, value: Any, least: int = 1) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST:
         raise UnsupportedError(
             f"config.json's {key} must be a whole number from {least} to {_LARGEST}, not {value!r}"
@@ -142,8 +75,7 @@ def whole(options: Options, key: str, least: int = 1) -> int:
     return value
 
 
-def number(options: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = default if options.get(key) is None else options[key]
+def _number(key: str, value: Any) -> float:
     if (
         not isinstance(value, int | float)
         or isinstance(value, bool)
@@ -153,193 +85,231 @@ def number(options: Mapping[str, Any], key: str, default: float | None = None) -
     return value
 
 
-def key_value_heads(options: Options) -> int:
-    return whole(
-        options,
-        "num_attention_heads" if options["num_key_value_heads"] is None else "num_key_value_heads",
-    )
+class Options(dict[str, Any]):
+    """The keys of config.json that a family reads, under their usual names, which are Llama's.
+
+    names: the family's own names of keys, where they differ; error messages use those.
+    """
+
+    def __init__(self, values: Mapping[str, Any], names: Mapping[str, str]) -> None:
+        super().__init__(values)
+        self.names = names
+
+    def whole(self, key: str, least: int = 1) -> int:
+        """Return a whole number. Raises UnsupportedError for another value."""
+        return _whole(self.names.get(key, key), self[key], least)
+
+    def number(self, key: str) -> float:
+        """Return a positive number. Raises UnsupportedError for another value."""
+        return _number(self.names.get(key, key), self[key])
 
 
-def head_dim(options: Options) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A kind of published decoder: the keys of its config.json, and the names of its tensors.
+
+    Keys have Llama's names throughout, except in `only`, which has the family's own.
+
+    Attributes:
+        title: Name in messages.
+        architectures: Accepted values of "architectures".
+        modules: Module of ours → source of its weight and bias; `*` stands for the layer.
+        shape: Defaults of vocab_size, hidden_size, intermediate_size, num_hidden_layers,
+            num_attention_heads, num_key_value_heads and max_position_embeddings.
+        tokens: Defaults of bos_token_id and eos_token_id.
+        defaults: Every other key that is read, with its default.
+        names: Key → the family's own name for it.
+        fixed: Field of DecoderConfig → its value.
+        derived: Field of DecoderConfig → function of the options.
+        only: Key → the values that the decoder computes.
+        gated: The feed-forward has a gate.
+        scalings: Rotary scalings that the family has.
+        windowed: Function that returns the layers with a sliding window, where config.json does
+            not list them in layer_types.
+        prefixes: Prefixes of tensor names; a file has one or none.
+        former_names: Former name of a module → its name.
+    """
+
+    title: str
+    architectures: tuple[str, ...]
+    modules: Mapping[str, Source]
+    shape: tuple[int | None, ...]
+    tokens: tuple[int | None, int | None]
+    defaults: Mapping[str, Any]
+    names: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    derived: Mapping[str, Callable[[Options], Any]] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    gated: bool = True
+    scalings: tuple[str, ...] = ("linear", "llama3", "yarn")
+    windowed: Callable[[Options], Iterable[int]] | None = None
+    prefixes: tuple[str, ...] = ("model.",)
+    former_names: Mapping[str, str] = field(default_factory=dict)
+
+    def options(self, values: Mapping[str, Any]) -> Options:
+        """Return the keys that the family reads from a config.json."""
+        shape = zip(_SHAPE, self.shape + self.tokens, strict=True)
+        defaults = {**dict(shape), **self.defaults}
+        read = {key: values.get(self.names.get(key, key), value) for key, value in defaults.items()}
+        return Options(read, self.names)
+
+    def config(self, values: Mapping[str, Any], **tokens: Any) -> DecoderConfig:
+        """Return the DecoderConfig for a config.json.
+
+        tokens: bos_token_id and eos_token_ids. Raises UnsupportedError for what the decoder does
+        not compute, and ConfigError for a decoder that cannot be built.
+        """
+        options = self.options(values)
+        read = {self.names.get(key, key) for key in options}
+        neutral = {key: (None, *allowed) for key, allowed in NEUTRAL.items() if key not in read}
+        if values.get("use_sliding_window") is False:
+            neutral.pop("sliding_window", None)
+        for key, allowed in {**neutral, **self.only}.items():
+            if key in values and values[key] not in allowed:
+                wanted = f"{self.title} without it" if key in neutral else _only(allowed)
+                raise refuse(key, values[key], wanted)
+        fields = {
+            name: options[key] for key, names in _FIELDS.items() if key in options for name in names
+        }
+        if "rope_theta" in options:
+            fields |= _rotary(options, self.scalings)
+        if self.windowed is not None:
+            fields |= _windows(options, self.windowed)
+        derived: dict[str, Callable[[Options], Any]] = {
+            "n_kv_head": _key_value_heads,
+            "head_dim": _head_dim,
+            "feed_forward": partial(_activation, gated=self.gated),
+            **self.derived,
+        }
+        for name, derive in derived.items():
+            if name not in self.fixed:
+                fields[name] = derive(options)
+        return DecoderConfig(**{**fields, **self.fixed, **tokens})
+
+    def plain_name(self, tensor: str) -> str:
+        """Return a tensor's name without its prefix, as `modules` has it."""
+        prefix = next((prefix for prefix in self.prefixes if tensor.startswith(prefix)), "")
+        module, _, kind = tensor.removeprefix(prefix).rpartition(".")
+        return f"{self.former_names.get(module, module)}.{kind}"
+
+
+def _only(values: Iterable[Any]) -> str:
+    return "only " + " or ".join(repr(value) for value in values)
+
+
+def _key_value_heads(options: Options) -> int:
+    grouped = options["num_key_value_heads"] is not None
+    return options.whole("num_key_value_heads" if grouped else "num_attention_heads")
+
+
+def _head_dim(options: Options) -> int:
     if options.get("head_dim") is not None:
-        return whole(options, "head_dim")
-    return whole(options, "hidden_size") // whole(options, "num_attention_heads")
+        return options.whole("head_dim")
+    return options.whole("hidden_size") // options.whole("num_attention_heads")
 
 
-def activation(key: str, *, gated: bool) -> Callable[[Options], str]:
-    def derive(options: Options) -> str:
-        ours = _ACTIVATIONS.get(options[key]) if isinstance(options[key], str) else None
-        if gated:
-            ours = _GATED.get(ours or "")
-        elif ours == "silu":
-            ours = None
-        if ours is None:
-            known = [
-                name
-                for name, kind in _ACTIVATIONS.items()
-                if (kind in _GATED if gated else kind != "silu")
-            ]
-            raise refuse(key, options[key], _listed(tuple(known)))
-        return ours
-
-    return derive
+def _activation(options: Options, gated: bool) -> str:
+    known, name = _GATED if gated else _PLAIN, options["hidden_act"]
+    if not isinstance(name, str) or name not in known:
+        raise refuse(options.names.get("hidden_act", "hidden_act"), name, _only(known))
+    return known[name]
 
 
-def _rope(options: Options) -> dict[str, Any]:
-    """Rotary parameters of either style: one object, or rope_theta beside rope_scaling."""
-    given = options.get("rope_scaling") or options.get("rope_parameters") or {}
-    key = "rope_scaling" if options.get("rope_scaling") else "rope_parameters"
-    if not isinstance(given, dict) or (unknown := given.keys() - _ROPE_KEYS):
-        raise refuse(
-            key,
-            given,
-            "no " + ", ".join(sorted(unknown)) if isinstance(given, dict) else "an object",
-        )
-    theta, fraction = options["rope_theta"], options.get("partial_rotary_factor")
-    return {
-        "rope_theta": theta,
+def _rotary(options: Options, scalings: tuple[str, ...]) -> dict[str, Any]:
+    """Return the rotary fields from either style: one object, or rope_theta beside rope_scaling."""
+    key = "rope_scaling" if options["rope_scaling"] else "rope_parameters"
+    given = options[key] or {}
+    if not isinstance(given, dict):
+        raise refuse(key, given, "an object")
+    if unknown := given.keys() - _ROPE_KEYS:
+        raise refuse(key, given, "no " + ", ".join(sorted(unknown)))
+    fraction = options.get("partial_rotary_factor")
+    rope = {
+        "rope_theta": options["rope_theta"],
         "partial_rotary_factor": 1.0 if fraction is None else fraction,
         **given,
     }
-
-
-def with_usual_names(options: Options) -> Options:
-    """GPT-NeoX has names of its own for two of the rotary parameters."""
+    head_dim, fraction = _head_dim(options), rope["partial_rotary_factor"]
+    if "partial_rotary_factor" not in options and fraction != 1:
+        raise refuse("partial_rotary_factor", fraction, "this family only with 1.0")
+    turned = int(head_dim * _number("partial_rotary_factor", fraction))
     return {
-        **options,
-        "rope_theta": options["rotary_emb_base"],
-        "partial_rotary_factor": options["rotary_pct"],
+        "rope_theta": _number("rope_theta", rope["rope_theta"]),
+        "rope_scaling": _rope_scaling(options, rope, scalings),
+        "rotary_dim": None if turned == head_dim else turned,
     }
 
 
-def rope_theta(options: Options) -> float:
-    return number(_rope(options), "rope_theta")
+def _rope_scaling(
+    options: Options, rope: Mapping[str, Any], scalings: tuple[str, ...]
+) -> dict[str, Any] | None:
+    def number(name: str, default: float | None = None) -> float:
+        return _number(name, default if rope.get(name) is None else rope[name])
 
-
-def _rope_kind(options: Options) -> str:
-    rope = _rope(options)
-    kind: str = rope.get("rope_type") or rope.get("type") or "default"
-    return kind
-
-
-def rope_scaling(options: Options) -> dict[str, Any] | None:
-    kind, rope = _rope_kind(options), _rope(options)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
-    if kind not in ("linear", "llama3", "yarn"):
-        raise refuse("rope_scaling", kind, "default, linear, llama3 and yarn")
+    if kind not in scalings:
+        raise refuse("rope_scaling", kind, f"only {', '.join(('default', *scalings))}")
     if kind == "linear":
-        return {"kind": kind, "factor": number(rope, "factor")}
+        return {"kind": kind, "factor": number("factor")}
     key = "original_max_position_embeddings"
-    own = options.get(key) or rope.get(key)
-    length = whole({key: own}, key) if own else whole(options, "max_position_embeddings")
+    original = options[key] or rope.get(key)
+    length = _whole(key, original) if original else options.whole("max_position_embeddings")
+    scaling = {"kind": kind, "original_max_model_len": length}
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
-        return {"kind": kind, "original_max_model_len": length} | {
-            name: number(rope, name) for name in names
-        }
-    factor = number(rope, "factor", whole(options, "max_position_embeddings") / length)
-    return {
-        "kind": kind,
-        "factor": factor,
-        "original_max_model_len": length,
-        "beta_fast": number(rope, "beta_fast", 32.0),
-        "beta_slow": number(rope, "beta_slow", 1.0),
-        "attention_factor": _yarn_amplitude(rope, factor),
-        "truncate": bool(rope.get("truncate", True)),
-    }
-
-
-def _yarn_amplitude(rope: Mapping[str, Any], factor: float) -> float:
-    """What multiplies cos and sin: given, or 0.1 m ln(factor) + 1 for one or both of two weights m (DeepSeek-V2)."""
-    if rope.get("attention_factor") is not None:
-        return number(rope, "attention_factor")
+        return scaling | {name: number(name) for name in names}
+    factor = number("factor", options.whole("max_position_embeddings") / length)
 
     def amplitude(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
+    # cos and sin are multiplied by 0.1 m ln(factor) + 1 for one or both of two weights m
+    # (DeepSeek-V2), unless the factor is given.
+    attention_factor = amplitude(1.0)
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return amplitude(number(rope, "mscale")) / amplitude(number(rope, "mscale_all_dim"))
-    return amplitude(1.0)
+        attention_factor = amplitude(number("mscale")) / amplitude(number("mscale_all_dim"))
+    return scaling | {
+        "factor": factor,
+        "beta_fast": number("beta_fast", 32.0),
+        "beta_slow": number("beta_slow", 1.0),
+        "attention_factor": number("attention_factor", attention_factor),
+        "truncate": bool(rope.get("truncate", True)),
+    }
 
 
-def unscaled_rope(options: Options) -> None:
-    if (kind := _rope_kind(options)) != "default":
-        raise refuse("rope_scaling", kind, "this family only with default")
-
-
-def rotary_dim(options: Options) -> int | None:
-    channels = head_dim(options)
-    turned = int(channels * number(_rope(options), "partial_rotary_factor"))
-    return None if turned == channels else turned
-
-
-def whole_heads(options: Options) -> None:
-    if (fraction := _rope(options)["partial_rotary_factor"]) != 1:
-        raise refuse("partial_rotary_factor", fraction, "this family only with 1.0")
-
-
-def _layers_of_type(options: Options, default: Callable[[int], bool]) -> tuple[int, ...]:
-    """The layers whose attention slides: as layer_types lists them, or as an older config.json means."""
-    layers = range(whole(options, "num_hidden_layers"))
-    if (types := options["layer_types"]) is None:
-        return tuple(layer for layer in layers if default(layer))
-    if (
-        not isinstance(types, list)
-        or len(types) != len(layers)
-        or any(kind not in _LAYER_TYPES for kind in types)
-    ):
-        raise refuse("layer_types", types, f"{len(layers)} layers of {' or '.join(_LAYER_TYPES)}")
-    return tuple(layer for layer in layers if types[layer] == "sliding_attention")
-
-
-def qwen_window_layers(options: Options) -> tuple[int, ...]:
-    if not options["use_sliding_window"] or options["sliding_window"] is None:
-        return ()
-    first = whole(options, "max_window_layers", least=0)
-    return _layers_of_type(options, lambda layer: layer >= first)
-
-
-def smollm3_window_layers(options: Options) -> tuple[int, ...]:
-    if not options["use_sliding_window"] or options["sliding_window"] is None:
-        return ()
-    still = layers_without_rotary(options)
-    return _layers_of_type(options, lambda layer: layer in still)
-
-
-def gemma2_window_layers(options: Options) -> tuple[int, ...]:
-    return (
-        ()
-        if options["sliding_window"] is None
-        else _layers_of_type(options, lambda layer: layer % 2 == 0)
-    )
-
-
-def windows(layers: Callable[[Options], tuple[int, ...]]) -> dict[str, Callable[[Options], Any]]:
-    """Both fields of a window in some layers; a window in none of them is no window."""
+def _windows(
+    options: Options, windowed: Callable[[Options], Iterable[int]]
+) -> dict[str, int | tuple[int, ...] | None]:
+    """Return the window and the layers that have it; a window in no layer is no window."""
+    layers: tuple[int, ...] = ()
+    n_layers, types = options.whole("num_hidden_layers"), options["layer_types"]
+    if options["sliding_window"] is not None and options.get("use_sliding_window", True):
+        layers = tuple(windowed(options))
+        if types is not None:
+            if (
+                not isinstance(types, list)
+                or len(types) != n_layers
+                or any(kind not in _LAYER_TYPES for kind in types)
+            ):
+                wanted = f"{n_layers} layers of {' or '.join(_LAYER_TYPES)}"
+                raise refuse("layer_types", types, wanted)
+            layers = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
     return {
-        "sliding_window": lambda options: options["sliding_window"] if layers(options) else None,
-        "sliding_window_layers": lambda options: layers(options) or None,
+        "sliding_window": options["sliding_window"] if layers else None,
+        "sliding_window_layers": layers or None,
     }
 
 
 def layers_without_rotary(options: Options) -> tuple[int, ...]:
-    layers = range(whole(options, "num_hidden_layers"))
-    turns = options["no_rope_layers"]  # 1 for a layer that turns
-    if turns is None:
-        interval = whole(options, "no_rope_layer_interval")
-        turns = [(layer + 1) % interval != 0 for layer in layers]
-    if not isinstance(turns, list) or len(turns) < len(layers):
-        raise refuse("no_rope_layers", turns, f"a list of 1 and 0 for each of {len(layers)} layers")
-    return tuple(layer for layer in layers if not turns[layer])
-
-
-def unprojected_width(options: Options) -> int:
-    width = whole(options, "hidden_size")
-    if options["word_embed_proj_dim"] not in (None, width):
-        raise refuse(
-            "word_embed_proj_dim",
-            options["word_embed_proj_dim"],
-            f"only hidden_size, {width} (opt-350m)",
-        )
-    return width
+    """Return the layers whose queries and keys are not rotated: those with 0 in no_rope_layers."""
+    layers = range(options.whole("num_hidden_layers"))
+    rotated = options["no_rope_layers"]
+    if rotated is None:
+        interval = options.whole("no_rope_layer_interval")
+        rotated = [(layer + 1) % interval != 0 for layer in layers]
+    if not isinstance(rotated, list) or len(rotated) < len(layers):
+        wanted = f"a list of 1 and 0 for each of {len(layers)} layers"
+        raise refuse("no_rope_layers", rotated, wanted)
+    return tuple(layer for layer in layers if not rotated[layer])

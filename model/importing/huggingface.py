@@ -1,7 +1,7 @@
-"""A Hugging Face checkpoint folder → a checkpoint directory of ours, all or nothing.
+"""The import of a Hugging Face checkpoint folder as a checkpoint directory, whole or not at all.
 
-What the folder holds is judged before anything is written: its configuration, its tokenizer, and the shapes in the
-headers of its weights. `model.importing.families` has the tables.
+The folder is checked before anything is written: its configuration, its tokenizer, and the shapes
+in the headers of its weights. `model.importing.families` has the tables.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import partial, reduce
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,13 @@ from model.config import ConfigError, DecoderConfig
 from model.files import new_directory
 from model.importing.families import FAMILIES
 from model.importing.family import Family, UnsupportedError
-from model.importing.tensors import Source, parameter_shapes, rotary_pairs_apart
+from model.importing.tensors import parameter_shapes, reorder_rotary_pairs
 from model.importing.weights import (
+    PlannedTensor,
     Shape,
-    Stored,
+    StoredTensor,
     WeightsError,
-    Written,
-    stored_tensors,
+    list_tensors,
     write_safetensors,
 )
 from model.progress import Progress, unheard
@@ -48,19 +48,14 @@ from model.tokenizer import TokenizerError, load_tokenizer, vocabulary_size
 
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _CHAT_TEMPLATES = "additional_chat_templates"
-_SPECIAL_TOKENS = (
-    "bos_token",
-    "eos_token",
-    "unk_token",
-    "sep_token",
-    "pad_token",
-    "cls_token",
-    "mask_token",
-)
-_BUFFERS = re.compile(
-    r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias))$"
-)  # computed, not learned
+_SPECIAL_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+# Tensors that are computed, not learned.
+_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias))$")
 _LAYER = re.compile(r"(?<=^blocks\.)\d+")
+_REWRITE_TOKENIZER = (
+    "write one from its other tokenizer files with transformers: "
+    "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+)
 
 
 class HuggingFaceError(Exception):
@@ -69,7 +64,10 @@ class HuggingFaceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """What `import_checkpoint` wrote. dtype: of most of the weights. notes: what it left out of the folder."""
+    """The result of `import_checkpoint`.
+
+    dtype: type of most weights. notes: what was left out of the folder.
+    """
 
     family: str
     config: DecoderConfig
@@ -80,10 +78,11 @@ class Imported:
 
 
 def import_checkpoint(source: Path, out: Path, progress: Progress = unheard) -> Imported:
-    """Write the checkpoint directory `out` from a folder with config.json, *.safetensors and tokenizer.json.
+    """Write the checkpoint directory `out` from config.json, *.safetensors and tokenizer.json.
 
-    Weights keep their types, and one parameter at a time is in memory. Raises HuggingFaceError naming the file, key or
-    tensor that is missing, unknown or does not fit, before anything is written; FileExistsError when `out` is in use.
+    Weights keep their types, and one parameter at a time is in memory. Raises HuggingFaceError,
+    before anything is written, naming the file, key or tensor that is missing, unknown or does not
+    fit, and FileExistsError when `out` is in use.
     """
     notes: list[str] = []
     try:
@@ -92,9 +91,9 @@ def import_checkpoint(source: Path, out: Path, progress: Progress = unheard) -> 
         texts = {
             CHAT_TEMPLATE_FILE: _chat_template(source, notes),
             SPECIAL_TOKENS_FILE: _special_tokens(source),
-            GENERATION_FILE: _generation(source, notes),
+            GENERATION_FILE: _generation_defaults(source, notes),
         }
-        config, weights = _plan(family, config, stored_tensors(source, _BUFFERS))
+        config, weights = _plan(family, config, list_tensors(source, _BUFFERS))
     except (ConfigError, SafetensorError, TokenizerError, UnsupportedError, WeightsError) as error:
         raise HuggingFaceError(f"{source} cannot be imported: {error}") from None
     with new_directory(out) as part:
@@ -108,18 +107,12 @@ def import_checkpoint(source: Path, out: Path, progress: Progress = unheard) -> 
     for weight in weights:
         counts[weight.dtype] += torch.Size(weight.shape).numel()
     dtype = str(counts.most_common(1)[0][0]).removeprefix("torch.")
-    return Imported(
-        family.title,
-        config,
-        counts.total(),
-        dtype,
-        texts[CHAT_TEMPLATE_FILE] is not None,
-        tuple(notes),
-    )
+    has_chat_template = texts[CHAT_TEMPLATE_FILE] is not None
+    return Imported(family.title, config, counts.total(), dtype, has_chat_template, tuple(notes))
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """The object in a file that may be missing, which then is an empty one."""
+    """Return the JSON object in a file; an empty one where the file is missing."""
     if not path.is_file():
         return {}
     try:
@@ -137,21 +130,17 @@ def _read_config(source: Path) -> tuple[Family, DecoderConfig]:
             f"it has no {CONFIG_FILE}; name a folder with that, *.safetensors and {TOKENIZER_FILE}"
         )
     values, generation = _read_object(source / CONFIG_FILE), _read_object(source / GENERATION_FILE)
-    kind, architectures = values.get("model_type"), values.get("architectures") or ()
-    if not isinstance(architectures, list | tuple) or not all(
-        isinstance(name, str) for name in architectures
-    ):
-        raise UnsupportedError(
-            f"{CONFIG_FILE}'s architectures is {architectures!r}, not a list of names"
-        )
+    kind, names = values.get("model_type"), values.get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise UnsupportedError(f"{CONFIG_FILE}'s architectures is {names!r}, not a list of names")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None or not set(architectures) <= set(family.architectures):
-        supported = ", ".join(
-            f"{known.architectures[0]} ({name})" for name, known in FAMILIES.items()
+    if family is None or not set(names) <= set(family.architectures):
+        supported = ", ".join(f"{one.architectures[0]} ({key})" for key, one in FAMILIES.items())
+        raise UnsupportedError(
+            f"{CONFIG_FILE} describes {' '.join(names) or 'a model'} of model_type {kind!r}; "
+            f"supported are {supported}"
         )
-        named = f"{' '.join(architectures) or 'a model'} of model_type {kind!r}"
-        raise UnsupportedError(f"{CONFIG_FILE} describes {named}; supported are {supported}")
-    options = {**family.defaults, **values}
+    options = family.options(values)
     bos, eos = (
         options[key] if generation.get(key) is None else generation[key]
         for key in ("bos_token_id", "eos_token_id")
@@ -161,37 +150,31 @@ def _read_config(source: Path) -> tuple[Family, DecoderConfig]:
 
 
 def _check_tokenizer(source: Path, config: DecoderConfig) -> None:
-    mend = (
-        "write one from its other tokenizer files with transformers: "
-        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-    )
     if not (source / TOKENIZER_FILE).is_file():
-        raise UnsupportedError(f"it has no {TOKENIZER_FILE}; {mend}")
+        raise UnsupportedError(f"it has no {TOKENIZER_FILE}; {_REWRITE_TOKENIZER}")
     tokenizer = load_tokenizer(source / TOKENIZER_FILE)
     if (known := vocabulary_size(tokenizer)) > config.vocab_size:
         raise UnsupportedError(
-            f"{TOKENIZER_FILE} has token ids up to {known - 1}, but the decoder {config.vocab_size} tokens"
+            f"{TOKENIZER_FILE} has token ids up to {known - 1}, "
+            f"but the decoder has {config.vocab_size} tokens"
         )
     wanted = _read_object(source / _TOKENIZER_CONFIG_FILE).get("added_tokens_decoder", {})
     if not isinstance(wanted, dict):
         raise UnsupportedError(
             f"{_TOKENIZER_CONFIG_FILE}'s added_tokens_decoder is {wanted!r}, not an object"
         )
-    added = {
-        str(token_id): token.content
-        for token_id, token in tokenizer.get_added_tokens_decoder().items()
-    }
+    added = {str(i): token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
     for token_id, token in wanted.items():  # transformers adds those that are missing
         content = token.get("content") if isinstance(token, dict) else token
         if added.get(token_id) != content:
             raise UnsupportedError(
-                f"{_TOKENIZER_CONFIG_FILE} adds the token {content!r} as {token_id}, which {TOKENIZER_FILE} does not "
-                f"have; {mend}"
+                f"{_TOKENIZER_CONFIG_FILE} adds the token {content!r} as {token_id}, which "
+                f"{TOKENIZER_FILE} does not have; {_REWRITE_TOKENIZER}"
             )
 
 
 def _chat_template(source: Path, notes: list[str]) -> str | None:
-    """The default one. transformers has others by name, and takes tool_use where there are tools."""
+    """Return the default template; transformers has others by name, as tool_use for tools."""
     templates = _chat_templates(source)
     if others := sorted(templates.keys() - {"default"}):
         without = "" if "default" in templates else "; none of them is the default"
@@ -200,24 +183,28 @@ def _chat_template(source: Path, notes: list[str]) -> str | None:
 
 
 def _chat_templates(source: Path) -> dict[str, str]:
-    """By name: files, of which the folder's go before the single one, or else what tokenizer_config.json holds."""
-    more = sorted((source / _CHAT_TEMPLATES).glob("*.jinja"))
+    """Return templates by name, from files or else from tokenizer_config.json.
+
+    Files of the folder go before the single file.
+    """
+    more = (source / _CHAT_TEMPLATES).glob("*.jinja")
     files = {"default": source / CHAT_TEMPLATE_FILE} | {path.stem: path for path in more}
-    if templates := {name: _read_text(path) for name, path in files.items() if path.is_file()}:
-        return templates
+    templates: dict[str, str] = {}
+    for name, path in files.items():
+        try:
+            if path.is_file():
+                templates[name] = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            raise UnsupportedError(f"{path.name} is not UTF-8 text") from None
     given = _read_object(source / _TOKENIZER_CONFIG_FILE).get("chat_template")
-    if given is None:
-        return {}
+    if templates or given is None:
+        return templates
     if isinstance(given, str):
-        return {"default": given}
-    pairs: list[tuple[Any, Any]] = [(None, given)]
-    if isinstance(given, list):
-        pairs = [
-            (one.get("name"), one.get("template")) if isinstance(one, dict) else (None, one)
-            for one in given
-        ]
-    elif isinstance(given, dict):
-        pairs = list(given.items())
+        given = {"default": given}
+    if isinstance(given, list) and all(isinstance(one, dict) for one in given):
+        pairs = [(one.get("name"), one.get("template")) for one in given]
+    else:
+        pairs = list(given.items()) if isinstance(given, dict) else [(None, given)]
     if not all(isinstance(name, str) and isinstance(text, str) for name, text in pairs):
         raise UnsupportedError(
             f"{_TOKENIZER_CONFIG_FILE}'s chat_template is neither a text nor texts by name"
@@ -225,28 +212,22 @@ def _chat_templates(source: Path) -> dict[str, str]:
     return dict(pairs)
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UnsupportedError(f"{path.name} is not UTF-8 text") from None
-
-
 def _special_tokens(source: Path) -> str | None:
-    """special_tokens_map.json: the texts of the tokens that a chat template may name, as transformers finds them.
+    """Return special_tokens_map.json: the texts of tokens that a chat template may name.
 
-    That file of the source's is of an older form, and counts where tokenizer_config.json lacks added_tokens_decoder: it
-    overrides the usual names, but not a model's own.
+    They are found as transformers finds them. The source's own special_tokens_map.json is of an
+    older form, and counts where tokenizer_config.json lacks added_tokens_decoder: it overrides the
+    usual names, but not a model's own.
     """
-    values, older = (
-        _read_object(source / file) for file in (_TOKENIZER_CONFIG_FILE, SPECIAL_TOKENS_FILE)
-    )
+    values = _read_object(source / _TOKENIZER_CONFIG_FILE)
+    older = _read_object(source / SPECIAL_TOKENS_FILE)
     if "added_tokens_decoder" in values:
         older = {}
-    usual, own = values | older, older | values
-    tokens = {name: usual.get(name) for name in _SPECIAL_TOKENS}
+    tokens = {name: (values | older).get(name) for name in _SPECIAL_TOKENS}
     tokens |= {
-        name: token for name, token in own.items() if name.endswith("_token") and name not in tokens
+        name: token
+        for name, token in (older | values).items()
+        if name.endswith("_token") and name not in tokens
     }
     for extra in (values.get("extra_special_tokens"), older.get("extra_special_tokens")):
         tokens |= extra if isinstance(extra, dict) else {}  # a list gives no names
@@ -258,43 +239,49 @@ def _special_tokens(source: Path) -> str | None:
     return json.dumps(texts, indent=2, ensure_ascii=False) + "\n" if texts else None
 
 
-def _generation(source: Path, notes: list[str]) -> str | None:
-    """Advice on sampling. Without do_sample the file's temperature and its like mean nothing; the penalty does."""
+def _generation_defaults(source: Path, notes: list[str]) -> str | None:
+    """Return generation_config.json: the recommended sampling parameters that the API has.
+
+    Without do_sample only the repetition penalty has a meaning.
+    """
     given = _read_object(source / GENERATION_FILE)
-    advice: dict[str, float] = {}
-    for name in (
-        GenerationDefaults.model_fields if given.get("do_sample") else ("repetition_penalty",)
-    ):
+    names = GenerationDefaults.model_fields if given.get("do_sample") else ["repetition_penalty"]
+    defaults: dict[str, float] = {}
+    for name in names:
         try:
-            advice |= GenerationDefaults.model_validate({name: given.get(name)}).given()
+            defaults |= GenerationDefaults.model_validate({name: given.get(name)}).given()
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
             notes.append(f"{GENERATION_FILE}'s {name} is left out: {given[name]!r}: {reason}")
-    return json.dumps(advice, indent=2) + "\n" if advice else None
+    return json.dumps(defaults, indent=2) + "\n" if defaults else None
 
 
 def _plan(
-    family: Family, config: DecoderConfig, stored: Iterable[Stored]
-) -> tuple[DecoderConfig, list[Written]]:
-    """Every parameter, to be made of the tensors it is in, and the configuration; untied where the head is another.
+    family: Family, config: DecoderConfig, stored: Iterable[StoredTensor]
+) -> tuple[DecoderConfig, list[PlannedTensor]]:
+    """Return the configuration, untied where the head differs, and every parameter to be made.
 
     Raises UnsupportedError naming a tensor that is missing, unknown or of the wrong shape.
     """
-    held: dict[str, Stored] = {}
+    held: dict[str, StoredTensor] = {}
     for tensor in stored:
         if (name := family.plain_name(tensor.name)) in held:
             raise UnsupportedError(
                 f"tensors {held[name].name!r} and {tensor.name!r} are the same parameter"
             )
         held[name] = tensor
-    embedding, head = (
-        f"{family.modules[module].modules[0]}.weight" for module in ("embedding", "head")
-    )
-    if config.tied_embeddings and head in held:
-        config = _settle_head(config, held, embedding, head)
-    weights = [
-        _take(name, shape, family, config, held) for name, shape in parameter_shapes(config).items()
-    ]
+    embedding = f"{family.modules['embedding'].modules[0]}.weight"
+    head = f"{family.modules['head'].modules[0]}.weight"
+    if config.tied_embeddings and head in held:  # tied ones are stored under either name or both
+        other = held.pop(head)
+        one = held.setdefault(embedding, other)
+        if one is not other and (
+            one.shape != other.shape or not torch.equal(one.read(), other.read())
+        ):
+            held[head] = other
+            config = replace(config, tied_embeddings=False)
+    shapes = parameter_shapes(config)
+    weights = [_take(name, shape, family, config, held) for name, shape in shapes.items()]
     for tensor in held.values():
         raise UnsupportedError(
             f"{tensor.file.name} holds the unknown tensor {tensor.name!r} for its {CONFIG_FILE}"
@@ -302,25 +289,10 @@ def _plan(
     return config, weights
 
 
-def _settle_head(
-    config: DecoderConfig, held: dict[str, Stored], embedding: str, head: str
-) -> DecoderConfig:
-    """Tied embeddings are stored under either name or both; a head with other contents is one of its own."""
-    if embedding not in held:
-        held[embedding] = held.pop(head)
-    elif held[embedding].shape != held[head].shape or not torch.equal(
-        held[embedding].read(), held[head].read()
-    ):
-        return replace(config, tied_embeddings=False)
-    else:
-        del held[head]
-    return config
-
-
 def _take(
-    name: str, shape: Shape, family: Family, config: DecoderConfig, held: dict[str, Stored]
-) -> Written:
-    """One of our parameters, whose tensors are taken out of those held."""
+    name: str, shape: Shape, family: Family, config: DecoderConfig, held: dict[str, StoredTensor]
+) -> PlannedTensor:
+    """Return the plan of a parameter; its tensors are removed from `held`."""
     layer = (_LAYER.search(name) or ("",))[0]
     module, _, kind = _LAYER.sub("*", name).rpartition(".")
     source = family.modules[module]
@@ -334,23 +306,17 @@ def _take(
         tensor = held.pop(wanted)
         if tensor.shape != expected:
             raise UnsupportedError(
-                f"tensor {tensor.name!r} in {tensor.file.name} has shape {list(tensor.shape)}, not {list(expected)}"
+                f"tensor {tensor.name!r} in {tensor.file.name} has shape {list(tensor.shape)}, "
+                f"not {list(expected)}"
             )
         tensors.append(tensor)
     stored = reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
     dtype = torch.float32 if source.in_float32 else stored
-    return Written(name, shape, dtype, partial(_make, name, shape, source, tensors, dtype, config))
 
+    def make() -> Tensor:
+        made = source.join([tensor.read() for tensor in tensors], config)
+        if ".attention.qkv." in name:
+            made = reorder_rotary_pairs(made, config)
+        return made.to(dtype).expand(shape).contiguous()
 
-def _make(
-    name: str,
-    shape: Shape,
-    source: Source,
-    tensors: list[Stored],
-    dtype: torch.dtype,
-    config: DecoderConfig,
-) -> Tensor:
-    made = source.join([tensor.read() for tensor in tensors], config)
-    if ".attention.qkv." in name:
-        made = rotary_pairs_apart(made, config)
-    return made.to(dtype).expand(shape).contiguous()
+    return PlannedTensor(name, shape, dtype, make)

@@ -1,4 +1,4 @@
-"""The safetensors of a checkpoint folder, read and written a tensor at a time."""
+"""The safetensors files of a checkpoint folder, read and written one tensor at a time."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from model.progress import Progress, followed, unheard
 INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_ALIGNMENT = 8  # of the data: the header is padded with spaces
 
 Shape = tuple[int, ...]
 
 
 class WeightsError(ValueError):
-    """Weights that cannot be read; names the file, the tensor or the mend."""
+    """Weights that cannot be read; the message names the file or tensor and the mend."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor of a file that has not been read yet."""
+class StoredTensor:
+    """A tensor of a file, not read yet."""
 
     file: Path
     name: str
@@ -37,28 +36,25 @@ class Stored:
     dtype: torch.dtype
 
     def read(self) -> Tensor:
-        # Opened anew for each tensor: what was read counts as memory of this process for as long as the file is open.
+        """Return the tensor's values."""
+        # An open file's tensors count as memory of this process, so it is opened for each tensor.
         with safe_open(self.file, framework="pt") as file:
             tensor: Tensor = file.get_tensor(self.name)
         return tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A tensor to write, made when its turn comes. `make` gives it contiguous."""
+class PlannedTensor:
+    """A tensor to write; `make` returns its values, contiguous, when its turn comes."""
 
     name: str
     shape: Shape
     dtype: torch.dtype
     make: Callable[[], Tensor]
 
-    @property
-    def n_bytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
 
-
-def stored_tensors(folder: Path, ignored: re.Pattern[str]) -> Iterator[Stored]:
-    """Every tensor of a checkpoint in one file or in several, from their headers, but those with ignored names.
+def list_tensors(folder: Path, ignored: re.Pattern[str]) -> Iterator[StoredTensor]:
+    """Yield every tensor of a checkpoint from the headers of its files, except ignored names.
 
     Raises WeightsError.
     """
@@ -70,9 +66,10 @@ def stored_tensors(folder: Path, ignored: re.Pattern[str]) -> Iterator[Stored]:
                 tensor = file.get_slice(name)
                 if (dtype := tensor.get_dtype()) not in _DTYPES:
                     raise WeightsError(
-                        f"tensor {name!r} in {path.name} is {dtype}; there are {', '.join(_DTYPES)}"
+                        f"tensor {name!r} in {path.name} is {dtype}; "
+                        f"supported are {', '.join(_DTYPES)}"
                     )
-                yield Stored(path, name, tuple(tensor.get_shape()), _DTYPES[dtype])
+                yield StoredTensor(path, name, tuple(tensor.get_shape()), _DTYPES[dtype])
 
 
 def _files(folder: Path) -> list[Path]:
@@ -81,8 +78,9 @@ def _files(folder: Path) -> list[Path]:
     index = folder / INDEX_FILE
     if not index.is_file():
         raise WeightsError(
-            f"it has neither {WEIGHTS_FILE} nor {INDEX_FILE}; where it has a pytorch_model.bin, save that as "
-            "safetensors with transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER)"
+            f"it has neither {WEIGHTS_FILE} nor {INDEX_FILE}; where it has a pytorch_model.bin, "
+            "save that as safetensors with transformers: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER)"
         )
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -98,30 +96,29 @@ def _files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def write_safetensors(path: Path, tensors: Sequence[Written], progress: Progress = unheard) -> None:
-    """Write a file that `safetensors` reads, with one tensor in memory at a time.
+def write_safetensors(
+    path: Path, tensors: Sequence[PlannedTensor], progress: Progress = unheard
+) -> None:
+    """Write a safetensors file with one tensor in memory at a time; the library needs them all.
 
-    The format: the header's length in 8 bytes, little-endian; the header, JSON; the data. The widest types come first,
-    so each tensor is aligned to its own.
+    The format is the header's length (8 bytes, little-endian), the header (JSON), and the data.
+    The widest types come first and the header is padded to 8 bytes, so every tensor is aligned.
     """
     ordered = sorted(tensors, key=lambda tensor: (-tensor.dtype.itemsize, tensor.name))
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in ordered:
-        start, end = end, end + tensor.n_bytes
-        name = _DTYPE_NAMES[tensor.dtype]
+        start, end = end, end + tensor.dtype.itemsize * torch.Size(tensor.shape).numel()
         header[tensor.name] = {
-            "dtype": name,
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
+            "dtype": _DTYPE_NAMES[tensor.dtype],
+            "shape": tensor.shape,
+            "data_offsets": (start, end),
         }
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+        file.write(len(text).to_bytes(8, "little") + text)
         for tensor in followed(ordered, "writing tensors", progress):
             made = tensor.make()
-            assert made.shape == tensor.shape
-            assert made.dtype == tensor.dtype
+            assert (made.shape, made.dtype) == (tensor.shape, tensor.dtype)
             file.write(made.flatten().view(torch.uint8).numpy().data)

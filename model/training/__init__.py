@@ -1,4 +1,4 @@
-"""Corpora, chats and the training loop, in one process or many.
+"""The training of a decoder on text or chats, in one process or several.
 
-Imports the files of `model` and `model.network`.
+It may import the files of `model` and `model.network`.
 """

@@ -1,11 +1,12 @@
-"""Chats in JSONL to rows of tokens, of which the assistant's are learnt.
+"""The conversion of chats in JSONL to rows of tokens, of which the assistant's are learned.
 
-A row holds whole conversations, one after another; later ones see earlier ones, as documents in plain text do. Where
-the next one does not fit, its beginning fills the row without being learnt, and it comes whole in the next row. One
-that is longer than a row is cut at its end.
+A row holds whole conversations one after another; later ones see earlier ones, as documents in
+plain text do. Where the next conversation does not fit, its beginning fills the row without being
+learned, and the whole of it begins the next row. A conversation longer than a row is cut at its
+end.
 
-Of a message, its role, content and "weight" (0: an answer that is not learnt) are read here, and the rest by the chat
-template; a field that the template does not name is refused.
+This module reads the role, content and "weight" (0: an answer that is not learned) of a message,
+and the chat template reads the rest; a field that the template does not name is refused.
 """
 
 from __future__ import annotations
@@ -14,76 +15,71 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from model.chat_template import REASONING, ChatTemplate, ChatTemplateError
-from model.training.data import (
-    SHARD_TOKENS,
-    CorpusError,
-    TokenData,
-    encode,
-    token_type,
-    write_shards,
-)
+from model.training.data import CorpusError, encode
 
-SUFFIX = ".jsonl"
-_WEIGHT = "weight"  # of an assistant's message, as OpenAI's fine-tuning has it: 0 or 1, whether it is learnt
-# Of a message: what a template may leave out without changing what was meant, and what is not for the template.
+_WEIGHT = "weight"  # OpenAI's fine-tuning format: 1 if an assistant's message is learned, else 0
+# Fields that a template may leave out, or that are not for the template.
 _OPTIONAL = {"role", "content", "name", "tool_call_id", _WEIGHT}
 
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """The text of a conversation, and which characters of it, from and to, are learnt of what the assistant says."""
+    """The text of a conversation, and the [start, end) of each learned answer in it."""
 
     text: str
     spans: list[tuple[int, int]]
 
 
-# The whole of it; or, where a template rewrites earlier turns, one rendering up to each answer, which alone is learnt.
+# One rendering; or, where a template rewrites earlier turns, one up to each answer, which alone is
+# learned.
 Conversation = list[Rendering]
+_Tokens = NDArray[np.uint32]  # [2, n]: token ids, and 1 for each that is learned
 
 
 @dataclass(frozen=True, slots=True)
-class Chats:
-    """Rows of tokens and, beside each token, whether it is learnt, both [rows, context + 1]; and what became of them.
+class PackedChats:
+    """Rows of token ids and, beside each token, whether it is learned, both [rows, context + 1].
 
-    ending_ids: special tokens that end what the assistant says.
+    Rows from n_train on are held out. n_cut, n_without_answer: conversations that were cut, and
+    left out. ending_ids: special tokens that end answers.
     """
 
-    ids: NDArray[np.unsignedinteger]
-    learnt: NDArray[np.bool_]
-    n_held_out: int  # of the rows, the last ones
+    ids: NDArray[np.uint32]
+    learned: NDArray[np.bool_]
+    n_train: int
     n_cut: int
     n_without_answer: int
     ending_ids: set[int]
 
-
-class _Tokens(NamedTuple):
-    """Token ids and, for each, whether it is learnt: of a conversation, or of a row."""
-
-    ids: NDArray[np.unsignedinteger]
-    learnt: NDArray[np.bool_]
-
-
-def are_chats(paths: Sequence[Path]) -> bool:
-    """Whether a corpus is JSONL files, named outright. Raises CorpusError when only some of it is."""
-    chats = [path for path in paths if path.suffix == SUFFIX and not path.is_dir()]
-    if chats and len(chats) < len(paths):
-        raise CorpusError(
-            f"{chats[0]} is for chats, which cannot be mixed with text; train on one, then the other"
+    @property
+    def summary(self) -> str:
+        """The rows in words, with a warning where generation will not know where to stop."""
+        text = (
+            f"{len(self.ids):,} rows, {self.learned.mean():.0%} of their tokens learned; "
+            f"{self.n_cut} conversations longer than {self.ids.shape[1] - 1} tokens were cut, "
+            f"{self.n_without_answer} without an answer in them left out"
         )
-    return bool(chats)
+        warning = (
+            "\nno answer ends in a special token of the tokenizer, so generation will not know "
+            "where to stop; a chat template can end answers with eos_token"
+        )
+        return text if self.ending_ids else text + warning
 
 
 def read_conversations(
     paths: Sequence[Path], template: ChatTemplate, seed: int
 ) -> list[Conversation]:
-    """Render every line of the files, shuffled by `seed`. Raises CorpusError naming the line that is not a chat."""
+    """Render every line of the files, shuffled by `seed`.
+
+    Raises CorpusError naming the line that is not a chat.
+    """
     conversations = []
     for path in paths:
         try:
@@ -105,7 +101,7 @@ def read_conversations(
 def _parse(
     line: str, template: ChatTemplate
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-    """The line's messages and tools. Raises ValueError saying what is wrong."""
+    """Return the line's messages and tools. Raises ValueError saying what is wrong."""
     try:
         chat = json.loads(line)
     except ValueError as error:
@@ -113,161 +109,144 @@ def _parse(
     messages = chat.get("messages") if isinstance(chat, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError(
-            'not a chat, {"messages": [{"role": …, "content": …}, …]}; text goes into files of other names'
+            'not a chat, {"messages": [{"role": …, "content": …}, …]}; '
+            "plain text needs another file name"
         )
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f'message {i} must be {{"role": …, "content": …}}, not {message!r}')
         if not isinstance(message.get("content"), str) and not message.get("tool_calls"):
             raise ValueError(f"message {i}'s content must be text, not {message.get('content')!r}")
-        _check_fields(i, message, template)
+        weight = message.get(_WEIGHT)
+        if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
+            raise ValueError(f"message {i}'s weight must be 0 (not learned) or 1, not {weight!r}")
+        if weight and message["role"] != "assistant":
+            raise ValueError(f"message {i} has weight 1, but only the assistant's are learned")
+        for name in sorted(message.keys() - _OPTIONAL):
+            names = REASONING if name in REASONING else (name,)
+            if message[name] not in (None, "", []) and not any(
+                one in template.source for one in names
+            ):
+                raise ValueError(
+                    f"message {i} has {name!r}, which the chat template does not read; leave it out"
+                )
     return messages, chat.get("tools")
-
-
-def _check_fields(i: int, message: dict[str, Any], template: ChatTemplate) -> None:
-    """Raises ValueError for a field that would be passed over, as if the message did not have it."""
-    weight = message.get(_WEIGHT)
-    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
-        raise ValueError(f"message {i}'s weight must be 0 (do not learn it) or 1, not {weight!r}")
-    if weight and message["role"] != "assistant":
-        raise ValueError(f"message {i} has weight 1, but only what the assistant says is learnt")
-    for name, value in message.items():
-        names = REASONING if name in REASONING else (name,)
-        if (
-            name not in _OPTIONAL
-            and value not in (None, "", [])
-            and not any(one in template.source for one in names)
-        ):
-            raise ValueError(
-                f"message {i} has {name!r}, which the chat template does not read; leave it out"
-            )
 
 
 def _render(
     template: ChatTemplate, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
 ) -> Conversation:
-    """The assistant's part of a message is what its text adds to the one that asks for it.
+    """Render a conversation; an answer is the text that its message adds to its prompt.
 
-    Where the text of all messages does not just add to that (Qwen3's template takes thoughts out of earlier turns),
-    each answer is learnt in the text up to it, as serving asks for it. Raises ChatTemplateError when even there an
-    answer does not add to what asks for it, or nothing asks for it.
+    Where the whole text does not begin with each of these texts (Qwen3's template removes thoughts
+    from earlier turns), each answer is learned in the text up to it, as serving prompts for it.
+    Raises ChatTemplateError when even that text does not begin with the prompt, or when an answer
+    has no prompt.
     """
-    learnt = [i for i, message in enumerate(messages) if _is_learnt(message)]
-    messages = [
-        {name: value for name, value in message.items() if name != _WEIGHT} for message in messages
+    answers = [
+        i
+        for i, message in enumerate(messages)
+        if message["role"] == "assistant" and message.get(_WEIGHT) != 0
     ]
-    text = template.render(messages, tools=tools)
+    messages = [{name: one[name] for name in one if name != _WEIGHT} for one in messages]
+    whole = template.render(messages, tools=tools)
     parts = []
-    for i in learnt:
+    for i in answers:
         if i == 0:
             raise ChatTemplateError(
-                "message 0 is the assistant's, and nothing comes before that it answers; begin with another role's, or "
-                'give it "weight": 0, so that it is not learnt'
+                "message 0 is the assistant's, and there is no prompt before it; begin with "
+                'another role, or give it "weight": 0, so that it is not learned'
             )
-        asked = template.render(messages[:i], tools=tools, add_generation_prompt=True)
-        answered = template.render(messages[: i + 1], tools=tools)
-        if not answered.startswith(asked):
+        prompt = template.render(messages[:i], tools=tools, add_generation_prompt=True)
+        text = template.render(messages[: i + 1], tools=tools)
+        if not text.startswith(prompt):
             raise ChatTemplateError(
-                f"what the chat template makes of message {i} does not begin with what asks for it, so what the "
-                "assistant says cannot be told; use another --chat-template"
+                f"the chat template's text for message {i} does not begin with the prompt for it, "
+                "so the answer cannot be found in it; use another --chat-template"
             )
-        parts.append(Rendering(answered, [(len(asked), len(answered))]))
-    if all(text.startswith(part.text) for part in parts):
-        return [Rendering(text, [span for part in parts for span in part.spans])]
+        parts.append(Rendering(text, [(len(prompt), len(text))]))
+    if all(whole.startswith(part.text) for part in parts):
+        return [Rendering(whole, [span for part in parts for span in part.spans])]
     return parts
 
 
-def _is_learnt(message: dict[str, Any]) -> bool:
-    return message["role"] == "assistant" and message.get(_WEIGHT) != 0
-
-
 def pack(
-    conversations: Sequence[Conversation], tokenizer: Tokenizer, *, held_out: float, context: int
-) -> Chats:
-    """Cut conversations into rows of context + 1 tokens; the last share of them, at least one, is held out.
+    conversations: Sequence[Conversation], tokenizer: Tokenizer, held_out: float, context: int
+) -> PackedChats:
+    """Cut conversations into rows of context + 1 tokens, and hold out the last share of them.
 
-    Raises CorpusError when there are fewer than two to learn from, or when the tokenizer joins an answer with what asks
-    for it, and TokenizerError.
+    At least one conversation is held out. Raises CorpusError when there are fewer than two to learn
+    from, or when the tokenizer joins an answer with its prompt, and TokenizerError.
     """
-    special = {
-        token_id
-        for token_id, token in tokenizer.get_added_tokens_decoder().items()
-        if token.special
-    }
-    dtype = token_type(tokenizer)
+    added = tokenizer.get_added_tokens_decoder().items()
+    special = {token_id for token_id, token in added if token.special}
+    size = context + 1
     kept: list[list[_Tokens]] = []
     ending_ids: set[int] = set()
     n_cut = 0
-    # Both go on from conversation to conversation.
-    encodings = encode((part.text for parts in conversations for part in parts), tokenizer)
-    prompts = encode(
-        (part.text[:s] for parts in conversations for part in parts for s, _ in part.spans),
-        tokenizer,
-    )
+    # Both iterators advance with the loops below.
+    renderings = [part for parts in conversations for part in parts]
+    encodings = encode((part.text for part in renderings), tokenizer)
+    prompts = encode((part.text[:at] for part in renderings for at, _ in part.spans), tokenizer)
     for parts in conversations:
-        kept_parts = []
-        longest = 0
+        all_tokens = []
         for part, encoding in zip(parts, encodings, strict=False):
-            ids = np.array(encoding.ids, dtype=dtype)[: context + 1]
-            learnt = np.zeros(len(encoding.ids), dtype=np.bool_)
+            tokens = np.array([encoding.ids, [0] * len(encoding.ids)], dtype=np.uint32)
             for span, prompt in zip(part.spans, prompts, strict=False):
-                _refuse_a_joint(part.text, span, encoding, prompt, tokenizer)
-                said = _said(part.text, span, encoding, special)
-                learnt[said] = True
-                ending_ids |= special & set(encoding.ids[said.stop - 1 : said.stop])
-            learnt[:1] = False  # nothing of its own comes before it
-            longest = max(longest, len(encoding.ids))
-            if learnt[: context + 1].any():
-                kept_parts.append(_Tokens(ids, learnt[: context + 1]))
-        if kept_parts:
-            kept.append(kept_parts)
-            n_cut += longest > context + 1
+                _check_boundary(part.text, span, encoding, prompt, tokenizer)
+                answer = _answer_tokens(part.text, span, encoding, special)
+                tokens[1, answer] = 1
+                ending_ids |= special & set(encoding.ids[answer][-1:])
+            tokens[1, :1] = 0  # no token predicts the first one
+            all_tokens.append(tokens)
+        if learned := [tokens[:, :size] for tokens in all_tokens if tokens[1, :size].any()]:
+            kept.append(learned)
+            n_cut += any(tokens.shape[1] > size for tokens in all_tokens)
     if len(kept) < 2:
         raise CorpusError(
-            f"of {len(conversations)} conversations, {len(kept)} have an answer within {context} tokens, and two are "
-            "needed, one of them to be held out; add some, or use a longer context"
+            f"of {len(conversations)} conversations, {len(kept)} have an answer within {context} "
+            "tokens, and two are needed, one of them to be held out; add some, or use a longer "
+            "context"
         )
     n_held_out = max(1, int(len(kept) * held_out))
     train, held = (
-        list(_fill_rows([tokens for conversation in share for tokens in conversation], context + 1))
+        list(_fill_rows([tokens for parts in share for tokens in parts], size))
         for share in (kept[:-n_held_out], kept[-n_held_out:])
     )
-    return Chats(
-        np.stack([row.ids for row in (*train, *held)]),
-        np.stack([row.learnt for row in (*train, *held)]),
-        n_held_out=len(held),
-        n_cut=n_cut,
-        n_without_answer=len(conversations) - len(kept),
-        ending_ids=ending_ids,
-    )
+    ids, mask = np.stack([*train, *held], axis=1)
+    n_without_answer = len(conversations) - len(kept)
+    return PackedChats(ids, mask > 0, len(train), n_cut, n_without_answer, ending_ids)
 
 
-def _refuse_a_joint(
+def _check_boundary(
     text: str, span: tuple[int, int], encoding: Encoding, prompt: Encoding, tokenizer: Tokenizer
 ) -> None:
-    """Raises CorpusError when an answer's first word is in a token that begins before it: serving ends the prompt
-    there, in other tokens, and what was learnt would never be asked for.
+    """Raise CorpusError when a token holds both the end of the prompt and the answer's beginning.
+
+    Serving ends the prompt between them, in other tokens, so the answer would never be asked for
+    as it was learned.
     """
-    asked, said = text[: span[0]], text[slice(*span)]
-    if encoding.ids[: len(prompt.ids)] == prompt.ids or not said[:1].strip():
+    start, end = span
+    if encoding.ids[: len(prompt.ids)] == prompt.ids or not text[start:end][:1].strip():
         return
-    # The same text in other tokens is no joint. Offsets alone cannot tell: some tokenizers leave a token's space out.
-    n_before = next(i for i, (_, end) in enumerate(encoding.offsets) if end > span[0])
-    before, wanted = (
-        tokenizer.decode(ids, skip_special_tokens=False)
-        for ids in (encoding.ids[:n_before], prompt.ids)
-    )
-    if before != wanted:
+    # The same text in other tokens is no joint. Offsets alone cannot decide: some tokenizers leave
+    # a token's space out of them.
+    n_before = next(i for i, (_, last) in enumerate(encoding.offsets) if last > start)
+    before = tokenizer.decode(encoding.ids[:n_before], skip_special_tokens=False)
+    if before != tokenizer.decode(prompt.ids, skip_special_tokens=False):
         raise CorpusError(
-            f"the tokenizer joins the beginning of an answer, {said[:20]!r}, with the end of what asks for it, "
-            f"{asked[-20:]!r}; use a --chat-template whose generation prompt ends in a special token, a line break or "
-            "a colon, not in a space"
+            f"the tokenizer joins the beginning of an answer, {text[start:end][:20]!r}, with the "
+            f"end of its prompt, {text[:start][-20:]!r}; use a --chat-template whose generation "
+            "prompt ends in a special token, a line break or a colon, not in a space"
         )
 
 
-def _said(text: str, span: tuple[int, int], encoding: Encoding, special: set[int]) -> slice:
-    """The tokens that begin within a span of characters, up to the special token that ends it: white space that a
-    template writes after that one, the assistant never says.
+def _answer_tokens(
+    text: str, span: tuple[int, int], encoding: Encoding, special: set[int]
+) -> slice:
+    """Return the tokens of an answer: those that begin in the span, up to a special token.
+
+    White space that a template writes after that token is not the assistant's.
     """
     inside = [i for i, (start, _) in enumerate(encoding.offsets) if span[0] <= start < span[1]]
     endings = [i for i in inside if encoding.ids[i] in special]
@@ -277,36 +256,14 @@ def _said(text: str, span: tuple[int, int], encoding: Encoding, special: set[int
 
 
 def _fill_rows(parts: Sequence[_Tokens], size: int) -> Iterator[_Tokens]:
+    """Yield rows of whole parts; the part that does not fit fills the rest, again and again."""
     row: list[_Tokens] = []
-    for part in parts:
-        if row and sum(len(one.ids) for one in row) + len(part.ids) > size:
-            yield _make_row(row, part, size)
-            row = []
-        row.append(part)
-    yield _make_row(row, row[0], size)
-
-
-def _make_row(row: list[_Tokens], filler: _Tokens, size: int) -> _Tokens:
-    """Whole conversations, and then as much of the filler as it takes, again and again."""
-    learnt = np.concatenate([one.learnt for one in row])
-    missing = size - len(learnt)
-    ids = np.concatenate([*(one.ids for one in row), np.resize(filler.ids, missing)])
-    return _Tokens(ids, np.pad(learnt, (0, missing)))
-
-
-def write_chats(chats: Chats, folder: Path) -> TokenData:
-    """Write `folder` as `model.training.data.write_tokens` does, with whole rows a shard, and shard-00000.mask …,
-    held_out.mask beside them.
-    """
-    n_rows, row = chats.ids.shape
-    n_train = n_rows - chats.n_held_out
-    a_shard = max(1, SHARD_TOKENS // row)
-    names = {
-        f"shard-{i:05d}": slice(at, min(at + a_shard, n_train))
-        for i, at in enumerate(range(0, n_train, a_shard))
-    }
-    files: dict[str, NDArray[np.unsignedinteger]] = {}
-    for name, rows in {**names, "held_out": slice(n_train, n_rows)}.items():
-        files[f"{name}.bin"] = chats.ids[rows]
-        files[f"{name}.mask"] = np.packbits(chats.learnt[rows], axis=1)
-    return write_shards(folder, files, {"dtype": chats.ids.dtype.name, "row": row})
+    length = 0
+    for part in (*parts, None):
+        if part is None or (row and length + part.shape[1] > size):
+            filler = np.resize((row[0] if part is None else part)[0], size - length)
+            yield np.concatenate([*row, np.stack((filler, np.zeros_like(filler)))], axis=1)
+            row, length = [], 0
+        if part is not None:
+            row.append(part)
+            length += part.shape[1]

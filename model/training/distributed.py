@@ -1,8 +1,8 @@
-"""Training by several processes: who they are, what they agree on, and how a decoder is spread over them.
+"""The processes that train together: what they agree on, and how a decoder is spread over them.
 
-`torchrun` starts them and tells each one who it is. Without it there is one process, and nothing here communicates.
-Tensors of the training itself go over NCCL on GPUs and Gloo on CPUs; what the processes agree on always goes over Gloo,
-so that it needs no GPU and may wait for hours while one of them prepares the corpus.
+`torchrun` starts the processes and tells each its rank; without it there is one process, and
+nothing here communicates. Tensors of the training go over NCCL on GPUs and Gloo on CPUs. Agreement
+always goes over Gloo: it needs no GPU, and may take hours while one process prepares the corpus.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _LONGEST_WAIT = timedelta(days=1)
 
 
 class DistributedError(ValueError):
-    """What these processes cannot train together; the message has the mend."""
+    """A training that these processes cannot do together; the message has the mend."""
 
 
 class PeerError(Exception):
-    """Another process failed, and says why itself."""
+    """A failure of another process, which reports it."""
 
 
 class ShardError(CheckpointError):
-    """Slices that could not be written or read; every process raises it."""
+    """Shards that could not be written or read; every process raises it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """The processes that train together, seen from one of them. control: None where there is only this one."""
+    """The processes that train together, seen from one of them. control: None for one process."""
 
     rank: int
     size: int
@@ -60,18 +60,19 @@ class Processes:
 
     @property
     def is_first(self) -> bool:
-        """Whether this one prints and writes files."""
+        """True for the process that prints and writes files."""
         return self.rank == 0
 
     def check_shard(self, shard: bool) -> None:
-        """Raises DistributedError where there is nobody to share with."""
+        """Raise DistributedError when sharding is wanted and there is only one process."""
         if shard and self.control is None:
             raise DistributedError(
-                "--shard spreads a decoder over processes; start with: torchrun --nproc-per-node N -m commands.train …"
+                "--shard spreads a decoder over processes; start with: "
+                "torchrun --nproc-per-node N -m commands.train …"
             )
 
-    def share(self, batch_size: int) -> int:
-        """How many of a batch's rows are this process's. Raises DistributedError when they do not divide evenly."""
+    def rows_per_process(self, batch_size: int) -> int:
+        """Return this process's number of rows. Raises DistributedError for an uneven split."""
         if batch_size % self.size:
             raise DistributedError(
                 f"a batch of {batch_size} cannot be split evenly over {self.size} processes; "
@@ -80,7 +81,7 @@ class Processes:
         return batch_size // self.size
 
     def reduce(self, value: float, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> float:
-        """The sum, say, of every process's value, the same on all of them."""
+        """Return the sum (or other reduction) of every process's value, the same on all."""
         if self.control is None:
             return value
         tensor = torch.tensor(value, dtype=torch.float64)
@@ -88,12 +89,15 @@ class Processes:
         return tensor.item()
 
     def any(self, flag: bool) -> bool:
+        """Return whether the flag is set on any process."""
         return self.reduce(flag, dist.ReduceOp.MAX) > 0
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Every process leaves this block together, or none does: the first one that failed raises its error, and the
-        others PeerError. Nothing in the block may wait for another process.
+        """Make all processes leave this block together, or none.
+
+        The first process that failed raises its error, the others PeerError. Nothing in the block
+        may wait for another process.
         """
         failed = True
         try:
@@ -105,19 +109,19 @@ class Processes:
                 raise PeerError
 
     def spread(self, decoder: Decoder, shard: bool) -> nn.Module:
-        """What to call in place of the decoder, which is moved to the device; its gradients are then means over the
-        processes.
+        """Move a decoder to the device and return the module to call in its place.
 
-        Every process keeps all parameters (DistributedDataParallel, Li et al. 2020) or, with `shard`, a slice of each
-        block's (fully_shard, Zhao et al. 2023), gathered while the block computes; `decoder` then holds DTensors.
+        Gradients are then means over the processes. Every process keeps all parameters
+        (DistributedDataParallel, Li et al. 2020) or, with `shard`, a slice of each block's
+        (fully_shard, Zhao et al. 2023), gathered while the block computes; `decoder` then holds
+        DTensors.
         """
         if self.control is None:
             return decoder.to(self.device)
         if shard:
             mesh = init_device_mesh(self.device.type, (self.size,))
-            for block in decoder.blocks:
-                fully_shard(block, mesh=mesh)
-            fully_shard(decoder, mesh=mesh)
+            for module in (*decoder.blocks, decoder):
+                fully_shard(module, mesh=mesh)
             return decoder
         devices = [self.device] if self.device.type == "cuda" else None
         return DistributedDataParallel(
@@ -125,88 +129,76 @@ class Processes:
         )
 
     def save_shards(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Each process writes its slices of the tensors, with torch.distributed.checkpoint, as safetensors files whose
-        headers say where in the whole the slices belong: nothing is pickled. Raises ShardError.
+        """Write this process's slices of the tensors as a safetensors file; nothing is pickled.
+
+        The file's header says where in the whole the slices belong. Raises ShardError.
         """
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         try:
             save(state, storage_writer=writer, process_group=self.control)
         except CheckpointException as error:
-            raise ShardError(f"{folder} cannot be written: {_cause(error)}") from None
+            first, *_ = error.failures.values()
+            raise ShardError(f"{folder} cannot be written: {first[0]}") from None
 
     def load_shards(self, folder: Path, decoder: Decoder) -> dict[str, Tensor]:
-        """Tensors "parameter/key" from what any number of processes wrote, each spread as its parameter is here.
+        """Return tensors "parameter/key" that any number of processes wrote.
 
-        Raises ShardError.
+        Each is spread as its parameter is here. Raises ShardError.
         """
         reader = HuggingFaceStorageReader(str(folder))
         parameters = dict(decoder.named_parameters())
         state: dict[str, Tensor] = {}
         try:
             for name in sorted(reader.read_metadata().state_dict_metadata):
-                owner, _, key = name.rpartition("/")
-                if owner in parameters:
-                    state[name] = (
-                        torch.zeros(()) if key == "step" else torch.zeros_like(parameters[owner])
-                    )
-            with warnings.catch_warnings():
-                warnings.filterwarnings(
-                    "ignore", "torch.distributed is disabled"
-                )  # which is no mistake in one process
-                if state:
-                    load(
-                        state,
-                        storage_reader=reader,
-                        process_group=self.control,
-                        no_dist=self.control is None,
-                    )
-        except (SafetensorError, CheckpointException) as error:
-            raise ShardError(f"{folder} cannot be loaded: {_cause(error)}") from None
+                parameter, _, key = name.rpartition("/")
+                if parameter in parameters:
+                    like = torch.zeros(()) if key == "step" else parameters[parameter]
+                    state[name] = torch.zeros_like(like)
+            if state:
+                with warnings.catch_warnings():  # one process is no mistake
+                    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                    group = self.control
+                    load(state, storage_reader=reader, process_group=group, no_dist=group is None)
+        except SafetensorError as error:
+            raise ShardError(f"{folder} cannot be loaded: {error}") from None
+        except CheckpointException as error:
+            first, *_ = error.failures.values()
+            raise ShardError(f"{folder} cannot be loaded: {first[0]}") from None
         return state
 
 
-def _cause(error: BaseException) -> BaseException:
-    """What the first process that failed failed with."""
-    return (
-        next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-    )
-
-
-def find_device() -> torch.device:
-    """This process's: of several on a machine, each has its own GPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-
-
-def alone() -> Processes:
-    return Processes(0, 1, find_device())
+def one_process() -> Processes:
+    """Return this process alone, with its GPU if it has one; torchrun gives each its own."""
+    gpu = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return Processes(0, 1, torch.device(gpu if torch.cuda.is_available() else "cpu"))
 
 
 @contextmanager
 def join() -> Iterator[Processes]:
     """Meet the other processes that torchrun started, if it did."""
+    alone = one_process()
     if "RANK" not in os.environ:
-        yield alone()
+        yield alone
         return
-    device = find_device()
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    on_gpu = alone.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(alone.device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
     try:
         control = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
-        yield Processes(dist.get_rank(), dist.get_world_size(), device, control)
+        yield Processes(dist.get_rank(), dist.get_world_size(), alone.device, control)
     finally:
         dist.destroy_process_group()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A tensor that is spread over the processes, gathered by all of them; another one as it is."""
+def gather(tensor: Tensor) -> Tensor:
+    """Return the whole of a tensor that may be spread; every process has to call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def without_reducing(module: nn.Module) -> AbstractContextManager[None]:
-    """Gradients of another backward pass are to come: DistributedDataParallel need not add them up yet. Shards are
-    added up at once, because whole gradients would not fit.
+    """Return a block in which DistributedDataParallel does not reduce gradients yet.
+
+    Shards reduce at once, because whole gradients would not fit.
     """
     return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()

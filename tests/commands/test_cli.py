@@ -20,6 +20,7 @@ from commands import progress
 from commands.output import console
 from kvasir import app
 from model.training import run
+from model.training.metrics import StepMetrics
 from server.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -272,9 +273,11 @@ def test_training_shows_its_bar_beside_lines_that_go_into_a_pipe(
     monkeypatch.setattr(sys, "stdout", pipe)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "" if colours else "1")
-    with run.ProgressBar(console(), console(stderr=True), 0, 2) as bar:
-        bar.step(1, 2.5, 1e3, 0.5)
-        bar.evaluated(1, 3.25, "a" * 90, "[b] 12")
+    monkeypatch.setattr(progress, "_DELAY", 0)
+    metrics = StepMetrics(1, 8, 2.5, 3.25, 1e-3, 1.0, 0.1, 0.5)
+    with progress.ProgressBar() as bar:
+        run.console_report(console(), bar, 2)(metrics, 1e3, ("a" * 90, "[b] 12"))
+        bar._timer.join()
     assert pipe.getvalue() == f"step 1  held-out loss 3.2500\n{'a' * 90!r} … '[b] 12'\n"
     assert "loss 2.500" in screen.getvalue()
     assert ("\x1b[1m" in screen.getvalue()) == colours

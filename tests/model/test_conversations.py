@@ -1,4 +1,4 @@
-"""Chats to rows: what is learnt, against a slow walk over characters; what is packed; and lines that are no chats."""
+"""Chats to rows: what is learned, how rows are packed, and which lines are refused."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from torch.nn import functional
 from model.chat_template import ChatTemplate
 from model.tokenizer import train_tokenizer
 from model.training import conversations
-from model.training.conversations import Rendering, are_chats, pack, read_conversations, write_chats
-from model.training.data import IGNORED, CorpusError, TokenData, open_tokens
+from model.training import data as training_data
+from model.training.conversations import Rendering, pack, read_conversations
+from model.training.data import IGNORED, CorpusError, TokenData, open_tokens, write_shards
 from model.training.trainer import Trainer, TrainSettings
 from tests.random_models import make_config, make_decoder
 
@@ -38,10 +39,12 @@ PLAIN = """\
 {% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}
 {% if add_generation_prompt %}assistant:{% endif %}
 """
-# As Qwen3's does: thoughts stay in the turns after the last question, where an answer without any gets empty ones.
+# As Qwen3's template: thoughts stay only after the last question, where empty ones are added.
 QWEN = """\
 {% set ns = namespace(asked=0) %}
-{% for message in messages %}{% if message.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}
+{% for message in messages %}
+{%- if message.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}
+{%- endfor %}
 {% for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' }}
 {%- if message.role == 'assistant' and loop.index0 > ns.asked %}
@@ -87,11 +90,12 @@ def make_data(
 ) -> TokenData:
     path = write_jsonl(folder / "chats.jsonl", chats)
     read = read_conversations([path], ChatTemplate(template), seed=0)
-    return write_chats(pack(read, tokenizer, held_out=held_out, context=CONTEXT), folder / "data")
+    packed = pack(read, tokenizer, held_out=held_out, context=CONTEXT)
+    return write_shards(folder / "data", packed.ids, packed.n_train, 330, packed.learned)
 
 
-def learnt_by_hand(messages: list[dict[str, str]], template: str) -> list[tuple[int, bool]]:
-    """Tokens of a conversation, each with whether the assistant says it: character by character, by hand."""
+def learned_by_hand(messages: list[dict[str, str]], template: str) -> list[tuple[int, bool]]:
+    """Return the tokens of a conversation, each with whether it is learned."""
     text, said = "", []
     for message in messages:
         before, after = {
@@ -117,13 +121,13 @@ def learnt_by_hand(messages: list[dict[str, str]], template: str) -> list[tuple[
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA, PLAIN], ids=["chatml", "llama", "plain"])
-def test_what_the_assistant_says_is_learnt_with_its_end_and_nothing_else(
+def test_what_the_assistant_says_is_learned_with_its_end_and_nothing_else(
     tmp_path: Path, template: str
 ) -> None:
     """Every token of every row, against conversations laid one after another by hand."""
     chats = make_chats(40)
     data = make_data(tmp_path, chats, template)
-    wanted = [learnt_by_hand(messages, template)[: CONTEXT + 1] for messages in chats]
+    wanted = [learned_by_hand(messages, template)[: CONTEXT + 1] for messages in chats]
     seen = []
     for tokens, masks in ((data.shards[0], data.masks[0]), (data.held_out, data.held_out_mask)):
         assert masks is not None
@@ -141,7 +145,7 @@ def test_what_the_assistant_says_is_learnt_with_its_end_and_nothing_else(
     assert tokenizer.token_to_id(ENDINGS[template]) in said or template == PLAIN
 
 
-def test_the_loss_is_that_of_learnt_tokens_one_by_one(tmp_path: Path) -> None:
+def test_the_loss_is_that_of_learned_tokens_one_by_one(tmp_path: Path) -> None:
     data = make_data(tmp_path, make_chats(20))
     decoder = make_decoder(
         make_config(vocab_size=tokenizer.get_vocab_size(), max_model_len=CONTEXT)
@@ -165,7 +169,7 @@ def test_the_loss_is_that_of_learnt_tokens_one_by_one(tmp_path: Path) -> None:
 def test_shards_of_whole_rows_open_as_they_were_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversations, "SHARD_TOKENS", 2 * (CONTEXT + 1) + 5)
+    monkeypatch.setattr(training_data, "SHARD_TOKENS", 2 * (CONTEXT + 1) + 5)
     data = make_data(tmp_path, make_chats(60))
     assert len(data.shards) > 2
     assert {len(shard) for shard in data.shards[:-1]} == {2 * (CONTEXT + 1)}
@@ -230,41 +234,17 @@ GOOD = json.dumps(
         ("[]", "not a chat, "),
         ('{"messages": []}', "not a chat, "),
         ('{"messages": ["x"]}', "message 0 must be {"),
-        ('{"messages": [{"role": 1, "content": "x"}]}', "message 0 must be {"),
-        ('{"messages": [{"role": "user"}]}', "message 0's content must be text, not None"),
-        (
-            '{"messages": [{"role": "user", "content": 3}]}',
-            "message 0's content must be text, not 3",
-        ),
-        (
-            '{"messages": [{"role": "assistant", "content": "x"}]}',
-            "message 0 is the assistant's, and nothing comes ",
-        ),
-        (
-            weighted("assistant", 0.5),
-            "message 0's weight must be 0 (do not learn it) or 1, not 0.5",
-        ),
-        (
-            weighted("assistant", False),
-            "message 0's weight must be 0 (do not learn it) or 1, not False",
-        ),
-        (
-            weighted("assistant", "0"),
-            "message 0's weight must be 0 (do not learn it) or 1, not '0'",
-        ),
-        (weighted("user", 1), "message 0 has weight 1, but only what the assistant says is learnt"),
-        (
-            message(role="user", content="x", train=False),
-            "message 0 has 'train', which the chat template does not read",
-        ),
-        (
-            message(role="assistant", content="x", thinking="y"),
-            "message 0 has 'thinking', which the chat template ",
-        ),
-        (
-            message(role="assistant", tool_calls=[{}]),
-            "message 0 has 'tool_calls', which the chat template does not ",
-        ),
+        (message(role=1, content="x"), "message 0 must be {"),
+        (message(role="user"), "message 0's content must be text, not None"),
+        (message(role="user", content=3), "message 0's content must be text, not 3"),
+        (message(role="assistant", content="x"), "message 0 is the assistant's"),
+        (weighted("assistant", 0.5), "message 0's weight must be 0 (not learned) or 1, not 0.5"),
+        (weighted("assistant", False), "message 0's weight must be 0 (not learned) or 1, not F"),
+        (weighted("assistant", "0"), "message 0's weight must be 0 (not learned) or 1, not '0'"),
+        (weighted("user", 1), "message 0 has weight 1, but only the assistant's are learned"),
+        (message(role="user", content="x", train=False), "message 0 has 'train', which the chat"),
+        (message(role="assistant", content="x", thinking="y"), "message 0 has 'thinking', which"),
+        (message(role="assistant", tool_calls=[{}]), "message 0 has 'tool_calls', which the chat"),
     ],
 )
 def test_a_line_that_is_no_chat_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -278,7 +258,8 @@ def test_a_line_that_is_no_chat_is_named(tmp_path: Path, line: str, message: str
 @pytest.mark.parametrize(
     "template",
     [
-        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}",
         "{% for m in messages %}{{ m.content }}{% if not loop.last %}-{% endif %}!{% endfor %}",
     ],
     ids=["the answer does not begin as it was asked for", "the answer changes what asked for it"],
@@ -291,7 +272,7 @@ def test_a_template_that_hides_what_the_assistant_says_is_refused(
     path = write_jsonl(tmp_path / "chats.jsonl", [chat])
     with pytest.raises(
         CorpusError,
-        match=r"chats\.jsonl:1: what the chat template makes of message 1 does not begin",
+        match=r"chats\.jsonl:1: the chat template's text for message 1 does not begin",
     ):
         read_conversations([path], ChatTemplate(template), seed=0)
 
@@ -304,20 +285,11 @@ def test_files_that_cannot_be_read_or_hold_nothing(tmp_path: Path) -> None:
         read_conversations([tmp_path / "empty.jsonl"], ChatTemplate(CHATML), seed=0)
 
 
-def test_chats_are_jsonl_files_named_outright(tmp_path: Path) -> None:
-    """Folders are text, whatever lies in them."""
-    (tmp_path / "folder.jsonl").mkdir()
-    assert are_chats([tmp_path / "a.jsonl", tmp_path / "b.jsonl"])
-    assert not are_chats([tmp_path / "a.txt", tmp_path / "folder.jsonl"])
-    with pytest.raises(CorpusError, match="cannot be mixed with text"):
-        are_chats([tmp_path / "a.jsonl", tmp_path / "b.txt"])
-
-
 @pytest.mark.parametrize("trim_offsets", [False, True])
 def test_an_answer_that_the_tokenizer_joins_with_what_asks_for_it_is_refused(
     trim_offsets: bool,
 ) -> None:
-    """Its first word went unlearnt; learnt as " blue", it would never follow the prompt "assistant: " of a server."""
+    """Learned as the token " blue", the answer would never follow the prompt "assistant: "."""
     gpt2 = Tokenizer.from_str(tokenizer.to_str())
     gpt2.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     gpt2.post_processor = processors.ByteLevel(trim_offsets=trim_offsets)
@@ -328,21 +300,21 @@ def test_an_answer_that_the_tokenizer_joins_with_what_asks_for_it_is_refused(
     for prompt in ("assistant: ", "assistant:", "assistant:\n\n"):
         read = [[Rendering(f"the sea {prompt}blue\n", [(len(prompt) + 8, len(prompt) + 13)])]] * 2
         if prompt.endswith(" "):
-            message = r"joins the beginning of an answer, 'blue\\n', with the end .*, 'the sea assistant: '; use a "
+            message = r"joins the beginning of an answer, 'blue\\n', .*, 'the sea assistant: ';"
             with pytest.raises(CorpusError, match=message):
                 pack(read, gpt2, held_out=0.0, context=CONTEXT)
         else:
             packed = pack(read, gpt2, held_out=0.0, context=CONTEXT)
-            assert gpt2.decode(packed.ids[0][packed.learnt[0]].tolist()) == "blue\n"
-    # Before a word, this kind of tokenizer cuts line breaks otherwise than at the end; they join nothing.
+            assert gpt2.decode(packed.ids[0][packed.learned[0]].tolist()) == "blue\n"
+    # Before a word, this tokenizer cuts line breaks differently than at the end; nothing is joined.
     assert gpt2.encode("\n\nblue").tokens[0] != gpt2.encode("\n\n").tokens[0]
 
 
-# What is learnt, as text
+# What is learned, as text
 
 
-def learnt_texts(data: TokenData) -> list[tuple[str, str]]:
-    """Every stretch of learnt tokens: the text of its row before it, and its own."""
+def learned_texts(data: TokenData) -> list[tuple[str, str]]:
+    """Every stretch of learned tokens: the text of its row before it, and its own."""
     stretches = []
     assert data.held_out_mask is not None
     for tokens, masks in zip(
@@ -366,31 +338,31 @@ def turn(role: str, content: str, **fields: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize("template", [CHATML, QWEN], ids=["chatml", "qwen"])
 @pytest.mark.parametrize(
-    ("weights", "learnt"), [((0, 1), "b"), ((1, 0), "a"), ((None, 1), "ab"), ((0, 0), "")]
+    ("weights", "learned"), [((0, 1), "b"), ((1, 0), "a"), ((None, 1), "ab"), ((0, 0), "")]
 )
-def test_an_answer_of_weight_0_is_read_and_not_learnt(
-    tmp_path: Path, template: str, weights: tuple[int | None, int | None], learnt: str
+def test_an_answer_of_weight_0_is_read_and_not_learned(
+    tmp_path: Path, template: str, weights: tuple[int | None, int | None], learned: str
 ) -> None:
     first, second = weights
     one = turn("user", "1", weight=0), turn("assistant", "a", weight=first)
     chat = [*one, turn("user", "2"), turn("assistant", "b", weight=second)]
     other = [turn("user", "3"), turn("assistant", "c")]
-    said = [own for _, own in learnt_texts(make_data(tmp_path, [chat, other, other], template))]
+    said = [own for _, own in learned_texts(make_data(tmp_path, [chat, other, other], template))]
     thought = "<think>\n\n</think>\n\n" if template == QWEN else ""
-    assert sorted(said) == [f"{thought}{answer}<|im_end|>" for answer in [*learnt, "c", "c"]]
+    assert sorted(said) == [f"{thought}{answer}<|im_end|>" for answer in [*learned, "c", "c"]]
 
 
-def test_where_a_template_rewrites_earlier_turns_each_answer_is_learnt_as_it_is_asked_for(
+def test_where_a_template_rewrites_earlier_turns_each_answer_is_learned_as_it_is_asked_for(
     tmp_path: Path,
 ) -> None:
-    """Qwen3's template takes thoughts out of earlier turns: one chat of two turns used to stop the run."""
+    """Qwen3's template removes thoughts from earlier turns."""
     chat = [
         turn("user", "1"),
         turn("assistant", "a", thinking="x"),
         turn("user", "2"),
         turn("assistant", "b"),
     ]
-    stretches = learnt_texts(make_data(tmp_path, [chat, chat], QWEN))
+    stretches = learned_texts(make_data(tmp_path, [chat, chat], QWEN))
     asked = "<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n"
     again = f"{asked}a<|im_end|>\n<|im_start|>user\n2<|im_end|>\n<|im_start|>assistant\n"
     assert len(stretches) == 4
@@ -428,8 +400,8 @@ def test_no_answer_of_a_conversation_that_is_held_out_is_trained_on(tmp_path: Pa
     assert not held_out & trained
 
 
-def test_an_assistant_that_speaks_first_is_read_where_it_is_not_to_be_learnt(
+def test_an_assistant_that_speaks_first_is_read_where_it_is_not_to_be_learned(
     tmp_path: Path,
 ) -> None:
     chat = [turn("assistant", "hi", weight=0), turn("user", "1"), turn("assistant", "a")]
-    assert {own for _, own in learnt_texts(make_data(tmp_path, [chat, chat]))} == {"a<|im_end|>"}
+    assert {own for _, own in learned_texts(make_data(tmp_path, [chat, chat]))} == {"a<|im_end|>"}

@@ -1,12 +1,12 @@
-"""From text files to batches: what is read, what is refused, and that every token lands in exactly one place."""
+"""From text files to batches: what is read and refused, and where every token goes."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,11 +71,11 @@ def test_files_and_folders_are_read_whole_and_deeply(tmp_path: Path) -> None:
     single = write_files(tmp_path, {"d.md": "four"}) / "d.md"
     corpus = read(folder, single)
     assert sorted(corpus.texts) == sorted(["one\r\n", "twö 🙂", "\ufeffthree", "four"])
-    assert (corpus.n_skipped, corpus.n_bytes) == (0, 5 + 9 + 8 + 4)
+    assert corpus.summary == "4 documents, 0.0 MB of text"
 
 
 def test_the_order_is_a_function_of_the_seed_alone(tmp_path: Path) -> None:
-    """Folders list their files in no promised order; a shuffle on top of that would make training unrepeatable."""
+    """Folders list their files in no promised order."""
     forwards, backwards = tmp_path / "f", tmp_path / "b"
     for folder, names in ((forwards, range(20)), (backwards, reversed(range(20)))):
         for i in names:
@@ -109,14 +109,11 @@ def test_a_file_named_outright_ignores_the_patterns(tmp_path: Path) -> None:
     assert read(tmp_path / ".hidden").texts == ["h"]
 
 
-def test_hidden_files_and_folders_are_passed_over(tmp_path: Path) -> None:
+def test_hidden_files_and_folders_are_read_only_when_they_are_named(tmp_path: Path) -> None:
     write_files(tmp_path, {"a": "a", ".b": "b", ".git/c": "c", "sub/.d": "d", "sub/.e/f/g": "g"})
     corpus = read(tmp_path)
     assert (corpus.texts, corpus.n_skipped) == (["a"], 0)
-
-
-def test_a_hidden_folder_named_outright_is_read(tmp_path: Path) -> None:
-    assert read(write_files(tmp_path / ".notes" / "x", {"a": "a"})).texts == ["a"]
+    assert read(tmp_path / "sub" / ".e" / "f").texts == ["g"]
 
 
 @pytest.mark.parametrize(
@@ -128,82 +125,52 @@ def test_what_is_not_utf8_text_is_counted_in_a_folder_and_refused_by_name(
     write_files(tmp_path, {"good": "good", "bad": content})
     corpus = read(tmp_path)
     assert (corpus.texts, corpus.n_skipped) == (["good"], 1)
-    with pytest.raises(CorpusError) as caught:
+    with pytest.raises(CorpusError, match="bad is not UTF-8 text"):
         read(tmp_path / "good", tmp_path / "bad")
-    assert str(caught.value) == f"{tmp_path / 'bad'} is not UTF-8 text; convert it, or leave it out"
+    with pytest.raises(CorpusError, match="nowhere does not exist"):
+        read(tmp_path / "good", tmp_path / "nowhere")
 
 
 def test_blank_documents_are_left_out(tmp_path: Path) -> None:
     assert read(write_files(tmp_path, {"a": "", "b": " \n\t", "c": "c"})).texts == ["c"]
+    (tmp_path / "c").write_bytes(b"\0")
+    with pytest.raises(CorpusError, match=r"^no text in .*; left out because .*: 1$"):
+        read(tmp_path)
 
 
 def test_a_file_reached_twice_is_read_once(tmp_path: Path) -> None:
-    """Twice in the corpus, it could be trained on and held out, and the held-out loss would be a lie."""
+    """Read twice, a text could be trained on and held out."""
     write_files(tmp_path, {"sub/a": "a", "b": "b"})
     (tmp_path / "link").symlink_to(tmp_path / "b")
-    assert sorted(read(tmp_path, tmp_path / "sub", tmp_path / "sub" / "a", tmp_path).texts) == [
-        "a",
-        "b",
-    ]
+    texts = read(tmp_path, tmp_path / "sub", tmp_path / "sub" / "a", tmp_path).texts
+    assert sorted(texts) == ["a", "b"]
 
 
-def test_a_missing_path_is_named(tmp_path: Path) -> None:
-    write_files(tmp_path, {"a": "a"})
-    with pytest.raises(CorpusError) as caught:
-        read(tmp_path / "a", tmp_path / "nowhere")
-    assert str(caught.value) == f"{tmp_path / 'nowhere'} does not exist"
+@pytest.mark.parametrize(
+    ("module", "name", "unreadable"), [(Path, "read_bytes", "b"), (os, "scandir", "sub")]
+)
+def test_an_unreadable_file_or_folder_is_named(
+    module: Any, name: str, unreadable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors are injected, because root may read anything."""
+    write_files(tmp_path, {"a": "a", "b": "b", "sub/c": "c"})
+    original = getattr(module, name)
 
-
-@pytest.mark.parametrize("contents", [{}, {"a": ""}, {"a": "\n"}])
-def test_a_folder_without_text_is_named(tmp_path: Path, contents: dict[str, str]) -> None:
-    with pytest.raises(CorpusError) as caught:
-        read(write_files(tmp_path, contents))
-    assert str(caught.value) == f"no text in {tmp_path}"
-
-
-def test_a_folder_of_nothing_but_binaries_says_so(tmp_path: Path) -> None:
-    with pytest.raises(CorpusError) as caught:
-        read(write_files(tmp_path, {"a": b"\0", "b": b"\xff"}))
-    assert str(caught.value) == f"no text in {tmp_path}; passed over as not being UTF-8 text: 2"
-
-
-def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Injected, because a test that runs as root may read anything."""
-    write_files(tmp_path, {"a": "a", "b": "b"})
-    read_bytes = Path.read_bytes
-
-    def refuse(path: Path) -> bytes:
-        if path.name == "b":
+    def refuse(path: Any) -> Any:
+        if Path(path).name == unreadable:
             raise PermissionError(13, "Permission denied", str(path))
-        return read_bytes(path)
+        return original(path)
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(CorpusError) as caught:
+    monkeypatch.setattr(module, name, refuse)
+    with pytest.raises(CorpusError, match=f"/{unreadable} cannot be read: Permission denied"):
         read(tmp_path)
-    assert str(caught.value) == f"{tmp_path / 'b'} cannot be read: Permission denied"
-
-
-def test_an_unreadable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Passed over in silence, half a corpus could be missing."""
-    write_files(tmp_path, {"a": "a", "sub/b": "b"})
-    scandir = os.scandir
-
-    def refuse(path: str) -> object:
-        if Path(path).name == "sub":
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(CorpusError) as caught:
-        read(tmp_path)
-    assert str(caught.value) == f"{tmp_path / 'sub'} cannot be read: Permission denied"
 
 
 # Writing
 
 
 @pytest.mark.parametrize("shard_tokens", [7, 64, 10_000])
-@pytest.mark.parametrize("held_out", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("held_out", [0.0, 0.5])
 def test_shards_and_held_out_are_the_encoded_corpus_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_tokens: int, held_out: float
 ) -> None:
@@ -218,16 +185,6 @@ def test_shards_and_held_out_are_the_encoded_corpus_in_order(
     assert all(len(shard) == shard_tokens for shard in written.shards[:-1])
     assert 0 < len(written.shards[-1]) <= shard_tokens
     assert tokens_in(open_tokens(tmp_path / "data")) == expected
-
-
-def test_more_than_ten_shards_keep_their_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(data, "SHARD_TOKENS", 30)
-    corpus = Corpus(TEXTS, 0)
-    written = write_tokens(corpus, tokenizer, tmp_path / "data", held_out=0.0, context=5)
-    assert len(written.shards) > 10
-    assert tokens_in(open_tokens(tmp_path / "data")) == encoded(corpus)
 
 
 def test_a_tokenizer_without_an_end_of_text_token_adds_nothing(tmp_path: Path) -> None:
@@ -266,7 +223,7 @@ def test_a_tokenizer_that_cannot_encode_the_corpus_is_named_in_one_line(tmp_path
 def test_tokens_are_as_wide_as_the_largest_id_needs(
     tmp_path: Path, largest: int, dtype: type
 ) -> None:
-    """By the largest id, not the number of tokens: wrapped around, every id would still be a valid one."""
+    """The largest id decides, not the number of tokens."""
     words = Tokenizer(models.WordLevel({"a": 0, "b": largest}))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     written = write_tokens(
@@ -289,7 +246,7 @@ def test_too_little_text_is_an_error_and_writes_nothing(tmp_path: Path, context:
 
 
 @given(n_words=st.integers(1, 60), held_out=st.floats(0.0, 0.5), context=st.integers(1, 80))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_the_context_that_the_error_advises_is_one_that_works(
     n_words: int, held_out: float, context: int
 ) -> None:
@@ -301,41 +258,12 @@ def test_the_context_that_the_error_advises_is_one_that_works(
         except CorpusError as error:
             advice = str(error).rpartition("at most ")
             assert not advice[1] or int(advice[2]) < context
-            if advice[1]:
-                written = write_tokens(
-                    corpus, tokenizer, folder, held_out=held_out, context=int(advice[2])
-                )
-                assert (
-                    len(written.batch(seed=0, step=0, batch_size=1, context=int(advice[2])).inputs)
-                    == 1
-                )
-        else:
-            assert written.batch(seed=0, step=0, batch_size=2, context=context).inputs.shape == (
-                2,
-                context,
-            )
-            assert written.held_out_rows(context, 3).targets.shape[1] == context
-
-
-def test_a_failure_while_writing_leaves_no_half_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(json, "dumps", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_tokens(Corpus(TEXTS, 0), tokenizer, tmp_path / "data", held_out=0.1, context=5)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_leftovers_of_a_run_that_was_killed_are_replaced(tmp_path: Path) -> None:
-    write_files(tmp_path / "data.part", {"shard-00099.bin": b"\1\0"})
-    corpus = Corpus(TEXTS, 0)
-    assert tokens_in(
-        write_tokens(corpus, tokenizer, tmp_path / "data", held_out=0.1, context=5)
-    ) == encoded(corpus)
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+            if not advice[1]:
+                return
+            context = int(advice[2])
+            written = write_tokens(corpus, tokenizer, folder, held_out=held_out, context=context)
+        assert written.batch(0, 0, batch_size=2, context=context).inputs.shape == (2, context)
+        assert written.held_out_rows(context, 3).targets.shape[1] == context
 
 
 def test_opening_a_folder_without_shards_is_an_error(tmp_path: Path) -> None:
@@ -393,7 +321,7 @@ def test_rows_are_contiguous_stretches_of_one_shard() -> None:
 
 
 def test_every_place_is_reached_and_equally_often() -> None:
-    """Off by one at a shard's end would hide its last token; weighting shards by length would favour short ones."""
+    """Weights by a shard's length would favour short shards."""
     context = 4
     data = counting(9, 5, 4, 3, 12)  # the third and fourth are shorter than a row
     starts = np.concatenate(
@@ -447,16 +375,10 @@ def test_processes_read_the_parts_of_one_batch(size: int) -> None:
 
 @pytest.mark.parametrize(("n_rows", "size"), [(5, 1), (5, 2), (5, 3), (1, 4), (6, 3)])
 def test_shares_of_a_batch_are_even_and_hold_each_target_once(n_rows: int, size: int) -> None:
-    """Uneven ones would leave one process waiting for another in an evaluation that shards take part in."""
+    """With uneven shares one process would wait for another in a sharded evaluation."""
     batch = counting(50, held_out=99).held_out_rows(context=10, n_rows=n_rows)
     shares = [batch.share(rank, size) for rank in range(size)]
     assert len({share.inputs.shape for share in shares}) == 1
     assert sum(share.n_targets for share in shares) == batch.n_targets == 10 * n_rows
-    learnt = np.concatenate([share.targets[share.targets != IGNORED] for share in shares])
-    assert sorted(learnt) == sorted(batch.targets.flatten())
-
-
-def test_a_batch_is_split_without_remainder() -> None:
-    parts = list(counting(50, held_out=99).held_out_rows(context=10, n_rows=5).split(2))
-    assert [len(part.inputs) for part in parts] == [2, 2, 1]
-    assert np.concatenate([part.inputs[:, 0] for part in parts]).tolist() == [50, 60, 70, 80, 90]
+    learned = np.concatenate([share.targets[share.targets != IGNORED] for share in shares])
+    assert sorted(learned) == sorted(batch.targets.flatten())

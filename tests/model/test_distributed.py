@@ -1,4 +1,4 @@
-"""Two processes that torchrun started against one: the same losses, also after every one of them was killed."""
+"""Two processes started by torchrun against one: equal losses, also after both were killed."""
 
 from __future__ import annotations
 
@@ -20,25 +20,17 @@ from typer.testing import CliRunner
 
 from kvasir import app
 from model.checkpoint import load_checkpoint, load_state
-from model.training.distributed import DistributedError, PeerError, Processes, alone
+from model.training.distributed import DistributedError, PeerError, Processes, one_process
 
 ROOT = Path(__file__).parents[2]
-SHAPE = (
-    "n_layer=2",
-    "d_model=32",
-    "d_ff=48",
-    "n_head=2",
-    "n_kv_head=1",
-    "head_dim=16",
-    "vocab_size=270",
-)
-STEPS = 40
+SHAPE = ("n_layer=2", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
+STEPS = 16
 HELD = "tests.held_training"
-# In float32: rounded to bfloat16, gradients summed over two halves of a batch are off by a percent.
+# In float32: in bfloat16, gradients summed over two halves of a batch are off by a percent.
 OPTIONS = [
-    *(f"--set={change}" for change in SHAPE),
-    *("--context=16", "--batch-size=4", "--accumulate=2", "--warmup=2", f"--steps={STEPS}"),
-    *("--evaluate-every=8", "--checkpoint-every=4", "--no-mixed-precision"),
+    *(f"--set={change}" for change in (*SHAPE, "vocab_size=270")),
+    *("--context=48", "--batch-size=4", "--accumulate=2", "--warmup=2", f"--steps={STEPS}"),
+    *("--evaluate-every=4", "--checkpoint-every=2", "--no-mixed-precision"),
 ]
 LIMIT = 300.0  # seconds, for processes that wait for one another in vain
 
@@ -64,10 +56,8 @@ def torchrun(*arguments: str, module: str = "commands.train") -> Iterator[subpro
 
 def kill(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
-        for one in [
-            process,
-            *psutil.Process(process.pid).children(recursive=True),
-        ]:  # the list is made before
+        children = psutil.Process(process.pid).children(recursive=True)
+        for one in [process, *children]:
             one.kill()
 
 
@@ -77,25 +67,19 @@ def rank(process: subprocess.Popen[str], number: int) -> psutil.Process:
 
 
 def wait_for(process: subprocess.Popen[str], beginning: str) -> None:
-    """Until a line of its output begins like this."""
+    """Wait until a line of its output begins like this."""
     assert process.stdout is not None
     assert any(line.startswith(beginning) for line in process.stdout), process.communicate()[1]
 
 
 def release(process: subprocess.Popen[str]) -> None:
-    """Let training that is held, or will be, go on to the next evaluation."""
+    """Let held training continue to the next evaluation."""
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
 
 
-def finish(process: subprocess.Popen[str]) -> str:
-    output, errors = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0, errors
-    return output
-
-
-def one_process(*arguments: str) -> None:
+def train_alone(*arguments: str) -> None:
     result = CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.stderr
 
@@ -112,85 +96,72 @@ def metrics(folder: Path) -> torch.Tensor:
 
 
 def assert_same_losses(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Sums over two halves are rounded otherwise than sums over all: to 1e-7, which training carries on."""
+    """Compare to 1e-5: sums over two halves are rounded differently."""
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0.0)
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    for name in ("one", "two", "red", "blue"):
-        (folder / name).write_text(f"{name} fish swims in the sea of {name}. " * 30)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def one(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs") / "one"
-    one_process(str(corpus), f"--out={folder}", *OPTIONS)
-    return folder
-
-
-def test_two_processes_train_on_chats_as_one(tmp_path: Path) -> None:
-    """Each with its own half of a batch, in which more or less is learnt; a mean of means would weigh that alike."""
-    chats = tmp_path / "chats.jsonl"
+def chats(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options for chats with answers of different lengths: halves of a batch differ in targets."""
+    folder = tmp_path_factory.mktemp("chats")
     answers = ["yes", "no, the sea is blue and the fish is red and the sea", "one"] * 12
-    turns = [
-        [{"role": "user", "content": "red?"}, {"role": "assistant", "content": answer}]
-        for answer in answers
+    lines = [
+        json.dumps(
+            {"messages": [{"role": "user", "content": "red?"}, {"role": "assistant", "content": a}]}
+        )
+        for a in answers
     ]
-    chats.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
-    template = tmp_path / "template.jinja"
-    template.write_text(
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+    (folder / "template.jinja").write_text(
         "{% for m in messages %}{{ m.role + ':' + m.content + eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    options = [str(chats), f"--chat-template={template}", *OPTIONS, "--context=48", "--steps=10"]
-    one_process(*options, f"--out={tmp_path / 'one'}")
-    with torchrun(*options, f"--out={tmp_path / 'two'}") as process:
-        output = finish(process)
-    assert (
-        output.count("held out; vocabulary") == output.count("step 8 ") == 1
-    )  # only the first one speaks
-    assert_same_losses(metrics(tmp_path / "two"), metrics(tmp_path / "one"))
-    weights = load_checkpoint(tmp_path / "one").decoder.state_dict()
-    for name, tensor in load_checkpoint(tmp_path / "two").decoder.state_dict().items():
-        torch.testing.assert_close(tensor, weights[name], rtol=1e-4, atol=1e-5)
+    return [str(folder / "chats.jsonl"), f"--chat-template={folder / 'template.jinja'}"]
 
 
-def test_shards_train_as_one_process_through_kill_and_signal_and_in_another_number(
-    corpus: Path, one: Path, tmp_path: Path
+@pytest.fixture(scope="module")
+def one(chats: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "one"
+    train_alone(*chats, f"--out={folder}", *OPTIONS)
+    return folder
+
+
+def test_two_processes_train_as_one_through_kill_and_signal_sharded_and_not(
+    chats: list[str], one: Path, tmp_path: Path
 ) -> None:
-    """One run: two sharded processes, killed; two more, of which one gets SIGTERM; one, unsharded.
+    """One run: by two processes, killed; by two with shards, of which one gets SIGTERM; by one.
 
-    Held where they are hit, however fast they are.
+    Processes are held where they are hit, however fast they are.
     """
-    folder = tmp_path / "sharded"
-    with torchrun(str(corpus), f"--out={folder}", "--shard", *OPTIONS, module=HELD) as process:
-        wait_for(process, "step 8 ")
+    folder = tmp_path / "two"
+    with torchrun(*chats, f"--out={folder}", *OPTIONS, module=HELD) as process:
+        wait_for(process, "step 4 ")
         kill(process)
-    assert (
-        load_checkpoint(folder).progress["step"] == 4
-    )  # the checkpoint of step 8 comes after its evaluation
-    assert {path.suffix for path in load_checkpoint(folder).path.rglob("*.*")} == {
-        ".json",
-        ".safetensors",
-    }
-    assert len(list(load_checkpoint(folder).path.glob("training/*"))) == 2
+    # The checkpoint of step 4 comes after its evaluation.
+    assert load_checkpoint(folder).progress["step"] == 2
+    assert_same_losses(metrics(folder), metrics(one)[:4])
 
     with torchrun("--resume", f"--out={folder}", "--shard", module=HELD) as process:
-        wait_for(process, f"resuming {folder} at step 4")
-        release(process)  # from step 8
-        wait_for(process, "step 16 ")
+        wait_for(process, f"resuming {folder} at step 2")
+        release(process)  # from step 4
+        wait_for(process, "step 8 ")
         rank(process, 1).send_signal(signal.SIGTERM)
         release(process)
         output, _ = process.communicate(timeout=LIMIT)
-    assert load_checkpoint(folder).progress["step"] == 16
-    assert "stopped and saved at step 16" in output
-    assert_same_losses(metrics(folder), metrics(one)[:16])
+    checkpoint = load_checkpoint(folder)
+    assert checkpoint.progress["step"] == 8
+    assert output.count("stopped and saved at step 8") == 1  # only the first process prints
+    assert {path.suffix for path in checkpoint.path.rglob("*.*")} == {
+        *(".jinja", ".json", ".safetensors")
+    }
+    assert len(list(checkpoint.path.glob("training/*"))) == 2
+    assert_same_losses(metrics(folder), metrics(one)[:8])
 
-    one_process("--resume", f"--out={folder}")
+    train_alone("--resume", f"--out={folder}")
     assert_same_losses(metrics(folder), metrics(one))
+    weights = load_checkpoint(one).decoder.state_dict()
+    for name, tensor in load_checkpoint(folder).decoder.state_dict().items():
+        torch.testing.assert_close(tensor, weights[name], rtol=1e-4, atol=1e-5)
 
 
 def test_an_error_of_the_first_process_ends_all_with_one_line(tmp_path: Path) -> None:
@@ -217,7 +188,7 @@ def test_shards_are_read_by_any_number_and_damage_to_them_is_named(
     shards = checkpoint.path / "training"
     shards.mkdir()
     (checkpoint.path / "training.safetensors").rename(shards / "shard.safetensors")
-    loaded = alone().load_shards(shards, checkpoint.decoder)
+    loaded = one_process().load_shards(shards, checkpoint.decoder)
     assert loaded.keys() == state.keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.items())
 
@@ -241,12 +212,12 @@ def test_a_batch_that_cannot_be_split_evenly_is_refused(batch_size: int, size: i
         DistributedError,
         match=f"^a batch of {batch_size} cannot be split evenly over {size} processes",
     ):
-        processes.share(batch_size)
-    assert Processes(1, 2, torch.device("cpu")).share(6) == 3
+        processes.rows_per_process(batch_size)
+    assert Processes(1, 2, torch.device("cpu")).rows_per_process(6) == 3
 
 
 def test_one_process_agrees_with_itself_and_keeps_its_errors() -> None:
-    processes = alone()
+    processes = one_process()
     assert processes.reduce(2.5) == 2.5
     assert [processes.any(flag) for flag in (True, False)] == [True, False]
     with pytest.raises(OSError, match="full"), processes.together():

@@ -1,8 +1,9 @@
-"""config.json of published decoders → DecoderConfig: both styles, what a file leaves out, and what is refused."""
+"""config.json of published decoders → DecoderConfig: both styles, defaults and refusals."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -19,90 +20,46 @@ def config_of(family: str, **values: Any) -> DecoderConfig:
     return FAMILIES[family].config(values, bos_token_id=None, eos_token_ids=[])
 
 
-# As the files of these models have it, but for keys that say nothing about the decoder.
-PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+# Preset: family, and the keys of its published config.json that say something about the decoder.
+PUBLISHED: dict[str, tuple[str, str]] = {
     "gpt2-124m": (
         "gpt2",
-        {
-            "activation_function": "gelu_new",
-            "attn_pdrop": 0.1,
-            "n_ctx": 1024,
-            "summary_activation": None,
-            "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
-        },
+        """{"activation_function": "gelu_new", "attn_pdrop": 0.1, "n_ctx": 1024,
+        "summary_activation": null,
+        "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}}}""",
     ),
     "smollm2-135m": (
         "llama",
-        {
-            "hidden_act": "silu",
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "is_llama_config": True,
-            "max_position_embeddings": 8192,
-            "num_attention_heads": 9,
-            "num_hidden_layers": 30,
-            "num_key_value_heads": 3,
-            "pretraining_tp": 1,
-            "rms_norm_eps": 1e-05,
-            "rope_interleaved": False,
-            "rope_scaling": None,
-            "rope_theta": 100000,
-            "tie_word_embeddings": True,
-            "vocab_size": 49152,
-        },
+        """{"hidden_act": "silu", "hidden_size": 576, "intermediate_size": 1536,
+        "is_llama_config": true, "max_position_embeddings": 8192, "num_attention_heads": 9,
+        "num_hidden_layers": 30, "num_key_value_heads": 3, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_interleaved": false, "rope_scaling": null,
+        "rope_theta": 100000, "tie_word_embeddings": true, "vocab_size": 49152}""",
     ),
     "qwen2.5-0.5b": (
         "qwen2",
-        {
-            "hidden_act": "silu",
-            "hidden_size": 896,
-            "intermediate_size": 4864,
-            "max_position_embeddings": 32768,
-            "max_window_layers": 24,
-            "num_attention_heads": 14,
-            "num_hidden_layers": 24,
-            "num_key_value_heads": 2,
-            "rms_norm_eps": 1e-06,
-            "rope_theta": 1000000.0,
-            "sliding_window": 32768,
-            "tie_word_embeddings": True,
-            "use_mrope": False,
-            "use_sliding_window": False,
-            "vocab_size": 151936,
-        },
+        """{"hidden_act": "silu", "hidden_size": 896, "intermediate_size": 4864,
+        "max_position_embeddings": 32768, "max_window_layers": 24, "num_attention_heads": 14,
+        "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": true,
+        "use_mrope": false, "use_sliding_window": false, "vocab_size": 151936}""",
     ),
     "llama3.2-1b": (
         "llama",
-        {
-            "attention_bias": False,
-            "head_dim": 64,
-            "hidden_act": "silu",
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "max_position_embeddings": 131072,
-            "mlp_bias": False,
-            "num_attention_heads": 32,
-            "num_hidden_layers": 16,
-            "num_key_value_heads": 8,
-            "rms_norm_eps": 1e-05,
-            "rope_scaling": {
-                "factor": 32.0,
-                "high_freq_factor": 4.0,
-                "low_freq_factor": 1.0,
-                "original_max_position_embeddings": 8192,
-                "rope_type": "llama3",
-            },
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": True,
-            "vocab_size": 128256,
-        },
+        """{"attention_bias": false, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2048,
+        "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": false,
+        "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": true,
+        "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "vocab_size": 128256}""",
     ),
 }
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_is_what_its_published_file_says(name: str) -> None:
-    family, values = PUBLISHED[name]
+    family, text = PUBLISHED[name]
+    values = json.loads(text)
     config = config_of(family, **values)
     assert replace(config, max_model_len=preset(name).max_model_len) == preset(name)
     assert config.max_model_len == values.get("max_position_embeddings", 1024)
@@ -110,7 +67,7 @@ def test_a_preset_is_what_its_published_file_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_the_older_style_of_rotary_parameters_is_the_same(name: str) -> None:
-    """rope_theta beside rope_scaling, whose kind is its type; GPT-NeoX and Phi-3 with their own names for a part."""
+    """The older style has rope_theta beside rope_scaling; two families have names of their own."""
     architecture, new = CHECKPOINTS[name]
     family = next(
         key for key, known in FAMILIES.items() if known.architectures[1] == f"{architecture}Model"
@@ -158,21 +115,22 @@ def test_what_a_file_leaves_out_is_the_familys_default(
     assert getattr(config_of(family), field) == expected
 
 
+EVEN_WINDOWS = {"sliding_window": None, "sliding_window_layers": None}
+IGNORED = {
+    "attention_dropout": 0.1,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "pad_token_id": 0,
+}
+
+
 @pytest.mark.parametrize(
     ("family", "values", "changes"),
     [
         ("mistral", {"sliding_window": None}, {"sliding_window": None}),
-        (
-            "gemma2",
-            {"sliding_window": None},
-            {"sliding_window": None, "sliding_window_layers": None},
-        ),
+        ("gemma2", {"sliding_window": None}, EVEN_WINDOWS),
         ("gemma2", {"final_logit_softcapping": None}, {"logit_softcap": None}),
-        (
-            "gemma",
-            {"hidden_act": "gelu", "hidden_activation": None},
-            {"feed_forward": "geglu_tanh"},
-        ),
+        ("gemma", {"hidden_act": "gelu", "hidden_activation": None}, {}),
         ("gpt2", {"scale_attn_weights": False}, {"attention_scale": 1.0}),
         ("gpt2", {"n_inner": 1000}, {"d_ff": 1000}),
         ("gpt2", {"activation_function": "relu"}, {"feed_forward": "relu"}),
@@ -196,21 +154,9 @@ def test_what_a_file_leaves_out_is_the_familys_default(
         ),
         ("smollm3", {"no_rope_layers": [1] * 35 + [0]}, {"layers_without_rotary": (35,)}),
         ("llama", {"sliding_window": 4096, "use_sliding_window": False}, {}),
-        (
-            "mistral",
-            {"sliding_window": 64, "use_sliding_window": False},
-            {"sliding_window": 64},
-        ),  # it has no switch
-        (
-            "llama",
-            {
-                "attention_dropout": 0.1,
-                "torch_dtype": "bfloat16",
-                "use_cache": True,
-                "pad_token_id": 0,
-            },
-            {},
-        ),
+        # Mistral has no such switch.
+        ("mistral", {"sliding_window": 64, "use_sliding_window": False}, {"sliding_window": 64}),
+        ("llama", IGNORED, {}),
     ],
 )
 def test_a_key_changes_what_it_should(
@@ -219,45 +165,27 @@ def test_a_key_changes_what_it_should(
     assert config_of(family, **values) == replace(config_of(family), **changes)
 
 
+def yarn(factor: float, original: int, attention_factor: float, **more: Any) -> RopeScaling:
+    scaling = RopeScaling(kind="yarn", factor=factor, original_max_model_len=original)
+    return replace(scaling, attention_factor=attention_factor, **more)
+
+
 @pytest.mark.parametrize(
     ("rope", "expected"),
     [
         ({"rope_type": "linear", "factor": 4}, RopeScaling(kind="linear", factor=4)),
         (
             {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
-            RopeScaling(
-                kind="yarn",
-                factor=4.0,
-                original_max_model_len=512,
-                attention_factor=0.1 * math.log(4.0) + 1.0,
-            ),
+            yarn(4.0, 512, 0.1 * math.log(4.0) + 1.0),
         ),
         (
-            {
-                "type": "yarn",
-                "factor": None,
-                "original_max_position_embeddings": 512,
-                "attention_factor": 1.5,
-            },
-            RopeScaling(kind="yarn", factor=4.0, original_max_model_len=512, attention_factor=1.5),
+            {"type": "yarn", "original_max_position_embeddings": 512, "attention_factor": 1.5},
+            yarn(4.0, 512, 1.5),
         ),
         (
-            {
-                "type": "yarn",
-                "factor": 2.0,
-                "attention_factor": 1.0,
-                "beta_fast": 16,
-                "truncate": False,
-                "finetuned": True,
-            },
-            RopeScaling(
-                kind="yarn",
-                factor=2.0,
-                original_max_model_len=2048,
-                attention_factor=1,
-                beta_fast=16,
-                truncate=False,
-            ),
+            {"type": "yarn", "factor": 2.0, "attention_factor": 1.0, "beta_fast": 16}
+            | {"truncate": False, "finetuned": True},
+            yarn(2.0, 2048, 1, beta_fast=16, truncate=False),
         ),
         ({"rope_type": "default", "rope_theta": 7.0}, None),
     ],
@@ -362,66 +290,32 @@ def test_what_the_decoder_does_not_compute_is_refused_by_key_and_value(
         config_of(family, **values)
 
 
-WRONG: list[Any] = [
-    None,
-    True,
-    False,
-    "x",
-    "",
-    [],
-    {},
-    ["x"],
-    {"x": 1},
-    [[]],
-    [None],
-    0,
-    -1,
-    1.5,
-    math.nan,
-    math.inf,
-]
-WRONG += [2**31, 10**400, -(10**400)]
-ROPE = [
-    *(
-        "rope_theta",
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-    ),
-    *(
-        "low_freq_factor",
-        "high_freq_factor",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-        "partial_rotary_factor",
-        "type",
-    ),
-]
-YARN = {
-    "type": "yarn",
-    "original_max_position_embeddings": 512,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.5,
-}
+WRONG: list[Any] = [None, True, False, "x", "", [], {}, ["x"], {"x": 1}, [[]], [None], 0, -1, 1.5]
+WRONG += [math.nan, math.inf, 2**31, 10**400, -(10**400)]
+ROPE = ["rope_theta", "factor", "original_max_position_embeddings", "attention_factor", "type"]
+ROPE += ["beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale"]
+ROPE += ["mscale_all_dim", "truncate", "partial_rotary_factor"]
+YARN = {"type": "yarn", "original_max_position_embeddings": 512, "mscale": 1.0}
+YARN |= {"mscale_all_dim": 0.5}
+LLAMA3 = {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+KINDS: list[dict[str, Any]] = [YARN, YARN | {"factor": 2.0}, {"type": "linear", "factor": 2.0}]
+KINDS += [LLAMA3, {}]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_value_that_makes_no_sense_is_refused_and_nothing_worse(family: str) -> None:
-    """Every key that is read, every wrong type; with windows on, so that all of their keys are read."""
-    keys = {*FAMILIES[family].defaults, *NEUTRAL, "rope_scaling", "rope_parameters"}
+    """Try every key that is read with every wrong type, with and without windows."""
+    read = FAMILIES[family].options({})
+    keys = {*NEUTRAL, *(read.names.get(key, key) for key in read)}
     changes = [{key: wrong} for key in sorted(keys) for wrong in WRONG]
-    kinds: list[dict[str, Any]] = [YARN, YARN | {"factor": 2.0}, {"type": "linear", "factor": 2.0}]
-    kinds += [
-        {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-        {},
-    ]
-    changes += [
-        {"rope_scaling": kind | {key: wrong}} for kind in kinds for key in ROPE for wrong in WRONG
-    ]
-    changes += [{"rope_scaling": YARN, "max_position_embeddings": wrong} for wrong in WRONG]
+    if family in {"llama", "gpt_neox"}:
+        changes += [
+            {"rope_scaling": kind | {key: wrong}}
+            for kind in KINDS
+            for key in ROPE
+            for wrong in WRONG
+        ]
+        changes += [{"rope_scaling": YARN, "max_position_embeddings": wrong} for wrong in WRONG]
     for change in changes:
         for switch in ({}, {"use_sliding_window": True}):
             with contextlib.suppress(UnsupportedError, ConfigError):

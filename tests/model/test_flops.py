@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation: the formula against PyTorch's own count of products, and the peak it is held to."""
+"""Model FLOPs utilisation: the formula against PyTorch's count of products, and the peak."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_another_device_is_measured_once() -> None:
 def test_the_peak_is_not_what_others_left_of_the_first_milliseconds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A clock that stands still but for products: the first five share the processor with somebody."""
+    """The clock is a fake: the first five products are slowed by another process."""
     seconds = chain([0.05] * 5, repeat(0.01))
     clock = chain.from_iterable((now, now) for now in accumulate(seconds))
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from model.training.metrics import MetricsLog, StepMetrics, open_metrics
+from model.training.metrics import StepMetrics, open_metrics
 
 ROW = StepMetrics(
     step=1,
@@ -23,10 +24,10 @@ ROW = StepMetrics(
 )
 
 
-def write(log: MetricsLog, steps: range, scale: float = 1.0) -> None:
+def write_rows(write: Callable[[StepMetrics], None], steps: range, scale: float = 1.0) -> None:
     for step in steps:
         held_out = step / 7 if step % 2 == 0 else None
-        log.write(
+        write(
             replace(
                 ROW, step=step, tokens=512 * step, train_loss=scale / step, held_out_loss=held_out
             )
@@ -53,11 +54,11 @@ def read_events(folder: Path) -> dict[str, dict[int, float]]:
 
 
 def test_events_hold_what_metrics_csv_holds(tmp_path: Path) -> None:
-    """The second session does steps 4 and 5 again, to another loss; the first one's must be gone from both."""
-    with open_metrics(tmp_path, 0, tensorboard=True) as log:
-        write(log, range(1, 6))
-    with open_metrics(tmp_path, 3, tensorboard=True) as log:
-        write(log, range(4, 8), scale=2.0)
+    """The second session repeats steps 4 and 5; the first session's have to be gone from both."""
+    with open_metrics(tmp_path, 0, tensorboard=True) as write:
+        write_rows(write, range(1, 6))
+    with open_metrics(tmp_path, 3, tensorboard=True) as write:
+        write_rows(write, range(4, 8), scale=2.0)
     metrics, events = read_csv(tmp_path), read_events(tmp_path)
     assert metrics["train_loss"] == {
         step: (2.0 if step > 3 else 1.0) / step for step in range(1, 8)
@@ -71,12 +72,12 @@ def test_events_hold_what_metrics_csv_holds(tmp_path: Path) -> None:
 
 
 def test_no_events_unless_wanted(tmp_path: Path) -> None:
-    with open_metrics(tmp_path, 0) as log:
-        write(log, range(1, 3))
+    with open_metrics(tmp_path, 0) as write:
+        write_rows(write, range(1, 3))
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 
 
 def test_a_row_is_on_its_way_to_disk_at_once(tmp_path: Path) -> None:
-    with open_metrics(tmp_path, 0) as log:
-        write(log, range(1, 3))
+    with open_metrics(tmp_path, 0) as write:
+        write_rows(write, range(1, 3))
         assert list(read_csv(tmp_path)["train_loss"]) == [1, 2]

@@ -1,4 +1,4 @@
-"""`kvasir train`: a folder of text becomes a run, and a mistake becomes one line with nothing left behind."""
+"""`kvasir train`: text becomes a run; a mistake becomes one line and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import csv
 import json
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,8 @@ from model.checkpoint import load_checkpoint
 from model.tokenizer import train_tokenizer
 from model.training import run
 from model.training.data import open_tokens
+from model.training.metrics import StepMetrics
+from model.training.trainer import Report, Trainer
 
 SHAPE = ("n_layer=1", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
 QUICK = [*(f"--set={change}" for change in SHAPE), "--context=8", "--batch-size=2", "--warmup=1"]
@@ -37,6 +38,13 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def kvasir_train(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["train", *arguments], catch_exceptions=False)
+
+
+def trained(*arguments: str) -> str:
+    """Run a command that must succeed, and return its output."""
+    result = kvasir_train(*arguments)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
 
 
 def files() -> set[str]:
@@ -61,98 +69,52 @@ def refused(*arguments: str) -> str:
     return result.stderr.removeprefix("kvasir: ").rstrip("\n")
 
 
-def binary() -> None:
-    Path("bad").write_bytes(b"\x7fELF\0\1")
-
-
-def folder_of_binaries() -> None:
-    Path("bad").mkdir()
-    Path("bad", "program").write_bytes(b"\x7fELF\0\1")
-
-
-def empty_folder() -> None:
-    Path("bad").mkdir()
-
-
-def short_text() -> None:
-    Path("bad").write_text("hi")
-
-
-def nothing() -> None:
-    pass
-
-
 @pytest.mark.parametrize(
-    ("prepare", "message"),
+    ("content", "message"),
     [
-        (nothing, "bad does not exist"),
-        (binary, "bad is not UTF-8 text; convert it, or leave it out"),
-        (empty_folder, "no text in bad"),
-        (folder_of_binaries, "no text in bad; passed over as not being UTF-8 text: 1"),
-        (short_text, "the corpus has 2 tokens, too few for a context of 8; add text"),
+        (None, "bad does not exist"),
+        (b"\x7fELF\0\1", "bad is not UTF-8 text; convert it, or leave it out"),
+        (b"hi", "the corpus has 2 tokens, too few for a context of 8; add text"),
     ],
 )
-def test_a_corpus_that_cannot_be_trained_on(prepare: Callable[[], None], message: str) -> None:
-    prepare()
+def test_a_corpus_that_cannot_be_trained_on(content: bytes | None, message: str) -> None:
+    if content is not None:
+        Path("bad").write_bytes(content)
     assert refused("bad", "--out", "run", *SMALL) == message
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            "--preset huge",
-            "no preset 'huge'; there are tiny, gpt2-124m, smollm2-135m, qwen2.5-0.5b, llama3.2-1b",
-        ),
+        ("--preset huge", "no preset 'huge'"),
         ("--set dropout", "--set takes name=value, not 'dropout'"),
-        ("--set depth=3", "unknown field 'depth' in the decoder's configuration"),
-        ("--set dropout=1", "dropout must be less than 1, not 1"),
-        ("--set dropout=none", "dropout must be a valid number, not 'none'"),
-        ("--set n_head=true", "n_head must be a valid integer, not True"),
-        ("--set n_kv_head=5", "n_head must be a multiple of n_kv_head, 5, not 6"),
-        ("--set rope_theta=x", "rope_theta must be a valid number, not 'x'"),
-        ("--set norm=batchnorm", "norm must be 'rmsnorm' or 'layernorm', not 'batchnorm'"),
-        (
-            "--set vocab_size=99",
-            "vocab_size must be at least 257 (256 bytes and <|endoftext|>), not 99",
-        ),
-        ("--set bos_token_id=1", "bos_token_id follows from the tokenizer; leave it out of --set"),
-        (
-            "--tokenizer t.json --set vocab_size=300",
-            "vocab_size follows from the tokenizer; leave it out of --set",
-        ),
+        ("--set depth=3", "unknown field 'depth'"),
+        ("--set dropout=none", "'none'"),
+        ("--set n_head=true", "True"),
+        ("--set n_kv_head=5", "n_head must be a multiple of n_kv_head, 5"),
+        ("--set norm=batchnorm", "'batchnorm'"),
+        ("--set vocab_size=99", "not 99"),
+        ("--set bos_token_id=1", "bos_token_id follows from the tokenizer"),
+        ("--tokenizer t.json --set vocab_size=300", "vocab_size follows from the tokenizer"),
         ("--tokenizer nowhere.json", "nowhere.json does not exist"),
-        (
-            "--tokenizer texts/one.txt",
-            "texts/one.txt is not a tokenizer: expected value at line 1 column 1",
-        ),
+        ("--tokenizer texts/one.txt", "texts/one.txt is not a tokenizer"),
         ("--include *.rs", "no text in texts"),
-        (
-            "--init nowhere",
-            "nowhere holds no checkpoint; make one with: kvasir train CORPUS --out nowhere",
-        ),
+        ("--init nowhere", "nowhere holds no checkpoint"),
         (
             "--init x --preset tiny --tokenizer t --set dropout=0.1 --set n_layer=2",
-            "--init brings the checkpoint's own shape and tokenizer; leave out --preset, --tokenizer, --set n_layer",
+            "leave out --preset, --tokenizer, --set n_layer",
         ),
     ],
 )
 def test_settings_that_cannot_be_used(arguments: str, message: str) -> None:
-    assert refused("texts", "--out", "run", *arguments.split()) == message
+    assert message in refused("texts", "--out", "run", *arguments.split())
 
 
-def test_no_corpus_at_all() -> None:
-    assert (
-        refused("--out", "run") == "name at least one file or folder to train on, or give --resume"
+def test_a_corpus_and_a_new_folder_are_needed() -> None:
+    assert "name at least one file or folder" in refused("--out", "run")
+    assert "texts is not empty; continue it with --resume" in refused(
+        "texts", "--out", "texts", *SMALL
     )
-
-
-def test_a_folder_in_use_is_not_written_to() -> None:
-    message = "texts is not empty; continue it with --resume or choose another --out"
-    assert refused("texts", "--out", "texts", *SMALL) == message
-
-
-def test_an_out_that_is_a_file() -> None:
     assert "texts/one.txt" in refused("texts", "--out", "texts/one.txt", *SMALL)
 
 
@@ -164,23 +126,13 @@ def test_a_seed_that_no_generator_takes_is_a_usage_error(seed: str) -> None:
     assert not Path("run").exists()
 
 
-def test_resuming_what_is_not_a_run() -> None:
-    for folder in ("nowhere", "texts"):
-        message = f"{folder} holds no checkpoint; make one with: kvasir train CORPUS --out {folder}"
-        assert refused("--resume", "--out", folder) == message
-
-
 def test_a_fresh_run_writes_what_resuming_and_exporting_need() -> None:
-    result = kvasir_train(
-        "texts", "--out", "runs/a", *SMALL, "--set", "dropout=0.1", "--steps", "3", "--seed", "4"
+    output = trained(
+        *("texts", "--out", "runs/a", *SMALL, "--steps", "3", "--seed", "4", "--tensorboard"),
+        *("--set", "dropout=0.1"),
     )
-    assert result.exit_code == 0, result.stderr
-    assert {path.name for path in Path("runs/a").iterdir()} == {
-        "data",
-        "loss.png",
-        "metrics.csv",
-        "step-00000003",
-    }
+    names = {path.name for path in Path("runs/a").iterdir()}
+    assert names == {"data", "loss.png", "metrics.csv", "step-00000003", "tensorboard"}
     checkpoint = load_checkpoint(Path("runs/a"))
     config = checkpoint.decoder.config
     assert (config.n_layer, config.d_model, config.n_kv_head, config.dropout) == (1, 32, 1, 0.1)
@@ -189,59 +141,43 @@ def test_a_fresh_run_writes_what_resuming_and_exporting_need() -> None:
     assert checkpoint.progress["settings"]["seed"] == 4
     assert open_tokens(Path("runs/a/data")).n_train == checkpoint.progress["train_tokens"]
     assert [row[0] for row in metrics("runs/a")] == ["step", "1", "2", "3"]
-    assert "2 documents" in result.stdout
-    assert "held-out loss" in result.stdout
+    assert "2 documents" in output
+    assert "held-out loss" in output
+    trained("--resume", "--out", "runs/a")  # which writes events, too
+    assert len(list(Path("runs/a/tensorboard").glob("events.*"))) == 2
 
 
-def test_events_for_tensorboard_are_written_when_wanted() -> None:
-    assert (
-        kvasir_train("texts", "--out", "run", *SMALL, "--steps", "2", "--tensorboard").exit_code
-        == 0
-    )
-    assert len(list(Path("run/tensorboard").glob("events.*"))) == 1
-    assert kvasir_train("--resume", "--out", "run").exit_code == 0  # which keeps to it
-    assert len(list(Path("run/tensorboard").glob("events.*"))) == 2
-
-
-def test_a_given_tokenizer_is_used_as_it_is() -> None:
+def test_a_given_tokenizer_is_used_as_it_is_and_positions_hold_the_context() -> None:
     given = train_tokenizer(["quite other words"], 262)
     given.save("given.json")
-    result = kvasir_train(
-        "texts", "--out", "run", *QUICK, "--tokenizer", "given.json", "--steps", "1"
-    )
-    assert result.exit_code == 0, result.stderr
+    options = ["--tokenizer", "given.json", "--set", "max_model_len=4", "--steps", "1"]
+    trained("texts", "--out", "run", *QUICK, *options)
     checkpoint = load_checkpoint(Path("run"))
     assert checkpoint.tokenizer.to_str() == given.to_str()
     assert checkpoint.decoder.config.vocab_size == given.get_vocab_size()
-
-
-def test_a_context_longer_than_the_preset_has_positions_for_lengthens_it() -> None:
-    result = kvasir_train(
-        "texts", "--out", "run", *SMALL, "--set", "max_model_len=4", "--steps", "1"
-    )
-    assert result.exit_code == 0, result.stderr
-    assert load_checkpoint(Path("run")).decoder.config.max_model_len == 8
+    assert checkpoint.decoder.config.max_model_len == 8
 
 
 def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Press Ctrl-C while the progress bar is told of a step."""
-    report = run.ProgressBar.step
+    """Press Ctrl-C while a step is reported."""
+    train = Trainer.train
 
-    def report_and_press(
-        bar: run.ProgressBar, at: int, loss: float, tokens_per_second: float, mfu: float
-    ) -> None:
-        report(bar, at, loss, tokens_per_second, mfu)
-        if at == step:
-            signal.raise_signal(signal.SIGINT)
+    def train_and_press(trainer: Trainer, folder: Path, report: Report) -> bool:
+        def report_and_press(metrics: StepMetrics, speed: float, sample: tuple[str, str]) -> None:
+            report(metrics, speed, sample)
+            if metrics.step == step:
+                signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(run.ProgressBar, "step", report_and_press)
+        return train(trainer, folder, report_and_press)
+
+    monkeypatch.setattr(Trainer, "train", train_and_press)
 
 
 def test_ctrl_c_saves_and_resume_completes_to_the_same_metrics(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     arguments = [*SMALL, "--set", "dropout=0.2", "--steps", "6", "--evaluate-every", "2"]
-    assert kvasir_train("texts", "--out", "whole", *arguments).exit_code == 0
+    trained("texts", "--out", "whole", *arguments)
     with monkeypatch.context() as patch:
         interrupt_at(3, patch)
         stopped = kvasir_train("texts", "--out", "stopped", *arguments)
@@ -251,94 +187,68 @@ def test_ctrl_c_saves_and_resume_completes_to_the_same_metrics(
         in stopped.stdout
     )
     assert Path("stopped/loss.png").is_file()
-    resumed = kvasir_train("--resume", "--out", "stopped")
-    assert resumed.exit_code == 0, resumed.stderr
-    assert "resuming stopped at step 3 of 6" in resumed.stdout
+    output = trained("--resume", "--out", "stopped")
+    assert "resuming stopped at step 3 of 6" in output
     assert metrics("stopped") == metrics("whole")
 
 
 def test_a_run_that_died_before_its_first_step_can_be_resumed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its folder was refused as not empty by a fresh run, and as without a checkpoint by a resumed one."""
-    assert kvasir_train("texts", "--out", "whole", *SMALL, "--steps", "3").exit_code == 0
+    """Neither a fresh nor a resumed run used to accept such a folder."""
+    trained("texts", "--out", "whole", *SMALL, "--steps", "3")
 
     def die(*_: object) -> None:
         raise SystemExit(137)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run, "train", die)
+        patch.setattr(run, "train_run", die)
         assert kvasir_train("texts", "--out", "died", *SMALL, "--steps", "3").exit_code == 137
-    assert kvasir_train("--resume", "--out", "died").exit_code == 0
+    trained("--resume", "--out", "died")
     assert metrics("died") == metrics("whole")
 
 
-@pytest.mark.parametrize(
-    "left",
-    [
-        ["data.part/shard-00000.bin"],
-        ["data/data.json", "data/held_out.bin", "data/shard-00000.bin"],
-        [
-            "data/data.json",
-            "data/held_out.bin",
-            "data/shard-00000.bin",
-            "step-00000000.part/config.json",
-        ],
-    ],
-)
-def test_a_run_that_died_while_it_was_prepared_starts_over(left: list[str]) -> None:
-    """A fresh run said to use --resume, and --resume that there was no checkpoint."""
-    assert kvasir_train("texts", "--out", "whole", *SMALL, "--steps", "2").exit_code == 0
-    for name in left:
-        Path("died", name).parent.mkdir(parents=True, exist_ok=True)
-        Path("died", name).write_text("half of it")
-    message = "died holds no checkpoint; make one with: kvasir train CORPUS --out died"
-    assert refused("--resume", "--out", "died") == message
-    result = kvasir_train("texts", "--out", "died", *SMALL, "--steps", "2")
-    assert result.exit_code == 0, result.stderr
-    assert metrics("died") == metrics("whole")
-    assert {path.name for path in Path("died").iterdir()} == {
-        path.name for path in Path("whole").iterdir()
-    }
+def test_a_preparation_that_died_leaves_no_run_and_does_not_hinder_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def die(*_: object) -> None:
+        raise SystemExit(137)
 
-
-@pytest.mark.parametrize(
-    "other", ["data/data.json", "data/notes.txt", "shard-00000.bin", "step-00000000.part/a/b"]
-)
-def test_a_folder_that_looks_like_a_preparation_is_not_written_to(other: str) -> None:
-    """`--out .` beside one's own `data` would lose it."""
-    for name in [other] if other == "data/data.json" else ["data/shard-00000.bin", other]:
-        Path("mine", name).parent.mkdir(parents=True, exist_ok=True)
-        Path("mine", name).write_text("text")
-    message = "mine is not empty; continue it with --resume or choose another --out"
-    assert refused("texts", "--out", "mine", *SMALL) == message
+    Path("run/data.part-killed/data").mkdir(parents=True)
+    Path("run/step-00000000.part").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "save", die)
+        assert kvasir_train("texts", "--out", "run", *SMALL, "--steps", "1").exit_code == 137
+    assert not list(Path("run").iterdir())
+    trained("texts", "--out", "run", *SMALL, "--steps", "1")
 
 
 def test_resume_refuses_what_it_would_not_heed() -> None:
     """More steps, another rate or text given with --resume used to be passed over in silence."""
-    assert kvasir_train("texts", "--out", "run", *SMALL, "--steps", "1").exit_code == 0
+    trained("texts", "--out", "run", *SMALL, "--steps", "1")
     message = "--resume continues the run with its own text and settings; leave out "
     assert refused("texts", "--resume", "--out", "run") == message + "corpus"
     assert (
         refused("--resume", "--out", "run", "--steps", "9", "--set", "n_layer=2")
         == message + "--set, --steps"
     )
-    assert kvasir_train("--resume", "--out", "run").exit_code == 0
+    trained("--resume", "--out", "run")
 
 
 def test_resume_names_what_a_run_has_lost() -> None:
-    assert kvasir_train("texts", "--out", "run", *SMALL, "--steps", "1").exit_code == 0
+    assert "texts holds no checkpoint" in refused("--resume", "--out", "texts")
+    trained("texts", "--out", "run", *SMALL, "--steps", "1")
     Path("run/data/data.json").rename("data.json")
     assert "run/data holds no token shards" in refused("--resume", "--out", "run")
     Path("data.json").rename("run/data/data.json")
     Path("run/step-00000001/training.safetensors").write_bytes(b"\0")
     assert "training.safetensors cannot be loaded" in refused("--resume", "--out", "run")
     Path("run/step-00000001/training.json").write_text('{"step": 1}')
-    assert "training.json is not whole ('settings'); it cannot be resumed" in refused(
+    assert "training.json is incomplete ('settings'); it cannot be resumed" in refused(
         "--resume", "--out", "run"
     )
     Path("run/step-00000001/training.json").unlink()
-    assert "was not written by a training run, so there is nothing to resume" in refused(
+    assert "was not written by a training run, so it cannot be resumed" in refused(
         "--resume", "--out", "run"
     )
 
@@ -358,21 +268,14 @@ def write_chats(n: int = 8) -> None:
 
 
 def test_a_run_begins_with_the_weights_tokenizer_and_files_of_another() -> None:
-    assert kvasir_train("texts", "--out", "base", *SMALL, "--steps", "2").exit_code == 0
+    trained("texts", "--out", "base", *SMALL, "--steps", "2")
     base = load_checkpoint(Path("base"))
     (base.path / "generation_config.json").write_text('{"temperature": 0.5}')
     (base.path / "chat_template.jinja").write_text("{{ messages }}")
-    tuning = [
-        "--context=8",
-        "--batch-size=2",
-        "--steps=1",
-        "--learning-rate=0",
-        "--set",
-        "dropout=0.25",
-    ]
+    tuning = ["--context=8", "--batch-size=2", "--steps=1", "--learning-rate=0"]
+    tuning += ["--set", "dropout=0.25"]
     for start in ("base", str(base.path)):  # a run stands for its newest checkpoint
-        result = kvasir_train("texts/one.txt", "--out", f"tuned/{start}", "--init", start, *tuning)
-        assert result.exit_code == 0, result.stderr
+        trained("texts/one.txt", "--out", f"tuned/{start}", "--init", start, *tuning)
         tuned = load_checkpoint(Path("tuned", start))
         assert tuned.decoder.config == replace(base.decoder.config, dropout=0.25)
         assert tuned.tokenizer.to_str() == base.tokenizer.to_str()
@@ -388,39 +291,24 @@ def test_a_run_begins_with_the_weights_tokenizer_and_files_of_another() -> None:
 
 
 def test_a_run_from_a_checkpoint_resumes_without_it() -> None:
-    assert kvasir_train("texts", "--out", "base", *SMALL, "--steps", "1").exit_code == 0
+    trained("texts", "--out", "base", *SMALL, "--set=max_model_len=8", "--steps=1")
     tuning = ["--init=base", "--context=8", "--batch-size=2", "--steps=2"]
-    assert kvasir_train("texts", "--out", "tuned", *tuning).exit_code == 0
-    shutil.rmtree("base")
-    assert kvasir_train("--resume", "--out", "tuned").exit_code == 0
-
-
-def test_a_context_beyond_the_positions_of_the_checkpoint_is_refused() -> None:
-    assert (
-        kvasir_train(
-            "texts", "--out", "base", *SMALL, "--set=max_model_len=8", "--steps=1"
-        ).exit_code
-        == 0
-    )
+    trained("texts", "--out", "tuned", *tuning)
     message = refused("texts", "--out", "run", "--init", "base", "--context=9")
-    assert message.endswith(
-        "positions for 8 tokens, fewer than a context of 9; use --context 8 or less"
-    )
+    assert message.endswith("use --context 8 or less")
+    shutil.rmtree("base")
+    trained("--resume", "--out", "tuned")
 
 
-def test_chats_are_learnt_from_a_template_that_travels_along(
+def test_chats_are_learned_from_a_template_that_travels_along(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write_chats()
     shape = [*SMALL, "--context=40", "--set", "dropout=0.2", "--evaluate-every=2"]
     arguments = ["chats.jsonl", "--chat-template", "template.jinja", *shape, "--steps=4"]
-    result = kvasir_train(*arguments, "--out", "whole")
-    assert result.exit_code == 0, result.stderr
-    assert "8 conversations" in result.stdout
-    assert (
-        "0 conversations longer than 40 tokens were cut, 0 without an answer in them left out"
-        in result.stdout
-    )
+    output = trained(*arguments, "--out", "whole")
+    assert "8 conversations" in output
+    assert "0 conversations longer than 40 tokens were cut, 0 without an answer" in output
     checkpoint = load_checkpoint(Path("whole"))
     assert checkpoint.extra_files["chat_template.jinja"].decode() == TEMPLATE
     tokens = json.loads(checkpoint.extra_files["special_tokens_map.json"])
@@ -430,13 +318,11 @@ def test_chats_are_learnt_from_a_template_that_travels_along(
     with monkeypatch.context() as patch:
         interrupt_at(2, patch)
         assert kvasir_train(*arguments, "--out", "stopped").exit_code == 130
-    assert kvasir_train("--resume", "--out", "stopped").exit_code == 0
+    trained("--resume", "--out", "stopped")
     assert metrics("stopped") == metrics("whole")
 
     tuning = ["chats.jsonl", "--init", "whole", "--context=40", "--batch-size=2", "--steps=1"]
-    assert (
-        kvasir_train(*tuning, "--out", "tuned").exit_code == 0
-    )  # with the template that it brings
+    trained(*tuning, "--out", "tuned")  # with the template that it brings
     assert load_checkpoint(Path("tuned")).extra_files == checkpoint.extra_files
 
 
@@ -449,13 +335,9 @@ def test_what_ends_an_answer_ends_generation_from_then_on() -> None:
     given.save("given.json")
     options = ["--chat-template", "template.jinja", *QUICK, "--context=60", "--steps=1"]
     warning = "no answer ends in a special token of the tokenizer"
-    assert (
-        warning
-        in kvasir_train("chats.jsonl", "--out", "endless", "--set=vocab_size=270", *options).stdout
-    )
-    result = kvasir_train("chats.jsonl", "--out", "run", "--tokenizer", "given.json", *options)
-    assert result.exit_code == 0
-    assert warning not in result.stdout
+    assert warning in trained("chats.jsonl", "--out", "a", "--set=vocab_size=270", *options)
+    output = trained("chats.jsonl", "--out", "run", "--tokenizer", "given.json", *options)
+    assert warning not in output
     assert load_checkpoint(Path("run")).decoder.config.eos_token_ids == (
         0,
         given.token_to_id("<|im_end|>"),
@@ -464,11 +346,10 @@ def test_what_ends_an_answer_ends_generation_from_then_on() -> None:
 
 def test_chats_that_cannot_be_trained_on() -> None:
     write_chats()
-    message = "chats need a chat template, and there is none; give one with --chat-template FILE, or begin with a "
-    assert (
-        refused("chats.jsonl", "--out", "run", *SMALL)
-        == message + "checkpoint that has one: --init DIR"
-    )
+    assert "cannot be mixed with text" in refused("texts", "chats.jsonl", "--out", "run", *SMALL)
+    Path("folder.jsonl").mkdir()  # folders are text
+    assert refused("folder.jsonl", "--out", "run", *SMALL) == "no text in folder.jsonl"
+    assert "--chat-template FILE" in refused("chats.jsonl", "--out", "run", *SMALL)
     Path("template.jinja").write_text("{% if %}")
     given = ["--chat-template", "template.jinja"]
     assert refused("chats.jsonl", "--out", "run", *SMALL, *given).startswith(

