@@ -6,13 +6,17 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+
+from fastapi.routing import APIRoute
 
 from model.bundle import load_bundle
-from server.api import explain, schemas, tokenize
-from server.api import tgi as generate
+from server.api import explain, schemas, tgi, tokenize
 from server.api.openai import chat_schemas
-from server.api.openapi import DESCRIPTIONS, OPERATIONS
+from server.api.openai import schemas as openai_schemas
+from server.api.openai.answers import ChatEvent, CompletionEvent
+from server.api.responses import STATUSES
+from server.api.routes import ROUTES
 from server.errors import KvasirError
 from server.requests.service import Service
 from server.settings import Settings, load_settings
@@ -20,19 +24,19 @@ from server.settings import Settings, load_settings
 EXAMPLE = Path(__file__).parent.parent / "examples/stdlib"
 PAGE = Path(__file__).parent.parent / "docs/api.md"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-BODIES: dict[str, type[schemas.Body]] = {
+BODIES: dict[str, type[schemas.RequestBody]] = {
     body.__name__: body
     for body in (
         schemas.SamplingFields,
-        schemas.StructuredFields,
-        schemas.OpenAIBody,
-        schemas.CompletionsBody,
-        schemas.StreamOptions,
+        openai_schemas.StructuredFields,
+        openai_schemas.OpenAIBody,
+        openai_schemas.CompletionsBody,
+        openai_schemas.StreamOptions,
         chat_schemas.Conversation,
         chat_schemas.ChatBody,
-        schemas.GenerateBody,
-        schemas.GenerateParameters,
-        generate.CompatibleBody,
+        tgi.GenerateBody,
+        tgi.GenerateParameters,
+        tgi.CompatibleBody,
         tokenize.TokenizeBody,
         tokenize.TokenizeChatBody,
         tokenize.TokenizeInputsBody,
@@ -60,6 +64,25 @@ OF_REQUESTS = (
 )
 
 
+EVENTS = {kind.__name__: kind for kind in (CompletionEvent, ChatEvent, tgi.GenerateEvent)}
+
+
+def body_type(route: APIRoute) -> Any:
+    """The type of the body that a route takes."""
+    return get_type_hints(route.endpoint, include_extras=True)["body"]
+
+
+def check_events(route: APIRoute, stream: str) -> int:
+    """Check that each event of a stream has its type. Returns how many there are."""
+    content = route.responses[200]["content"]["text/event-stream"]
+    kind = EVENTS[content["schema"]["$ref"].rpartition("/")[2]]
+    events = [one.removeprefix("data:").strip() for one in stream.split("\n\n") if one]
+    for event in events:
+        kind.model_validate({"data": event})
+    assert (events[-1] == "[DONE]") == (kind is not tgi.GenerateEvent)
+    return len(events)
+
+
 def with_tables(page: str) -> str:
     """The page with every marked table as it should be."""
     return MARKED.sub(lambda found: f"{found[1]}\n{_table(found[2])}\n{found[3]}", page)
@@ -69,7 +92,7 @@ def _table(name: str) -> str:
     if name == "endpoints":
         head, rows = (
             "| | |",
-            [f"| `{o.method.upper()} {o.path}` | {o.summary} |" for o in OPERATIONS],
+            [f"| `{' '.join(one.methods or ())} {one.path}` | {one.summary} |" for one in ROUTES],
         )
     elif name == "errors":
         head, rows = "| status | `type` | `code` | when |", sorted(set(_errors(KvasirError)))
@@ -79,7 +102,7 @@ def _table(name: str) -> str:
         head, rows = "| metric | kind | |", list(_metrics())
     elif name == "idle":
         head = "| field | as |"
-        rows = [f"| `{field}` | anything |" for field in sorted(schemas.WITHOUT_EFFECT)]
+        rows = [f"| `{field}` | anything |" for field in sorted(schemas.IGNORED)]
         rows += [
             f"| `{field}` | {' or '.join(map(_code, values))} |"
             for field, values in schemas.NO_OPS.items()
@@ -96,7 +119,7 @@ def _code(value: object) -> str:
 def _errors(kind: type[KvasirError]) -> Iterator[str]:
     for error in kind.__subclasses__():
         code = error.code and f"`{error.code}`"
-        yield f"| {error.status} | `{error.type}` | {code or ''} | {DESCRIPTIONS[error.status]} |"
+        yield f"| {error.status} | `{error.type}` | {code or ''} | {STATUSES[error.status]} |"
         yield from _errors(error)
 
 
@@ -119,7 +142,7 @@ def _metrics() -> Iterator[str]:
         yield f"| {shown} | {metric.type} | {metric.documentation} |"
 
 
-def _fields(body: type[schemas.Body]) -> Iterator[str]:
+def _fields(body: type[schemas.RequestBody]) -> Iterator[str]:
     """Those that a body adds to the ones it inherits."""
     schema = body.model_json_schema()
     for name in body.__annotations__:

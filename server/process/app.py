@@ -10,27 +10,17 @@ from importlib.metadata import version
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from fastapi import FastAPI, Request
-from starlette.exceptions import HTTPException
+from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
 
 from model.bundle import ModelBundle
-from server.api import debug, explain, health, models, openapi, playground, tokenize
-from server.api import tgi as generate
+from server.api.explain import Explanations
 from server.api.keys import ApiKeys
-from server.api.middleware import BodyLimit, ErrorAnswers, KeyCheck, RequestContext
-from server.api.openai import chat, completions
-from server.api.responses import error_response
+from server.api.middleware import BodyLimit, ErrorResponses, KeyCheck, RequestContext
+from server.api.routes import add_routes
 from server.engine.engine import Engine
 from server.engine.prefix_cache import PrefixCache
-from server.errors import (
-    InvalidRequestError,
-    KvasirError,
-    MethodNotAllowedError,
-    NotFoundError,
-    StartupError,
-)
+from server.errors import StartupError
 from server.requests.service import Service
 from server.settings import Settings
 from server.telemetry.start_clock import StartClock
@@ -79,26 +69,11 @@ def create_app(
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service
-    app.state.explanations = explain.Explanations(bundle)
-    for module in (
-        chat,
-        completions,
-        models,
-        generate,
-        tokenize,
-        explain,
-        health,
-        debug,
-        openapi,
-        playground,
-    ):
-        app.include_router(module.router)
-    app.mount("/static", playground.StaticPlayground())
-    app.add_exception_handler(KvasirError, _on_kvasir_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.state.explanations = Explanations(bundle)
+    add_routes(app)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
     app.add_middleware(KeyCheck, keys=keys, most=settings.max_concurrency_per_key)
-    app.add_middleware(ErrorAnswers)
+    app.add_middleware(ErrorResponses)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -179,28 +154,3 @@ def _build_on_cuda(settings: Settings, bundle: ModelBundle, clock: StartClock) -
     return Engine(
         runner, chunk_size=settings.chunk_size or LONGEST_CHUNK, speculate=settings.speculate
     )
-
-
-async def _on_kvasir_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, KvasirError)
-    return error_response(request.scope, error)
-
-
-async def _on_http_exception(request: Request, error: Exception) -> Response:
-    """What the framework itself refuses, in the same words as everything else."""
-    assert isinstance(error, HTTPException)
-    path = request.url.path
-    if error.status_code == 404:
-        return error_response(request.scope, NotFoundError(f"there is no {path} here"))
-    if error.status_code == 405:
-        response = error_response(
-            request.scope, MethodNotAllowedError(f"{path} does not take {request.method}")
-        )
-        of_path = sorted(
-            one.method.upper() for one in openapi.OPERATIONS if one.path == path
-        )  # of all its routes
-        response.headers["allow"] = ", ".join(of_path) or (error.headers or {}).get(
-            "allow", "GET, HEAD"
-        )
-        return response
-    return error_response(request.scope, InvalidRequestError(str(error.detail)))

@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from http import HTTPStatus
-from time import perf_counter
 
 from fastapi import FastAPI
 from starlette.types import Scope
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from server.api.middleware import log_request, request_id
+from server.api.middleware import log_request, new_state
 from server.api.responses import error_response
 from server.errors import HeadTooLargeError, InvalidRequestError, KvasirError, UnavailableError
 from server.process.connection_limit import ConnectionLimit
@@ -188,20 +187,19 @@ class PatientProtocol(HttpToolsProtocol):
             None,
         )
         path = self.url.partition(b"?")[0][:200].decode("latin-1")
-        own_id = request_id(given)
-        state = {"request_id": own_id, "arrived": perf_counter()}
+        state = new_state(given)
         scope: Scope = {
             "type": "http",
             "app": self.fastapi,
             "method": None,
             "path": path,
-            "state": state,
+            "state": {"request": state},
         }
         response = error_response(scope, error)
         log_request(scope, response.status_code, 0.0)
         headers = [
             *response.raw_headers,
-            (b"x-request-id", own_id.encode()),
+            (b"x-request-id", state.id.encode()),
             (b"connection", b"close"),
         ]
         head = f"HTTP/1.1 {response.status_code} {HTTPStatus(response.status_code).phrase}".encode()

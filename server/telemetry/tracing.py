@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.engine.sequence import FinishReason
-from server.requests.completion import Completion
+from server.requests.completion import Completion, RequestState
 
 _QUIET = 60.0  # seconds until the log says again what ails the collector
 _TRACE_CONTEXT = TraceContextTextMapPropagator()  # and no baggage: nothing here reads it
@@ -46,14 +46,16 @@ class Tracing:
         try:
             await self.app(scope, receive, noting)
         finally:
-            completion: Completion | None = scope.get("state", {}).get("completion")
-            if completion is not None:
-                self._record(scope, completion, status)
+            state: RequestState | None = scope.get("state", {}).get("request")
+            if state is not None and state.completion is not None:
+                self._record(scope, state, state.completion, status)
 
-    def _record(self, scope: Scope, completion: Completion, status: int | None) -> None:
+    def _record(
+        self, scope: Scope, state: RequestState, completion: Completion, status: int | None
+    ) -> None:
         """status: None where the client left before an answer began."""
         now, ended = perf_counter(), time_ns()
-        seconds = now - scope["state"]["arrived"]
+        seconds = now - state.arrived
         times = [choice.sequence.times for choice in completion.choices]
         reasons = [choice.finish_reason or FinishReason.ABORT for choice in completion.choices]
         attributes: dict[str, str | int | float | tuple[str, ...]] = {
@@ -62,7 +64,7 @@ class Tracing:
             else "text_completion",
             "gen_ai.provider.name": "kvasir",
             "gen_ai.request.model": self._model,
-            "gen_ai.request.id": scope["state"]["request_id"],
+            "gen_ai.request.id": state.id,
             "gen_ai.usage.input_tokens": completion.n_prompt_tokens,
             "gen_ai.usage.output_tokens": completion.n_completion_tokens,
             "gen_ai.response.finish_reasons": tuple(reasons),

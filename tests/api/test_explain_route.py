@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from model.bundle import load_bundle
-from server.api.answers import Explanation
-from server.api.explain import MAX_WEIGHTS
+from server.api.explain import MAX_WEIGHTS, Explanation
 from server.engine.engine import Engine
 from server.explain import Explainer
 from server.explain import Explanation as Explained

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from model.bundle import ModelBundle
-from server.api.answers import ModelCard
+from server.api.models import ModelCard
 from server.process.app import create_app
 from server.settings import load_settings
 from tests.fake_runner import FakeRunner

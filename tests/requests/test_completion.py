@@ -18,7 +18,8 @@ async def request(
     service: Service, *, n: int = 1, seed: int = 0, ignore_eos: bool = False
 ) -> CompletionRequest:
     wanted = SamplingParams(max_tokens=3, seed=seed, ignore_eos=ignore_eos)
-    return CompletionRequest(prompts=[await service.prompt([5])], params=wanted, n=n)
+    prompts = await service.builder.tokenize([[5]])
+    return CompletionRequest(prompts=prompts, params=wanted, n=n)
 
 
 async def test_silence_is_told_once_the_first_output_has_come() -> None:

@@ -14,7 +14,8 @@ from pydantic import (
 )
 from pydantic_core import from_json
 
-from server.api.schemas import Body, OpenAIBody
+from server.api.openai.schemas import OpenAIBody
+from server.api.schemas import RequestBody
 from server.engine.sampling import MAX_LOGPROBS
 from server.errors import InvalidRequestError
 
@@ -24,7 +25,7 @@ _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_f
 AnswerOnly = Annotated[Any, Field(exclude=True)]
 
 
-class TextPart(Body):
+class TextPart(RequestBody):
     type: Literal["text"]
     text: str
 
@@ -42,7 +43,7 @@ def _as_content(value: object) -> object:
     return value
 
 
-class CalledFunction(Body):
+class PastFunction(RequestBody):
     name: str
     arguments: str
     parsed_arguments: AnswerOnly = None
@@ -59,20 +60,20 @@ def _as_values(arguments: str) -> dict[str, Any] | str:
     return values if isinstance(values, dict) else arguments
 
 
-class ToolCall(Body):
+class PastCall(RequestBody):
     id: str | None = None
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: PastFunction
     index: AnswerOnly = None
 
 
-class Message(Body):
+class Message(RequestBody):
     """`reasoning_content`, by any of its names: what the assistant thought, for templates that show it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[TextPart] | str | None, BeforeValidator(_as_content)] = None
     name: str | None = None
-    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_calls: list[PastCall] = Field(default_factory=list)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -101,7 +102,7 @@ class Message(Body):
         return message
 
 
-class Function(Body):
+class Function(RequestBody):
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
     parameters: dict[str, Any] | None = Field(
@@ -127,7 +128,7 @@ class Function(Body):
         return {"type": "object", **self.parameters}
 
 
-class Tool(Body):
+class Tool(RequestBody):
     type: Literal["function"]
     function: Function
     _given: dict[str, Any] = PrivateAttr()
@@ -145,11 +146,11 @@ class Tool(Body):
         return self._given
 
 
-class FunctionName(Body):
+class FunctionName(RequestBody):
     name: str
 
 
-class NamedTool(Body):
+class NamedTool(RequestBody):
     type: Literal["function"] = "function"
     function: FunctionName
 
@@ -162,7 +163,7 @@ def _as_tool_choice(value: object) -> object:
     )
 
 
-class Conversation(Body):
+class Conversation(RequestBody):
     """What the model's chat template makes a text of."""
 
     messages: list[Message] = Field(

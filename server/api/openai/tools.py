@@ -40,7 +40,7 @@ class ToolUse:
                 param="tools",
             )
         if form is None or not functions:
-            return cls(None, None, body.grammar_wanted(), frozenset())
+            return cls(None, None, body.any_grammar(), frozenset())
         tokens = {tag: i for tag, i in service.added_ids.items() if tag in form.tags}
         grammar = _grammar(body, form, functions, frozenset(tokens))
         return cls(
@@ -51,7 +51,7 @@ class ToolUse:
 def _grammar(
     body: ChatBody, form: ToolCallFormat, functions: list[Function], tokens: frozenset[str]
 ) -> Grammar | None:
-    wanted = body.grammar_wanted()
+    wanted = body.any_grammar()
     schemas = {function.name: function.schema_of_arguments for function in functions}
     if body.must_call:
         if wanted is not None:
