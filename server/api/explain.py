@@ -13,25 +13,17 @@ from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
-from pydantic import NonNegativeInt as Size
 from pydantic_core import to_json
 from starlette.responses import Response
 
 from model.bundle import ModelBundle
 from server import explain as explainer
+from server.api import schemas
 from server.api.responses import errors, json_response, service_of, unless_disconnected
-from server.api.schemas import (
-    BodyRoute,
-    Count,
-    ModelName,
-    RequestBody,
-    ResponseBody,
-    check_model,
-)
 from server.errors import InvalidRequestError, OverloadedError
 from server.explain import Explainer, check_index, check_length
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(route_class=schemas.BodyRoute)
 
 MAX_WEIGHTS = 2**20  # of an answer, some 12 bytes each: four heads' maps of 512 tokens
 # A cancelled explanation keeps running, so this also limits how many one client can leave behind.
@@ -40,16 +32,16 @@ _THREADS = 1  # the engine needs the other processors
 _NICENESS = 10  # where all processors are busy, a tenth of an engine thread's share
 
 
-class ExplainBody(RequestBody):
+class ExplainBody(schemas.RequestBody):
     """The body of POST /explain. `text` may be called `prompt`."""
 
-    model: ModelName = None
+    model: schemas.ModelName = None
     text: str | None = Field(None, description="The text for the model to read.")
     prompt: str | None = Field(None, description="Another name for `text`.")
-    layers: list[Count] = Field(
+    layers: list[schemas.Count] = Field(
         [0], min_length=1, description="Layers whose attention to return, from 0."
     )
-    heads: list[Count] | None = Field(
+    heads: list[schemas.Count] | None = Field(
         None, min_length=1, description="Heads of these layers, from 0. Default: all."
     )
     top_k: int = Field(10, ge=0, le=1000, description="Number of the likeliest next tokens.")
@@ -61,29 +53,29 @@ class ExplainBody(RequestBody):
         return self
 
 
-class HeadWeights(ResponseBody):
+class HeadWeights(schemas.ResponseBody):
     """What one attention head weighs."""
 
-    layer: Size
-    head: Size
+    layer: schemas.Size
+    head: schemas.Size
     weights: list[list[Annotated[float, Field(ge=0, le=1.001)]]] = Field(
         description="A row for each token, which sums to 1: how much it attends to each token."
     )
 
 
-class NextToken(ResponseBody):
+class NextToken(schemas.ResponseBody):
     """A token that may come next."""
 
-    token_id: Size
+    token_id: schemas.Size
     text: str
     probability: Annotated[float, Field(ge=0, le=1)]
 
 
-class Explanation(ResponseBody):
+class Explanation(schemas.ResponseBody):
     """The attention in a text, and the likeliest next tokens."""
 
     tokens: list[str]
-    token_ids: list[Size]
+    token_ids: list[schemas.Size]
     next_tokens: list[NextToken] = Field(description="The likeliest first.")
     attention: list[HeadWeights] = Field(description="By layer, then by head.")
 
@@ -141,7 +133,7 @@ class Explanations:
 async def explain(request: Request, body: ExplainBody) -> Response:
     """Return what the model attends to in a text, and the likeliest next tokens."""
     service = service_of(request)
-    check_model(service, body.model)
+    schemas.check_model(service, body.model)
     service.admission.check_open()
     config = service.bundle.config
     layers = sorted(set(body.layers))

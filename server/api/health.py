@@ -8,11 +8,10 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field
-from pydantic import NonNegativeInt as Count
 from starlette.responses import JSONResponse, Response
 
 from server.api.responses import OPEN_ERRORS, READ_ERRORS, service_of
-from server.api.schemas import ResponseBody
+from server.api.schemas import ResponseBody, Size
 from server.engine.sequence import Sequence, SequenceStatus
 from server.requests.service import onnxruntime_version
 from server.telemetry.metrics import CONTENT_TYPE
@@ -41,21 +40,21 @@ class BatchedSequence(ResponseBody):
     """A sequence that has not ended."""
 
     request_id: str
-    sequence_id: Count
+    sequence_id: Size
     state: Literal["waiting", "prefilling", "running"]
-    row: Count | None
-    prompt_tokens: Count
-    cached_tokens: Count
-    computed_tokens: Count = Field(description="Tokens in the KV cache.")
-    generated_tokens: Count
-    max_tokens: Count
+    row: Size | None
+    prompt_tokens: Size
+    cached_tokens: Size
+    computed_tokens: Size = Field(description="Tokens in the KV cache.")
+    generated_tokens: Size
+    max_tokens: Size
     seconds: float = Field(description="Time since it arrived.")
 
 
 class Batch(ResponseBody):
     """The sequences that share the engine."""
 
-    max_num_seqs: Count
+    max_num_seqs: Size
     sequences: list[BatchedSequence]
 
 

@@ -1,7 +1,7 @@
 """Around every request: its id, its line in the log, errors, the API key, the limit on the body.
 
-From the outside in: RequestContext, CORS if wanted, ErrorResponses, KeyCheck, BodyLimit. A browser
-shows a page only what CORS's headers allow, even of errors, so those are answered inside; a
+From the outside in: request_context, CORS if wanted, error_responses, KeyCheck, body_limit. A
+browser shows a page only what CORS's headers allow, even of errors, so those are answered inside; a
 preflight request has no key.
 """
 
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 from uuid import uuid4
@@ -26,24 +24,17 @@ from server.requests.completion import RequestState
 
 logger = logging.getLogger("kvasir")
 
-_PROBED_PATHS = frozenset(
-    {"/health", "/health/live", "/health/ready", "/health/startup", "/metrics", "/metrics/router"}
-)
-_OPEN_PATHS = _PROBED_PATHS | {"/"}
-_OPEN_FOLDER = "/static/"
+_HEALTH_PATHS = ("/health", "/health/live", "/health/ready", "/health/startup")
+_PROBED_PATHS = frozenset((*_HEALTH_PATHS, "/metrics", "/metrics/router"))
 _CLIENT_DISCONNECTED = 499  # nginx's status for the log: no response was sent
 
 
-class RequestContext:
-    """Sets the RequestState in the scope's state, and logs each request."""
+def request_context(app: ASGIApp) -> ASGIApp:
+    """Set the RequestState in each scope's state, and log each request."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application."""
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
+            await app(scope, receive, send)
             return
         state = new_state(Headers(scope=scope).get("x-request-id"))
         scope.setdefault("state", {})["request"] = state
@@ -57,21 +48,19 @@ class RequestContext:
             await send(message)
 
         try:
-            await self.app(scope, receive, send_with_id)
+            await app(scope, receive, send_with_id)
         except ClientDisconnect:
             status = _CLIENT_DISCONNECTED
         finally:
             log_request(scope, status, perf_counter() - state.arrived)
 
+    return run
 
-class ErrorResponses:
-    """Turns what is raised before a response has begun into the response."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+def error_responses(app: ASGIApp) -> ASGIApp:
+    """Turn what is raised before a response has begun into the response."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application."""
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
 
         async def send_and_note(message: Message) -> None:
@@ -80,7 +69,7 @@ class ErrorResponses:
             await send(message)
 
         try:
-            await self.app(scope, receive, send_and_note)
+            await app(scope, receive, send_and_note)
         except ClientDisconnect:
             raise
         except Exception as error:
@@ -88,6 +77,8 @@ class ErrorResponses:
             if has_begun or scope["type"] != "http":
                 raise
             await error_response(scope, error)(scope, receive, send)
+
+    return run
 
 
 class KeyCheck:
@@ -113,12 +104,6 @@ class KeyCheck:
             key = await self.keys.find(given.strip(" \t").encode("latin-1"))
         if key is None:
             raise AuthenticationError("no valid API key; send one as: Authorization: Bearer KEY")
-        with self._place(key, scope):
-            await self.app(scope, receive, send)
-
-    @contextmanager
-    def _place(self, key: bytes, scope: Scope) -> Iterator[None]:
-        """Hold one of the key's places until its request ends."""
         if self.most is not None and self._in_flight[key] >= self.most:
             raise OverloadedError(
                 f"{self.most} requests with this API key are in flight, which is its limit; "
@@ -128,43 +113,36 @@ class KeyCheck:
             )
         self._in_flight[key] += 1
         try:
-            yield
+            await self.app(scope, receive, send)
         finally:
             self._in_flight[key] -= 1
             if not self._in_flight[key]:
                 del self._in_flight[key]
 
 
-class BodyLimit:
-    """Answers 413 once a body is known to exceed `max_bytes`: when announced, or as it arrives."""
+def body_limit(app: ASGIApp, max_bytes: int) -> ASGIApp:
+    """Answer 413 once a body is known to exceed `max_bytes`: when announced, or as it arrives."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self.app = app
-        self.max_bytes = max_bytes
+    def check(n_bytes: int) -> None:
+        if n_bytes > max_bytes:
+            raise RequestTooLargeError(f"the body has more than {max_bytes} bytes, the limit")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application. Raises RequestTooLargeError."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        announced = Headers(scope=scope).get("content-length", "0")
-        self._check(int(announced) if announced.isdecimal() else 0)
-        received = 0
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        n_received = 0
 
         async def receive_and_count() -> Message:
-            nonlocal received
+            nonlocal n_received
             message = await receive()
-            received += len(message.get("body", b""))
-            self._check(received)
+            n_received += len(message.get("body", b""))
+            check(n_received)
             return message
 
-        await self.app(scope, receive_and_count, send)
+        if scope["type"] == "http":
+            announced = Headers(scope=scope).get("content-length", "0")
+            check(int(announced) if announced.isdecimal() else 0)
+        await app(scope, receive_and_count, send)
 
-    def _check(self, n_bytes: int) -> None:
-        if n_bytes > self.max_bytes:
-            raise RequestTooLargeError(
-                f"the body has more than {self.max_bytes} bytes, which is the limit"
-            )
+    return run
 
 
 def new_state(given_id: str | None) -> RequestState:
@@ -178,7 +156,7 @@ def new_state(given_id: str | None) -> RequestState:
 
 def _is_open(scope: Scope) -> bool:
     path = _path(scope)
-    is_public = path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER)
+    is_public = path in _PROBED_PATHS or path == "/" or path.startswith("/static/")
     return is_public and scope["method"] in ("GET", "HEAD")
 
 

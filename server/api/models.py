@@ -8,12 +8,11 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Request
 from pydantic import Field
-from pydantic import NonNegativeInt as Count
 
 from model.bundle import ATTENTION_GRAPH_FILE
 from server.api.explain import MAX_WEIGHTS
 from server.api.responses import READ_ERRORS, errors, service_of
-from server.api.schemas import ResponseBody, check_model
+from server.api.schemas import ResponseBody, Size, check_model
 from server.explain import most_tokens
 from server.requests.service import Service
 
@@ -27,7 +26,7 @@ class Model(ResponseBody):
     object: Literal["model"]
     created: int
     owned_by: Literal["kvasir"]
-    max_model_len: Count
+    max_model_len: Size
 
 
 class Models(ResponseBody):
@@ -42,22 +41,22 @@ class ModelFile(ResponseBody):
 
     name: str
     sha256: str
-    bytes: Count | None = Field(description="null if the file has been removed since the start.")
+    bytes: Size | None = Field(description="null if the file has been removed since the start.")
 
 
 class KVCache(ResponseBody):
     """The size of the KV cache."""
 
-    bytes_per_token: Count = Field(description="Of keys and values, in all layers.")
-    prompt_bytes_per_token: Count = Field(description="As much again, while a prompt is computed.")
-    budget_tokens: Count = Field(description="Number of tokens that fit in memory.")
+    bytes_per_token: Size = Field(description="Of keys and values, in all layers.")
+    prompt_bytes_per_token: Size = Field(description="As much again, while a prompt is computed.")
+    budget_tokens: Size = Field(description="Number of tokens that fit in memory.")
 
 
 class ExplainLimits(ResponseBody):
     """The limits of /explain."""
 
-    max_tokens: Count = Field(description="Of a text.")
-    max_weights: Count = Field(
+    max_tokens: Size = Field(description="Of a text.")
+    max_weights: Size = Field(
         description="Of an answer: heads of all layers, times tokens squared."
     )
 
@@ -68,9 +67,9 @@ class ModelCard(ResponseBody):
     model: str
     precision: str
     device: str
-    parameters: Count
-    max_model_len: Count = Field(description="Maximum number of tokens of prompt and completion.")
-    max_num_seqs: Count
+    parameters: Size
+    max_model_len: Size = Field(description="Maximum number of tokens of prompt and completion.")
+    max_num_seqs: Size
     kv_cache: KVCache | None = Field(description="null until the model is loaded.")
     has_chat_template: bool
     has_attention: bool = Field(description="Whether `/explain` is available.")

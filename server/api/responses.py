@@ -81,7 +81,7 @@ def service_of(request: Request) -> Service:
 
 
 def state_of(scope: Scope) -> RequestState:
-    """Return the request's state, which RequestContext has set."""
+    """Return the request's state, which `request_context` has set."""
     state: RequestState = scope["state"]["request"]
     return state
 
@@ -144,7 +144,7 @@ def _as_kvasir_error(scope: Scope, error: Exception) -> KvasirError:
 
 
 def json_response(body: bytes) -> Response:
-    """Return a response of JSON; a large one is sent in pieces, so that streams can send in between.
+    """Return a response of JSON; a large one is sent in pieces, and streams can send in between.
 
     In one piece it would be copied whenever a part has been sent, which blocks the event loop.
     """
@@ -187,7 +187,7 @@ async def _disconnect(receive: Receive) -> None:
 
 
 class Formatter(ABC):
-    """The form of one completion's response: `chunk` if it is streamed, else `add`, then `whole`."""
+    """The form of a completion's response: `chunk` if it is streamed, else `add` and `whole`."""
 
     end = b""  # the last event of a stream
     completion: Completion  # once the request is admitted

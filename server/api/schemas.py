@@ -18,6 +18,8 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
+    NonNegativeInt,
+    NonPositiveFloat,
     TypeAdapter,
     ValidationError,
     field_validator,
@@ -67,7 +69,13 @@ NO_OPS: dict[str, list[Any]] = {
 _ANY_MODEL = (None, "dummy", "tgi")
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Size = NonNegativeInt
+Logprob = NonPositiveFloat
+ApiTopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+Milliseconds = Annotated[int, Field(ge=1, le=86_400_000)]
+Priority = Annotated[int, Field(ge=FIRST_PRIORITY, le=LAST_PRIORITY)]
 KeepLast = Annotated[
     int | None, Field(ge=1, description="Keep only this many of the prompt's last tokens.")
 ]
@@ -76,6 +84,35 @@ ModelName = Annotated[
 ]
 AddSpecialTokens = Annotated[
     bool, Field(description="Add the special tokens that the tokenizer puts around a text.")
+]
+
+
+def _limit_entries(value: object) -> object:
+    if isinstance(value, list | dict) and len(value) > MAX_NAMED_TOKENS:
+        raise ValueError(
+            f"{len(value)} entries are too many: at most {MAX_NAMED_TOKENS} may be given"
+        )
+    return value
+
+
+_Stop = Annotated[str, Field(min_length=1)]
+_Stops = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
+Stops = Annotated[
+    _Stops,
+    BeforeValidator(
+        lambda value: [value] if isinstance(value, str) else value,
+        json_schema_input_type=_Stop | _Stops,
+    ),
+]
+_Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+_TOKEN_IDS = {"propertyNames": {"pattern": "^[0-9]{1,9}$"}, "maxProperties": MAX_NAMED_TOKENS}
+LogitBias = Annotated[
+    dict[str, _Bias], BeforeValidator(_limit_entries), Field(json_schema_extra=_TOKEN_IDS)
+]
+TokenIds = Annotated[
+    list[Count],
+    BeforeValidator(_limit_entries),
+    Field(json_schema_extra={"maxItems": MAX_NAMED_TOKENS}),
 ]
 
 
@@ -140,37 +177,14 @@ def _is_no_op(name: str, value: object) -> bool:
     )
 
 
-def _limit_entries(value: object) -> object:
-    if isinstance(value, list | dict) and len(value) > MAX_NAMED_TOKENS:
-        raise ValueError(
-            f"{len(value)} entries are too many: at most {MAX_NAMED_TOKENS} may be given"
-        )
-    return value
-
-
-_Stop = Annotated[str, Field(min_length=1)]
-_Stops = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
-
-
 class SamplingFields(RequestBody):
     """The fields that all protocols call by the same names; see SamplingParams."""
 
     temperature: Temperature = Field(1.0, description="0 takes the likeliest token each time.")
-    top_k: int = Field(
-        0,
-        ge=-1,
-        le=2**31 - 1,
-        description="Sample only from this many likeliest tokens; 0, -1: all.",
-    )
-    top_p: TopP = Field(
-        1.0, description="Sample only from the likeliest tokens that sum to this probability."
-    )
-    min_p: MinP = Field(
-        0.0, description="Sample only from tokens with this share of the likeliest's probability."
-    )
-    typical_p: TopP = Field(
-        1.0, description="Sample only from the most typical tokens that sum to this probability."
-    )
+    top_k: ApiTopK = Field(0, description="Sample from so many likeliest tokens; 0, -1: all.")
+    top_p: TopP = Field(1.0, description="Sample from the likeliest tokens that sum to this.")
+    min_p: MinP = Field(0.0, description="Minimum probability, as a share of the likeliest's.")
+    typical_p: TopP = Field(1.0, description="Sample from the most typical that sum to this.")
     repetition_penalty: RepetitionPenalty = Field(
         1.0, description="Divides the logits of tokens in the prompt or the text; 1 is off."
     )
@@ -180,47 +194,19 @@ class SamplingFields(RequestBody):
     presence_penalty: Penalty = Field(
         0.0, description="Subtracted once from the logits of tokens in the text."
     )
-    logit_bias: Annotated[
-        dict[str, Annotated[float, Field(ge=-100.0, le=100.0)]], BeforeValidator(_limit_entries)
-    ] = Field(
-        {},
-        description="Added to logits, by token id.",
-        json_schema_extra={
-            "propertyNames": {"pattern": "^[0-9]{1,9}$"},
-            "maxProperties": MAX_NAMED_TOKENS,
-        },
+    logit_bias: LogitBias = Field({}, description="Added to logits, by token id.")
+    seed: Seed | None = Field(
+        None, description="The same seed gives the same text. Default: random."
     )
-    seed: int | None = Field(
-        None,
-        ge=-(2**63),
-        lt=2**64,
-        description="The same seed gives the same text. Default: a new one each time.",
-    )
-    stop: Annotated[
-        _Stops,
-        BeforeValidator(
-            lambda value: [value] if isinstance(value, str) else value,
-            json_schema_input_type=_Stop | _Stops,
-        ),
-    ] = Field([], description="Strings that end the text, without being part of it.")
-    stop_token_ids: Annotated[list[Count], BeforeValidator(_limit_entries)] = Field(
-        [],
-        description="Tokens that end the text.",
-        json_schema_extra={"maxItems": MAX_NAMED_TOKENS},
-    )
+    stop: Stops = Field([], description="Strings that end the text, without being part of it.")
+    stop_token_ids: TokenIds = Field([], description="Tokens that end the text.")
     min_tokens: Count = Field(0, description="Minimum number of new tokens.")
     ignore_eos: bool = Field(False, description="Continue after the model's end-of-text token.")
-    timeout_ms: int | None = Field(
-        None,
-        ge=1,
-        le=86_400_000,
-        description="Time from arrival to the last token. Default: `default_timeout_ms`.",
+    timeout_ms: Milliseconds | None = Field(
+        None, description="Time from arrival to the last token. Default: `default_timeout_ms`."
     )
-    priority: int = Field(
-        0,
-        ge=FIRST_PRIORITY,
-        le=LAST_PRIORITY,
-        description="Lower is earlier in the queue; 10 seconds of waiting outweigh one level.",
+    priority: Priority = Field(
+        0, description="Lower is earlier in the queue; 10 seconds of waiting outweigh one level."
     )
 
     @field_validator("logit_bias")
@@ -316,7 +302,7 @@ class BodyRoute(APIRoute):
     """A route whose `body` is documented by FastAPI and parsed by `parse`, for one-line errors."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the handler; the endpoint of a route with a body takes the request and the body."""
+        """Return the handler. An endpoint with a body takes the request and the body."""
         kind = get_type_hints(self.endpoint, include_extras=True).get("body")
         if kind is None:
             return super().get_route_handler()

@@ -1,4 +1,4 @@
-"""The routes of Hugging Face's text-generation-inference: /generate, /generate_stream, POST / and /info."""
+"""The routes of Hugging Face's TGI: /generate, /generate_stream, POST / and /info."""
 
 from __future__ import annotations
 
@@ -6,32 +6,11 @@ from importlib.metadata import version
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field, Json
-from pydantic import NonNegativeInt as Size
-from pydantic import NonPositiveFloat as Logprob
+from pydantic import BaseModel, Field, Json
 from starlette.responses import Response
 
-from server.api.responses import (
-    GENERATE_ERRORS,
-    READ_ERRORS,
-    Formatter,
-    compact,
-    finite,
-    respond,
-    service_of,
-    state_of,
-    streamed,
-)
-from server.api.schemas import (
-    MAX_STOPS,
-    BodyRoute,
-    Count,
-    KeepLast,
-    RequestBody,
-    ResponseBody,
-    SamplingFields,
-    TGIFormat,
-)
+from server.api import responses, schemas
+from server.api.responses import GENERATE_ERRORS, compact, finite, streamed
 from server.engine.sampling import MAX_LOGPROBS
 from server.engine.sequence import FinishReason
 from server.errors import InvalidRequestError
@@ -40,15 +19,15 @@ from server.requests.completion import Choice, CompletionRequest, Delta
 from server.requests.service import Service
 from server.text.detokenizer import token_text
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(route_class=schemas.BodyRoute)
 
 DEFAULT_MAX_NEW_TOKENS = 100
 
 
-class GenerateParameters(SamplingFields):
+class GenerateParameters(schemas.SamplingFields):
     """The `parameters` of a request, which samples only if one of them asks for it."""
 
-    max_new_tokens: Count | None = Field(
+    max_new_tokens: schemas.Count | None = Field(
         None, ge=1, description="Maximum number of new tokens. Default: 100, or the room left."
     )
     do_sample: bool = Field(False, description="Sample, even if no other field asks for it.")
@@ -62,8 +41,8 @@ class GenerateParameters(SamplingFields):
     top_n_tokens: int = Field(
         0, ge=0, le=MAX_LOGPROBS, description="Number of alternatives to return for each token."
     )
-    truncate: KeepLast = None
-    grammar: TGIFormat | None = Field(
+    truncate: schemas.KeepLast = None
+    grammar: schemas.TGIFormat | None = Field(
         None,
         description="`json` or `json_object` with a schema as `value`, `regex`, or `json_schema` "
         "with `value.schema`.",
@@ -82,7 +61,7 @@ class GenerateParameters(SamplingFields):
         return (self.do_sample or is_shaped) and self.temperature > 0.0
 
 
-class GenerateBody(RequestBody):
+class GenerateBody(schemas.RequestBody):
     """The body of POST /generate and /generate_stream."""
 
     inputs: str = Field(description="The text to continue.")
@@ -97,37 +76,37 @@ class CompatibleBody(GenerateBody):
     stream: bool = Field(False, description="Answer with server-sent events, as /generate_stream.")
 
 
-class GenerateError(ResponseBody):
+class GenerateError(schemas.ResponseBody):
     """An error of TGI's routes."""
 
     error: str
     error_type: str
 
 
-class PrefillToken(ResponseBody):
+class PrefillToken(schemas.ResponseBody):
     """A token of the prompt."""
 
-    id: Size
+    id: schemas.Size
     text: str
-    logprob: Logprob | None
+    logprob: schemas.Logprob | None
 
 
-class Token(ResponseBody):
+class Token(schemas.ResponseBody):
     """A generated token."""
 
-    id: Size
+    id: schemas.Size
     text: str
-    logprob: Logprob
+    logprob: schemas.Logprob
     special: bool
 
 
-class StreamDetails(ResponseBody):
+class StreamDetails(schemas.ResponseBody):
     """Details in the last event of a stream."""
 
     finish_reason: Literal["length", "eos_token", "stop_sequence"]
-    generated_tokens: Size
+    generated_tokens: schemas.Size
     seed: int | None = Field(description="Null for greedy decoding.")
-    input_length: Size
+    input_length: schemas.Size
 
 
 class Details(StreamDetails):
@@ -138,30 +117,30 @@ class Details(StreamDetails):
     top_tokens: list[list[Token]] | None = None
 
 
-class Generated(ResponseBody):
+class Generated(schemas.ResponseBody):
     """The response of /generate."""
 
     generated_text: str
     details: Details | None = None
 
 
-class GeneratedToken(ResponseBody):
+class GeneratedToken(schemas.ResponseBody):
     """The data of an event; the last event of a stream has the text and the details."""
 
-    index: Size
+    index: schemas.Size
     token: Token
     top_tokens: list[Token] | None = None
     generated_text: str | None
     details: StreamDetails | None
 
 
-class GenerateEvent(ResponseBody):
+class GenerateEvent(BaseModel):
     """A server-sent event. An error after the first event is an event too."""
 
     data: Json[GeneratedToken | GenerateError]
 
 
-class Info(ResponseBody):
+class Info(schemas.ResponseBody):
     """The response of /info."""
 
     model_id: str
@@ -169,13 +148,13 @@ class Info(ResponseBody):
     model_dtype: str
     model_device_type: str
     model_pipeline_tag: Literal["text-generation"]
-    max_concurrent_requests: Size
-    max_best_of: Size
-    max_stop_sequences: Size
-    max_input_tokens: Size
-    max_total_tokens: Size
-    validation_workers: Size
-    max_client_batch_size: Size
+    max_concurrent_requests: schemas.Size
+    max_best_of: schemas.Size
+    max_stop_sequences: schemas.Size
+    max_input_tokens: schemas.Size
+    max_total_tokens: schemas.Size
+    validation_workers: schemas.Size
+    max_client_batch_size: schemas.Size
     router: Literal["kvasir"]
     version: str
     sha: None
@@ -223,7 +202,7 @@ async def _generate(
         raise InvalidRequestError(
             "decoder_input_details is not available on a stream; use /generate", param="parameters"
         )
-    service = service_of(request)
+    service = responses.service_of(request)
     sampling = (
         parameters if parameters.samples else parameters.model_copy(update={"temperature": 0.0})
     )
@@ -243,12 +222,12 @@ async def _generate(
         keep_last=parameters.truncate,
         field_prefix="parameters.",
     )
-    wanted = await service.builder.build(options, state_of(request.scope))
+    wanted = await service.builder.build(options, responses.state_of(request.scope))
     formatter = GenerateFormatter(service, parameters, wanted, as_list=as_list)
-    return await respond(request, wanted, formatter, stream=stream)
+    return await responses.respond(request, wanted, formatter, stream=stream)
 
 
-class GenerateFormatter(Formatter):
+class GenerateFormatter(responses.Formatter):
     """The form of TGI's responses, which have one choice."""
 
     def __init__(
@@ -333,10 +312,10 @@ class GenerateFormatter(Formatter):
         }
 
 
-@router.get("/info", summary="Model and limits, in TGI's form.", responses=READ_ERRORS)
+@router.get("/info", summary="Model and limits, in TGI's form.", responses=responses.READ_ERRORS)
 async def info(request: Request) -> Info:
     """Return model and limits."""
-    service = service_of(request)
+    service = responses.service_of(request)
     model = service.describe_model()
     n_sequences = service.settings.max_num_seqs + service.settings.queue_limit
     return Info(
@@ -347,7 +326,7 @@ async def info(request: Request) -> Info:
         model_pipeline_tag="text-generation",
         max_concurrent_requests=n_sequences,
         max_best_of=1,
-        max_stop_sequences=MAX_STOPS,
+        max_stop_sequences=schemas.MAX_STOPS,
         max_input_tokens=service.max_model_len - 1,
         max_total_tokens=service.max_model_len,
         validation_workers=1,

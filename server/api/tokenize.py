@@ -7,52 +7,43 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import Discriminator, Field, Tag
-from pydantic import NonNegativeInt as Size
 from pydantic_core import to_json
 from starlette.responses import Response
 from tokenizers import Encoding
 
+from server.api import schemas
 from server.api.openai.chat import render
 from server.api.openai.chat_schemas import Conversation
 from server.api.responses import BODY_ERRORS, json_response, service_of
-from server.api.schemas import (
-    AddSpecialTokens,
-    BodyRoute,
-    Count,
-    ModelName,
-    RequestBody,
-    ResponseBody,
-    check_model,
-)
 from server.requests.builder import in_thread_if_long
 from server.requests.service import Service
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(route_class=schemas.BodyRoute)
 
 _ReturnNames = Annotated[bool, Field(description="Return the tokens' names in the vocabulary too.")]
 
 
-class TokenizeBody(RequestBody):
+class TokenizeBody(schemas.RequestBody):
     """The body of POST /tokenize for a text."""
 
-    model: ModelName = None
+    model: schemas.ModelName = None
     prompt: str = Field(description="The text.")
-    add_special_tokens: AddSpecialTokens = True
+    add_special_tokens: schemas.AddSpecialTokens = True
     return_token_strs: _ReturnNames = False
 
 
 class TokenizeChatBody(Conversation):
     """The body of POST /tokenize for a conversation."""
 
-    model: ModelName = None
+    model: schemas.ModelName = None
     return_token_strs: _ReturnNames = False
 
 
-class TokenizeInputsBody(RequestBody):
+class TokenizeInputsBody(schemas.RequestBody):
     """The body of POST /tokenize in TGI's form."""
 
     inputs: str = Field(description="The text.")
-    add_special_tokens: AddSpecialTokens = True
+    add_special_tokens: schemas.AddSpecialTokens = True
 
 
 def _form(body: object) -> str:
@@ -69,37 +60,37 @@ AnyTokenizeBody = Annotated[
 ]
 
 
-class DetokenizeBody(RequestBody):
+class DetokenizeBody(schemas.RequestBody):
     """The body of POST /detokenize."""
 
-    model: ModelName = None
-    tokens: list[Count] = Field(description="Token ids; special tokens are written out.")
+    model: schemas.ModelName = None
+    tokens: list[schemas.Count] = Field(description="Token ids; special tokens are written out.")
 
 
-class Tokens(ResponseBody):
+class Tokens(schemas.ResponseBody):
     """The tokens of a text or a conversation."""
 
     prompt: str | None = Field(description="The text that the template made of messages.")
-    count: Size
-    max_model_len: Size
-    tokens: list[Size]
+    count: schemas.Size
+    max_model_len: schemas.Size
+    tokens: list[schemas.Size]
     token_strs: list[str] | None = Field(description="Names in the vocabulary.")
-    offsets: list[tuple[Size, Size]] = Field(
+    offsets: list[tuple[schemas.Size, schemas.Size]] = Field(
         description="The begin and end of each token, in characters of the prompt. A token that is "
         "part of a character spans all of it; one that the tokenizer adds is empty."
     )
 
 
-class SimpleToken(ResponseBody):
+class SimpleToken(schemas.ResponseBody):
     """A token, as TGI describes it."""
 
-    id: Size
+    id: schemas.Size
     text: str
-    start: Size
-    stop: Size
+    start: schemas.Size
+    stop: schemas.Size
 
 
-class Detokenized(ResponseBody):
+class Detokenized(schemas.ResponseBody):
     """The text of token ids."""
 
     prompt: str
@@ -117,7 +108,7 @@ async def tokenize(request: Request, body: AnyTokenizeBody) -> Response:
     if isinstance(body, TokenizeInputsBody):
         text, work = body.inputs, partial(_simple_tokens, service, body)
     else:
-        check_model(service, body.model)
+        schemas.check_model(service, body.model)
         text = await render(request, body) if isinstance(body, TokenizeChatBody) else body.prompt
         work = partial(_tokens, service, body, text)
     return json_response(await in_thread_if_long(len(text), work))
@@ -129,7 +120,7 @@ async def tokenize(request: Request, body: AnyTokenizeBody) -> Response:
 async def detokenize(request: Request, body: DetokenizeBody) -> Response:
     """Return the text of token ids."""
     service = service_of(request)
-    check_model(service, body.model)
+    schemas.check_model(service, body.model)
     service.builder.check_token_ids(body.tokens, "tokens")
     tokenizer = service.bundle.tokenizer
     decode = partial(tokenizer.decode_batch, [body.tokens], skip_special_tokens=False)

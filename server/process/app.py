@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from model.bundle import ModelBundle
 from server.api.explain import Explanations
 from server.api.keys import ApiKeys
-from server.api.middleware import BodyLimit, ErrorResponses, KeyCheck, RequestContext
+from server.api.middleware import KeyCheck, body_limit, error_responses, request_context
 from server.api.routes import add_routes
 from server.engine.engine import Engine
 from server.engine.prefix_cache import PrefixCache
@@ -71,9 +71,9 @@ def create_app(
     app.state.service = service
     app.state.explanations = Explanations(bundle)
     add_routes(app)
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(body_limit, max_bytes=settings.max_body_bytes)
     app.add_middleware(KeyCheck, keys=keys, most=settings.max_concurrency_per_key)
-    app.add_middleware(ErrorResponses)
+    app.add_middleware(error_responses)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -82,7 +82,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after", "x-should-retry"],
         )
-    app.add_middleware(RequestContext)
+    app.add_middleware(request_context)
     if provider is not None:
         from server.telemetry.tracing import Tracing  # noqa: PLC0415  imports opentelemetry
 

@@ -1,4 +1,4 @@
-"""The one place where a CompletionRequest is made: prompts tokenised, defaults and checks applied."""
+"""The one place where a CompletionRequest is made, with tokenised prompts and all defaults."""
 
 from __future__ import annotations
 
@@ -31,11 +31,10 @@ _SHORT = 4096  # characters or tokens that are handled on the event loop
 class RequestOptions:
     """The content of a request's body, in one form for every protocol.
 
-    prompts: texts or token ids. params: its `max_tokens` and `seed` are ignored for those here.
-    max_tokens: None is `default_max_tokens`, or fewer if the context or the KV cache has less room.
-    seed: None draws one. keep_last: prompt tokens to keep. add_special_tokens: those that the
-    tokenizer puts around a text, such as BOS. with_offsets: of tokens in texts. field_prefix: of
-    the sampling fields, in errors. The rest: see CompletionRequest.
+    prompts: texts or token ids. params: without `max_tokens` and `seed`, which are here.
+    max_tokens: None is `default_max_tokens`, or less if the context or the KV cache has less room.
+    seed: None draws one. keep_last: prompt tokens to keep. add_special_tokens: such as BOS.
+    with_offsets: compute Prompt.offsets. field_prefix: of the sampling fields, in errors.
     """
 
     prompts: Sequence[str | list[int]]
@@ -77,7 +76,7 @@ class RequestBuilder:
 
     async def build(self, options: RequestOptions, state: RequestState) -> CompletionRequest:
         """Return the request for a body. Raises InvalidRequestError."""
-        params = options.params
+        params, max_tokens, config = options.params, options.max_tokens, self._bundle.config
         self._admission.check_size(len(options.prompts) * options.n)
         self.check_token_ids(params.stop_token_ids, f"{options.field_prefix}stop_token_ids")
         self.check_token_ids(params.logit_bias, f"{options.field_prefix}logit_bias")
@@ -87,9 +86,14 @@ class RequestBuilder:
             add_special_tokens=options.add_special_tokens,
             with_offsets=options.with_offsets,
         )
-        max_tokens = options.max_tokens
         if max_tokens is None:
-            max_tokens = self._room(prompts, options.default_max_tokens)
+            longest = max(len(prompt.ids) for prompt in prompts)
+            max_tokens = min(options.default_max_tokens, self.max_model_len - longest)
+            if (engine := self._engine.engine) is not None:
+                needed = partial(engine.kv_tokens_needed, longest)
+                room = engine.kv_budget_tokens
+                max_tokens = bisect_right(range(1, max_tokens + 1), room, key=needed)
+            max_tokens = max(1, max_tokens)
         if params.min_tokens > max_tokens:
             raise InvalidRequestError(
                 f"min_tokens ({params.min_tokens}) must be at most the {max_tokens} tokens to "
@@ -97,21 +101,27 @@ class RequestBuilder:
                 param="min_tokens",
             )
         seed = secrets.randbits(64) if options.seed is None else options.seed
-        timeout_ms = options.timeout_ms
-        if timeout_ms is None:
-            timeout_ms = self._settings.default_timeout_ms
+        milliseconds = options.timeout_ms
+        if milliseconds is None:
+            milliseconds = self._settings.default_timeout_ms
         request = CompletionRequest(
             prompts=prompts,
             params=replace(params, max_tokens=max_tokens, seed=seed),
             request_id=state.id,
             n=options.n,
             stops=tuple(options.stops),
-            deadline=None if timeout_ms is None else state.arrived + timeout_ms / 1000,
+            deadline=None if milliseconds is None else state.arrived + milliseconds / 1000,
             priority=options.priority,
             grammar=options.grammar,
             kept_ids=options.kept_ids,
         )
-        self._check_min_tokens(request)
+        n_ending = len(request.ending_ids(config.eos_token_ids))
+        if params.min_tokens and n_ending >= config.vocab_size:
+            raise InvalidRequestError(
+                f"stop_token_ids: all {config.vocab_size} tokens would end the text, "
+                "which min_tokens forbids at first; name fewer",
+                param="stop_token_ids",
+            )
         return request
 
     async def tokenize(
@@ -138,28 +148,21 @@ class RequestBuilder:
         encoded = iter(encodings)
         prompts = []
         for source in sources:
+            text, offsets = None, None
             if isinstance(source, str):
                 encoding = next(encoded)
+                text, ids = source, encoding.ids
                 offsets = _starts(encoding) if with_offsets else None
-                prompts.append(self._prompt(source, encoding.ids, keep_last, offsets))
             else:
-                prompts.append(self._prompt(None, source, keep_last))
+                ids = source
+            if keep_last is not None and len(ids) > keep_last:
+                text, offsets, ids = None, None, ids[-keep_last:]
+            check_prompt_length(len(ids), self.max_model_len)
+            if text is None:
+                self.check_token_ids(ids, "prompt")
+                text = tokenizer.decode(ids)
+            prompts.append(Prompt(ids, text, offsets))
         return prompts
-
-    def _prompt(
-        self,
-        text: str | None,
-        ids: list[int],
-        keep_last: int | None,
-        offsets: list[int] | None = None,
-    ) -> Prompt:
-        if keep_last is not None and len(ids) > keep_last:
-            text, ids = None, ids[-keep_last:]
-        check_prompt_length(len(ids), self.max_model_len)
-        if text is not None:
-            return Prompt(ids, text, offsets)
-        self.check_token_ids(ids, "prompt")
-        return Prompt(ids, self._bundle.tokenizer.decode(ids))
 
     def check_token_ids(self, token_ids: Iterable[int], param: str) -> None:
         """Raise InvalidRequestError for an id that is not in the vocabulary."""
@@ -169,29 +172,9 @@ class RequestBuilder:
                 f"{param}: token id {unknown} is not in the vocabulary of {size}", param=param
             )
 
-    def _room(self, prompts: list[Prompt], most: int) -> int:
-        """Return `most`, or the room in context and KV cache after the longest prompt; 1 at least."""
-        longest = max(len(prompt.ids) for prompt in prompts)
-        most = min(most, self.max_model_len - longest)
-        if (engine := self._engine.engine) is not None:
-            needed = partial(engine.kv_tokens_needed, longest)
-            most = bisect_right(range(1, most + 1), engine.kv_budget_tokens, key=needed)
-        return max(1, most)
-
-    def _check_min_tokens(self, request: CompletionRequest) -> None:
-        """Raise InvalidRequestError if `min_tokens` would ban every token, since all end the text."""
-        config = self._bundle.config
-        n_ending = len(request.ending_ids(config.eos_token_ids))
-        if request.params.min_tokens and n_ending >= config.vocab_size:
-            raise InvalidRequestError(
-                f"stop_token_ids: all {config.vocab_size} tokens would end the text, "
-                "which min_tokens forbids at first; name fewer",
-                param="stop_token_ids",
-            )
-
 
 async def in_thread_if_long(size: int, work: Callable[[], T]) -> T:
-    """Return the result of work on `size` characters or tokens, done in a thread if they are many."""
+    """Return the result of work on `size` characters or tokens, in a thread if they are many."""
     return work() if size <= _SHORT else await asyncio.to_thread(work)
 
 

@@ -102,7 +102,7 @@ class Service:
         self.engine.abort_all()
         fields = {"sequences": self.admission.n_inside}
         logger.warning(
-            "drain timeout: ending the requests that still run", extra={"fields": fields}
+            "drain timeout: ending what still runs", extra={"fields": fields}
         )
         if not await self._is_empty_within(_ABORT_SECONDS):
             self.engine.give_up()

@@ -200,8 +200,7 @@ REASONS: dict[Any, str] = {  # in the metric, where several limits share a row
 }
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("dialect", ["openai", "tgi"])
+@pytest.mark.parametrize(("dialect", "stream"), [("openai", False), ("tgi", True)])
 @pytest.mark.parametrize(
     ("case", "status", "kind", "code", "tgi_type"), CASES, ids=[case[0].__name__ for case in CASES]
 )

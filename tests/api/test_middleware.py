@@ -13,6 +13,9 @@ import pytest
 from server.requests.admission import Phase
 from tests.serving import Served, serving
 
+HEALTH = ("/health", "/health/live", "/health/ready", "/health/startup")
+PROBED = (*HEALTH, "/metrics", "/metrics/router")
+
 
 @pytest.mark.parametrize("given", ["abc-123", "x" * 128, "with space", '"}{'])
 async def test_the_callers_request_id_comes_back(given: str) -> None:
@@ -41,57 +44,23 @@ async def test_an_unfit_request_id_is_replaced(given: str | bytes) -> None:
 
 @pytest.mark.parametrize(
     "header",
-    [
-        None,
-        "Bearer wrong",
-        "Bearer one2",
-        "Bearer",
-        "Basic one",
-        "one",
-        "Bearer \u00fcber".encode("latin-1"),
-        "",
-    ],
+    [None, "", "one", "Bearer", "Bearer wrong", "Bearer one2", "Basic one", b"Bearer \xfcber"],
 )
 async def test_without_a_valid_key_only_health_and_metrics_answer(
     header: str | bytes | None,
 ) -> None:
+    given = header.encode() if isinstance(header, str) else header
+    headers = {} if given is None else {b"authorization": given}
     async with serving(api_key="one") as served:
-        headers = (
-            {}
-            if header is None
-            else {b"authorization": header.encode() if isinstance(header, str) else header}
-        )
-        for path in (
-            "/v1/models",
-            "/version",
-            "/nothing",
-            "/healthy",
-            "/metrics/",
-            "/health/live/x",
-        ):
+        for good in ("Bearer one", "bearer one", "Bearer  one "):
+            answer = await served.client.get("/v1/models", headers={"authorization": good})
+            assert answer.status_code == 200
+        for path in ("/v1/models", "/nothing", "/healthy", "/metrics/", "/health/live/x"):
             response = await served.client.get(path, headers=headers)
-            assert (response.status_code, response.json()["error"]["type"]) == (
-                401,
-                "authentication_error",
-            )
+            assert response.status_code == 401
             assert response.headers["www-authenticate"] == "Bearer"
-        for path in (
-            "/health",
-            "/health/live",
-            "/health/ready",
-            "/health/startup",
-            "/metrics",
-            "/metrics/router",
-        ):
+        for path in PROBED:
             assert (await served.client.get(path, headers=headers)).status_code == 200
-
-
-@pytest.mark.parametrize("header", ["Bearer one", "bearer one", "Bearer  one "])
-async def test_a_valid_key_opens_everything(header: str) -> None:
-    async with serving(api_key="one") as served:
-        assert (
-            await served.client.get("/v1/models", headers={"authorization": header})
-        ).status_code == 200
 
 
 def complete(served: Served, key: str, **fields: object) -> asyncio.Task[httpx.Response]:
@@ -229,17 +198,8 @@ async def test_probes_and_scrapes_are_in_the_log_where_they_fail_or_at_debug(
     root_path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="kvasir")
-    paths = (
-        "/health",
-        "/health/live",
-        "/health/ready",
-        "/health/startup",
-        "/metrics",
-        "/metrics/router",
-        "/version",
-    )
     async with serving(root_path=root_path) as served:
-        for path in paths:
+        for path in (*PROBED, "/version"):
             assert (await served.client.get(root_path + path)).status_code == 200
         served.service.admission.phase = Phase.DRAINING
         assert (await served.client.get(f"{root_path}/health/ready")).status_code == 503

@@ -141,44 +141,6 @@ async def test_a_prompt_is_cut_to_its_last_tokens() -> None:
     assert cut["details"]["input_length"] == 1
 
 
-@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
-@pytest.mark.parametrize(
-    ("body", "place"),
-    [
-        ({}, "inputs"),
-        ({"inputs": 1}, "inputs"),
-        ({"inputs": ""}, "prompt"),
-        ({"inputs": "a", "stream": True}, "stream"),
-        ({"inputs": "a", "parameters": []}, "parameters"),
-        ({"inputs": "a", "parameters": {"max_new_tokens": 0}}, "parameters.max_new_tokens"),
-        ({"inputs": "a", "parameters": {"grammar": {"type": "json"}}}, "parameters.grammar.value"),
-        (
-            {"inputs": "a", "parameters": {"grammar": {"type": "regex", "value": "("}}},
-            "parameters.grammar",
-        ),
-        (
-            {"inputs": "a", "parameters": {"grammar": {"type": "json", "value": "[1]"}}},
-            "parameters.grammar",
-        ),
-        (
-            {"inputs": "a", "parameters": {"grammar": {"type": "lark", "value": "a"}}},
-            "parameters.grammar",
-        ),
-        ({"inputs": "a", "parameters": {"best_of": 2}}, "parameters.best_of"),
-        ({"inputs": "a", "parameters": {"watermark": True}}, "parameters.watermark"),
-        ({"inputs": "a", "parameters": {"max_new_tokens": 64}}, "max_model_len|at most 64 tokens"),
-    ],
-)
-async def test_mistakes_have_tgis_body(path: str, body: dict[str, Any], place: str) -> None:
-    async with serving() as served:
-        response = await served.client.post(path, json=body)
-    assert response.status_code == 400
-    answer = response.json()
-    assert answer.keys() == {"error", "error_type"}
-    assert answer["error_type"] == "validation"
-    assert any(part in answer["error"] for part in place.split("|"))
-
-
 @pytest.mark.parametrize(
     "grammar",
     [

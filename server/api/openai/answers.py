@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, Json
-from pydantic import NonNegativeInt as Count
-from pydantic import NonPositiveFloat as Logprob
+from pydantic import BaseModel, Field, Json
 
-from server.api.schemas import Error, ResponseBody
+from server.api.schemas import Error, Logprob, ResponseBody, Size
 
 Finish = Literal["stop", "length", "timeout"]
 ChatFinish = Literal["stop", "length", "tool_calls", "timeout"]
@@ -17,15 +15,15 @@ ChatFinish = Literal["stop", "length", "tool_calls", "timeout"]
 class PromptTokensDetails(ResponseBody):
     """A closer look at the prompt's tokens."""
 
-    cached_tokens: Count = Field(description="Prompt tokens found in the prefix cache.")
+    cached_tokens: Size = Field(description="Prompt tokens found in the prefix cache.")
 
 
 class Usage(ResponseBody):
     """Numbers of tokens."""
 
-    prompt_tokens: Count
-    completion_tokens: Count
-    total_tokens: Count
+    prompt_tokens: Size
+    completion_tokens: Size
+    total_tokens: Size
     prompt_tokens_details: PromptTokensDetails
 
 
@@ -41,11 +39,11 @@ class CompletionLogprobs(ResponseBody):
     tokens: list[str]
     token_logprobs: list[Logprob | None]
     top_logprobs: list[dict[str, Logprob] | None] | None
-    text_offset: list[Count]
+    text_offset: list[Size]
 
 
 class _AnyCompletionChoice(ResponseBody):
-    index: Count = Field(description="Prompt index times n, plus sample.")
+    index: Size = Field(description="Prompt index times n, plus sample.")
     text: str
     logprobs: CompletionLogprobs | None
 
@@ -78,7 +76,7 @@ class CompletionChunk(_Envelope):
     usage: Usage | None = None
 
 
-class CompletionEvent(ResponseBody):
+class CompletionEvent(BaseModel):
     """A server-sent event: an error after the first one too, and at last `[DONE]`."""
 
     data: Literal["[DONE]"] | Json[CompletionChunk | Error]
@@ -134,7 +132,7 @@ class ChatMessage(ResponseBody):
 class ChatChoice(ResponseBody):
     """One of `n` messages."""
 
-    index: Count
+    index: Size
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinish
@@ -158,7 +156,7 @@ class FunctionDelta(ResponseBody):
 class ToolCallDelta(ResponseBody):
     """The new part of a tool call."""
 
-    index: Count
+    index: Size
     id: str = ""
     type: Literal["function"] = "function"
     function: FunctionDelta
@@ -175,7 +173,7 @@ class ChatDelta(ResponseBody):
 class ChatChunkChoice(ResponseBody):
     """The new part of one of `n` messages."""
 
-    index: Count
+    index: Size
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinish | None
@@ -189,7 +187,7 @@ class ChatChunk(_Envelope):
     usage: Usage | None = None
 
 
-class ChatEvent(ResponseBody):
+class ChatEvent(BaseModel):
     """A server-sent event: an error after the first one too, and at last `[DONE]`."""
 
     data: Literal["[DONE]"] | Json[ChatChunk | Error]

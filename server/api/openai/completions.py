@@ -8,18 +8,10 @@ from typing import Any, NamedTuple
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from server.api import responses
 from server.api.openai import answers
 from server.api.openai.formatting import OpenAIFormatter
 from server.api.openai.schemas import CompletionsBody
-from server.api.responses import (
-    GENERATE_ERRORS,
-    compact,
-    finite,
-    respond,
-    service_of,
-    state_of,
-    streamed,
-)
 from server.api.schemas import BodyRoute, check_model
 from server.engine.sampling import TokenLogprobs
 from server.requests.completion import Choice, Delta, Prompt
@@ -35,11 +27,11 @@ DEFAULT_MAX_TOKENS = 16
     "/v1/completions",
     summary="Continue prompts, as OpenAI does.",
     response_model=answers.Completion,
-    responses=GENERATE_ERRORS | streamed(answers.CompletionEvent),
+    responses=responses.GENERATE_ERRORS | responses.streamed(answers.CompletionEvent),
 )
 async def completions(request: Request, body: CompletionsBody) -> Response:
     """Continue prompts."""
-    service, state = service_of(request), state_of(request.scope)
+    service, state = responses.service_of(request), responses.state_of(request.scope)
     check_model(service, body.model)
     options = body.options(
         body.prompt,
@@ -55,7 +47,7 @@ async def completions(request: Request, body: CompletionsBody) -> Response:
     )
     wanted = await service.builder.build(options, state)
     formatter = CompletionFormatter(service, body, state.id)
-    return await respond(request, wanted, formatter, stream=body.stream)
+    return await responses.respond(request, wanted, formatter, stream=body.stream)
 
 
 class _Entry(NamedTuple):
@@ -80,9 +72,11 @@ class CompletionFormatter(OpenAIFormatter):
         text, logprobs = self._text(delta), self._json(self._new_entries(delta))
         if not text and logprobs is None and delta.finish_reason is None:
             return b""
-        shown = "null" if logprobs is None else compact(logprobs)
+        shown = "null" if logprobs is None else responses.compact(logprobs)
         reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
-        choice = f'{{"index":{delta.choice.index},"text":{compact(text)},"logprobs":{shown}'
+        choice = (
+            f'{{"index":{delta.choice.index},"text":{responses.compact(text)},"logprobs":{shown}'
+        )
         return self.event(f'{choice},"finish_reason":{reason}}}')
 
     def add(self, delta: Delta) -> None:
@@ -143,9 +137,12 @@ class CompletionFormatter(OpenAIFormatter):
         return offsets
 
     def _entry(self, scored: TokenLogprobs, offset: int) -> _Entry:
-        name, logprob = token_name(self.tokenizer, scored.token_id), finite(scored.logprob)
+        name, logprob = (
+            token_name(self.tokenizer, scored.token_id),
+            responses.finite(scored.logprob),
+        )
         top: dict[str, float] = {}
         for token_id, other in scored.top:
-            top.setdefault(token_name(self.tokenizer, token_id), finite(other))
+            top.setdefault(token_name(self.tokenizer, token_id), responses.finite(other))
         # The token itself is in its place, even if another has the same text.
         return _Entry(name, logprob, top | {name: logprob}, offset)

@@ -46,7 +46,7 @@ class StreamOptions(RequestBody):
 
 
 class JSONSchema(RequestBody):
-    """A named schema. `strict` and `description` change nothing: every answer follows the schema."""
+    """A named schema. `strict` and `description` have no effect: every answer follows it."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     schema_: dict[str, Any] = Field(alias="schema")
@@ -86,8 +86,8 @@ class StructuredFields(RequestBody):
 
     response_format: AnyFormat | None = Field(
         None,
-        description="`text`, `json_object`, `json_schema` with `json_schema.schema`, or any `grammar` "
-        "of /generate.",
+        description="`text`, `json_object`, `json_schema` with `json_schema.schema`, "
+        "or a `grammar` of /generate.",
     )
     regex: str | None = Field(None, description="A regular expression that the whole text matches.")
     grammar: str | None = Field(
