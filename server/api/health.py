@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from server.api.responses import OPEN_ERRORS, READ_ERRORS, service_of
 from server.api.schemas import ResponseBody, Size
-from server.engine.sequence import Sequence, SequenceStatus
+from server.engine.sequence import SequenceStatus
 from server.requests.service import onnxruntime_version
 from server.telemetry.metrics import CONTENT_TYPE
 
@@ -136,27 +136,20 @@ async def batch(request: Request) -> Batch:
     """
     service = service_of(request)
     now = perf_counter()
-    sequences = [(sequence, sequence.status) for sequence in service.engine.sequences]
-    return Batch(
-        max_num_seqs=service.settings.max_num_seqs,
-        sequences=[
-            _batched(sequence, status, now)
-            for sequence, status in sequences
-            if status is not SequenceStatus.FINISHED
-        ],
-    )
-
-
-def _batched(sequence: Sequence, status: SequenceStatus, now: float) -> BatchedSequence:
-    return BatchedSequence(
-        request_id=sequence.request_id,
-        sequence_id=sequence.id,
-        state=status.value,  # type: ignore[arg-type]  # it has not finished
-        row=sequence.row,
-        prompt_tokens=len(sequence.prompt_ids),
-        cached_tokens=sequence.n_cached,
-        computed_tokens=sequence.n_computed,
-        generated_tokens=len(sequence.output_ids),
-        max_tokens=sequence.params.max_tokens,
-        seconds=round(now - sequence.times.arrived, 3),
-    )
+    sequences = [
+        BatchedSequence(
+            request_id=sequence.request_id,
+            sequence_id=sequence.id,
+            state=status.value,
+            row=sequence.row,
+            prompt_tokens=len(sequence.prompt_ids),
+            cached_tokens=sequence.n_cached,
+            computed_tokens=sequence.n_computed,
+            generated_tokens=len(sequence.output_ids),
+            max_tokens=sequence.params.max_tokens,
+            seconds=round(now - sequence.times.arrived, 3),
+        )
+        for sequence in service.engine.sequences
+        if (status := sequence.status) is not SequenceStatus.FINISHED
+    ]
+    return Batch(max_num_seqs=service.settings.max_num_seqs, sequences=sequences)

@@ -118,6 +118,14 @@ def model_card(request: Request) -> ModelCard:
     service = service_of(request)
     bundle = service.bundle
     manifest = bundle.manifest
+    kv_cache = None
+    if (engine := service.engine.engine) is not None:
+        rows = engine.runner.rows
+        kv_cache = KVCache(
+            bytes_per_token=rows.token_bytes,
+            prompt_bytes_per_token=rows.prompt_token_bytes,
+            budget_tokens=rows.budget_tokens,
+        )
     files = [
         ModelFile(name=name, sha256=digest, bytes=_size(bundle.path / name))
         for name, digest in manifest.files.items()
@@ -127,7 +135,7 @@ def model_card(request: Request) -> ModelCard:
         parameters=manifest.parameters,
         max_model_len=service.max_model_len,
         max_num_seqs=service.settings.max_num_seqs,
-        kv_cache=_kv_cache(service),
+        kv_cache=kv_cache,
         has_chat_template=service.chat is not None,
         has_attention=ATTENTION_GRAPH_FILE in manifest.files,
         explain_limits=ExplainLimits(
@@ -139,18 +147,6 @@ def model_card(request: Request) -> ModelCard:
         versions=manifest.versions,
         source=manifest.source,
         files=files,
-    )
-
-
-def _kv_cache(service: Service) -> KVCache | None:
-    engine = service.engine.engine
-    if engine is None:
-        return None
-    rows = engine.runner.rows
-    return KVCache(
-        bytes_per_token=rows.token_bytes,
-        prompt_bytes_per_token=rows.prompt_token_bytes,
-        budget_tokens=rows.budget_tokens,
     )
 
 

@@ -261,10 +261,6 @@ class TGIJSON(RequestBody):
         dict[str, Any], BeforeValidator(_from_json, json_schema_input_type=dict[str, Any] | str)
     ]
 
-    def grammar(self, param: str) -> Grammar:
-        """Return the grammar; `param` names it in errors."""
-        return Grammar.json_schema(self.value, param)
-
 
 class TGINamedSchema(RequestBody):
     """A JSON schema that may have a name."""
@@ -279,10 +275,6 @@ class TGIJSONSchema(RequestBody):
     type: Literal["json_schema"]
     value: TGINamedSchema
 
-    def grammar(self, param: str) -> Grammar:
-        """Return the grammar; `param` names it in errors."""
-        return Grammar.json_schema(self.value.schema_, param)
-
 
 class TGIRegex(RequestBody):
     """A regular expression, as TGI's clients send it."""
@@ -290,12 +282,16 @@ class TGIRegex(RequestBody):
     type: Literal["regex"]
     value: str
 
-    def grammar(self, param: str) -> Grammar:
-        """Return the grammar; `param` names it in errors."""
-        return Grammar.regex(self.value, param)
-
 
 TGIFormat = Annotated[TGIJSON | TGIJSONSchema | TGIRegex, Field(discriminator="type")]
+
+
+def tgi_grammar(form: TGIFormat, param: str) -> Grammar:
+    """Return the grammar of a format; `param` names it in errors."""
+    if isinstance(form, TGIRegex):
+        return Grammar.regex(form.value, param)
+    schema = form.value if isinstance(form, TGIJSON) else form.value.schema_
+    return Grammar.json_schema(schema, param)
 
 
 class BodyRoute(APIRoute):

@@ -218,7 +218,7 @@ async def _generate(
         stops=parameters.stop,
         timeout_ms=parameters.timeout_ms,
         priority=parameters.priority,
-        grammar=None if grammar is None else grammar.grammar("parameters.grammar"),
+        grammar=None if grammar is None else schemas.tgi_grammar(grammar, "parameters.grammar"),
         keep_last=parameters.truncate,
         field_prefix="parameters.",
     )

@@ -101,9 +101,7 @@ class Service:
             return
         self.engine.abort_all()
         fields = {"sequences": self.admission.n_inside}
-        logger.warning(
-            "drain timeout: ending what still runs", extra={"fields": fields}
-        )
+        logger.warning("drain timeout: ending what still runs", extra={"fields": fields})
         if not await self._is_empty_within(_ABORT_SECONDS):
             self.engine.give_up()
 

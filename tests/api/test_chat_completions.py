@@ -17,6 +17,7 @@ from pydantic import BaseModel
 from tokenizers import AddedToken, Tokenizer
 
 from model.bundle import ModelBundle
+from server.api.schemas import IGNORED, NO_OPS
 from server.engine.sequence import Sequence
 from server.errors import StartupError
 from server.process.app import create_app
@@ -48,28 +49,23 @@ LLAMA_CALLS = """\
 LONG = 2000  # tokens of context
 
 
-def tool(name: str, schema: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+def tool(name: str, schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": schema, **more}}
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    """The schema of an object with exactly these properties."""
     return {
-        "type": "function",
-        "function": {"name": name, "parameters": schema or {"type": "object"}, **more},
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
     }
 
 
-WEATHER = {
-    "type": "object",
-    "properties": {
-        "city": {"enum": ["Rome", "Ulm"]},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-TIME = {
-    "type": "object",
-    "properties": {"utc": {"type": "boolean"}},
-    "required": ["utc"],
-    "additionalProperties": False,
-}
+DAYS = {"type": "integer", "minimum": 1, "maximum": 9}
+WEATHER = closed(city={"enum": ["Rome", "Ulm"]}, days=DAYS)
+TIME = closed(utc={"type": "boolean"})
 TOOLS: Any = [tool("weather", WEATHER), tool("time", TIME)]
 SCHEMAS = {"weather": WEATHER, "time": TIME}
 
@@ -178,26 +174,14 @@ def conversation(seed: int) -> list[dict[str, Any]]:
     if rng.random() < 0.5:
         messages.append({"role": "system", "content": "Be <kind> & 'brief'."})
     for _ in range(rng.randint(1, 3)):
-        messages.append(
-            {
-                "role": "user",
-                "content": rng.choice(["  hi\n", "é?", "<|im_end|>", "a" * 50]),
-                "name": "me",
-            }
-        )
+        content = rng.choice(["  hi\n", "é?", "<|im_end|>", "a" * 50])
+        messages.append({"role": "user", "content": content, "name": "me"})
         if rng.random() < 0.5:
-            function = {
-                "name": "time",
-                "arguments": json.dumps({"utc": rng.random() < 0.5, "é": [1, None]}),
-            }
-            messages += [
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [{"id": "c", "type": "function", "function": function}],
-                },
-                {"role": "tool", "content": "12:00", "tool_call_id": "c"},
-            ]
+            arguments = json.dumps({"utc": rng.random() < 0.5, "é": [1, None]})
+            function = {"name": "time", "arguments": arguments}
+            calls = [{"id": "c", "type": "function", "function": function}]
+            messages.append({"role": "assistant", "content": None, "tool_calls": calls})
+            messages.append({"role": "tool", "content": "12:00", "tool_call_id": "c"})
         messages.append({"role": "assistant", "content": rng.choice(["yes ", "\n\nno"])})
     return messages[: -1 if rng.random() < 0.7 else None]
 
@@ -319,9 +303,8 @@ async def test_variables_reach_the_template_and_long_prompts_are_cut() -> None:
     template = "{{ mood }}{{ messages[0].content }}{{ self_ }}"
     long = "x" * 5000
     async with chatting(bundle=with_template(template)) as (served, _, prompts):
-        await post(
-            served, max_tokens=1, chat_template_kwargs={"mood": "gay", "self": 1, "messages_": 2}
-        )
+        variables = {"mood": "gay", "self": 1, "messages_": 2}
+        await post(served, max_tokens=1, chat_template_kwargs=variables)
         assert tokenizer.decode(prompts[-1]) == "gayWeather?"
         cut = [{"role": "user", "content": long}]
         answer = await post(served, max_tokens=1, messages=cut, truncate_prompt_tokens=3)
@@ -337,10 +320,8 @@ async def test_the_template_alone_writes_special_tokens() -> None:
     async with chatting(bundle=bundle) as (served, _, prompts):
         await post(served, max_tokens=1)
         await post(served, max_tokens=1, add_special_tokens=True)
-    assert prompts == [
-        [EOS, *tokenizer.encode("Weather?").ids],
-        [EOS, EOS, *tokenizer.encode("Weather?").ids],
-    ]
+    ids = tokenizer.encode("Weather?").ids
+    assert prompts == [[EOS, *ids], [EOS, EOS, *ids]]
 
 
 # The answer
@@ -355,20 +336,12 @@ async def test_the_template_alone_writes_special_tokens() -> None:
         {"stop": ["a", "e"], "temperature": 0},
         {"tools": TOOLS, "tool_choice": "required"},
         {"tools": TOOLS, "tool_choice": "required", "logprobs": True, "n": 2},
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "w", "schema": WEATHER},
-            }
-        },
+        {"response_format": {"type": "json_schema", "value": {"schema": WEATHER}}},
     ],
 )
 async def test_a_stream_says_what_the_whole_answer_says(extra: dict[str, Any]) -> None:
-    body = {
-        "max_completion_tokens": 200,
-        "seed": 3,
-        "ignore_eos": not extra.keys() & {"tools", "response_format"},
-    } | extra
+    is_free = not extra.keys() & {"tools", "response_format"}
+    body = {"max_completion_tokens": 200, "seed": 3, "ignore_eos": is_free} | extra
     async with chatting() as (served, _, _):
         whole = await post(served, **body)
         chunks = await events(served, **body, stream_options={"include_usage": True})
@@ -405,13 +378,9 @@ async def test_openais_client_reads_it_all() -> None:
                 if event.type == "content.delta":
                     texts += event.delta
             final = await stream.get_final_completion()
-    assert (
-        whole.choices[0].message.content
-        == texts
-        == final.choices[0].message.content
-        == "Hello wörld"
-    )
-    assert whole.choices[0].finish_reason == final.choices[0].finish_reason == "stop"
+    assert texts == "Hello wörld"
+    for answer in (whole.choices[0], final.choices[0]):
+        assert (answer.message.content, answer.finish_reason) == (texts, "stop")
     assert whole.usage is not None
     assert whole.usage.prompt_tokens == len(prompts[0])
     assert whole.usage.completion_tokens == len(tokenizer.encode("Hello wörld").ids) + 1
@@ -428,10 +397,8 @@ async def test_the_bytes_of_tokens_are_those_of_the_text() -> None:
     ]
     assert entries[-1]["bytes"] is None
     for entry in entries:
-        assert [len(entry["top_logprobs"]), entry["logprob"]] == [
-            2,
-            entry["top_logprobs"][0]["logprob"],
-        ]
+        first, _second = entry["top_logprobs"]
+        assert entry["logprob"] == first["logprob"]
 
 
 @pytest.mark.parametrize("budget", [None, 45])
@@ -473,11 +440,8 @@ async def test_calls_are_found_whole_and_streamed(
 ) -> None:
     async with chatting(text, with_template(template)) as (served, client, _):
         choice = (await post(served, tools=TOOLS))["choices"][0]
-        assert (calls_of(choice), choice["message"]["content"], choice["finish_reason"]) == (
-            BOTH,
-            content,
-            "tool_calls",
-        )
+        assert (calls_of(choice), choice["finish_reason"]) == (BOTH, "tool_calls")
+        assert choice["message"]["content"] == content
         chunks = await events(served, tools=TOOLS)
         assert without_ids(joined(chunks)) == without_ids(choice)
         deltas = [
@@ -621,80 +585,48 @@ async def test_an_answer_in_json_leaves_room_for_calls(template: str, calls: str
         called = (await post(served, **body))["choices"][0]
     async with chatting("Neither.", with_template(template)) as (served, _, _):
         forced = (await post(served, **body, parallel_tool_calls=False))["choices"][0]
-    assert (said["message"]["content"], said["finish_reason"], calls_of(said)) == (
-        '{"utc": true}',
-        "stop",
-        [],
-    )
-    assert (called["message"]["content"], called["finish_reason"], calls_of(called)) == (
-        None,
-        "tool_calls",
-        BOTH,
-    )
-    assert (
-        calls_of(forced)
-        or jsonschema.validate(json.loads(forced["message"]["content"]), TIME) is None
-    )
+    assert (said["message"]["content"], said["finish_reason"]) == ('{"utc": true}', "stop")
+    assert (called["message"]["content"], called["finish_reason"]) == (None, "tool_calls")
+    assert (calls_of(said), calls_of(called)) == ([], BOTH)
+    if not calls_of(forced):
+        jsonschema.validate(json.loads(forced["message"]["content"]), TIME)
 
 
 # What is refused
 
 
 def call(arguments: str) -> list[dict[str, Any]]:
-    return [
-        {
-            "role": "assistant",
-            "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": arguments}}],
-        }
-    ]
+    function = {"name": "f", "arguments": arguments}
+    return [{"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}]
 
 
-async def test_what_asks_for_nothing_is_accepted() -> None:
-    nothing: dict[str, Any] = {
-        "stream": True,
-        "stream_options": {"include_obfuscation": False},
-        "service_tier": "auto",
-        "modalities": ["text"],
-        "verbosity": "medium",
-        "reasoning_effort": "none",
-        "functions": [],
-        "function_call": "none",
-        "prompt_cache_key": "k",
-        "safety_identifier": "s",
-        "echo": False,
-        "include_reasoning": True,
-        "tool_choice": "auto",
-        "parallel_tool_calls": False,
-        "top_logprobs": 0,
-        "user": "me",
-    }
-    echoed: dict[str, Any] = {
-        "role": "assistant",
-        "content": "x",
-        "refusal": None,
-        "annotations": [],
-        "audio": None,
-        "tool_calls": None,
-    }
+async def test_fields_that_ask_for_nothing_are_accepted() -> None:
+    no_ops = {name: values[0] for name, values in NO_OPS.items() if name != "tool_choice"}
+    options = {"stream_options": {"include_obfuscation": False}, "tool_choice": "auto"}
+    nothing: dict[str, Any] = no_ops | dict.fromkeys(IGNORED, "x") | options
+    echoed: dict[str, Any] = {"role": "assistant", "content": "x", "refusal": None}
+    echoed |= {"annotations": [], "audio": None, "tool_calls": None}
     async with chatting("hi") as (served, _, _):
-        chunks = await events(served, messages=[*USER, echoed, *USER], **nothing)
+        chunks = await events(
+            served, **nothing | {"messages": [*USER, echoed, *USER], "stream": True}
+        )
     assert joined(chunks)["message"]["content"] == "hi"
 
 
-async def test_what_the_template_refuses_is_a_400() -> None:
-    template = "{{ raise_exception('Roles must alternate') }}"
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('Roles must alternate') }}", "Roles must"),
+        (None, "chat_template.jinja"),
+    ],
+)
+async def test_a_template_that_refuses_or_is_missing_is_a_400(
+    template: str | None, message: str
+) -> None:
     async with chatting(bundle=with_template(template)) as (served, _, _):
         response = await served.client.post("/v1/chat/completions", json={"messages": USER})
     assert response.status_code == 400
-    assert "Roles must alternate" in response.json()["error"]["message"]
-
-
-async def test_a_model_without_a_template_says_what_to_do() -> None:
-    async with chatting(bundle=with_template(None)) as (served, _, _):
-        response = await served.client.post("/v1/chat/completions", json={"messages": USER})
-    assert response.status_code == 400
-    assert "chat_template.jinja" in response.json()["error"]["message"]
-    assert "/v1/completions" in response.json()["error"]["message"]
+    assert message in response.json()["error"]["message"]
 
 
 def test_a_template_that_is_none_ends_the_start() -> None:

@@ -11,6 +11,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from model.bundle import GenerationDefaults
+from server.api.schemas import IGNORED, NO_OPS
 from server.text.detokenizer import token_name
 from tests.fake_runner import FakeRunner
 from tests.serving import (
@@ -71,17 +72,11 @@ async def test_a_greedy_completion_is_what_the_model_says() -> None:
         )
         ids = tokenizer.encode("def read").ids
         expected = tokenizer.decode(served.runner.greedy(ids, 6))
-    choice = answer["choices"][0]
-    assert (choice["text"], choice["finish_reason"], choice["logprobs"]) == (
-        expected,
-        "length",
-        None,
-    )
-    assert answer["object"] == "text_completion"
-    assert answer["model"] == MODEL
-    assert answer["usage"]["prompt_tokens"] == len(ids)
-    assert answer["usage"]["completion_tokens"] == 6
-    assert answer["usage"]["total_tokens"] == len(ids) + 6
+    choice = {"index": 0, "text": expected, "logprobs": None, "finish_reason": "length"}
+    assert answer["choices"] == [choice]
+    assert (answer["object"], answer["model"]) == ("text_completion", MODEL)
+    usage = {"prompt_tokens": len(ids), "completion_tokens": 6, "total_tokens": len(ids) + 6}
+    assert answer["usage"] == usage | {"prompt_tokens_details": {"cached_tokens": 0}}
 
 
 @pytest.mark.parametrize(
@@ -129,25 +124,18 @@ async def test_the_usage_so_far_is_in_every_event_of_a_stream_that_asks_for_it()
 )
 async def test_the_four_forms_of_a_prompt_mean_the_same(prompt: Any) -> None:
     async with serving() as served:
-        answer = await complete(
-            served, prompt=prompt, temperature=0, max_tokens=4, echo=True, ignore_eos=True
-        )
-        ids = tokenizer.encode("json").ids
-        assert answer["choices"][0]["text"] == "json" + tokenizer.decode(
-            served.runner.greedy(ids, 4)
-        )
+        body = {"temperature": 0, "max_tokens": 4, "echo": True, "ignore_eos": True}
+        answer = await complete(served, prompt=prompt, **body)
+        generated = served.runner.greedy(tokenizer.encode("json").ids, 4)
+    assert answer["choices"][0]["text"] == "json" + tokenizer.decode(generated)
 
 
-async def test_choices_are_numbered_prompt_by_prompt_and_sample_0_is_what_one_sample_would_be() -> (
-    None
-):
+async def test_choices_are_numbered_by_prompt_and_sample_0_equals_a_single_one() -> None:
     body = {"max_tokens": 8, "seed": 11, "ignore_eos": True}
     async with serving() as served:
         many = await complete(served, prompt=["def", "json"], n=3, **body)
-        alone = [
-            (await complete(served, prompt=prompt, **body))["choices"][0]["text"]
-            for prompt in ("def", "json")
-        ]
+        whole = [await complete(served, prompt=prompt, **body) for prompt in ("def", "json")]
+    alone = [answer["choices"][0]["text"] for answer in whole]
     texts = [choice["text"] for choice in many["choices"]]
     assert [choice["index"] for choice in many["choices"]] == list(range(6))
     assert [texts[0], texts[3]] == alone
@@ -156,14 +144,8 @@ async def test_choices_are_numbered_prompt_by_prompt_and_sample_0_is_what_one_sa
 
 async def test_logprobs_are_the_models_own_and_offsets_cut_the_text() -> None:
     async with serving() as served:
-        body = {
-            "prompt": "def read",
-            "temperature": 0,
-            "max_tokens": 5,
-            "logprobs": 3,
-            "ignore_eos": True,
-        }
-        answer = await complete(served, echo=True, **body)
+        body = {"temperature": 0, "max_tokens": 5, "logprobs": 3, "ignore_eos": True}
+        answer = await complete(served, prompt="def read", echo=True, **body)
         ids = tokenizer.encode("def read").ids
         ids = [*ids, *served.runner.greedy(ids, 5)]
         rows = [log_softmax(served.runner.logits(ids[:i])) for i in range(1, len(ids))]
@@ -183,9 +165,7 @@ async def test_logprobs_are_the_models_own_and_offsets_cut_the_text() -> None:
 
 
 @pytest.mark.parametrize("added", [False, True])
-async def test_offsets_of_an_echoed_prompt_are_where_its_tokens_are_in_the_text(
-    added: bool,
-) -> None:
+async def test_offsets_of_an_echoed_prompt_point_to_its_tokens(added: bool) -> None:
     """Special tokens that the text spells out have room in it; those that the tokenizer adds have none."""
     prompt, long = "a <|endoftext|>b☃c ", "x" * 5000
     framing = beginning_with_end_of_text()
@@ -211,9 +191,7 @@ async def test_offsets_of_an_echoed_prompt_are_where_its_tokens_are_in_the_text(
         )
 
 
-async def test_a_token_is_named_alike_and_by_itself_also_where_it_is_a_part_of_a_character() -> (
-    None
-):
+async def test_a_token_has_one_name_even_if_it_is_part_of_a_character() -> None:
     """Readers tell by these names whether a token is the likeliest."""
     prompt = "漢字かな é漢🙂 ☃☃"
     async with serving(FakeRunner(VOCAB_SIZE, max_model_len=200)) as served:
@@ -229,15 +207,9 @@ async def test_a_token_is_named_alike_and_by_itself_also_where_it_is_a_part_of_a
 
 
 async def test_streamed_logprobs_are_the_whole_ones() -> None:
-    body = {
-        "prompt": "def",
-        "max_tokens": 6,
-        "logprobs": 2,
-        "echo": True,
-        "seed": 1,
-        "ignore_eos": True,
-    }
+    body = {"prompt": "def", "max_tokens": 6, "logprobs": 2, "echo": True, "ignore_eos": True}
     async with serving() as served:
+        body["seed"] = 1
         whole = (await complete(served, **body))["choices"][0]["logprobs"]
         parts = [event["choices"][0]["logprobs"] for event in await stream(served, **body)]
     for name, values in whole.items():
@@ -272,22 +244,14 @@ async def test_a_stop_string_across_tokens_is_not_shown_and_frees_the_row() -> N
 async def test_the_end_of_the_text_stops_it_unless_it_is_ignored() -> None:
     async with serving(saying("json", n_prompt=1)) as served:
         body = {"prompt": "x", "temperature": 0, "max_tokens": 9}
-        answer = await complete(served, **body)
-        assert (answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]) == (
-            "json",
-            "stop",
-        )
+        answer = (await complete(served, **body))["choices"][0]
+        assert (answer["text"], answer["finish_reason"]) == ("json", "stop")
         ignoring = await complete(served, **body, ignore_eos=True)
-        assert (
-            ignoring["choices"][0]["finish_reason"],
-            ignoring["usage"]["completion_tokens"],
-        ) == ("length", 9)
-        stop_id = tokenizer.encode("json").ids[0]
-        stopped = await complete(served, **body, stop_token_ids=[stop_id])
-        assert (stopped["choices"][0]["text"], stopped["choices"][0]["finish_reason"]) == (
-            "",
-            "stop",
-        )
+        assert ignoring["choices"][0]["finish_reason"] == "length"
+        assert ignoring["usage"]["completion_tokens"] == 9
+        stop_ids = tokenizer.encode("json").ids[:1]
+        stopped = (await complete(served, **body, stop_token_ids=stop_ids))["choices"][0]
+        assert (stopped["text"], stopped["finish_reason"]) == ("", "stop")
 
 
 async def test_special_tokens_around_a_prompt_can_be_left_out() -> None:
@@ -304,9 +268,7 @@ async def test_a_prompt_is_cut_to_its_last_tokens() -> None:
     async with serving() as served:
         body = {"temperature": 0, "max_tokens": 3, "ignore_eos": True, "echo": True}
         cut = await complete(served, prompt="def read_json(path)", truncate_prompt_tokens=2, **body)
-        assert cut == cut | {
-            "choices": (await complete(served, prompt=ids[-2:], **body))["choices"]
-        }
+        assert cut["choices"] == (await complete(served, prompt=ids[-2:], **body))["choices"]
         assert cut["usage"]["prompt_tokens"] == 2
 
 
@@ -318,46 +280,15 @@ async def test_the_default_length_is_sixteen_or_what_there_is_room_for() -> None
         assert long["usage"]["completion_tokens"] == 3
 
 
-async def test_what_asks_for_nothing_is_accepted() -> None:
-    nothing: dict[str, Any] = {
-        "best_of": 1,
-        "suffix": None,
-        "watermark": False,
-        "response_format": {"type": "text"},
-        "regex": None,
-        "grammar": None,
-        "stream_options": None,
-        "stop": None,
-        "logit_bias": {},
-        "seed": None,
-        "user": "me",
-        "store": True,
-        "metadata": {"a": "b"},
-        "model": MODEL,
-        "temperature": None,
-        "top_k": -1,
-        "prompt_cache_key": "k",
-        "safety_identifier": "s",
-        "service_tier": "default",
-        "tools": [],
-        "tool_choice": "none",
-        "top_logprobs": 0,
-        "parallel_tool_calls": True,
-        "use_beam_search": False,
-        "length_penalty": 1,  # as much as 1.0
-        "early_stopping": False,
-        "spaces_between_special_tokens": True,
-        "return_token_ids": False,
-        "return_tokens_as_token_ids": False,
-        "detokenize": True,
-        "skip_special_tokens": True,
-        "bad_words": [],
-    }
+async def test_fields_that_ask_for_nothing_are_accepted() -> None:
+    no_ops = {name: values[-1] for name, values in NO_OPS.items()} | dict.fromkeys(IGNORED, "x")
+    nulls = dict.fromkeys(("suffix", "regex", "grammar", "stream_options", "stop", "temperature"))
+    more = {"logit_bias": {}, "model": MODEL, "top_k": -1, "length_penalty": 1}  # as good as 1.0
+    body = {"prompt": "a", "max_tokens": 2, "seed": 5}
     async with serving() as served:
-        plain = await complete(served, prompt="a", max_tokens=2, seed=5)
-        assert (await complete(served, prompt="a", max_tokens=2, **nothing | {"seed": 5}))[
-            "choices"
-        ] == plain["choices"]
+        plain = await complete(served, **body)
+        same = await complete(served, **body | no_ops | nulls | more)
+    assert same["choices"] == plain["choices"]
 
 
 async def test_every_sampling_field_reaches_the_sampler() -> None:
@@ -381,10 +312,8 @@ async def test_the_models_advice_holds_unless_the_request_says_otherwise() -> No
         body = {"prompt": "a", "max_tokens": 12, "seed": 2, "ignore_eos": True}
         neutral = (await complete(served, **body))["choices"]
         greedy = (await complete(served, **body, temperature=0))["choices"]
-        tgi = {
-            "inputs": "a",
-            "parameters": {"seed": 2, "do_sample": True, "max_new_tokens": 12, "ignore_eos": True},
-        }
+        sampling = {"seed": 2, "do_sample": True, "max_new_tokens": 12, "ignore_eos": True}
+        tgi = {"inputs": "a", "parameters": sampling}
         generated = (await served.client.post("/generate", json=tgi)).json()
         advice = GenerationDefaults(temperature=0.0)
         served.service.bundle = replace(served.service.bundle, generation=advice)

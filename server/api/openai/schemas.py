@@ -16,6 +16,7 @@ from server.api.schemas import (
     RequestBody,
     SamplingFields,
     TGIFormat,
+    tgi_grammar,
 )
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import MAX_LOGPROBS
@@ -66,12 +67,6 @@ class ResponseFormat(RequestBody):
             raise ValueError("json_schema is given with type json_schema, and only then")
         return self
 
-    def grammar(self, param: str) -> Grammar | None:
-        """Return the grammar, which `param` names in errors; None for any text."""
-        if self.json_schema is not None:
-            return Grammar.json_schema(self.json_schema.schema_, param)
-        return None if self.type == "text" else Grammar.json_object(param)
-
 
 AnyFormat = Annotated[
     Annotated[ResponseFormat, Tag("openai")] | Annotated[TGIFormat, Tag("tgi")],
@@ -109,9 +104,14 @@ class StructuredFields(RequestBody):
             return Grammar.regex(self.regex)
         if self.grammar is not None:
             return Grammar.lark(self.grammar)
-        if self.response_format is not None:
-            return self.response_format.grammar("response_format")
-        return None
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        if not isinstance(form, ResponseFormat):
+            return tgi_grammar(form, "response_format")
+        if form.json_schema is not None:
+            return Grammar.json_schema(form.json_schema.schema_)
+        return Grammar.json_object()
 
 
 class OpenAIBody(SamplingFields, StructuredFields):
