@@ -1,4 +1,4 @@
-"""The tables of docs/api.md, made of what they describe: `python -m tests.api_reference` writes them anew."""
+"""The tables of docs/api.md, from the code: `python -m tests.api_reference` rewrites them."""
 
 from __future__ import annotations
 
@@ -45,30 +45,16 @@ BODIES: dict[str, type[schemas.RequestBody]] = {
     )
 }
 OF_REQUESTS = (
-    *("max_model_len", "max_num_seqs", "max_queue", "max_queue_tokens", "max_concurrency_per_key"),
-    *(
-        "max_body_bytes",
-        "max_header_bytes",
-        "default_timeout_ms",
-        "receive_timeout",
-        "send_timeout",
-    ),
-    *(
-        "keep_alive_interval",
-        "tool_call_format",
-        "api_key",
-        "api_key_file",
-        "cors_origins",
-        "root_path",
-    ),
-)
-
-
+    "max_model_len", "max_num_seqs", "max_queue", "max_queue_tokens", "max_concurrency_per_key",
+    "max_body_bytes", "max_header_bytes", "default_timeout_ms", "receive_timeout", "send_timeout",
+    "keep_alive_interval", "tool_call_format", "api_key", "api_key_file", "cors_origins",
+    "root_path",
+)  # fmt: skip
 EVENTS = {kind.__name__: kind for kind in (CompletionEvent, ChatEvent, tgi.GenerateEvent)}
 
 
 def body_type(route: APIRoute) -> Any:
-    """The type of the body that a route takes."""
+    """Return the type of the body that a route takes."""
     return get_type_hints(route.endpoint, include_extras=True)["body"]
 
 
@@ -84,7 +70,7 @@ def check_events(route: APIRoute, stream: str) -> int:
 
 
 def with_tables(page: str) -> str:
-    """The page with every marked table as it should be."""
+    """Return the page with every marked table rewritten."""
     return MARKED.sub(lambda found: f"{found[1]}\n{_table(found[2])}\n{found[3]}", page)
 
 
@@ -92,7 +78,7 @@ def _table(name: str) -> str:
     if name == "endpoints":
         head, rows = (
             "| | |",
-            [f"| `{' '.join(one.methods or ())} {one.path}` | {one.summary} |" for one in ROUTES],
+            [f"| `{' '.join(one.methods or ())} {one.path_format}` | {one.summary} |" for one in ROUTES],
         )
     elif name == "errors":
         head, rows = "| status | `type` | `code` | when |", sorted(set(_errors(KvasirError)))
@@ -149,7 +135,8 @@ def _fields(body: type[schemas.RequestBody]) -> Iterator[str]:
         field = schema["properties"][name]
         default = "" if field.get("default") is None else f"`{json.dumps(field['default'])}`"
         shown = "required" if name in schema.get("required", ()) else default
-        yield f"| `{name}` | {_kind(field, schema.get('$defs', {}))} | {shown} | {field['description']} |"
+        kind = _kind(field, schema.get("$defs", {}))
+        yield f"| `{name}` | {kind} | {shown} | {field['description']} |"
 
 
 def _kind(schema: dict[str, Any], known: dict[str, Any]) -> str:
@@ -168,7 +155,7 @@ def _kind(schema: dict[str, Any], known: dict[str, Any]) -> str:
 
 
 def _bounds(schema: dict[str, Any]) -> str:
-    """In words. The largest integers there are go without saying, and so does what nothing can be less than."""
+    """Return bounds in words, without the largest integers and without a minimum of 0."""
     above, least, most = (schema.get(key) for key in ("exclusiveMinimum", "minimum", "maximum"))
     most = None if most is None or most >= 2**31 - 1 else most
     if above is not None:

@@ -17,7 +17,7 @@ Respond = Callable[
 
 
 class FakeCompletions:
-    """bodies: of all requests. Between two pieces of a response it waits until `step` is released, when that is set."""
+    """bodies: of all requests. step: if set, released by the test before each further piece."""
 
     def __init__(self, respond: Respond) -> None:
         self.respond = respond

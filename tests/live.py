@@ -1,4 +1,4 @@
-"""A real uvicorn in a thread, on a fake runner and a free port, for tests that talk over real sockets."""
+"""A real uvicorn in a thread, on a fake runner and a free port, for tests over real sockets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEY = "a-key"
 
 
 class Live:
-    """A server in a thread. What happens inside is announced by semaphores, for tests that wait for it."""
+    """A server in a thread; semaphores announce its events to tests that wait for them."""
 
     def __init__(self, runner: FakeRunner, **settings: Any) -> None:
         self.runner = runner

@@ -1,4 +1,4 @@
-"""A server on a fake runner: settings, a bundle without files, the app, and a client that needs no socket."""
+"""A server on a fake runner: settings, a bundle without files, the app, a client in the process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ CHAT_TEMPLATE = """\
 {% for message in messages %}
 {{ message.role[0] }}>{{ message.content or '' }}
 {%- for call in message.tool_calls or [] %}
-<tool_call>{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}</tool_call>
+<tool_call>{"name": {{ call.function.name | tojson }}, "arguments":
+{{- ' ' }}{{ call.function.arguments | tojson }}}</tool_call>
 {%- endfor %}
 
 {% endfor %}
@@ -91,7 +92,7 @@ def fake_bundle(
 
 
 def saying(text: str, *, n_prompt: int) -> FakeRunner:
-    """A runner that continues any prompt of `n_prompt` tokens with a text, and then with the end of the text."""
+    """A runner that continues any prompt of `n_prompt` tokens with a text and its end."""
     ids = [*small_tokenizer().encode(text).ids, EOS]
     return FakeRunner(
         VOCAB_SIZE, next_token=lambda prefix: ids[min(len(prefix) - n_prompt, len(ids) - 1)]

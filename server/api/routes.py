@@ -36,7 +36,7 @@ _REQUEST_ID = _STRING | {"description": "The request's own, or a new one."}
 _RETRY_AFTER = _STRING | {"description": "Seconds until it is worth trying again."}
 
 
-@router.get("/openapi.json", summary="This document.", responses=READ_ERRORS)
+@router.get("/openapi.json", summary="The API as an OpenAPI document.", responses=READ_ERRORS)
 def openapi(request: Request) -> dict[str, Any]:
     """Return the document. Not a coroutine: it takes a while to make."""
     return document(request.app)

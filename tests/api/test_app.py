@@ -118,7 +118,8 @@ def test_threads_spin_as_long_as_was_set(
 
 
 def test_importing_the_server_loads_neither_torch_nor_a_runtime() -> None:
-    code = "import sys, server.process.serve; print({'torch', 'onnxruntime', 'onnx'} & set(sys.modules))"
+    packages = "{'torch', 'onnxruntime', 'onnx'}"
+    code = f"import sys, server.process.serve; print({packages} & set(sys.modules))"
     process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

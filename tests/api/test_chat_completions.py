@@ -1,4 +1,4 @@
-"""/v1/chat/completions: what reaches the model, every form of the answer, and calls of functions."""
+"""/v1/chat/completions: the prompt, every form of the answer, and tool calls."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ SCHEMAS = {"weather": WEATHER, "time": TIME}
 async def chatting(
     answer: str | list[int] | None = None, bundle: ModelBundle | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Served, openai.AsyncOpenAI, list[list[int]]]]:
-    """A server whose model always answers one text, or anything; OpenAI's client; the prompts that the model got."""
+    """A server whose model always gives one text, or any; OpenAI's client; the model's prompts."""
     ids = tokenizer.encode(answer).ids if isinstance(answer, str) else answer
     prompts: list[list[int]] = []
 
@@ -272,7 +272,10 @@ async def test_a_message_can_be_continued(template: str, content: Any) -> None:
         assert prompts[-1] == tokenizer.encode(expected, add_special_tokens=False).ids
 
 
-PARTS_ONLY = "{% for m in messages %}{{ m.role }}:{% for p in m.content %}{{ p.text }}{% endfor %}|{% endfor %}"
+PARTS_ONLY = (
+    "{% for m in messages %}{{ m.role }}:"
+    "{% for p in m.content %}{{ p.text }}{% endfor %}|{% endfor %}"
+)
 EITHER = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}"
     "{% else %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}|{% endfor %}"
@@ -420,7 +423,8 @@ async def test_an_answer_may_fill_the_context_or_the_memory(budget: int | None) 
 # Calls of functions
 
 HERMES_TEXT = (
-    'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>\n'
+    'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n'
+    "</tool_call>\n"
     '<tool_call>\n{"name": "time", "arguments": {"utc": true}}\n</tool_call>'
 )
 LLAMA_TEXT = (
@@ -556,7 +560,7 @@ async def test_a_text_is_what_openais_words_or_tgis_say(response_format: dict[st
 
 
 async def test_strict_functions_are_called_as_their_schema_says_or_not_at_all() -> None:
-    """The model wants to call with a city that is not there, and gets one that is; text stays free."""
+    """The model wants a city that the schema forbids, and gets another; text stays free."""
     wrong = HERMES_TEXT.replace("Rome", "Pisa")
     strict = [tool("weather", WEATHER, strict=True), tool("time", TIME)]
     async with chatting(wrong) as (served, _, _):

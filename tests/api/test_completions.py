@@ -95,7 +95,7 @@ async def test_a_stream_says_what_the_whole_answer_says(extra: dict[str, Any]) -
 
 
 async def test_usage_tells_how_much_of_the_prompts_was_cached() -> None:
-    """Each prompt once, however many samples; what a later sample finds of the first one's does not count."""
+    """Each prompt counts once; a sample that reuses the first one's prompt does not count."""
     body = {"prompt": [[5] * 23, [6] * 3, [7] * 9], "max_tokens": 2, "n": 2}
     async with serving(cache_bytes=2**20) as served:
         cold = await complete(served, **body)
@@ -166,8 +166,9 @@ async def test_logprobs_are_the_models_own_and_offsets_cut_the_text() -> None:
 
 @pytest.mark.parametrize("added", [False, True])
 async def test_offsets_of_an_echoed_prompt_point_to_its_tokens(added: bool) -> None:
-    """Special tokens that the text spells out have room in it; those that the tokenizer adds have none."""
-    prompt, long = "a <|endoftext|>b☃c ", "x" * 5000
+    """Special tokens in the text take their room in it; those that the tokenizer adds take none."""
+    prompt = "a <|endoftext|>b☃c "
+    long = "def read_json(path):\n    return json.load(path)\n" * 90  # tokenised in a thread
     framing = beginning_with_end_of_text()
     framing.post_processor = TemplateProcessing(
         "<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", EOS)]
@@ -292,7 +293,7 @@ async def test_fields_that_ask_for_nothing_are_accepted() -> None:
 
 
 async def test_every_sampling_field_reaches_the_sampler() -> None:
-    """Each makes the one token certain that it names, or would change the text if it were ignored."""
+    """Each field makes one token certain, or would change the text if it were ignored."""
     async with serving() as served:
         body = {"prompt": "a", "max_tokens": 4, "seed": 2, "ignore_eos": True}
         greedy = await complete(served, **body, temperature=0)

@@ -87,7 +87,7 @@ async def test_the_numbers_are_the_explainers(directory: Path) -> None:
     ({"text": "a", "prompt": "a"}, None, "give either text or prompt"),
     ({}, None, "give either text or prompt"),
     ({"text": "a", "layers": []}, "layers", "layers: List should have at least 1 item"),
-    ({"text": "abcdef"}, "heads", "1 layers and 4 heads of 6 tokens are 144 weights, more than the 143"),
+    ({"text": "abcdef"}, "heads", "4 heads of 6 tokens are 144 weights, more than the 143"),
 ])  # fmt: skip
 async def test_a_wrong_wish_is_told_what_is_wrong(
     directory: Path,

@@ -1,4 +1,4 @@
-"""Around every request: ids, keys and their limits, pages of other origins, the limit on bodies, a line in the log."""
+"""The middleware: ids, keys and their limits, CORS, the limit on bodies, the log."""
 
 from __future__ import annotations
 

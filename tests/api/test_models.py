@@ -1,4 +1,4 @@
-"""GET /model: the card says what the model directory and the engine say, whatever has happened to the files since."""
+"""GET /model agrees with the model directory and the engine, even after files are removed."""
 
 from __future__ import annotations
 

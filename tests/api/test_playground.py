@@ -1,4 +1,4 @@
-"""The page and its files: what a browser may do with them, who may read them, and that nothing else can be read."""
+"""The page and its files: their headers, who may read them, and that nothing else is served."""
 
 from __future__ import annotations
 

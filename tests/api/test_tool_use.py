@@ -1,4 +1,4 @@
-"""What tools ask of an answer, over HTTP: calls that can be used, whatever the model, its tokens and the request."""
+"""Tool calls over HTTP: usable whatever the model, its tokens and the request."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.serving import CHAT_TEMPLATE, small_tokenizer
 async def test_a_call_that_is_cut_short_is_no_reason_to_finish(
     stop: str, n_calls: int, finish_reason: str
 ) -> None:
-    """Clients read the arguments of calls where the reason is tool_calls, so they must have come to their end."""
+    """Clients read arguments where the finish reason is tool_calls, so those must be complete."""
     async with chatting(HERMES_TEXT) as (served, _, _):
         choice = (await post(served, tools=TOOLS, stop=stop))["choices"][0]
         chunks = await events(served, tools=TOOLS, stop=stop)

@@ -49,7 +49,7 @@ async def test_what_came_before_a_failure_is_given_out_before_it_is_raised() -> 
         ) as completion:
             served.runner.allow(2)
             await asyncio.to_thread(served.runner.wait_until_held)
-            served.service.engine.give_up()  # by now both outputs and the failure wait to be received
+            served.service.engine.give_up()  # both outputs and the failure wait in the queue
             deltas = completion.deltas()
             assert [delta.token_id is None for delta in await anext(deltas)] == [False, False]
             with pytest.raises(EngineError):
@@ -87,7 +87,7 @@ async def test_samples_share_the_prompt_and_the_seed_and_differ_in_their_index()
 
 
 async def test_samples_of_a_prompt_share_its_prefill() -> None:
-    """Each runs only what is behind the last whole block, two tokens at least; without a cache each runs it all."""
+    """Each runs only the tokens after the last whole block, at least two; without a cache, all."""
     for cache_bytes, n_run in ((2**20, 21 + 3 * 5), (0, 4 * 21)):
         async with serving(cache_bytes=cache_bytes) as served:
             body = {"prompt": list(range(1, 22)), "n": 4, "max_tokens": 2, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Prompts at the door: the event loop and the other streams go on whatever is sent. How waiting ends."""
+"""Prompts are tokenised without blocking the event loop; requests that wait end in time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ tokenizer = small_tokenizer()
 class Watched:
     """A tokenizer that notes what is called, and whether another thread could run during each call.
 
-    Threads switch only when one lets go of the interpreter, so a call that keeps it is found out whatever the speed.
+    Threads switch only when one releases the interpreter's lock, so the result does not depend on
+    speed.
     """
 
     def __init__(self) -> None:
