@@ -78,7 +78,10 @@ def _table(name: str) -> str:
     if name == "endpoints":
         head, rows = (
             "| | |",
-            [f"| `{' '.join(one.methods or ())} {one.path_format}` | {one.summary} |" for one in ROUTES],
+            [
+                f"| `{' '.join(one.methods or ())} {one.path_format}` | {one.summary} |"
+                for one in ROUTES
+            ],
         )
     elif name == "errors":
         head, rows = "| status | `type` | `code` | when |", sorted(set(_errors(KvasirError)))

@@ -54,7 +54,7 @@ class ExplainBody(schemas.RequestBody):
 
 
 class HeadWeights(schemas.ResponseBody):
-    """What one attention head weighs."""
+    """The weights of one attention head."""
 
     layer: schemas.Size
     head: schemas.Size

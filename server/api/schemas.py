@@ -156,7 +156,7 @@ class ResponseBody(BaseModel):
 
 
 class ErrorDetail(ResponseBody):
-    """What went wrong."""
+    """The cause of an error."""
 
     message: str
     type: str

@@ -50,7 +50,7 @@ class GenerateParameters(schemas.SamplingFields):
 
     @property
     def samples(self) -> bool:
-        """Whether to sample instead of decoding greedily."""
+        """True to sample, False to decode greedily."""
         is_shaped = (
             self.top_k > 0
             or self.top_p < 1.0

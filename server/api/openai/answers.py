@@ -42,15 +42,12 @@ class CompletionLogprobs(ResponseBody):
     text_offset: list[Size]
 
 
-class _AnyCompletionChoice(ResponseBody):
+class CompletionChoice(ResponseBody):
+    """One continuation of one prompt."""
+
     index: Size = Field(description="Prompt index times n, plus sample.")
     text: str
     logprobs: CompletionLogprobs | None
-
-
-class CompletionChoice(_AnyCompletionChoice):
-    """One continuation of one prompt."""
-
     finish_reason: Finish
 
 
@@ -62,10 +59,10 @@ class Completion(_Envelope):
     usage: Usage
 
 
-class CompletionChunkChoice(_AnyCompletionChoice):
-    """New text of a continuation; the last one has its `finish_reason`."""
+class CompletionChunkChoice(CompletionChoice):
+    """New text of a continuation."""
 
-    finish_reason: Finish | None
+    finish_reason: Finish | None  # type: ignore[assignment]  # null until the last
 
 
 class CompletionChunk(_Envelope):

@@ -257,7 +257,7 @@ class ChatBody(OpenAIBody, Conversation):
 
     @property
     def must_call(self) -> bool:
-        """Whether the answer must be a call."""
+        """True if the answer must be a call."""
         return self.tool_choice not in ("none", "auto")
 
     @property
