@@ -95,6 +95,7 @@ def _document(app: FastAPI, server: str, *, has_keys: bool) -> dict[str, Any]:
     for path, operations in made["paths"].items():
         for method, operation in operations.items():
             operation["operationId"] = re.sub(r"[{}]", "", f"{method} {path}").replace("/", "_")
+            operation.pop("description", None)  # the docstring, which is for developers
             operation.setdefault("security", [{"key": []}] if has_keys else [])
             error = GenerateError if is_tgi(path) and method == "post" else Error
             responses = operation["responses"]

@@ -215,15 +215,15 @@ SHOWING_CALLS = """\
 {%- endfor %}"""
 
 
-@pytest.mark.parametrize(
-    "arguments", ['{"city": Rome}', '{"city": "R', "[1]", "[" * 500, '"\\ud800"', '{"a": NaN}']
-)
-async def test_calls_that_were_badly_written_are_shown_as_they_are(arguments: str) -> None:
-    """The model made them, and is to learn what was wrong."""
-    messages = [*call(arguments), {"role": "tool", "content": "no JSON", "tool_call_id": "c"}]
+async def test_badly_written_calls_are_shown_as_they_are() -> None:
+    """The model wrote them, and should see what was wrong."""
+    answer = {"role": "tool", "content": "no JSON", "tool_call_id": "c"}
     async with chatting(bundle=with_template(SHOWING_CALLS)) as (served, _, prompts):
-        await post(served, messages=messages, max_tokens=1)
-    assert tokenizer.decode(prompts[-1]) == f"{arguments}|no JSON|"
+        for bad in ('{"city": Rome}', '{"city": "R', "[1]", "[" * 500, '"\\ud800"', '{"a": NaN}'):
+            function = {"name": "f", "arguments": bad}
+            called = {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
+            await post(served, messages=[called, answer], max_tokens=1)
+            assert tokenizer.decode(prompts[-1]) == f"{bad}|no JSON|"
 
 
 class City(BaseModel):
@@ -543,20 +543,17 @@ async def test_what_has_to_be_a_call_is_a_valid_one_whatever_the_model(template:
                     jsonschema.validate(arguments, SCHEMAS[name])
 
 
-@pytest.mark.parametrize(
-    "response_format",
-    [
-        {"type": "json_schema", "json_schema": {"name": "t", "schema": TIME}},
-        {"type": "json_schema", "value": {"name": "t", "schema": TIME}},
-        {"type": "json_object", "value": TIME},
-        {"type": "json", "value": json.dumps(TIME)},
-        {"type": "regex", "value": r'\{"utc": (true|false)\}'},
-    ],
-)
-async def test_a_text_is_what_openais_words_or_tgis_say(response_format: dict[str, Any]) -> None:
+async def test_a_response_format_holds_in_openais_and_tgis_form() -> None:
     async with chatting() as (served, _, _):
-        choice = (await post(served, response_format=response_format, seed=2))["choices"][0]
-    jsonschema.validate(json.loads(choice["message"]["content"]), TIME)
+        for response_format in (
+            {"type": "json_schema", "json_schema": {"name": "t", "schema": TIME}},
+            {"type": "json_schema", "value": {"name": "t", "schema": TIME}},
+            {"type": "json_object", "value": TIME},
+            {"type": "json", "value": json.dumps(TIME)},
+            {"type": "regex", "value": r'\{"utc": (true|false)\}'},
+        ):
+            choice = (await post(served, response_format=response_format, seed=2))["choices"][0]
+            jsonschema.validate(json.loads(choice["message"]["content"]), TIME)
 
 
 async def test_strict_functions_are_called_as_their_schema_says_or_not_at_all() -> None:
@@ -596,12 +593,7 @@ async def test_an_answer_in_json_leaves_room_for_calls(template: str, calls: str
         jsonschema.validate(json.loads(forced["message"]["content"]), TIME)
 
 
-# What is refused
-
-
-def call(arguments: str) -> list[dict[str, Any]]:
-    function = {"name": "f", "arguments": arguments}
-    return [{"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}]
+# Fields that ask for nothing, and refusals
 
 
 async def test_fields_that_ask_for_nothing_are_accepted() -> None:

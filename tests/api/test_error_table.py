@@ -260,14 +260,6 @@ async def test_unknown_paths_and_methods(path: str, method: str, status: int, co
     assert path in response.json()["error"]["message"]
 
 
-async def test_an_unknown_model() -> None:
-    async with serving() as served:
-        response = await served.client.post(
-            "/v1/completions", json={"prompt": "a", "model": "gpt-9"}
-        )
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
-
-
 async def test_a_deadline_after_the_first_token_gives_what_there_is() -> None:
     async with serving() as served:
         for dialect in ("openai", "tgi"):

@@ -17,28 +17,24 @@ HEALTH = ("/health", "/health/live", "/health/ready", "/health/startup")
 PROBED = (*HEALTH, "/metrics", "/metrics/router")
 
 
-@pytest.mark.parametrize("given", ["abc-123", "x" * 128, "with space", '"}{'])
-async def test_the_callers_request_id_comes_back(given: str) -> None:
+async def test_the_callers_request_id_comes_back() -> None:
     async with serving() as served:
-        response = await served.client.get("/health", headers={"x-request-id": given})
-        completion = await served.client.post(
-            "/v1/completions", json={"prompt": "a"}, headers={"x-request-id": given}
-        )
-    assert response.headers["x-request-id"] == given
-    assert completion.json()["id"] == f"cmpl-{given}"
+        for given in ("abc-123", "x" * 128, "with space", '"}{'):
+            headers = {"x-request-id": given}
+            response = await served.client.get("/health", headers=headers)
+            assert response.headers["x-request-id"] == given
+            body = {"prompt": "a", "max_tokens": 1}
+            answer = await served.client.post("/v1/completions", json=body, headers=headers)
+            assert answer.json()["id"] == f"cmpl-{given}"
 
 
-@pytest.mark.parametrize(
-    "given", ["", "x" * 129, "tab\there", "h\u00e9".encode("latin-1"), b"\x7f"]
-)
-async def test_an_unfit_request_id_is_replaced(given: str | bytes) -> None:
+async def test_an_unfit_request_id_is_replaced() -> None:
     async with serving() as served:
-        headers = {b"x-request-id": given.encode() if isinstance(given, str) else given}
-        ids = {
-            (await served.client.get("/nothing", headers=headers)).headers["x-request-id"]
-            for _ in range(2)
-        }
-    assert len(ids) == 2
+        ids = set()
+        for given in (b"", b"x" * 129, b"tab\there", b"h\xe9", b"\x7f"):
+            response = await served.client.get("/nothing", headers={b"x-request-id": given})
+            ids.add(response.headers["x-request-id"])
+    assert len(ids) == 5
     assert all(one.isalnum() for one in ids)
 
 

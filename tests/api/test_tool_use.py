@@ -25,26 +25,21 @@ from tests.api.test_chat_completions import (
 from tests.serving import CHAT_TEMPLATE, small_tokenizer
 
 
-@pytest.mark.parametrize(
-    ("stop", "n_calls", "finish_reason"),
-    [
-        ("Rome", 1, "stop"),
-        ("}", 1, "stop"),
-        ('"utc', 2, "stop"),
-        ("</tool", 1, "tool_calls"),
-        ("\n<", 0, "stop"),
-    ],
-)
-async def test_a_call_that_is_cut_short_is_no_reason_to_finish(
-    stop: str, n_calls: int, finish_reason: str
-) -> None:
+async def test_a_call_that_is_cut_short_is_no_reason_to_finish() -> None:
     """Clients read arguments where the finish reason is tool_calls, so those must be complete."""
     async with chatting(HERMES_TEXT) as (served, _, _):
-        choice = (await post(served, tools=TOOLS, stop=stop))["choices"][0]
-        chunks = await events(served, tools=TOOLS, stop=stop)
-    assert len(choice["message"].get("tool_calls", [])) == n_calls
-    assert choice["finish_reason"] == finish_reason
-    assert without_ids(joined(chunks)) == without_ids(choice)
+        for stop, n_calls, finish_reason in (
+            ("Rome", 1, "stop"),
+            ("}", 1, "stop"),
+            ('"utc', 2, "stop"),
+            ("</tool", 1, "tool_calls"),
+            ("\n<", 0, "stop"),
+        ):
+            choice = (await post(served, tools=TOOLS, stop=stop))["choices"][0]
+            chunks = await events(served, tools=TOOLS, stop=stop)
+            assert len(choice["message"].get("tool_calls", [])) == n_calls
+            assert choice["finish_reason"] == finish_reason
+            assert without_ids(joined(chunks)) == without_ids(choice)
 
 
 @pytest.mark.parametrize("special", [True, False], ids=["special", "added"])
