@@ -7,7 +7,7 @@ import math
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Items
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from tokenizers import Tokenizer
@@ -146,15 +146,11 @@ def make_choices(
 
 @dataclass(slots=True, eq=False)
 class Completion:
-    """An accepted request; iterate over `deltas`."""
+    """An accepted request, whose sequences have consecutive ids; iterate over `deltas`."""
 
     choices: list[Choice]
     stream: OutputStream
     has_started: bool = False  # a choice has a token
-    _by_sequence: dict[int, Choice] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._by_sequence = {choice.sequence.id: choice for choice in self.choices}
 
     @property
     def is_waiting(self) -> bool:
@@ -194,7 +190,7 @@ class Completion:
         Raises DeadlineExceededError (nothing was generated), UnavailableError (shutdown), and
         EngineError.
         """
-        limit = None
+        limit, first_id = None, self.choices[0].sequence.id
         while any(choice.finish_reason is None for choice in self.choices):
             outputs = []
             with suppress(TimeoutError):
@@ -202,7 +198,7 @@ class Completion:
                     outputs = await self.stream.receive()
             ready: list[Delta] = []
             for output in outputs:
-                choice = self._by_sequence[output.sequence_id]
+                choice = self.choices[output.sequence_id - first_id]
                 try:
                     if choice.finish_reason is None:
                         ready.append(self._advance(choice, output))

@@ -16,6 +16,8 @@ from server.requests.service import Service
 from server.text.detokenizer import token_bytes, token_text
 from server.text.tool_calls import Piece, ToolCallParser
 
+JSON = dict[str, Any]
+
 
 @dataclass(slots=True)
 class _Message:
@@ -23,8 +25,8 @@ class _Message:
 
     parser: ToolCallParser | None
     content: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[JSON] = field(default_factory=list)
+    logprobs: list[JSON] = field(default_factory=list)
     finish_reason: str | None = None
 
 
@@ -48,7 +50,7 @@ class ChatFormatter(OpenAIFormatter):
         if message.finish_reason is not None:
             return b""
         content, calls = _read(message, self.completion, delta)
-        changes: dict[str, Any] = {"content": content} if content else {}
+        changes: JSON = {"content": content} if content else {}
         if calls:
             changes["tool_calls"] = [{"index": i, **call} for i, call in calls.items()]
         logprobs = self._logprobs(delta)
@@ -70,10 +72,10 @@ class ChatFormatter(OpenAIFormatter):
                 message.tool_calls[index]["function"]["arguments"] += call["function"]["arguments"]
         message.logprobs += self._logprobs(delta)
 
-    def choice(self, choice: Choice) -> dict[str, Any]:
+    def choice(self, choice: Choice) -> JSON:
         """Return a finished choice."""
         message = self._messages[choice.index]
-        shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+        shown: JSON = {"role": "assistant", "content": message.content, "refusal": None}
         if message.tool_calls:
             shown |= {"content": message.content or None, "tool_calls": message.tool_calls}
         return {
@@ -88,25 +90,19 @@ class ChatFormatter(OpenAIFormatter):
             self._messages[index] = _Message(self._tools.parser())
         return self._messages[index]
 
-    def _chunk(
-        self,
-        index: int,
-        delta: dict[str, Any],
-        logprobs: list[dict[str, Any]],
-        finish_reason: str | None,
-    ) -> bytes:
+    def _chunk(self, index: int, delta: JSON, logprobs: list[JSON], reason: str | None) -> bytes:
         shown = {"content": logprobs} if logprobs else None
-        choice = {"index": index, "delta": delta, "logprobs": shown, "finish_reason": finish_reason}
+        choice = {"index": index, "delta": delta, "logprobs": shown, "finish_reason": reason}
         return self.event(compact(choice))
 
-    def _logprobs(self, delta: Delta) -> list[dict[str, Any]]:
+    def _logprobs(self, delta: Delta) -> list[JSON]:
         scored = delta.logprobs
         if scored is None or not self._with_logprobs:
             return []
         top = [self._entry(token_id, logprob) for token_id, logprob in scored.top]
         return [{**self._entry(scored.token_id, scored.logprob), "top_logprobs": top}]
 
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _entry(self, token_id: int, logprob: float) -> JSON:
         is_text = token_id not in self._hidden_ids
         return {
             "token": token_text(self.tokenizer, token_id),
@@ -115,9 +111,7 @@ class ChatFormatter(OpenAIFormatter):
         }
 
 
-def _read(
-    message: _Message, completion: Completion, delta: Delta
-) -> tuple[str, dict[int, dict[str, Any]]]:
+def _read(message: _Message, completion: Completion, delta: Delta) -> tuple[str, dict[int, JSON]]:
     """Return a delta's content and its additions to calls, by index; note how the message ends."""
     parser, reason = message.parser, delta.finish_reason
     if parser is None:
@@ -135,7 +129,7 @@ def _read(
             "tool_calls" if has_calls and reason is FinishReason.STOP else reason
         )
     content = "".join(piece for piece in pieces if isinstance(piece, str))
-    calls: dict[int, dict[str, Any]] = {}
+    calls: dict[int, JSON] = {}
     for piece in pieces:
         if isinstance(piece, str):
             continue
