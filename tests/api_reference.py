@@ -120,7 +120,7 @@ def _setting(name: str) -> str:
 
 
 def _metrics() -> Iterator[str]:
-    """Kvasir's own, as a server has them from its start."""
+    """Yield a row for each of Kvasir's own metrics, as they are at the start."""
     service = Service(load_settings(model=EXAMPLE), load_bundle(EXAMPLE))
     for metric in service.metrics.registry.collect():
         if not metric.name.startswith("kvasir_"):
@@ -132,7 +132,7 @@ def _metrics() -> Iterator[str]:
 
 
 def _fields(body: type[schemas.RequestBody]) -> Iterator[str]:
-    """Those that a body adds to the ones it inherits."""
+    """Yield a row for each field that a body adds to inherited ones."""
     schema = body.model_json_schema()
     for name in body.__annotations__:
         field = schema["properties"][name]
@@ -143,7 +143,7 @@ def _fields(body: type[schemas.RequestBody]) -> Iterator[str]:
 
 
 def _kind(schema: dict[str, Any], known: dict[str, Any]) -> str:
-    """A type in words."""
+    """Return a type in words."""
     if "$ref" in schema:
         return _kind(known[schema["$ref"].rpartition("/")[2]], known)
     if alternatives := schema.get("anyOf") or schema.get("oneOf"):

@@ -63,7 +63,7 @@ class Live:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The server's, once it has answered a request."""
+        """The server's event loop, once it has answered a request."""
         return self.service.engine._loop
 
     @property
@@ -79,7 +79,7 @@ class Live:
         )
 
     def post_raw(self, **body: Any) -> socket.socket:
-        """A request on a socket of its own, which the test may close whenever it likes."""
+        """Send a request on a socket of its own, which the test may close at any time."""
         content = json.dumps({"prompt": "a", "logit_bias": {"66": 100}} | body).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
         head += f"Authorization: Bearer {KEY}\r\nContent-Length: {len(content)}"

@@ -53,7 +53,7 @@ def small_tokenizer() -> Tokenizer:
 
 
 def beginning_with_end_of_text() -> Tokenizer:
-    """The same, with a special token before every text, as others have BOS."""
+    """Return the same tokenizer, with a special token before every text, such as BOS."""
     tokenizer = Tokenizer.from_str(small_tokenizer().to_str())
     tokenizer.post_processor = TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", EOS)]
@@ -92,7 +92,7 @@ def fake_bundle(
 
 
 def saying(text: str, *, n_prompt: int) -> FakeRunner:
-    """A runner that continues any prompt of `n_prompt` tokens with a text and its end."""
+    """Return a runner that continues any prompt of `n_prompt` tokens with a text and its end."""
     ids = [*small_tokenizer().encode(text).ids, EOS]
     return FakeRunner(
         VOCAB_SIZE, next_token=lambda prefix: ids[min(len(prefix) - n_prompt, len(ids) - 1)]
@@ -127,7 +127,7 @@ def announce_submissions(app: FastAPI, submitted: asyncio.Semaphore) -> None:
 def fake_app(
     runner: FakeRunner, cache_bytes: int = 0, bundle: ModelBundle | None = None, **settings: Any
 ) -> FastAPI:
-    """`cache_bytes`: for the prefix cache, whose blocks are 4 tokens here."""
+    """Return the app; `cache_bytes` is for the prefix cache, whose blocks are 4 tokens here."""
     known = load_settings(model=Path(MODEL), max_num_seqs=runner.rows.max_num_seqs, **settings)
     bundle = bundle or fake_bundle(max_model_len=runner.max_model_len)
     cache = PrefixCache(runner.rows, cache_bytes, block_size=4)
@@ -143,7 +143,7 @@ async def serving(
     bundle: ModelBundle | None = None,
     **settings: Any,
 ) -> AsyncIterator[Served]:
-    """The app with its lifespan, and a client inside the process."""
+    """Run the app with its lifespan, and a client inside the process."""
     runner = runner or FakeRunner(VOCAB_SIZE)
     app = fake_app(runner, cache_bytes, bundle, **settings)
     transport = httpx.ASGITransport(

@@ -50,7 +50,7 @@ async def test_keys_are_told_apart_and_not_shown(path: Path) -> None:
     names = [await keys.find(key) for key in (b"one", b"two", b"three", b"two")]
     assert names[1] == names[3]
     assert len(set(names)) == 3
-    assert await ApiKeys("one").find(b"one") != names[0]  # nobody can compute it beforehand
+    assert await ApiKeys("one").find(b"one") != names[0]  # digests cannot be computed in advance
     shown = str(vars(keys))
     assert not any(key in shown for key in ("'one'", "two", "three"))
 
@@ -82,7 +82,7 @@ def test_a_key_that_no_client_could_send_is_refused(key: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-async def test_what_files_put_around_keys_is_no_part_of_them(path: Path) -> None:
+async def test_bom_and_space_around_keys_are_dropped(path: Path) -> None:
     write(path, "\ufefffirst\r\nsecond \t\n")
     keys = ("first", "second", "third")
     assert await known(ApiKeys(" third\n", path), *keys) == [*keys]
@@ -127,7 +127,7 @@ async def test_a_file_that_gives_no_keys_keeps_the_old_ones_and_is_told_once(
     assert await known(keys, "first", "second") == ["second"]
 
 
-async def test_those_who_notice_a_change_together_read_it_once(
+async def test_concurrent_requests_read_a_changed_file_once(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = ApiKeys(None, path)

@@ -113,7 +113,7 @@ async def post(served: Served, **body: Any) -> dict[str, Any]:
 
 
 async def events(served: Served, **body: Any) -> list[dict[str, Any]]:
-    """Of a stream, without the last, which must be [DONE]."""
+    """Return the events of a stream, without the last, which must be [DONE]."""
     body = {"messages": USER, "stream": True} | body
     response = await served.client.post("/v1/chat/completions", json=body)
     assert response.status_code == 200, response.text
@@ -123,7 +123,7 @@ async def events(served: Served, **body: Any) -> list[dict[str, Any]]:
 
 
 def joined(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
-    """The choice that the chunks of a stream add up to, as a whole answer has it."""
+    """Return the choice that the chunks of a stream add up to, in the form of a whole answer."""
     choices = [
         choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index
     ]
@@ -168,7 +168,7 @@ def without_ids(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def conversation(seed: int) -> list[dict[str, Any]]:
-    """On the wire: arguments are JSON in a string."""
+    """Return random messages as clients send them: arguments are JSON in a string."""
     rng = random.Random(seed)
     messages: list[dict[str, Any]] = []
     if rng.random() < 0.5:
@@ -231,8 +231,8 @@ class City(BaseModel):
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the package's own, of `parsed`
-async def test_what_a_client_made_of_an_answer_can_be_sent_back() -> None:
-    """The openai package adds what it has parsed; the model sees what it said."""
+async def test_an_answer_that_a_client_extended_can_be_sent_back() -> None:
+    """The openai package adds parsed values, which the model does not see."""
     cities: Any = [openai.pydantic_function_tool(City)]
     async with chatting() as (_, client, prompts):
         completions = client.chat.completions
@@ -286,9 +286,9 @@ TEXT_ONLY = "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
 @pytest.mark.parametrize(
     ("template", "expected"),
     [
-        (PARTS_ONLY, "system:s|user:ab|"),  # wants parts, of texts too
-        (EITHER, "s|ab|"),  # gets what was sent
-        (TEXT_ONLY, "system:s|user:a\nb|"),  # would show how parts are written
+        (PARTS_ONLY, "system:s|user:ab|"),  # reads only parts: texts become parts
+        (EITHER, "s|ab|"),  # reads both: content stays as it is
+        (TEXT_ONLY, "system:s|user:a\nb|"),  # reads only texts: parts become a text
         (TEXT_ONLY + "{# developer #}", "developer:s|user:a\nb|"),
     ],
 )
@@ -342,7 +342,7 @@ async def test_the_template_alone_writes_special_tokens() -> None:
         {"response_format": {"type": "json_schema", "value": {"schema": WEATHER}}},
     ],
 )
-async def test_a_stream_says_what_the_whole_answer_says(extra: dict[str, Any]) -> None:
+async def test_a_stream_equals_the_whole_answer(extra: dict[str, Any]) -> None:
     is_free = not extra.keys() & {"tools", "response_format"}
     body = {"max_completion_tokens": 200, "seed": 3, "ignore_eos": is_free} | extra
     async with chatting() as (served, _, _):
@@ -524,7 +524,7 @@ async def test_tags_that_are_special_tokens_are_seen() -> None:
 @pytest.mark.parametrize(
     "template", [CHAT_TEMPLATE, LLAMA_CALLS, TEXT_ONLY], ids=["hermes", "llama", "none"]
 )
-async def test_what_has_to_be_a_call_is_a_valid_one_whatever_the_model(template: str) -> None:
+async def test_a_required_call_is_valid_whatever_the_model(template: str) -> None:
     named = {"function": {"name": "time"}}  # as TGI's clients do; OpenAI's add the type
     async with chatting(bundle=with_template(template)) as (served, _, _):
         for seed in range(3):

@@ -37,7 +37,7 @@ async def complete(served: Served, **body: Any) -> dict[str, Any]:
 
 
 async def stream(served: Served, **body: Any) -> list[dict[str, Any]]:
-    """The events of a stream, without the last, which must be [DONE]."""
+    """Return the events of a stream, without the last, which must be [DONE]."""
     response = await served.client.post("/v1/completions", json=body | {"stream": True})
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.headers["cache-control"] == "no-cache"
@@ -48,7 +48,7 @@ async def stream(served: Served, **body: Any) -> list[dict[str, Any]]:
 
 
 def joined(events: list[dict[str, Any]], index: int = 0) -> tuple[str, str]:
-    """Text and finish reason of one choice."""
+    """Return the text and the finish reason of one choice."""
     choices = [
         choice for event in events for choice in event["choices"] if choice["index"] == index
     ]
@@ -82,7 +82,7 @@ async def test_a_greedy_completion_is_what_the_model_says() -> None:
 @pytest.mark.parametrize(
     "extra", [{}, {"n": 2, "seed": 7}, {"echo": True}, {"stop": ["a", "e"], "temperature": 0}]
 )
-async def test_a_stream_says_what_the_whole_answer_says(extra: dict[str, Any]) -> None:
+async def test_a_stream_equals_the_whole_answer(extra: dict[str, Any]) -> None:
     body = {"prompt": ["def read", "json"], "max_tokens": 12, "seed": 3} | extra
     async with serving() as served:
         whole = await complete(served, **body)
@@ -193,7 +193,7 @@ async def test_offsets_of_an_echoed_prompt_point_to_its_tokens(added: bool) -> N
 
 
 async def test_a_token_has_one_name_even_if_it_is_part_of_a_character() -> None:
-    """Readers tell by these names whether a token is the likeliest."""
+    """Clients compare these names to find out whether a token is the likeliest."""
     prompt = "漢字かな é漢🙂 ☃☃"
     async with serving(FakeRunner(VOCAB_SIZE, max_model_len=200)) as served:
         answer = await complete(
@@ -242,7 +242,7 @@ async def test_a_stop_string_across_tokens_is_not_shown_and_frees_the_row() -> N
         assert served.runner.rows.reserved_tokens == 0
 
 
-async def test_the_end_of_the_text_stops_it_unless_it_is_ignored() -> None:
+async def test_the_end_of_text_token_ends_the_text_unless_ignored() -> None:
     async with serving(saying("json", n_prompt=1)) as served:
         body = {"prompt": "x", "temperature": 0, "max_tokens": 9}
         answer = (await complete(served, **body))["choices"][0]
@@ -307,8 +307,8 @@ async def test_every_sampling_field_reaches_the_sampler() -> None:
         assert penalised["choices"][0]["text"].count(tokenizer.decode([66])) < 4
 
 
-async def test_the_models_advice_holds_unless_the_request_says_otherwise() -> None:
-    """Null is not saying anything; TGI's routes have defaults of their own."""
+async def test_the_models_defaults_hold_unless_the_request_sets_others() -> None:
+    """Null counts as not given; TGI's routes have defaults of their own."""
     async with serving() as served:
         body = {"prompt": "a", "max_tokens": 12, "seed": 2, "ignore_eos": True}
         neutral = (await complete(served, **body))["choices"]
@@ -328,7 +328,7 @@ async def test_the_models_advice_holds_unless_the_request_says_otherwise() -> No
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/completions", {"prompt": "a"}), ("/generate", {"inputs": "a"})]
 )
-async def test_what_costs_time_in_every_step_is_bounded(path: str, body: dict[str, Any]) -> None:
+async def test_fields_that_slow_every_step_are_bounded(path: str, body: dict[str, Any]) -> None:
     ids = [i % VOCAB_SIZE for i in range(1025)]
     bias = {str(i).zfill(4): 0.0 for i in range(1025)}
     async with serving() as served:
@@ -346,7 +346,7 @@ async def test_what_costs_time_in_every_step_is_bounded(path: str, body: dict[st
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-async def test_a_token_must_be_left_while_none_may_end_the_text(ignore_eos: bool) -> None:
+async def test_min_tokens_leave_a_token_that_does_not_end_the_text(ignore_eos: bool) -> None:
     others = [i for i in range(VOCAB_SIZE) if i != EOS]
     body = {"prompt": "a", "max_tokens": 2, "ignore_eos": ignore_eos}
     async with serving() as served:

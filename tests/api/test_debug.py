@@ -1,4 +1,4 @@
-"""/debug/batch: whoever shares the engine, in each state, and never a text."""
+"""/debug/batch shows each sequence in the engine, in each state, without text."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Case = Callable[[Served, Post], Awaitable[httpx.Response]]
 
 
 def bodies(dialect: str, **fields: Any) -> tuple[str, dict[str, Any]]:
-    """Path and body of a request for `max_tokens` tokens, in OpenAI's words or TGI's."""
+    """Return path and body of a request, in OpenAI's form or TGI's."""
     fields = {"max_tokens": 2} | fields
     if dialect == "openai":
         return "/v1/completions", {"prompt": "a", "ignore_eos": True} | fields
@@ -42,7 +42,7 @@ def poster(served: Served, dialect: str) -> Post:
 
 
 def sending(**fields: Any) -> Case:
-    """A case that is one request."""
+    """Return a case that is one request."""
 
     async def case(_served: Served, post: Post) -> httpx.Response:
         return await post(**fields)
@@ -65,7 +65,7 @@ def in_phase(phase: Phase) -> Case:
 
 @asynccontextmanager
 async def occupied(served: Served, post: Post) -> AsyncIterator[None]:
-    """The only row is taken until the block ends."""
+    """Occupy the only row until the block ends."""
     served.runner.hold()
     first = asyncio.create_task(post())
     await served.submitted.acquire()
@@ -93,7 +93,7 @@ async def queue_full_of_tokens(served: Served, post: Post) -> httpx.Response:
 
 
 async def deadline_out_of_reach(served: Served, post: Post) -> httpx.Response:
-    """The row is held for an hour, as always."""
+    """The row is estimated to be held for an hour."""
     served.service.engine.forecast.ended(3600.0)
     served.service.engine.forecast.step(StepStats(1, 0, 0, 0, 0, 0, 3600.0), 256)
     async with occupied(served, post):
@@ -224,7 +224,7 @@ async def test_row(name: str, dialect: str, stream: bool, caplog: pytest.LogCapt
 
 @pytest.mark.parametrize("fields", [{}, {"regex": "a+"}])
 async def test_a_deadline_that_has_passed_is_no_matter_of_the_load(fields: dict[str, Any]) -> None:
-    """Before any work, and where a forecast would refuse the request anyway."""
+    """A passed deadline is a 504 even where the estimate would refuse the request with 429."""
     async with serving(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
         post = poster(served, "openai")
         served.service.engine.forecast.ended(3600.0)

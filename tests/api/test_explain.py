@@ -54,7 +54,7 @@ def make_directory(folder: Path, precision: str, **changes: Any) -> tuple[Decode
 
 
 def eager_weights(decoder: Decoder, token_ids: list[int]) -> list[torch.Tensor]:
-    """[n_head, n_tokens, n_tokens] of each layer, of what its attention heard and was told."""
+    """Return each layer's weights [n_head, n_tokens, n_tokens], from its attention's inputs."""
     found: list[torch.Tensor] = []
 
     def listen(attention: Attention, inputs: tuple[torch.Tensor, Positions]) -> None:

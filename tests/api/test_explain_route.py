@@ -1,4 +1,4 @@
-"""POST /explain: the numbers of `kvasir explain`, within bounds and beside the streams."""
+"""POST /explain gives the numbers of `kvasir explain`, within limits and beside streams."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_the_numbers_are_the_explainers(directory: Path) -> None:
     ({"text": "a", "layers": []}, "layers", "layers: List should have at least 1 item"),
     ({"text": "abcdef"}, "heads", "4 heads of 6 tokens are 144 weights, more than the 143"),
 ])  # fmt: skip
-async def test_a_wrong_wish_is_told_what_is_wrong(
+async def test_a_bad_field_is_named(
     directory: Path,
     body: dict[str, Any],
     param: str | None,
@@ -114,7 +114,7 @@ async def test_a_model_without_the_graph_says_how_to_get_it() -> None:
 async def test_one_is_explained_three_wait_and_others_are_refused(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside them the server answers, and whoever leaves makes room."""
+    """The server answers other requests meanwhile, and a finished explanation makes room."""
     may_finish, begun = threading.Event(), asyncio.Event()
     loop, explain = asyncio.get_running_loop(), Explainer.explain_tokens
     built: list[Explainer] = []

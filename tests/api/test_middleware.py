@@ -68,7 +68,7 @@ def complete(served: Served, key: str, **fields: object) -> asyncio.Task[httpx.R
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_each_key_has_so_many_requests_in_flight(tmp_path: Path, stream: bool) -> None:
-    """Whatever ends one gives its place back: an answer, an error, a client that leaves."""
+    """A place is free again after an answer, an error, or a client's disconnect."""
     path = tmp_path / "keys"
     path.write_text("one\ntwo\n")
     async with serving(api_key_file=path, max_concurrency_per_key=2) as served:
@@ -157,7 +157,7 @@ async def test_a_large_body_is_refused_announced_or_not() -> None:
     assert "100 bytes" in counted.json()["error"]["message"]
 
 
-async def test_one_line_for_each_request_without_what_was_asked_or_answered(
+async def test_one_log_line_for_each_request_without_its_content(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO, logger="kvasir")
@@ -203,7 +203,7 @@ async def test_probes_and_scrapes_are_in_the_log_where_they_fail_or_at_debug(
     assert levels == [logging.DEBUG] * 6 + [logging.INFO] * 2
 
 
-async def test_a_mistake_of_ours_is_a_500_with_the_request_id_and_no_trace(
+async def test_a_bug_is_a_500_with_the_request_id_and_no_trace(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serving() as served:

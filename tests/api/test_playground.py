@@ -22,7 +22,7 @@ INLINE = re.compile(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=|javascr
 
 
 def relative(name: str, in_html: str, in_js: str) -> str:
-    """The path below `static` of what a file there loads."""
+    """Return the path below `static` of a file that another one loads."""
     return in_html.removeprefix("static/") or posixpath.normpath(
         posixpath.join(posixpath.dirname(name), in_js)
     )
@@ -34,7 +34,7 @@ def client(**settings: Any) -> httpx.AsyncClient:
 
 
 @pytest.mark.parametrize("path", ["/", *(f"/static/{name}" for name in FILES)])
-async def test_what_the_page_is_made_of_is_open_and_strict(path: str) -> None:
+async def test_the_page_is_open_and_strict(path: str) -> None:
     async with client(api_key="secret") as http:
         response = await http.get(path)
         assert response.status_code == 200
@@ -84,7 +84,7 @@ async def test_links_lead_to_routes() -> None:
 
 
 def test_no_file_is_forgotten() -> None:
-    """What is only loaded ahead is not used."""
+    """A file that is only preloaded is not used."""
     texts = {name: PRELOADED.sub("", (STATIC / name).read_text(encoding="utf-8")) for name in FILES}
     named = {
         relative(name, *found) for name, text in texts.items() for found in LOADED.findall(text)
@@ -93,6 +93,6 @@ def test_no_file_is_forgotten() -> None:
 
 
 def test_all_modules_are_loaded_at_once() -> None:
-    """Not import by import: each costs a way to the server and back."""
+    """One import after another would cost a round trip each."""
     preloaded = PRELOADED.findall((STATIC / "index.html").read_text(encoding="utf-8"))
     assert sorted([*preloaded, "app.js"]) == [name for name in FILES if name.endswith(".js")]

@@ -1,4 +1,4 @@
-"""Streams: when they start, what keeps them alive, and that they are closed whatever happens."""
+"""Streams: when they start, how errors end them, and that they are always closed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from server.requests.completion import RequestState
 
 
 class Client:
-    """The ASGI side of a client that leaves when it is told to."""
+    """The ASGI side of a client that disconnects when told to."""
 
     def __init__(self) -> None:
         self.left = asyncio.Event()

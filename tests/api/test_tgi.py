@@ -87,7 +87,7 @@ async def test_a_stream_has_an_event_for_each_token_and_ends_with_the_text() -> 
     assert all(len(event["top_tokens"]) == 1 for event in events)
 
 
-async def test_how_it_ended_is_said_in_tgis_words() -> None:
+async def test_finish_reasons_are_tgis() -> None:
     async with serving(saying("json.load", n_prompt=1)) as served:
         ended = await stream(served, "x", max_new_tokens=30, return_full_text=True)
         assert ended[-1]["details"]["finish_reason"] == "eos_token"
@@ -134,7 +134,7 @@ async def test_prompt_details_are_refused_on_a_stream_and_no_ops_accepted() -> N
         )
 
 
-async def test_the_base_url_takes_whatever_a_client_sends_there() -> None:
+async def test_the_base_url_answers_whole_or_streamed() -> None:
     """As huggingface_hub's InferenceClient(URL): the same answers, in a list or as a stream."""
     no_ops = {"adapter_id": None, "best_of": 1, "watermark": False}
     body = {"inputs": "def", "parameters": no_ops | {"max_new_tokens": 4, "details": True}}

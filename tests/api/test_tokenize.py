@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize against the tokenizer itself, in vLLM's words and in TGI's."""
+"""/tokenize and /detokenize against the tokenizer itself, in vLLM's form and in TGI's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def post(path: str, **body: Any) -> Any:
 
 @pytest.mark.parametrize("text", [TEXT, TEXT * 200, ""], ids=["short", "long", "empty"])
 async def test_tokens_are_the_tokenizers_and_lead_back(text: str) -> None:
-    """A long text takes the way through a thread."""
+    """A long text is tokenised in a thread."""
     encoding = small_tokenizer().encode(text)
     answer = await post("/tokenize", model=MODEL, prompt=text, return_token_strs=True)
     assert answer == {
@@ -64,7 +64,7 @@ async def test_tgi_gets_a_list_of_tokens() -> None:
 
 
 async def test_messages_are_tokens_of_what_the_template_makes_of_them() -> None:
-    """The same that the model gets to read as a chat."""
+    """The tokens are those that the model gets for the same chat."""
     tool = {"type": "function", "function": {"name": "f", "description": "d"}}
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "naïve"}], "tools": [tool]}
     rendered = ChatTemplate(CHAT_TEMPLATE).render(

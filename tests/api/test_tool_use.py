@@ -43,7 +43,7 @@ async def test_a_call_that_is_cut_short_is_no_reason_to_finish() -> None:
 
 
 @pytest.mark.parametrize("special", [True, False], ids=["special", "added"])
-async def test_what_has_to_be_a_call_is_one_where_the_tags_are_tokens(special: bool) -> None:
+async def test_a_required_call_is_one_if_the_tags_are_tokens(special: bool) -> None:
     """As in Qwen: added to the vocabulary, but not special. llguidance knows both by name alone."""
     tagged = Tokenizer.from_str(small_tokenizer().to_str())
     tagged.add_tokens(
@@ -69,8 +69,8 @@ async def test_what_has_to_be_a_call_is_one_where_the_tags_are_tokens(special: b
 
 
 @pytest.mark.parametrize("tool_choice", ["auto", "required"])
-async def test_functions_may_say_what_their_strings_are_for(tool_choice: str) -> None:
-    """Schemas made from types say so by formats that hold nothing."""
+async def test_formats_without_effect_are_accepted(tool_choice: str) -> None:
+    """Schemas made from types have formats that constrain nothing."""
     login = {
         "type": "object",
         "properties": {"secret": {"type": "string", "format": "password", "maxLength": 3}},

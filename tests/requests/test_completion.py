@@ -1,4 +1,4 @@
-"""One request in no protocol's words: its deltas, its seed, its end."""
+"""One request in one form for every protocol: its deltas, its samples, its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def request(
     return CompletionRequest(prompts=prompts, params=wanted, n=n)
 
 
-async def test_silence_is_told_once_the_first_output_has_come() -> None:
+async def test_silence_is_reported_after_the_first_output() -> None:
     async with serving() as served:
         served.runner.hold()
         async with served.service.complete(
@@ -41,7 +41,7 @@ async def test_silence_is_told_once_the_first_output_has_come() -> None:
     assert completion.seconds_to_first_token is not None
 
 
-async def test_what_came_before_a_failure_is_given_out_before_it_is_raised() -> None:
+async def test_deltas_before_a_failure_come_first() -> None:
     async with serving() as served:
         served.runner.hold()
         async with served.service.complete(

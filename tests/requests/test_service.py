@@ -130,7 +130,7 @@ async def test_a_text_that_cannot_fit_is_refused_with_both_numbers() -> None:
 
 
 @pytest.mark.parametrize("is_waiting", [True, False])
-async def test_what_has_lost_its_patience_ends_only_if_it_still_waits(is_waiting: bool) -> None:
+async def test_max_wait_ends_only_a_completion_that_waits(is_waiting: bool) -> None:
     ended = asyncio.Event()
     completion: Any = SimpleNamespace(
         is_waiting=is_waiting, stream=SimpleNamespace(expire=ended.set)
