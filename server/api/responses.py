@@ -120,10 +120,7 @@ def error_response(scope: Scope, error: Exception) -> JSONResponse:
     """Return the response for an error of any kind, and count it."""
     known, body = error_body(scope, error)
     scope["app"].state.service.metrics.rejected(known.reason)
-    headers = known.headers
-    if isinstance(error, HTTPException) and error.headers:
-        headers = headers | dict(error.headers)
-    return JSONResponse(body, known.status, headers)
+    return JSONResponse(body, known.status, known.headers)
 
 
 def _as_kvasir_error(scope: Scope, error: Exception) -> KvasirError:

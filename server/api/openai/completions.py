@@ -12,6 +12,7 @@ from server.api import responses
 from server.api.openai import answers
 from server.api.openai.formatting import OpenAIFormatter
 from server.api.openai.schemas import CompletionsBody
+from server.api.responses import compact, finite
 from server.api.schemas import BodyRoute, check_model
 from server.engine.sampling import TokenLogprobs
 from server.requests.completion import Choice, Delta, Prompt
@@ -64,33 +65,30 @@ class CompletionFormatter(OpenAIFormatter):
         super().__init__(service, body, f"cmpl-{request_id}", "text_completion")
         self._body = body
         self._echoed: set[int] = set()
-        self._texts: dict[int, str] = {}
-        self._entries: dict[int, list[_Entry]] = {}
+        self._deltas: dict[int, list[Delta]] = {}  # of a whole answer, by choice
 
     def events(self, delta: Delta) -> bytes:
         """Return the event for a delta, if it has anything to show."""
         text, logprobs = self._text(delta), self._json(self._new_entries(delta))
         if not text and logprobs is None and delta.finish_reason is None:
             return b""
-        shown = "null" if logprobs is None else responses.compact(logprobs)
+        shown = "null" if logprobs is None else compact(logprobs)
         reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
-        choice = (
-            f'{{"index":{delta.choice.index},"text":{responses.compact(text)},"logprobs":{shown}'
-        )
-        return self.event(f'{choice},"finish_reason":{reason}}}')
+        choice = f'"index":{delta.choice.index},"text":{compact(text)},"logprobs":{shown}'
+        return self.event(f'{{{choice},"finish_reason":{reason}}}')
 
     def add(self, delta: Delta) -> None:
-        """Keep a delta's text and log-probabilities."""
-        index = delta.choice.index
-        self._texts[index] = self._texts.get(index, "") + self._text(delta)
-        self._entries.setdefault(index, []).extend(self._new_entries(delta))
+        """Keep a delta for its choice."""
+        self._deltas.setdefault(delta.choice.index, []).append(delta)
 
     def choice(self, choice: Choice) -> dict[str, Any]:
         """Return a finished choice."""
+        deltas = self._deltas[choice.index]
+        entries = [entry for delta in deltas for entry in self._new_entries(delta)]
         return {
             "index": choice.index,
-            "text": self._texts[choice.index],
-            "logprobs": self._json(self._entries[choice.index]),
+            "text": "".join(map(self._text, deltas)),
+            "logprobs": self._json(entries),
             "finish_reason": choice.finish_reason,
         }
 
@@ -121,7 +119,8 @@ class CompletionFormatter(OpenAIFormatter):
             offsets = prompt.offsets or self._decoded_offsets(prompt)
             first = token_name(self.tokenizer, prompt.ids[0])
             entries.append(_Entry(first, None, None, offsets[0]))
-            entries += map(self._entry, delta.prompt_logprobs, offsets[1:])
+            scored = zip(delta.prompt_logprobs, offsets[1:], strict=True)
+            entries += [self._entry(token, offset) for token, offset in scored]
         if delta.logprobs is not None:
             n_echoed = len(prompt.text) if self._body.echo else 0
             entries.append(self._entry(delta.logprobs, delta.offset + n_echoed))
@@ -137,12 +136,9 @@ class CompletionFormatter(OpenAIFormatter):
         return offsets
 
     def _entry(self, scored: TokenLogprobs, offset: int) -> _Entry:
-        name, logprob = (
-            token_name(self.tokenizer, scored.token_id),
-            responses.finite(scored.logprob),
-        )
+        name, logprob = token_name(self.tokenizer, scored.token_id), finite(scored.logprob)
         top: dict[str, float] = {}
         for token_id, other in scored.top:
-            top.setdefault(token_name(self.tokenizer, token_id), responses.finite(other))
+            top.setdefault(token_name(self.tokenizer, token_id), finite(other))
         # The token itself is in its place, even if another has the same text.
         return _Entry(name, logprob, top | {name: logprob}, offset)
