@@ -372,23 +372,6 @@ async def test_the_status_is_decided_before_the_role_is_sent() -> None:
             await started
 
 
-async def test_openais_client_reads_it_all() -> None:
-    async with chatting("Hello wörld") as (_, client, prompts):
-        whole = await client.chat.completions.create(model=MODEL, messages=USER, logprobs=True)
-        texts = ""
-        async with client.chat.completions.stream(model=MODEL, messages=USER) as stream:
-            async for event in stream:
-                if event.type == "content.delta":
-                    texts += event.delta
-            final = await stream.get_final_completion()
-    assert texts == "Hello wörld"
-    for answer in (whole.choices[0], final.choices[0]):
-        assert (answer.message.content, answer.finish_reason) == (texts, "stop")
-    assert whole.usage is not None
-    assert whole.usage.prompt_tokens == len(prompts[0])
-    assert whole.usage.completion_tokens == len(tokenizer.encode("Hello wörld").ids) + 1
-
-
 async def test_the_bytes_of_tokens_are_those_of_the_text() -> None:
     text = "aé漢🙂 json"
     async with chatting(text) as (served, _, _):
