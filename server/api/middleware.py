@@ -1,6 +1,6 @@
 """Around every request: its id, its line in the log, errors, the API key, the limit on the body.
 
-From the outside in: request_context, CORS if wanted, error_responses, KeyCheck, body_limit. A
+From the outside in: request_context, CORS if wanted, error_responses, key_check, body_limit. A
 browser shows a page only what CORS's headers allow, even of errors, so those are answered inside; a
 preflight request has no key.
 """
@@ -81,43 +81,39 @@ def error_responses(app: ASGIApp) -> ASGIApp:
     return run
 
 
-class KeyCheck:
-    """Answers 401 without a known key, except to health, metrics and the page. No keys: all open.
+def key_check(app: ASGIApp, keys: ApiKeys, most: int | None) -> ASGIApp:
+    """Answer 401 without a known key, except to health, metrics and the page; no keys, all open.
 
     most: requests that each key may have in flight; one more is a 429. None is any number.
     """
+    in_flight = Counter[bytes]()
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, most: int | None) -> None:
-        self.app = app
-        self.keys = keys
-        self.most = most
-        self._in_flight = Counter[bytes]()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the application. Raises AuthenticationError or OverloadedError."""
-        if scope["type"] != "http" or self.keys.is_open or _is_open(scope):
-            await self.app(scope, receive, send)
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or keys.is_open or _is_open(scope):
+            await app(scope, receive, send)
             return
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
         key = None
         if scheme.lower() == "bearer":
-            key = await self.keys.find(given.strip(" \t").encode("latin-1"))
+            key = await keys.find(given.strip(" \t").encode("latin-1"))
         if key is None:
             raise AuthenticationError("no valid API key; send one as: Authorization: Bearer KEY")
-        if self.most is not None and self._in_flight[key] >= self.most:
+        if most is not None and in_flight[key] >= most:
             raise OverloadedError(
-                f"{self.most} requests with this API key are in flight, which is its limit; "
+                f"{most} requests with this API key are in flight, which is its limit; "
                 "wait for one to end",
                 retry_after=scope["app"].state.service.admission.retry_after(1),
                 limit="key",
             )
-        self._in_flight[key] += 1
+        in_flight[key] += 1
         try:
-            await self.app(scope, receive, send)
+            await app(scope, receive, send)
         finally:
-            self._in_flight[key] -= 1
-            if not self._in_flight[key]:
-                del self._in_flight[key]
+            in_flight[key] -= 1
+            if not in_flight[key]:
+                del in_flight[key]
+
+    return run
 
 
 def body_limit(app: ASGIApp, max_bytes: int) -> ASGIApp:

@@ -8,7 +8,7 @@ IGNORED whatever their value, NO_OPS with these values.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Coroutine, Iterator
-from typing import Annotated, Any, Literal, Self, TypeVar, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from fastapi import Request
 from fastapi.routing import APIRoute
@@ -29,7 +29,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, from_json
 from starlette.responses import Response
 
-from model.bundle import GenerationDefaults, MinP, RepetitionPenalty, Temperature, TopP
+from model.bundle import MinP, RepetitionPenalty, Temperature, TopP
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import SamplingParams
 from server.errors import InvalidRequestError, ModelNotFoundError
@@ -220,11 +220,6 @@ class SamplingFields(RequestBody):
     @classmethod
     def _round_to_greedy(cls, temperature: float) -> float:
         return 0.0 if temperature < _GREEDY_BELOW else temperature
-
-    def with_defaults(self, defaults: GenerationDefaults) -> Self:
-        """Return the fields with a model's defaults for those that were not given."""
-        update = defaults.model_dump(exclude_none=True, exclude=self.model_fields_set)
-        return self.model_copy(update=update)
 
     def sampling_params(
         self, logprobs: int | None, prompt_logprobs: int | None = None

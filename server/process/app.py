@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from model.bundle import ModelBundle
 from server.api.explain import Explanations
 from server.api.keys import ApiKeys
-from server.api.middleware import KeyCheck, body_limit, error_responses, request_context
+from server.api.middleware import body_limit, error_responses, key_check, request_context
 from server.api.routes import add_routes
 from server.engine.engine import Engine
 from server.engine.prefix_cache import PrefixCache
@@ -72,7 +72,7 @@ def create_app(
     app.state.explanations = Explanations(bundle)
     add_routes(app)
     app.add_middleware(body_limit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(KeyCheck, keys=keys, most=settings.max_concurrency_per_key)
+    app.add_middleware(key_check, keys=keys, most=settings.max_concurrency_per_key)
     app.add_middleware(error_responses)
     if settings.cors_origins:
         app.add_middleware(

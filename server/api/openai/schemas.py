@@ -147,11 +147,11 @@ class OpenAIBody(SamplingFields, StructuredFields):
         logprobs: int | None,
         prompt_logprobs: int | None = None,
     ) -> RequestOptions:
-        """Return what the builder needs; `defaults` are the model's."""
-        sampling = self.with_defaults(defaults)
+        """Return what the builder needs; `defaults` are the model's, for fields not given."""
+        update = defaults.model_dump(exclude_none=True, exclude=self.model_fields_set)
         return RequestOptions(
             prompts=prompts,
-            params=sampling.sampling_params(logprobs, prompt_logprobs),
+            params=self.model_copy(update=update).sampling_params(logprobs, prompt_logprobs),
             max_tokens=self.max_completion_tokens if self.max_tokens is None else self.max_tokens,
             default_max_tokens=default_max_tokens,
             seed=self.seed,
