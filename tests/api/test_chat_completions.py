@@ -481,6 +481,13 @@ async def test_the_format_can_be_set(setting: str) -> None:
     assert calls_of(forced), "what has to be a call is one in any format"
 
 
+async def test_strict_functions_need_a_known_format() -> None:
+    body = {"messages": USER, "tools": [tool("time", TIME, strict=True)]}
+    async with chatting(bundle=with_template(TEXT_ONLY)) as (served, _, _):
+        response = await served.client.post("/v1/chat/completions", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
+
+
 async def test_tags_that_are_special_tokens_are_seen() -> None:
     tagged = Tokenizer.from_str(tokenizer.to_str())
     tagged.add_special_tokens(
