@@ -67,17 +67,25 @@ class Verification(BaseModel):
     text: str | None = None
 
 
+# Ranges of sampling parameters, for models' defaults and for requests.
+Temperature = Annotated[float, Field(ge=0.0, le=100.0)]
+TopK = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TopP = Annotated[float, Field(gt=0.0, le=1.0)]
+MinP = Annotated[float, Field(ge=0.0, le=1.0)]
+RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100.0)]
+
+
 class GenerationDefaults(BaseModel):
     """The model's recommended sampling, for requests that do not set their own."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    temperature: Annotated[float | None, Field(ge=0.0, le=100.0)] = None
-    top_k: Annotated[int | None, Field(ge=0, le=2**31 - 1)] = None
-    top_p: Annotated[float | None, Field(gt=0.0, le=1.0)] = None
-    min_p: Annotated[float | None, Field(ge=0.0, le=1.0)] = None
-    typical_p: Annotated[float | None, Field(gt=0.0, le=1.0)] = None
-    repetition_penalty: Annotated[float | None, Field(ge=0.01, le=100.0)] = None
+    temperature: Temperature | None = None
+    top_k: TopK | None = None
+    top_p: TopP | None = None
+    min_p: MinP | None = None
+    typical_p: TopP | None = None
+    repetition_penalty: RepetitionPenalty | None = None
 
     def given(self) -> dict[str, float]:
         """Return the fields that are set, by name."""

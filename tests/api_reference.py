@@ -1,4 +1,4 @@
-"""The tables of docs/api.md, made of what they describe: `python -m tests.api_reference` writes them anew."""
+"""The tables of docs/api.md, from the code: `python -m tests.api_reference` rewrites them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
+
+from fastapi.routing import APIRoute
 
 from model.bundle import load_bundle
-from server.api import explain, schemas, tokenize
-from server.api import tgi as generate
+from server.api import explain, schemas, tgi, tokenize
 from server.api.openai import chat_schemas
-from server.api.openapi import DESCRIPTIONS, OPERATIONS
+from server.api.openai import schemas as openai_schemas
+from server.api.openai.answers import ChatEvent, CompletionEvent
+from server.api.responses import STATUSES
+from server.api.routes import ROUTES
 from server.errors import KvasirError
 from server.requests.service import Service
 from server.settings import Settings, load_settings
@@ -20,19 +24,19 @@ from server.settings import Settings, load_settings
 EXAMPLE = Path(__file__).parent.parent / "examples/stdlib"
 PAGE = Path(__file__).parent.parent / "docs/api.md"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
-BODIES: dict[str, type[schemas.Body]] = {
+BODIES: dict[str, type[schemas.RequestBody]] = {
     body.__name__: body
     for body in (
         schemas.SamplingFields,
-        schemas.StructuredFields,
-        schemas.OpenAIBody,
-        schemas.CompletionsBody,
-        schemas.StreamOptions,
+        openai_schemas.StructuredFields,
+        openai_schemas.OpenAIBody,
+        openai_schemas.CompletionsBody,
+        openai_schemas.StreamOptions,
         chat_schemas.Conversation,
         chat_schemas.ChatBody,
-        schemas.GenerateBody,
-        schemas.GenerateParameters,
-        generate.CompatibleBody,
+        tgi.GenerateBody,
+        tgi.GenerateParameters,
+        tgi.CompatibleBody,
         tokenize.TokenizeBody,
         tokenize.TokenizeChatBody,
         tokenize.TokenizeInputsBody,
@@ -41,27 +45,32 @@ BODIES: dict[str, type[schemas.Body]] = {
     )
 }
 OF_REQUESTS = (
-    *("max_model_len", "max_num_seqs", "max_queue", "max_queue_tokens", "max_concurrency_per_key"),
-    *(
-        "max_body_bytes",
-        "max_header_bytes",
-        "default_timeout_ms",
-        "receive_timeout",
-        "send_timeout",
-    ),
-    *(
-        "keep_alive_interval",
-        "tool_call_format",
-        "api_key",
-        "api_key_file",
-        "cors_origins",
-        "root_path",
-    ),
-)
+    "max_model_len", "max_num_seqs", "max_queue", "max_queue_tokens", "max_concurrency_per_key",
+    "max_body_bytes", "max_header_bytes", "default_timeout_ms", "receive_timeout", "send_timeout",
+    "keep_alive_interval", "tool_call_format", "api_key", "api_key_file", "cors_origins",
+    "root_path",
+)  # fmt: skip
+EVENTS = {kind.__name__: kind for kind in (CompletionEvent, ChatEvent, tgi.GenerateEvent)}
+
+
+def body_type(route: APIRoute) -> Any:
+    """Return the type of the body that a route takes."""
+    return get_type_hints(route.endpoint, include_extras=True)["body"]
+
+
+def check_events(route: APIRoute, stream: str) -> int:
+    """Check that each event of a stream has its type. Returns how many there are."""
+    content = route.responses[200]["content"]["text/event-stream"]
+    kind = EVENTS[content["schema"]["$ref"].rpartition("/")[2]]
+    events = [one.removeprefix("data:").strip() for one in stream.split("\n\n") if one]
+    for event in events:
+        kind.model_validate({"data": event})
+    assert (events[-1] == "[DONE]") == (kind is not tgi.GenerateEvent)
+    return len(events)
 
 
 def with_tables(page: str) -> str:
-    """The page with every marked table as it should be."""
+    """Return the page with every marked table rewritten."""
     return MARKED.sub(lambda found: f"{found[1]}\n{_table(found[2])}\n{found[3]}", page)
 
 
@@ -69,7 +78,10 @@ def _table(name: str) -> str:
     if name == "endpoints":
         head, rows = (
             "| | |",
-            [f"| `{o.method.upper()} {o.path}` | {o.summary} |" for o in OPERATIONS],
+            [
+                f"| `{' '.join(one.methods or ())} {one.path_format}` | {one.summary} |"
+                for one in ROUTES
+            ],
         )
     elif name == "errors":
         head, rows = "| status | `type` | `code` | when |", sorted(set(_errors(KvasirError)))
@@ -79,7 +91,7 @@ def _table(name: str) -> str:
         head, rows = "| metric | kind | |", list(_metrics())
     elif name == "idle":
         head = "| field | as |"
-        rows = [f"| `{field}` | anything |" for field in sorted(schemas.WITHOUT_EFFECT)]
+        rows = [f"| `{field}` | anything |" for field in sorted(schemas.IGNORED)]
         rows += [
             f"| `{field}` | {' or '.join(map(_code, values))} |"
             for field, values in schemas.NO_OPS.items()
@@ -96,7 +108,7 @@ def _code(value: object) -> str:
 def _errors(kind: type[KvasirError]) -> Iterator[str]:
     for error in kind.__subclasses__():
         code = error.code and f"`{error.code}`"
-        yield f"| {error.status} | `{error.type}` | {code or ''} | {DESCRIPTIONS[error.status]} |"
+        yield f"| {error.status} | `{error.type}` | {code or ''} | {STATUSES[error.status]} |"
         yield from _errors(error)
 
 
@@ -108,7 +120,7 @@ def _setting(name: str) -> str:
 
 
 def _metrics() -> Iterator[str]:
-    """Kvasir's own, as a server has them from its start."""
+    """Yield a row for each of Kvasir's own metrics, as they are at the start."""
     service = Service(load_settings(model=EXAMPLE), load_bundle(EXAMPLE))
     for metric in service.metrics.registry.collect():
         if not metric.name.startswith("kvasir_"):
@@ -119,18 +131,19 @@ def _metrics() -> Iterator[str]:
         yield f"| {shown} | {metric.type} | {metric.documentation} |"
 
 
-def _fields(body: type[schemas.Body]) -> Iterator[str]:
-    """Those that a body adds to the ones it inherits."""
+def _fields(body: type[schemas.RequestBody]) -> Iterator[str]:
+    """Yield a row for each field that a body adds to inherited ones."""
     schema = body.model_json_schema()
     for name in body.__annotations__:
         field = schema["properties"][name]
         default = "" if field.get("default") is None else f"`{json.dumps(field['default'])}`"
         shown = "required" if name in schema.get("required", ()) else default
-        yield f"| `{name}` | {_kind(field, schema.get('$defs', {}))} | {shown} | {field['description']} |"
+        kind = _kind(field, schema.get("$defs", {}))
+        yield f"| `{name}` | {kind} | {shown} | {field['description']} |"
 
 
 def _kind(schema: dict[str, Any], known: dict[str, Any]) -> str:
-    """A type in words."""
+    """Return a type in words."""
     if "$ref" in schema:
         return _kind(known[schema["$ref"].rpartition("/")[2]], known)
     if alternatives := schema.get("anyOf") or schema.get("oneOf"):
@@ -145,7 +158,7 @@ def _kind(schema: dict[str, Any], known: dict[str, Any]) -> str:
 
 
 def _bounds(schema: dict[str, Any]) -> str:
-    """In words. The largest integers there are go without saying, and so does what nothing can be less than."""
+    """Return bounds in words, without the largest integers and without a minimum of 0."""
     above, least, most = (schema.get(key) for key in ("exclusiveMinimum", "minimum", "maximum"))
     most = None if most is None or most >= 2**31 - 1 else most
     if above is not None:

@@ -1,4 +1,4 @@
-"""A server over a real socket that answers each completion with bytes that the test wrote."""
+"""A server on a real socket that answers completions with bytes from the test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Respond = Callable[
 
 
 class FakeCompletions:
-    """bodies: of all requests. Between two pieces of a response it waits until `step` is released, when that is set."""
+    """bodies: of all requests. step: if set, released by the test before each further piece."""
 
     def __init__(self, respond: Respond) -> None:
         self.respond = respond
@@ -35,7 +35,7 @@ class FakeCompletions:
                 fake.answer(self)
 
             def log_message(self, *_: Any) -> None:
-                """Nothing."""
+                """Log nothing."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
@@ -92,7 +92,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def well(body: dict[str, Any]) -> tuple[int, list[bytes]]:
-    """As many tokens as were asked for, one in each event."""
+    """Answer with as many tokens as were asked for, one in each event."""
     n_tokens = body["max_tokens"]
     return 200, [
         *(event(f" {i}") for i in range(n_tokens)),

@@ -1,4 +1,4 @@
-"""A real uvicorn in a thread, on a fake runner and a free port, for tests that talk over real sockets."""
+"""A real uvicorn in a thread, on a fake runner and a free port, for tests over real sockets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEY = "a-key"
 
 
 class Live:
-    """A server in a thread. What happens inside is announced by semaphores, for tests that wait for it."""
+    """A server in a thread; semaphores announce its events to tests that wait for them."""
 
     def __init__(self, runner: FakeRunner, **settings: Any) -> None:
         self.runner = runner
@@ -63,7 +63,7 @@ class Live:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The server's, once it has answered a request."""
+        """The server's event loop, once it has answered a request."""
         return self.service.engine._loop
 
     @property
@@ -79,7 +79,7 @@ class Live:
         )
 
     def post_raw(self, **body: Any) -> socket.socket:
-        """A request on a socket of its own, which the test may close whenever it likes."""
+        """Send a request on a socket of its own, which the test may close at any time."""
         content = json.dumps({"prompt": "a", "logit_bias": {"66": 100}} | body).encode()
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
         head += f"Authorization: Bearer {KEY}\r\nContent-Length: {len(content)}"

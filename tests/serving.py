@@ -1,4 +1,4 @@
-"""A server on a fake runner: settings, a bundle without files, the app, and a client that needs no socket."""
+"""A server on a fake runner: settings, a bundle without files, the app, a client in the process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ CHAT_TEMPLATE = """\
 {% for message in messages %}
 {{ message.role[0] }}>{{ message.content or '' }}
 {%- for call in message.tool_calls or [] %}
-<tool_call>{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}</tool_call>
+<tool_call>{"name": {{ call.function.name | tojson }}, "arguments":
+{{- ' ' }}{{ call.function.arguments | tojson }}}</tool_call>
 {%- endfor %}
 
 {% endfor %}
@@ -52,7 +53,7 @@ def small_tokenizer() -> Tokenizer:
 
 
 def beginning_with_end_of_text() -> Tokenizer:
-    """The same, with a special token before every text, as others have BOS."""
+    """Return the same tokenizer, with a special token before every text, such as BOS."""
     tokenizer = Tokenizer.from_str(small_tokenizer().to_str())
     tokenizer.post_processor = TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", EOS)]
@@ -91,7 +92,7 @@ def fake_bundle(
 
 
 def saying(text: str, *, n_prompt: int) -> FakeRunner:
-    """A runner that continues any prompt of `n_prompt` tokens with a text, and then with the end of the text."""
+    """Return a runner that continues any prompt of `n_prompt` tokens with a text and its end."""
     ids = [*small_tokenizer().encode(text).ids, EOS]
     return FakeRunner(
         VOCAB_SIZE, next_token=lambda prefix: ids[min(len(prefix) - n_prompt, len(ids) - 1)]
@@ -126,7 +127,7 @@ def announce_submissions(app: FastAPI, submitted: asyncio.Semaphore) -> None:
 def fake_app(
     runner: FakeRunner, cache_bytes: int = 0, bundle: ModelBundle | None = None, **settings: Any
 ) -> FastAPI:
-    """`cache_bytes`: for the prefix cache, whose blocks are 4 tokens here."""
+    """Return the app; `cache_bytes` is for the prefix cache, whose blocks are 4 tokens here."""
     known = load_settings(model=Path(MODEL), max_num_seqs=runner.kv.max_num_seqs, **settings)
     bundle = bundle or fake_bundle(max_model_len=runner.max_model_len)
     runner.kv.cache = PrefixCache(cache_bytes // (4 * runner.kv.prompt_token_bytes), block_size=4)
@@ -140,7 +141,7 @@ async def serving(
     bundle: ModelBundle | None = None,
     **settings: Any,
 ) -> AsyncIterator[Served]:
-    """The app with its lifespan, and a client inside the process."""
+    """Run the app with its lifespan, and a client inside the process."""
     runner = runner or FakeRunner(VOCAB_SIZE)
     app = fake_app(runner, cache_bytes, bundle, **settings)
     transport = httpx.ASGITransport(

@@ -1,4 +1,4 @@
-"""HTTP routes, one file or folder for each protocol.
+"""HTTP: the routes of each protocol, and everything around a request.
 
-Imports every other room of the server but `server.process`.
+Imports every other room of the server except `server.process`.
 """

@@ -1,4 +1,4 @@
-"""POST /explain: what the model attends to in a text, and what it would say next."""
+"""POST /explain: the attention in a text, and the likeliest next tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from time import sleep
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
@@ -16,76 +17,98 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from model.bundle import ModelBundle
-from server.api.openai.answers import check_model
-from server.api.responses import json_response, service_of, unless_disconnected
-from server.api.schemas import Body, Count, parse
+from server import explain as explainer
+from server.api import schemas
+from server.api.responses import errors, json_response, service_of, unless_disconnected
 from server.errors import InvalidRequestError, OverloadedError
-from server.explain import Explainer, Explanation, check_index, check_length
+from server.explain import Explainer, check_index, check_length
 
-router = APIRouter()
+router = APIRouter(route_class=schemas.BodyRoute)
 
-MAX_WEIGHTS = 2**20  # in an answer, some 12 bytes each: four heads' maps of 512 tokens
-# Explanations that run or wait. Who changes their mind leaves one that runs on, and may be here again before the server
-# has noticed that the one after it is not wanted any more.
-_MAX_INSIDE = 4
-_THREADS = 1  # what runs beside the engine is to leave it the other processors
-_NICENESS = 10  # and where all are busy, to take a tenth of what it takes
+MAX_WEIGHTS = 2**20  # of an answer, some 12 bytes each: four heads' maps of 512 tokens
+# A cancelled explanation keeps running, so this also limits how many one client can leave behind.
+_MAX_INSIDE = 4  # explanations that run or wait
+_THREADS = 1  # the engine needs the other processors
+_NICENESS = 10  # where all processors are busy, a tenth of an engine thread's share
 
 
-class ExplainBody(Body):
-    """POST /explain. `text` may be called `prompt`; layers and heads are counted from 0, and no heads are all."""
+class ExplainBody(schemas.RequestBody):
+    """The body of POST /explain. `text` may be called `prompt`."""
 
-    model: str | None = Field(None, description="The served model's name; another is 404.")
-    text: str | None = Field(None, description="What the model is to read.")
+    model: schemas.ModelName = None
+    text: str | None = Field(None, description="The text for the model to read.")
     prompt: str | None = Field(None, description="Another name for `text`.")
-    layers: list[Count] = Field([0], min_length=1, description="Which layers' attention, from 0.")
-    heads: list[Count] | None = Field(
-        None, min_length=1, description="Which of their heads, from 0. Default: all."
+    layers: list[schemas.Count] = Field(
+        [0], min_length=1, description="Layers whose attention to return, from 0."
     )
-    top_k: int = Field(10, ge=0, le=1000, description="How many of the likeliest next tokens.")
+    heads: list[schemas.Count] | None = Field(
+        None, min_length=1, description="Heads of these layers, from 0. Default: all."
+    )
+    top_k: int = Field(10, ge=0, le=1000, description="Number of the likeliest next tokens.")
 
     @model_validator(mode="after")
-    def _one_text(self) -> ExplainBody:
+    def _check_one_text(self) -> ExplainBody:
         if (self.text is None) == (self.prompt is None):
             raise ValueError("give either text or prompt; they are the same")
         return self
 
-    @property
-    def source(self) -> str:
-        return self.text or self.prompt or ""
+
+class HeadWeights(schemas.ResponseBody):
+    """The weights of one attention head."""
+
+    layer: schemas.Size
+    head: schemas.Size
+    weights: list[list[Annotated[float, Field(ge=0, le=1.001)]]] = Field(
+        description="A row for each token, which sums to 1: how much it attends to each token."
+    )
 
 
-def _give_way() -> None:
-    """Let the engine and the event loop go first, which share processors with this thread."""
-    if (
-        sys.platform == "linux"
-    ):  # where niceness is a thread's own; elsewhere it is the whole process's
+class NextToken(schemas.ResponseBody):
+    """A token that may come next."""
+
+    token_id: schemas.Size
+    text: str
+    probability: Annotated[float, Field(ge=0, le=1)]
+
+
+class Explanation(schemas.ResponseBody):
+    """The attention in a text, and the likeliest next tokens."""
+
+    tokens: list[str]
+    token_ids: list[schemas.Size]
+    next_tokens: list[NextToken] = Field(description="The likeliest first.")
+    attention: list[HeadWeights] = Field(description="By layer, then by head.")
+
+
+def _lower_priority() -> None:
+    """Lower this thread's priority, below the engine's and the event loop's."""
+    if sys.platform == "linux":  # elsewhere niceness belongs to the whole process
         os.nice(_NICENESS)
 
 
 class Explanations:
-    """The explainer of a server, loaded when it is first asked, in a thread that takes one explanation at a time.
+    """A server's explainer, in a thread that runs one explanation at a time.
 
-    It holds the model's weights a second time from then on.
+    It is loaded for the first explanation, and holds the model's weights a second time from then.
     """
 
     def __init__(self, bundle: ModelBundle) -> None:
         self._bundle = bundle
         self._explainer: Explainer | None = None
-        self._thread = ThreadPoolExecutor(1, "explain", initializer=_give_way)
+        self._thread = ThreadPoolExecutor(1, "explain", initializer=_lower_priority)
         self._n_inside = 0
 
-    async def answer(
+    async def explain(
         self, token_ids: list[int], layers: list[int], heads: list[int], top_k: int
     ) -> bytes:
-        """The JSON of an explanation. Raises OverloadedError where others are before it."""
+        """Return an explanation as JSON. Raises OverloadedError if others wait already."""
         if self._n_inside >= _MAX_INSIDE:
             raise OverloadedError("other texts are being explained; try again", retry_after=1)
         self._n_inside += 1
         work = asyncio.get_running_loop().run_in_executor(
             self._thread, self._explain, token_ids, layers, heads, top_k
         )
-        # A client that left makes room: of what it asked, no more runs than it has begun.
+        # Also called if the client disconnects; then an explanation that waits is cancelled.
         work.add_done_callback(self._leave)
         return await work
 
@@ -101,11 +124,16 @@ class Explanations:
         return b"".join(_json(explanation, heads))
 
 
-@router.post("/explain")
-async def explain(request: Request) -> Response:
+@router.post(
+    "/explain",
+    summary="The attention in a text, and the likeliest next tokens.",
+    response_model=Explanation,
+    responses=errors(400, 401, 404, 413, 429, 503),
+)
+async def explain(request: Request, body: ExplainBody) -> Response:
+    """Return what the model attends to in a text, and the likeliest next tokens."""
     service = service_of(request)
-    body = parse(ExplainBody, await request.body())
-    check_model(service, body.model)
+    schemas.check_model(service, body.model)
     service.admission.check_open()
     config = service.bundle.config
     layers = sorted(set(body.layers))
@@ -114,23 +142,27 @@ async def explain(request: Request) -> Response:
         check_index("layer", layer, config.n_layer)
     for head in heads:
         check_index("head", head, config.n_head)
-    prompt = await service.prompt(body.source)
+    (prompt,) = await service.builder.tokenize([body.text or body.prompt or ""])
     n_tokens = len(prompt.ids)
     check_length(n_tokens, config)
     n_weights = len(layers) * len(heads) * n_tokens**2
     if n_weights > MAX_WEIGHTS:
         raise InvalidRequestError(
-            f"{len(layers)} layers and {len(heads)} heads of {n_tokens} tokens are {n_weights} weights, more than "
-            f"the {MAX_WEIGHTS} that an answer may have; ask for fewer heads or layers, or of a shorter text",
+            f"{len(layers)} layers and {len(heads)} heads of {n_tokens} tokens are {n_weights} "
+            f"weights, more than the {MAX_WEIGHTS} that an answer may have; ask for fewer heads or "
+            "layers, or send a shorter text",
             param="heads",
         )
     explanations: Explanations = request.app.state.explanations
-    work = explanations.answer(prompt.ids, layers, heads, body.top_k)
+    work = explanations.explain(prompt.ids, layers, heads, body.top_k)
     return json_response(await unless_disconnected(request.receive, work))
 
 
-def _json(explanation: Explanation, heads: list[int]) -> Iterator[bytes]:
-    """Row by row; in between, the interpreter is the engine's and the streams' at once, not after its 5 ms."""
+def _json(explanation: explainer.Explanation, heads: list[int]) -> Iterator[bytes]:
+    """Yield the JSON row by row, and release the interpreter's lock at once after each.
+
+    By itself the interpreter would let the engine and the streams wait 5 ms.
+    """
     known = {
         "tokens": explanation.tokens,
         "token_ids": explanation.token_ids,

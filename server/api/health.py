@@ -1,61 +1,155 @@
-"""Health, metrics and version."""
+"""Health, metrics, version, and the sequences that share the engine now."""
 
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Any
+from time import perf_counter
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from server.api.responses import service_of
+from server.api.responses import OPEN_ERRORS, READ_ERRORS, service_of
+from server.api.schemas import ResponseBody, Size
+from server.engine.sequence import SequenceStatus
 from server.requests.service import onnxruntime_version
 from server.telemetry.metrics import CONTENT_TYPE
 
 router = APIRouter()
 
 
-@router.get("/health/live")
-async def live(request: Request) -> Response:
-    """Whether the process is of use: its engine has neither failed nor hung. A model that still loads is alive."""
-    return _health(service_of(request).engine.is_healthy)
+class Health(ResponseBody):
+    """The answer to a probe."""
+
+    status: Literal["ok", "unavailable"]
 
 
-@router.get("/health")
-@router.get("/health/ready")
+class Version(ResponseBody):
+    """The software and the model."""
+
+    version: str
+    onnxruntime: str | None
+    model: str
+    precision: str
+    device: str
+    speculate: bool
+
+
+class BatchedSequence(ResponseBody):
+    """A sequence that has not ended."""
+
+    request_id: str
+    sequence_id: Size
+    state: Literal["waiting", "prefilling", "running"]
+    row: Size | None
+    prompt_tokens: Size
+    cached_tokens: Size
+    computed_tokens: Size = Field(description="Tokens in the KV cache.")
+    generated_tokens: Size
+    max_tokens: Size
+    seconds: float = Field(description="Time since it arrived.")
+
+
+class Batch(ResponseBody):
+    """The sequences that share the engine."""
+
+    max_num_seqs: Size
+    sequences: list[BatchedSequence]
+
+
+class Metrics(Response):
+    """Metrics in Prometheus' text format."""
+
+    media_type = CONTENT_TYPE
+
+
+_OPEN: dict[str, Any] = {"responses": OPEN_ERRORS, "openapi_extra": {"security": []}}
+_PROBE = _OPEN | {
+    "response_model": Health,
+    "responses": OPEN_ERRORS | {503: {"description": "It is not.", "model": Health}},
+}
+
+
+@router.get("/health", summary="As /health/ready.", **_PROBE)
+@router.get(
+    "/health/ready", summary="200 if requests are accepted, even with a full queue.", **_PROBE
+)
 async def ready(request: Request) -> Response:
-    """Whether to send requests here. A full queue is ready: it answers, with 429."""
+    """Return whether to send requests here. A full queue is ready: it answers, with 429."""
     return _health(service_of(request).is_ready)
 
 
-@router.get("/health/startup")
+@router.get("/health/live", summary="200 unless the engine has failed or hangs.", **_PROBE)
+async def live(request: Request) -> Response:
+    """Return whether the process is of use. It is while the model loads."""
+    return _health(service_of(request).engine.is_healthy)
+
+
+@router.get("/health/startup", summary="200 once the model has been loaded.", **_PROBE)
 async def startup(request: Request) -> Response:
-    """Whether the model has been loaded and warmed up."""
+    """Return whether the model has been loaded and warmed up."""
     return _health(service_of(request).has_started)
 
 
-@router.get("/metrics")
-async def metrics(request: Request) -> Response:
-    return Response(service_of(request).metrics.render(), headers={"content-type": CONTENT_TYPE})
+def _health(is_good: bool) -> Response:
+    status = "ok" if is_good else "unavailable"
+    return JSONResponse({"status": status}, 200 if is_good else 503)
 
 
-@router.get("/metrics/router")
-async def router_metrics(request: Request) -> Response:
-    return Response(
-        service_of(request).metrics.render_load(), headers={"content-type": CONTENT_TYPE}
+@router.get("/metrics", summary="All metrics, for Prometheus.", response_class=Metrics, **_OPEN)
+async def metrics(request: Request) -> Metrics:
+    """Return all metrics."""
+    return Metrics(service_of(request).metrics.render())
+
+
+@router.get(
+    "/metrics/router", summary="Three gauges for load balancers.", response_class=Metrics, **_OPEN
+)
+async def router_metrics(request: Request) -> Metrics:
+    """Return the three gauges that a load balancer needs."""
+    return Metrics(service_of(request).metrics.render_load())
+
+
+@router.get("/version", summary="Versions of software and model.", responses=READ_ERRORS)
+async def versions(request: Request) -> Version:
+    """Return the versions."""
+    service = service_of(request)
+    return Version(
+        version=version("kvasir-lm"),
+        onnxruntime=onnxruntime_version(),
+        **service.describe_model(),
+        speculate=service.settings.speculate,
     )
 
 
-@router.get("/version")
-async def versions(request: Request) -> dict[str, Any]:
+@router.get(
+    "/debug/batch",
+    summary="Sequences that share the engine now, without text.",
+    responses=READ_ERRORS,
+)
+async def batch(request: Request) -> Batch:
+    """Return every sequence that has not ended.
+
+    The engine's thread changes them meanwhile, and the values need not agree. A snapshot between
+    two steps would, but an engine that hangs, which is when this is needed, never takes one.
+    """
     service = service_of(request)
-    return {
-        "version": version("kvasir-lm"),
-        "onnxruntime": onnxruntime_version(),
-        **service.describe_model(),
-        "speculate": service.settings.speculate,
-    }
-
-
-def _health(good: bool) -> Response:
-    return JSONResponse({"status": "ok" if good else "unavailable"}, 200 if good else 503)
+    now = perf_counter()
+    sequences = [
+        BatchedSequence(
+            request_id=sequence.request_id,
+            sequence_id=sequence.id,
+            state=status.value,
+            row=sequence.row,
+            prompt_tokens=len(sequence.prompt_ids),
+            cached_tokens=sequence.n_cached,
+            computed_tokens=sequence.n_computed,
+            generated_tokens=len(sequence.output_ids),
+            max_tokens=sequence.params.max_tokens,
+            seconds=round(now - sequence.times.arrived, 3),
+        )
+        for sequence in service.engine.sequences
+        if (status := sequence.status) is not SequenceStatus.FINISHED
+    ]
+    return Batch(max_num_seqs=service.settings.max_num_seqs, sequences=sequences)

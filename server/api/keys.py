@@ -1,4 +1,4 @@
-"""The keys that open the API: one from the settings, others from a file that may change while the server runs."""
+"""The API keys: one from the settings, others from a file that may change while the server runs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Stamp = tuple[int, int, int]  # of a file's content: modification time in nanose
 
 
 class ApiKeys:
-    """Which keys are known. Raises StartupError for a file that gives none, and for a key that nobody could send.
+    """The known keys. Raises StartupError for a file without keys, and for a key nobody can send.
 
-    Only digests are kept, keyed by a secret of this process: looking one up takes a time that says nothing about any
-    key, and a digest that is shown gives no key away.
+    Only digests are kept, keyed by a secret of this process: the time of a lookup says nothing
+    about any key, and a leaked digest reveals none.
     """
 
     def __init__(self, key: str | None = None, path: Path | None = None) -> None:
@@ -31,31 +31,30 @@ class ApiKeys:
         self._path = path
         self._reloading = threading.Lock()
         try:
-            self._fixed = frozenset(
-                [self._digest(_stripped(key.encode()))] if key is not None else []
-            )
+            fixed = [] if key is None else [self._digest(_stripped(key.encode()))]
         except ValueError as error:
             raise StartupError(f"api_key: {error}") from None
+        self._fixed = frozenset(fixed)
         self._stamp = self._current_stamp()
         try:
-            self._known = self._fixed | (self._read(path) if path is not None else frozenset())
+            self._known = self._fixed | (frozenset() if path is None else self._read(path))
         except (OSError, ValueError) as error:
             raise StartupError(f"api_key_file {path}: {error}") from None
 
     @property
     def is_open(self) -> bool:
-        """Whether there are no keys, and nobody needs one."""
+        """True if there are no keys, and none is needed."""
         return not self._known
 
     async def find(self, key: bytes) -> bytes | None:
-        """What a known key is told apart by; None for an unknown one. A file that has changed is read first."""
+        """Return a known key's digest; None for an unknown key. A changed file is read first."""
         if self._path is not None and (stamp := self._current_stamp()) != self._stamp:
             await asyncio.to_thread(self._reload, self._path, stamp)
         digest = self._digest(key)
         return digest if digest in self._known else None
 
     def _reload(self, path: Path, stamp: Stamp | None) -> None:
-        """Take the file's keys; the old ones stay where it gives none. All who notice a change wait for the first."""
+        """Take the file's keys, if it has any. Concurrent callers wait for the first."""
         with self._reloading:
             if stamp == self._stamp:
                 return
@@ -64,13 +63,12 @@ class ApiKeys:
             except (OSError, ValueError) as error:
                 logger.error("api_key_file %s: %s; the keys stay as they were", path, error)
             else:
-                logger.info(
-                    "api_key_file has changed", extra={"fields": {"keys": len(self._known)}}
-                )
+                fields = {"keys": len(self._known)}
+                logger.info("api_key_file has changed", extra={"fields": fields})
             self._stamp = stamp
 
     def _read(self, path: Path) -> frozenset[bytes]:
-        """Digests of the file's keys. Raises OSError, or ValueError without a word of what it holds."""
+        """Return digests of the file's keys. Raises OSError, or ValueError without its content."""
         if not path.is_file():
             raise ValueError("there is no such file")
         with path.open("rb") as file:
@@ -95,7 +93,10 @@ class ApiKeys:
 
 
 def _stripped(key: bytes) -> bytes:
-    """Without the space around it, which no header keeps. Raises ValueError without a word of what it is."""
+    """Return a key without space around it, which no header keeps.
+
+    Raises ValueError, without the key, for one that is empty or cannot be sent.
+    """
     key = key.strip()
     if not key or any(byte <= ord(" ") or byte == 0x7F for byte in key):
         raise ValueError(

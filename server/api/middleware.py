@@ -1,15 +1,14 @@
-"""Around every request: its id, its line in the log, errors as answers; the key; the limit on the body.
+"""Around every request: its id, its line in the log, errors, the API key, the limit on the body.
 
-From the outside in: RequestContext, CORS where it is wanted, ErrorAnswers, KeyCheck, BodyLimit. A browser shows a page
-only what CORS's headers allow, errors too, so those are answered inside; a preflight request brings no key.
+From the outside in: request_context, CORS if wanted, error_responses, key_check, body_limit. A
+browser shows a page only what CORS's headers allow, even of errors, so those are answered inside; a
+preflight request has no key.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 from uuid import uuid4
@@ -19,200 +18,171 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.keys import ApiKeys
-from server.api.responses import error_response
-from server.errors import (
-    AuthenticationError,
-    EngineError,
-    KvasirError,
-    OverloadedError,
-    RequestTooLargeError,
-)
-from server.requests.completion import Completion
+from server.api.responses import error_response, state_of
+from server.errors import AuthenticationError, OverloadedError, RequestTooLargeError
+from server.requests.completion import RequestState
 
 logger = logging.getLogger("kvasir")
 
-_PROBED_PATHS = frozenset(
-    {"/health", "/health/live", "/health/ready", "/health/startup", "/metrics", "/metrics/router"}
-)
-_OPEN_PATHS = _PROBED_PATHS | {"/"}
-_OPEN_FOLDER = "/static/"
-_READING = frozenset({"GET", "HEAD"})
-_CLIENT_LEFT = 499  # nginx's status for the log: no answer was sent
+_HEALTH_PATHS = ("/health", "/health/live", "/health/ready", "/health/startup")
+_PROBED_PATHS = frozenset((*_HEALTH_PATHS, "/metrics", "/metrics/router"))
+_CLIENT_DISCONNECTED = 499  # nginx's status for the log: no response was sent
 
 
-class RequestContext:
-    """Sets `request_id` and `arrived` in the scope's state, where routes leave their `completion`."""
+def request_context(app: ASGIApp) -> ASGIApp:
+    """Set the RequestState in each scope's state, and log each request."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self.app(scope, receive, send)
+            await app(scope, receive, send)
             return
-        state = scope.setdefault("state", {})
-        state["request_id"] = request_id(Headers(scope=scope).get("x-request-id"))
-        state["arrived"] = perf_counter()
+        state = new_state(Headers(scope=scope).get("x-request-id"))
+        scope.setdefault("state", {})["request"] = state
         status = 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
+                MutableHeaders(scope=message)["x-request-id"] = state.id
             await send(message)
 
         try:
-            await self.app(scope, receive, send_with_id)
+            await app(scope, receive, send_with_id)
         except ClientDisconnect:
-            status = _CLIENT_LEFT
+            status = _CLIENT_DISCONNECTED
         finally:
-            log_request(scope, status, perf_counter() - state["arrived"])
+            log_request(scope, status, perf_counter() - state.arrived)
+
+    return run
 
 
-class ErrorAnswers:
-    """What is raised before an answer has begun becomes the answer."""
+def error_responses(app: ASGIApp) -> ASGIApp:
+    """Turn what is raised before a response has begun into the response."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
 
-        async def noting(message: Message) -> None:
+        async def send_and_note(message: Message) -> None:
             nonlocal has_begun
             has_begun = True
             await send(message)
 
         try:
-            await self.app(scope, receive, noting)
+            await app(scope, receive, send_and_note)
         except ClientDisconnect:
             raise
         except Exception as error:
-            if (
-                has_begun or scope["type"] != "http"
-            ):  # too late to answer: the server cuts the connection
+            # Once a response has begun, the server can only cut the connection.
+            if has_begun or scope["type"] != "http":
                 raise
-            if not isinstance(error, KvasirError):
-                logger.exception("request %s failed", scope["state"]["request_id"])
-                error = EngineError("internal error")
             await error_response(scope, error)(scope, receive, send)
 
+    return run
 
-class KeyCheck:
-    """401 without one of the keys, but for health, metrics and the front page; with no keys, everything is open.
 
-    most: requests that one key may have in flight; None is any number. One more is a 429.
+def key_check(app: ASGIApp, keys: ApiKeys, most: int | None) -> ASGIApp:
+    """Answer 401 without a known key, except to health, metrics and the page; no keys, all open.
+
+    most: requests that each key may have in flight; one more is a 429. None is any number.
     """
+    in_flight = Counter[bytes]()
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, most: int | None) -> None:
-        self.app = app
-        self.keys = keys
-        self.most = most
-        self._in_flight = Counter[bytes]()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self.keys.is_open or self._is_open(scope):
-            await self.app(scope, receive, send)
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or keys.is_open or _is_open(scope):
+            await app(scope, receive, send)
             return
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        key = (
-            await self.keys.find(given.strip(" \t").encode("latin-1"))
-            if scheme.lower() == "bearer"
-            else None
-        )
+        key = None
+        if scheme.lower() == "bearer":
+            key = await keys.find(given.strip(" \t").encode("latin-1"))
         if key is None:
             raise AuthenticationError("no valid API key; send one as: Authorization: Bearer KEY")
-        with self._place(key, scope):
-            await self.app(scope, receive, send)
-
-    @contextmanager
-    def _place(self, key: bytes, scope: Scope) -> Iterator[None]:
-        """Hold one of the key's places for as long as its request lasts. Raises OverloadedError."""
-        if self.most is not None and self._in_flight[key] >= self.most:
+        if most is not None and in_flight[key] >= most:
             service = scope["app"].state.service
             raise OverloadedError(
-                f"{self.most} requests with this API key are in flight, which is its limit; wait for one to end",
+                f"{most} requests with this API key are in flight, which is its limit; "
+                "wait for one to end",
                 retry_after=service.admission.retry_after(1, service.engine.snapshot()),
                 limit="key",
             )
-        self._in_flight[key] += 1
+        in_flight[key] += 1
         try:
-            yield
+            await app(scope, receive, send)
         finally:
-            self._in_flight[key] -= 1
-            if not self._in_flight[key]:
-                del self._in_flight[key]
+            in_flight[key] -= 1
+            if not in_flight[key]:
+                del in_flight[key]
 
-    def _is_open(self, scope: Scope) -> bool:
-        path = _path(scope)
-        return scope["method"] in _READING and (
-            path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER)
-        )
+    return run
 
 
-class BodyLimit:
-    """413 as soon as a body is known to be larger than `max_bytes`: announced, or counted while it comes in."""
+def body_limit(app: ASGIApp, max_bytes: int) -> ASGIApp:
+    """Answer 413 once a body is known to exceed `max_bytes`: when announced, or as it arrives."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
-        self.app = app
-        self.max_bytes = max_bytes
+    def check(n_bytes: int) -> None:
+        if n_bytes > max_bytes:
+            raise RequestTooLargeError(f"the body has more than {max_bytes} bytes, the limit")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        announced = Headers(scope=scope).get("content-length", "0")
-        self._check(int(announced) if announced.isdecimal() else 0)
-        received = 0
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        n_received = 0
 
-        async def counting() -> Message:
-            nonlocal received
+        async def receive_and_count() -> Message:
+            nonlocal n_received
             message = await receive()
-            received += len(message.get("body", b""))
-            self._check(received)
+            n_received += len(message.get("body", b""))
+            check(n_received)
             return message
 
-        await self.app(scope, counting, send)
+        if scope["type"] == "http":
+            announced = Headers(scope=scope).get("content-length", "0")
+            check(int(announced) if announced.isdecimal() else 0)
+        await app(scope, receive_and_count, send)
 
-    def _check(self, n_bytes: int) -> None:
-        if n_bytes > self.max_bytes:
-            raise RequestTooLargeError(
-                f"the body has more than {self.max_bytes} bytes, which is the limit"
-            )
+    return run
 
 
-def request_id(given: str | None) -> str:
-    """The caller's, if it is printable ASCII of at most 128 characters; otherwise a new one."""
-    if given and len(given) <= 128 and given.isascii() and given.isprintable():
-        return given
-    return uuid4().hex
+def new_state(given_id: str | None) -> RequestState:
+    """Return the state of a request that has just arrived.
+
+    Its id is the caller's if that is printable ASCII of at most 128 characters, else a new one.
+    """
+    is_fit = given_id and len(given_id) <= 128 and given_id.isascii() and given_id.isprintable()
+    return RequestState(given_id if given_id and is_fit else uuid4().hex, perf_counter())
+
+
+def _is_open(scope: Scope) -> bool:
+    path = _path(scope)
+    is_public = path in _PROBED_PATHS or path == "/" or path.startswith("/static/")
+    return is_public and scope["method"] in ("GET", "HEAD")
 
 
 def _path(scope: Scope) -> str:
-    """Without what a proxy takes off."""
+    """Return the path without the part that a proxy takes off."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
 def log_request(scope: Scope, status: int, seconds: float) -> None:
-    """One line for each request. What was asked and answered stays out of it.
+    """Log one line for a request, without its content.
 
-    Probes and scrapes that went well are for debugging only: they come many times a second, and say nothing new.
+    Successful probes and scrapes, many a second and all alike, are logged for debugging only.
     """
-    state = scope["state"]
+    state = state_of(scope)
     fields: dict[str, Any] = {
-        "request_id": state["request_id"],
+        "request_id": state.id,
         "method": scope["method"],
         "route": scope["path"],
+        "status": status,
+        "duration_ms": round(seconds * 1000, 3),
     }
-    fields |= {"status": status, "duration_ms": round(seconds * 1000, 3)}
-    completion: Completion | None = state.get("completion")
-    if completion is not None:
+    if (completion := state.completion) is not None:
         first = completion.seconds_to_first_token
-        fields["prompt_tokens"] = completion.n_prompt_tokens
-        fields["completion_tokens"] = completion.n_completion_tokens
-        fields["finish_reason"] = [choice.finish_reason for choice in completion.choices]
-        fields["ttft_ms"] = None if first is None else round(first * 1000, 3)
+        fields |= {
+            "prompt_tokens": completion.n_prompt_tokens,
+            "completion_tokens": completion.n_completion_tokens,
+            "finish_reason": [choice.finish_reason for choice in completion.choices],
+            "ttft_ms": None if first is None else round(first * 1000, 3),
+        }
     is_routine = _path(scope) in _PROBED_PATHS and 200 <= status < 400
     logger.log(logging.DEBUG if is_routine else logging.INFO, "request", extra={"fields": fields})

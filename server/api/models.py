@@ -1,87 +1,158 @@
-"""The one model that is served: as OpenAI lists it, and its whole card."""
+"""The one model that is served: as OpenAI lists it, and everything about it."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from pathlib import Path as FilePath
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Path, Request
+from pydantic import Field
 
 from model.bundle import ATTENTION_GRAPH_FILE
 from server.api.explain import MAX_WEIGHTS
-from server.api.openai.answers import check_model
-from server.api.responses import service_of
+from server.api.responses import READ_ERRORS, errors, service_of
+from server.api.schemas import ResponseBody, Size, check_model
 from server.explain import most_tokens
 from server.requests.service import Service
 
 router = APIRouter()
 
 
-@router.get("/v1/models")
-async def models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_listed(service_of(request))]}
+class Model(ResponseBody):
+    """A model, as OpenAI lists it."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: Literal["kvasir"]
+    max_model_len: Size
 
 
-@router.get("/v1/models/{model_id:path}")
-async def model(request: Request, model_id: str) -> dict[str, Any]:
+class Models(ResponseBody):
+    """The list of models, of which there is one."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class ModelFile(ResponseBody):
+    """A file of the model directory."""
+
+    name: str
+    sha256: str
+    bytes: Size | None = Field(description="null if the file has been removed since the start.")
+
+
+class KVCache(ResponseBody):
+    """The size of the KV cache."""
+
+    bytes_per_token: Size = Field(description="Of keys and values, in all layers.")
+    prompt_bytes_per_token: Size = Field(description="As much again, while a prompt is computed.")
+    budget_tokens: Size = Field(description="Number of tokens that fit in memory.")
+
+
+class ExplainLimits(ResponseBody):
+    """The limits of /explain."""
+
+    max_tokens: Size = Field(description="Of a text.")
+    max_weights: Size = Field(
+        description="Of an answer: heads of all layers, times tokens squared."
+    )
+
+
+class ModelCard(ResponseBody):
+    """Everything about the model but its weights."""
+
+    model: str
+    precision: str
+    device: str
+    parameters: Size
+    max_model_len: Size = Field(description="Maximum number of tokens of prompt and completion.")
+    max_num_seqs: Size
+    kv_cache: KVCache | None = Field(description="null until the model is loaded.")
+    has_chat_template: bool
+    has_attention: bool = Field(description="Whether `/explain` is available.")
+    explain_limits: ExplainLimits
+    config: dict[str, Any] = Field(description="The decoder's shape: its config.json.")
+    generation: dict[str, int | float] = Field(description="The model's recommended sampling.")
+    verification: dict[str, Any] = Field(
+        description="Measured at export: ONNX Runtime against PyTorch."
+    )
+    versions: dict[str, str]
+    source: dict[str, Any] = Field(description="The origin of the model that was exported.")
+    files: list[ModelFile]
+
+
+@router.get("/v1/models", summary="The one model.", responses=READ_ERRORS)
+async def models(request: Request) -> Models:
+    """List the models."""
+    return Models(object="list", data=[_listed(service_of(request))])
+
+
+@router.get(
+    "/v1/models/{model_id:path}", summary="The model by its name.", responses=errors(401, 404)
+)
+async def model(
+    request: Request, model_id: Annotated[str, Path(json_schema_extra={"minLength": 1})]
+) -> Model:
+    """Return the model by its name."""
     service = service_of(request)
     check_model(service, model_id, others=())
     return _listed(service)
 
 
-@router.get("/model")
-def model_card(request: Request) -> dict[str, Any]:
-    """Everything about the model but its weights. Not a coroutine: it asks the file system."""
+def _listed(service: Service) -> Model:
+    return Model(
+        id=service.settings.model_name,
+        object="model",
+        created=service.created,
+        owned_by="kvasir",
+        max_model_len=service.max_model_len,
+    )
+
+
+@router.get("/model", summary="Shape, precision, verification and files.", responses=READ_ERRORS)
+def model_card(request: Request) -> ModelCard:
+    """Return everything about the model. Not a coroutine: it asks the file system."""
     service = service_of(request)
     bundle = service.bundle
     manifest = bundle.manifest
-    return {
+    kv_cache = None
+    if (engine := service.engine.engine) is not None:
+        rows = engine.kv
+        kv_cache = KVCache(
+            bytes_per_token=rows.token_bytes,
+            prompt_bytes_per_token=rows.prompt_token_bytes,
+            budget_tokens=rows.budget_tokens,
+        )
+    files = [
+        ModelFile(name=name, sha256=digest, bytes=_size(bundle.path / name))
+        for name, digest in manifest.files.items()
+    ]
+    return ModelCard(
         **service.describe_model(),
-        "parameters": manifest.parameters,
-        "max_model_len": service.max_model_len,
-        "max_num_seqs": service.settings.max_num_seqs,
-        "kv_cache": _kv_cache(service),
-        "has_chat_template": service.chat is not None,
-        "has_attention": ATTENTION_GRAPH_FILE in manifest.files,
-        "explain_limits": {"max_tokens": most_tokens(bundle.config), "max_weights": MAX_WEIGHTS},
-        "config": asdict(bundle.config),
-        "generation": bundle.generation.given(),
-        "verification": manifest.verification.model_dump(),
-        "versions": manifest.versions,
-        "source": manifest.source,
-        "files": [
-            {"name": name, "sha256": digest, "bytes": _size(bundle.path / name)}
-            for name, digest in manifest.files.items()
-        ],
-    }
+        parameters=manifest.parameters,
+        max_model_len=service.max_model_len,
+        max_num_seqs=service.settings.max_num_seqs,
+        kv_cache=kv_cache,
+        has_chat_template=service.chat is not None,
+        has_attention=ATTENTION_GRAPH_FILE in manifest.files,
+        explain_limits=ExplainLimits(
+            max_tokens=most_tokens(bundle.config), max_weights=MAX_WEIGHTS
+        ),
+        config=asdict(bundle.config),
+        generation=bundle.generation.given(),
+        verification=manifest.verification.model_dump(),
+        versions=manifest.versions,
+        source=manifest.source,
+        files=files,
+    )
 
 
-def _kv_cache(service: Service) -> dict[str, int] | None:
-    engine = service.engine.engine
-    if engine is None:
-        return None
-    rows = engine.kv
-    return {
-        "bytes_per_token": rows.token_bytes,
-        "prompt_bytes_per_token": rows.prompt_token_bytes,
-        "budget_tokens": rows.budget_tokens,
-    }
-
-
-def _size(path: Path) -> int | None:
-    """None where the file can no longer be found: what is served was read from it at the start."""
+def _size(path: FilePath) -> int | None:
+    """Return a file's size; None if it has been removed since it was read at the start."""
     try:
         return path.stat().st_size
     except OSError:
         return None
-
-
-def _listed(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.settings.model_name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "kvasir",
-        "max_model_len": service.max_model_len,
-    }

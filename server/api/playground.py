@@ -1,4 +1,4 @@
-"""GET / and /static/…: a page on which the served model can be tried and seen, from files beside this package."""
+"""GET / and /static/…: the playground, a page to try the served model."""
 
 from __future__ import annotations
 
@@ -6,46 +6,47 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
+from server.api.responses import OPEN_ERRORS
+
 STATIC = Path(__file__).parent.parent / "static"
-# The page loads nothing from elsewhere, runs no inline script, and nobody may put it in a frame.
-_POLICY = "; ".join(
-    (
-        *(
-            "default-src 'none'",
-            "script-src 'self'",
-            "style-src 'self'",
-            "img-src 'self'",
-            "connect-src 'self'",
-        ),
-        *("base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'"),
-    )
-)
+_SOURCES = ("script-src", "style-src", "img-src", "connect-src")
+_FORBIDDEN = ("default-src", "base-uri", "form-action", "frame-ancestors")
+# The page loads nothing from other servers, runs no inline script, and cannot be framed.
+_POLICY = [*(f"{name} 'none'" for name in _FORBIDDEN), *(f"{name} 'self'" for name in _SOURCES)]
 HEADERS = {
-    "content-security-policy": _POLICY,
+    "content-security-policy": "; ".join(_POLICY),
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
-    "cache-control": "no-cache",  # asked again each time, and answered with 304: never yesterday's script
+    "cache-control": "no-cache",  # revalidated each time, so that no old script is used
 }
 
 router = APIRouter()
 
+_OPEN: dict[str, Any] = {
+    "response_class": HTMLResponse,
+    "responses": OPEN_ERRORS,
+    "openapi_extra": {"security": []},
+}
 
-@router.head("/", operation_id="head /")
-@router.get("/", operation_id="get /")
+
+@router.head("/", summary="The playground's headers.", **_OPEN)
+@router.get("/", summary="The playground.", **_OPEN)
 async def page() -> Response:
+    """Return the page."""
     return FileResponse(STATIC / "index.html", headers=HEADERS)
 
 
 class StaticPlayground(StaticFiles):
-    """What the page is made of."""
+    """The files of the page."""
 
     def __init__(self) -> None:
         super().__init__(directory=STATIC)
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
+        """Return a file with the page's headers."""
         response = super().file_response(*args, **kwargs)
         response.headers.update(HEADERS)
         return response

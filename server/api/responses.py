@@ -1,54 +1,149 @@
-"""What every route answers with: error bodies in the caller's dialect, and nothing at all when the caller has left."""
+"""Responses: a completion whole or as server-sent events, JSON in pieces, and errors.
+
+An error becomes a response in `error_response`, or in a stream's last event: nowhere else.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+import json
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from contextlib import aclosing
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope
+from starlette.types import Receive, Scope, Send
 
-from server.errors import KvasirError
+from server.errors import (
+    EngineError,
+    InvalidRequestError,
+    KvasirError,
+    MethodNotAllowedError,
+    NotFoundError,
+)
+from server.requests.completion import Completion, CompletionRequest, Delta, RequestState
 from server.requests.service import Service
+
+logger = logging.getLogger("kvasir")
 
 T = TypeVar("T")
 
-_PIECE = 2**16  # uvicorn's limit on what waits to be sent
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+_PIECE = 2**16  # bytes: uvicorn's limit on data that waits to be sent
+_LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 _TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"})
 _TGI_TYPES = {"invalid_request_error": "validation", "internal_error": "generation"}
 
+STATUSES = {
+    400: "The request is malformed, out of range, not supported, or too long for the model.",
+    401: "No valid API key.",
+    404: "There is no such model, or no such path.",
+    405: "The path does not take this method.",
+    413: "The body is larger than `max_body_bytes`.",
+    429: "Too many requests wait or run already, or the deadline cannot be met.",
+    431: "The URL and the headers, or the trailers of a chunked body, exceed `max_header_bytes`.",
+    500: "The engine failed.",
+    503: "The model is loading, or the server is shutting down.",
+    504: "The deadline passed before the first token, or came too near while the request waited.",
+}
+
+compact = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
+
+
+def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the `responses` of a route with these errors; `routes.document` adds their bodies."""
+    return {status: {"description": STATUSES[status]} for status in (*statuses, 431, 500)}
+
+
+def streamed(event: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Return the `responses` of a route that can stream events; `routes` adds their schema."""
+    schema = {"$ref": f"#/components/schemas/{event.__name__}"}
+    about = "The answer. A stream is server-sent events."
+    return {200: {"description": about, "content": {"text/event-stream": {"schema": schema}}}}
+
+
+OPEN_ERRORS = errors()
+READ_ERRORS = errors(401)
+BODY_ERRORS = errors(400, 401, 404, 413)
+GENERATE_ERRORS = errors(400, 401, 404, 413, 429, 503, 504)
+
 
 def service_of(request: Request) -> Service:
+    """Return the service of the application."""
     service: Service = request.app.state.service
     return service
 
 
-def error_body(scope: Scope, error: KvasirError) -> dict[str, Any]:
-    """OpenAI's body, or TGI's on TGI's routes. A failure of ours carries the request id, for whoever reads the log."""
-    message = error.message
-    if error.status == 500:
-        message = f"{message}; request id {scope['state']['request_id']}"
-    root_path = scope.get(
-        "app_root_path", scope.get("root_path", "")
-    )  # the first of these where a mount is inside
-    if scope["path"].removeprefix(root_path) in _TGI_PATHS:
-        return {"error": message, "error_type": _TGI_TYPES.get(error.type, error.type)}
-    return {
-        "error": {"message": message, "type": error.type, "param": error.param, "code": error.code}
-    }
+def state_of(scope: Scope) -> RequestState:
+    """Return the request's state, which `request_context` has set."""
+    state: RequestState = scope["state"]["request"]
+    return state
 
 
-def error_response(scope: Scope, error: KvasirError) -> JSONResponse:
-    scope["app"].state.service.metrics.rejected(error.reason)
-    return JSONResponse(error_body(scope, error), error.status, error.headers)
+def finite(logprob: float) -> float:
+    """Return a log-probability that JSON can hold."""
+    return max(_LOWEST_LOGPROB, logprob)  # in this order NaN is replaced too
+
+
+# Errors
+
+
+def is_tgi(path: str) -> bool:
+    """Return whether a path is of TGI's routes, whose errors have a form of their own."""
+    return path in _TGI_PATHS
+
+
+def error_body(scope: Scope, error: Exception) -> tuple[KvasirError, dict[str, Any]]:
+    """Return an error of our tree, and its body in the dialect of the path.
+
+    A server error carries the request id, to be found in the log.
+    """
+    known = _as_kvasir_error(scope, error)
+    message = known.message
+    if known.status == 500:
+        message = f"{message}; request id {state_of(scope).id}"
+    # `root_path` alone would include the path of a mount.
+    root_path = scope.get("app_root_path", scope.get("root_path", ""))
+    if is_tgi(scope["path"].removeprefix(root_path)):
+        return known, {"error": message, "error_type": _TGI_TYPES.get(known.type, known.type)}
+    fields = {"message": message, "type": known.type, "param": known.param, "code": known.code}
+    return known, {"error": fields}
+
+
+def error_response(scope: Scope, error: Exception) -> JSONResponse:
+    """Return the response for an error of any kind, and count it."""
+    known, body = error_body(scope, error)
+    scope["app"].state.service.metrics.rejected(known.reason)
+    return JSONResponse(body, known.status, known.headers)
+
+
+def _as_kvasir_error(scope: Scope, error: Exception) -> KvasirError:
+    if isinstance(error, KvasirError):
+        return error
+    if not isinstance(error, HTTPException):
+        logger.error("request %s failed", state_of(scope).id, exc_info=error)
+        return EngineError("internal error")
+    path = Request(scope).url.path
+    if error.status_code == 404:
+        return NotFoundError(f"there is no {path} here")
+    if error.status_code == 405:
+        return MethodNotAllowedError(f"{path} does not take {scope['method']}")
+    return InvalidRequestError(str(error.detail))
+
+
+# Large bodies and clients that disconnect
 
 
 def json_response(body: bytes) -> Response:
-    """A large one goes in pieces, so that streams can send in between.
+    """Return a response of JSON; a large one is sent in pieces, and streams can send in between.
 
-    As one it would be copied whenever a part of it has been sent, and hold the event loop for as long.
+    In one piece it would be copied whenever a part has been sent, which blocks the event loop.
     """
     if len(body) <= _PIECE:
         return Response(body, media_type="application/json")
@@ -63,23 +158,125 @@ async def _pieces(body: bytes) -> AsyncIterator[bytes]:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled, and ClientDisconnect raised, when the client leaves first.
+    """Return the result of `work`; cancel it and raise ClientDisconnect if the client disconnects.
 
-    Call it when the body has been read: from then on the server reports nothing but the disconnect.
+    Call it once the body has been read: then the server reports nothing but the disconnect.
     """
     working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnect(receive))
+    disconnecting = asyncio.ensure_future(_disconnect(receive))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         raise ClientDisconnect
     finally:
         working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        disconnecting.cancel()
+        await asyncio.gather(working, disconnecting, return_exceptions=True)
 
 
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+# Completions
+
+
+class Formatter(ABC):
+    """The form of a completion's response: `chunk` if it is streamed, else `add` and `whole`."""
+
+    end = b""  # the last event of a stream
+    completion: Completion  # once the request is admitted
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.tokenizer = service.bundle.tokenizer
+
+    @abstractmethod
+    def chunk(self, delta: Delta) -> bytes:
+        """Return the events for a delta, if it has anything to show."""
+
+    @abstractmethod
+    def add(self, delta: Delta) -> None:
+        """Keep the content of a delta."""
+
+    @abstractmethod
+    def whole(self) -> Any:
+        """Return the body of a finished completion."""
+
+    def tail(self) -> bytes:
+        """Return the events after all deltas."""
+        return self.end
+
+
+async def respond(
+    request: Request, wanted: CompletionRequest, formatter: Formatter, *, stream: bool
+) -> Response:
+    """Run a request, and return its response, whole or as a stream."""
+    if stream:
+        return EventStream(_events(request, wanted, formatter), end=formatter.end)
+    return await unless_disconnected(request.receive, _whole(request, wanted, formatter))
+
+
+async def _events(
+    request: Request, wanted: CompletionRequest, formatter: Formatter
+) -> AsyncGenerator[bytes, None]:
+    service = formatter.service
+    async with service.complete(wanted) as completion:
+        state_of(request.scope).completion = formatter.completion = completion
+        async for deltas in completion.deltas(service.settings.keep_alive_interval):
+            if chunk := b"".join(formatter.chunk(delta) for delta in deltas):
+                yield chunk
+            elif not deltas:
+                yield KEEP_ALIVE
+        if tail := formatter.tail():
+            yield tail
+
+
+async def _whole(request: Request, wanted: CompletionRequest, formatter: Formatter) -> Response:
+    async with formatter.service.complete(wanted) as completion:
+        state_of(request.scope).completion = formatter.completion = completion
+        async for deltas in completion.deltas():
+            for delta in deltas:
+                formatter.add(delta)
+    return JSONResponse(formatter.whole())
+
+
+def event(data: str) -> bytes:
+    """Return a server-sent event with one line of data: JSON, which holds no line break."""
+    return f"data: {data}\n\n".encode()
+
+
+class EventStream(Response):
+    """A stream of server-sent events, which closes `events` in any case.
+
+    The response starts with the first event, so an error before it has a status of its own. A later
+    error is an event `{"error": ...}`, followed by `end`. A client that disconnects, waiting or
+    reading, cancels the stream.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], *, end: bytes = b"") -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream, as an ASGI application does."""
+        await unless_disconnected(receive, self._send_all(scope, send))
+
+    async def _send_all(self, scope: Scope, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            body = await anext(events)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                async for body in events:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                body = b""
+            except Exception as error:
+                body = event(compact(error_body(scope, error)[1])) + self._end
+            await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,212 +1,338 @@
-"""TGI's routes (Hugging Face text-generation-inference): /generate, /generate_stream, POST / and /info."""
+"""The routes of Hugging Face's TGI: /generate, /generate_stream, POST / and /info."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import Field
-from starlette.responses import JSONResponse, Response
+from pydantic import BaseModel, Field, Json
+from starlette.responses import Response
 
-from server.api.openai.answers import finite
-from server.api.responses import service_of, unless_disconnected
-from server.api.schemas import MAX_STOPS, GenerateBody, parse
-from server.api.sse import KEEP_ALIVE, EventStream, compact, tight_event
-from server.engine.sampling import TokenLogprobs
+from server.api import responses, schemas
+from server.api.responses import GENERATE_ERRORS, compact, finite, streamed
+from server.engine.sampling import MAX_LOGPROBS
 from server.engine.sequence import FinishReason
 from server.errors import InvalidRequestError
-from server.requests.completion import Choice, CompletionRequest, Delta, draw_seed
+from server.requests.builder import RequestOptions
+from server.requests.completion import Choice, CompletionRequest, Delta
 from server.requests.service import Service
 from server.text.detokenizer import token_text
 
-router = APIRouter()
+router = APIRouter(route_class=schemas.BodyRoute)
 
 DEFAULT_MAX_NEW_TOKENS = 100
 
 
+class GenerateParameters(schemas.SamplingFields):
+    """The `parameters` of a request, which samples only if one of them asks for it."""
+
+    max_new_tokens: schemas.Count | None = Field(
+        None, ge=1, description="Maximum number of new tokens. Default: 100, or the room left."
+    )
+    do_sample: bool = Field(False, description="Sample, even if no other field asks for it.")
+    return_full_text: bool = Field(False, description="Begin the text with the prompt.")
+    details: bool = Field(
+        False, description="Return tokens, log-probabilities and the finish reason."
+    )
+    decoder_input_details: bool = Field(
+        False, description="Return the prompt's tokens too; not available on a stream."
+    )
+    top_n_tokens: int = Field(
+        0, ge=0, le=MAX_LOGPROBS, description="Number of alternatives to return for each token."
+    )
+    truncate: schemas.KeepLast = None
+    grammar: schemas.TGIFormat | None = Field(
+        None,
+        description="`json` or `json_object` with a schema as `value`, `regex`, or `json_schema` "
+        "with `value.schema`.",
+    )
+
+    @property
+    def samples(self) -> bool:
+        """True to sample, False to decode greedily."""
+        is_shaped = (
+            self.top_k > 0
+            or self.top_p < 1.0
+            or self.typical_p < 1.0
+            or self.min_p > 0.0
+            or self.temperature != 1.0
+        )
+        return (self.do_sample or is_shaped) and self.temperature > 0.0
+
+
+class GenerateBody(schemas.RequestBody):
+    """The body of POST /generate and /generate_stream."""
+
+    inputs: str = Field(description="The text to continue.")
+    parameters: GenerateParameters = Field(
+        default_factory=lambda: GenerateParameters.model_validate({}), description="See below."
+    )
+
+
 class CompatibleBody(GenerateBody):
-    """POST /, where clients that know only a base URL send everything."""
+    """The body of POST /, for clients that know only a base URL."""
 
-    stream: bool = Field(False, description="Server-sent events, as /generate_stream sends them.")
-
-
-@router.post("/generate")
-async def generate(request: Request) -> Response:
-    answer = await _read(request, parse(GenerateBody, await request.body()))
-    return JSONResponse(await unless_disconnected(request.receive, _whole(request, answer)))
+    stream: bool = Field(False, description="Answer with server-sent events, as /generate_stream.")
 
 
-@router.post("/generate_stream")
-async def generate_stream(request: Request) -> Response:
-    return await _stream(request, parse(GenerateBody, await request.body()))
+class GenerateError(schemas.ResponseBody):
+    """An error of TGI's routes."""
+
+    error: str
+    error_type: str
 
 
-@router.post("/")
-async def generate_either(request: Request) -> Response:
-    body = parse(CompatibleBody, await request.body())
-    if body.stream:
-        return await _stream(request, body)
-    answer = await _read(request, body)
-    return JSONResponse([await unless_disconnected(request.receive, _whole(request, answer))])
+class PrefillToken(schemas.ResponseBody):
+    """A token of the prompt."""
+
+    id: schemas.Size
+    text: str
+    logprob: schemas.Logprob | None
 
 
-@router.get("/info")
-async def info(request: Request) -> dict[str, Any]:
-    service = service_of(request)
-    model = service.describe_model()
-    n_sequences = service.settings.max_num_seqs + service.settings.queue_limit
-    return {
-        "model_id": model["model"],
-        "model_sha": None,
-        "model_dtype": model["precision"],
-        "model_device_type": model["device"],
-        "model_pipeline_tag": "text-generation",
-        "max_concurrent_requests": n_sequences,
-        "max_best_of": 1,
-        "max_stop_sequences": MAX_STOPS,
-        "max_input_tokens": service.max_model_len - 1,
-        "max_total_tokens": service.max_model_len,
-        "validation_workers": 1,
-        "max_client_batch_size": n_sequences,
-        "router": "kvasir",
-        "version": version("kvasir-lm"),
-        "sha": None,
-        "docker_label": None,
-    }
+class Token(schemas.ResponseBody):
+    """A generated token."""
+
+    id: schemas.Size
+    text: str
+    logprob: schemas.Logprob
+    special: bool
 
 
-async def _stream(request: Request, body: GenerateBody) -> Response:
-    if body.parameters.decoder_input_details:
+class StreamDetails(schemas.ResponseBody):
+    """Details in the last event of a stream."""
+
+    finish_reason: Literal["length", "eos_token", "stop_sequence"]
+    generated_tokens: schemas.Size
+    seed: int | None = Field(description="Null for greedy decoding.")
+    input_length: schemas.Size
+
+
+class Details(StreamDetails):
+    """Details of a whole answer."""
+
+    prefill: list[PrefillToken]
+    tokens: list[Token]
+    top_tokens: list[list[Token]] | None = None
+
+
+class Generated(schemas.ResponseBody):
+    """The response of /generate."""
+
+    generated_text: str
+    details: Details | None = None
+
+
+class GeneratedToken(schemas.ResponseBody):
+    """The data of an event; the last event of a stream has the text and the details."""
+
+    index: schemas.Size
+    token: Token
+    top_tokens: list[Token] | None = None
+    generated_text: str | None
+    details: StreamDetails | None
+
+
+class GenerateEvent(BaseModel):
+    """A server-sent event. An error after the first event is an event too."""
+
+    data: Json[GeneratedToken | GenerateError]
+
+
+class Info(schemas.ResponseBody):
+    """The response of /info."""
+
+    model_id: str
+    model_sha: None
+    model_dtype: str
+    model_device_type: str
+    model_pipeline_tag: Literal["text-generation"]
+    max_concurrent_requests: schemas.Size
+    max_best_of: schemas.Size
+    max_stop_sequences: schemas.Size
+    max_input_tokens: schemas.Size
+    max_total_tokens: schemas.Size
+    validation_workers: schemas.Size
+    max_client_batch_size: schemas.Size
+    router: Literal["kvasir"]
+    version: str
+    sha: None
+    docker_label: None
+
+
+@router.post(
+    "/generate",
+    summary="Continue a text, as TGI does.",
+    response_model=Generated,
+    responses=GENERATE_ERRORS,
+)
+async def generate(request: Request, body: GenerateBody) -> Response:
+    """Continue a text."""
+    return await _generate(request, body)
+
+
+@router.post(
+    "/generate_stream",
+    summary="Continue a text as a stream.",
+    response_class=Response,
+    responses=GENERATE_ERRORS | streamed(GenerateEvent),
+)
+async def generate_stream(request: Request, body: GenerateBody) -> Response:
+    """Continue a text as a stream."""
+    return await _generate(request, body, stream=True)
+
+
+@router.post(
+    "/",
+    summary="Either, depending on `stream`, for TGI's clients that know a base URL.",
+    response_model=list[Generated],
+    responses=GENERATE_ERRORS | streamed(GenerateEvent),
+)
+async def generate_either(request: Request, body: CompatibleBody) -> Response:
+    """Continue a text, as a list of one or as a stream."""
+    return await _generate(request, body, stream=body.stream, as_list=True)
+
+
+async def _generate(
+    request: Request, body: GenerateBody, *, stream: bool = False, as_list: bool = False
+) -> Response:
+    parameters = body.parameters
+    if stream and parameters.decoder_input_details:
         raise InvalidRequestError(
             "decoder_input_details is not available on a stream; use /generate", param="parameters"
         )
-    return EventStream(_events(request, await _read(request, body)))
-
-
-async def _read(request: Request, body: GenerateBody) -> _Answer:
-    service = service_of(request)
-    parameters = body.parameters
-    service.check_token_ids(parameters.stop_token_ids, "parameters.stop_token_ids")
-    service.check_token_ids(map(int, parameters.logit_bias), "parameters.logit_bias")
-    prompts = [await service.prompt(body.inputs, keep_last=parameters.truncate)]
-    max_tokens = parameters.max_new_tokens
-    if max_tokens is None:
-        max_tokens = service.default_max_tokens(prompts, DEFAULT_MAX_NEW_TOKENS)
-    changes = {} if parameters.samples else {"temperature": 0.0}
-    params = parameters.sampling_params(
-        {},  # TGI's own defaults say when to sample at all
-        max_tokens=max_tokens,
-        seed=draw_seed() if parameters.seed is None else parameters.seed,
-        logprobs=parameters.top_n_tokens,
-        prompt_logprobs=0 if parameters.decoder_input_details else None,
-        **changes,
+    service = responses.service_of(request)
+    sampling = (
+        parameters if parameters.samples else parameters.model_copy(update={"temperature": 0.0})
     )
-    deadline = service.deadline(request.state.arrived, parameters.timeout_ms)
-    wanted = CompletionRequest(
-        prompts=prompts,
-        params=params,
-        request_id=request.state.request_id,
-        stops=tuple(parameters.stop),
-        deadline=deadline,
+    grammar = parameters.grammar
+    options = RequestOptions(
+        prompts=[body.inputs],
+        params=sampling.sampling_params(
+            parameters.top_n_tokens, 0 if parameters.decoder_input_details else None
+        ),
+        max_tokens=parameters.max_new_tokens,
+        default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
+        seed=parameters.seed,
+        stops=parameters.stop,
+        timeout_ms=parameters.timeout_ms,
         priority=parameters.priority,
-        grammar=parameters.grammar_wanted(),
+        grammar=None if grammar is None else schemas.tgi_grammar(grammar, "parameters.grammar"),
+        keep_last=parameters.truncate,
+        field_prefix="parameters.",
     )
-    return _Answer(service, body, wanted)
+    wanted = await service.builder.build(options, responses.state_of(request.scope))
+    formatter = GenerateFormatter(service, parameters, wanted, as_list=as_list)
+    return await responses.respond(request, wanted, formatter, stream=stream)
 
 
-class _Answer:
-    """The shape of one request's answer, whole or in events. There is one choice, and its text is kept."""
+class GenerateFormatter(responses.Formatter):
+    """The form of TGI's responses, which have one choice."""
 
-    def __init__(self, service: Service, body: GenerateBody, wanted: CompletionRequest) -> None:
-        self.service = service
-        self.tokenizer = service.bundle.tokenizer
-        self.parameters = body.parameters
-        self.wanted = wanted
-        self.text = wanted.prompts[0].text if body.parameters.return_full_text else ""
-        self.tokens: list[dict[str, Any]] = []
-        self.top_tokens: list[list[dict[str, Any]]] = []
-        self.prefill: list[dict[str, Any]] = []
+    def __init__(
+        self,
+        service: Service,
+        parameters: GenerateParameters,
+        wanted: CompletionRequest,
+        *,
+        as_list: bool,
+    ) -> None:
+        super().__init__(service)
+        self._parameters = parameters
+        self._wanted = wanted
+        self._as_list = as_list
+        self._text = wanted.prompts[0].text if parameters.return_full_text else ""
+        self._tokens: list[dict[str, Any]] = []
+        self._top_tokens: list[list[dict[str, Any]]] = []
+        self._prefill: list[dict[str, Any]] = []
 
     def add(self, delta: Delta) -> None:
-        self.text += delta.text
+        """Keep a delta's text and tokens."""
+        self._text += delta.text
         if delta.prompt_logprobs is not None:
-            ids = self.wanted.prompts[0].ids
+            ids = self._wanted.prompts[0].ids
             logprobs = [None, *(finite(scored.logprob) for scored in delta.prompt_logprobs)]
-            self.prefill = [
+            self._prefill = [
                 {"id": i, "text": token_text(self.tokenizer, i), "logprob": p}
                 for i, p in zip(ids, logprobs, strict=True)
             ]
-        if delta.logprobs is not None:
-            self.tokens.append(self._token(delta, delta.logprobs))
-            self.top_tokens.append(
-                [self._entry(i, token_text(self.tokenizer, i), p) for i, p in delta.logprobs.top]
-            )
+        if (scored := delta.logprobs) is not None:
+            token = self._token(scored.token_id, scored.logprob)
+            self._tokens.append(token if token["special"] else token | {"text": delta.text})
+            self._top_tokens.append([self._token(i, logprob) for i, logprob in scored.top])
 
-    def event(self, delta: Delta) -> bytes:
-        """The event of one delta, which has been added. The last one carries the whole text."""
-        if delta.logprobs is None:  # ended without a token: by its deadline
+    def chunk(self, delta: Delta) -> bytes:
+        """Return the event for a delta; the last one has the whole text."""
+        self.add(delta)
+        if delta.logprobs is None:  # the deadline ended it without a token
             token: dict[str, Any] = {"id": 0, "text": delta.text, "logprob": 0.0, "special": True}
         else:
-            token = self.tokens[-1]
-        shown: dict[str, Any] = {"index": len(self.tokens), "token": token}
-        if self.parameters.top_n_tokens:
-            shown["top_tokens"] = self.top_tokens[-1] if self.top_tokens else []
-        ended = delta.finish_reason is not None
-        shown["generated_text"] = self.text if ended else None
-        shown["details"] = self.summary(delta.choice) if ended else None
-        return tight_event(compact(shown))
+            token = self._tokens[-1]
+        shown: dict[str, Any] = {"index": len(self._tokens), "token": token}
+        if self._parameters.top_n_tokens:
+            shown["top_tokens"] = self._top_tokens[-1] if self._top_tokens else []
+        has_ended = delta.finish_reason is not None
+        shown["generated_text"] = self._text if has_ended else None
+        shown["details"] = self._summary(delta.choice) if has_ended else None
+        # Without a space, as TGI writes it: some of its clients cut off five characters.
+        return f"data:{compact(shown)}\n\n".encode()
 
-    def summary(self, choice: Choice) -> dict[str, Any]:
+    def whole(self) -> Any:
+        """Return the body of a finished completion."""
+        parameters = self._parameters
+        shown: dict[str, Any] = {"generated_text": self._text}
+        if parameters.details or parameters.decoder_input_details:
+            details = self._summary(self.completion.choices[0])
+            details |= {"prefill": self._prefill, "tokens": self._tokens}
+            if parameters.top_n_tokens:
+                details["top_tokens"] = self._top_tokens
+            shown["details"] = details
+        return [shown] if self._as_list else shown
+
+    def _summary(self, choice: Choice) -> dict[str, Any]:
+        reason = "length"  # also at the deadline, for which TGI has no name
+        if choice.stops.stopped:
+            reason = "stop_sequence"
+        elif choice.finish_reason is FinishReason.STOP:
+            reason = "eos_token"
         return {
-            "finish_reason": _finish_reason(choice),
+            "finish_reason": reason,
             "generated_tokens": choice.n_tokens,
-            "seed": self.wanted.params.seed if self.parameters.samples else None,
+            "seed": self._wanted.params.seed if self._parameters.samples else None,
             "input_length": len(choice.prompt.ids),
         }
 
-    def details(self, choice: Choice) -> dict[str, Any]:
-        details = self.summary(choice) | {"prefill": self.prefill, "tokens": self.tokens}
-        if self.parameters.top_n_tokens:
-            details["top_tokens"] = self.top_tokens
-        return details
-
-    def _token(self, delta: Delta, scored: TokenLogprobs) -> dict[str, Any]:
-        special = scored.token_id in self.service.special_ids
-        text = token_text(self.tokenizer, scored.token_id) if special else delta.text
-        return self._entry(scored.token_id, text, scored.logprob)
-
-    def _entry(self, token_id: int, text: str, logprob: float) -> dict[str, Any]:
-        special = token_id in self.service.special_ids
-        return {"id": token_id, "text": text, "logprob": finite(logprob), "special": special}
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "id": token_id,
+            "text": token_text(self.tokenizer, token_id),
+            "logprob": finite(logprob),
+            "special": token_id in self.service.special_ids,
+        }
 
 
-async def _events(request: Request, answer: _Answer) -> AsyncGenerator[bytes, None]:
-    async with answer.service.complete(answer.wanted) as completion:
-        request.state.completion = completion
-        async for deltas in completion.deltas(answer.service.settings.keep_alive_interval):
-            for delta in deltas:
-                answer.add(delta)
-                yield answer.event(delta)
-            if not deltas:
-                yield KEEP_ALIVE
-
-
-async def _whole(request: Request, answer: _Answer) -> dict[str, Any]:
-    async with answer.service.complete(answer.wanted) as completion:
-        request.state.completion = completion
-        async for deltas in completion.deltas():
-            for delta in deltas:
-                answer.add(delta)
-    shown: dict[str, Any] = {"generated_text": answer.text}
-    if answer.parameters.details or answer.parameters.decoder_input_details:
-        shown["details"] = answer.details(completion.choices[0])
-    return shown
-
-
-def _finish_reason(choice: Choice) -> str:
-    """In TGI's words, which know no deadline."""
-    if choice.stopped_by_string:
-        return "stop_sequence"
-    return "eos_token" if choice.finish_reason is FinishReason.STOP else "length"
+@router.get("/info", summary="Model and limits, in TGI's form.", responses=responses.READ_ERRORS)
+async def info(request: Request) -> Info:
+    """Return model and limits."""
+    service = responses.service_of(request)
+    model = service.describe_model()
+    n_sequences = service.settings.max_num_seqs + service.settings.queue_limit
+    return Info(
+        model_id=model["model"],
+        model_sha=None,
+        model_dtype=model["precision"],
+        model_device_type=model["device"],
+        model_pipeline_tag="text-generation",
+        max_concurrent_requests=n_sequences,
+        max_best_of=1,
+        max_stop_sequences=schemas.MAX_STOPS,
+        max_input_tokens=service.max_model_len - 1,
+        max_total_tokens=service.max_model_len,
+        validation_workers=1,
+        max_client_batch_size=n_sequences,
+        router="kvasir",
+        version=version("kvasir-lm"),
+        sha=None,
+        docker_label=None,
+    )

@@ -1,115 +1,144 @@
-"""POST /tokenize and /detokenize as vLLM has them; TGI's form of /tokenize."""
+"""POST /tokenize and /detokenize in vLLM's form, and /tokenize in TGI's."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field
-from pydantic_core import from_json, to_json
+from pydantic import Discriminator, Field, Tag
+from pydantic_core import to_json
 from starlette.responses import Response
 from tokenizers import Encoding
 
-from server.api.openai.answers import check_model
+from server.api import schemas
 from server.api.openai.chat import render
 from server.api.openai.chat_schemas import Conversation
-from server.api.responses import json_response, service_of
-from server.api.schemas import Body, Count, parse
+from server.api.responses import BODY_ERRORS, json_response, service_of
+from server.requests.builder import in_thread_if_long
 from server.requests.service import Service
 
-router = APIRouter()
+router = APIRouter(route_class=schemas.BodyRoute)
+
+_ReturnNames = Annotated[bool, Field(description="Return the tokens' names in the vocabulary too.")]
 
 
-class TokenizeBody(Body):
-    """POST /tokenize of a text."""
+class TokenizeBody(schemas.RequestBody):
+    """The body of POST /tokenize for a text."""
 
-    model: str | None = Field(None, description="The served model's name; another is 404.")
+    model: schemas.ModelName = None
     prompt: str = Field(description="The text.")
-    add_special_tokens: bool = Field(
-        True, description="Those that the tokenizer puts around a text."
-    )
-    return_token_strs: bool = Field(False, description="The tokens' names in the vocabulary too.")
+    add_special_tokens: schemas.AddSpecialTokens = True
+    return_token_strs: _ReturnNames = False
 
 
 class TokenizeChatBody(Conversation):
-    """The same of a conversation, whose text the template ends and begins."""
+    """The body of POST /tokenize for a conversation."""
 
-    model: str | None = Field(None, description="The served model's name; another is 404.")
-    return_token_strs: bool = Field(False, description="The tokens' names in the vocabulary too.")
+    model: schemas.ModelName = None
+    return_token_strs: _ReturnNames = False
 
 
-class TokenizeInputsBody(Body):
-    """The same in TGI's words."""
+class TokenizeInputsBody(schemas.RequestBody):
+    """The body of POST /tokenize in TGI's form."""
 
     inputs: str = Field(description="The text.")
-    add_special_tokens: bool = Field(
-        True, description="Those that the tokenizer puts around a text."
+    add_special_tokens: schemas.AddSpecialTokens = True
+
+
+def _form(body: object) -> str:
+    """Return the tag of the form; no field is called like one, which errors could confuse."""
+    given = body if isinstance(body, dict) else {}
+    return next((f"<{k}>" for k in ("messages", "inputs") if given.get(k) is not None), "<prompt>")
+
+
+AnyTokenizeBody = Annotated[
+    Annotated[TokenizeBody, Tag("<prompt>")]
+    | Annotated[TokenizeChatBody, Tag("<messages>")]
+    | Annotated[TokenizeInputsBody, Tag("<inputs>")],
+    Discriminator(_form),
+]
+
+
+class DetokenizeBody(schemas.RequestBody):
+    """The body of POST /detokenize."""
+
+    model: schemas.ModelName = None
+    tokens: list[schemas.Count] = Field(description="Token ids; special tokens are written out.")
+
+
+class Tokens(schemas.ResponseBody):
+    """The tokens of a text or a conversation."""
+
+    prompt: str | None = Field(description="The text that the template made of messages.")
+    count: schemas.Size
+    max_model_len: schemas.Size
+    tokens: list[schemas.Size]
+    token_strs: list[str] | None = Field(description="Names in the vocabulary.")
+    offsets: list[tuple[schemas.Size, schemas.Size]] = Field(
+        description="The begin and end of each token, in characters of the prompt. A token that is "
+        "part of a character spans all of it; one that the tokenizer adds is empty."
     )
 
 
-class DetokenizeBody(Body):
-    """POST /detokenize."""
+class SimpleToken(schemas.ResponseBody):
+    """A token, as TGI describes it."""
 
-    model: str | None = Field(None, description="The served model's name; another is 404.")
-    tokens: list[Count] = Field(description="Token ids; special tokens are written out.")
+    id: schemas.Size
+    text: str
+    start: schemas.Size
+    stop: schemas.Size
 
 
-_FORMS: dict[str, type[Body]] = {"messages": TokenizeChatBody, "inputs": TokenizeInputsBody}
+class Detokenized(schemas.ResponseBody):
+    """The text of token ids."""
+
+    prompt: str
 
 
-@router.post("/tokenize")
-async def tokenize(request: Request) -> Response:
+@router.post(
+    "/tokenize",
+    summary="Text or messages to tokens, in vLLM's form; for `inputs`, in TGI's.",
+    response_model=Tokens | list[SimpleToken],
+    responses=BODY_ERRORS,
+)
+async def tokenize(request: Request, body: AnyTokenizeBody) -> Response:
+    """Return the tokens of a text or a conversation."""
     service = service_of(request)
-    raw = await request.body()
-    body = parse(_form(raw), raw)
     if isinstance(body, TokenizeInputsBody):
-        return json_response(
-            await service.aside(len(body.inputs), lambda: to_json(_simple_tokens(service, body)))
-        )
-    assert isinstance(body, TokenizeBody | TokenizeChatBody)
-    check_model(service, body.model)
-    text = body.prompt if isinstance(body, TokenizeBody) else await render(service, body, len(raw))
-    return json_response(
-        await service.aside(len(text), lambda: to_json(_tokens(service, body, text)))
-    )
+        text, work = body.inputs, partial(_simple_tokens, service, body)
+    else:
+        schemas.check_model(service, body.model)
+        text = await render(request, body) if isinstance(body, TokenizeChatBody) else body.prompt
+        work = partial(_tokens, service, body, text)
+    return json_response(await in_thread_if_long(len(text), work))
 
 
-@router.post("/detokenize")
-async def detokenize(request: Request) -> Response:
+@router.post(
+    "/detokenize", summary="Tokens to text.", response_model=Detokenized, responses=BODY_ERRORS
+)
+async def detokenize(request: Request, body: DetokenizeBody) -> Response:
+    """Return the text of token ids."""
     service = service_of(request)
-    body = parse(DetokenizeBody, await request.body())
-    check_model(service, body.model)
-    service.check_token_ids(body.tokens, "tokens")
+    schemas.check_model(service, body.model)
+    service.builder.check_token_ids(body.tokens, "tokens")
     tokenizer = service.bundle.tokenizer
     decode = partial(tokenizer.decode_batch, [body.tokens], skip_special_tokens=False)
-    (text,) = await service.aside(len(body.tokens), decode)
+    (text,) = await in_thread_if_long(len(body.tokens), decode)
     return json_response(to_json({"prompt": text}))
 
 
-def _form(raw: bytes) -> type[Body]:
-    """Which of the bodies it is meant to be, by the field that holds the text."""
-    fields: Any = None
-    with suppress(ValueError):  # the parser says what is wrong with it
-        fields = from_json(raw)
-    given = fields if isinstance(fields, dict) else {}
-    return next(
-        (form for name, form in _FORMS.items() if given.get(name) is not None), TokenizeBody
-    )
-
-
 def _encode(service: Service, text: str, add_special_tokens: bool) -> Encoding:
-    """As a batch of one, which leaves the interpreter to others meanwhile."""
+    """Return the encoding of a text, as a batch of one: that releases the interpreter's lock."""
     encodings: list[Encoding] = service.bundle.tokenizer.encode_batch(
         [text], add_special_tokens=add_special_tokens
     )
     return encodings[0]
 
 
-def _tokens(service: Service, body: TokenizeBody | TokenizeChatBody, text: str) -> dict[str, Any]:
+def _tokens(service: Service, body: TokenizeBody | TokenizeChatBody, text: str) -> bytes:
     encoding = _encode(service, text, body.add_special_tokens)
-    return {
+    answer: dict[str, Any] = {
         "prompt": text if isinstance(body, TokenizeChatBody) else None,
         "count": len(encoding.ids),
         "max_model_len": service.max_model_len,
@@ -117,11 +146,14 @@ def _tokens(service: Service, body: TokenizeBody | TokenizeChatBody, text: str) 
         "token_strs": encoding.tokens if body.return_token_strs else None,
         "offsets": encoding.offsets,
     }
+    return to_json(answer)
 
 
-def _simple_tokens(service: Service, body: TokenizeInputsBody) -> list[dict[str, Any]]:
+def _simple_tokens(service: Service, body: TokenizeInputsBody) -> bytes:
     encoding = _encode(service, body.inputs, body.add_special_tokens)
-    return [
-        {"id": token_id, "text": body.inputs[start:stop], "start": start, "stop": stop}
-        for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
-    ]
+    return to_json(
+        [
+            {"id": token_id, "text": body.inputs[start:stop], "start": start, "stop": stop}
+            for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
+        ]
+    )

@@ -6,37 +6,24 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
-from itertools import chain
 from threading import Thread
 from types import ModuleType
 
-from fastapi import FastAPI, Request
-from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
+from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import Response
-from starlette.routing import Match
 
 from model.bundle import ModelBundle
-from server.api import debug, explain, health, models, openapi, playground, tgi, tokenize
+from server.api.explain import Explanations
 from server.api.keys import ApiKeys
-from server.api.middleware import BodyLimit, ErrorAnswers, KeyCheck, RequestContext
-from server.api.openai import chat, completions
-from server.api.responses import error_response
+from server.api.middleware import body_limit, error_responses, key_check, request_context
+from server.api.routes import add_routes
 from server.engine.engine import Engine
-from server.errors import (
-    InvalidRequestError,
-    KvasirError,
-    MethodNotAllowedError,
-    NotFoundError,
-    StartupError,
-)
+from server.errors import StartupError
 from server.process.engine_builder import build_engine
 from server.requests.service import Service
 from server.settings import Settings
 from server.telemetry.start_clock import StartClock
 
-_ROUTES = (chat, completions, models, tgi, tokenize, explain, health, debug, openapi, playground)
 _FLUSH_SECONDS = 3.0  # for the last spans to reach the collector at shutdown
 
 
@@ -79,15 +66,12 @@ def create_app(
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.service = service
-    app.state.explanations = explain.Explanations(bundle)
-    for module in _ROUTES:
-        app.include_router(module.router)
-    app.mount("/static", playground.StaticPlayground())
-    app.add_exception_handler(HTTPException, _answer_http_exception)
+    app.state.explanations = Explanations(bundle)
+    add_routes(app)
     # Middleware runs in reverse order: the last one added is the outermost.
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(KeyCheck, keys=keys, most=settings.max_concurrency_per_key)
-    app.add_middleware(ErrorAnswers)
+    app.add_middleware(body_limit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(key_check, keys=keys, most=settings.max_concurrency_per_key)
+    app.add_middleware(error_responses)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -96,7 +80,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after", "x-should-retry"],
         )
-    app.add_middleware(RequestContext)
+    app.add_middleware(request_context)
     if tracing is not None:
         app.add_middleware(tracing.Tracing, provider=provider, model=settings.model_name)
     return app
@@ -111,24 +95,3 @@ def _import_tracing() -> ModuleType:
             f"otlp_endpoint needs {error.name}; install it with: {command}"
         ) from None
     return tracing
-
-
-async def _answer_http_exception(request: Request, error: Exception) -> Response:
-    """Answer an error of the framework in the words of our own errors."""
-    assert isinstance(error, HTTPException)
-    path = request.url.path
-    known: dict[int, KvasirError] = {
-        404: NotFoundError(f"there is no {path} here"),
-        405: MethodNotAllowedError(f"{path} does not take {request.method}"),
-    }
-    ours = known.get(error.status_code) or InvalidRequestError(str(error.detail))
-    response = error_response(request.scope, ours)
-    if error.status_code == 405:  # the framework names the methods of one route; there may be more
-        methods = {
-            method
-            for route in chain.from_iterable(module.router.routes for module in _ROUTES)
-            if isinstance(route, APIRoute) and route.matches(request.scope)[0] is not Match.NONE
-            for method in route.methods or ()
-        }
-        response.headers["allow"] = ", ".join(sorted(methods or {"GET", "HEAD"}))
-    return response

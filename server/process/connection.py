@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-from time import monotonic, perf_counter
+from time import monotonic
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers
@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from server.api.middleware import log_request, request_id
+from server.api.middleware import log_request, new_state
 from server.api.responses import error_response
 from server.errors import HeadTooLargeError, InvalidRequestError, KvasirError, UnavailableError
 from server.settings import Settings
@@ -217,17 +217,17 @@ class BoundedConnection(HttpToolsProtocol):
         self.loop.call_later(_LINGER, self.transport.close)
 
     def _refusal(self, error: KvasirError) -> bytes:
-        given = Headers(raw=self.headers or []).get("x-request-id")
+        state = new_state(Headers(raw=self.headers or []).get("x-request-id"))
         scope: Scope = {
             "type": "http",
             "app": self.fastapi,
             "method": None,
             "path": self.url.partition(b"?")[0][:200].decode("latin-1"),
-            "state": {"request_id": request_id(given), "arrived": perf_counter()},
+            "state": {"request": state},
         }
         response = error_response(scope, error)
         log_request(scope, response.status_code, 0.0)
-        response.headers["x-request-id"] = scope["state"]["request_id"]
+        response.headers["x-request-id"] = state.id
         response.headers["connection"] = "close"
         headers = b"".join(name + b": " + value + b"\r\n" for name, value in response.raw_headers)
         return STATUS_LINE[response.status_code] + headers + b"\r\n" + bytes(response.body)

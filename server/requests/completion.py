@@ -1,14 +1,13 @@
-"""One request on its way through the engine, in no protocol's words: its choices, their text, how each one ended."""
+"""One request on its way through the engine, in one form for every protocol."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import secrets
 from collections.abc import AsyncIterator
 from collections.abc import Sequence as Items
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from tokenizers import Tokenizer
@@ -32,19 +31,22 @@ from server.text.detokenizer import Detokenizer, StopChecker
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`places`: where each token begins in the text, as the tokenizer has it; None where nobody has asked it."""
+    """A tokenised prompt.
+
+    offsets: where in the text each token begins, if the client asked for that.
+    """
 
     ids: list[int]
     text: str
-    places: list[int] | None = None
+    offsets: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """What a client asks for. `n` samples of each prompt; `deadline` in seconds of `perf_counter`.
+    """A client's request: `n` samples of each prompt.
 
-    priority: lower is earlier. grammar: what each text has to be; None is anything. kept_ids: special tokens that show
-    in the text.
+    deadline: in seconds of `perf_counter`. priority: lower is earlier. grammar: constrains each
+    text. kept_ids: special tokens that are shown in the text.
     """
 
     prompts: list[Prompt]
@@ -59,7 +61,7 @@ class CompletionRequest:
 
     @property
     def demand(self) -> Demand:
-        """What it asks of the engine, were it submitted now."""
+        """The demand on the engine, if the request were submitted now."""
         now = perf_counter()
         left = math.inf if self.deadline is None else self.deadline - now
         work = Work(
@@ -74,30 +76,28 @@ class CompletionRequest:
 
     @property
     def n_sure(self) -> int:
-        """New tokens that each sequence needs however its text may end."""
+        """The minimum number of new tokens of each sequence."""
         params = self.params
-        may_end = (
+        may_end_early = (
             not params.ignore_eos or params.stop_token_ids or self.stops or self.grammar is not None
         )
-        return min(max(params.min_tokens, 1) if may_end else params.max_tokens, params.max_tokens)
+        least = max(params.min_tokens, 1) if may_end_early else params.max_tokens
+        return min(least, params.max_tokens)
 
     @property
     def n_sequences(self) -> int:
+        """The number of sequences: prompts times samples."""
         return len(self.prompts) * self.n
 
     def ending_ids(self, eos_token_ids: Items[int]) -> frozenset[int]:
-        """Tokens that end the text: those it names, and the model's unless it ignores them."""
-        params = self.params
-        return (
-            params.stop_token_ids
-            if params.ignore_eos
-            else params.stop_token_ids.union(eos_token_ids)
-        )
+        """Return the tokens that end the text: the request's, and the model's unless ignored."""
+        stop_ids = self.params.stop_token_ids
+        return stop_ids if self.params.ignore_eos else stop_ids.union(eos_token_ids)
 
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One sequence as the client sees it. `index` is prompt index x n + sample."""
+    """One sequence as the client sees it; `index` is prompt index x n + sample."""
 
     index: int
     prompt: Prompt
@@ -107,14 +107,13 @@ class Choice:
     n_tokens: int = 0
     finish_reason: FinishReason | None = None
 
-    @property
-    def stopped_by_string(self) -> bool:
-        return self.stops.stopped
-
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one output adds to a choice. `text`: what may be shown now. `offset`: characters generated before it."""
+    """The addition of one engine output to a choice.
+
+    text: may be shown now. offset: number of characters generated before it.
+    """
 
     choice: Choice
     token_id: int | None
@@ -132,20 +131,16 @@ def make_choices(
     eos_token_ids: Items[int],
     constraint: Constraint | None = None,
 ) -> list[Choice]:
-    """The sequences of a request, with ids from `first_id` on, each with a copy of the constraint."""
+    """Make a request's sequences, numbered from `first_id`, each with a copy of the constraint."""
     ending_ids = request.ending_ids(eos_token_ids)
     arrived = perf_counter()
     choices = []
     for index in range(request.n_sequences):
         prompt = request.prompts[index // request.n]
-        own = replace(request.params, sample_index=index % request.n)
+        params = replace(request.params, sample_index=index % request.n)
+        times = SequenceTimes(arrived)
         sequence = Sequence(
-            first_id + index,
-            prompt.ids,
-            own,
-            ending_ids,
-            SequenceTimes(arrived),
-            request.request_id,
+            first_id + index, prompt.ids, params, ending_ids, times, request.request_id
         )
         sequence.priority, sequence.n_sure = request.priority, request.n_sure
         sequence.deadline = math.inf if request.deadline is None else request.deadline
@@ -155,39 +150,27 @@ def make_choices(
     return choices
 
 
-def draw_seed() -> int:
-    return secrets.randbits(64)
-
-
 @dataclass(slots=True, eq=False)
 class Completion:
-    """An accepted request. Iterate over `deltas`."""
+    """An accepted request, whose sequences have consecutive ids; iterate over `deltas`."""
 
     choices: list[Choice]
     stream: OutputStream
-    started: bool = False  # whether any choice has got a token
-    _by_sequence: dict[int, Choice] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._by_sequence = {choice.sequence.id: choice for choice in self.choices}
-
-    @property
-    def is_finished(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.choices)
+    has_started: bool = False  # a choice has a token
 
     @property
     def is_waiting(self) -> bool:
-        """Whether none of it has a place in the batch yet."""
+        """True while none of its sequences has a place in the batch."""
         return all(choice.sequence.status is SequenceStatus.WAITING for choice in self.choices)
 
     @property
     def n_prompt_tokens(self) -> int:
-        """Each prompt once, however many samples it has."""
+        """The number of prompt tokens, each prompt counted once."""
         return sum(len(choice.prompt.ids) for choice in self._first_samples)
 
     @property
     def n_cached_tokens(self) -> int:
-        """Those of the prompts' tokens that the prefix cache had when the first sample came."""
+        """The number of prompt tokens that the prefix cache held for the first samples."""
         return sum(choice.sequence.n_cached for choice in self._first_samples)
 
     @property
@@ -196,57 +179,63 @@ class Completion:
 
     @property
     def n_completion_tokens(self) -> int:
+        """The number of tokens generated so far."""
         return sum(choice.n_tokens for choice in self.choices)
 
     @property
     def seconds_to_first_token(self) -> float | None:
+        """The seconds from arrival to the first token; None before it."""
         times = [choice.sequence.times for choice in self.choices]
-        return min(
-            (t.first_token - t.arrived for t in times if t.first_token is not None), default=None
-        )
+        waits = (t.first_token - t.arrived for t in times if t.first_token is not None)
+        return min(waits, default=None)
 
-    async def deltas(self, silence: float | None = None) -> AsyncIterator[list[Delta]]:
-        """What is new, until every choice has finished; an empty list after each `silence` seconds without, once begun.
+    async def deltas(self, max_silence: float | None = None) -> AsyncIterator[list[Delta]]:
+        """Yield new deltas until every choice has finished.
 
-        Raises DeadlineExceededError (nothing was generated), UnavailableError (shutdown), EngineError.
+        After the first output, yield an empty list after each `max_silence` seconds without one.
+        Raises DeadlineExceededError (nothing was generated), UnavailableError (shutdown), and
+        EngineError.
         """
-        limit = None
-        while not self.is_finished:
+        limit, first_id = None, self.choices[0].sequence.id
+        while any(choice.finish_reason is None for choice in self.choices):
             outputs = []
             with suppress(TimeoutError):
                 async with asyncio.timeout(limit):
                     outputs = await self.stream.receive()
             ready: list[Delta] = []
             for output in outputs:
-                choice = self._by_sequence[output.sequence_id]
+                choice = self.choices[output.sequence_id - first_id]
                 try:
                     if choice.finish_reason is None:
                         ready.append(self._advance(choice, output))
                 except KvasirError:
-                    for unfinished in self.choices:  # what fails one ends the request
+                    for unfinished in self.choices:  # an error of one choice ends the request
                         unfinished.finish_reason = unfinished.finish_reason or output.finish_reason
-                    if ready:  # what came before the failure is the client's
+                    if ready:
                         yield ready
                     raise
             yield ready
-            limit = silence
+            limit = max_silence
 
     def stop(self, choice: Choice) -> None:
-        """End a choice whose text has all that was wanted of it; outputs that came with its last ones still show."""
+        """End a choice whose text is complete; outputs received with its last one still show."""
         if choice.finish_reason is None:
             choice.finish_reason = FinishReason.STOP
             self.stream.stop(choice.sequence.id)
 
     def _advance(self, choice: Choice, output: TokenOutput) -> Delta:
-        self._check(choice, output)
+        self._raise_failure(choice, output)
         reason, offset, text = output.finish_reason, choice.text.n_chars, ""
         if output.token_id is not None:
-            self.started = True
+            self.has_started = True
             choice.n_tokens += 1
-            if output.token_id not in choice.sequence.ending_ids:  # these are not part of the text
-                text = self._show(choice, choice.text.push(output.token_id))
+            if output.token_id not in choice.sequence.ending_ids:  # which are not part of the text
+                text = choice.text.push(output.token_id)
         if reason is not None:
-            text += self._show(choice, choice.text.flush())
+            text += choice.text.flush()
+        if choice.n_tokens > choice.sequence.params.min_tokens:  # stop strings count from there on
+            text = choice.stops.push(text)
+        if reason is not None:
             text += choice.stops.flush()
         if choice.stops.stopped:
             reason = FinishReason.STOP
@@ -257,24 +246,27 @@ class Completion:
             choice, output.token_id, text, offset, output.logprobs, output.prompt_logprobs, reason
         )
 
-    @staticmethod
-    def _show(choice: Choice, piece: str) -> str:
-        if choice.n_tokens <= choice.sequence.params.min_tokens:
-            return piece  # it may not stop yet
-        return choice.stops.push(piece)
-
-    def _check(self, choice: Choice, output: TokenOutput) -> None:
-        constraint = choice.sequence.constraint
-        if output.finish_reason is FinishReason.GRAMMAR and constraint is not None:
+    def _raise_failure(self, choice: Choice, output: TokenOutput) -> None:
+        reason, constraint = output.finish_reason, choice.sequence.constraint
+        if reason is FinishReason.GRAMMAR and constraint is not None:
             raise InvalidRequestError(
                 f"the grammar cannot be followed any further: {constraint.error}",
                 param=constraint.param,
             )
-        if output.finish_reason is FinishReason.ERROR:
+        if reason is FinishReason.ERROR:
             raise EngineError("the engine failed")
-        if output.finish_reason is FinishReason.ABORT:
+        if reason is FinishReason.ABORT:
             raise UnavailableError("the server is shutting down; try again", retry_after=1)
-        if output.finish_reason is FinishReason.TIMEOUT and not self.started:
+        if reason is FinishReason.TIMEOUT and not self.has_started:
             raise DeadlineExceededError(
-                "no token could come before the deadline; allow more time, or try later"
+                "the deadline passed before the first token; allow more time, or try later"
             )
+
+
+@dataclass(slots=True)
+class RequestState:
+    """An HTTP request's id, its arrival in seconds of `perf_counter`, and its completion if any."""
+
+    id: str
+    arrived: float
+    completion: Completion | None = None

@@ -41,6 +41,14 @@ class _Completion(Protocol):
     seconds_to_first_token: float | None
 
 
+class _RequestState(Protocol):
+    """The state of an HTTP request that its span needs."""
+
+    id: str
+    arrived: float
+    completion: _Completion | None
+
+
 class Tracing:
     """Middleware. A caller's `traceparent` header makes its span the parent (W3C Trace Context)."""
 
@@ -62,14 +70,16 @@ class Tracing:
         try:
             await self.app(scope, receive, send_noting_status)
         finally:
-            completion: _Completion | None = scope.get("state", {}).get("completion")
-            if completion is not None:
-                self._record(scope, completion, status)
+            state: _RequestState | None = scope.get("state", {}).get("request")
+            if state is not None and state.completion is not None:
+                self._record(scope, state, state.completion, status)
 
-    def _record(self, scope: Scope, completion: _Completion, status: int | None) -> None:
+    def _record(
+        self, scope: Scope, state: _RequestState, completion: _Completion, status: int | None
+    ) -> None:
         """Send the span of a request; status is None if the client disconnected before it."""
         now, ended = perf_counter(), time_ns()
-        seconds = now - scope["state"]["arrived"]
+        seconds = now - state.arrived
         is_chat = scope["path"].endswith("/chat/completions")
         times = [choice.sequence.times for choice in completion.choices]
         queued = [t.scheduled - t.arrived for t in times if t.scheduled is not None]
@@ -78,7 +88,7 @@ class Tracing:
             "gen_ai.operation.name": "chat" if is_chat else "text_completion",
             "gen_ai.provider.name": "kvasir",
             "gen_ai.request.model": self._model,
-            "gen_ai.request.id": scope["state"]["request_id"],
+            "gen_ai.request.id": state.id,
             "gen_ai.usage.input_tokens": completion.n_prompt_tokens,
             "gen_ai.usage.output_tokens": completion.n_completion_tokens,
             "gen_ai.response.finish_reasons": tuple(reasons),

@@ -35,19 +35,8 @@ async def test_keys_come_from_the_setting_and_from_a_file(path: Path) -> None:
     write(path, "# for the team\ntwo\n\n  three \r\n#four\n\u00fcnf\n")
     keys = ApiKeys("one", path)
     assert not keys.is_open
-    candidates = (
-        "one",
-        "two",
-        "three",
-        "\u00fcnf",
-        "four",
-        "#four",
-        "tw",
-        "twoo",
-        "",
-        "# for the team",
-        "TWO",
-    )
+    others = ("four", "#four", "tw", "twoo", "", "# for the team", "TWO")
+    candidates = ("one", "two", "three", "\u00fcnf", *others)
     assert await known(keys, *candidates) == ["one", "two", "three", "\u00fcnf"]
 
 
@@ -61,7 +50,7 @@ async def test_keys_are_told_apart_and_not_shown(path: Path) -> None:
     names = [await keys.find(key) for key in (b"one", b"two", b"three", b"two")]
     assert names[1] == names[3]
     assert len(set(names)) == 3
-    assert await ApiKeys("one").find(b"one") != names[0]  # nobody can compute it beforehand
+    assert await ApiKeys("one").find(b"one") != names[0]  # digests cannot be computed in advance
     shown = str(vars(keys))
     assert not any(key in shown for key in ("'one'", "two", "three"))
 
@@ -69,9 +58,9 @@ async def test_keys_are_told_apart_and_not_shown(path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\n# none\n", "holds no key"),
-        (b"one two\n", "a space or a control character in it"),
-        (b"one\0two\n", "a space or a control character in it"),
+        (b"\n# none\n", "no key"),
+        (b"one two\n", "a space"),
+        (b"one\0two\n", "a control character"),
         (b"x" * (LARGEST_FILE + 1), "more than 1048576"),
     ],
 )
@@ -93,13 +82,10 @@ def test_a_key_that_no_client_could_send_is_refused(key: str) -> None:
     assert "secret" not in str(caught.value)
 
 
-async def test_what_files_put_around_keys_is_no_part_of_them(path: Path) -> None:
+async def test_bom_and_space_around_keys_are_dropped(path: Path) -> None:
     write(path, "\ufefffirst\r\nsecond \t\n")
-    assert await known(ApiKeys(" third\n", path), "first", "second", "third") == [
-        "first",
-        "second",
-        "third",
-    ]
+    keys = ("first", "second", "third")
+    assert await known(ApiKeys(" third\n", path), *keys) == [*keys]
 
 
 async def test_a_changed_file_counts_from_the_next_request_on(path: Path) -> None:
@@ -141,7 +127,7 @@ async def test_a_file_that_gives_no_keys_keeps_the_old_ones_and_is_told_once(
     assert await known(keys, "first", "second") == ["second"]
 
 
-async def test_those_who_notice_a_change_together_read_it_once(
+async def test_concurrent_requests_read_a_changed_file_once(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = ApiKeys(None, path)

@@ -1,4 +1,4 @@
-"""The application's life: up before its model, and honest about it."""
+"""The application starts before its model has loaded, and says so."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_speculation_reaches_the_engine_and_the_log(
 def test_the_prefix_cache_gets_the_memory_that_was_set(
     random_model: RandomModel, size: str | None, n_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By default a tenth of what keys and values have."""
+    """The default is a tenth of the KV cache's memory."""
     if size is not None:
         monkeypatch.setenv("KVASIR_PREFIX_CACHE_MEMORY", size)
     bundle = replace(fake_bundle(random_model.graph.parent), config=random_model.config)
@@ -106,7 +106,7 @@ def test_the_prefix_cache_gets_the_memory_that_was_set(
 def test_threads_spin_as_long_as_was_set(
     random_model: RandomModel, microseconds: int | None, allowed: str
 ) -> None:
-    """Read from the session that runs the model."""
+    """The options are read from the session that runs the model."""
     bundle = replace(fake_bundle(random_model.graph.parent), config=random_model.config)
     settings = load_settings(
         model=bundle.path, kv_cache_memory=2**24, threads=1, spin_microseconds=microseconds
@@ -119,7 +119,8 @@ def test_threads_spin_as_long_as_was_set(
 
 
 def test_importing_the_server_loads_neither_torch_nor_a_runtime() -> None:
-    code = "import sys, server.serve; print({'torch', 'onnxruntime', 'onnx'} & set(sys.modules))"
+    packages = "{'torch', 'onnxruntime', 'onnx'}"
+    code = f"import sys, server.process.serve; print({packages} & set(sys.modules))"
     process = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

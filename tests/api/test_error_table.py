@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -19,10 +20,11 @@ from tests.fake_runner import FakeRunner
 from tests.serving import VOCAB_SIZE, Served, serving
 
 Post = Callable[..., Coroutine[Any, Any, httpx.Response]]
+Case = Callable[[Served, Post], Awaitable[httpx.Response]]
 
 
 def bodies(dialect: str, **fields: Any) -> tuple[str, dict[str, Any]]:
-    """Path and body of a request for `max_tokens` tokens, in OpenAI's words or TGI's."""
+    """Return path and body of a request, in OpenAI's form or TGI's."""
     fields = {"max_tokens": 2} | fields
     if dialect == "openai":
         return "/v1/completions", {"prompt": "a", "ignore_eos": True} | fields
@@ -39,16 +41,13 @@ def poster(served: Served, dialect: str) -> Post:
     return post
 
 
-async def bad_request(_served: Served, post: Post) -> httpx.Response:
-    return await post(top_p=2)
+def sending(**fields: Any) -> Case:
+    """Return a case that is one request."""
 
+    async def case(_served: Served, post: Post) -> httpx.Response:
+        return await post(**fields)
 
-async def too_long(_served: Served, post: Post) -> httpx.Response:
-    return await post(max_tokens=64)
-
-
-async def too_much_memory(_served: Served, post: Post) -> httpx.Response:
-    return await post(max_tokens=50)
+    return case
 
 
 async def wrong_key(served: Served, post: Post) -> httpx.Response:
@@ -56,13 +55,17 @@ async def wrong_key(served: Served, post: Post) -> httpx.Response:
     return await post()
 
 
-async def too_large(_served: Served, post: Post) -> httpx.Response:
-    return await post(stop=["x" * 3000])
+def in_phase(phase: Phase) -> Case:
+    async def case(served: Served, post: Post) -> httpx.Response:
+        served.service.admission.phase = phase
+        return await post()
+
+    return case
 
 
 @asynccontextmanager
 async def occupied(served: Served, post: Post) -> AsyncIterator[None]:
-    """The only row is taken until the block ends."""
+    """Occupy the only row until the block ends."""
     served.runner.hold()
     first = asyncio.create_task(post())
     await served.submitted.acquire()
@@ -90,7 +93,7 @@ async def queue_full_of_tokens(served: Served, post: Post) -> httpx.Response:
 
 
 async def deadline_out_of_reach(served: Served, post: Post) -> httpx.Response:
-    """The row is held for an hour, as always."""
+    """The row is estimated to be held for an hour."""
     served.service.engine.forecast.ended(3600.0)
     served.service.engine.forecast.step(StepStats(1, 0, 0, 0, 0, 0, 3600.0), 256)
     async with occupied(served, post):
@@ -110,46 +113,31 @@ async def key_in_use(served: Served, post: Post) -> httpx.Response:
 
 async def deadline(served: Served, post: Post) -> httpx.Response:
     """It waits in the queue until its time is over."""
-    return await expiring_in_the_queue(served, post, timeout_ms=1)
-
-
-async def expiring_in_the_queue(served: Served, post: Post, **fields: Any) -> httpx.Response:
     expired = asyncio.Event()
     expire = OutputStream.expire
 
-    def noting(stream: OutputStream) -> None:
+    def expire_and_note(stream: OutputStream) -> None:
         expire(stream)
         expired.set()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OutputStream, "expire", noting)
+        patch.setattr(OutputStream, "expire", expire_and_note)
         async with occupied(served, post):
-            late = asyncio.create_task(post(**fields))
+            late = asyncio.create_task(post(timeout_ms=1))
             expiring = asyncio.create_task(expired.wait())
-            await asyncio.wait(
-                (late, expiring), return_when=asyncio.FIRST_COMPLETED
-            )  # it may be over at the door
+            # It may be refused at once.
+            await asyncio.wait((late, expiring), return_when=asyncio.FIRST_COMPLETED)
             expiring.cancel()
         return await late
 
 
-async def deadline_at_the_door(served: Served, post: Post) -> httpx.Response:
+async def deadline_at_admission(served: Served, post: Post) -> httpx.Response:
     """Reading and tokenising the request takes all its time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("server.api.middleware.perf_counter", lambda: perf_counter() - 3600)
         response = await post(timeout_ms=3_600_000)
     assert served.runner.batches == []
     return response
-
-
-async def loading(served: Served, post: Post) -> httpx.Response:
-    served.service.admission.phase = Phase.LOADING
-    return await post()
-
-
-async def draining(served: Served, post: Post) -> httpx.Response:
-    served.service.admission.phase = Phase.DRAINING
-    return await post()
 
 
 async def queued_at_shutdown(served: Served, post: Post) -> httpx.Response:
@@ -173,58 +161,46 @@ async def engine_failed_before(served: Served, post: Post) -> httpx.Response:
     return await post(headers={"x-request-id": "mine"})
 
 
-CASES = [
-    (bad_request, 400, "invalid_request_error", None, "validation"),
-    (too_long, 400, "invalid_request_error", "context_length_exceeded", "validation"),
-    (too_much_memory, 400, "invalid_request_error", None, "validation"),
-    (wrong_key, 401, "authentication_error", None, "authentication_error"),
-    (too_large, 413, "invalid_request_error", "request_too_large", "validation"),
-    (queue_full, 429, "overloaded", None, "overloaded"),
-    (queue_full_of_tokens, 429, "overloaded", None, "overloaded"),
-    (deadline_out_of_reach, 429, "overloaded", None, "overloaded"),
-    (key_in_use, 429, "overloaded", None, "overloaded"),
-    (deadline, 504, "deadline_exceeded", None, "deadline_exceeded"),
-    (deadline_at_the_door, 504, "deadline_exceeded", None, "deadline_exceeded"),
-    (loading, 503, "unavailable", None, "unavailable"),
-    (draining, 503, "unavailable", None, "unavailable"),
-    (queued_at_shutdown, 503, "unavailable", None, "unavailable"),
-    (engine_fails, 500, "internal_error", None, "generation"),
-    (engine_failed_before, 500, "internal_error", None, "generation"),
-]
-
-
-REASONS: dict[Any, str] = {  # in the metric, where several limits share a row
-    queue_full_of_tokens: "overloaded_tokens",
-    deadline_out_of_reach: "overloaded_deadline",
-    key_in_use: "overloaded_key",
+CASES: dict[str, tuple[Case, int, str, str | None]] = {
+    "bad request": (sending(top_p=2), 400, "invalid_request_error", None),
+    "too long": (sending(max_tokens=64), 400, "invalid_request_error", "context_length_exceeded"),
+    "too much memory": (sending(max_tokens=50), 400, "invalid_request_error", None),
+    "wrong key": (wrong_key, 401, "authentication_error", None),
+    "too large": (sending(stop=["x" * 3000]), 413, "invalid_request_error", "request_too_large"),
+    "queue full": (queue_full, 429, "overloaded", None),
+    "queue full of tokens": (queue_full_of_tokens, 429, "overloaded", None),
+    "deadline out of reach": (deadline_out_of_reach, 429, "overloaded", None),
+    "key in use": (key_in_use, 429, "overloaded", None),
+    "deadline": (deadline, 504, "deadline_exceeded", None),
+    "deadline at admission": (deadline_at_admission, 504, "deadline_exceeded", None),
+    "loading": (in_phase(Phase.LOADING), 503, "unavailable", None),
+    "draining": (in_phase(Phase.DRAINING), 503, "unavailable", None),
+    "queued at shutdown": (queued_at_shutdown, 503, "unavailable", None),
+    "engine fails": (engine_fails, 500, "internal_error", None),
+    "engine failed before": (engine_failed_before, 500, "internal_error", None),
 }
+REASONS = {  # in the metric, where several limits share a status
+    "queue full of tokens": "overloaded_tokens",
+    "deadline out of reach": "overloaded_deadline",
+    "key in use": "overloaded_key",
+}
+TGI_TYPES = {"invalid_request_error": "validation", "internal_error": "generation"}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("dialect", ["openai", "tgi"])
-@pytest.mark.parametrize(
-    ("case", "status", "kind", "code", "tgi_type"), CASES, ids=[case[0].__name__ for case in CASES]
-)
-async def test_row(
-    case: Callable[[Served, Post], Awaitable[httpx.Response]],
-    status: int,
-    kind: str,
-    code: str | None,
-    tgi_type: str,
-    dialect: str,
-    stream: bool,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+@pytest.mark.parametrize(("dialect", "stream"), [("openai", False), ("tgi", True)])
+@pytest.mark.parametrize("name", CASES)
+async def test_row(name: str, dialect: str, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+    case, status, kind, code = CASES[name]
     runner = FakeRunner(VOCAB_SIZE, max_num_seqs=1, budget_tokens=40)
     caplog.set_level(logging.CRITICAL, logger="kvasir")
     limits: dict[str, Any] = {"max_queue": 1, "max_body_bytes": 2000, "max_concurrency_per_key": 3}
     async with serving(runner, **limits, api_key="right") as served:
         served.client.headers["authorization"] = "Bearer right"
-        post = poster(served, dialect)
+        post = partial(poster(served, dialect), stream=stream)
         value = served.service.metrics.registry.get_sample_value
-        counted = ("kvasir_requests_rejected_total", {"reason": REASONS.get(case, code or kind)})
+        counted = ("kvasir_requests_rejected_total", {"reason": REASONS.get(name, code or kind)})
         assert value(*counted) == 0, "of a series that is born as 1, rate() never sees the rise"
-        response = await case(served, post if not stream else _streaming(post))
+        response = await case(served, post)
         rejected = value(*counted)
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
@@ -235,7 +211,7 @@ async def test_row(
         assert (body["error"]["type"], body["error"]["code"]) == (kind, code)
     else:
         assert body.keys() == {"error", "error_type"}
-        assert body["error_type"] == tgi_type
+        assert body["error_type"] == TGI_TYPES.get(kind, kind)
     assert rejected
     if status in (429, 503):
         assert int(response.headers["retry-after"]) >= 1
@@ -246,16 +222,9 @@ async def test_row(
         assert "secret" not in response.text
 
 
-def _streaming(post: Post) -> Post:
-    async def streaming(**fields: Any) -> httpx.Response:
-        return await post(stream=True, **fields)
-
-    return streaming
-
-
 @pytest.mark.parametrize("fields", [{}, {"regex": "a+"}])
 async def test_a_deadline_that_has_passed_is_no_matter_of_the_load(fields: dict[str, Any]) -> None:
-    """Before any work, and where a forecast would refuse the request anyway."""
+    """A passed deadline is a 504 even where the estimate would refuse the request with 429."""
     async with serving(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
         post = poster(served, "openai")
         served.service.engine.forecast.ended(3600.0)
@@ -289,14 +258,6 @@ async def test_unknown_paths_and_methods(path: str, method: str, status: int, co
         response = await served.client.request(method, path)
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
     assert path in response.json()["error"]["message"]
-
-
-async def test_an_unknown_model() -> None:
-    async with serving() as served:
-        response = await served.client.post(
-            "/v1/completions", json={"prompt": "a", "model": "gpt-9"}
-        )
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
 async def test_a_deadline_after_the_first_token_gives_what_there_is() -> None:

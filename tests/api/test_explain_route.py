@@ -1,4 +1,4 @@
-"""POST /explain: the numbers of `kvasir explain`, within bounds and beside the streams."""
+"""POST /explain gives the numbers of `kvasir explain`, within limits and beside streams."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from model.bundle import load_bundle
-from server.api.answers import Explanation
-from server.api.explain import MAX_WEIGHTS
+from server.api.explain import MAX_WEIGHTS, Explanation
 from server.engine.engine import Engine
 from server.explain import Explainer
 from server.explain import Explanation as Explained
@@ -63,12 +62,8 @@ async def test_the_numbers_are_the_explainers(directory: Path) -> None:
     answer = some.json()
     assert answer["tokens"] == expected.tokens
     assert answer["token_ids"] == expected.token_ids
-    assert [(one["layer"], one["head"]) for one in answer["attention"]] == [
-        (0, 0),
-        (0, 2),
-        (1, 0),
-        (1, 2),
-    ]
+    shown = [(one["layer"], one["head"]) for one in answer["attention"]]
+    assert shown == [(0, 0), (0, 2), (1, 0), (1, 2)]
     for one in answer["attention"]:
         assert (
             np.array(one["weights"], dtype=np.float32)
@@ -92,9 +87,9 @@ async def test_the_numbers_are_the_explainers(directory: Path) -> None:
     ({"text": "a", "prompt": "a"}, None, "give either text or prompt"),
     ({}, None, "give either text or prompt"),
     ({"text": "a", "layers": []}, "layers", "layers: List should have at least 1 item"),
-    ({"text": "abcdef"}, "heads", "1 layers and 4 heads of 6 tokens are 144 weights, more than the 143"),
+    ({"text": "abcdef"}, "heads", "4 heads of 6 tokens are 144 weights, more than the 143"),
 ])  # fmt: skip
-async def test_a_wrong_wish_is_told_what_is_wrong(
+async def test_a_bad_field_is_named(
     directory: Path,
     body: dict[str, Any],
     param: str | None,
@@ -119,7 +114,7 @@ async def test_a_model_without_the_graph_says_how_to_get_it() -> None:
 async def test_one_is_explained_three_wait_and_others_are_refused(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside them the server answers, and whoever leaves makes room."""
+    """The server answers other requests meanwhile, and a finished explanation makes room."""
     may_finish, begun = threading.Event(), asyncio.Event()
     loop, explain = asyncio.get_running_loop(), Explainer.explain_tokens
     built: list[Explainer] = []

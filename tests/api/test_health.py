@@ -1,4 +1,4 @@
-"""Health through the phases of a server's life, metrics, version."""
+"""Health in each phase of a server's life; metrics; version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GET /model: the card says what the model directory and the engine say, whatever has happened to the files since."""
+"""GET /model agrees with the model directory and the engine, even after files are removed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from model.bundle import ModelBundle
-from server.api.answers import ModelCard
+from server.api.models import ModelCard
 from server.process.app import create_app
 from server.settings import load_settings
 from tests.fake_runner import FakeRunner

@@ -1,4 +1,4 @@
-"""Streams: when they start, what keeps them alive, and that they are closed whatever happens."""
+"""Streams: when they start, how errors end them, and that they are always closed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from server.api.sse import EventStream, event
+from server.api.responses import EventStream, event
 from server.errors import UnavailableError
+from server.requests.completion import RequestState
 
 
 class Client:
-    """The ASGI side of a client that leaves when it is told to."""
+    """The ASGI side of a client that disconnects when told to."""
 
     def __init__(self) -> None:
         self.left = asyncio.Event()
@@ -32,7 +33,11 @@ class Client:
 
 
 def scope() -> dict[str, Any]:
-    return {"type": "http", "path": "/v1/completions", "state": {"request_id": "mine"}}
+    return {
+        "type": "http",
+        "path": "/v1/completions",
+        "state": {"request": RequestState("mine", 0.0)},
+    }
 
 
 async def test_a_client_that_leaves_closes_the_stream_before_and_after_its_start() -> None:
@@ -80,7 +85,7 @@ async def test_a_bug_after_the_first_event_ends_the_stream_in_words(
         raise ZeroDivisionError("secret")
 
     client = Client()
-    await EventStream(events(), last_words=b"bye")(scope(), client.receive, client.send)
+    await EventStream(events(), end=b"bye")(scope(), client.receive, client.send)
     last = client.messages[-1]
     assert last["more_body"] is False
     assert last["body"].endswith(b'"code":null}}\n\nbye')

@@ -1,4 +1,4 @@
-"""What tools ask of an answer, over HTTP: calls that can be used, whatever the model, its tokens and the request."""
+"""Tool calls over HTTP: usable whatever the model, its tokens and the request."""
 
 from __future__ import annotations
 
@@ -25,30 +25,25 @@ from tests.api.test_chat_completions import (
 from tests.serving import CHAT_TEMPLATE, small_tokenizer
 
 
-@pytest.mark.parametrize(
-    ("stop", "n_calls", "finish_reason"),
-    [
-        ("Rome", 1, "stop"),
-        ("}", 1, "stop"),
-        ('"utc', 2, "stop"),
-        ("</tool", 1, "tool_calls"),
-        ("\n<", 0, "stop"),
-    ],
-)
-async def test_a_call_that_is_cut_short_is_no_reason_to_finish(
-    stop: str, n_calls: int, finish_reason: str
-) -> None:
-    """Clients read the arguments of calls where the reason is tool_calls, so they must have come to their end."""
+async def test_a_call_that_is_cut_short_is_no_reason_to_finish() -> None:
+    """Clients read arguments where the finish reason is tool_calls, so those must be complete."""
     async with chatting(HERMES_TEXT) as (served, _, _):
-        choice = (await post(served, tools=TOOLS, stop=stop))["choices"][0]
-        chunks = await events(served, tools=TOOLS, stop=stop)
-    assert len(choice["message"].get("tool_calls", [])) == n_calls
-    assert choice["finish_reason"] == finish_reason
-    assert without_ids(joined(chunks)) == without_ids(choice)
+        for stop, n_calls, finish_reason in (
+            ("Rome", 1, "stop"),
+            ("}", 1, "stop"),
+            ('"utc', 2, "stop"),
+            ("</tool", 1, "tool_calls"),
+            ("\n<", 0, "stop"),
+        ):
+            choice = (await post(served, tools=TOOLS, stop=stop))["choices"][0]
+            chunks = await events(served, tools=TOOLS, stop=stop)
+            assert len(choice["message"].get("tool_calls", [])) == n_calls
+            assert choice["finish_reason"] == finish_reason
+            assert without_ids(joined(chunks)) == without_ids(choice)
 
 
 @pytest.mark.parametrize("special", [True, False], ids=["special", "added"])
-async def test_what_has_to_be_a_call_is_one_where_the_tags_are_tokens(special: bool) -> None:
+async def test_a_required_call_is_one_if_the_tags_are_tokens(special: bool) -> None:
     """As in Qwen: added to the vocabulary, but not special. llguidance knows both by name alone."""
     tagged = Tokenizer.from_str(small_tokenizer().to_str())
     tagged.add_tokens(
@@ -74,8 +69,8 @@ async def test_what_has_to_be_a_call_is_one_where_the_tags_are_tokens(special: b
 
 
 @pytest.mark.parametrize("tool_choice", ["auto", "required"])
-async def test_functions_may_say_what_their_strings_are_for(tool_choice: str) -> None:
-    """Schemas made from types say so by formats that hold nothing."""
+async def test_formats_without_effect_are_accepted(tool_choice: str) -> None:
+    """Schemas made from types have formats that constrain nothing."""
     login = {
         "type": "object",
         "properties": {"secret": {"type": "string", "format": "password", "maxLength": 3}},

@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 import yaml
 
-from server.api import openapi
+from server.api.routes import ROUTES
 from server.errors import StartupError
 from server.settings import PREFIX, load_settings
 from tests.deploy.helm_schema import settings_schema
@@ -22,7 +22,7 @@ from tests.live import KEY, live
 
 CHART = Path(__file__).parents[2] / "helm"
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
-PATHS = {operation.path for operation in openapi.OPERATIONS}
+PATHS = {route.path for route in ROUTES}
 INSIDE = re.compile(r"/(health|metrics|debug)(/.*)?")  # for probes, Prometheus and port-forwards
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import httpx
 from fastapi import FastAPI
 
-from server.api.schemas import Body
+from server.api.schemas import RequestBody
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.faults.bodies import VALID, random_body, wrong_types
 from tests.faults.report import Report, errors_logged
@@ -65,7 +65,7 @@ async def _send_all(served: Live, n: int, seed: int, report: Report) -> None:
 
 def _requests(n: int, seed: int) -> Iterator[tuple[str, bytes]]:
     chance = random.Random(seed)
-    fields = _all_fields(Body)
+    fields = _all_fields(RequestBody)
     wrong = [(path, body) for path, valid in VALID.items() for body in wrong_types(valid, fields)]
     yield from chance.sample(wrong, min(n // 2, len(wrong)))
     for _ in range(n - min(n // 2, len(wrong))):
@@ -73,7 +73,7 @@ def _requests(n: int, seed: int) -> Iterator[tuple[str, bytes]]:
         yield path, random_body(chance, VALID[path])
 
 
-def _all_fields(kind: type[Body]) -> set[str]:
+def _all_fields(kind: type[RequestBody]) -> set[str]:
     return set(kind.model_fields).union(*map(_all_fields, kind.__subclasses__()))
 
 

@@ -1,4 +1,4 @@
-"""One request in no protocol's words: its deltas, its seed, its end."""
+"""One request in one form for every protocol: its deltas, its samples, its end."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ async def request(
     service: Service, *, n: int = 1, seed: int = 0, ignore_eos: bool = False
 ) -> CompletionRequest:
     wanted = SamplingParams(max_tokens=3, seed=seed, ignore_eos=ignore_eos)
-    return CompletionRequest(prompts=[await service.prompt([5])], params=wanted, n=n)
+    prompts = await service.builder.tokenize([[5]])
+    return CompletionRequest(prompts=prompts, params=wanted, n=n)
 
 
-async def test_silence_is_told_once_the_first_output_has_come() -> None:
+async def test_silence_is_reported_after_the_first_output() -> None:
     async with serving() as served:
         served.runner.hold()
         async with served.service.complete(
@@ -40,7 +41,7 @@ async def test_silence_is_told_once_the_first_output_has_come() -> None:
     assert completion.seconds_to_first_token is not None
 
 
-async def test_what_came_before_a_failure_is_given_out_before_it_is_raised() -> None:
+async def test_deltas_before_a_failure_come_first() -> None:
     async with serving() as served:
         served.runner.hold()
         async with served.service.complete(
@@ -48,7 +49,7 @@ async def test_what_came_before_a_failure_is_given_out_before_it_is_raised() -> 
         ) as completion:
             served.runner.allow(2)
             await asyncio.to_thread(served.runner.wait_until_held)
-            served.service.engine.give_up()  # by now both outputs and the failure wait to be received
+            served.service.engine.give_up()  # both outputs and the failure wait in the queue
             deltas = completion.deltas()
             assert [delta.token_id is None for delta in await anext(deltas)] == [False, False]
             with pytest.raises(EngineError):
@@ -86,7 +87,7 @@ async def test_samples_share_the_prompt_and_the_seed_and_differ_in_their_index()
 
 
 async def test_samples_of_a_prompt_share_its_prefill() -> None:
-    """Each runs only what is behind the last whole block, two tokens at least; without a cache each runs it all."""
+    """Each runs only the tokens after the last whole block, at least two; without a cache, all."""
     for cache_bytes, n_run in ((2**20, 21 + 3 * 5), (0, 4 * 21)):
         async with serving(cache_bytes=cache_bytes) as served:
             body = {"prompt": list(range(1, 22)), "n": 4, "max_tokens": 2, "ignore_eos": True}

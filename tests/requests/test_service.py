@@ -1,4 +1,4 @@
-"""Prompts at the door: the event loop and the other streams go on whatever is sent. How waiting ends."""
+"""Prompts are tokenised without blocking the event loop; requests that wait end in time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from server.errors import ContextLengthError
-from server.requests.service import Service, expire
+from server.requests.service import Service, start_timers
 from server.settings import load_settings
 from tests.fake_runner import TIMEOUT
 from tests.serving import fake_bundle, small_tokenizer
@@ -25,7 +25,8 @@ tokenizer = small_tokenizer()
 class Watched:
     """A tokenizer that notes what is called, and whether another thread could run during each call.
 
-    Threads switch only when one lets go of the interpreter, so a call that keeps it is found out whatever the speed.
+    Threads switch only when one releases the interpreter's lock, so the result does not depend on
+    speed.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ def watched_service(max_model_len: int) -> tuple[Service, Watched]:
 async def test_other_threads_run_while_a_long_prompt_is_tokenised() -> None:
     text = "def read_json(path):\n    return json.load(path)\n" * 5000
     service, watched = watched_service(max_model_len=10**6)
-    prompt = await service.prompt(text)
+    (prompt,) = await service.builder.tokenize([text])
     assert [released for _, released in watched.calls] == [True]
     assert prompt.ids == tokenizer.encode(text).ids
     assert prompt.text == text
@@ -84,7 +85,7 @@ async def test_other_threads_run_while_a_long_prompt_is_tokenised() -> None:
 async def test_other_threads_run_while_many_short_prompts_are_tokenised() -> None:
     texts = [f"def read_{i}(path):\n" for i in range(5000)]
     service, watched = watched_service(max_model_len=64)
-    prompts = await service.prompts([*texts, [5, 66]])
+    prompts = await service.builder.tokenize([*texts, [5, 66]])
     assert [(name, released) for name, released in watched.calls if name != "decode"] == [
         ("encode_batch_fast", True)
     ]
@@ -99,7 +100,8 @@ async def test_a_long_text_means_the_same_as_in_short_with_its_special_tokens() 
     special = tokenizer.get_added_tokens_decoder()[0].content
     text = f"{special}json.load(path) \u00e9\n" * 400
     service, _ = watched_service(max_model_len=10**6)
-    assert (await service.prompt(text)).ids == tokenizer.encode(text).ids
+    (prompt,) = await service.builder.tokenize([text])
+    assert prompt.ids == tokenizer.encode(text).ids
 
 
 @pytest.mark.parametrize(("cut", "length"), [(None, 2_000_000), (100, 100)])
@@ -108,14 +110,14 @@ async def test_token_ids_that_cannot_fit_are_refused_unread(cut: int | None, len
     with pytest.raises(
         ContextLengthError, match=f"at most 64 tokens, but the prompt has {length}"
     ) as caught:
-        await service.prompt([-1] * 2_000_000, keep_last=cut)
+        await service.builder.tokenize([[-1] * 2_000_000], keep_last=cut)
     assert caught.value.param == "prompt"
     assert watched.calls == []
 
 
 async def test_token_ids_are_cut_before_they_are_read() -> None:
     service, _ = watched_service(max_model_len=64)
-    prompt = await service.prompt([*[-1] * 2_000_000, 5, 66], keep_last=2)
+    (prompt,) = await service.builder.tokenize([[*[-1] * 2_000_000, 5, 66]], keep_last=2)
     assert (prompt.ids, prompt.text) == ([5, 66], tokenizer.decode([5, 66]))
 
 
@@ -124,21 +126,21 @@ async def test_a_text_that_cannot_fit_is_refused_with_both_numbers() -> None:
     text = "json\n" * 2000
     n = len(tokenizer.encode(text).ids)
     with pytest.raises(ContextLengthError, match=f"at most 64 tokens, but the prompt has {n}"):
-        await service.prompt(text)
+        await service.builder.tokenize([text])
 
 
 @pytest.mark.parametrize("is_waiting", [True, False])
-async def test_what_has_lost_its_patience_ends_only_if_it_still_waits(is_waiting: bool) -> None:
+async def test_max_wait_ends_only_a_completion_that_waits(is_waiting: bool) -> None:
     ended = asyncio.Event()
     completion: Any = SimpleNamespace(
         is_waiting=is_waiting, stream=SimpleNamespace(expire=ended.set)
     )
-    timers = expire(completion, -1.0, 3600.0)
+    timers = start_timers(completion, -1.0, 3600.0)
     for _ in range(3):
         await asyncio.sleep(0)
     assert ended.is_set() == is_waiting
     for timer in timers:
         timer.cancel()
-    for timer in expire(completion, 5.0, 0.0):
+    for timer in start_timers(completion, 5.0, 0.0):
         await asyncio.wait_for(ended.wait(), TIMEOUT)  # its deadline has passed, whatever it does
         timer.cancel()

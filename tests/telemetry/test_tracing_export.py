@@ -53,7 +53,7 @@ async def test_spans_arrive_and_requests_do_not_wait_for_the_collector() -> None
 
 def test_the_process_does_not_wait_for_it_either(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop is closed, with its threads, while the exporter still waits for the answer."""
-    monkeypatch.setattr(server.process.app, "_LAST_SPANS", 0.01)
+    monkeypatch.setattr(server.process.app, "_FLUSH_SECONDS", 0.01)
 
     async def ask(endpoint: str) -> None:
         async with serving(otlp_endpoint=endpoint) as served:
@@ -72,7 +72,7 @@ async def test_an_endpoint_that_refuses_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     # Nothing is logged after the test.
-    monkeypatch.setattr(server.process.app, "_LAST_SPANS", TIMEOUT)
+    monkeypatch.setattr(server.process.app, "_FLUSH_SECONDS", TIMEOUT)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "2")  # seconds that it tries
     refused = threading.Semaphore(0)
 

@@ -2,78 +2,85 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from model.chat_template import ChatTemplateError
-from server.api.openai.answers import check_body, completion_request, respond
-from server.api.openai.chat_answer import ChatAnswer
+from server.api.openai import answers
+from server.api.openai.chat_formatter import ChatFormatter
 from server.api.openai.chat_schemas import ChatBody, Conversation
-from server.api.openai.tool_use import ToolUse
-from server.api.responses import service_of
-from server.api.schemas import parse
+from server.api.openai.tools import ToolUse
+from server.api.responses import GENERATE_ERRORS, respond, service_of, state_of, streamed
+from server.api.schemas import BodyRoute, check_model
 from server.errors import ContextLengthError, InvalidRequestError
+from server.requests.builder import in_thread_if_long
 from server.requests.service import Service
 from server.text.chat_format import ChatFormat
 
-router = APIRouter()
+router = APIRouter(route_class=BodyRoute)
 
 
-@router.post("/v1/chat/completions")
-async def chat_completions(request: Request) -> Response:
-    service = service_of(request)
-    raw = await request.body()
-    body = parse(ChatBody, raw)
-    check_body(service, body, 1)
+@router.post(
+    "/v1/chat/completions",
+    summary="Answer in a conversation, as OpenAI does.",
+    response_model=answers.Chat,
+    responses=GENERATE_ERRORS | streamed(answers.ChatEvent),
+)
+async def chat_completions(request: Request, body: ChatBody) -> Response:
+    """Answer in a conversation."""
+    service, state = service_of(request), state_of(request.scope)
+    check_model(service, body.model)
     tools = ToolUse.of(body, chat_format(service), service)
-    text = await render(service, body, len(raw))
-    try:
-        prompt = await service.prompt(
-            text, keep_last=body.truncate_prompt_tokens, add_special_tokens=body.add_special_tokens
-        )
-    except ContextLengthError as error:
-        raise ContextLengthError(error.message, param="messages") from None
-    wanted = completion_request(
-        service,
-        body,
-        [prompt],
-        request.state,
-        usual_tokens=service.max_model_len,
+    options = body.options(
+        [await render(request, body)],
+        service.bundle.generation,
+        default_max_tokens=service.max_model_len,
         logprobs=body.top_logprobs if body.logprobs else None,
+    )
+    options = replace(
+        options,
         grammar=tools.grammar,
         kept_ids=tools.kept_ids,
+        add_special_tokens=body.add_special_tokens,
     )
-    return await respond(
-        request, wanted, ChatAnswer(service, body, request.state.request_id, tools)
-    )
+    try:
+        wanted = await service.builder.build(options, state)
+    except ContextLengthError as error:
+        raise ContextLengthError(error.message, param="messages") from None
+    formatter = ChatFormatter(service, body, state.id, tools)
+    return await respond(request, wanted, formatter, stream=body.stream)
 
 
 def chat_format(service: Service) -> ChatFormat:
-    """Raises InvalidRequestError for a model that has no chat template."""
+    """Return the model's chat format. Raises InvalidRequestError if it has no chat template."""
     if service.chat is None:
         raise InvalidRequestError(
-            "this model has no chat template: export a checkpoint that brings chat_template.jinja, "
+            "this model has no chat template: export a checkpoint with chat_template.jinja, "
             "or send the text itself to /v1/completions"
         )
     return service.chat
 
 
-async def render(service: Service, conversation: Conversation, size: int) -> str:
-    """The text of a conversation, with special tokens such as BOS; `size`: of its JSON."""
+async def render(request: Request, conversation: Conversation) -> str:
+    """Return the text of a conversation, with special tokens such as BOS."""
+    size, chat = len(await request.body()), chat_format(service_of(request))
     try:
-        return await service.aside(size, partial(_render, chat_format(service), conversation))
+        return await in_thread_if_long(size, partial(_render, chat, conversation))
     except ChatTemplateError as error:
         raise InvalidRequestError(f"messages: {error}", param="messages") from None
 
 
 def _render(chat: ChatFormat, conversation: Conversation) -> str:
-    begins = conversation.add_generation_prompt
+    add_generation_prompt = conversation.add_generation_prompt
+    if add_generation_prompt is None:
+        add_generation_prompt = not conversation.continue_final_message
     return chat.render(
         [message.for_template() for message in conversation.messages],
         tools=[tool.given for tool in conversation.usable_tools] or None,
-        add_generation_prompt=not conversation.continue_final_message if begins is None else begins,
+        add_generation_prompt=add_generation_prompt,
         continue_final_message=conversation.continue_final_message,
         **conversation.chat_template_kwargs,
     )

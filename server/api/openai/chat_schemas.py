@@ -4,32 +4,29 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    PrivateAttr,
-    ValidatorFunctionWrapHandler,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
+from pydantic import ValidatorFunctionWrapHandler as Validate
 from pydantic_core import from_json
 
-from server.api.schemas import Body, OpenAIBody
+from server.api.openai.schemas import OpenAIBody
+from server.api.schemas import AddSpecialTokens, RequestBody
 from server.engine.sampling import MAX_LOGPROBS
 from server.errors import InvalidRequestError
 
-# What the template is given in other ways.
+# The body has fields for these variables of the template.
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
-# What the openai package adds to an answer, and sends back with it: the same again as values, or where it was.
+# A field that the openai package adds to an answer, and sends back with it.
 AnswerOnly = Annotated[Any, Field(exclude=True)]
 
 
-class TextPart(Body):
+class TextPart(RequestBody):
+    """A part of a message's content."""
+
     type: Literal["text"]
     text: str
 
 
-def _as_content(value: object) -> object:
+def _check_content(value: object) -> object:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -42,37 +39,40 @@ def _as_content(value: object) -> object:
     return value
 
 
-class CalledFunction(Body):
+class PastFunction(RequestBody):
+    """The function that an earlier call named."""
+
     name: str
     arguments: str
     parsed_arguments: AnswerOnly = None
 
+    def values(self) -> dict[str, Any] | str:
+        """Return the mapping that templates expect; arguments that are no object stay as text."""
+        if not self.arguments.strip():
+            return {}
+        try:
+            values: Any = from_json(self.arguments, allow_inf_nan=False)
+        except ValueError:
+            return self.arguments
+        return values if isinstance(values, dict) else self.arguments
 
-def _as_values(arguments: str) -> dict[str, Any] | str:
-    """The mapping that templates expect in place of JSON; what a model wrote that is no object stays as it is."""
-    if not arguments.strip():
-        return {}
-    try:
-        values: Any = from_json(arguments, allow_inf_nan=False)
-    except ValueError:
-        return arguments
-    return values if isinstance(values, dict) else arguments
 
+class PastCall(RequestBody):
+    """An earlier tool call of the assistant."""
 
-class ToolCall(Body):
     id: str | None = None
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: PastFunction
     index: AnswerOnly = None
 
 
-class Message(Body):
-    """`reasoning_content`, by any of its names: what the assistant thought, for templates that show it."""
+class Message(RequestBody):
+    """A message. `reasoning_content`, under any of its names, is for templates that show it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart] | str | None, BeforeValidator(_as_content)] = None
+    content: Annotated[list[TextPart] | str | None, BeforeValidator(_check_content)] = None
     name: str | None = None
-    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_calls: list[PastCall] = Field(default_factory=list)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -80,81 +80,86 @@ class Message(Body):
     parsed: AnswerOnly = None
 
     @model_validator(mode="after")
-    def _fields_go_with_the_role(self) -> Self:
+    def _check_role(self) -> Self:
         if self.content is None and not self.tool_calls:
             raise ValueError("content is missing; only a message with tool_calls may go without")
         if self.role != "assistant":
-            own = ("tool_calls", "reasoning_content", "reasoning", "thinking")
-            if foreign := next((name for name in own if getattr(self, name)), None):
-                raise ValueError(f"{foreign} belongs to the role assistant, not {self.role}")
+            for name in ("tool_calls", "reasoning_content", "reasoning", "thinking"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} belongs to the role assistant, not {self.role}")
         if self.role != "tool" and self.tool_call_id is not None:
             raise ValueError(f"tool_call_id belongs to the role tool, not {self.role}")
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message in plain values, with the arguments of calls as mappings where they are objects."""
+        """Return the message in plain values, with the arguments of calls as mappings."""
         message = self.model_dump(exclude_none=True, exclude={"tool_calls"})
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
-            for call in message["tool_calls"]:
-                call["function"]["arguments"] = _as_values(call["function"]["arguments"])
+            for call, shown in zip(self.tool_calls, message["tool_calls"], strict=True):
+                shown["function"]["arguments"] = call.function.values()
         return message
 
 
-class Function(Body):
+class Function(RequestBody):
+    """A function that the model may call."""
+
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
     parameters: dict[str, Any] | None = Field(
         None, description="JSON schema of its arguments. Default: it has none."
     )
-    strict: bool = Field(
-        False,
-        description="Hold the arguments to the schema also where the model calls as it likes.",
-    )
+    strict: bool = Field(False, description="Hold optional calls to the schema too.")
 
     @field_validator("parameters")
     @classmethod
-    def _parameters_are_an_object(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+    def _require_object(cls, parameters: dict[str, Any]) -> dict[str, Any]:
         if parameters.get("type", "object") != "object":
             raise ValueError(f"must be a schema of type object, not {parameters['type']!r}")
         return parameters
 
     @property
-    def schema_of_arguments(self) -> dict[str, Any]:
-        """Without parameters, that of no arguments."""
+    def arguments_schema(self) -> dict[str, Any]:
+        """The schema of the arguments; without parameters, of none."""
         if self.parameters is None:
             return {"type": "object", "properties": {}, "additionalProperties": False}
         return {"type": "object", **self.parameters}
 
 
-class Tool(Body):
+class Tool(RequestBody):
+    """A tool that the model may call; `given` is as the client wrote it, for templates."""
+
     type: Literal["function"]
     function: Function
     _given: dict[str, Any] = PrivateAttr()
 
     @model_validator(mode="wrap")
     @classmethod
-    def _keep_what_was_given(cls, values: Any, check: ValidatorFunctionWrapHandler) -> Self:
-        tool: Self = check(values)
+    def _keep_given(cls, values: Any, validate: Validate) -> Self:
+        tool: Self = validate(values)
         tool._given = values
         return tool
 
     @property
     def given(self) -> dict[str, Any]:
-        """As the client wrote it, its keys in order: for templates, which show it to the model."""
+        """The tool with its keys in the client's order."""
         return self._given
 
 
-class FunctionName(Body):
+class FunctionName(RequestBody):
+    """The name of a function."""
+
     name: str
 
 
-class NamedTool(Body):
+class NamedTool(RequestBody):
+    """The one tool that must be called."""
+
     type: Literal["function"] = "function"
     function: FunctionName
 
 
-def _as_tool_choice(value: object) -> object:
+def _check_tool_choice(value: object) -> object:
     if isinstance(value, dict) or value in ("none", "auto", "required"):
         return value
     raise ValueError(
@@ -162,36 +167,31 @@ def _as_tool_choice(value: object) -> object:
     )
 
 
-class Conversation(Body):
-    """What the model's chat template makes a text of."""
+class Conversation(RequestBody):
+    """The variables of the model's chat template."""
 
-    messages: list[Message] = Field(
-        min_length=1, description="The conversation, for the model's chat template."
-    )
+    messages: list[Message] = Field(min_length=1, description="The conversation.")
     tools: list[Tool] = Field(
-        default_factory=list,
-        description="Functions that the model may call, for the template, as they are written.",
+        default_factory=list, description="Functions to call, given to the template as written."
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Variables for the template, such as `enable_thinking`."
     )
     add_generation_prompt: bool | None = Field(
         None,
-        description="End the prompt where the assistant is to speak. Default: unless a message is continued.",
+        description="End the prompt where the assistant's turn begins. Default: unless continuing.",
     )
     continue_final_message: bool = Field(
         False, description="End the prompt where the last message ends."
     )
-    add_special_tokens: bool = Field(
-        False,
-        description="Those that the tokenizer puts around a text, around what the template writes.",
-    )
+    add_special_tokens: AddSpecialTokens = False
 
     @model_validator(mode="after")
-    def _template_options_agree(self) -> Self:
+    def _check_template_options(self) -> Self:
         if self.add_generation_prompt and self.continue_final_message:
             raise InvalidRequestError(
-                "add_generation_prompt and continue_final_message exclude each other; give one of them",
+                "add_generation_prompt and continue_final_message exclude each other; "
+                "give one of them",
                 param="continue_final_message",
             )
         if reserved := _RESERVED & self.chat_template_kwargs.keys():
@@ -203,43 +203,35 @@ class Conversation(Body):
 
     @property
     def usable_tools(self) -> list[Tool]:
+        """The tools that the template shows."""
         return self.tools
 
 
 class ChatBody(OpenAIBody, Conversation):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     tool_choice: Annotated[
-        NamedTool | Literal["none", "auto", "required"], BeforeValidator(_as_tool_choice)
-    ] = Field(
-        "auto",
-        description="Whether it calls functions: never, as it likes, at least one, or the one that is named.",
-    )
+        NamedTool | Literal["none", "auto", "required"], BeforeValidator(_check_tool_choice)
+    ] = Field("auto", description="Call no function, any, at least one, or the one named.")
     parallel_tool_calls: bool = Field(True, description="False: the first call is the last.")
-    logprobs: bool = Field(False, description="With log-probabilities of the tokens.")
+    logprobs: bool = Field(False, description="Return log-probabilities of the tokens.")
     top_logprobs: int = Field(
-        0, ge=0, le=MAX_LOGPROBS, description="With those of so many of the likeliest tokens."
+        0, ge=0, le=MAX_LOGPROBS, description="Number of alternatives to return for each token."
     )
 
     @model_validator(mode="after")
-    def _options_agree(self) -> Self:
+    def _check_options(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequestError(
                 "top_logprobs may be given only where logprobs is true", param="top_logprobs"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _tool_choice_is_there(self) -> Self:
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise InvalidRequestError("tools: two functions have the same name", param="tools")
-        if (
-            isinstance(self.tool_choice, NamedTool)
-            and (name := self.tool_choice.function.name) not in names
-        ):
+        if self.named_function is not None and self.named_function not in names:
             raise InvalidRequestError(
-                f"tool_choice: there is no function {name!r} in tools", param="tool_choice"
+                f"tool_choice: there is no function {self.named_function!r} in tools",
+                param="tool_choice",
             )
         if self.tool_choice == "required" and not names:
             raise InvalidRequestError(
@@ -248,25 +240,27 @@ class ChatBody(OpenAIBody, Conversation):
         return self
 
     @property
+    def named_function(self) -> str | None:
+        """The function that `tool_choice` names."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+
+    @property
     def usable_tools(self) -> list[Tool]:
+        """The tools that the template shows."""
         return [] if self.tool_choice == "none" else self.tools
 
     @property
     def callable_functions(self) -> list[Function]:
-        """Those that the answer may call: the one that tool_choice names, or all."""
+        """The functions that the answer may call: the named one, or all."""
         functions = [tool.function for tool in self.usable_tools]
-        if isinstance(self.tool_choice, NamedTool):
-            name = self.tool_choice.function.name
-            functions = [function for function in functions if function.name == name]
-        return functions
+        return [one for one in functions if self.named_function in (None, one.name)]
 
     @property
     def must_call(self) -> bool:
+        """True if the answer must be a call."""
         return self.tool_choice not in ("none", "auto")
 
     @property
-    def most_calls(self) -> int | None:
-        """In each choice; None is any number."""
-        return (
-            1 if isinstance(self.tool_choice, NamedTool) or not self.parallel_tool_calls else None
-        )
+    def max_calls(self) -> int | None:
+        """The maximum number of calls in a choice; None is any number."""
+        return 1 if self.named_function is not None or not self.parallel_tool_calls else None

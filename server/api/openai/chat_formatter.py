@@ -1,4 +1,4 @@
-"""The shape of a chat's answer: messages with content and calls, whole or in chunks."""
+"""The form of a chat's response: messages with content and tool calls, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import secrets
 from dataclasses import dataclass, field
 from typing import Any
 
-from server.api.openai.answers import Answer, finite
 from server.api.openai.chat_schemas import ChatBody
-from server.api.openai.tool_use import ToolUse
-from server.api.sse import compact
+from server.api.openai.formatting import OpenAIFormatter
+from server.api.openai.tools import ToolUse
+from server.api.responses import compact, finite
 from server.engine.sequence import FinishReason
 from server.requests.completion import Choice, Completion, Delta
 from server.requests.service import Service
 from server.text.detokenizer import token_bytes, token_text
 from server.text.tool_calls import Piece, ToolCallParser
+
+JSON = dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -23,12 +25,14 @@ class _Message:
 
     parser: ToolCallParser | None
     content: str = ""
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[JSON] = field(default_factory=list)
+    logprobs: list[JSON] = field(default_factory=list)
     finish_reason: str | None = None
 
 
-class ChatAnswer(Answer):
+class ChatFormatter(OpenAIFormatter):
+    """The form of a chat's response."""
+
     def __init__(self, service: Service, body: ChatBody, request_id: str, tools: ToolUse) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(service, body, f"chatcmpl-{request_id}", kind)
@@ -37,42 +41,41 @@ class ChatAnswer(Answer):
         self._hidden_ids = service.special_ids - tools.kept_ids
         self._messages: dict[int, _Message] = {}
 
-    def chunk(self, completion: Completion, delta: Delta) -> bytes:
-        index = delta.choice.index
-        begins = index not in self._messages
-        head = (
-            self._chunk(completion, index, {"role": "assistant", "content": ""}) if begins else b""
-        )
-        message = self._messages.setdefault(index, _Message(self._tools.parser()))
+    def events(self, delta: Delta) -> bytes:
+        """Return the events for a delta, the first with the role."""
+        index, start = delta.choice.index, b""
+        if index not in self._messages:
+            start = self._chunk(index, {"role": "assistant", "content": ""}, [], None)
+        message = self._message(index)
         if message.finish_reason is not None:
             return b""
-        pieces = _read(message, completion, delta)
-        changes: dict[str, Any] = {}
-        if content := "".join(piece for piece in pieces if isinstance(piece, str)):
-            changes["content"] = content
-        if calls := _calls(pieces):
+        content, calls = _read(message, self.completion, delta)
+        changes: JSON = {"content": content} if content else {}
+        if calls:
             changes["tool_calls"] = [{"index": i, **call} for i, call in calls.items()]
-        logprobs = self._logprobs_of(delta)
+        logprobs = self._logprobs(delta)
         if not changes and not logprobs and message.finish_reason is None:
-            return head
-        return head + self._chunk(completion, index, changes, logprobs, message.finish_reason)
+            return start
+        return start + self._chunk(index, changes, logprobs, message.finish_reason)
 
-    def add(self, completion: Completion, delta: Delta) -> None:
-        message = self._messages.setdefault(delta.choice.index, _Message(self._tools.parser()))
+    def add(self, delta: Delta) -> None:
+        """Add a delta to its message."""
+        message = self._message(delta.choice.index)
         if message.finish_reason is not None:
             return
-        pieces = _read(message, completion, delta)
-        message.content += "".join(piece for piece in pieces if isinstance(piece, str))
-        for index, call in _calls(pieces).items():
+        content, calls = _read(message, self.completion, delta)
+        message.content += content
+        for index, call in calls.items():
             if index == len(message.tool_calls):
                 message.tool_calls.append(call)
             else:
                 message.tool_calls[index]["function"]["arguments"] += call["function"]["arguments"]
-        message.logprobs += self._logprobs_of(delta)
+        message.logprobs += self._logprobs(delta)
 
-    def choice(self, choice: Choice) -> dict[str, Any]:
+    def choice(self, choice: Choice) -> JSON:
+        """Return a finished choice."""
         message = self._messages[choice.index]
-        shown: dict[str, Any] = {"role": "assistant", "content": message.content, "refusal": None}
+        shown: JSON = {"role": "assistant", "content": message.content, "refusal": None}
         if message.tool_calls:
             shown |= {"content": message.content or None, "tool_calls": message.tool_calls}
         return {
@@ -82,27 +85,24 @@ class ChatAnswer(Answer):
             "finish_reason": message.finish_reason,
         }
 
-    def _chunk(
-        self,
-        completion: Completion,
-        index: int,
-        delta: dict[str, Any],
-        logprobs: list[dict[str, Any]] | None = None,
-        finish_reason: str | None = None,
-    ) -> bytes:
-        shown = {"content": logprobs} if logprobs else None
-        choice = {"index": index, "delta": delta, "logprobs": shown, "finish_reason": finish_reason}
-        return self.event(completion, compact(choice))
+    def _message(self, index: int) -> _Message:
+        if index not in self._messages:
+            self._messages[index] = _Message(self._tools.parser())
+        return self._messages[index]
 
-    def _logprobs_of(self, delta: Delta) -> list[dict[str, Any]]:
+    def _chunk(self, index: int, delta: JSON, logprobs: list[JSON], reason: str | None) -> bytes:
+        shown = {"content": logprobs} if logprobs else None
+        choice = {"index": index, "delta": delta, "logprobs": shown, "finish_reason": reason}
+        return self.event(compact(choice))
+
+    def _logprobs(self, delta: Delta) -> list[JSON]:
         scored = delta.logprobs
         if scored is None or not self._with_logprobs:
             return []
         top = [self._entry(token_id, logprob) for token_id, logprob in scored.top]
         return [{**self._entry(scored.token_id, scored.logprob), "top_logprobs": top}]
 
-    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        """Without bytes where the token adds nothing to the text."""
+    def _entry(self, token_id: int, logprob: float) -> JSON:
         is_text = token_id not in self._hidden_ids
         return {
             "token": token_text(self.tokenizer, token_id),
@@ -111,40 +111,32 @@ class ChatAnswer(Answer):
         }
 
 
-def _read(message: _Message, completion: Completion, delta: Delta) -> list[Piece]:
-    """What a delta adds, and how it ends if it does."""
+def _read(message: _Message, completion: Completion, delta: Delta) -> tuple[str, dict[int, JSON]]:
+    """Return a delta's content and its additions to calls, by index; note how the message ends."""
     parser, reason = message.parser, delta.finish_reason
     if parser is None:
         message.finish_reason = reason
-        return [delta.text] if delta.text else []
-    pieces = parser.push(delta.text)
+        return delta.text, {}
+    pieces: list[Piece] = parser.push(delta.text)
     if parser.is_over:
         completion.stop(delta.choice)
         reason = FinishReason.STOP
     if reason is not None:
         pieces += parser.flush()
-        has_calls = (
-            parser.n_calls and not parser.is_in_call
-        )  # a stop string or token may have cut the last one short
+        # A stop string or token may have cut the last call short.
+        has_calls = parser.n_calls and not parser.is_in_call
         message.finish_reason = (
             "tool_calls" if has_calls and reason is FinishReason.STOP else reason
         )
-    return pieces
-
-
-def _calls(pieces: list[Piece]) -> dict[int, dict[str, Any]]:
-    """What pieces add to calls, by index."""
-    calls: dict[int, dict[str, Any]] = {}
+    content = "".join(piece for piece in pieces if isinstance(piece, str))
+    calls: dict[int, JSON] = {}
     for piece in pieces:
         if isinstance(piece, str):
             continue
         if piece.name is not None:
             function = {"name": piece.name, "arguments": ""}
-            calls[piece.index] = {
-                "id": f"call_{secrets.token_hex(12)}",
-                "type": "function",
-                "function": function,
-            }
+            call_id = f"call_{secrets.token_hex(12)}"
+            calls[piece.index] = {"id": call_id, "type": "function", "function": function}
         call = calls.setdefault(piece.index, {"function": {"arguments": ""}})
         call["function"]["arguments"] += piece.arguments
-    return calls
+    return content, calls

@@ -1,0 +1,195 @@
+"""The parts of request bodies that OpenAI's routes share, and the body of POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+
+from model.bundle import GenerationDefaults
+from server.api.schemas import (
+    AddSpecialTokens,
+    Count,
+    KeepLast,
+    ModelName,
+    RequestBody,
+    SamplingFields,
+    TGIFormat,
+    tgi_grammar,
+)
+from server.engine.grammar.constraints import Grammar
+from server.engine.sampling import MAX_LOGPROBS
+from server.requests.builder import RequestOptions
+
+_Prompts = (
+    str
+    | Annotated[list[str], Field(min_length=1)]
+    | Annotated[list[int], Field(min_length=1)]
+    | Annotated[list[list[int]], Field(min_length=1)]
+)
+
+
+class StreamOptions(RequestBody):
+    """Options of a stream."""
+
+    include_usage: bool = Field(False, description="Send the usage in a last event.")
+    continuous_usage_stats: bool = Field(
+        False,
+        description="With `include_usage`: send the usage so far in every event, as vLLM does.",
+    )
+
+    @model_validator(mode="after")
+    def _check_usage(self) -> Self:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats may be given only where include_usage is true")
+        return self
+
+
+class JSONSchema(RequestBody):
+    """A named schema. `strict` and `description` have no effect: every answer follows it."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool = False
+    description: str | None = None
+
+
+class ResponseFormat(RequestBody):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_type(self) -> Self:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError("json_schema is given with type json_schema, and only then")
+        return self
+
+
+AnyFormat = Annotated[
+    Annotated[ResponseFormat, Tag("openai")] | Annotated[TGIFormat, Tag("tgi")],
+    Discriminator(
+        lambda it: "tgi" if isinstance(it, dict) and it.get("value") is not None else "openai"
+    ),
+]
+
+
+class StructuredFields(RequestBody):
+    """The fields that constrain the text."""
+
+    response_format: AnyFormat | None = Field(
+        None,
+        description="`text`, `json_object`, `json_schema` with `json_schema.schema`, "
+        "or a `grammar` of /generate.",
+    )
+    regex: str | None = Field(None, description="A regular expression that the whole text matches.")
+    grammar: str | None = Field(
+        None, description="A grammar in Lark's notation, whose rule `start` derives the text."
+    )
+
+    @model_validator(mode="after")
+    def _check_one_grammar(self) -> Self:
+        is_free = self.response_format is None or self.response_format.type == "text"
+        if [is_free, self.regex is None, self.grammar is None].count(False) > 1:
+            raise ValueError(
+                "response_format, regex and grammar each constrain the text; give one of them"
+            )
+        return self
+
+    def any_grammar(self) -> Grammar | None:
+        """Return the grammar that was given in any of the fields."""
+        if self.regex is not None:
+            return Grammar.regex(self.regex)
+        if self.grammar is not None:
+            return Grammar.lark(self.grammar)
+        form = self.response_format
+        if form is None or form.type == "text":
+            return None
+        if not isinstance(form, ResponseFormat):
+            return tgi_grammar(form, "response_format")
+        if form.json_schema is not None:
+            return Grammar.json_schema(form.json_schema.schema_)
+        return Grammar.json_object()
+
+
+class OpenAIBody(SamplingFields, StructuredFields):
+    """The fields that OpenAI's routes share."""
+
+    model: ModelName = None
+    max_tokens: Count | None = Field(None, description="Maximum number of new tokens.")
+    max_completion_tokens: Count | None = Field(None, description="Another name for `max_tokens`.")
+    n: int = Field(1, ge=1, le=16, description="Number of answers to each prompt.")
+    stream: bool = Field(False, description="Answer with server-sent events.")
+    stream_options: StreamOptions | None = Field(
+        None, description="`include_usage`: send the usage in a last event."
+    )
+    truncate_prompt_tokens: KeepLast = None
+
+    @model_validator(mode="after")
+    def _check_fields_agree(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options may be given only where stream is true")
+        given = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(given) > 1:
+            raise ValueError(
+                "max_tokens and max_completion_tokens are one setting; give one of them"
+            )
+        return self
+
+    def options(
+        self,
+        prompts: Sequence[str | list[int]],
+        defaults: GenerationDefaults,
+        *,
+        default_max_tokens: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+    ) -> RequestOptions:
+        """Return what the builder needs; `defaults` are the model's, for fields not given."""
+        update = defaults.model_dump(exclude_none=True, exclude=self.model_fields_set)
+        return RequestOptions(
+            prompts=prompts,
+            params=self.model_copy(update=update).sampling_params(logprobs, prompt_logprobs),
+            max_tokens=self.max_completion_tokens if self.max_tokens is None else self.max_tokens,
+            default_max_tokens=default_max_tokens,
+            seed=self.seed,
+            n=self.n,
+            stops=self.stop,
+            timeout_ms=self.timeout_ms,
+            priority=self.priority,
+            grammar=self.any_grammar(),
+            keep_last=self.truncate_prompt_tokens,
+        )
+
+
+def _as_prompts(value: object) -> object:
+    """Return a list of texts, or of lists of token ids, for any of OpenAI's four forms."""
+    items: list[object] = value if isinstance(value, list) else [value]
+    if isinstance(value, list) and all(type(item) is int for item in items):
+        items = [items]
+    texts = all(isinstance(item, str) for item in items)
+    if items and (
+        texts or all(isinstance(item, list) and all(type(i) is int for i in item) for item in items)
+    ):
+        return items
+    raise ValueError("must be a string, a list of strings, token ids, or a list of token-id lists")
+
+
+class CompletionsBody(OpenAIBody):
+    """The body of POST /v1/completions."""
+
+    prompt: Annotated[
+        list[str] | list[list[int]], BeforeValidator(_as_prompts, json_schema_input_type=_Prompts)
+    ] = Field(description="Text, token ids, or a list of either.")
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Return each token's log-probability, and those of this many likelier tokens.",
+    )
+    echo: bool = Field(
+        False, description="Begin the text and its log-probabilities with the prompt."
+    )
+    add_special_tokens: AddSpecialTokens = True

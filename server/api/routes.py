@@ -1,0 +1,111 @@
+"""All routes, and GET /openapi.json, which describes them as an OpenAPI 3.1 document."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from server.api import explain, health, models, playground, tgi, tokenize
+from server.api.openai import chat, completions
+from server.api.openai.answers import ChatEvent, CompletionEvent
+from server.api.responses import READ_ERRORS, error_response, is_tgi
+from server.api.schemas import Error
+from server.api.tgi import GenerateError, GenerateEvent
+
+router = APIRouter()
+
+_REF = "#/components/schemas/{model}"
+_UNDECLARED: tuple[type[BaseModel], ...] = (
+    Error,
+    GenerateError,
+    CompletionEvent,
+    ChatEvent,
+    GenerateEvent,
+)
+_STRING = {"required": True, "schema": {"type": "string"}}
+_REQUEST_ID = _STRING | {"description": "The request's own, or a new one."}
+_RETRY_AFTER = _STRING | {"description": "Seconds until it is worth trying again."}
+
+
+@router.get("/openapi.json", summary="The API as an OpenAPI document.", responses=READ_ERRORS)
+def openapi(request: Request) -> dict[str, Any]:
+    """Return the document. Not a coroutine: it takes a while to make."""
+    return document(request.app)
+
+
+ROUTERS = (
+    *(chat.router, completions.router, models.router, tgi.router, tokenize.router),
+    *(explain.router, health.router, playground.router, router),
+)
+ROUTES = [route for one in ROUTERS for route in one.routes if isinstance(route, APIRoute)]
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add all routes, and the responses for paths and methods that have none."""
+    for one in ROUTERS:
+        app.include_router(one)
+    app.mount("/static", playground.StaticPlayground())
+    app.add_exception_handler(HTTPException, _on_http_exception)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    response = error_response(request.scope, error)
+    if response.status_code == 405:
+        methods = sorted(
+            method for one in ROUTES if one.path == request.url.path for method in one.methods or ()
+        )
+        given = getattr(error, "headers", None) or {}
+        response.headers["allow"] = ", ".join(methods) or given.get("allow", "GET, HEAD")
+    return response
+
+
+def document(app: FastAPI) -> dict[str, Any]:
+    """Return the document of an application: FastAPI's, with what that cannot declare."""
+    if app.openapi_schema is None:
+        settings = app.state.service.settings
+        has_keys = settings.api_key is not None or settings.api_key_file is not None
+        app.openapi_schema = _document(app, settings.root_path or "/", has_keys=has_keys)
+    return app.openapi_schema
+
+
+def _document(app: FastAPI, server: str, *, has_keys: bool) -> dict[str, Any]:
+    made = get_openapi(
+        title="Kvasir",
+        version=version("kvasir-lm"),
+        description="A decoder language model.",
+        routes=app.routes,
+        servers=[{"url": server}],
+        separate_input_output_schemas=False,
+    )
+    components = made["components"]
+    _, more = models_json_schema([(one, "validation") for one in _UNDECLARED], ref_template=_REF)
+    components["schemas"] |= more["$defs"]
+    del components["schemas"]["HTTPValidationError"], components["schemas"]["ValidationError"]
+    if has_keys:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    for path, operations in made["paths"].items():
+        for method, operation in operations.items():
+            operation["operationId"] = re.sub(r"[{}]", "", f"{method} {path}").replace("/", "_")
+            operation.pop("description", None)  # the docstring, which is for developers
+            operation.setdefault("security", [{"key": []}] if has_keys else [])
+            error = GenerateError if is_tgi(path) and method == "post" else Error
+            responses = operation["responses"]
+            for absent in ("422",) if has_keys else ("422", "401"):  # 422 is FastAPI's own
+                responses.pop(absent, None)
+            for status, response in responses.items():
+                response["headers"] = {"x-request-id": _REQUEST_ID}
+                if int(status) >= 400 and "content" not in response:
+                    schema = {"$ref": _REF.format(model=error.__name__)}
+                    response["content"] = {"application/json": {"schema": schema}}
+                    if status in ("429", "503"):
+                        response["headers"]["retry-after"] = _RETRY_AFTER
+    return made

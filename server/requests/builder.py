@@ -1,0 +1,187 @@
+"""The one place where a CompletionRequest is made, with tokenised prompts and all defaults."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from tokenizers import Encoding
+
+from model.bundle import ModelBundle
+from model.tokenizer import keep_spaces_in_offsets
+from server.engine.grammar.constraints import Grammar
+from server.engine.sampling import SamplingParams
+from server.errors import InvalidRequestError
+from server.requests.admission import Admission, check_prompt_length
+from server.requests.async_engine import AsyncEngine
+from server.requests.completion import CompletionRequest, Prompt, RequestState
+from server.settings import Settings
+
+T = TypeVar("T")
+
+_SHORT = 4096  # characters or tokens that are handled on the event loop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """The content of a request's body, in one form for every protocol.
+
+    prompts: texts or token ids. params: without `max_tokens` and `seed`, which are here.
+    max_tokens: None is `default_max_tokens`, or less if the context or the KV cache has less room.
+    seed: None draws one. keep_last: prompt tokens to keep. add_special_tokens: such as BOS.
+    with_offsets: compute Prompt.offsets. field_prefix: of the sampling fields, in errors.
+    """
+
+    prompts: Sequence[str | list[int]]
+    params: SamplingParams
+    max_tokens: int | None
+    default_max_tokens: int
+    seed: int | None
+    n: int = 1
+    stops: Sequence[str] = ()
+    timeout_ms: int | None = None
+    priority: int = 0
+    grammar: Grammar | None = None
+    kept_ids: frozenset[int] = frozenset()
+    keep_last: int | None = None
+    add_special_tokens: bool = True
+    with_offsets: bool = False
+    field_prefix: str = ""
+
+
+class RequestBuilder:
+    """A builder of requests for one model."""
+
+    def __init__(
+        self, settings: Settings, bundle: ModelBundle, engine: AsyncEngine, admission: Admission
+    ) -> None:
+        self._settings = settings
+        self._bundle = bundle
+        self._engine = engine
+        self._admission = admission
+        keep_spaces_in_offsets(bundle.tokenizer)
+
+    @property
+    def max_model_len(self) -> int:
+        """The maximum number of tokens of a prompt and its completion."""
+        if self._engine.engine is not None:
+            return self._engine.engine.max_model_len
+        longest = self._bundle.config.max_model_len
+        return min(longest, self._settings.max_model_len or longest)
+
+    async def build(self, options: RequestOptions, state: RequestState) -> CompletionRequest:
+        """Return the request for a body. Raises InvalidRequestError."""
+        params, max_tokens, config = options.params, options.max_tokens, self._bundle.config
+        self._admission.check_size(len(options.prompts) * options.n)
+        self.check_token_ids(params.stop_token_ids, f"{options.field_prefix}stop_token_ids")
+        self.check_token_ids(params.logit_bias, f"{options.field_prefix}logit_bias")
+        prompts = await self.tokenize(
+            options.prompts,
+            keep_last=options.keep_last,
+            add_special_tokens=options.add_special_tokens,
+            with_offsets=options.with_offsets,
+        )
+        if max_tokens is None:
+            longest = max(len(prompt.ids) for prompt in prompts)
+            max_tokens = min(options.default_max_tokens, self.max_model_len - longest)
+            if (engine := self._engine.engine) is not None:
+                needed = partial(engine.kv.n_needed, longest)
+                room = engine.kv.budget_tokens
+                max_tokens = bisect_right(range(1, max_tokens + 1), room, key=needed)
+            max_tokens = max(1, max_tokens)
+        if params.min_tokens > max_tokens:
+            raise InvalidRequestError(
+                f"min_tokens ({params.min_tokens}) must be at most the {max_tokens} tokens to "
+                "generate",
+                param="min_tokens",
+            )
+        seed = secrets.randbits(64) if options.seed is None else options.seed
+        milliseconds = options.timeout_ms
+        if milliseconds is None:
+            milliseconds = self._settings.default_timeout_ms
+        request = CompletionRequest(
+            prompts=prompts,
+            params=replace(params, max_tokens=max_tokens, seed=seed),
+            request_id=state.id,
+            n=options.n,
+            stops=tuple(options.stops),
+            deadline=None if milliseconds is None else state.arrived + milliseconds / 1000,
+            priority=options.priority,
+            grammar=options.grammar,
+            kept_ids=options.kept_ids,
+        )
+        n_ending = len(request.ending_ids(config.eos_token_ids))
+        if params.min_tokens and n_ending >= config.vocab_size:
+            raise InvalidRequestError(
+                f"stop_token_ids: all {config.vocab_size} tokens would end the text, "
+                "which min_tokens forbids at first; name fewer",
+                param="stop_token_ids",
+            )
+        return request
+
+    async def tokenize(
+        self,
+        sources: Sequence[str | list[int]],
+        *,
+        keep_last: int | None = None,
+        add_special_tokens: bool = True,
+        with_offsets: bool = False,
+    ) -> list[Prompt]:
+        """Return a prompt for each text or list of token ids; the options are RequestOptions'.
+
+        Raises ContextLengthError or InvalidRequestError.
+        """
+        tokenizer = self._bundle.tokenizer
+        texts = [source for source in sources if isinstance(source, str)]
+        if sum(map(len, texts)) <= _SHORT:
+            encodings = [tokenizer.encode(t, add_special_tokens=add_special_tokens) for t in texts]
+        else:  # only the batch methods, even for one text, release the interpreter's lock
+            encode = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
+            encodings = await asyncio.to_thread(
+                encode, texts, add_special_tokens=add_special_tokens
+            )
+        encoded = iter(encodings)
+        prompts = []
+        for source in sources:
+            text, offsets = None, None
+            if isinstance(source, str):
+                encoding = next(encoded)
+                text, ids = source, encoding.ids
+                offsets = _starts(encoding) if with_offsets else None
+            else:
+                ids = source
+            if keep_last is not None and len(ids) > keep_last:
+                text, offsets, ids = None, None, ids[-keep_last:]
+            check_prompt_length(len(ids), self.max_model_len)
+            if text is None:
+                self.check_token_ids(ids, "prompt")
+                text = tokenizer.decode(ids)
+            prompts.append(Prompt(ids, text, offsets))
+        return prompts
+
+    def check_token_ids(self, token_ids: Iterable[int], param: str) -> None:
+        """Raise InvalidRequestError for an id that is not in the vocabulary."""
+        size = self._bundle.config.vocab_size
+        if unknown := next((i for i in token_ids if not 0 <= i < size), None):
+            raise InvalidRequestError(
+                f"{param}: token id {unknown} is not in the vocabulary of {size}", param=param
+            )
+
+
+async def in_thread_if_long(size: int, work: Callable[[], T]) -> T:
+    """Return the result of work on `size` characters or tokens, in a thread if they are many."""
+    return work() if size <= _SHORT else await asyncio.to_thread(work)
+
+
+def _starts(encoding: Encoding) -> list[int]:
+    """Return where each token begins in the text; one that the tokenizer added, after the last."""
+    starts, end = [], 0
+    for start, stop in encoding.offsets:
+        starts.append(start if stop else end)
+        end = stop or end
+    return starts

@@ -1,0 +1,230 @@
+"""Bodies that are refused: with 400, naming the field, and in the dialect of the route."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.fake_runner import FakeRunner
+from tests.serving import VOCAB_SIZE, serving
+
+LONG = "x" * 5000
+COMPLETION: dict[str, Any] = {"prompt": "a"}
+COMPLETIONS: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [1.5]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": [VOCAB_SIZE]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [10**30]}, "prompt"),
+    ({"stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
+    ({"logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 10**40}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"presence_penalty": 3}, "presence_penalty"),
+    ({"n": 17}, "n"),
+    ({"n": 0}, "n"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": [""]}, "stop.0"),
+    ({"seed": 2**64}, "seed"),
+    ({"timeout_ms": 0}, "timeout_ms"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"regex": "("}, "regex"),
+    ({"grammar": "start: A"}, "grammar"),
+    ({"response_format": {"type": "json"}}, "response_format.type"),
+    ({"priority": 101}, "priority"),
+    ({"priority": -7}, "priority"),
+    ({"priority": 0.5}, "priority"),
+    ({"priority": False}, "priority"),
+    ({"best_of": 2}, "best_of"),
+    ({"best_of": True}, "best_of"),
+    ({"tools": [{}]}, "tools"),
+    ({"suffix": "x"}, "suffix"),
+    ({"no_such_field": 1}, "no_such_field"),
+]
+
+
+def tool(schema: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    function = {"name": "f", "parameters": schema or {"type": "object"}, **more}
+    return {"type": "function", "function": function}
+
+
+def user(content: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content, **more}]}
+
+
+def form(kind: str, **more: Any) -> dict[str, Any]:
+    return {"response_format": {"type": kind, **more}}
+
+
+CALLS = [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]
+NAMED = {"name": "f"}
+BAD_SCHEMA = {"type": "object", "properties": {"a": {"pattern": "("}}}
+CALL = {"tools": [tool()], "tool_choice": "required"}
+CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": None}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "oracle", "content": "x"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user"}]}, "messages.0"),
+    (user(1), "messages.0.content"),
+    (user([{"type": "image_url", "image_url": {}}]), "messages.0.content"),
+    (user([{"type": "text", "text": 1}]), "messages.0.content.0.text"),
+    (user([{"text": "x"}]), "messages.0.content.0.type"),
+    (user("x", tool_calls=CALLS), "messages.0"),
+    (user("x", tool_call_id="c"), "messages.0"),
+    (user("x", mood="x"), "messages.0.mood"),
+    (user(LONG), "messages"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"tools": [{"type": "retrieval"}]}, "tools.0.type"),
+    ({"tools": [tool(), tool()]}, "tools"),
+    ({"tools": [tool({"type": "string"})]}, "tools.0.function.parameters"),
+    ({"tools": [tool(colour="red")]}, "tools.0.function.colour"),
+    ({"tools": [tool(BAD_SCHEMA)], "tool_choice": "required"}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": "any"}, "tool_choice"),
+    ({"tool_choice": ["auto"]}, "tool_choice"),
+    ({"tools": [tool()], "tool_choice": {"function": {}}}, "tool_choice.function.name"),
+    ({"tools": [tool()], "tool_choice": {"type": "f", "function": NAMED}}, "tool_choice.type"),
+    (
+        {"tools": [tool()], "tool_choice": {"NamedTool": 1, "function": NAMED}},
+        "tool_choice.NamedTool",
+    ),
+    ({"tools": [tool()], "tool_choice": {"function": {"name": "g"}}}, "tool_choice"),
+    (form("json", value=1), "response_format.value"),
+    (form("json_object", value="{"), "response_format.value"),
+    (form("json_schema", value={"str": {}}), "response_format.value.schema"),
+    (form("regex", value={}), "response_format.value"),
+    (form("text", value="x"), "response_format"),
+    (form("json_schema", json_schema={"name": "x"}), "response_format.json_schema.schema"),
+    (CALL | {"regex": "a"}, "regex"),
+    ({"tools": [tool()], "regex": "a"}, "regex"),
+    (CALL | form("json_object"), "response_format"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": 1}, "logprobs"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": CALLS}], "continue_final_message": True},
+        "messages",
+    ),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"functions": [{}]}, "functions"),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        "stream_options.include_obfuscation",
+    ),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+]
+TOKENS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    (user("a") | {"prompt": "a"}, "prompt"),
+    ({}, "prompt"),
+    ({"prompt": "a", "inputs": "b"}, "prompt"),
+    ({"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+    ({"prompt": [1, 2]}, "prompt"),
+]
+TEXTS: list[tuple[dict[str, Any], str]] = [
+    ({"tokens": [5, 300]}, "tokens"),
+    ({"tokens": [-1]}, "tokens.0"),
+    ({"tokens": "5"}, "tokens"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "refused"),
+    [
+        ("/v1/completions", COMPLETION, COMPLETIONS),
+        ("/v1/chat/completions", user("Weather?"), CHATS),
+        ("/tokenize", {}, TOKENS),
+        ("/detokenize", {}, TEXTS),
+    ],
+)
+async def test_a_bad_field_is_named(
+    path: str, base: dict[str, Any], refused: list[tuple[dict[str, Any], str]]
+) -> None:
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=256)) as served:
+        for change, param in refused:
+            response = await served.client.post(path, json=base | change)
+            assert response.status_code == 400, (change, response.text)
+            error = response.json()["error"]
+            assert (error["type"], error["param"]) == ("invalid_request_error", param), change
+            is_too_long = error["code"] == "context_length_exceeded"
+            assert param.partition(".")[0] in error["message"] or is_too_long, change
+
+
+def parameters(**values: Any) -> dict[str, Any]:
+    return {"inputs": "a", "parameters": values}
+
+
+GENERATE: list[tuple[dict[str, Any], str]] = [
+    ({}, "inputs"),
+    ({"inputs": 1}, "inputs"),
+    ({"inputs": ""}, "prompt"),
+    ({"inputs": "a", "stream": True}, "stream"),
+    ({"inputs": "a", "parameters": []}, "parameters"),
+    (parameters(max_new_tokens=0), "parameters.max_new_tokens"),
+    (parameters(stop_token_ids=[VOCAB_SIZE]), "parameters.stop_token_ids"),
+    (parameters(logit_bias={str(VOCAB_SIZE): 1}), "parameters.logit_bias"),
+    (parameters(grammar={"type": "json"}), "parameters.grammar.value"),
+    (parameters(grammar={"type": "regex", "value": "("}), "parameters.grammar"),
+    (parameters(grammar={"type": "json", "value": "[1]"}), "parameters.grammar"),
+    (parameters(grammar={"type": "lark", "value": "a"}), "parameters.grammar"),
+    (parameters(best_of=2), "parameters.best_of"),
+    (parameters(watermark=True), "parameters.watermark"),
+    (parameters(max_new_tokens=64), "at most 64 tokens"),
+]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+async def test_a_bad_field_is_named_in_tgis_form(path: str) -> None:
+    async with serving() as served:
+        for body, place in GENERATE:
+            response = await served.client.post(path, json=body)
+            assert response.status_code == 400, body
+            answer = response.json()
+            assert answer == {"error": answer["error"], "error_type": "validation"}
+            assert place in answer["error"], body
+
+
+async def test_a_body_that_makes_no_sense_is_a_400() -> None:
+    async with serving() as served:
+        for raw in (
+            b"",
+            b"{",
+            b"[]",
+            b'"text"',
+            b"null",
+            b'{"prompt": "\\ud800"}',
+            b'{"prompt": "\xff"}',
+            b'{"prompt": "a\x00b"}',
+            b'{"prompt": "a", "temperature": NaN}',
+            b'{"prompt": "a", "temperature": Infinity}',
+            b'{"prompt": "a", "temperature": 1e999}',
+            b'{"prompt": "a", "max_tokens": ' + b"9" * 6000 + b"}",
+            b"[" * 10_000,
+            b'{"prompt": "a", "stream_options": {"include_usage": true}}',
+            b'{"prompt": "a", "stream": true, "stream_options": {"continuous_usage_stats": true}}',
+            b'{"prompt": "a", "stream": true, "stream_options": {"usage": true}}',
+            b'{"prompt": "a", "max_tokens": 1, "max_completion_tokens": 2}',
+        ):
+            response = await served.client.post("/v1/completions", content=raw)
+            assert response.status_code == 400, raw[:99]
+            assert response.json()["error"]["message"]
