@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.random_models import RandomModel, export_random
 
-# That a machine is slow is no fault of what is tested on it.
+# A slow machine is no failure of the code under test.
 settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
@@ -19,7 +19,7 @@ settings.load_profile("any machine")
 
 @pytest.fixture(scope="session", autouse=True)
 def one_torch_thread() -> None:
-    """Tensors are tiny here: waking a second thread costs more than it saves, many times more on a busy machine."""
+    """Use one thread: tensors are tiny here, and a second thread costs more than it saves."""
     torch.set_num_threads(1)
 
 
@@ -52,7 +52,7 @@ def random_int4_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
 
 @pytest.fixture(scope="session")
 def random_windowed_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
-    """What published decoders add to attention, over int8 rows: windows, soft caps, head norms, layers differing."""
+    """Windows, soft caps, head norms and layers that differ, as in published decoders, in int8."""
     changes: dict[str, Any] = {
         "sliding_window": 40,
         "sliding_window_layers": (0, 2),

@@ -61,10 +61,9 @@ class Snapshot:
     n_waiting_tokens: int = 0  # their prompts' tokens, once for all samples of a prompt
 
     def ahead_of(self, queue_time: float) -> Self:
-        """Return the snapshot without the waiting sequences that come after a moment of the queue."""
-        return replace(
-            self, waiting=tuple(work for work in self.waiting if work.queue_time <= queue_time)
-        )
+        """Return the snapshot without the sequences that wait behind a queue time."""
+        waiting = tuple(work for work in self.waiting if work.queue_time <= queue_time)
+        return replace(self, waiting=waiting)
 
     def seconds_to_slot(self) -> float:
         """Return a lower bound on the seconds until a request behind all of this begins.
