@@ -1,14 +1,14 @@
 // The page: navigation between views, the API key, the theme, and the model card that views start
 // from.
 
-import { ApiError, getJson, getKey, request, setKey } from "./shared/api.js";
-import { byId } from "./shared/dom.js";
+import { ApiError, getJson, getKey, request, setKey } from "./common/api.js";
+import { byId } from "./common/dom.js";
 import * as explorer from "./explorer/explorer.js";
 import * as live from "./live/live.js";
 import * as model from "./model/model.js";
-import { pause } from "./shared/pause.js";
+import { pause } from "./common/pause.js";
 import * as playground from "./playground/playground.js";
-import { load, save } from "./shared/storage.js";
+import { load, save } from "./common/storage.js";
 
 // Each view has start(card), called once. It may have show() and hide(), called when it appears and
 // disappears.

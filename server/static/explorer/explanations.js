@@ -1,8 +1,8 @@
 // Explanations from POST /explain: first the tokens of a text, then attention weights as they are
 // needed.
 
-import { postJson } from "../shared/api.js";
-import { pause } from "../shared/pause.js";
+import { postJson } from "../common/api.js";
+import { pause } from "../common/pause.js";
 import { flatten } from "./weights.js";
 
 const MAX_WEIGHTS = 2 ** 24; // kept in memory, 4 bytes each

@@ -1,7 +1,7 @@
 // The attention explorer: a text, one head in detail, all heads as thumbnails, and the next token.
 
-import { Palette, themeColours } from "../shared/colours.js";
-import { byId, make } from "../shared/dom.js";
+import { Palette, themeColours } from "../common/colours.js";
+import { byId, make } from "../common/dom.js";
 import { fetchMissing, explainText } from "./explanations.js";
 import { showFormula } from "./formula.js";
 import { HeadView } from "./head_view.js";

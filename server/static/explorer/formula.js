@@ -1,6 +1,6 @@
 // The attention formula, with the shapes and properties of one head of this model.
 
-import { byId } from "../shared/dom.js";
+import { byId } from "../common/dom.js";
 import { windowOf } from "./weights.js";
 
 const UNROTATED = {

@@ -1,10 +1,10 @@
 // One head of one text: its heat map, the text shaded by one row, the weight under the pointer, and
 // a table.
 
-import { byId, make } from "../shared/dom.js";
+import { byId, make } from "../common/dom.js";
 import { CELL, HeatMap } from "./heatmap.js";
 import { listen } from "./heatmap_input.js";
-import { quoted, visible } from "../shared/token_text.js";
+import { quoted, visible } from "../common/token_text.js";
 import { TokenStrip } from "./token_strip.js";
 import { check, formatWeight, isVisible } from "./weights.js";
 import { sharpen } from "./weight_image.js";

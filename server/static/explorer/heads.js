@@ -1,6 +1,6 @@
 // Thumbnails of heads: those of one layer, and an overview of all layers.
 
-import { make } from "../shared/dom.js";
+import { make } from "../common/dom.js";
 import { hatching, sharpen, weightImage } from "./weight_image.js";
 
 /** Radio buttons with a picture each, one row per layer. `name` is the name of the radio group. */

@@ -2,8 +2,8 @@
 // axes. The axes stay in view. The canvas has the size of the visible part and is redrawn on
 // scrolling.
 
-import { themeColours } from "../shared/colours.js";
-import { visible } from "../shared/token_text.js";
+import { themeColours } from "../common/colours.js";
+import { visible } from "../common/token_text.js";
 import { hatching, sharpen, weightImage } from "./weight_image.js";
 
 export const CELL = { least: 2, most: 48, fitted: [12, 34] }; // CSS pixels

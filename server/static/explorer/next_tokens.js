@@ -1,8 +1,8 @@
 // The likeliest next tokens as bars. Each bar is a button that appends its token.
 
-import { make } from "../shared/dom.js";
-import { formatShare } from "../shared/format.js";
-import { visible } from "../shared/token_text.js";
+import { make } from "../common/dom.js";
+import { formatShare } from "../common/format.js";
+import { visible } from "../common/token_text.js";
 
 /** Return whether a token is part of a character, which is no text on its own. */
 const isPart = (token) => /^bytes:.*\\x[0-9a-f]{2}/.test(token.text);

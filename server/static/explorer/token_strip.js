@@ -1,8 +1,8 @@
 // The tokens of the text, shaded by how much one of them attends to each.
 
-import { make } from "../shared/dom.js";
+import { make } from "../common/dom.js";
 import { formatWeight } from "./weights.js";
-import { visible } from "../shared/token_text.js";
+import { visible } from "../common/token_text.js";
 
 export class TokenStrip {
   /**

@@ -1,8 +1,8 @@
 // The current batch: a bar for each slot of the KV cache, the waiting sequences, and a table of all
 // of them.
 
-import { byId, make } from "../shared/dom.js";
-import { formatCount } from "../shared/format.js";
+import { byId, make } from "../common/dom.js";
+import { formatCount } from "../common/format.js";
 
 const MAX_WAITING = 24; // drawn; the table has all
 const SHORT_ID = 10;

@@ -1,8 +1,8 @@
 // A line chart of the last two minutes. Its values can be read with a pointer or the arrow keys.
 
-import { make, makeSvg } from "../shared/dom.js";
+import { make, makeSvg } from "../common/dom.js";
 import { SHOWN_SECONDS } from "./figures.js";
-import { formatCount, formatRough, formatSeconds, formatShare } from "../shared/format.js";
+import { formatCount, formatRough, formatSeconds, formatShare } from "../common/format.js";
 
 const BREAK_SECONDS = 3; // a longer gap between points interrupts the line
 const UNITS = {

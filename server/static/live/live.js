@@ -1,12 +1,12 @@
 // The live view: polls the server once a second while it is visible.
 
-import { getJson, request } from "../shared/api.js";
+import { getJson, request } from "../common/api.js";
 import { showBatch, startBatch } from "./batch.js";
 import { Chart, formatFigure } from "./chart.js";
-import { byId } from "../shared/dom.js";
+import { byId } from "../common/dom.js";
 import { Figures } from "./figures.js";
-import { formatCount } from "../shared/format.js";
-import { pause } from "../shared/pause.js";
+import { formatCount } from "../common/format.js";
+import { pause } from "../common/pause.js";
 
 const EVERY_MS = 1000;
 const UNPUBLISHED = [403, 404]; // responses of a gateway for routes that it does not publish

@@ -1,6 +1,6 @@
 // The steps of a decoder, derived from its configuration. They are drawn, and listed as text.
 
-import { formatCount as n } from "../shared/format.js";
+import { formatCount as n } from "../common/format.js";
 
 const FEED_FORWARDS = {
   swiglu: "SwiGLU",

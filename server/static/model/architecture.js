@@ -2,8 +2,8 @@
 // for all themes.
 
 import { isGated, stepsOf } from "./anatomy.js";
-import { makeSvg } from "../shared/dom.js";
-import { formatCount } from "../shared/format.js";
+import { makeSvg } from "../common/dom.js";
+import { formatCount } from "../common/format.js";
 
 const WIDTH = 360;
 const GAP = 16; // between steps; the length of an arrow

@@ -2,9 +2,9 @@
 
 import { stepsOf } from "./anatomy.js";
 import { drawArchitecture } from "./architecture.js";
-import { copyText } from "../shared/copying.js";
-import { byId, make } from "../shared/dom.js";
-import { formatBytes, formatCompact, formatCount, formatShare } from "../shared/format.js";
+import { copyText } from "../common/copying.js";
+import { byId, make } from "../common/dom.js";
+import { formatBytes, formatCompact, formatCount, formatShare } from "../common/format.js";
 import { parametersOf } from "./parameters.js";
 
 export function start(card) {

@@ -1,6 +1,6 @@
 // A conversation: the system message, the turns, which can be edited, and the next message.
 
-import { byId, make } from "../shared/dom.js";
+import { byId, make } from "../common/dom.js";
 
 export class Conversation {
   /** Calls `changed` after a turn is removed. */

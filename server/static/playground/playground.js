@@ -2,10 +2,10 @@
 // buttons.
 
 import { Conversation } from "./chat.js";
-import * as copying from "../shared/copying.js";
-import { byId } from "../shared/dom.js";
+import * as copying from "../common/copying.js";
+import { byId } from "../common/dom.js";
 import { Run } from "./run.js";
-import { load, save as store } from "../shared/storage.js";
+import { load, save as store } from "../common/storage.js";
 import { showWelcome } from "./welcome.js";
 
 let storageName; // one for each model

@@ -1,9 +1,9 @@
 // The popover of a token: its probability and those of the likeliest alternatives. All outputs
 // share it.
 
-import { byId, make } from "../shared/dom.js";
-import { formatShare } from "../shared/format.js";
-import { visible } from "../shared/token_text.js";
+import { byId, make } from "../common/dom.js";
+import { formatShare } from "../common/format.js";
+import { visible } from "../common/token_text.js";
 
 const ORDINALS = ["first", "second", "third", "fourth", "fifth"];
 export const N_CHOICES = ORDINALS.length; // likeliest tokens requested at each position

@@ -1,14 +1,14 @@
 // One column: the settings of a request, its streamed answer, and measurements. Comparing takes two
 // columns.
 
-import { ApiError, stream } from "../shared/api.js";
+import { ApiError, stream } from "../common/api.js";
 import { fromChat, fromCompletion } from "./deltas.js";
-import { byId } from "../shared/dom.js";
+import { byId } from "../common/dom.js";
 import { Placement } from "./placement.js";
 import { N_CHOICES } from "./popover.js";
 import { Settings } from "./settings/settings.js";
 import { Timings } from "./timings.js";
-import { revealed } from "../shared/token_text.js";
+import { revealed } from "../common/token_text.js";
 import { TokenText } from "./tokens.js";
 
 const EACH_SECOND = 1000;

@@ -1,9 +1,9 @@
 // A streamed text with one span per token, shaded by its probability. Arrow keys move between the
 // tokens.
 
-import { make } from "../shared/dom.js";
+import { make } from "../common/dom.js";
 import { hide, show } from "./popover.js";
-import { revealed } from "../shared/token_text.js";
+import { revealed } from "../common/token_text.js";
 
 const LEVELS = [0.9, 0.5, 0.2, 0.05]; // least probabilities; the last level is below all
 const NEAR = 8; // pixels from the end within which scrolling follows the text

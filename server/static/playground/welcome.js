@@ -1,7 +1,7 @@
 // The playground's introduction: the served model, and example prompts.
 
-import { byId, make } from "../shared/dom.js";
-import { formatCompact, formatCount } from "../shared/format.js";
+import { byId, make } from "../common/dom.js";
+import { formatCompact, formatCount } from "../common/format.js";
 
 const PROSE = ["Once upon a time", "The capital of France is", "There are three reasons why"];
 const PYTHON = ["def read_json(path):", "class Stack:", "with open(path) as file:"];

@@ -6,7 +6,7 @@
 // setError(message): show what is wrong beside the control, or nothing for "";
 // errorInput(): the input that an error refers to.
 
-import { make } from "../../shared/dom.js";
+import { make } from "../../common/dom.js";
 
 const FORMS = {
   any: { label: "any text" },

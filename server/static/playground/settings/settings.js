@@ -1,7 +1,7 @@
 // The settings of one column: its controls, the fields they add to a request, changes, and errors.
 
 import { control } from "./controls.js";
-import { make } from "../../shared/dom.js";
+import { make } from "../../common/dom.js";
 import { groups } from "./sampling.js";
 
 const CONTROL_OF = { response_format: "form", regex: "form", grammar: "form" };
