@@ -28,7 +28,7 @@ class Workload:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse `16x128/64`, 16 at a time, or `8x512+64/32`. Raises ValueError for anything else."""
+        """Parse `16x128/64` or `8x512+64/32`. Raises ValueError for anything else."""
         match = re.fullmatch(r"([1-9]\d*)x(?:(\d+)\+)?([1-9]\d*)/([1-9]\d*)", text)
         if match is None:
             form = "CONCURRENCYxINPUT/OUTPUT, as in 16x128/64 or 8x512+64/32"

@@ -33,10 +33,7 @@ RATIO = "A/B"
 
 
 def parse_limits(text: str) -> Limits:
-    """Parse `ttft:500 itl:50`, limits of a good request in milliseconds.
-
-    `itl` limits its longest gap. Raises ValueError for anything else.
-    """
+    """Parse `ttft:500 itl:50`; `itl` limits the longest gap. Raises ValueError if it cannot."""
     limits = {}
     for limit in text.replace(",", " ").split():
         name, _, value = limit.partition(":")
@@ -82,7 +79,7 @@ def _keeps(answer: StreamedCompletion, limits: Limits) -> bool:
 
 @dataclass(slots=True)
 class Measured:
-    """The answers of one server to one workload, or to a part of it. waves: of each round."""
+    """The answers of one server to one workload, or to a part of it, in each round."""
 
     workload: Workload
     limits: Limits
@@ -101,11 +98,11 @@ class Measured:
     @property
     def notes(self) -> list[str]:
         """Caveats that a reader needs before comparing the figures."""
-        answers, errors, workload = good(self.answers), self.errors, self.workload
+        answers, workload = good(self.answers), self.workload
         notes = []
-        if errors:
-            n = len(self.answers)
-            notes.append(f"{len(errors)} of {n} requests failed, the first: {errors[0]}")
+        if errors := self.errors:
+            of = f"{len(errors)} of {len(self.answers)}"
+            notes.append(f"{of} requests failed, the first: {errors[0]}")
         if any(answer.usage is None for answer in answers):
             notes.append("the server sends no usage, so events are counted as tokens")
         wanted = (workload.shared_len + workload.input_len, workload.output_len)
@@ -134,13 +131,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class ServeFigures:
-    """The result of `kvasir bench serve`.
+    """The result of `kvasir bench serve`."""
 
-    about: settings. rows: by workload, or part of one, and by server.
-    """
-
-    about: dict[str, Any]
-    rows: dict[str, dict[str, Measured]]
+    about: dict[str, Any]  # settings
+    rows: dict[str, dict[str, Measured]]  # by workload, or part of one, and by server
 
     @property
     def errors(self) -> list[str]:
@@ -161,10 +155,10 @@ class ServeFigures:
         notes = []
         for label, row in self.as_json()["workloads"].items():
             rows[label] = {letter: one["median"] for letter, one in row["servers"].items()}
-            rows[label] |= {RATIO: row[RATIO]} if row[RATIO] else {}
+            rows[label][RATIO] = row[RATIO]
             for letter, one in row["servers"].items():
                 notes += [f"{label}, {letter}: {note}" for note in one["notes"]]
-        if any(RATIO in row for row in rows.values()):
+        if any(row[RATIO] for row in rows.values()):
             notes.insert(0, "A/B: A is better if throughput is above 1 and times are below 1")
         names = dict.fromkeys(name for row in rows.values() for name in chain(*row.values()))
         tables = [_table("throughput", [name for name in names if "_ms_" not in name], rows)]
@@ -185,9 +179,10 @@ def _table(title: str, names: list[str], rows: dict[str, dict[str, dict[str, flo
         table.add_column(heading, justify="right")
     for label, row in rows.items():
         for letter, found in row.items():
-            form = "{:.2f} x".format if letter == RATIO else _significant
-            cells = (form(found[name]) if name in found else "-" for name in names)
-            table.add_row(label, letter, *cells)
+            if found:
+                form = "{:.2f} x".format if letter == RATIO else _significant
+                cells = (form(found[name]) if name in found else "-" for name in names)
+                table.add_row(label, letter, *cells)
         table.add_section()
     return table
 

@@ -33,26 +33,24 @@ class StreamedCompletion:
         """Parse the next bytes of the stream, cut anywhere. An event's data must be on one line."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            if line.startswith(b"data:"):
-                self._parse_event(line[5:].strip(), now)
+            content = line.removeprefix(b"data:").strip()
+            if content == b"[DONE]":
+                self.ended = now
+            elif line.startswith(b"data:"):
+                try:
+                    self._note(json.loads(content), now)
+                except (AttributeError, TypeError, ValueError):
+                    self.fail(f"an event is not a completion's: {content[:100]!r}")
 
-    def _parse_event(self, data: bytes, now: float) -> None:
-        if data == b"[DONE]":
-            self.ended = now
-            return
-        try:
-            event = json.loads(data)
-            if event.get("error"):
-                self.fail(error_message(event))
-            if any(
-                choice.get("text") or (choice.get("delta") or {}).get("content")
-                for choice in event.get("choices", ())
-            ):
+    def _note(self, event: dict[str, Any], now: float) -> None:
+        if event.get("error"):
+            self.fail(error_message(event))
+        for choice in event.get("choices", ()):
+            if choice.get("text") or (choice.get("delta") or {}).get("content"):
                 self.event_times.append(now)
-            if (usage := event.get("usage")) and usage.get("completion_tokens") is not None:
-                self.usage = usage
-        except (AttributeError, TypeError, ValueError):
-            self.fail(f"an event is not a completion's: {data[:100]!r}")
+                break
+        if (usage := event.get("usage")) and usage.get("completion_tokens") is not None:
+            self.usage = usage
 
     def finish(self, now: float) -> None:
         """Note the end of the response body, which ends the answer if no [DONE] came."""
