@@ -81,8 +81,8 @@ class EngineFigures:
     outside_greedy: float  # share of the largest step outside ONNX Runtime
     outside_sampled: float
     peak_teraflops: float | None  # of a large bfloat16 product, measured on the GPU
-    # By prompt tokens, the share of that peak, at two operations a token and weight of the layers.
-    # Only a prompt's last token meets the head.
+    # Share of that peak by prompt tokens, at two operations a token and weight of the layers: only
+    # a prompt's last token meets the head.
     prefill_of_peak: dict[int, float]
 
     def tables(self) -> list[str | Table]:
@@ -100,12 +100,12 @@ class EngineFigures:
             }
             for row in self.decode
         ]
-        prefill = []
-        for tokens, speed in self.prefill_tokens_per_second.items():
-            prefill.append({"prompt tokens": f"{tokens:,}", "tokens/s": f"{speed:,.0f}"})
-            if self.peak_teraflops:
-                share = f"{self.prefill_of_peak[tokens]:.0%}"
-                prefill[-1][f"of {self.peak_teraflops:.0f} TFLOP/s"] = share
+        prefill = [
+            {"prompt tokens": f"{tokens:,}", "tokens/s": f"{speed:,.0f}"}
+            for tokens, speed in self.prefill_tokens_per_second.items()
+        ]
+        for of_peak, share in zip(prefill, self.prefill_of_peak.values(), strict=False):
+            of_peak[f"of {self.peak_teraflops:.0f} TFLOP/s"] = f"{share:.0%}"
         outside = {
             "greedy": f"{self.outside_greedy:.1%}",
             "temperature 0.8, top-p 0.95": f"{self.outside_sampled:.1%}",
@@ -135,7 +135,7 @@ def bench_engine(
 ) -> EngineFigures:
     """Measure the engine on a preset with random weights, which stays in `cache`.
 
-    Raises ConfigError for an unknown preset or precision, and the errors of `make_random_model`.
+    Raises the errors of `make_random_model`.
     """
     folder = f"{name}-{precision}" if device == "cpu" else f"{name}-{device}-{precision}"
     graph = make_random_model(name, precision, cache / folder, device, progress) / GRAPH_FILE
@@ -149,7 +149,7 @@ def bench_engine(
         runner.warm_up()
     bench = _EngineBench(runner, _CHUNK[device])
     progress("copying memory", 0, 0)
-    bandwidth = copy_bandwidth(threads) if device == "cpu" else device_bandwidth()
+    bandwidth, peak = measure_machine(device, threads)
     prompts = followed(PREFILL_TOKENS[device], "prefill", progress)
     prefill = {n_tokens: bench.prefill(n_tokens) for n_tokens in prompts}
     decode = []
@@ -159,7 +159,6 @@ def bench_engine(
         decode.append(DecodeFigures(batch, batch / seconds, seconds * 1e3, share, outside))
     progress("time outside the model", 0, 0)
     _, outside_sampled = bench.decode(batches[-1], temperature=0.8)
-    peak = device_flops() if device == "cuda" else None
     per_token = 2 * (n_weights(config) - config.vocab_size * config.d_model)
     return EngineFigures(
         preset=name,
@@ -249,22 +248,16 @@ def median_seconds(work: Callable[[], object], n: int = 9) -> float:
     return median(seconds[1:])
 
 
-def copy_bandwidth(threads: int) -> float:
-    """Return the bytes that threads read and write per second in a copy."""
+def measure_machine(device: Device, threads: int) -> tuple[float, float | None]:
+    """Return the bytes a second that a copy reads and writes, and a GPU's bfloat16 operations."""
+    if device == "cuda":
+        source = torch.ones(2**30, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+        bandwidth = 2 * source.numel() / median_seconds(lambda: target.copy_(source))
+        return bandwidth, 2 * 8192**3 / median_seconds(lambda: a @ a)
     sources = [np.ones(_COPY_BYTES // threads, dtype=np.uint8) for _ in range(threads)]
-    targets = [np.zeros_like(source) for source in sources]
+    targets = [np.zeros_like(one) for one in sources]
     with ThreadPoolExecutor(threads) as pool:
-        return 2 * _COPY_BYTES / median_seconds(lambda: list(pool.map(np.copyto, targets, sources)))
-
-
-def device_bandwidth() -> float:
-    """Return the bytes that the GPU reads and writes per second in a copy."""
-    source = torch.ones(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.numel() / median_seconds(lambda: target.copy_(source))
-
-
-def device_flops() -> float:
-    """Return the GPU's operations per second in a bfloat16 product."""
-    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    return 2 * 8192**3 / median_seconds(lambda: a @ a)
+        seconds = median_seconds(lambda: list(pool.map(np.copyto, targets, sources)))
+    return 2 * _COPY_BYTES / seconds, None

@@ -37,13 +37,12 @@ _PROMPT, _NEW = 128, 64  # tokens of the peer's sequences
 _ROUNDS = 3
 _ABORTED = frozenset({3, 7})
 
-# Largest difference of logits, in their standard deviations, and smallest share of greedy tokens
-# equal to those of PyTorch in float32. Perplexity cannot test random weights: a graph without
-# attention would pass.
+# Largest difference of logits from PyTorch's in float32, in standard deviations, and smallest share
+# of equal greedy tokens. Perplexity cannot test random weights: no attention at all would pass.
 _LIMITS = {"bf16": (0.25, 0.97), "fp16": (0.05, 0.99), "int8": (0.35, 0.95), "int4": (3.0, 0.5)}
-# Smallest share of tokens that a sequence has in common with its run alone. After one difference,
-# all may differ.
-_MIN_EQUAL = 0.9
+_MIN_EQUAL = (
+    0.9  # share of tokens as in a sequence's run alone; after one difference, all may differ
+)
 
 
 def check_parity(folder: Path, name: str, precision: str) -> dict[str, float]:
@@ -153,7 +152,9 @@ class Peer:
 
     def static(self, batch: int) -> float:
         """Return new tokens per second of `generate` with a static cache, prefill included."""
-        ids = torch.from_numpy(self._prompts(batch)).to(self._device)
+        ids = torch.from_numpy(
+            self._generator.integers(self._vocab_size, size=(batch, _PROMPT))
+        ).to(self._device)
         options = {"cache_implementation": "static", "do_sample": False, "max_new_tokens": _NEW}
 
         def generate() -> None:
@@ -164,7 +165,7 @@ class Peer:
 
     def continuous(self, batch: int) -> float:
         """Return new tokens per second of `generate_batch`, prefill included."""
-        prompts = self._prompts(batch).tolist()
+        prompts = self._generator.integers(self._vocab_size, size=(batch, _PROMPT)).tolist()
         config = transformers.GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=_NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
@@ -176,9 +177,6 @@ class Peer:
             assert lengths == [_NEW] * batch, "generate_batch ended early"  # it hides its failures
 
         return batch * _NEW / median_seconds(generate, _ROUNDS)
-
-    def _prompts(self, batch: int) -> Any:
-        return self._generator.integers(self._vocab_size, size=(batch, _PROMPT))
 
 
 class FigureLog:

@@ -1,8 +1,7 @@
 """A lean client of one streamed completion or chat on an OpenAI-compatible server.
 
-`StreamedCompletion` parses the stream and keeps its times; any reader of a socket can feed it.
-`complete` reads one with asyncio. The client often shares its processors with the server that it
-measures, so it opens one connection a request, parses HTTP in C and creates few objects.
+The client often shares its processors with the server that it measures, so it opens one connection
+a request, parses HTTP in C and creates few objects.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import httptools
 
 @dataclass(slots=True)
 class StreamedCompletion:
-    """The events of one streamed answer. Times are seconds of `perf_counter`."""
+    """The events of one streamed answer, fed by any reader. Times are seconds of `perf_counter`."""
 
     sent: float = 0.0
     event_times: list[float] = field(default_factory=list)  # arrivals of events with text
@@ -133,7 +132,7 @@ class _Exchange(asyncio.Protocol):
 
     def __init__(self, request: bytes) -> None:
         self.answer = StreamedCompletion()
-        self.over = asyncio.get_running_loop().create_future()
+        self.over: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._request = request
         self._parser = httptools.HttpResponseParser(self)
         self._error_body = b""
@@ -158,27 +157,22 @@ class _Exchange(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status == 200:
-            self.answer.finish(self._now)
-            self._end()
-        else:
+        if status != 200:
             self._end(f"HTTP {status}: {error_message(self._error_body)}")
+            return
+        self.answer.finish(self._now)
+        self._end(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(f"the connection broke off{f': {exc}' if exc else ''}")
 
-    def _end(self, error: str | None = None) -> None:
+    def _end(self, error: str | None) -> None:
         if not self.over.done():
-            self.over.set_result(None)
-            if error is not None:
-                self.answer.fail(error)
+            self.over.set_result(error)
 
 
 async def complete(target: Target, body: bytes, limit: float) -> StreamedCompletion:
-    """Request one completion.
-
-    Any failure, or taking more than `limit` seconds, sets its `error`.
-    """
+    """Request one completion. A failure, or more than `limit` seconds, sets its `error`."""
     exchange = _Exchange(target.request(body))
     transport = None
     try:
@@ -186,12 +180,14 @@ async def complete(target: Target, body: bytes, limit: float) -> StreamedComplet
             transport, _ = await asyncio.get_running_loop().create_connection(
                 lambda: exchange, target.host, target.port, ssl=target.secure or None
             )
-            await exchange.over
+            failure = await exchange.over
     except TimeoutError:
-        exchange.answer.fail(f"no whole answer within {limit:g} s")
+        failure = f"no whole answer within {limit:g} s"
     except OSError as error:
-        exchange.answer.fail(f"no connection to {target.host}:{target.port}: {error}")
+        failure = f"no connection to {target.host}:{target.port}: {error}"
     finally:
         if transport is not None:
             transport.abort()
+    if failure:
+        exchange.answer.fail(failure)
     return exchange.answer

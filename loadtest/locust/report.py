@@ -84,7 +84,6 @@ def summary(requests: list[Request]) -> str:
 
 def draw(requests: list[Request], path: Path, limits: list[Limit]) -> None:
     """Draw six panels to a file."""
-    mpl.use("Agg")
     edges = windows(requests)
     latency = [partial(_draw_latency, kind=kind, limits=limits) for kind in TITLES]
     panels: list[Panel] = [*latency, _draw_tokens, _draw_ends, _draw_levels]
