@@ -1,8 +1,7 @@
 """Checks and measurements on an NVIDIA GPU: parity with PyTorch, promises, speed beside a peer.
 
-`make gpu-check` runs them without a network. The peer is transformers on the same card in the same
-run, with the same shape and random weights: `generate` with a static cache, and `generate_batch`
-with its continuous batching.
+The peer is transformers on the same card in the same run, with the same shape and random weights:
+`generate` with a static cache, and `generate_batch` with its continuous batching.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ def check_parity(folder: Path, name: str, precision: str) -> dict[str, float]:
 def check_engine(folder: Path) -> float:
     """Run many sequences with shared prefixes and too few blocks, and abort some of them.
 
-    Returns the share of tokens that equal those of the sequence alone. Raises AssertionError if a
-    sequence does not end exactly once, anything leaks, or that share is too small.
+    Returns the share of tokens equal to the sequence's alone. Raises AssertionError if that is too
+    small, a sequence does not end exactly once, or anything leaks.
     """
     bundle = load_bundle(folder)
     vocab_size, generator = bundle.config.vocab_size, np.random.default_rng(0)
@@ -130,19 +129,13 @@ class Peer:
 
     def __init__(self, config: DecoderConfig, device: str = "cuda") -> None:
         shape = transformers.LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.d_model,
-            intermediate_size=config.d_ff,
-            num_hidden_layers=config.n_layer,
-            num_attention_heads=config.n_head,
-            num_key_value_heads=config.n_kv_head,
-            head_dim=config.head_dim,
+            vocab_size=config.vocab_size, hidden_size=config.d_model, intermediate_size=config.d_ff,
+            num_hidden_layers=config.n_layer, num_attention_heads=config.n_head,
+            num_key_value_heads=config.n_kv_head, head_dim=config.head_dim,
             max_position_embeddings=config.max_model_len,
             tie_word_embeddings=config.tied_embeddings,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+            bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
         self._device = device
         self._model = cast("Any", transformers.LlamaForCausalLM(shape))
         self._model.to(device, torch.bfloat16).eval()

@@ -1,9 +1,8 @@
 """Figures of served requests: percentiles, throughput, goodput and ratios of two servers.
 
-TTFT: from sending a request to its first event with text. ITL: every gap between such events, of
-all requests. TPOT: the time after the first event divided by the number of tokens after the first.
-E2E: from sending to the end. Events that come in one read make no gap; an answer that comes in one
-read has neither ITL nor TPOT.
+TTFT: from sending a request to its first event with text. ITL: every gap between such events. TPOT:
+the time after the first event divided by the number of tokens after the first. E2E: from sending to
+the end. Events of one read make no gap; an answer of one read has neither ITL nor TPOT.
 """
 
 from __future__ import annotations

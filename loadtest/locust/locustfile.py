@@ -2,12 +2,9 @@
 
 locust -f loadtest/locust/locustfile.py --host http://localhost:8000
 
-Every stream is read event by event. Each scenario has rows of these types, in milliseconds:
-
-- `POST`: from sending to the end of any kind
-- `ttft`: from sending to the first event with text
-- `itl`: every gap between such events
-- `e2e`: from sending to the end, unless the client disconnected before
+Each scenario has rows of these types, in milliseconds: `POST` from sending to the end of any kind,
+`ttft` to the first event with text, `itl` for every gap between such events, and `e2e` to the end,
+unless the client disconnected before.
 
 A stream that runs when the time is over, or when its user stops, may end; one that still runs
 after `--stop-timeout` (here 30 s) has failed. `--slo` sets the exit code. `--requests-csv` writes a

@@ -73,9 +73,8 @@ def latencies(requests: list[Request], kind: str) -> tuple[Floats, Floats]:
     if kind == "itl":
         times = [request.event_times[1:] for request in answered]
         return np.concatenate([*times, []]), np.array([gap for r in answered for gap in r.gaps])
-    known = [(r.sent, value) for r in answered if (value := getattr(r, kind)) is not None]
-    sent, values = np.array(known, dtype=float).reshape(-1, 2).T
-    return sent, values
+    known = [request for request in answered if getattr(request, kind) is not None]
+    return np.array([r.sent for r in known]), np.array([getattr(r, kind) for r in known])
 
 
 def token_times(requests: list[Request]) -> tuple[Floats, Floats]:
