@@ -105,7 +105,9 @@ class Measured:
         if any(answer.usage is None for answer in answers):
             notes.append("the server sends no usage, so events are counted as tokens")
         wanted = (workload.shared_len + workload.input_len, workload.output_len)
-        lengths = {(answer.n_prompt_tokens or wanted[0], answer.n_tokens) for answer in answers}
+        lengths = {
+            ((one.usage or {}).get("prompt_tokens") or wanted[0], one.n_tokens) for one in answers
+        }
         for n_in, n_out in sorted(lengths - {wanted}):
             notes.append(f"not what was asked for: {n_in} tokens in, {n_out} out")
         n_tokens = sum(answer.n_tokens for answer in answers)

@@ -67,11 +67,6 @@ class StreamedCompletion:
         return len(self.event_times) if self.usage is None else int(self.usage["completion_tokens"])
 
     @property
-    def n_prompt_tokens(self) -> int | None:
-        """Prompt tokens as the server counted them."""
-        return None if self.usage is None else self.usage.get("prompt_tokens")
-
-    @property
     def ttft(self) -> float:
         """Time to the first event with text."""
         return self.event_times[0] - self.sent

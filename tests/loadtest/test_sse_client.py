@@ -32,7 +32,10 @@ def test_figures_follow_their_definitions() -> None:
     answer.finish(20.0)
     assert (answer.error, answer.ttft, answer.e2e, answer.tpot) == (None, 0.5, 4.5, 4.0 / 5)
     assert answer.gaps == [0.5, 2.0], "an event without text makes no gap"
-    assert (answer.n_prompt_tokens, answer.n_tokens) == (4, 6)
+    assert (answer.n_tokens, answer.usage) == (
+        6,
+        {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10},
+    )
 
 
 @pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
