@@ -133,10 +133,7 @@ def bench_engine(
     device: Device = "cpu",
     progress: Progress = unheard,
 ) -> EngineFigures:
-    """Measure the engine on a preset with random weights, which stays in `cache`.
-
-    Raises the errors of `make_random_model`.
-    """
+    """Measure a preset with random weights, kept in `cache`; raises as `make_random_model`."""
     folder = f"{name}-{precision}" if device == "cpu" else f"{name}-{device}-{precision}"
     graph = make_random_model(name, precision, cache / folder, device, progress) / GRAPH_FILE
     config, batches, threads = preset(name), DECODE_BATCHES[device], threads or usable_cpus()
@@ -159,7 +156,7 @@ def bench_engine(
         decode.append(DecodeFigures(batch, batch / seconds, seconds * 1e3, share, outside))
     progress("time outside the model", 0, 0)
     _, outside_sampled = bench.decode(batches[-1], temperature=0.8)
-    per_token = 2 * (n_weights(config) - config.vocab_size * config.d_model)
+    per_token = 2 * n_layer_weights(config)
     return EngineFigures(
         preset=name,
         device=device,
@@ -218,20 +215,20 @@ class _EngineBench:
         return Sequence(next(self._ids), prompt_ids.tolist(), params, frozenset(), times)
 
 
-def n_weights(config: DecoderConfig) -> int:
-    """Count the weights that multiply a token: an untied embedding is only looked up."""
-    with torch.device("meta"):
-        n_parameters = Decoder(config).n_parameters
-    return n_parameters - (not config.tied_embeddings) * config.vocab_size * config.d_model
-
-
 def bytes_per_step(config: DecoderConfig, precision: str, batch: int, device: Device) -> float:
     """Return the bytes that a decode step reads: weights, and the KV cache halfway through."""
     of_weight, of_head, of_key = _BYTES[device, precision]
-    head = config.vocab_size * config.d_model
     per_token = KVShape(config.n_layer, config.n_kv_head, config.head_dim).token_bytes(of_key)
-    weights = of_weight * (n_weights(config) - head) + of_head * head
+    weights = of_weight * n_layer_weights(config) + of_head * config.vocab_size * config.d_model
     return weights + batch * per_token * (_PROMPT_TOKENS + _DECODE_STEPS / 2)
+
+
+def n_layer_weights(config: DecoderConfig) -> int:
+    """Count the weights outside the head and the embedding, of which a token reads one row."""
+    with torch.device("meta"):
+        n_parameters = Decoder(config).n_parameters
+    n_matrices = 1 if config.tied_embeddings else 2
+    return n_parameters - n_matrices * config.vocab_size * config.d_model
 
 
 def median_seconds(work: Callable[[], object], n: int = 9) -> float:

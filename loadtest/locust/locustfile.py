@@ -122,8 +122,8 @@ class Kvasir(FastHttpUser):
     @task(1)
     def cancel(self) -> None:
         """Disconnect after a few tokens."""
-        prompt = self.draw_prompt()
-        self.send("cancel", {"prompt": prompt}, last_event=self.random.randint(1, 8))
+        body = {"prompt": self.draw_prompt()}
+        self.send("cancel", body, last_event=self.random.randint(1, 8))
 
     def draw_prompt(self) -> str:
         """Draw words of a random length."""
@@ -142,8 +142,8 @@ class Kvasir(FastHttpUser):
         if context := self.served.max_model_len:
             n_tokens = min(n_tokens, context // 2)
             body["truncate_prompt_tokens"] = context - n_tokens
-        body |= {"max_tokens": n_tokens, "ignore_eos": True}
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        body |= {"max_tokens": n_tokens, "ignore_eos": True, "stream": True}
+        body["stream_options"] = {"include_usage": True}
         if self.options.pace != "poisson":
             self.stream(scenario, path, body, last_event)
             return
@@ -164,8 +164,8 @@ class Kvasir(FastHttpUser):
             if response.status_code == 200:
                 self.read(response.stream, answer, last_event)
             elif response.status_code:
-                message = error_message(response.text or "")
-                answer.fail(f"HTTP {response.status_code}: {message}")
+                reason = error_message(response.text or "")
+                answer.fail(f"HTTP {response.status_code}: {reason}")
             else:
                 answer.fail(f"no answer: {response.error}")
                 answer.ended = perf_counter()
