@@ -89,7 +89,7 @@ gpu-check:  ## Check and measure on an NVIDIA GPU, offline; WHEELS=DIR
 	build/gpu/bin/pip install --quiet --no-index --find-links $(WHEELS) setuptools wheel
 	build/gpu/bin/pip install --quiet --no-index --find-links $(WHEELS) -c constraints.txt --no-build-isolation \
 		-e '.[cuda,train]' transformers
-	build/gpu/bin/python -m tests.gpu_check artifacts/gpu build/gpu-check.json
+	build/gpu/bin/python -m loadtest.gpu_check artifacts/gpu build/gpu-check.json
 
 example: $(VENV)/.train  ## Train and replace the example model (takes an hour)
 	if test -d runs/stdlib; then $(BIN)/kvasir train --resume --out runs/stdlib; else \

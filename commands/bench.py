@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,7 +56,7 @@ def bench_engine(
     precision = precision or PRECISIONS[device][0]
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
         figures = measure(preset, precision, threads, cache, device, progress)
-    show(as_json, figures.as_json(), *figures.tables())
+    show(as_json, asdict(figures), *figures.tables())
 
 
 def bench_serve(

@@ -10,12 +10,11 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -82,49 +81,48 @@ class EngineFigures:
     outside_greedy: float  # share of the largest step outside ONNX Runtime
     outside_sampled: float
     peak_teraflops: float | None  # of a large bfloat16 product, measured on the GPU
-    # By prompt tokens, the share of that peak, at two operations a token and weight of the layers.
-    # Only a prompt's last token meets the head.
+    # Share of that peak by prompt tokens, at two operations a token and weight of the layers: only
+    # a prompt's last token meets the head.
     prefill_of_peak: dict[int, float]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all figures for scripts."""
-        return asdict(self)
 
     def tables(self) -> list[str | Table]:
         """Return a line on the machine and three tables for a terminal."""
         machine = f"{self.threads} threads" if self.device == "cpu" else "one GPU"
         machine += f"; a copy moves {self.copy_gigabytes_per_second:.1f} GB/s"
-        decode = _table(
-            "decode",
-            "batch",
-            "tokens/s",
-            "step, ms",
-            "of batch 1",
-            "of roofline",
-            "outside the model",
-        )
-        for row in self.decode:
-            decode.add_row(
-                str(row.batch),
-                f"{row.tokens_per_second:,.0f}",
-                f"{row.step_milliseconds:.2f}",
-                f"{row.tokens_per_second / self.decode[0].tokens_per_second:.1f} x",
-                f"{row.roofline:.0%}",
-                f"{row.outside:.1%}",
-            )
-        peak = [f"of {self.peak_teraflops:.0f} TFLOP/s"] if self.peak_teraflops else []
-        prefill = _table("prefill", "prompt tokens", "tokens/s", *peak)
-        for tokens, speed in self.prefill_tokens_per_second.items():
-            shares = [f"{self.prefill_of_peak[tokens]:.0%}" for _ in peak]
-            prefill.add_row(f"{tokens:,}", f"{speed:,.0f}", *shares)
-        title = f"batch-{self.decode[-1].batch} step, share outside the model"
-        outside = _table(title, "greedy", "temperature 0.8, top-p 0.95")
-        outside.add_row(f"{self.outside_greedy:.1%}", f"{self.outside_sampled:.1%}")
-        return [f"{self.preset}, {self.precision}, {machine}", decode, prefill, outside]
+        decode = [
+            {
+                "batch": str(row.batch),
+                "tokens/s": f"{row.tokens_per_second:,.0f}",
+                "step, ms": f"{row.step_milliseconds:.2f}",
+                "of batch 1": f"{row.tokens_per_second / self.decode[0].tokens_per_second:.1f} x",
+                "of roofline": f"{row.roofline:.0%}",
+                "outside the model": f"{row.outside:.1%}",
+            }
+            for row in self.decode
+        ]
+        prefill = [
+            {"prompt tokens": f"{tokens:,}", "tokens/s": f"{speed:,.0f}"}
+            for tokens, speed in self.prefill_tokens_per_second.items()
+        ]
+        for of_peak, share in zip(prefill, self.prefill_of_peak.values(), strict=False):
+            of_peak[f"of {self.peak_teraflops:.0f} TFLOP/s"] = f"{share:.0%}"
+        outside = {
+            "greedy": f"{self.outside_greedy:.1%}",
+            "temperature 0.8, top-p 0.95": f"{self.outside_sampled:.1%}",
+        }
+        return [
+            f"{self.preset}, {self.precision}, {machine}",
+            _table("decode", decode),
+            _table("prefill", prefill),
+            _table(f"batch-{self.decode[-1].batch} step, share outside the model", [outside]),
+        ]
 
 
-def _table(title: str, *columns: str) -> Table:
-    return Table(*(Column(name, justify="right") for name in columns), title=title)
+def _table(title: str, rows: list[dict[str, str]]) -> Table:
+    table = Table(*(Column(name, justify="right") for name in rows[0]), title=title)
+    for row in rows:
+        table.add_row(*row.values())
+    return table
 
 
 def bench_engine(
@@ -135,10 +133,7 @@ def bench_engine(
     device: Device = "cpu",
     progress: Progress = unheard,
 ) -> EngineFigures:
-    """Measure the engine on a preset with random weights, which stays in `cache`.
-
-    Raises ConfigError for an unknown preset or precision, and the errors of `make_random_model`.
-    """
+    """Measure a preset with random weights, kept in `cache`; raises as `make_random_model`."""
     folder = f"{name}-{precision}" if device == "cpu" else f"{name}-{device}-{precision}"
     graph = make_random_model(name, precision, cache / folder, device, progress) / GRAPH_FILE
     config, batches, threads = preset(name), DECODE_BATCHES[device], threads or usable_cpus()
@@ -149,9 +144,9 @@ def bench_engine(
     else:
         runner = OnnxRunner(graph, config, max_num_seqs=batches[-1], threads=threads)
         runner.warm_up()
-    bench = _EngineBench(runner, config.vocab_size, _CHUNK[device])
+    bench = _EngineBench(runner, _CHUNK[device])
     progress("copying memory", 0, 0)
-    bandwidth = copy_bandwidth(threads) if device == "cpu" else device_bandwidth()
+    bandwidth, peak = measure_machine(device, threads)
     prompts = followed(PREFILL_TOKENS[device], "prefill", progress)
     prefill = {n_tokens: bench.prefill(n_tokens) for n_tokens in prompts}
     decode = []
@@ -160,10 +155,8 @@ def bench_engine(
         share = bytes_per_step(config, precision, batch, device) / bandwidth / seconds
         decode.append(DecodeFigures(batch, batch / seconds, seconds * 1e3, share, outside))
     progress("time outside the model", 0, 0)
-    _, outside_greedy = bench.decode(batches[-1], temperature=0.0)
     _, outside_sampled = bench.decode(batches[-1], temperature=0.8)
-    peak = device_flops() if device == "cuda" else None
-    per_token = 2 * (n_weights(config) - config.vocab_size * config.d_model)
+    per_token = 2 * n_layer_weights(config)
     return EngineFigures(
         preset=name,
         device=device,
@@ -173,7 +166,7 @@ def bench_engine(
         copy_gigabytes_per_second=bandwidth / 1e9,
         decode=decode,
         prefill_tokens_per_second=prefill,
-        outside_greedy=outside_greedy,
+        outside_greedy=decode[-1].outside,
         outside_sampled=outside_sampled,
         peak_teraflops=peak and peak / 1e12,
         prefill_of_peak={n: per_token * speed / peak for n, speed in prefill.items() if peak},
@@ -183,32 +176,30 @@ def bench_engine(
 class _EngineBench:
     """Measurements on one engine."""
 
-    def __init__(self, runner: OnnxRunner | PagedRunner, vocab_size: int, chunk_size: int) -> None:
+    def __init__(self, runner: OnnxRunner | PagedRunner, chunk_size: int) -> None:
         self._runner = runner
-        self._vocab_size = vocab_size
         self._engine = Engine(runner, chunk_size=chunk_size)
         self._ids = count()
         self._generator = np.random.default_rng(0)
 
     def prefill(self, n_tokens: int) -> float:
         """Return the tokens per second of one prompt alone, until its first new token."""
-        speeds = []
-        for _ in range(_PREFILL_ROUNDS + 1):
-            self._add(n_tokens, max_tokens=1, temperature=0.0)
-            started = perf_counter()
+        prompts = iter([self._draw(n_tokens, 1, 0.0) for _ in range(_PREFILL_ROUNDS + 1)])
+
+        def run() -> None:
+            self._engine.add(next(prompts))
             while self._engine.has_work:
                 self._engine.step()
-            speeds.append(n_tokens / (perf_counter() - started))
-        return median(speeds[1:])
+
+        return n_tokens / median_seconds(run, _PREFILL_ROUNDS)
 
     def decode(self, batch: int, temperature: float) -> tuple[float, float]:
         """Return a decode step's seconds and its share outside the model."""
         for _ in range(batch):
-            self._add(_PROMPT_TOKENS, max_tokens=_DECODE_STEPS + 2 * batch, temperature=temperature)
+            self._engine.add(self._draw(_PROMPT_TOKENS, _DECODE_STEPS + 2 * batch, temperature))
         seconds, outside = [], []
         while self._engine.has_work:
-            before = self._runner.model_seconds
-            started = perf_counter()
+            before, started = self._runner.model_seconds, perf_counter()
             _, stats = self._engine.step()
             spent = perf_counter() - started
             if stats.n_decode == batch and not stats.n_prefill_tokens:
@@ -216,64 +207,54 @@ class _EngineBench:
                 outside.append(1 - (self._runner.model_seconds - before) / spent)
         return median(seconds), median(outside)
 
-    def _add(self, n_prompt: int, max_tokens: int, temperature: float) -> None:
-        prompt_ids = self._generator.integers(self._vocab_size, size=n_prompt).tolist()
+    def _draw(self, n_prompt: int, max_tokens: int, temperature: float) -> Sequence:
+        prompt_ids = self._generator.integers(self._runner.vocab_size, size=n_prompt)
         top_p = 0.95 if temperature else 1.0
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
         times = SequenceTimes(perf_counter())
-        self._engine.add(Sequence(next(self._ids), prompt_ids, params, frozenset(), times))
+        return Sequence(next(self._ids), prompt_ids.tolist(), params, frozenset(), times)
 
 
-def n_weights(config: DecoderConfig) -> int:
-    """Count the weights that multiply a token.
-
-    An untied embedding is looked up, so it does not count.
-    """
-    with torch.device("meta"):
-        n_parameters = Decoder(config).n_parameters
-    return n_parameters - (not config.tied_embeddings) * config.vocab_size * config.d_model
-
-
-def bytes_per_step(
-    config: DecoderConfig, precision: str, batch: int, device: Device = "cpu"
-) -> float:
+def bytes_per_step(config: DecoderConfig, precision: str, batch: int, device: Device) -> float:
     """Return the bytes that a decode step reads: weights, and the KV cache halfway through."""
     of_weight, of_head, of_key = _BYTES[device, precision]
-    head = config.vocab_size * config.d_model
     per_token = KVShape(config.n_layer, config.n_kv_head, config.head_dim).token_bytes(of_key)
-    weights = of_weight * (n_weights(config) - head) + of_head * head
+    weights = of_weight * n_layer_weights(config) + of_head * config.vocab_size * config.d_model
     return weights + batch * per_token * (_PROMPT_TOKENS + _DECODE_STEPS / 2)
 
 
-def copy_bandwidth(threads: int) -> float:
-    """Return the bytes that threads read and write per second in a copy; the median of nine."""
+def n_layer_weights(config: DecoderConfig) -> int:
+    """Count the weights outside the head and the embedding, of which a token reads one row."""
+    with torch.device("meta"):
+        n_parameters = Decoder(config).n_parameters
+    n_matrices = 1 if config.tied_embeddings else 2
+    return n_parameters - n_matrices * config.vocab_size * config.d_model
+
+
+def median_seconds(work: Callable[[], object], n: int = 9) -> float:
+    """Return the median time of n runs after a warm-up, each until a GPU is idle."""
+    seconds = []
+    has_gpu = torch.cuda.is_available()
+    synchronize: Callable[[], object] = torch.cuda.synchronize if has_gpu else lambda: None
+    for _ in range(n + 1):
+        synchronize()
+        started = perf_counter()
+        work()
+        synchronize()
+        seconds.append(perf_counter() - started)
+    return median(seconds[1:])
+
+
+def measure_machine(device: Device, threads: int) -> tuple[float, float | None]:
+    """Return the bytes a second that a copy reads and writes, and a GPU's bfloat16 operations."""
+    if device == "cuda":
+        source = torch.ones(2**30, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+        bandwidth = 2 * source.numel() / median_seconds(lambda: target.copy_(source))
+        return bandwidth, 2 * 8192**3 / median_seconds(lambda: a @ a)
     sources = [np.ones(_COPY_BYTES // threads, dtype=np.uint8) for _ in range(threads)]
-    targets = [np.zeros_like(source) for source in sources]
-    speeds = []
+    targets = [np.zeros_like(one) for one in sources]
     with ThreadPoolExecutor(threads) as pool:
-        for _ in range(9):
-            started = perf_counter()
-            list(pool.map(np.copyto, targets, sources))
-            speeds.append(2 * _COPY_BYTES / (perf_counter() - started))
-    return median(speeds)
-
-
-def device_bandwidth() -> float:
-    """Return the bytes that the GPU reads and writes per second in a copy; the median of nine."""
-    source = torch.ones(2**30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return median(2 * source.numel() / _gpu_seconds(lambda: target.copy_(source)) for _ in range(9))
-
-
-def device_flops() -> float:
-    """Return the GPU's operations per second in a bfloat16 product; the median of nine."""
-    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    return median(2 * 8192**3 / _gpu_seconds(lambda: a @ a) for _ in range(9))
-
-
-def _gpu_seconds(work: Callable[[], object]) -> float:
-    torch.cuda.synchronize()
-    started = perf_counter()
-    work()
-    torch.cuda.synchronize()
-    return perf_counter() - started
+        seconds = median_seconds(lambda: list(pool.map(np.copyto, targets, sources)))
+    return 2 * _COPY_BYTES / seconds, None

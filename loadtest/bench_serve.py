@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvloop
+from numpy.random import Generator
 
 from loadtest.load import Prompts, Workload, closed_loop, open_loop
 from loadtest.local_server import serve_locally
@@ -23,30 +24,22 @@ class ServeBenchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server to measure.
+    """A server to measure."""
 
-    address: its URL, or a model directory to serve. extra: fields of each request.
-    """
-
-    address: str
-    extra: dict[str, Any]
+    address: str  # its URL, or a model directory to serve
+    extra: dict[str, Any]  # fields of each request
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Workloads, and the way to run each of them.
-
-    requests: a round; by default three times the concurrency. warm_up: requests before the rounds;
-    by default the concurrency. rate: requests a second of an open loop; None is a closed loop.
-    timeout: seconds for a request.
-    """
+    """Workloads, and the way to run each of them."""
 
     workloads: list[Workload]
     rounds: int = 3
-    requests: int | None = None
-    warm_up: int | None = None
-    rate: float | None = None
-    timeout: float = 300.0
+    requests: int | None = None  # in a round; by default three times the concurrency
+    warm_up: int | None = None  # requests before the rounds; by default the concurrency
+    rate: float | None = None  # requests a second of an open loop; None is a closed loop
+    timeout: float = 300.0  # seconds for a request
     vocab_size: int = 2048
     seed: int = 0
     limits: Limits = field(default_factory=dict)
@@ -89,13 +82,11 @@ async def _measure(
         progress(f"{workload}, warm-up", 0, 0)
         for client in clients.values():
             n = workload.concurrency if plan.warm_up is None else plan.warm_up
-            bodies = prompts.bodies(workload, n, client.extra)
-            client.require_any(await closed_loop(client.ask, bodies, workload.concurrency))
+            await client.send(prompts.bodies(workload, n, client.extra), workload)
         for _ in followed(range(plan.rounds), f"{workload}, rounds", progress):
             for letter, client in clients.items():
                 for part, waves in (await client.run_round(workload, prompts)).items():
                     if waves:
-                        client.require_any(list(chain(*waves)))
                         row = rows.setdefault(f"{workload}{part}", {})
                         row.setdefault(letter, Measured(workload, plan.limits)).waves.append(waves)
     return rows
@@ -109,27 +100,32 @@ class _Client:
     extra: dict[str, Any]
     plan: Plan
 
-    async def ask(self, body: bytes) -> StreamedCompletion:
-        return await complete(self.target, body, self.plan.timeout)
-
     async def run_round(self, workload: Workload, prompts: Prompts) -> dict[str, Round]:
         """Run a round and return its waves by part.
 
-        A shared prefix makes two parts: the first wave computes the prefix, the later waves find it
-        cached.
+        A shared prefix makes two parts: the first wave computes it, the later ones find it cached.
         """
-        rate, size = self.plan.rate, workload.concurrency
+        size = workload.concurrency
         bodies = prompts.bodies(workload, self.plan.requests or 3 * size, self.extra)
-        if rate is not None:
-            return {"": [await open_loop(self.ask, bodies, rate, prompts.generator)]}
         if not workload.shared_len:
-            return {"": [await closed_loop(self.ask, bodies, size)]}
+            return {"": [await self.send(bodies, workload, prompts.generator)]}
         starts = range(0, len(bodies), size)
-        waves = [await closed_loop(self.ask, bodies[i : i + size], size) for i in starts]
+        waves = [await self.send(bodies[i : i + size], workload) for i in starts]
         return {" cold": waves[:1], " warm": waves[1:]}
 
-    def require_any(self, answers: list[StreamedCompletion]) -> None:
-        """Stop the benchmark if no request succeeds; a hanging server would cost every timeout."""
+    async def send(
+        self, bodies: list[bytes], workload: Workload, generator: Generator | None = None
+    ) -> list[StreamedCompletion]:
+        """Send requests: in an open loop if there is a rate and a generator, else in a closed one.
+
+        Raises ServeBenchError if none succeeds: a hanging server would cost every timeout.
+        """
+        ask = partial(complete, self.target, limit=self.plan.timeout)
+        if self.plan.rate is not None and generator is not None:
+            answers = await open_loop(ask, bodies, self.plan.rate, generator)
+        else:
+            answers = await closed_loop(ask, bodies, workload.concurrency)
         if answers and not good(answers):
             failed = f"{self.target.url} answered none of {len(answers)} requests"
             raise ServeBenchError(f"{failed}: {answers[0].error}")
+        return answers

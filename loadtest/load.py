@@ -8,7 +8,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -19,10 +19,7 @@ Ask = Callable[[bytes], Awaitable[StreamedCompletion]]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests of `shared_len` + `input_len` tokens, `concurrency` at a time.
-
-    All requests of a round have the same prefix of `shared_len` tokens.
-    """
+    """Requests of `input_len` tokens after a prefix of `shared_len`, the same for a whole round."""
 
     concurrency: int
     input_len: int
@@ -31,21 +28,13 @@ class Workload:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse `16x128/64`: 16 at a time, 128 tokens in, 64 out.
-
-        `8x512+64/32` shares a prefix of 512 tokens. Raises ValueError for anything else.
-        """
+        """Parse `16x128/64` or `8x512+64/32`. Raises ValueError for anything else."""
         match = re.fullmatch(r"([1-9]\d*)x(?:(\d+)\+)?([1-9]\d*)/([1-9]\d*)", text)
         if match is None:
             form = "CONCURRENCYxINPUT/OUTPUT, as in 16x128/64 or 8x512+64/32"
             raise ValueError(f"a workload is {form}, not {text!r}")
-        concurrency, shared_len, input_len, output_len = (int(n or 0) for n in match.groups())
-        return cls(concurrency, input_len, output_len, shared_len)
-
-    @property
-    def n_prompt_tokens(self) -> int:
-        """Tokens of a prompt with its prefix."""
-        return self.shared_len + self.input_len
+        concurrency, shared, n_in, n_out = (int(n or 0) for n in match.groups())
+        return cls(concurrency, n_in, n_out, shared)
 
     def __str__(self) -> str:
         shared = f"{self.shared_len}+" if self.shared_len else ""
@@ -61,8 +50,8 @@ SUITE = tuple(
 class Prompts:
     """A source of request bodies whose prompts are random token ids, no two of them equal.
 
-    Ids come from the upper half of the vocabulary. Special tokens and single bytes, which may
-    decode to no text, are in the lower half.
+    The lower half of the vocabulary is not used: it holds the special tokens and single bytes,
+    which may decode to no text.
     """
 
     def __init__(self, vocab_size: int, seed: int) -> None:
@@ -81,7 +70,7 @@ class Prompts:
 
     def _draw(self, n: int) -> list[int]:
         ids = self.generator.integers(self._vocab_size // 2, self._vocab_size, size=n)
-        return list(map(int, ids))
+        return cast("list[int]", ids.tolist())
 
 
 async def closed_loop(

@@ -10,8 +10,8 @@ import json
 import os
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -32,32 +32,29 @@ def run_server(command: Sequence[str | Path]) -> Iterator[dict[str, Any]]:
 
     Raises ChildProcessError with the last line of its log if it ends before it is ready.
     """
-    ready: Future[dict[str, Any]] = Future()
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603
-        assert process.stderr is not None
-        reader = Thread(target=_read_log, args=(process.stderr, ready))
-        reader.start()
+        log = process.stderr or ()
+        reader = Thread(target=deque, args=(log, 0))  # because a full pipe would block the server
         try:
-            yield ready.result()
+            ready = wait_until_ready(log)
+            reader.start()
+            yield ready
         finally:
             process.terminate()
-            reader.join()
+            if reader.ident:
+                reader.join()
 
 
-def _read_log(log: Iterable[str], ready: Future[dict[str, Any]]) -> None:
-    """Read the log to its end, because a full pipe would block the server."""
+def wait_until_ready(log: Iterable[str]) -> dict[str, Any]:
+    """Read a log until the server is ready; raises and returns as `run_server` does."""
     port, line = 0, ""
     for line in log:
-        if ready.done() or not line.startswith("{"):
-            continue
-        entry = json.loads(line)
+        entry: dict[str, Any] = json.loads(line) if line.startswith("{") else {"message": ""}
         if entry["message"] == "listening":
             port = entry["port"]
-        elif entry["message"] == "ready":
-            ready.set_result(entry | {"port": port})
-    if not ready.done():
-        reason = line.strip().removeprefix("kvasir: ") or "the server ended at once"
-        ready.set_exception(ChildProcessError(reason))
+        if entry["message"] == "ready":
+            return entry | {"port": port}
+    raise ChildProcessError(line.strip().removeprefix("kvasir: ") or "the server ended at once")
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """Figures of served requests: percentiles, throughput, goodput and ratios of two servers.
 
-TTFT: from sending a request to its first event with text. ITL: every gap between such events, of
-all requests. TPOT: the time after the first event divided by the number of tokens after the first.
-E2E: from sending to the end. Events that come in one read make no gap; an answer that comes in one
-read has neither ITL nor TPOT.
+TTFT: from sending a request to its first event with text. ITL: every gap between such events. TPOT:
+the time after the first event divided by the number of tokens after the first. E2E: from sending to
+the end. Events of one read make no gap; an answer of one read has neither ITL nor TPOT.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ RATIO = "A/B"
 
 
 def parse_limits(text: str) -> Limits:
-    """Parse `ttft:500 itl:50`, limits of a good request in milliseconds.
-
-    `itl` limits its longest gap. Raises ValueError for anything else.
-    """
+    """Parse `ttft:500 itl:50`; `itl` limits the longest gap. Raises ValueError if it cannot."""
     limits = {}
     for limit in text.replace(",", " ").split():
         name, _, value = limit.partition(":")
@@ -82,7 +78,7 @@ def _keeps(answer: StreamedCompletion, limits: Limits) -> bool:
 
 @dataclass(slots=True)
 class Measured:
-    """The answers of one server to one workload, or to a part of it. waves: of each round."""
+    """The answers of one server to one workload, or to a part of it, in each round."""
 
     workload: Workload
     limits: Limits
@@ -99,29 +95,19 @@ class Measured:
         return [answer.error for answer in self.answers if answer.error is not None]
 
     @property
-    def rounds(self) -> list[dict[str, float]]:
-        """The figures of each round."""
-        return [figures(waves, self.limits) for waves in self.waves]
-
-    @property
-    def medians(self) -> dict[str, float]:
-        """The median over rounds of each figure."""
-        rounds = self.rounds
-        names = dict.fromkeys(chain(*rounds))
-        return {name: median(found[name] for found in rounds if name in found) for name in names}
-
-    @property
     def notes(self) -> list[str]:
         """Caveats that a reader needs before comparing the figures."""
-        answers, errors, workload = good(self.answers), self.errors, self.workload
+        answers, workload = good(self.answers), self.workload
         notes = []
-        if errors:
-            n = len(self.answers)
-            notes.append(f"{len(errors)} of {n} requests failed, the first: {errors[0]}")
+        if errors := self.errors:
+            of = f"{len(errors)} of {len(self.answers)}"
+            notes.append(f"{of} requests failed, the first: {errors[0]}")
         if any(answer.usage is None for answer in answers):
             notes.append("the server sends no usage, so events are counted as tokens")
-        wanted = (workload.n_prompt_tokens, workload.output_len)
-        lengths = {(answer.n_prompt_tokens or wanted[0], answer.n_tokens) for answer in answers}
+        wanted = (workload.shared_len + workload.input_len, workload.output_len)
+        lengths = {
+            ((one.usage or {}).get("prompt_tokens") or wanted[0], one.n_tokens) for one in answers
+        }
         for n_in, n_out in sorted(lengths - {wanted}):
             notes.append(f"not what was asked for: {n_in} tokens in, {n_out} out")
         n_tokens = sum(answer.n_tokens for answer in answers)
@@ -136,20 +122,20 @@ class Measured:
         return notes
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures for scripts."""
-        figures = {"median": self.medians, "rounds": self.rounds}
-        return figures | {"failed": len(self.errors), "notes": self.notes}
+        """Return the figures of each round, and the median of each figure over the rounds."""
+        rounds = [figures(waves, self.limits) for waves in self.waves]
+        names = dict.fromkeys(chain(*rounds))
+        medians = {name: median(one[name] for one in rounds if name in one) for name in names}
+        failed = {"failed": len(self.errors), "notes": self.notes}
+        return {"median": medians, "rounds": rounds} | failed
 
 
 @dataclass(frozen=True, slots=True)
 class ServeFigures:
-    """The result of `kvasir bench serve`.
+    """The result of `kvasir bench serve`."""
 
-    about: settings. rows: by workload, or part of one, and by server.
-    """
-
-    about: dict[str, Any]
-    rows: dict[str, dict[str, Measured]]
+    about: dict[str, Any]  # settings
+    rows: dict[str, dict[str, Measured]]  # by workload, or part of one, and by server
 
     @property
     def errors(self) -> list[str]:
@@ -161,41 +147,45 @@ class ServeFigures:
         rows = {}
         for label, row in self.rows.items():
             servers = {letter: measured.as_json() for letter, measured in row.items()}
-            rows[label] = {"servers": servers, RATIO: ratios(row)}
+            rows[label] = {"servers": servers, RATIO: ratios(servers)}
         return self.about | {"workloads": rows}
 
     def tables(self) -> list[str | Table]:
         """Return the settings, the tables and the notes for a terminal."""
-        measured = [
-            (f"{label}, {x}", one) for label, row in self.rows.items() for x, one in row.items()
-        ]
-        throughput = dict.fromkeys(
-            name for _, one in measured for name in one.medians if "_ms_" not in name
-        )
-        lines = [f"{name}: {value}" for name, value in self.about.items() if value]
-        tables = [self._table("throughput", list(throughput))]
-        for pair in (("ttft", "itl"), ("tpot", "e2e")):
-            names = [f"{name}_ms_p{p}" for name in pair for p in PERCENTILES]
-            tables.append(self._table("milliseconds", names))
-        notes = [f"{place}: {note}" for place, one in measured for note in one.notes]
-        if any(map(ratios, self.rows.values())):
+        rows: dict[str, dict[str, dict[str, float]]] = {}
+        notes = []
+        for label, row in self.as_json()["workloads"].items():
+            rows[label] = {letter: one["median"] for letter, one in row["servers"].items()}
+            rows[label][RATIO] = row[RATIO]
+            for letter, one in row["servers"].items():
+                notes += [f"{label}, {letter}: {note}" for note in one["notes"]]
+        if any(row[RATIO] for row in rows.values()):
             notes.insert(0, "A/B: A is better if throughput is above 1 and times are below 1")
-        return [*lines, *tables, *notes]
+        names = dict.fromkeys(name for row in rows.values() for name in chain(*row.values()))
+        tables = [_table("throughput", [name for name in names if "_ms_" not in name], rows)]
+        for pair in (("ttft", "itl"), ("tpot", "e2e")):
+            latencies = [f"{name}_ms_p{p}" for name in pair for p in PERCENTILES]
+            tables.append(_table("milliseconds", latencies, rows))
+        return [
+            *(f"{name}: {value}" for name, value in self.about.items() if value),
+            *tables,
+            *notes,
+        ]
 
-    def _table(self, title: str, names: list[str]) -> Table:
-        table = Table(Column("workload", no_wrap=True), "", title=title)
-        for name in names:
-            heading = name.replace("_ms_", "\n").replace("_per_second", "/s").replace("_", " ")
-            table.add_column(heading, justify="right")
-        for label, row in self.rows.items():
-            lines = {letter: measured.medians for letter, measured in row.items()}
-            for letter, found in (lines | {RATIO: ratios(row)}).items():
-                if found:
-                    form = "{:.2f} x".format if letter == RATIO else _significant
-                    cells = (form(found[name]) if name in found else "-" for name in names)
-                    table.add_row(label, letter, *cells)
-            table.add_section()
-        return table
+
+def _table(title: str, names: list[str], rows: dict[str, dict[str, dict[str, float]]]) -> Table:
+    table = Table(Column("workload", no_wrap=True), "", title=title)
+    for name in names:
+        heading = name.replace("_ms_", "\n").replace("_per_second", "/s").replace("_", " ")
+        table.add_column(heading, justify="right")
+    for label, row in rows.items():
+        for letter, found in row.items():
+            if found:
+                form = "{:.2f} x".format if letter == RATIO else _significant
+                cells = (form(found[name]) if name in found else "-" for name in names)
+                table.add_row(label, letter, *cells)
+        table.add_section()
+    return table
 
 
 def _significant(value: float) -> str:
@@ -203,9 +193,9 @@ def _significant(value: float) -> str:
     return f"{value:,.{0 if value >= 1000 else 1 if value >= 10 else 2}f}"
 
 
-def ratios(row: dict[str, Measured]) -> dict[str, float]:
+def ratios(servers: dict[str, dict[str, Any]]) -> dict[str, float]:
     """Divide the first server's medians by the second's; return {} for a single server."""
-    first, *others = (measured.medians for measured in row.values())
+    first, *others = (figures["median"] for figures in servers.values())
     return {
         name: first[name] / other[name] for other in others for name in first if other.get(name)
     }

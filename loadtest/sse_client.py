@@ -1,8 +1,7 @@
 """A lean client of one streamed completion or chat on an OpenAI-compatible server.
 
-`StreamedCompletion` parses the stream and keeps its times; any reader of a socket can feed it.
-`complete` reads one with asyncio. The client often shares its processors with the server that it
-measures, so it opens one connection a request, parses HTTP in C and creates few objects.
+The client often shares its processors with the server that it measures, so it opens one connection
+a request, parses HTTP in C and creates few objects.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import httptools
 
 @dataclass(slots=True)
 class StreamedCompletion:
-    """The events of one streamed answer. Times are seconds of `perf_counter`."""
+    """The events of one streamed answer, fed by any reader. Times are seconds of `perf_counter`."""
 
     sent: float = 0.0
     event_times: list[float] = field(default_factory=list)  # arrivals of events with text
@@ -33,26 +32,24 @@ class StreamedCompletion:
         """Parse the next bytes of the stream, cut anywhere. An event's data must be on one line."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            if line.startswith(b"data:"):
-                self._parse_event(line[5:].strip(), now)
+            content = line.removeprefix(b"data:").strip()
+            if content == b"[DONE]":
+                self.ended = now
+            elif line.startswith(b"data:"):
+                try:
+                    self._note(json.loads(content), now)
+                except (AttributeError, TypeError, ValueError):
+                    self.fail(f"an event is not a completion's: {content[:100]!r}")
 
-    def _parse_event(self, data: bytes, now: float) -> None:
-        if data == b"[DONE]":
-            self.ended = now
-            return
-        try:
-            event = json.loads(data)
-            if event.get("error"):
-                self.fail(error_message(event))
-            if any(
-                choice.get("text") or (choice.get("delta") or {}).get("content")
-                for choice in event.get("choices", ())
-            ):
+    def _note(self, event: dict[str, Any], now: float) -> None:
+        if event.get("error"):
+            self.fail(error_message(event))
+        for choice in event.get("choices", ()):
+            if choice.get("text") or (choice.get("delta") or {}).get("content"):
                 self.event_times.append(now)
-            if (usage := event.get("usage")) and usage.get("completion_tokens") is not None:
-                self.usage = usage
-        except (AttributeError, TypeError, ValueError):
-            self.fail(f"an event is not a completion's: {data[:100]!r}")
+                break
+        if (usage := event.get("usage")) and usage.get("completion_tokens") is not None:
+            self.usage = usage
 
     def finish(self, now: float) -> None:
         """Note the end of the response body, which ends the answer if no [DONE] came."""
@@ -68,11 +65,6 @@ class StreamedCompletion:
     def n_tokens(self) -> int:
         """Generated tokens as the server counted them, or else the number of events with text."""
         return len(self.event_times) if self.usage is None else int(self.usage["completion_tokens"])
-
-    @property
-    def n_prompt_tokens(self) -> int | None:
-        """Prompt tokens as the server counted them."""
-        return None if self.usage is None else self.usage.get("prompt_tokens")
 
     @property
     def ttft(self) -> float:
@@ -135,7 +127,7 @@ class _Exchange(asyncio.Protocol):
 
     def __init__(self, request: bytes) -> None:
         self.answer = StreamedCompletion()
-        self.over = asyncio.get_running_loop().create_future()
+        self.over: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._request = request
         self._parser = httptools.HttpResponseParser(self)
         self._error_body = b""
@@ -160,27 +152,22 @@ class _Exchange(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status == 200:
-            self.answer.finish(self._now)
-            self._end()
-        else:
+        if status != 200:
             self._end(f"HTTP {status}: {error_message(self._error_body)}")
+            return
+        self.answer.finish(self._now)
+        self._end(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(f"the connection broke off{f': {exc}' if exc else ''}")
 
-    def _end(self, error: str | None = None) -> None:
+    def _end(self, error: str | None) -> None:
         if not self.over.done():
-            self.over.set_result(None)
-            if error is not None:
-                self.answer.fail(error)
+            self.over.set_result(error)
 
 
 async def complete(target: Target, body: bytes, limit: float) -> StreamedCompletion:
-    """Request one completion.
-
-    Any failure, or taking more than `limit` seconds, sets its `error`.
-    """
+    """Request one completion. A failure, or more than `limit` seconds, sets its `error`."""
     exchange = _Exchange(target.request(body))
     transport = None
     try:
@@ -188,12 +175,14 @@ async def complete(target: Target, body: bytes, limit: float) -> StreamedComplet
             transport, _ = await asyncio.get_running_loop().create_connection(
                 lambda: exchange, target.host, target.port, ssl=target.secure or None
             )
-            await exchange.over
+            failure = await exchange.over
     except TimeoutError:
-        exchange.answer.fail(f"no whole answer within {limit:g} s")
+        failure = f"no whole answer within {limit:g} s"
     except OSError as error:
-        exchange.answer.fail(f"no connection to {target.host}:{target.port}: {error}")
+        failure = f"no connection to {target.host}:{target.port}: {error}"
     finally:
         if transport is not None:
             transport.abort()
+    if failure:
+        exchange.answer.fail(failure)
     return exchange.answer

@@ -2,12 +2,9 @@
 
 locust -f loadtest/locust/locustfile.py --host http://localhost:8000
 
-Every stream is read event by event. Each scenario has rows of these types, in milliseconds:
-
-- `POST`: from sending to the end of any kind
-- `ttft`: from sending to the first event with text
-- `itl`: every gap between such events
-- `e2e`: from sending to the end, unless the client disconnected before
+Each scenario has rows of these types, in milliseconds: `POST` from sending to the end of any kind,
+`ttft` to the first event with text, `itl` for every gap between such events, and `e2e` to the end,
+unless the client disconnected before.
 
 A stream that runs when the time is over, or when its user stops, may end; one that still runs
 after `--stop-timeout` (here 30 s) has failed. `--slo` sets the exit code. `--requests-csv` writes a
@@ -44,6 +41,8 @@ from loadtest.locust.traffic import PACES, draw_length, draw_words
 from loadtest.sse_client import StreamedCompletion, error_message
 
 COLUMNS = ("scenario", "sent", "ended", "ttft", "e2e", "tokens", "gaps", "error")
+KEY = os.environ.get("KVASIR_API_KEY")
+HEADERS = {"authorization": f"Bearer {KEY}"} if KEY else {}
 _STOP_TIMEOUT = 30.0  # seconds for the last streams to end
 _RETRY_AFTER = 1.0  # seconds before a user retries a server that accepts no connection
 
@@ -101,7 +100,7 @@ class Kvasir(FastHttpUser):
     @task(5)
     def completion(self) -> None:
         """Complete a prompt."""
-        self.send("completion", "/v1/completions", {"prompt": self.prompt()})
+        self.send("completion", {"prompt": self.draw_prompt()})
 
     @tag("chat")
     @task(3)
@@ -110,117 +109,104 @@ class Kvasir(FastHttpUser):
         if not self.served.has_chat:
             self.completion()
             return
-        messages = [{"role": "user", "content": self.prompt()}]
-        self.send("chat", "/v1/chat/completions", {"messages": messages})
+        messages = [{"role": "user", "content": self.draw_prompt()}]
+        self.send("chat", {"messages": messages}, "/v1/chat/completions")
 
     @tag("shared")
     @task(3)
     def shared_prefix(self) -> None:
         """Complete a prompt that begins with the user's prefix."""
-        prompt = self.shared + draw_words(self.random, 8)
-        self.send("shared prefix", "/v1/completions", {"prompt": prompt})
+        self.send("shared prefix", {"prompt": self.shared + draw_words(self.random, 8)})
 
     @tag("cancel")
     @task(1)
     def cancel(self) -> None:
         """Disconnect after a few tokens."""
-        body = {"prompt": self.prompt()}
-        self.send("cancel", "/v1/completions", body, last_event=self.random.randint(1, 8))
+        body = {"prompt": self.draw_prompt()}
+        self.send("cancel", body, last_event=self.random.randint(1, 8))
 
-    def prompt(self) -> str:
-        """Draw a prompt."""
+    def draw_prompt(self) -> str:
+        """Draw words of a random length."""
         n = draw_length(self.random, self.options.prompt_words, self.options.spread)
         return draw_words(self.random, n)
 
     def send(
-        self, scenario: str, path: str, body: dict[str, Any], last_event: int | None = None
+        self,
+        scenario: str,
+        body: dict[str, Any],
+        path: str = "/v1/completions",
+        last_event: int | None = None,
     ) -> None:
-        """Send a request with a random length, now or when it is due.
-
-        last_event: disconnect after it.
-        """
+        """Send a request of a random length, now or when it is due; disconnect after an event."""
         n_tokens = draw_length(self.random, self.options.max_tokens, self.options.spread)
         if context := self.served.max_model_len:
             n_tokens = min(n_tokens, context // 2)
             body["truncate_prompt_tokens"] = context - n_tokens
-        body |= {"max_tokens": n_tokens, "ignore_eos": True}
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-        if self.options.pace == "poisson":
-            self.streams.spawn(self.stream, scenario, path, body, last_event)
-            self.due += self.random.expovariate(self.options.rate)
-            gevent.sleep(max(0.0, self.due - perf_counter()))
-        else:
+        body |= {"max_tokens": n_tokens, "ignore_eos": True, "stream": True}
+        body["stream_options"] = {"include_usage": True}
+        if self.options.pace != "poisson":
             self.stream(scenario, path, body, last_event)
+            return
+        self.streams.spawn(self.stream, scenario, path, body, last_event)
+        self.due += self.random.expovariate(self.options.rate)
+        gevent.sleep(max(0.0, self.due - perf_counter()))
 
     def stream(
         self, scenario: str, path: str, body: dict[str, Any], last_event: int | None
     ) -> None:
         """Send a request, read its stream and report it, even if the stream is killed."""
-        answer = StreamedCompletion(sent=perf_counter())
-        sent_at = time()
+        answer, sent_at = StreamedCompletion(sent=perf_counter()), time()
+        # Locust reports a response only in a `with` block, and never one whose stream is killed: we
+        # report all.
+        options = {"headers": HEADERS, "stream": True, "catch_response": True}
         try:
-            self.exchange(path, body, answer, last_event)
+            response = self.client.post(path, json=body, **options)
+            if response.status_code == 200:
+                self.read(response.stream, answer, last_event)
+            elif response.status_code:
+                reason = error_message(response.text or "")
+                answer.fail(f"HTTP {response.status_code}: {reason}")
+            else:
+                answer.fail(f"no answer: {response.error}")
+                answer.ended = perf_counter()
+                gevent.sleep(_RETRY_AFTER)
+        except OSError as error:
+            answer.fail(f"the connection broke off: {error}")
         except gevent.GreenletExit:
             answer.fail("it had not ended when the test did")
             raise
         finally:
             self.report(scenario, path, sent_at, answer)
 
-    def exchange(
-        self, path: str, body: dict[str, Any], answer: StreamedCompletion, last_event: int | None
-    ) -> None:
-        """Send a request and feed its stream to `answer`."""
-        # Locust reports a response only in a `with` block, and never one whose stream is killed: we
-        # report all.
-        response = self.client.post(
-            path, json=body, headers=_headers(), stream=True, catch_response=True
-        )
-        if response.status_code != 200:
-            if response.status_code:
-                message = error_message(response.text or "")
-                answer.fail(f"HTTP {response.status_code}: {message}")
-            else:
-                answer.fail(f"no answer: {response.error}")
-                answer.ended = perf_counter()
-                gevent.sleep(_RETRY_AFTER)
-            return
-        try:
-            while line := response.stream.readline(b"\n"):
-                answer.feed(line, perf_counter())
-                if last_event is not None and len(answer.event_times) >= last_event:
-                    return
-            answer.finish(perf_counter())
-            if not answer.usage:
-                answer.fail("the stream ended without its usage")
-        except OSError as error:
-            answer.fail(f"the connection broke off: {error}")
+    def read(self, stream: Any, answer: StreamedCompletion, last_event: int | None) -> None:
+        """Feed a stream to `answer`, to its end or to the last event wanted."""
+        while line := stream.readline(b"\n"):
+            answer.feed(line, perf_counter())
+            if last_event is not None and len(answer.event_times) >= last_event:
+                return
+        answer.finish(perf_counter())
+        if not answer.usage:
+            answer.fail("the stream ended without its usage")
 
     def report(self, scenario: str, path: str, sent_at: float, answer: StreamedCompletion) -> None:
         """Report a request to Locust's statistics, and write its line of the CSV file."""
-        is_whole = bool(answer.ended) and answer.error is None
+        e2e = [answer.e2e] if answer.ended and answer.error is None else []
         answer.ended = answer.ended or perf_counter()
-        e2e = [answer.e2e] if is_whole else []
         times = [("POST", f"{path} ({scenario})", answer.e2e)]
-        failure = CatchResponseError(answer.error) if answer.error else None
-        if failure is None:
+        if answer.error is None:
             kinds = zip(LATENCIES, ([answer.ttft], answer.gaps, e2e), strict=True)
             times += [(kind, scenario, value) for kind, values in kinds for value in values]
+        failure = CatchResponseError(answer.error) if answer.error else None
         event = {"response_length": 0, "exception": failure, "context": {}}
+        fire = self.environment.events.request.fire
         for kind, name, value in times:
-            self.environment.events.request.fire(
-                request_type=kind, name=name, response_time=value * 1e3, **event
-            )
+            fire(request_type=kind, name=name, response_time=value * 1e3, **event)
         if (file := self.environment.requests_csv) is not None:
             row = {"scenario": scenario, "sent": sent_at, "ended": sent_at + answer.e2e}
             row |= {"e2e": "".join(map(str, e2e)), "tokens": answer.n_tokens}
             if answer.event_times:
                 row |= {"ttft": answer.ttft, "gaps": " ".join(f"{gap:.5f}" for gap in answer.gaps)}
             file.writerow(row | {"error": answer.error or ""})
-
-
-def _headers() -> dict[str, str]:
-    key = os.environ.get("KVASIR_API_KEY")
-    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 class Shape(LoadTestShape):
@@ -250,7 +236,7 @@ def _prepare(environment: Environment, **_: Any) -> None:
 def _query_model(environment: Environment) -> None:
     """Ask the server about its model. End the process with one line if there is none."""
     try:
-        environment.served = query_model(str(environment.host).rstrip("/"), _headers())
+        environment.served = query_model(str(environment.host).rstrip("/"), HEADERS)
     except NotServedError as error:
         sys.exit(f"no load test: {error}")
 

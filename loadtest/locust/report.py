@@ -1,8 +1,7 @@
 """Draw a load test: python -m loadtest.locust.report REQUESTS.csv REPORT.png [LIMITS].
 
-Reads the lines that loadtest/locust/locustfile.py wrote, one a request. Draws latencies over time
-with their limits (written as for --slo), requests and tokens over time, and throughput by the
-number of open requests.
+Reads the lines that locustfile.py wrote, one a request. Draws latencies over time with their limits
+(written as for --slo), requests and tokens over time, and throughput by open requests.
 """
 
 from __future__ import annotations
@@ -21,15 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from loadtest.locust.request_log import (
-    Floats,
-    Request,
-    by_concurrency,
-    latencies,
-    open_requests,
-    read,
-    token_times,
-)
+from loadtest.locust import request_log
+from loadtest.locust.request_log import Floats, Request
 from loadtest.locust.slo import Limit, parse_slo
 
 PERCENTILES = {50: "#1b4965", 90: "#4f93b8", 99: "#a9cfe3"}  # and their colours
@@ -37,19 +29,11 @@ ANSWERED, FAILED, OPEN, LATENCY = "#2a9d8f", "#d1495b", "#e9ecef", "#e09f3e"
 TITLES = {"ttft": "Time to first token", "itl": "Time between tokens", "e2e": "Whole answer"}
 Panel = Callable[[Axes, list[Request], Floats], None]
 STYLE: Any = {
-    "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "axes.titleweight": "bold",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.alpha": 0.25,
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-    "patch.linewidth": 1.8,
-}
+    "font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left",
+    "axes.titleweight": "bold", "axes.spines.top": False, "axes.spines.right": False,
+    "axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.25, "legend.frameon": False,
+    "lines.linewidth": 1.8, "patch.linewidth": 1.8,
+}  # fmt: skip
 
 
 def over_time(
@@ -76,7 +60,7 @@ def summary(requests: list[Request]) -> str:
     parts = [f"{len(requests):,} requests in {until:.0f} s, {n_failed:,} failed"]
     if until:
         parts.append(f"{tokens / until:,.0f} output tokens/s")
-    if len(known := latencies(requests, "ttft")[1]):
+    if len(known := request_log.latencies(requests, "ttft")[1]):
         middle, high = np.percentile(known, (50, 99)) * 1e3
         parts.append(f"first token p50 {middle:,.0f} ms, p99 {high:,.0f} ms")
     return "   |   ".join(parts)
@@ -84,7 +68,6 @@ def summary(requests: list[Request]) -> str:
 
 def draw(requests: list[Request], path: Path, limits: list[Limit]) -> None:
     """Draw six panels to a file."""
-    mpl.use("Agg")
     edges = windows(requests)
     latency = [partial(_draw_latency, kind=kind, limits=limits) for kind in TITLES]
     panels: list[Panel] = [*latency, _draw_tokens, _draw_ends, _draw_levels]
@@ -101,7 +84,7 @@ def draw(requests: list[Request], path: Path, limits: list[Limit]) -> None:
 def _draw_latency(
     axes: Axes, requests: list[Request], edges: Floats, kind: str, limits: list[Limit]
 ) -> None:
-    times, values = latencies(requests, kind)
+    times, values = request_log.latencies(requests, kind)
     values = values * 1e3
     axes.set(title=TITLES[kind], ylabel="milliseconds")
     if not len(values):
@@ -128,7 +111,7 @@ def _draw_latency(
 def _draw_open(axes: Axes, requests: list[Request]) -> None:
     """Draw the number of open requests in grey, behind the rest."""
     behind = axes.twinx()
-    moments, counts = open_requests(requests)
+    moments, counts = request_log.open_requests(requests)
     behind.fill_between(moments, counts, step="post", color=OPEN, linewidth=0)
     behind.set(ylabel="open requests (grey)", ylim=(0, 1.3 * counts.max()))
     behind.yaxis.set_major_locator(MaxNLocator(integer=True))
@@ -139,7 +122,7 @@ def _draw_open(axes: Axes, requests: list[Request]) -> None:
 
 def _draw_tokens(axes: Axes, requests: list[Request], edges: Floats) -> None:
     _draw_open(axes, requests)
-    times, tokens = token_times(requests)
+    times, tokens = request_log.token_times(requests)
     speed = np.histogram(times, edges, weights=tokens)[0] / np.diff(edges)
     axes.stairs(speed, edges, color=ANSWERED, baseline=None)
     axes.set(title="Throughput", ylabel="output tokens/s", ylim=(0, 1.3 * max(1.0, *speed)))
@@ -159,12 +142,12 @@ def _draw_ends(axes: Axes, requests: list[Request], edges: Floats) -> None:
 
 
 def _draw_levels(axes: Axes, requests: list[Request], _edges: Floats) -> None:
-    levels = by_concurrency(requests)
+    levels = request_log.by_concurrency(requests)
     counts = [level.concurrency for level in levels]
     speeds = [level.tokens_per_second for level in levels]
     axes.plot(counts, speeds, color=ANSWERED, marker="o", markersize=7)
+    label: Any = {"textcoords": "offset points", "ha": "center", "color": ANSWERED}
     for place in zip(counts, speeds, strict=True):
-        label: Any = {"textcoords": "offset points", "ha": "center", "color": ANSWERED}
         axes.annotate(f"{place[1]:,.0f}", place, (0, 9), **label)
     axes.set(title="Throughput by concurrency", xlabel="open requests")
     axes.set(xlim=(0, 1.1 * max([1.0, *counts])), ylim=(0, 1.3 * max([1.0, *speeds])))
@@ -188,7 +171,7 @@ def main() -> int:
     parser.add_argument("limits", nargs="?", type=parse_slo, default="")
     options = parser.parse_args()
     try:
-        draw(read(options.requests), options.picture, options.limits)
+        draw(request_log.read(options.requests), options.picture, options.limits)
     except (OSError, ValueError) as error:
         print(f"no picture: {error}", file=sys.stderr)  # noqa: T201
         return 1

@@ -36,27 +36,21 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Figures of the time with about `concurrency` open requests.
-
-    ttft_p90: of requests sent then, in seconds.
-    """
+    """Figures of the time with about `concurrency` open requests."""
 
     concurrency: float
     tokens_per_second: float
-    ttft_p90: float | None
+    ttft_p90: float | None  # of requests sent then, in seconds
 
 
 def read(path: Path) -> list[Request]:
-    """Read requests in the order in which they were sent.
-
-    Raises ValueError for a file without any.
-    """
+    """Read requests in the order of sending. Raises ValueError for a file without any."""
     with path.open(newline="", encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+        rows = sorted(csv.DictReader(file), key=lambda row: float(row["sent"]))
     if not rows:
         raise ValueError(f"{path} holds no request")
-    first = min(float(row["sent"]) for row in rows)
-    requests = [
+    first = float(rows[0]["sent"])
+    return [
         Request(
             sent=float(row["sent"]) - first,
             ended=float(row["ended"]) - first,
@@ -68,11 +62,10 @@ def read(path: Path) -> list[Request]:
         )
         for row in rows
     ]
-    return sorted(requests, key=lambda request: request.sent)
 
 
 def latencies(requests: list[Request], kind: str) -> tuple[Floats, Floats]:
-    """Return times and latencies, in seconds, of the requests that were answered.
+    """Return the latencies of answered requests, in seconds, after their times.
 
     The times are those of sending, and for `itl` those of the events that end the gaps.
     """
@@ -80,19 +73,16 @@ def latencies(requests: list[Request], kind: str) -> tuple[Floats, Floats]:
     if kind == "itl":
         times = [request.event_times[1:] for request in answered]
         return np.concatenate([*times, []]), np.array([gap for r in answered for gap in r.gaps])
-    known = [(r.sent, value) for r in answered if (value := getattr(r, kind)) is not None]
-    sent, values = np.array(known, dtype=float).reshape(-1, 2).T
-    return sent, values
+    known = [request for request in answered if getattr(request, kind) is not None]
+    return np.array([r.sent for r in known]), np.array([getattr(r, kind) for r in known])
 
 
 def token_times(requests: list[Request]) -> tuple[Floats, Floats]:
     """Return the arrivals of text, and for each an equal share of its request's tokens."""
     times = [request.event_times for request in requests]
-    shares = [
-        np.full(len(arrivals), request.tokens / max(1, len(arrivals)))
-        for arrivals, request in zip(times, requests, strict=True)
-    ]
-    return np.concatenate([*times, []]), np.concatenate([*shares, []])
+    counts = np.array([len(arrivals) for arrivals in times])
+    shares = [request.tokens for request in requests] / np.maximum(1, counts)
+    return np.concatenate(times), np.repeat(shares, counts)
 
 
 def open_requests(requests: list[Request]) -> tuple[Floats, NDArray[np.int64]]:

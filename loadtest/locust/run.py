@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 
 from loadtest.local_server import serve_locally
@@ -29,7 +29,7 @@ def main() -> int:
     ours, options = parser.parse_known_args()
     try:
         parse_slo(ours.slo)
-        return run_locust(ours.locust, ours.directory, ours.folder, ours.slo, options)
+        return _run_locust(ours, options)
     except (ChildProcessError, ValueError) as error:
         print(f"no load test: {error}", file=sys.stderr)  # noqa: T201
         return 2
@@ -38,39 +38,27 @@ def main() -> int:
         return 130
 
 
-def run_locust(locust: Path, directory: Path, folder: Path, slo: str, options: list[str]) -> int:
-    """Serve a directory, load it, draw the report, and return Locust's exit code.
-
-    Raises ChildProcessError for a directory that cannot be served.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    requests, page, picture = (
-        folder / name for name in ("requests.csv", "report.html", "report.png")
-    )
+def _run_locust(ours: Namespace, options: list[str]) -> int:
+    """Serve the directory, load it, draw the report, and return Locust's exit code."""
+    ours.folder.mkdir(parents=True, exist_ok=True)
+    names = ("requests.csv", "report.html", "report.png")
+    requests, page, picture = (ours.folder / name for name in names)
     for old in (requests, page, picture):
         old.unlink(missing_ok=True)
-    with serve_locally(directory) as url:
-        ours: list[str | Path] = [
-            "--host",
-            url,
-            "--headless",
-            "--only-summary",
-            "--requests-csv",
-            requests,
-        ]
-        ours += ["--csv", folder / "locust", "--html", page, "--slo", slo]
-        command = [locust, "-f", LOCUSTFILE, *ours, *options]
+    with serve_locally(ours.directory) as url:
+        command = [ours.locust, "-f", LOCUSTFILE, "--host", url, "--headless", "--only-summary"]
+        command += ["--requests-csv", requests, "--csv", ours.folder / "locust", "--html", page]
+        command += ["--slo", ours.slo, *options]
         code = subprocess.run(command, check=False).returncode  # noqa: S603
     if not requests.exists():
         print(f"no load test: Locust ended with {code} before it", file=sys.stderr)  # noqa: T201
         return code or 1
-    command = [locust.with_name("python"), "-m", "loadtest.locust.report", requests, picture, slo]
-    subprocess.run(command, check=False)  # noqa: S603
-    verdict = "no limits were set" if not slo else "every limit was kept"
+    report = [ours.locust.with_name("python"), "-m", "loadtest.locust.report"]
+    subprocess.run([*report, requests, picture, ours.slo], check=False)  # noqa: S603
+    verdict = "every limit was kept" if ours.slo else "no limits were set"
     if code:
         verdict = "a limit was missed: see above" if code == 1 else "Locust failed: see above"
-    written = ", ".join(str(path) for path in (page, picture) if path.exists())
-    print(f"{verdict}; {written}")  # noqa: T201
+    print(f"{verdict}; {', '.join(str(path) for path in (page, picture) if path.exists())}")  # noqa: T201
     return code
 
 

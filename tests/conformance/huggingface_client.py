@@ -13,16 +13,8 @@ from huggingface_hub import AsyncInferenceClient, ChatCompletionInputFunctionNam
 from huggingface_hub import ChatCompletionInputToolChoiceClass as ToolChoice
 from huggingface_hub.errors import ValidationError
 
-from tests.conformance.server import Conformed, Server
+from tests.conformance.server import DAY, DAYS, MESSAGES, Conformed, Server
 
-_MESSAGES = [{"role": "user", "content": "def"}]
-_DAY = {
-    "type": "object",
-    "properties": {"day": {"enum": ["mon", "tue"]}},
-    "required": ["day"],
-    "additionalProperties": False,
-}
-_DAYS = ({"day": "mon"}, {"day": "tue"})
 _GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 
 
@@ -47,9 +39,9 @@ def _generate(client: Any) -> str:
     assert [piece.token.id for piece in pieces] == [token.id for token in whole.details.tokens]
     assert pieces[-1].details.finish_reason == whole.details.finish_reason
     assert client.text_generation("def read", return_full_text=True, **_GREEDY) == "def read" + text
-    grammar = {"type": "json", "value": _DAY}
+    grammar = {"type": "json", "value": DAY}
     constrained = client.text_generation("def read", grammar=grammar, max_new_tokens=60)
-    assert json.loads(constrained) in _DAYS
+    assert json.loads(constrained) in DAYS
     with pytest.raises(ValidationError, match="max_new_tokens"):
         client.text_generation("a", max_new_tokens=0)
     with pytest.raises(ValidationError):
@@ -59,26 +51,26 @@ def _generate(client: Any) -> str:
 
 def _chat(client: Any) -> None:
     greedy = {"max_tokens": 6, "temperature": 0.0}
-    text = client.chat_completion(_MESSAGES, **greedy).choices[0].message.content
-    stream = client.chat_completion(_MESSAGES, **greedy, stream=True)
+    text = client.chat_completion(MESSAGES, **greedy).choices[0].message.content
+    stream = client.chat_completion(MESSAGES, **greedy, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
-    named = {"type": "json_schema", "json_schema": {"name": "day", "schema": _DAY}}
-    for response_format in (named, {"type": "json", "value": _DAY}):
-        answer = client.chat_completion(_MESSAGES, response_format=response_format, max_tokens=60)
-        assert json.loads(answer.choices[0].message.content) in _DAYS
+    named = {"type": "json_schema", "json_schema": {"name": "day", "schema": DAY}}
+    for response_format in (named, {"type": "json", "value": DAY}):
+        answer = client.chat_completion(MESSAGES, response_format=response_format, max_tokens=60)
+        assert json.loads(answer.choices[0].message.content) in DAYS
 
 
 def _call_functions(client: Any) -> None:
     """Call a function, and continue with the client's message and the result."""
-    tools = [{"type": "function", "function": {"name": "weather", "parameters": _DAY}}]
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": DAY}}]
     choice = ToolChoice(function=ChatCompletionInputFunctionName(name="weather"))
-    answer = client.chat_completion(_MESSAGES, tools=tools, tool_choice=choice, max_tokens=90)
+    answer = client.chat_completion(MESSAGES, tools=tools, tool_choice=choice, max_tokens=90)
     message = answer.choices[0].message
     (call,) = message.tool_calls
     assert call.function.name == "weather"
-    assert json.loads(call.function.arguments) in _DAYS
+    assert json.loads(call.function.arguments) in DAYS
     result = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
-    client.chat_completion([*_MESSAGES, message, result], tools=tools, max_tokens=2)
+    client.chat_completion([*MESSAGES, message, result], tools=tools, max_tokens=2)
 
 
 async def _generate_async(server: Server, expected: str) -> int:

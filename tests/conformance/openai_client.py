@@ -13,16 +13,9 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.conformance.server import CAPACITY, Conformed, Server
+from tests.conformance.server import CAPACITY, DAY, DAYS, MESSAGES, Conformed, Server
 
-_MESSAGES: list[Any] = [{"role": "user", "content": "def"}]
-_DAY = {
-    "type": "object",
-    "properties": {"day": {"enum": ["mon", "tue"]}},
-    "required": ["day"],
-    "additionalProperties": False,
-}
-_WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": _DAY}}
+_WEATHER: Any = {"type": "function", "function": {"name": "weather", "parameters": DAY}}
 
 
 class Reading(BaseModel):
@@ -80,7 +73,7 @@ def _complete(client: openai.OpenAI, server: Server) -> None:
 
 
 def _chat(client: openai.OpenAI, server: Server) -> None:
-    body: dict[str, Any] = {"model": server.model, "messages": _MESSAGES}
+    body: dict[str, Any] = {"model": server.model, "messages": MESSAGES}
     body |= {"temperature": 0, "max_completion_tokens": 8}
     whole = client.chat.completions.create(**body, logprobs=True, top_logprobs=1)
     chunks = list(client.chat.completions.create(**body, stream=True))
@@ -91,20 +84,20 @@ def _chat(client: openai.OpenAI, server: Server) -> None:
     assert whole.choices[0].logprobs is not None
     assert whole.choices[0].logprobs.content
     parsed = client.chat.completions.parse(
-        model=server.model, messages=_MESSAGES, response_format=Reading
+        model=server.model, messages=MESSAGES, response_format=Reading
     )
     message = parsed.choices[0].message
     assert isinstance(message.parsed, Reading)
-    client.chat.completions.create(**body | {"messages": [*_MESSAGES, message, *_MESSAGES]})
+    client.chat.completions.create(**body | {"messages": [*MESSAGES, message, *MESSAGES]})
 
 
 def _call_functions(client: openai.OpenAI, server: Server) -> None:
-    body: dict[str, Any] = {"model": server.model, "messages": _MESSAGES, "temperature": 0}
+    body: dict[str, Any] = {"model": server.model, "messages": MESSAGES, "temperature": 0}
     body |= {"tools": [_WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
     (call,) = client.chat.completions.create(**body).choices[0].message.tool_calls or []
     assert call.type == "function"
     assert call.function.name == "weather"
-    assert json.loads(call.function.arguments) in ({"day": "mon"}, {"day": "tue"})
+    assert json.loads(call.function.arguments) in DAYS
     with client.chat.completions.stream(**body) as stream:
         final = stream.get_final_completion().choices[0]
     assert final.finish_reason == "tool_calls"
@@ -123,7 +116,7 @@ def _continue_after_calls(client: openai.OpenAI, body: dict[str, Any]) -> None:
         (call,) = message.tool_calls or []
         assert isinstance(call.function.parsed_arguments, Reading)
         result = {"role": "tool", "tool_call_id": call.id, "content": "well"}
-        client.chat.completions.create(**body | {"messages": [*_MESSAGES, message, result]})
+        client.chat.completions.create(**body | {"messages": [*MESSAGES, message, result]})
 
 
 def _fail(client: openai.OpenAI, server: Server) -> None:

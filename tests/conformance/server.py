@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 CAPACITY = 4
+MESSAGES: list[Any] = [{"role": "user", "content": "def"}]
+DAYS = ({"day": "mon"}, {"day": "tue"})
+DAY = {
+    "type": "object",
+    "properties": {"day": {"enum": ["mon", "tue"]}},
+    "required": ["day"],
+    "additionalProperties": False,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,12 +73,10 @@ def _by_package(chart: Path, values: dict[str, Any], release: str) -> str:
 
         async def install() -> str:
             configuration = helm_sdkpy.Configuration(namespace="default", kubeconfig=str(config))
-            done = await helm_sdkpy.Install(configuration).run(
-                release, str(chart), values=values, wait=False
-            )
-            return str(done["manifest"]) + "".join(
-                "---\n" + hook["manifest"] for hook in done.get("hooks", ())
-            )
+            installation = helm_sdkpy.Install(configuration)
+            done = await installation.run(release, str(chart), values=values, wait=False)
+            hooks = (hook["manifest"] for hook in done.get("hooks", ()))
+            return "---\n".join([str(done["manifest"]), *hooks])
 
         try:
             return asyncio.run(install())
@@ -122,8 +120,11 @@ class _Api(BaseHTTPRequestHandler):
             groups = [_group(version) for version in KINDS if "/" in version]
             self._answer({"kind": "APIGroupList", "apiVersion": "v1", "groups": groups})
         elif version in KINDS:
-            resources = {"groupVersion": version, "resources": _resources(version)}
-            self._answer({"kind": "APIResourceList"} | resources)
+            known = {"singularName": "", "namespaced": True, "verbs": VERBS}
+            kinds = KINDS[version].items()
+            resources = [{"name": plural, "kind": kind} | known for kind, plural in kinds]
+            head = {"kind": "APIResourceList", "groupVersion": version}
+            self._answer(head | {"resources": resources})
         elif path.endswith("/secrets"):
             self._answer({"kind": "SecretList", "apiVersion": "v1", "metadata": {}, "items": []})
         else:
@@ -155,10 +156,3 @@ def _group(version: str) -> dict[str, Any]:
     group, _, number = version.partition("/")
     shown = {"groupVersion": version, "version": number}
     return {"name": group, "versions": [shown], "preferredVersion": shown}
-
-
-def _resources(version: str) -> list[dict[str, Any]]:
-    return [
-        {"name": plural, "singularName": "", "namespaced": True, "kind": kind, "verbs": VERBS}
-        for kind, plural in KINDS[version].items()
-    ]

@@ -41,9 +41,8 @@ def comments(text: str) -> dict[str, str]:
         if match := re.match(r"\s*# (?:-- )?(.*)", line):
             comment.append(match[1])
         elif match := re.match(r"( *)([A-Za-z]+):", line):
-            place = [(depth, key) for depth, key in place if depth < len(match[1])] + [
-                (len(match[1]), match[2])
-            ]
+            place = [(depth, key) for depth, key in place if depth < len(match[1])]
+            place.append((len(match[1]), match[2]))
             found[".".join(key for _, key in place)] = " ".join(comment)
             comment = []
         else:

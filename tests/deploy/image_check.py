@@ -54,18 +54,11 @@ def run_command(*command: str | Path) -> str:
     return done.stdout.strip()
 
 
-def lacking() -> list[str]:
-    """Return what this machine lacks."""
-    needed = ("buildah", "debootstrap", "unshare", "chroot")
-    return [name for name in needed if not shutil.which(name)] + ["root"] * bool(os.geteuid())
-
-
 def make_base() -> None:
     with tempfile.TemporaryDirectory() as folder:
         say(f"{BASE}: debootstrap")
-        run_command(
-            "debootstrap", "--variant=minbase", f"--include={OF_THE_BASE}", "bookworm", folder
-        )
+        options = ("--variant=minbase", f"--include={OF_THE_BASE}")
+        run_command("debootstrap", *options, "bookworm", folder)
         container = run_command("buildah", "from", "scratch")
         run_command("buildah", "add", "--quiet", container, folder, "/")
         run_command("buildah", "commit", "--quiet", "--rm", container, BASE)
@@ -161,18 +154,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--base", default=BASE, help="image to build on; the default one is created if missing"
-    )
-    parser.add_argument(
-        "--targets",
-        nargs="+",
-        default=["cpu", "load"],
-        help="cpu, load or cuda; cuda takes 5 GB of disk",
-    )
+    on = "image to build on; the default one is created if missing"
+    parser.add_argument("--base", default=BASE, help=on)
+    names = "cpu, load or cuda; cuda takes 5 GB of disk"
+    parser.add_argument("--targets", nargs="+", default=["cpu", "load"], help=names)
     options = parser.parse_args()
     base: str = options.base
-    if missing := lacking():
+    needed = ("buildah", "debootstrap", "unshare", "chroot")
+    missing = [name for name in needed if not shutil.which(name)] + ["root"] * bool(os.geteuid())
+    if missing:
         say(f"this needs {', '.join(missing)}")
         return 1
     os.environ.setdefault("STORAGE_DRIVER", "vfs")  # it needs no support of the kernel

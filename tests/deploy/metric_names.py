@@ -7,9 +7,7 @@ import urllib.request
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-METRIC = re.compile(
-    r"(?<![:\w])(?:kvasir|process)_[a-z0-9_]+\b"
-)  # not parts of names of recording rules
+METRIC = re.compile(r"(?<![:\w])(?:kvasir|process)_[a-z0-9_]+\b")  # not in a recording rule's name
 SELECTOR = re.compile(r"\b((?:kvasir|process)_[a-z0-9_]+)\{([^{}]*)\}")
 LABEL = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)\s*[\\]?[\"']")
 GROUPING = re.compile(r"\b(?:by|on|ignoring|without|group_left|group_right)\s*\(([\w\s,]*)\)")
@@ -49,13 +47,8 @@ def texts(root: Path) -> Iterator[tuple[str, str]]:
 
 def unknown_names(named: Iterable[tuple[str, str]], known: set[str]) -> set[str]:
     """Return `PLACE: NAME` of each unknown metric."""
-    known = known | ELSEWHERE
-    return {
-        f"{place}: {name}"
-        for place, text in named
-        for name in METRIC.findall(text)
-        if name not in known
-    }
+    found = ((place, name) for place, text in named for name in METRIC.findall(text))
+    return {f"{place}: {name}" for place, name in found if name not in known | ELSEWHERE}
 
 
 def unknown_labels(
@@ -67,10 +60,8 @@ def unknown_labels(
     for place, text in expressions:
         for name, selectors in SELECTOR.findall(text):
             has = shown.labels.get(name, every) if name not in recorded else every
-            wrong |= {
-                f"{place}: {name}{{{label}}}"
-                for label in set(LABEL.findall(selectors)) - has - OF_THE_TARGET
-            }
+            unknown = set(LABEL.findall(selectors)) - has - OF_THE_TARGET
+            wrong |= {f"{place}: {name}{{{label}}}" for label in unknown}
         for name, label in VARIABLE.findall(text):
             if label not in shown.labels.get(name, every) | OF_THE_TARGET:
                 wrong.add(f"{place}: {name}, {label}")

@@ -18,6 +18,7 @@ import tempfile
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 from urllib.request import urlopen
@@ -67,10 +68,8 @@ class Server:
 
     async def start(self) -> None:
         """Start the server and wait until it is ready."""
-        options = ("--threads", "1")
-        self._process = await asyncio.to_thread(
-            ServerProcess, self._port, *options, directory=self._directory
-        )
+        start = partial(ServerProcess, self._port, "--threads", "1", directory=self._directory)
+        self._process = await asyncio.to_thread(start)
 
     async def n_running(self) -> int:
         """Return the number of sequences that have not ended."""
@@ -94,12 +93,12 @@ class Load:
     def __init__(self, url: str) -> None:
         self._target = Target(url)
         self._seeds = count()
-        self._stopping = False
+        self.is_stopping = False
         self._ended = asyncio.Condition()
         self.answers: list[StreamedCompletion] = []
 
     async def client(self) -> None:
-        while not self._stopping:
+        while not self.is_stopping:
             seed = next(self._seeds)
             max_tokens = MAX_TOKENS[seed % len(MAX_TOKENS)]
             body = {"prompt": "def read(path):\n", "max_tokens": max_tokens, "ignore_eos": True}
@@ -117,23 +116,15 @@ class Load:
             wanted = len(self.answers) + n
             await self._ended.wait_for(lambda: len(self.answers) >= wanted)
 
-    def stop(self) -> None:
-        self._stopping = True
-
 
 @asynccontextmanager
 async def nginx(folder: Path, first: int, second: int) -> AsyncIterator[str]:
-    """Run a proxy of two ports and yield its URL.
-
-    `tries.log` gets the servers' statuses of each request.
-    """
-    port = free_port()
-    config = folder / "nginx.conf"
+    """Run a proxy of two ports and yield its URL. `tries.log` gets the statuses of each request."""
+    port, config = free_port(), folder / "nginx.conf"
     text = NGINX.format(folder=folder, first=first, second=second, port=port)
     config.write_text(text, encoding="utf-8")
-    process = await asyncio.create_subprocess_exec(
-        "nginx", "-c", config, "-p", folder, stderr=DEVNULL
-    )
+    command = ("nginx", "-c", config, "-p", folder)
+    process = await asyncio.create_subprocess_exec(*command, stderr=DEVNULL)
     try:
         await wait_for_port(port, process)
         yield f"http://127.0.0.1:{port}"
@@ -161,25 +152,20 @@ def free_port() -> int:
         return port
 
 
-async def wait_until_busy(server: Server, load: Load) -> int:
-    """Wait until a stream runs on a server, and return the number of its streams."""
-    while not (n_running := await server.n_running()):
-        await load.wait_for(1)
-    return n_running
-
-
 async def restart_each(servers: list[Server], load: Load) -> tuple[list[int], list[int | None]]:
     """Restart servers under load; return the streams that ran at each SIGTERM, and exit codes."""
     clients = [asyncio.create_task(load.client()) for _ in range(N_CLIENTS)]
     running, codes = [], []
     await load.wait_for(BETWEEN)
     for server in servers:
-        running.append(await wait_until_busy(server, load))
+        while not (n_running := await server.n_running()):
+            await load.wait_for(1)
+        running.append(n_running)
         codes.append(await server.stop())
         await load.wait_for(BETWEEN)
         await server.start()
         await load.wait_for(BETWEEN)
-    load.stop()
+    load.is_stopping = True
     await asyncio.gather(*clients)
     return running, codes
 

@@ -106,9 +106,7 @@ def test_a_route_is_either_public_or_internal(published: set[str]) -> None:
     assert {path for path in PATHS if INSIDE.fullmatch(path)} == PATHS - published
 
 
-def test_the_page_needs_only_public_routes_except_for_its_live_view(
-    published: set[str],
-) -> None:
+def test_the_page_needs_only_public_routes_and_two_live_ones(published: set[str]) -> None:
     paths = Path("server/static").rglob("*.js")
     scripts = "".join(path.read_text(encoding="utf-8") for path in paths)
     asked = {f"/{name}" for name in re.findall(r"[\"'`]([a-z0-9_/]+)[\"'`]", scripts)} & PATHS
@@ -117,9 +115,7 @@ def test_the_page_needs_only_public_routes_except_for_its_live_view(
 
 
 @pytest.mark.parametrize("content", [f"# of the team\n\n  {KEY} \nanother\n", f"\ufeff{KEY}"])
-def test_the_chart_s_test_passes_with_a_key_from_any_legal_file(
-    content: str, tmp_path: Path
-) -> None:
+def test_the_chart_s_test_reads_its_key_from_any_legal_file(content: str, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(content, encoding="utf-8")
     command = [sys.executable, str(CHART / "files/completion.py")]

@@ -47,10 +47,6 @@ def load(path: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
 
 
-def values_files() -> list[Path]:
-    return [*sorted((CHART / "ci").glob("*.yaml")), CHART / "values-gpu.yaml"]
-
-
 def run_command(*command: str | Path) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     if done.returncode:
@@ -78,7 +74,8 @@ def chart_renders() -> str:
     import kubernetes_validate  # noqa: PLC0415
 
     n_objects = n_custom = 0
-    for path in values_files():
+    paths = [*sorted((CHART / "ci").glob("*.yaml")), CHART / "values-gpu.yaml"]
+    for path in paths:
         values = load(path)
         objects = render(CHART, values, "123" if "fullnameOverride" in values else "kvasir")
         for document in objects:
@@ -92,8 +89,8 @@ def chart_renders() -> str:
                 raise FailedError(f"{path.name}: {document['kind']}: {error.message}") from None
         for wrong in (*excessive_requests(objects), *wrong_selectors(objects)):
             raise FailedError(f"{path.name}: {wrong}")
-    objects_checked = f"{n_objects} objects, {n_custom} of them of kinds without a schema here"
-    return f"{len(values_files())} values files, {objects_checked}"
+    counts = f"{len(paths)} values files, {n_objects} objects"
+    return f"{counts}, {n_custom} of them of kinds without a schema here"
 
 
 def router_fits() -> str:
@@ -174,14 +171,6 @@ def expressions(
                 yield panel["title"], Template(target["expr"]).substitute(values)
 
 
-def variables() -> Iterator[tuple[str, str]]:
-    """Yield the name and query of each variable of the dashboards."""
-    for path in sorted((CHART / "dashboards").glob("*.json")):
-        for variable in json.loads(path.read_text(encoding="utf-8"))["templating"]["list"]:
-            if variable["type"] == "query":
-                yield variable["name"], variable["query"]["query"]
-
-
 def dashboards_are_promql() -> str:
     promtool = needs("promtool", "Prometheus")
     rules = [{"record": f"panel:{i}", "expr": expr} for i, (_, expr) in enumerate(expressions())]
@@ -199,7 +188,10 @@ def metrics_exist() -> str:
     rules = [rule for group in load(RULES)["groups"] for rule in group["rules"]]
     recorded = {rule["record"] for rule in rules if "record" in rule}
     rule_queries = ((rule.get("alert") or rule["record"], rule["expr"]) for rule in rules)
-    queries = [*expressions(), *variables(), *rule_queries]
+    pages = [json.loads(path.read_bytes()) for path in (CHART / "dashboards").glob("*.json")]
+    variables = [one for page in pages for one in page["templating"]["list"]]
+    asked = [(one["name"], one["query"]["query"]) for one in variables if one["type"] == "query"]
+    queries = [*expressions(), *asked, *rule_queries]
     written = list(texts(ROOT))
     router = [(place, text) for place, text in written if place == "helm/router-values.yaml"]
     wrong = unknown_names([*queries, *written], shown.names | recorded)

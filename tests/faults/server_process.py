@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 from typing import IO, Any
 
-from loadtest.local_server import serve_command
+from loadtest.local_server import serve_command, wait_until_ready
 from tests.fake_runner import TIMEOUT
 from tests.faults.probe import EXAMPLE
 
@@ -27,9 +28,8 @@ class ServerProcess:
     ) -> None:
         command = serve_command(directory, "--port", str(port), *options)
         self.popen = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        self.port = int(self._read_until("listening")["port"])
-        self._read_until("ready")
-        self.reader = Thread(target=lambda: [None for _ in self.stderr])
+        self.port = int(wait_until_ready(self.stderr)["port"])
+        self.reader = Thread(target=deque, args=(self.stderr, 0))
         if follows:
             self.reader.start()
 
@@ -37,13 +37,6 @@ class ServerProcess:
     def stderr(self) -> IO[str]:
         assert self.popen.stderr is not None
         return self.popen.stderr
-
-    def _read_until(self, message: str) -> dict[str, Any]:
-        for text in self.stderr:
-            line: dict[str, Any] = json.loads(text)
-            if line["message"] == message:
-                return line
-        raise AssertionError(f"the server ended before it logged {message!r}")
 
 
 @contextmanager

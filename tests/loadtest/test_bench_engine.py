@@ -63,7 +63,7 @@ def test_the_roofline_counts_what_a_step_has_to_read(precision: str, weight_byte
     config = preset("tiny", tied_embeddings=False)
     with torch.device("meta"):
         n_parameters = Decoder(config).n_parameters
-    measured = bench.bytes_per_step(config, precision, batch=3)
+    measured = bench.bytes_per_step(config, precision, 3, "cpu")
     tokens = 128 + bench._DECODE_STEPS / 2
     cache = 3 * tokens * 2 * config.n_layer * config.n_kv_head * config.head_dim  # numbers
     assert measured == weight_bytes * (n_parameters - config.vocab_size * config.d_model + cache)

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvasir import app
-from tests.fake_completions import DONE, event, fake_completions, usage, well
+from tests.fake_completions import DONE, event, fake_completions, well
 
 ROOT = Path(__file__).parents[2]
 ONE = ["--workload", "2x3/4", "--rounds", "2", "--requests", "4", "--warmup", "1"]
@@ -133,9 +133,3 @@ def test_a_directory_that_cannot_be_served_says_why(tmp_path: Path) -> None:
     result = bench(str(tmp_path), *ONE)
     assert (result.exit_code, result.stderr.count("\n")) == (1, 1)
     assert result.stderr.startswith(f"kvasir: {tmp_path} has no manifest.json")
-
-
-def test_usage_counts_tokens_that_share_an_event() -> None:
-    with fake_completions(lambda _: (200, [event("a b c d"), usage(3, 4), DONE])) as fake:
-        result = bench(fake.url, *ONE)
-    assert "2x3/4, A: an event holds 4.00 tokens" in result.stdout

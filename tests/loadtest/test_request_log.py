@@ -77,6 +77,10 @@ def test_throughput_is_grouped_by_the_open_requests_of_each_tick(seed: int) -> N
     assert [one.tokens_per_second for one in found] == pytest.approx(wanted)
     p90s = [pytest.approx(np.percentile(firsts[i], 90)) if firsts[i] else None for i in long]
     assert [one.ttft_p90 for one in found] == p90s
+    moments, open_counts = open_requests(requests)
+    assert open_counts[-1] == 0
+    lasted = float(np.diff(moments) @ open_counts[:-1])
+    assert lasted == pytest.approx(sum(request.ended - request.sent for request in requests))
 
 
 def test_a_level_counts_only_for_the_time_that_it_lasted() -> None:
@@ -91,16 +95,8 @@ def test_a_level_counts_only_for_the_time_that_it_lasted() -> None:
 
 
 @seeds
-def test_requests_are_open_until_they_end(seed: int) -> None:
-    requests = random_requests(Random(seed))
-    moments, counts = open_requests(requests)
-    assert counts[-1] == 0
-    lasted = float(np.diff(moments) @ counts[:-1])
-    assert lasted == pytest.approx(sum(request.ended - request.sent for request in requests))
-
-
-@seeds
-def test_gaps_are_at_the_event_that_ends_them(seed: int) -> None:
+def test_gaps_are_at_the_event_that_ends_them_and_only_whole_answers_have_an_e2e(seed: int) -> None:
+    """Cancelled ones would loosen a limit on it."""
     requests = random_requests(Random(seed))
     wanted = []
     for request in requests:
@@ -109,12 +105,6 @@ def test_gaps_are_at_the_event_that_ends_them(seed: int) -> None:
             at += gap
             wanted.append((at, gap))
     assert list(zip(*latencies(requests, "itl"), strict=True)) == wanted
-
-
-@seeds
-def test_only_whole_answers_have_an_e2e(seed: int) -> None:
-    """Cancelled ones would loosen a limit on it."""
-    requests = random_requests(Random(seed))
     whole = [r for r in requests if not r.failed and r.e2e is not None]
     assert len(whole) < sum(not r.failed for r in requests)
     wanted = [(r.sent, r.ended - r.sent) for r in whole]

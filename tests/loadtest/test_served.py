@@ -39,7 +39,7 @@ def test_a_draining_server_is_not_a_missing_template() -> None:
 def test_a_missing_server_and_an_invalid_url_are_reported() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    with pytest.raises(NotServedError, match=f"{url} .*refused"):
+    with pytest.raises(NotServedError, match=f"{url}/.*refused"):
         query_model(url, {})
     with pytest.raises(NotServedError, match="unknown url type"):
         query_model("localhost", {})

@@ -1,8 +1,7 @@
 """Checks and measurements on an NVIDIA GPU: parity with PyTorch, promises, speed beside a peer.
 
-`make gpu-check` runs them without a network. The peer is transformers on the same card in the same
-run, with the same shape and random weights: `generate` with a static cache, and `generate_batch`
-with its continuous batching.
+The peer is transformers on the same card in the same run, with the same shape and random weights:
+`generate` with a static cache, and `generate_batch` with its continuous batching.
 """
 
 from __future__ import annotations
@@ -11,9 +10,9 @@ import json
 import platform
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 from typing import Any, cast
 
@@ -23,7 +22,7 @@ import torch
 import transformers
 from rich.console import Console
 
-from loadtest.bench_engine import DECODE_BATCHES, bench_engine
+from loadtest.bench_engine import DECODE_BATCHES, bench_engine, median_seconds
 from loadtest.random_model import make_random_model
 from model.bundle import PRECISIONS, load_bundle
 from model.config import DecoderConfig, preset
@@ -37,22 +36,17 @@ _PROMPT, _NEW = 128, 64  # tokens of the peer's sequences
 _ROUNDS = 3
 _ABORTED = frozenset({3, 7})
 
-# Largest difference of logits, in their standard deviations, and smallest share of greedy tokens
-# equal to those of PyTorch in float32. Perplexity cannot test random weights: a graph without
-# attention would pass.
+# Largest difference of logits from PyTorch's in float32, in standard deviations, and smallest share
+# of equal greedy tokens. Perplexity cannot test random weights: no attention at all would pass.
 _LIMITS = {"bf16": (0.25, 0.97), "fp16": (0.05, 0.99), "int8": (0.35, 0.95), "int4": (3.0, 0.5)}
-# Smallest share of tokens that a sequence has in common with its run alone. After one difference,
-# all may differ.
-_MIN_EQUAL = 0.9
+_MIN_EQUAL = (
+    0.9  # share of tokens as in a sequence's run alone; after one difference, all may differ
+)
 
 
-def _folder(cache: Path, name: str, precision: str) -> Path:
-    return cache / f"{name}-cuda-{precision}"
-
-
-def check_parity(cache: Path, name: str, precision: str) -> dict[str, float]:
+def check_parity(folder: Path, name: str, precision: str) -> dict[str, float]:
     """Export a preset and verify it on the GPU. Raises AssertionError if its results are wrong."""
-    folder = make_random_model(name, precision, _folder(cache, name, precision), "cuda")
+    make_random_model(name, precision, folder, "cuda")
     figures = load_bundle(folder).manifest.verification
     error, agreement = figures.max_logit_error, figures.greedy_agreement
     largest, smallest = _LIMITS[precision]
@@ -61,17 +55,16 @@ def check_parity(cache: Path, name: str, precision: str) -> dict[str, float]:
     return {"max_logit_error": error, "greedy_agreement": agreement}
 
 
-def check_engine(cache: Path, name: str, precision: str) -> float:
+def check_engine(folder: Path) -> float:
     """Run many sequences with shared prefixes and too few blocks, and abort some of them.
 
-    Returns the share of tokens that equal those of the sequence alone. Raises AssertionError if a
-    sequence does not end exactly once, if anything leaks, or if that share is too small.
+    Returns the share of tokens equal to the sequence's alone. Raises AssertionError if that is too
+    small, a sequence does not end exactly once, or anything leaks.
     """
-    bundle = load_bundle(_folder(cache, name, precision))
-    generator = np.random.default_rng(0)
+    bundle = load_bundle(folder)
+    vocab_size, generator = bundle.config.vocab_size, np.random.default_rng(0)
     common, *rests = (
-        generator.integers(bundle.config.vocab_size, size=n).tolist()
-        for n in (600, *(20 + 30 * i for i in range(24)))
+        generator.integers(vocab_size, size=n).tolist() for n in (600, *range(20, 740, 30))
     )
     prompts = [common[: 256 * (i % 3)] + rest for i, rest in enumerate(rests)]
     open_runner = partial(open_cuda_runner, bundle.graph_path, bundle.config, max_model_len=2048)
@@ -84,9 +77,8 @@ def check_engine(cache: Path, name: str, precision: str) -> float:
     for _ in range(2):  # the second time, the blocks of the prompts' beginnings are cached
         together = _generate(engine, prompts, 32, _ABORTED)
         assert runner.kv.reserved_tokens == 0, "an ended sequence still holds blocks"
-        assert len(runner.kv.free_rows) == runner.kv.max_num_seqs, (
-            "an ended sequence still holds a row"
-        )
+        n_held = runner.kv.max_num_seqs - len(runner.kv.free_rows)
+        assert n_held == 0, f"ended sequences still hold {n_held} rows"
         for i, (found, expected) in enumerate(zip(together, alone, strict=True)):
             assert len(found) == len(expected) or i in _ABORTED, "a sequence ended early"
             equal += sum(a == b for a, b in zip(found, expected, strict=False))
@@ -96,25 +88,19 @@ def check_engine(cache: Path, name: str, precision: str) -> float:
     return share
 
 
-def measure_engine(cache: Path, name: str, precision: str, batch: int) -> float:
+def measure_engine(folder: Path, batch: int) -> float:
     """Return new tokens per second for `batch` simultaneous prompts, prefill included."""
-    bundle = load_bundle(_folder(cache, name, precision))
+    bundle = load_bundle(folder)
     generator = np.random.default_rng(0)
-    runner = open_cuda_runner(
-        bundle.graph_path,
-        bundle.config,
-        max_num_seqs=batch,
-        max_model_len=_PROMPT + _NEW,
-        kv_cache_bytes=2**32,
-        keep_prompts=False,
-    )
+    limits = {"max_num_seqs": batch, "max_model_len": _PROMPT + _NEW, "kv_cache_bytes": 2**32}
+    runner = open_cuda_runner(bundle.graph_path, bundle.config, **limits, keep_prompts=False)
     engine = Engine(runner, chunk_size=2048)
 
     def generate() -> None:
         prompts = generator.integers(bundle.config.vocab_size, size=(batch, _PROMPT)).tolist()
         assert all(len(tokens) == _NEW for tokens in _generate(engine, prompts, _NEW))
 
-    return batch * _NEW / _median_seconds(generate)
+    return batch * _NEW / median_seconds(generate, _ROUNDS)
 
 
 def _generate(
@@ -143,19 +129,13 @@ class Peer:
 
     def __init__(self, config: DecoderConfig, device: str = "cuda") -> None:
         shape = transformers.LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.d_model,
-            intermediate_size=config.d_ff,
-            num_hidden_layers=config.n_layer,
-            num_attention_heads=config.n_head,
-            num_key_value_heads=config.n_kv_head,
-            head_dim=config.head_dim,
+            vocab_size=config.vocab_size, hidden_size=config.d_model, intermediate_size=config.d_ff,
+            num_hidden_layers=config.n_layer, num_attention_heads=config.n_head,
+            num_key_value_heads=config.n_kv_head, head_dim=config.head_dim,
             max_position_embeddings=config.max_model_len,
             tie_word_embeddings=config.tied_embeddings,
-            bos_token_id=None,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
+            bos_token_id=None, eos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
         self._device = device
         self._model = cast("Any", transformers.LlamaForCausalLM(shape))
         self._model.to(device, torch.bfloat16).eval()
@@ -165,18 +145,20 @@ class Peer:
 
     def static(self, batch: int) -> float:
         """Return new tokens per second of `generate` with a static cache, prefill included."""
-        ids = torch.from_numpy(self._prompts(batch)).to(self._device)
+        ids = torch.from_numpy(
+            self._generator.integers(self._vocab_size, size=(batch, _PROMPT))
+        ).to(self._device)
         options = {"cache_implementation": "static", "do_sample": False, "max_new_tokens": _NEW}
 
         def generate() -> None:
             found = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)
             assert found.shape[1] == _PROMPT + _NEW, "generate ended early"
 
-        return batch * _NEW / _median_seconds(generate)
+        return batch * _NEW / median_seconds(generate, _ROUNDS)
 
     def continuous(self, batch: int) -> float:
         """Return new tokens per second of `generate_batch`, prefill included."""
-        prompts = self._prompts(batch).tolist()
+        prompts = self._generator.integers(self._vocab_size, size=(batch, _PROMPT)).tolist()
         config = transformers.GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=_NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
@@ -187,33 +169,14 @@ class Peer:
             lengths = [len(result.generated_tokens) for result in found.values()]
             assert lengths == [_NEW] * batch, "generate_batch ended early"  # it hides its failures
 
-        return batch * _NEW / _median_seconds(generate)
-
-    def _prompts(self, batch: int) -> Any:
-        return self._generator.integers(self._vocab_size, size=(batch, _PROMPT))
-
-
-def _median_seconds(work: Callable[[], None]) -> float:
-    """Return the median time of a few runs after a warm-up, each until the GPU is idle."""
-    seconds = []
-    for _ in range(_ROUNDS + 1):
-        started = perf_counter()
-        work()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        seconds.append(perf_counter() - started)
-    return median(seconds[1:])
+        return batch * _NEW / median_seconds(generate, _ROUNDS)
 
 
 class FigureLog:
-    """Figures on the screen and in a file as they come.
-
-    A failure costs its own figure and no other.
-    """
+    """Figures on the screen and in a file as they come. A failure costs only its own figure."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
-        self._console = Console()
         self.figures: dict[str, Any] = {}
         self.failures: list[str] = []
 
@@ -225,41 +188,36 @@ class FigureLog:
             self.failures.append(name)
             found = {"failed": f"{type(error).__name__}: {error}"}
         self.figures[name] = found
-        self._console.print(name, found, markup=False)
+        Console().print(name, found, markup=False)
         self._output.parent.mkdir(parents=True, exist_ok=True)
         self._output.write_text(json.dumps(self.figures, indent=2) + "\n", encoding="utf-8")
 
 
 def main(cache: Path, output: Path) -> int:
     """Check and measure, the most important first. Returns the number of parts that failed."""
-    report = FigureLog(output)
-    versions = {"onnxruntime": onnxruntime.__version__, "torch": torch.__version__}
-    versions |= {"transformers": transformers.__version__, "python": platform.python_version()}
-    report.note("machine", lambda: {"card": torch.cuda.get_device_name(), **versions})
+    log = FigureLog(output)
+    versions = {one.__name__: one.__version__ for one in (onnxruntime, torch, transformers)}
+    versions["python"] = platform.python_version()
+    log.note("machine", lambda: {"card": torch.cuda.get_device_name(), **versions})
+    batches = DECODE_BATCHES["cuda"]
     for precision in PRECISIONS["cuda"]:
         for name in PRESETS:
-            title, which = f"{name} {precision}", (cache, name, precision)
-            report.note(f"{title}: parity", check_parity, *which)
-            report.note(f"{title}: engine alone", _bench, *which)
-            if precision == PRECISIONS["cuda"][0]:
-                report.note(f"{title}: tokens as alone", check_engine, *which)
-                for batch in DECODE_BATCHES["cuda"]:
-                    report.note(f"{title}, batch {batch}: kvasir", measure_engine, *which, batch)
-                _measure_peer(report, name)
-    return len(report.failures)
-
-
-def _bench(cache: Path, name: str, precision: str) -> dict[str, Any]:
-    return bench_engine(name, precision, None, cache, "cuda").as_json()
-
-
-def _measure_peer(report: FigureLog, name: str) -> None:
-    for batch in DECODE_BATCHES["cuda"]:
-        peer = Peer(preset(name))  # a new one, because its first requests set its manager's size
-        title = f"{name}, batch {batch}: transformers, {peer.attention}"
-        report.note(f"{title}, static", peer.static, batch)
-        report.note(f"{title}, continuous", peer.continuous, batch)
-        torch.cuda.empty_cache()
+            title, folder = f"{name} {precision}", cache / f"{name}-cuda-{precision}"
+            log.note(f"{title}: parity", check_parity, folder, name, precision)
+            bench = partial(bench_engine, name, precision, None, cache, "cuda")
+            log.note(f"{title}: engine alone", lambda measure=bench: asdict(measure()))
+            if precision != PRECISIONS["cuda"][0]:
+                continue
+            log.note(f"{title}: tokens as alone", check_engine, folder)
+            for batch in batches:
+                log.note(f"{title}, batch {batch}: kvasir", measure_engine, folder, batch)
+            for batch in batches:
+                peer = Peer(preset(name))  # a new one: its first requests set its manager's size
+                title = f"{name}, batch {batch}: transformers, {peer.attention}"
+                log.note(f"{title}, static", peer.static, batch)
+                log.note(f"{title}, continuous", peer.continuous, batch)
+                torch.cuda.empty_cache()
+    return len(log.failures)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from loadtest import gpu_check
+from loadtest.gpu_check import FigureLog, Peer, check_parity
 from model.config import preset
-from tests import gpu_check
 from tests.engine.test_session import NO_GPU
-from tests.gpu_check import FigureLog, Peer, check_parity
 
 
 def test_a_failure_costs_only_its_own_figure(tmp_path: Path) -> None:
@@ -37,6 +37,6 @@ def test_the_peer_generates_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
 @NO_GPU
 def test_parity_fails_without_a_gpu(tmp_path: Path) -> None:
     report = FigureLog(tmp_path / "figures.json")
-    report.note("parity", lambda: check_parity(tmp_path, "tiny", "bf16"))
+    report.note("parity", lambda: check_parity(tmp_path / "tiny", "tiny", "bf16"))
     assert report.failures == ["parity"]
     assert "NoDeviceError" in report.figures["parity"]["failed"]
