@@ -27,6 +27,7 @@ logger = logging.getLogger("kvasir")
 STALL_SECONDS = 120.0  # a step that takes longer means that the engine hangs
 _JOIN_SECONDS = 5.0
 _IDLE_SECONDS = 10.0
+_IN_SLOT = {SequenceStatus.PREFILLING, SequenceStatus.RUNNING}
 
 Command = Callable[[Engine], Iterable[TokenOutput | None]]
 
@@ -117,18 +118,13 @@ class AsyncEngine:
         if self.engine is None:
             return Snapshot()
         now, n_slots = perf_counter(), self.engine.kv.max_num_seqs
-        running: list[Work] = []
-        waiting: list[Work] = []
-        prompts: dict[int, int] = {}  # lengths by identity: the samples of a prompt share it
-        for sequence in self.sequences:
-            status = sequence.status
-            if status is SequenceStatus.WAITING:
-                waiting.append(_work(sequence, now))
-                prompts[id(sequence.prompt_ids)] = len(sequence.prompt_ids)
-            elif status is not SequenceStatus.FINISHED:
-                running.append(_work(sequence, now))
-        n_tokens = sum(prompts.values())
-        return Snapshot(self.forecast.rates, n_slots, tuple(running), tuple(waiting), n_tokens)
+        statuses = [(sequence, sequence.status) for sequence in self.sequences]
+        waiting = [sequence for sequence, status in statuses if status is SequenceStatus.WAITING]
+        running = tuple(_work(sequence, now) for sequence, status in statuses if status in _IN_SLOT)
+        # By identity: the samples of a prompt share it.
+        n_tokens = sum({id(s.prompt_ids): len(s.prompt_ids) for s in waiting}.values())
+        works = tuple(_work(sequence, now) for sequence in waiting)
+        return Snapshot(self.forecast, n_slots, running, works, n_tokens)
 
     async def start(self, build: Callable[[], Engine]) -> None:
         """Start the thread and wait until it has built the engine. Raises what `build` raises."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from time import monotonic, perf_counter, time_ns
-from typing import Protocol
 
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -20,33 +19,12 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.engine.sequence import FinishReason, Sequence
+from server.engine.sequence import FinishReason
+from server.requests.completion import Completion, RequestState
 
 _LOG_SECONDS = 60.0  # between two lines of one kind about the collector
 _TRACE_CONTEXT = TraceContextTextMapPropagator()  # and no baggage: nothing here reads it
 _BAD_ENDS = frozenset({FinishReason.ABORT, FinishReason.ERROR})
-
-
-class _Choice(Protocol):
-    sequence: Sequence
-    finish_reason: FinishReason | None
-
-
-class _Completion(Protocol):
-    """The facts of an accepted request that its span states."""
-
-    choices: list[_Choice]
-    n_prompt_tokens: int
-    n_completion_tokens: int
-    seconds_to_first_token: float | None
-
-
-class _RequestState(Protocol):
-    """The state of an HTTP request that its span needs."""
-
-    id: str
-    arrived: float
-    completion: _Completion | None
 
 
 class Tracing:
@@ -70,12 +48,12 @@ class Tracing:
         try:
             await self.app(scope, receive, send_noting_status)
         finally:
-            state: _RequestState | None = scope.get("state", {}).get("request")
+            state: RequestState | None = scope.get("state", {}).get("request")
             if state is not None and state.completion is not None:
                 self._record(scope, state, state.completion, status)
 
     def _record(
-        self, scope: Scope, state: _RequestState, completion: _Completion, status: int | None
+        self, scope: Scope, state: RequestState, completion: Completion, status: int | None
     ) -> None:
         """Send the span of a request; status is None if the client disconnected before it."""
         now, ended = perf_counter(), time_ns()
