@@ -84,7 +84,7 @@ class Snapshot:
     n_waiting_tokens: int = 0  # their prompts' tokens, once for all samples of a prompt
 
     def ahead_of(self, queue_time: float) -> Self:
-        """Return the snapshot without the waiting sequences that come after a moment of the queue."""
+        """Return the snapshot without the sequences that wait and come later in the queue."""
         return replace(self, waiting=tuple(w for w in self.waiting if w.queue_time <= queue_time))
 
     def seconds_to_slot(self) -> float:

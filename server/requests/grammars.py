@@ -22,7 +22,7 @@ from server.engine.grammar.constraints import (
     GrammarError,
     check_size,
 )
-from server.engine.grammar.trial import GrammarTrial, TrialEndedError
+from server.engine.grammar.trial import GrammarTrial
 from server.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from server.requests.completion import CompletionRequest
 
@@ -42,7 +42,10 @@ class Grammars:
         self._bundle = bundle
         self._trials = _Worker(1, "grammar-trials")
         self._compilations = _Worker(1, "grammars")
-        self._errors = _Errors()
+        # The errors of the latest grammars, "" for good ones. Refused ones displace no good ones.
+        self._lock = Lock()
+        self._good: OrderedDict[Grammar, str] = OrderedDict()
+        self._refused: OrderedDict[Grammar, str] = OrderedDict()
 
     async def constraint(self, request: CompletionRequest) -> Constraint | None:
         """Compile a request's grammar, to be copied for each of its texts; None without one.
@@ -64,7 +67,7 @@ class Grammars:
         try:
             async with asyncio.timeout(min(_WAIT_SECONDS, seconds_left)):
                 check_size(grammar)
-                error = self._errors.get(grammar)
+                error = self._known_error(grammar)
                 if error is None:
                     error = await self._trials.call(self._try, grammar)
                 if error:
@@ -87,37 +90,40 @@ class Grammars:
         if "_trial" in vars(self):
             self._trial.close()
 
+    def _known_error(self, grammar: Grammar) -> str | None:
+        with self._lock:
+            for latest in (self._good, self._refused):
+                if grammar in latest:
+                    latest.move_to_end(grammar)
+                    return latest[grammar]
+        return None
+
+    # In the threads
+
     def _try(self, grammar: Grammar) -> str:
         """Return the error of a grammar, "" for a good one. Raises TrialEndedError."""
-        error = self._errors.get(grammar)  # an equal grammar may have been tried just before
+        error = self._known_error(grammar)  # an equal grammar may have been tried just before
         if error is None:
-            try:
-                self._trial.check(grammar)
-                error = ""
-            except TrialEndedError:
-                raise
-            except GrammarError as refusal:
-                error = str(refusal)
-            self._errors.add(grammar, error)
+            error = self._trial.check(grammar)
+            with self._lock:
+                latest = self._refused if error else self._good
+                latest[grammar] = error
+                if len(latest) > _KNOWN:
+                    latest.popitem(last=False)
         return error
 
     def _compile(self, grammar: Grammar) -> Constraint:
         return self._compiler.compile(grammar)
 
-    # Made in the threads that use them
-
-    @cached_property
-    def _tokens(self) -> tuple[str, int, tuple[int, ...]]:
-        config = self._bundle.config
-        return self._bundle.tokenizer.to_str(), config.vocab_size, config.eos_token_ids
-
     @cached_property
     def _trial(self) -> GrammarTrial:
-        return GrammarTrial(*self._tokens)
+        config = self._bundle.config
+        tokenizer = self._bundle.tokenizer.to_str()
+        return GrammarTrial(tokenizer, config.vocab_size, config.eos_token_ids)
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(*self._tokens)
+        return GrammarCompiler(*self._trial.model)  # each grammar has been tried first
 
 
 class _Worker(ThreadPoolExecutor):
@@ -134,30 +140,6 @@ class _Worker(ThreadPoolExecutor):
             return await asyncio.get_running_loop().run_in_executor(self, work, grammar)
         finally:
             self._n_waiting -= 1
-
-
-class _Errors:
-    """The errors of the latest grammars, "" for good ones. Refused ones displace no good ones."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._good: OrderedDict[Grammar, str] = OrderedDict()
-        self._refused: OrderedDict[Grammar, str] = OrderedDict()
-
-    def get(self, grammar: Grammar) -> str | None:
-        with self._lock:
-            for latest in (self._good, self._refused):
-                if grammar in latest:
-                    latest.move_to_end(grammar)
-                    return latest[grammar]
-        return None
-
-    def add(self, grammar: Grammar, error: str) -> None:
-        with self._lock:
-            latest = self._refused if error else self._good
-            latest[grammar] = error
-            if len(latest) > _KNOWN:
-                latest.popitem(last=False)
 
 
 def _too_many() -> OverloadedError:

@@ -71,13 +71,9 @@ class Metrics:
         self._load_registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # memory, file descriptors, processor time, start
         self._gauge = partial(Gauge, namespace="kvasir", registry=self.registry)
-
-        def read_load(index: int) -> float:
-            return load()[index]
-
         for index, (name, text) in enumerate(_LOAD.items()):
             gauge = self._gauge(name, text)
-            gauge.set_function(partial(read_load, index))
+            gauge.set_function(lambda index=index: load()[index])
             self._load_registry.register(gauge)
 
         counter = partial(Counter, namespace="kvasir", registry=self.registry)

@@ -16,6 +16,7 @@ from model.chat_template import ChatTemplate, ChatTemplateError
 from server.text.tool_calls import ToolCallFormat, ToolCallParser, ToolCallPiece
 
 Message = Mapping[str, Any]
+ToolCallOption = Literal["auto", "hermes", "llama", "none"]
 
 _MARK = "\ue000\ue001\ue000"  # the place where a message is to be continued; in no real text
 _WORD = "Kalimantan"
@@ -42,11 +43,7 @@ class ChatFormat:
     tool_calls: the format of calls; auto finds it out.
     """
 
-    def __init__(
-        self,
-        template: ChatTemplate,
-        tool_calls: Literal["auto", "hermes", "llama", "none"] = "auto",
-    ) -> None:
+    def __init__(self, template: ChatTemplate, tool_calls: ToolCallOption = "auto") -> None:
         self._template = template
         self._takes_text, self._takes_parts = set[str](), set[str]()
         for role in _BEFORE:
@@ -56,19 +53,13 @@ class ChatFormat:
                 self._takes_text.add(role)
             if parts is not None and text in {None, parts}:  # else it shows how parts are written
                 self._takes_parts.add(role)
-        self.tool_calls: ToolCallFormat | None = None
         if tool_calls == "auto":
             self.tool_calls = _call_format(template)
-        elif tool_calls != "none":
-            self.tool_calls = ToolCallFormat(tool_calls)
+        else:
+            self.tool_calls = ToolCallFormat.__members__.get(tool_calls.upper())
 
     def render(
-        self,
-        messages: Sequence[Message],
-        /,
-        *,
-        continue_final_message: bool = False,
-        **options: Any,
+        self, messages: Sequence[Message], *, continue_final_message: bool = False, **options: Any
     ) -> str:
         """Return the prompt for a conversation; the options are those of `ChatTemplate.render`.
 

@@ -27,8 +27,7 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), kept: Container[int] = ()
     ) -> None:
-        self._tokenizer = tokenizer
-        self._kept = kept
+        self._tokenizer, self._kept = tokenizer, kept
         self.n_chars = 0
         self._begin(list(prompt_ids[-_CONTEXT:]))
 
@@ -101,10 +100,8 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
     r"""Name a token as OpenAI does: its text, or `bytes:\xe6\xbc` where that is not UTF-8."""
     added = token_bytes(tokenizer, token_id)
-    try:
-        return added.decode()
-    except UnicodeDecodeError:
-        return f"bytes:{added.decode('utf-8', 'backslashreplace')}"
+    text = added.decode("utf-8", "backslashreplace")
+    return text if text.encode() == added else f"bytes:{text}"
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:

@@ -200,13 +200,13 @@ async def busy(served: Served) -> AsyncIterator[list[str]]:
     trial, tried = served.service.grammars._trial, []
     check = trial.check
 
-    def checking(grammar: Grammar) -> None:
+    def checking(grammar: Grammar) -> str:
         if not begun.is_set():
             begun.set()
             over.wait()
         else:
             tried.append(grammar.source)
-        check(grammar)
+        return check(grammar)
 
     trial.check = checking  # type: ignore[method-assign]
     first = asyncio.ensure_future(complete(served, regex="slow", max_tokens=9))
@@ -263,7 +263,7 @@ async def test_a_refused_grammar_is_tried_once_and_displaces_no_good_one(
 
 async def test_a_trial_that_was_killed_gives_no_verdict() -> None:
     async with serving() as served:
-        ended = Mock(side_effect=[TrialEndedError("ended; try again"), None])
+        ended = Mock(side_effect=[TrialEndedError("ended; try again"), ""])
         served.service.grammars._trial.check = ended  # type: ignore[method-assign]
         refused = await post(served, regex="a", max_tokens=2)
         assert (await complete(served, regex="a", max_tokens=2))["choices"][0]["text"] == "a"
