@@ -69,10 +69,10 @@ class Grammars:
                 check_size(grammar)
                 error = self._known_error(grammar)
                 if error is None:
-                    error = await self._trials.call(self._try, grammar)
+                    error = await self._trials.call(lambda: self._try(grammar))
                 if error:
                     raise GrammarError(error)
-                return await self._compilations.call(self._compile, grammar)
+                return await self._compilations.call(lambda: self._compiler.compile(grammar))
         except GrammarError as error:
             raise InvalidRequestError(f"{param}: {error}", param=param) from None
         except TimeoutError:
@@ -112,9 +112,6 @@ class Grammars:
                     latest.popitem(last=False)
         return error
 
-    def _compile(self, grammar: Grammar) -> Constraint:
-        return self._compiler.compile(grammar)
-
     @cached_property
     def _trial(self) -> GrammarTrial:
         config = self._bundle.config
@@ -131,13 +128,13 @@ class _Worker(ThreadPoolExecutor):
 
     _n_waiting = 0
 
-    async def call(self, work: Callable[[Grammar], T], grammar: Grammar) -> T:
+    async def call(self, work: Callable[[], T]) -> T:
         """Call work in the thread, unless cancelled before its turn comes."""
         if self._n_waiting >= _MOST_WAITING:
             raise _too_many()
         self._n_waiting += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self, work, grammar)
+            return await asyncio.get_running_loop().run_in_executor(self, work)
         finally:
             self._n_waiting -= 1
 

@@ -72,8 +72,12 @@ class Metrics:
         ProcessCollector(registry=self.registry)  # memory, file descriptors, processor time, start
         self._gauge = partial(Gauge, namespace="kvasir", registry=self.registry)
         for index, (name, text) in enumerate(_LOAD.items()):
+
+            def read(index: int = index) -> float:
+                return load()[index]
+
             gauge = self._gauge(name, text)
-            gauge.set_function(lambda index=index: load()[index])
+            gauge.set_function(read)
             self._load_registry.register(gauge)
 
         counter = partial(Counter, namespace="kvasir", registry=self.registry)

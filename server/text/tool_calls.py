@@ -55,16 +55,14 @@ Reading = Generator[None, None, None]  # it yields wherever it needs more text
 class ToolCallParser:
     """A parser from pieces of text to pieces of content and calls.
 
-    most: the number of calls after which the rest of the text is ignored. is_over: that many calls
-    are complete. is_in_call: the arguments of a call have begun and not ended.
+    most: the number of calls after which the rest of the text is ignored.
     """
 
     def __init__(self, form: ToolCallFormat, most: int | None = None) -> None:
         self.n_calls = 0
-        self.is_over = False
-        self.is_in_call = False
-        self._form = form
-        self._most = most
+        self.is_over = False  # `most` calls are complete
+        self.is_in_call = False  # the arguments of a call have begun and not ended
+        self._form, self._most = form, most
         self._buffer = ""  # text that is not read yet
         self._is_end = False  # no more text will come
         self._at_start = True  # only whitespace since the start of the text or the last call

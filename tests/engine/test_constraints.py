@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -34,7 +35,11 @@ MODEL = (tokenizer.to_str(), VOCAB_SIZE, [EOS])
 # Random logits rarely end a text: a bias for these tokens ends strings, lists and objects.
 CLOSING = {tokenizer.token_to_id(token): 6.0 for token in '"]}'}
 
-by_schema, by_regex, by_lark = Grammar.json_schema, Grammar.regex, Grammar.lark
+by_schema = Grammar.json_schema
+by_regex, by_lark = (
+    partial(Grammar, "regex", param="regex"),
+    partial(Grammar, "lark", param="grammar"),
+)
 
 
 @pytest.fixture(scope="module")

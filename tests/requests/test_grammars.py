@@ -230,7 +230,7 @@ async def test_a_deadline_that_passed_before_is_not_blamed_on_the_grammar() -> N
     late = CompletionRequest(
         prompts=[Prompt([5], "a")],
         params=SamplingParams(max_tokens=2),
-        grammar=Grammar.regex("a"),
+        grammar=Grammar("regex", "a", "regex"),
         deadline=0.0,
     )
     async with serving() as served:

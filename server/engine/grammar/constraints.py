@@ -59,31 +59,19 @@ class GrammarError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The source of a grammar. param: the field of the request that holds it."""
+    """The source of a grammar, and the field of the request that holds it.
+
+    regex: the texts that it matches from end to end. lark: with the start rule `start`.
+    """
 
     kind: Literal["json", "regex", "lark"]
     source: str
     param: str = field(compare=False)
 
     @classmethod
-    def json_object(cls, param: str = "response_format") -> Grammar:
-        """Return a grammar of any JSON object."""
-        return cls.json_schema({"type": "object"}, param)
-
-    @classmethod
     def json_schema(cls, schema: Mapping[str, Any], param: str = "response_format") -> Grammar:
         """Return a grammar of the JSON that a schema allows, properties in the schema's order."""
         return cls("json", json.dumps(schema, ensure_ascii=False), param)
-
-    @classmethod
-    def regex(cls, pattern: str, param: str = "regex") -> Grammar:
-        """Return a grammar of the texts that a regular expression matches from end to end."""
-        return cls("regex", pattern, param)
-
-    @classmethod
-    def lark(cls, text: str, param: str = "grammar") -> Grammar:
-        """Return a context-free grammar in Lark's notation, with the start rule `start`."""
-        return cls("lark", text, param)
 
 
 def check_size(grammar: Grammar) -> None:
@@ -92,18 +80,14 @@ def check_size(grammar: Grammar) -> None:
         raise GrammarError(f"{n} characters are too long: at most {MAX_GRAMMAR_CHARS} may be given")
 
 
+@dataclass(slots=True, eq=False)
 class Constraint:
-    """The position of one text in its grammar.
+    """The position of one text in its grammar."""
 
-    param: the field of the request that holds the grammar. penalty: [vocab], added to logits: 0 for
-    tokens that may come next, -inf for others. error: set once no token may come next.
-    """
-
-    def __init__(self, matcher: LLMatcher, param: str) -> None:
-        self.matcher = matcher
-        self.param = param
-        self.penalty: NDArray[np.float32] | None = None
-        self.error: str | None = None
+    matcher: LLMatcher
+    param: str  # the field of the request that holds the grammar
+    penalty: NDArray[np.float32] | None = None  # [vocab], added to logits: 0 or -inf
+    error: str | None = None  # set once no token may come next
 
     @property
     def is_complete(self) -> bool:
@@ -136,20 +120,20 @@ class Constraint:
             self.penalty[list(ending_ids)] = 0.0
 
 
+@dataclass
 class GrammarCompiler:
     """A compiler for one model's tokens and one thread. `GrammarTrial` bounds its time."""
 
-    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        self._tokenizer = tokenizer  # JSON, as in tokenizer.json
-        self._vocab_size = vocab_size
-        self._eos_token_ids = list(eos_token_ids)
+    tokenizer: str  # JSON, as in tokenizer.json
+    vocab_size: int
+    eos_token_ids: Iterable[int]
 
     @cached_property
     def tokens(self) -> LLTokenizer:
         """The model's tokens. Raises GrammarError if llguidance cannot read the tokenizer."""
-        eos = self._eos_token_ids or None
+        eos = list(self.eos_token_ids) or None
         try:
-            return LLTokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=eos)
+            return LLTokenizer(self.tokenizer, n_vocab=self.vocab_size, eos_token=eos)
         except ValueError as error:
             raise GrammarError(
                 f"this model's tokenizer allows no structured output: {_one_line(str(error))}"
@@ -180,10 +164,7 @@ class TokenMasks:
         return LLExecutor()  # its threads start at once
 
     def begin(self, constrained: list[tuple[Constraint, frozenset[int]]]) -> Callable[[], None]:
-        """Start to compute the masks of constraints; the returned function waits and sets them.
-
-        constrained: each constraint with the ending tokens of its text.
-        """
+        """Start to compute masks, given ending tokens; the returned function waits and sets them."""
         if not constrained:
             return lambda: None
         if len(self._words) < len(constrained):
