@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.engine.sequence import FinishReason
-from server.requests.completion import Completion, RequestState
+from server.requests.completion import RequestState
 
 _LOG_SECONDS = 60.0  # between two lines of one kind about the collector
 _TRACE_CONTEXT = TraceContextTextMapPropagator()  # and no baggage: nothing here reads it
@@ -48,16 +48,15 @@ class Tracing:
         try:
             await self.app(scope, receive, send_noting_status)
         finally:
-            state: RequestState | None = scope.get("state", {}).get("request")
-            if state is not None and state.completion is not None:
-                self._record(scope, state, state.completion, status)
+            self._record(scope, status)
 
-    def _record(
-        self, scope: Scope, state: RequestState, completion: Completion, status: int | None
-    ) -> None:
-        """Send the span of a request; status is None if the client disconnected before it."""
-        now, ended = perf_counter(), time_ns()
-        seconds = now - state.arrived
+    def _record(self, scope: Scope, status: int | None) -> None:
+        """Send a request's span if it was accepted; status is None without a response."""
+        state: RequestState | None = scope.get("state", {}).get("request")
+        completion = state.completion if state else None
+        if state is None or completion is None:
+            return
+        seconds, ended = perf_counter() - state.arrived, time_ns()
         is_chat = scope["path"].endswith("/chat/completions")
         times = [choice.sequence.times for choice in completion.choices]
         queued = [t.scheduled - t.arrived for t in times if t.scheduled is not None]
@@ -108,10 +107,9 @@ class RateLimit(logging.Filter):
 def make_provider(
     endpoint: str, version: str, exporter: SpanExporter | None = None
 ) -> TracerProvider:
-    """Return a provider that sends spans, in batches from a thread, to an endpoint.
+    """Return a provider that sends spans, in batches from a thread, to such as http://…/v1/traces.
 
-    The endpoint is such as http://collector:4318/v1/traces. The SDK reads OTEL_SERVICE_NAME and
-    OTEL_RESOURCE_ATTRIBUTES, which rename or describe the service.
+    The SDK reads OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, which describe the service.
     """
     if exporter is None:
         from opentelemetry.exporter.otlp.proto.http import trace_exporter  # noqa: PLC0415

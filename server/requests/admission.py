@@ -37,15 +37,12 @@ class Demand(NamedTuple):
 
 
 class Admission:
-    """Limits on the sequences inside: at most `max_num_seqs` that run and `max_queue` that wait.
-
-    max_queue_tokens: limit on the prompt tokens that wait, where they are of several requests.
-    """
+    """Limits on the sequences inside: at most `max_num_seqs` that run and `max_queue` that wait."""
 
     def __init__(self, *, max_num_seqs: int, max_queue: int, max_queue_tokens: int) -> None:
         self.max_num_seqs = max_num_seqs
         self.capacity = max_num_seqs + max_queue
-        self.max_queue_tokens = max_queue_tokens
+        self.max_queue_tokens = max_queue_tokens  # of waiting prompts, if of several requests
         self.phase = Phase.LOADING
         self.n_inside = 0
         self._empty = asyncio.Event()

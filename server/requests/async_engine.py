@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from threading import Thread
 from time import monotonic, perf_counter
 
 from server.engine.engine import Engine, StepStats, TokenOutput
@@ -85,7 +85,7 @@ class AsyncEngine:
         self._n_ids = 0
         self._live: dict[int, _Live] = {}
         self._inbox: SimpleQueue[Command] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._stopping = False
         self._busy_since: float | None = None  # start of the current step, None while idle
 
@@ -130,9 +130,7 @@ class AsyncEngine:
         """Start the thread and wait until it has built the engine. Raises what `build` raises."""
         built: Future[Engine] = Future()
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(
-            target=self._main, args=(build, built), name="engine", daemon=True
-        )
+        self._thread = Thread(target=self._main, args=(build, built), name="engine", daemon=True)
         self._thread.start()
         self.engine = await asyncio.wrap_future(built)
 

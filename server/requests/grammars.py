@@ -101,7 +101,7 @@ class Grammars:
     # In the threads
 
     def _try(self, grammar: Grammar) -> str:
-        """Return the error of a grammar, "" for a good one. Raises TrialEndedError."""
+        """Return a grammar's error, "" for a good one. Raises GrammarError without a verdict."""
         error = self._known_error(grammar)  # an equal grammar may have been tried just before
         if error is None:
             error = self._trial.check(grammar)

@@ -32,14 +32,12 @@ class _JsonFormatter(logging.Formatter):
 
 
 class QueuedHandler(logging.Handler):
-    """A writer of batches to a file descriptor; lines that come while many wait are dropped.
-
-    SimpleQueue is reentrant: a signal's handler may log while a line is being put.
-    """
+    """A writer of batches to a file descriptor; lines that come while many wait are dropped."""
 
     def __init__(self, fd: int) -> None:
         super().__init__()
         self.setFormatter(_JsonFormatter())
+        # It is reentrant: a signal's handler may log while a line is being put.
         self._waiting = SimpleQueue[str | Event]()
         self._n_dropped = 0
         Thread(target=self._write, args=(fd,), name="log", daemon=True).start()

@@ -60,11 +60,7 @@ _LOAD = {
 
 
 class Metrics:
-    """All metrics of a server.
-
-    load: returns the sequences that run, those that wait, and the KV cache's reserved share; it
-    may be called at any moment and from any thread.
-    """
+    """All metrics of a server; `load` returns those of `_LOAD`, at any moment, on any thread."""
 
     def __init__(self, load: Callable[[], tuple[float, float, float]]) -> None:
         self.registry = CollectorRegistry()

@@ -38,10 +38,7 @@ _BEFORE: dict[str, list[dict[str, Any]]] = {
 
 
 class ChatFormat:
-    """A chat template, with the forms of content that each role takes, and its format of calls.
-
-    tool_calls: the format of calls; auto finds it out.
-    """
+    """A chat template, with the forms of content that each role takes, and its format of calls."""
 
     def __init__(self, template: ChatTemplate, tool_calls: ToolCallOption = "auto") -> None:
         self._template = template
@@ -63,8 +60,7 @@ class ChatFormat:
     ) -> str:
         """Return the prompt for a conversation; the options are those of `ChatTemplate.render`.
 
-        continue_final_message: end the prompt where the last message ends.
-        Raises ChatTemplateError.
+        continue_final_message: end it where the last message ends. Raises ChatTemplateError.
         """
         fitted = [self._fit(message) for message in messages]
         if not continue_final_message:

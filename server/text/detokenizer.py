@@ -37,24 +37,22 @@ class Detokenizer:
             context, before = [], ""
         self._stream = DecodeStream(ids=context, skip_special_tokens=True)
         self._ids = context
-        self._n_decoded = len(before)  # characters of the decoded ids: context, and text returned
+        self._offset = len(before) - self.n_chars  # from text returned to text of the decoded ids
 
     def push(self, token_id: int) -> str:
         """Return the text that a token completes."""
         if token_id not in self._kept:
             self._ids.append(token_id)
             return self._count(self._stream.step(self._tokenizer, token_id) or "")
-        held, piece = self.flush(), token_text(self._tokenizer, token_id)
-        self.n_chars += len(piece)
+        piece = self.flush() + self._count(token_text(self._tokenizer, token_id))
         self._begin(self._ids[-_CONTEXT:])  # the decoder would leave the special token out
-        return held + piece
+        return piece
 
     def flush(self) -> str:
         """Return what was held back, at the end of the sequence."""
-        return self._count(self._tokenizer.decode(self._ids)[self._n_decoded :])
+        return self._count(self._tokenizer.decode(self._ids)[self.n_chars + self._offset :])
 
     def _count(self, piece: str) -> str:
-        self._n_decoded += len(piece)
         self.n_chars += len(piece)
         return piece
 

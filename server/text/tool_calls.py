@@ -53,10 +53,7 @@ Reading = Generator[None, None, None]  # it yields wherever it needs more text
 
 
 class ToolCallParser:
-    """A parser from pieces of text to pieces of content and calls.
-
-    most: the number of calls after which the rest of the text is ignored.
-    """
+    """A parser from text to content and calls; it ignores all text after the call number `most`."""
 
     def __init__(self, form: ToolCallFormat, most: int | None = None) -> None:
         self.n_calls = 0
@@ -180,13 +177,13 @@ class ToolCallParser:
         self._at_start = True
 
 
+@dataclass(slots=True)
 class _ObjectScanner:
     """A search for the end of a JSON object, of which the text comes in pieces."""
 
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._is_escaped = False
+    _depth: int = 0
+    _in_string: bool = False
+    _is_escaped: bool = False
 
     def scan(self, text: str) -> int | None:
         """Return where the object ends in the next piece, or stops being JSON; None if nowhere."""
@@ -208,10 +205,7 @@ class _ObjectScanner:
 
 
 def _call(text: str, *, is_tagged: bool) -> tuple[str, str] | None:
-    """Return the name and arguments of a call whose keys come in another order; None if it is none.
-
-    Only a tagged call may lack arguments.
-    """
+    """Return the name and arguments of a call; only a tagged one may lack arguments."""
     try:
         call: dict[str, Any] = from_json(text, allow_inf_nan=False)
         found = [call[key] for key in ("arguments", "parameters") if key in call]

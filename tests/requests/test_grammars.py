@@ -18,8 +18,7 @@ import jsonschema
 import pytest
 from tokenizers import Tokenizer, models
 
-from server.engine.grammar.constraints import Grammar
-from server.engine.grammar.trial import TrialEndedError
+from server.engine.grammar.constraints import Grammar, GrammarError
 from server.engine.sampling import SamplingParams
 from server.errors import DeadlineExceededError
 from server.requests import grammars
@@ -263,7 +262,7 @@ async def test_a_refused_grammar_is_tried_once_and_displaces_no_good_one(
 
 async def test_a_trial_that_was_killed_gives_no_verdict() -> None:
     async with serving() as served:
-        ended = Mock(side_effect=[TrialEndedError("ended; try again"), ""])
+        ended = Mock(side_effect=[GrammarError("ended; try again"), ""])
         served.service.grammars._trial.check = ended  # type: ignore[method-assign]
         refused = await post(served, regex="a", max_tokens=2)
         assert (await complete(served, regex="a", max_tokens=2))["choices"][0]["text"] == "a"

@@ -7,7 +7,7 @@ grammar.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -59,14 +59,11 @@ class GrammarError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The source of a grammar, and the field of the request that holds it.
-
-    regex: the texts that it matches from end to end. lark: with the start rule `start`.
-    """
+    """The source of a grammar."""
 
     kind: Literal["json", "regex", "lark"]
-    source: str
-    param: str = field(compare=False)
+    source: str  # a JSON schema, a pattern for the whole text, or rules from `start` on
+    param: str = field(compare=False)  # the field of the request that holds it
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any], param: str = "response_format") -> Grammar:
@@ -108,14 +105,12 @@ class Constraint:
         elif thread_time() - started > _MAX_SECONDS_PER_TOKEN:
             self.error = "it is too ambiguous: the text so far can be read in too many ways"
 
-    def set_mask(
-        self, mask: NDArray[np.uint8], vocab_size: int, ending_ids: frozenset[int]
-    ) -> None:
+    def set_mask(self, mask: NDArray[np.uint8], n_vocab: int, ending_ids: frozenset[int]) -> None:
         """Set the penalty from a bit for each token, and allow endings where the text may end."""
         if self.matcher.is_error():
             self.error = _error_of(self.matcher)
             mask = np.zeros_like(mask)
-        self.penalty = _PENALTIES.take(mask, axis=0).reshape(-1)[:vocab_size]
+        self.penalty = _PENALTIES.take(mask, axis=0).reshape(-1)[:n_vocab]
         if self.matcher.is_accepting():
             self.penalty[list(ending_ids)] = 0.0
 
@@ -126,7 +121,7 @@ class GrammarCompiler:
 
     tokenizer: str  # JSON, as in tokenizer.json
     vocab_size: int
-    eos_token_ids: Iterable[int]
+    eos_token_ids: Sequence[int]
 
     @cached_property
     def tokens(self) -> LLTokenizer:
@@ -164,7 +159,7 @@ class TokenMasks:
         return LLExecutor()  # its threads start at once
 
     def begin(self, constrained: list[tuple[Constraint, frozenset[int]]]) -> Callable[[], None]:
-        """Start to compute masks, given ending tokens; the returned function waits and sets them."""
+        """Start to compute masks, given ending tokens; the returned function sets them."""
         if not constrained:
             return lambda: None
         if len(self._words) < len(constrained):

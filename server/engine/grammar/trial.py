@@ -27,10 +27,6 @@ MEMORY_BYTES = 32 * 2**20
 _ROOT = Path(__file__).parents[3]
 
 
-class TrialEndedError(GrammarError):
-    """A trial that ended without a verdict on the grammar."""
-
-
 class GrammarTrial:
     """A process that compiles grammars for one model's tokens, for use by one thread.
 
@@ -42,10 +38,7 @@ class GrammarTrial:
         self._process: Popen[bytes] | None = None
 
     def check(self, grammar: Grammar) -> str:
-        """Return why a grammar does not compile within the limits, "" if it does.
-
-        Raises TrialEndedError if the process was ended meanwhile.
-        """
+        """Return a grammar's error, "" if it compiles. Raises GrammarError if the process ends."""
         messages: list[object] = [(grammar.kind, grammar.source)]
         if self._process is None or self._process.poll() is not None:
             self.close()
@@ -62,7 +55,7 @@ class GrammarTrial:
             self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise TrialEndedError("the process that tries grammars was ended; try again")
+            raise GrammarError("the process that tries grammars was ended; try again")
         return str(json.loads(answer))
 
     def close(self) -> None:
