@@ -15,13 +15,7 @@ from threading import Lock
 from typing import TypeVar
 
 from model.bundle import ModelBundle
-from server.engine.grammar.constraints import (
-    Constraint,
-    Grammar,
-    GrammarCompiler,
-    GrammarError,
-    check_size,
-)
+from server.engine.grammar.constraints import Constraint, Grammar, GrammarCompiler, GrammarError
 from server.engine.grammar.trial import GrammarTrial
 from server.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from server.requests.completion import CompletionRequest
@@ -66,7 +60,7 @@ class Grammars:
         seconds_left = request.demand.work.seconds_left
         try:
             async with asyncio.timeout(min(_WAIT_SECONDS, seconds_left)):
-                check_size(grammar)
+                grammar.check_size()
                 error = self._known_error(grammar)
                 if error is None:
                     error = await self._trials.call(lambda: self._try(grammar))

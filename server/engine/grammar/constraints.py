@@ -70,11 +70,11 @@ class Grammar:
         """Return a grammar of the JSON that a schema allows, properties in the schema's order."""
         return cls("json", json.dumps(schema, ensure_ascii=False), param)
 
-
-def check_size(grammar: Grammar) -> None:
-    """Raise GrammarError if a grammar has more than MAX_GRAMMAR_CHARS characters."""
-    if (n := len(grammar.source)) > MAX_GRAMMAR_CHARS:
-        raise GrammarError(f"{n} characters are too long: at most {MAX_GRAMMAR_CHARS} may be given")
+    def check_size(self) -> None:
+        """Raise GrammarError if the source has more than MAX_GRAMMAR_CHARS characters."""
+        if (n := len(self.source)) > MAX_GRAMMAR_CHARS:
+            most = f"at most {MAX_GRAMMAR_CHARS} may be given"
+            raise GrammarError(f"{n} characters are too long: {most}")
 
 
 @dataclass(slots=True, eq=False)
@@ -136,7 +136,7 @@ class GrammarCompiler:
 
     def compile(self, grammar: Grammar) -> Constraint:
         """Return the constraint of a new text. Raises GrammarError."""
-        check_size(grammar)
+        grammar.check_size()
         matcher = LLMatcher(self.tokens, _translate(grammar), log_level=0, limits=_LIMITS)
         matcher.compute_bitmask()  # detects grammars that no text can begin
         if matcher.is_error():
