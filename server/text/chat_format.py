@@ -22,11 +22,8 @@ _MARK = "\ue000\ue001\ue000"  # the place where a message is to be continued; in
 _WORD = "Kalimantan"
 _USER = {"role": "user", "content": "How is the weather in Rome?"}
 _CALL = {"name": "get_weather", "arguments": {"city": "Rome"}}
-_CALLING = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"id": "call00000", "type": "function", "function": _CALL}],
-}
+_CALLS = [{"id": "call00000", "type": "function", "function": _CALL}]
+_CALLING = {"role": "assistant", "content": "", "tool_calls": _CALLS}
 _CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 _TOOL = {"name": "get_weather", "description": "The weather in a city.", "parameters": _CITY}
 _BEFORE: dict[str, list[dict[str, Any]]] = {
@@ -56,15 +53,15 @@ class ChatFormat:
             self.tool_calls = ToolCallFormat.__members__.get(tool_calls.upper())
 
     def render(
-        self, messages: Sequence[Message], *, continue_final_message: bool = False, **options: Any
+        self, messages: Sequence[Message], /, *, continue_final_message: bool = False, **others: Any
     ) -> str:
-        """Return the prompt for a conversation; the options are those of `ChatTemplate.render`.
+        """Return the prompt for a conversation; the others are options of `ChatTemplate.render`.
 
         continue_final_message: end it where the last message ends. Raises ChatTemplateError.
         """
         fitted = [self._fit(message) for message in messages]
         if not continue_final_message:
-            return self._template.render(fitted, **options)
+            return self._template.render(fitted, **others)
         content = fitted[-1]["content"]
         if not content:
             raise ChatTemplateError(
@@ -74,7 +71,7 @@ class ChatFormat:
             content = f"{content}{_MARK} "
         else:
             content = [*content[:-1], {**content[-1], "text": f"{content[-1]['text']}{_MARK} "}]
-        text = self._template.render([*fitted[:-1], {**fitted[-1], "content": content}], **options)
+        text = self._template.render([*fitted[:-1], {**fitted[-1], "content": content}], **others)
         text, mark, after = text.rpartition(_MARK)
         if not mark:
             raise ChatTemplateError(
