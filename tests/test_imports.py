@@ -55,7 +55,7 @@ ONLY_IMPORTERS = {
     "onnxruntime": ("server/engine/session.py", "server/engine/cuda/session.py"),
     "prometheus_client": ("server/telemetry/metrics.py",),
     "llguidance": ("server/engine/grammar/constraints.py",),
-    "opentelemetry.sdk.trace.export": ("server/telemetry/tracing.py",),
+    "opentelemetry.sdk.trace.export": ("server/process/tracing.py",),
 }
 
 

@@ -284,7 +284,7 @@ TGIFormat = Annotated[TGIJSON | TGIJSONSchema | TGIRegex, Field(discriminator="t
 def tgi_grammar(form: TGIFormat, param: str) -> Grammar:
     """Return the grammar of a format; `param` names it in errors."""
     if isinstance(form, TGIRegex):
-        return Grammar.regex(form.value, param)
+        return Grammar("regex", form.value, param)
     schema = form.value if isinstance(form, TGIJSON) else form.value.schema_
     return Grammar.json_schema(schema, param)
 

@@ -1,4 +1,4 @@
-"""The process: the application, its connections, signals and shutdown.
+"""The process: the application, its connections, traces, signals and shutdown.
 
 Imports every other room of the server.
 """

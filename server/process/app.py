@@ -88,7 +88,7 @@ def create_app(
 
 def _import_tracing() -> ModuleType:
     try:
-        from server.telemetry import tracing  # noqa: PLC0415  imports opentelemetry
+        from server.process import tracing  # noqa: PLC0415  imports opentelemetry
     except ImportError as error:
         command = "pip install -c constraints.txt -e '.[cpu,otel]'"
         raise StartupError(

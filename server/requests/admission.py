@@ -6,8 +6,9 @@ import asyncio
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
+from typing import NamedTuple
 
 from server.engine.engine import Engine
 from server.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
@@ -27,8 +28,7 @@ class Phase(Enum):
     DRAINING = "the server is shutting down"
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(NamedTuple):
     """The resources that a request asks for."""
 
     n_sequences: int
@@ -37,15 +37,12 @@ class Demand:
 
 
 class Admission:
-    """Limits on the sequences inside: at most `max_num_seqs` that run and `max_queue` that wait.
-
-    max_queue_tokens: limit on the prompt tokens that wait, where they are of several requests.
-    """
+    """Limits on the sequences inside: at most `max_num_seqs` that run and `max_queue` that wait."""
 
     def __init__(self, *, max_num_seqs: int, max_queue: int, max_queue_tokens: int) -> None:
         self.max_num_seqs = max_num_seqs
         self.capacity = max_num_seqs + max_queue
-        self.max_queue_tokens = max_queue_tokens
+        self.max_queue_tokens = max_queue_tokens  # of waiting prompts, if of several requests
         self.phase = Phase.LOADING
         self.n_inside = 0
         self._empty = asyncio.Event()
@@ -65,10 +62,7 @@ class Admission:
             )
 
     def check(self, demand: Demand, snapshot: Snapshot) -> float:
-        """Return for how many seconds a request may wait for a slot.
-
-        Raises OverloadedError, and the errors of `check_open` and `check_size`.
-        """
+        """Return for how many seconds a request may wait. Raises OverloadedError if not at all."""
         self.check_open()
         self.check_size(demand.n_sequences)
         n_inside = self.n_inside + demand.n_sequences
@@ -78,8 +72,7 @@ class Admission:
                 "try again later",
                 retry_after=self.retry_after(n_inside - self.capacity, snapshot),
             )
-        ahead = snapshot.ahead_of(demand.work.queue_time)
-        n_waiting = snapshot.n_waiting_tokens
+        ahead, n_waiting = snapshot.ahead_of(demand.work.queue_time), snapshot.n_waiting_tokens
         excess = n_waiting + demand.n_prompt_tokens - self.max_queue_tokens
         if n_inside > self.max_num_seqs and n_waiting and excess > 0:
             n_ended = math.ceil(min(1.0, excess / n_waiting) * len(ahead.waiting))
@@ -157,9 +150,7 @@ def check_prompt_length(n_prompt: int, max_model_len: int) -> None:
 def check_length(n_prompt: int, max_tokens: int, engine: Engine) -> None:
     """Raise ContextLengthError or InvalidRequestError for a sequence that can never run."""
     if not n_prompt:
-        raise InvalidRequestError(
-            "the prompt is empty: it needs at least one token", param="prompt"
-        )
+        raise InvalidRequestError("the prompt is empty: give at least one token", param="prompt")
     total = n_prompt + max_tokens
     if total > engine.max_model_len:
         raise ContextLengthError(

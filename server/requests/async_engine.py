@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from threading import Thread
 from time import monotonic, perf_counter
 
 from server.engine.engine import Engine, StepStats, TokenOutput
@@ -27,6 +27,7 @@ logger = logging.getLogger("kvasir")
 STALL_SECONDS = 120.0  # a step that takes longer means that the engine hangs
 _JOIN_SECONDS = 5.0
 _IDLE_SECONDS = 10.0
+_IN_SLOT = {SequenceStatus.PREFILLING, SequenceStatus.RUNNING}
 
 Command = Callable[[Engine], Iterable[TokenOutput | None]]
 
@@ -84,7 +85,7 @@ class AsyncEngine:
         self._n_ids = 0
         self._live: dict[int, _Live] = {}
         self._inbox: SimpleQueue[Command] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
         self._stopping = False
         self._busy_since: float | None = None  # start of the current step, None while idle
 
@@ -117,26 +118,19 @@ class AsyncEngine:
         if self.engine is None:
             return Snapshot()
         now, n_slots = perf_counter(), self.engine.kv.max_num_seqs
-        running: list[Work] = []
-        waiting: list[Work] = []
-        prompts: dict[int, int] = {}  # lengths by identity: the samples of a prompt share it
-        for sequence in self.sequences:
-            status = sequence.status
-            if status is SequenceStatus.WAITING:
-                waiting.append(_work(sequence, now))
-                prompts[id(sequence.prompt_ids)] = len(sequence.prompt_ids)
-            elif status is not SequenceStatus.FINISHED:
-                running.append(_work(sequence, now))
-        n_tokens = sum(prompts.values())
-        return Snapshot(self.forecast.rates, n_slots, tuple(running), tuple(waiting), n_tokens)
+        statuses = [(sequence, sequence.status) for sequence in self.sequences]
+        waiting = [sequence for sequence, status in statuses if status is SequenceStatus.WAITING]
+        running = tuple(_work(sequence, now) for sequence, status in statuses if status in _IN_SLOT)
+        # By identity: the samples of a prompt share it.
+        n_tokens = sum({id(s.prompt_ids): len(s.prompt_ids) for s in waiting}.values())
+        works = tuple(_work(sequence, now) for sequence in waiting)
+        return Snapshot(self.forecast, n_slots, running, works, n_tokens)
 
     async def start(self, build: Callable[[], Engine]) -> None:
         """Start the thread and wait until it has built the engine. Raises what `build` raises."""
         built: Future[Engine] = Future()
         self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(
-            target=self._main, args=(build, built), name="engine", daemon=True
-        )
+        self._thread = Thread(target=self._main, args=(build, built), name="engine", daemon=True)
         self._thread.start()
         self.engine = await asyncio.wrap_future(built)
 

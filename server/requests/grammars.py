@@ -15,14 +15,8 @@ from threading import Lock
 from typing import TypeVar
 
 from model.bundle import ModelBundle
-from server.engine.grammar.constraints import (
-    Constraint,
-    Grammar,
-    GrammarCompiler,
-    GrammarError,
-    check_size,
-)
-from server.engine.grammar.trial import GrammarTrial, TrialEndedError
+from server.engine.grammar.constraints import Constraint, Grammar, GrammarCompiler, GrammarError
+from server.engine.grammar.trial import GrammarTrial
 from server.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
 from server.requests.completion import CompletionRequest
 
@@ -42,7 +36,10 @@ class Grammars:
         self._bundle = bundle
         self._trials = _Worker(1, "grammar-trials")
         self._compilations = _Worker(1, "grammars")
-        self._errors = _Errors()
+        # The errors of the latest grammars, "" for good ones. Refused ones displace no good ones.
+        self._lock = Lock()
+        self._good: OrderedDict[Grammar, str] = OrderedDict()
+        self._refused: OrderedDict[Grammar, str] = OrderedDict()
 
     async def constraint(self, request: CompletionRequest) -> Constraint | None:
         """Compile a request's grammar, to be copied for each of its texts; None without one.
@@ -63,13 +60,13 @@ class Grammars:
         seconds_left = request.demand.work.seconds_left
         try:
             async with asyncio.timeout(min(_WAIT_SECONDS, seconds_left)):
-                check_size(grammar)
-                error = self._errors.get(grammar)
+                grammar.check_size()
+                error = self._known_error(grammar)
                 if error is None:
-                    error = await self._trials.call(self._try, grammar)
+                    error = await self._trials.call(lambda: self._try(grammar))
                 if error:
                     raise GrammarError(error)
-                return await self._compilations.call(self._compile, grammar)
+                return await self._compilations.call(lambda: self._compiler.compile(grammar))
         except GrammarError as error:
             raise InvalidRequestError(f"{param}: {error}", param=param) from None
         except TimeoutError:
@@ -87,64 +84,7 @@ class Grammars:
         if "_trial" in vars(self):
             self._trial.close()
 
-    def _try(self, grammar: Grammar) -> str:
-        """Return the error of a grammar, "" for a good one. Raises TrialEndedError."""
-        error = self._errors.get(grammar)  # an equal grammar may have been tried just before
-        if error is None:
-            try:
-                self._trial.check(grammar)
-                error = ""
-            except TrialEndedError:
-                raise
-            except GrammarError as refusal:
-                error = str(refusal)
-            self._errors.add(grammar, error)
-        return error
-
-    def _compile(self, grammar: Grammar) -> Constraint:
-        return self._compiler.compile(grammar)
-
-    # Made in the threads that use them
-
-    @cached_property
-    def _tokens(self) -> tuple[str, int, tuple[int, ...]]:
-        config = self._bundle.config
-        return self._bundle.tokenizer.to_str(), config.vocab_size, config.eos_token_ids
-
-    @cached_property
-    def _trial(self) -> GrammarTrial:
-        return GrammarTrial(*self._tokens)
-
-    @cached_property
-    def _compiler(self) -> GrammarCompiler:
-        return GrammarCompiler(*self._tokens)
-
-
-class _Worker(ThreadPoolExecutor):
-    """A thread with a bounded queue."""
-
-    _n_waiting = 0
-
-    async def call(self, work: Callable[[Grammar], T], grammar: Grammar) -> T:
-        """Call work in the thread, unless cancelled before its turn comes."""
-        if self._n_waiting >= _MOST_WAITING:
-            raise _too_many()
-        self._n_waiting += 1
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self, work, grammar)
-        finally:
-            self._n_waiting -= 1
-
-
-class _Errors:
-    """The errors of the latest grammars, "" for good ones. Refused ones displace no good ones."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._good: OrderedDict[Grammar, str] = OrderedDict()
-        self._refused: OrderedDict[Grammar, str] = OrderedDict()
-
-    def get(self, grammar: Grammar) -> str | None:
+    def _known_error(self, grammar: Grammar) -> str | None:
         with self._lock:
             for latest in (self._good, self._refused):
                 if grammar in latest:
@@ -152,12 +92,45 @@ class _Errors:
                     return latest[grammar]
         return None
 
-    def add(self, grammar: Grammar, error: str) -> None:
-        with self._lock:
-            latest = self._refused if error else self._good
-            latest[grammar] = error
-            if len(latest) > _KNOWN:
-                latest.popitem(last=False)
+    # In the threads
+
+    def _try(self, grammar: Grammar) -> str:
+        """Return a grammar's error, "" for a good one. Raises GrammarError without a verdict."""
+        error = self._known_error(grammar)  # an equal grammar may have been tried just before
+        if error is None:
+            error = self._trial.check(grammar)
+            with self._lock:
+                latest = self._refused if error else self._good
+                latest[grammar] = error
+                if len(latest) > _KNOWN:
+                    latest.popitem(last=False)
+        return error
+
+    @cached_property
+    def _trial(self) -> GrammarTrial:
+        config = self._bundle.config
+        tokenizer = self._bundle.tokenizer.to_str()
+        return GrammarTrial(tokenizer, config.vocab_size, config.eos_token_ids)
+
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(*self._trial.model)  # each grammar has been tried first
+
+
+class _Worker(ThreadPoolExecutor):
+    """A thread with a bounded queue."""
+
+    _n_waiting = 0
+
+    async def call(self, work: Callable[[], T]) -> T:
+        """Call work in the thread, unless cancelled before its turn comes."""
+        if self._n_waiting >= _MOST_WAITING:
+            raise _too_many()
+        self._n_waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self, work)
+        finally:
+            self._n_waiting -= 1
 
 
 def _too_many() -> OverloadedError:

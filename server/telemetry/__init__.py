@@ -1,4 +1,4 @@
-"""Metrics, logs, traces and start-up times.
+"""Metrics, logs and start-up times.
 
 Imports `server.engine` and errors.
 """

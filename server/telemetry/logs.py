@@ -16,11 +16,10 @@ _FLUSH_SECONDS = 1.0  # that the end of the process waits for the last lines
 _PAUSE = 0.05  # seconds between batches: waking for every line would take the GIL from streams
 
 
-class JsonFormatter(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     """One JSON object per line; `extra={"fields": {...}}` adds fields to it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record."""
         line = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"),
             "level": record.levelname.lower(),
@@ -33,14 +32,12 @@ class JsonFormatter(logging.Formatter):
 
 
 class QueuedHandler(logging.Handler):
-    """A writer of batches to a file descriptor; lines that come while many wait are dropped.
-
-    SimpleQueue is reentrant: a signal's handler may log while a line is being put.
-    """
+    """A writer of batches to a file descriptor; lines that come while many wait are dropped."""
 
     def __init__(self, fd: int) -> None:
         super().__init__()
-        self.setFormatter(JsonFormatter())
+        self.setFormatter(_JsonFormatter())
+        # It is reentrant: a signal's handler may log while a line is being put.
         self._waiting = SimpleQueue[str | Event]()
         self._n_dropped = 0
         Thread(target=self._write, args=(fd,), name="log", daemon=True).start()
@@ -53,9 +50,8 @@ class QueuedHandler(logging.Handler):
         if self._n_dropped:
             text = "dropped lines of the log: they are not read fast enough"
             warning = logging.LogRecord("kvasir", logging.WARNING, "", 0, text, None, None)
-            warning.fields = {"lines": self._n_dropped}
+            warning.fields, self._n_dropped = {"lines": self._n_dropped}, 0
             self._waiting.put(self.format(warning))
-            self._n_dropped = 0
         self._waiting.put(self.format(record))
 
     def flush(self) -> None:
@@ -66,9 +62,7 @@ class QueuedHandler(logging.Handler):
 
     def _write(self, fd: int) -> None:
         while True:
-            batch = [self._waiting.get()]
-            while not self._waiting.empty():
-                batch.append(self._waiting.get())
+            batch = [self._waiting.get() for _ in range(max(1, self._waiting.qsize()))]
             left = "".join(line + "\n" for line in batch if isinstance(line, str)).encode()
             with suppress(OSError):  # nothing can be logged about the log
                 while left:

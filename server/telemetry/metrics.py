@@ -10,16 +10,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import get_args
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    disable_created_metrics,
-    generate_latest,
-)
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics import disable_created_metrics
 
 from server.engine.engine import StepKind, StepStats
 from server.engine.sequence import FinishReason, Sequence
@@ -60,24 +53,20 @@ _LOAD = {
 
 
 class Metrics:
-    """All metrics of a server.
-
-    load: returns the sequences that run, those that wait, and the KV cache's reserved share; it
-    may be called at any moment and from any thread.
-    """
+    """All metrics of a server; `load` returns those of `_LOAD`, at any moment, on any thread."""
 
     def __init__(self, load: Callable[[], tuple[float, float, float]]) -> None:
         self.registry = CollectorRegistry()
         self._load_registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # memory, file descriptors, processor time, start
         self._gauge = partial(Gauge, namespace="kvasir", registry=self.registry)
-
-        def read_load(index: int) -> float:
-            return load()[index]
-
         for index, (name, text) in enumerate(_LOAD.items()):
+
+            def read(index: int = index) -> float:
+                return load()[index]
+
             gauge = self._gauge(name, text)
-            gauge.set_function(partial(read_load, index))
+            gauge.set_function(read)
             self._load_registry.register(gauge)
 
         counter = partial(Counter, namespace="kvasir", registry=self.registry)

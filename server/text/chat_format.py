@@ -16,16 +16,14 @@ from model.chat_template import ChatTemplate, ChatTemplateError
 from server.text.tool_calls import ToolCallFormat, ToolCallParser, ToolCallPiece
 
 Message = Mapping[str, Any]
+ToolCallOption = Literal["auto", "hermes", "llama", "none"]
 
 _MARK = "\ue000\ue001\ue000"  # the place where a message is to be continued; in no real text
 _WORD = "Kalimantan"
 _USER = {"role": "user", "content": "How is the weather in Rome?"}
 _CALL = {"name": "get_weather", "arguments": {"city": "Rome"}}
-_CALLING = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [{"id": "call00000", "type": "function", "function": _CALL}],
-}
+_CALLS = [{"id": "call00000", "type": "function", "function": _CALL}]
+_CALLING = {"role": "assistant", "content": "", "tool_calls": _CALLS}
 _CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 _TOOL = {"name": "get_weather", "description": "The weather in a city.", "parameters": _CITY}
 _BEFORE: dict[str, list[dict[str, Any]]] = {
@@ -37,16 +35,9 @@ _BEFORE: dict[str, list[dict[str, Any]]] = {
 
 
 class ChatFormat:
-    """A chat template, with the forms of content that each role takes, and its format of calls.
+    """A chat template, with the forms of content that each role takes, and its format of calls."""
 
-    tool_calls: the format of calls; auto finds it out.
-    """
-
-    def __init__(
-        self,
-        template: ChatTemplate,
-        tool_calls: Literal["auto", "hermes", "llama", "none"] = "auto",
-    ) -> None:
+    def __init__(self, template: ChatTemplate, tool_calls: ToolCallOption = "auto") -> None:
         self._template = template
         self._takes_text, self._takes_parts = set[str](), set[str]()
         for role in _BEFORE:
@@ -56,28 +47,21 @@ class ChatFormat:
                 self._takes_text.add(role)
             if parts is not None and text in {None, parts}:  # else it shows how parts are written
                 self._takes_parts.add(role)
-        self.tool_calls: ToolCallFormat | None = None
         if tool_calls == "auto":
             self.tool_calls = _call_format(template)
-        elif tool_calls != "none":
-            self.tool_calls = ToolCallFormat(tool_calls)
+        else:
+            self.tool_calls = ToolCallFormat.__members__.get(tool_calls.upper())
 
     def render(
-        self,
-        messages: Sequence[Message],
-        /,
-        *,
-        continue_final_message: bool = False,
-        **options: Any,
+        self, messages: Sequence[Message], /, *, continue_final_message: bool = False, **others: Any
     ) -> str:
-        """Return the prompt for a conversation; the options are those of `ChatTemplate.render`.
+        """Return the prompt for a conversation; the others are options of `ChatTemplate.render`.
 
-        continue_final_message: end the prompt where the last message ends.
-        Raises ChatTemplateError.
+        continue_final_message: end it where the last message ends. Raises ChatTemplateError.
         """
         fitted = [self._fit(message) for message in messages]
         if not continue_final_message:
-            return self._template.render(fitted, **options)
+            return self._template.render(fitted, **others)
         content = fitted[-1]["content"]
         if not content:
             raise ChatTemplateError(
@@ -87,7 +71,7 @@ class ChatFormat:
             content = f"{content}{_MARK} "
         else:
             content = [*content[:-1], {**content[-1], "text": f"{content[-1]['text']}{_MARK} "}]
-        text = self._template.render([*fitted[:-1], {**fitted[-1], "content": content}], **options)
+        text = self._template.render([*fitted[:-1], {**fitted[-1], "content": content}], **others)
         text, mark, after = text.rpartition(_MARK)
         if not mark:
             raise ChatTemplateError(

@@ -27,8 +27,7 @@ class Detokenizer:
     def __init__(
         self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), kept: Container[int] = ()
     ) -> None:
-        self._tokenizer = tokenizer
-        self._kept = kept
+        self._tokenizer, self._kept = tokenizer, kept
         self.n_chars = 0
         self._begin(list(prompt_ids[-_CONTEXT:]))
 
@@ -38,24 +37,22 @@ class Detokenizer:
             context, before = [], ""
         self._stream = DecodeStream(ids=context, skip_special_tokens=True)
         self._ids = context
-        self._n_decoded = len(before)  # characters of the decoded ids: context, and text returned
+        self._offset = len(before) - self.n_chars  # from text returned to text of the decoded ids
 
     def push(self, token_id: int) -> str:
         """Return the text that a token completes."""
         if token_id not in self._kept:
             self._ids.append(token_id)
             return self._count(self._stream.step(self._tokenizer, token_id) or "")
-        held, piece = self.flush(), token_text(self._tokenizer, token_id)
-        self.n_chars += len(piece)
+        piece = self.flush() + self._count(token_text(self._tokenizer, token_id))
         self._begin(self._ids[-_CONTEXT:])  # the decoder would leave the special token out
-        return held + piece
+        return piece
 
     def flush(self) -> str:
         """Return what was held back, at the end of the sequence."""
-        return self._count(self._tokenizer.decode(self._ids)[self._n_decoded :])
+        return self._count(self._tokenizer.decode(self._ids)[self.n_chars + self._offset :])
 
     def _count(self, piece: str) -> str:
-        self._n_decoded += len(piece)
         self.n_chars += len(piece)
         return piece
 
@@ -101,10 +98,8 @@ def token_text(tokenizer: Tokenizer, token_id: int) -> str:
 def token_name(tokenizer: Tokenizer, token_id: int) -> str:
     r"""Name a token as OpenAI does: its text, or `bytes:\xe6\xbc` where that is not UTF-8."""
     added = token_bytes(tokenizer, token_id)
-    try:
-        return added.decode()
-    except UnicodeDecodeError:
-        return f"bytes:{added.decode('utf-8', 'backslashreplace')}"
+    text = added.decode("utf-8", "backslashreplace")
+    return text if text.encode() == added else f"bytes:{text}"
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 from typing import Any
 
 from pydantic_core import from_json
@@ -21,31 +22,21 @@ _HEAD = re.compile(
 )
 
 
-class ToolCallFormat(StrEnum):
-    """The formats in which models write calls.
+class ToolCallFormat(Enum):
+    """The formats in which models write calls: the text before a call, and the text after it.
 
     HERMES: `<tool_call>{"name": …, "arguments": …}</tool_call>`, one after the other, after any
     text. LLAMA: `{"name": …, "parameters": …}; …`, from the start of the text or after
-    `<|python_tag|>`.
+    `<|python_tag|>`. tags: the parts of a format that may be special tokens.
     """
 
-    HERMES = "hermes"
-    LLAMA = "llama"
+    HERMES = ("<tool_call>", "</tool_call>")
+    LLAMA = ("<|python_tag|>", ";")
 
-    @property
-    def opening(self) -> str:
-        """The text before a call."""
-        return "<tool_call>" if self is ToolCallFormat.HERMES else "<|python_tag|>"
-
-    @property
-    def closing(self) -> str:
-        """The text after a call."""
-        return "</tool_call>" if self is ToolCallFormat.HERMES else ";"
-
-    @property
-    def tags(self) -> frozenset[str]:
-        """The parts of the format that may be special tokens."""
-        return frozenset({self.opening, self.closing} - {";"})
+    def __init__(self, opening: str, closing: str) -> None:
+        self.opening = opening
+        self.closing = closing
+        self.tags = frozenset({opening, closing} - {";"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +53,13 @@ Reading = Generator[None, None, None]  # it yields wherever it needs more text
 
 
 class ToolCallParser:
-    """A parser from pieces of text to pieces of content and calls.
-
-    most: the number of calls after which the rest of the text is ignored. is_over: that many calls
-    are complete. is_in_call: the arguments of a call have begun and not ended.
-    """
+    """A parser from text to content and calls; it ignores all text after the call number `most`."""
 
     def __init__(self, form: ToolCallFormat, most: int | None = None) -> None:
         self.n_calls = 0
-        self.is_over = False
-        self.is_in_call = False
-        self._form = form
-        self._most = most
+        self.is_over = False  # `most` calls are complete
+        self.is_in_call = False  # the arguments of a call have begun and not ended
+        self._form, self._most = form, most
         self._buffer = ""  # text that is not read yet
         self._is_end = False  # no more text will come
         self._at_start = True  # only whitespace since the start of the text or the last call
@@ -123,12 +109,11 @@ class ToolCallParser:
             n_content = len(buffer[:at].rstrip())
             self._show(self._take(n_content))
             return self._take(at + len(tag) - n_content)
-        if self._is_end:
-            is_trailing_space = self.n_calls and self._at_start and n_space == len(buffer)
-            self._show("" if is_trailing_space else self._take(len(buffer)))
-            return None
-        n_begun = next((n for n in range(len(tag) - 1, 0, -1) if buffer.endswith(tag[:n])), 0)
-        self._show(self._take(len(buffer[: len(buffer) - n_begun].rstrip())))
+        if not self._is_end:
+            n_begun = next((n for n in range(len(tag) - 1, 0, -1) if buffer.endswith(tag[:n])), 0)
+            self._show(self._take(len(buffer[: len(buffer) - n_begun].rstrip())))
+        elif buffer.strip() or not (self.n_calls and self._at_start):  # else space after a call
+            self._show(self._take(len(buffer)))
         return None
 
     def _read_call(self, opening: str) -> Reading:
@@ -138,10 +123,13 @@ class ToolCallParser:
             text = self._buffer.lstrip()
             if text and text[0] != "{":
                 return self._show(opening)
-            if (head := _HEAD.match(text)) and (name := _name(head[1])) is not None:
-                self._buffer = text[head.end() :]
-                self._begin_call(name)
-                return (yield from self._read_arguments())
+            if head := _HEAD.match(text):
+                name = None
+                with suppress(ValueError):  # such as half of a surrogate pair
+                    name = str(from_json(head[1]))
+                if name is not None:
+                    self._begin_call(name, text[head.end() :])
+                    return (yield from self._read_arguments())
             if (end := scanner.scan(text[n_scanned:])) is None:
                 if self._is_end:
                     return self._show(opening + self._take(len(self._buffer)))
@@ -151,12 +139,12 @@ class ToolCallParser:
         call = _call(text[:end], is_tagged=bool(opening.strip()))
         if call is None:
             return self._show(opening + self._take(len(self._buffer) - len(text) + end))
-        self._buffer = text[end:]
-        self._begin_call(call[0])
+        self._begin_call(call[0], text[end:])
         self._pieces.append(ToolCallPiece(self.n_calls - 1, None, call[1]))
         return (yield from self._read_closing(self._form.closing))
 
-    def _begin_call(self, name: str) -> None:
+    def _begin_call(self, name: str, rest: str) -> None:
+        self._buffer = rest
         self._pieces.append(ToolCallPiece(self.n_calls, name, ""))
         self.n_calls += 1
 
@@ -189,13 +177,13 @@ class ToolCallParser:
         self._at_start = True
 
 
+@dataclass(slots=True)
 class _ObjectScanner:
     """A search for the end of a JSON object, of which the text comes in pieces."""
 
-    def __init__(self) -> None:
-        self._depth = 0
-        self._in_string = False
-        self._is_escaped = False
+    _depth: int = 0
+    _in_string: bool = False
+    _is_escaped: bool = False
 
     def scan(self, text: str) -> int | None:
         """Return where the object ends in the next piece, or stops being JSON; None if nowhere."""
@@ -216,18 +204,8 @@ class _ObjectScanner:
         return None
 
 
-def _name(literal: str) -> str | None:
-    try:
-        return str(from_json(literal))
-    except ValueError:
-        return None
-
-
 def _call(text: str, *, is_tagged: bool) -> tuple[str, str] | None:
-    """Return the name and arguments of a call whose keys come in another order; None if it is none.
-
-    Only a tagged call may lack arguments.
-    """
+    """Return the name and arguments of a call; only a tagged one may lack arguments."""
     try:
         call: dict[str, Any] = from_json(text, allow_inf_nan=False)
         found = [call[key] for key in ("arguments", "parameters") if key in call]

@@ -32,8 +32,7 @@ def calls_only(
 ) -> str:
     """Return the grammar of calls of functions, or of JSON that the schema `otherwise` allows.
 
-    tokens: tags that are added tokens; a grammar refers to those by name. most: 1 call, or None
-    for any number.
+    tokens: added tokens, to which a grammar refers by name. most: 1 call, or None for any number.
     """
     call, separator = "body", _dumps("; ")
     if form is ToolCallFormat.HERMES:
@@ -56,17 +55,16 @@ def calls_in_text(form: ToolCallFormat, functions: Functions, tokens: Container[
     else:
         start = f"(lead SPACE? body SPACE? {closing})* TEXT"
         text = r"/(.|\n)*/"
-    lead = f"lead: TEXT {opening}"
-    if opening not in tokens:
-        lead = f"lead[lazy]: TEXT {_dumps(opening)}"
+    lead = "lead" if opening in tokens else "lead[lazy]"
     lines = [
         f"start: {start}",
-        lead,
+        f"{lead}: TEXT {_tag(opening, tokens)}",
         # Even where the tag is a token, its characters are read as the tag.
         rf"TEXT: {text} & ~/(.|\n)*{re.escape(opening)}(.|\n)*/",
         r"SPACE: /[ \n]/",
+        *_bodies(form, functions),
     ]
-    return "\n".join([*lines, *_bodies(form, functions)])
+    return "\n".join(lines)
 
 
 def _tag(tag: str, tokens: Container[str]) -> str:
@@ -82,10 +80,8 @@ def _bodies(form: ToolCallFormat, functions: Functions) -> list[str]:
     lines = ["body: " + " | ".join(f"body_{i}" for i in range(len(functions)))]
     for i, (name, schema) in enumerate(functions.items()):
         begin = ("{", '"name"', ": ", _dumps(name), ", ", f'"{key}"', ": ")
-        lines += [
-            f'body_{i}: {" ".join(map(_dumps, begin))} arguments_{i} "}}"',
-            f"arguments_{i}: {_json(schema)}",
-        ]
+        lines.append(f'body_{i}: {" ".join(map(_dumps, begin))} arguments_{i} "}}"')
+        lines.append(f"arguments_{i}: {_json(schema)}")
     return lines
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -34,7 +35,11 @@ MODEL = (tokenizer.to_str(), VOCAB_SIZE, [EOS])
 # Random logits rarely end a text: a bias for these tokens ends strings, lists and objects.
 CLOSING = {tokenizer.token_to_id(token): 6.0 for token in '"]}'}
 
-by_schema, by_regex, by_lark = Grammar.json_schema, Grammar.regex, Grammar.lark
+by_schema = Grammar.json_schema
+by_regex, by_lark = (
+    partial(Grammar, "regex", param="regex"),
+    partial(Grammar, "lark", param="grammar"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -367,9 +372,9 @@ REFUSED: dict[str, tuple[Grammar, str]] = {
 def test_an_impossible_or_hostile_grammar_is_refused(trial: GrammarTrial, name: str) -> None:
     """The trial stays within its limits, and its process goes on."""
     grammar, message = REFUSED[name]
-    with pytest.raises(GrammarError, match=re.escape(message)) as refused:
-        trial.check(grammar)
-    assert len(str(refused.value)) < 500
+    error = trial.check(grammar)
+    assert message in error
+    assert len(error) < 500
 
 
 DOUBLING = {f"a{i}": {"allOf": [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(30)}
@@ -391,18 +396,18 @@ HARMLESS = [
 def test_what_only_looks_hostile_is_held(
     trial: GrammarTrial, compiler: GrammarCompiler, grammar: Grammar
 ) -> None:
-    trial.check(grammar)
+    assert trial.check(grammar) == ""
     result = run([constrained(compiler, 0, grammar, max_tokens=20)])[0]
     assert result.finish_reasons[0] in (FinishReason.LENGTH, FinishReason.STOP)
 
 
 def test_a_trial_that_was_killed_starts_again() -> None:
     trial = GrammarTrial(*MODEL)
-    trial.check(by_regex("a"))
+    assert trial.check(by_regex("a")) == ""
     assert trial._process is not None
     trial._process.kill()
     trial._process.wait()
-    trial.check(by_regex("b"))
+    assert trial.check(by_regex("b")) == ""
     trial.close()
 
 

@@ -23,9 +23,9 @@ from tests.serving import VOCAB_SIZE, small_tokenizer
 
 N_REQUESTS = 14
 CONSTRAINED = {
-    3: Grammar.regex("[a-z ]{2,60}"),
-    5: Grammar.json_object(),
-    12: Grammar.regex("(def|json|[.()])+"),
+    3: Grammar("regex", "[a-z ]{2,60}", "regex"),
+    5: Grammar.json_schema({"type": "object"}),
+    12: Grammar("regex", "(def|json|[.()])+", "regex"),
 }
 
 compiler = GrammarCompiler(small_tokenizer().to_str(), VOCAB_SIZE, [])

@@ -10,7 +10,7 @@ import pytest
 from server.engine.engine import Engine, StepStats
 from server.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
 from server.requests.admission import SLACK, Admission, Demand, Phase, check_length
-from server.requests.forecast import LEAST_SHARE, Forecast, Rates, Snapshot, Work
+from server.requests.forecast import LEAST_SHARE, Forecast, Snapshot, Work
 from tests.fake_runner import FakeRunner
 
 IDLE = Snapshot(n_slots=2)
@@ -28,14 +28,14 @@ def demand(
     return Demand(n_sequences, n_prompt, Work(n_prompt, n_new, seconds_left=left))
 
 
-def measured(seconds_held: float, seconds_a_step: float = 0.0) -> Rates:
+def measured(seconds_held: float, seconds_a_step: float = 0.0) -> Forecast:
     forecast = Forecast()
     forecast.ended(seconds_held)
     forecast.step(StepStats(1, 0, 0, 0, 0, 0, seconds_a_step), 100)
-    return forecast.rates
+    return forecast
 
 
-def busy(rates: Rates, running: list[Work], *waiting: Work, n_tokens: int = 0) -> Snapshot:
+def busy(rates: Forecast, running: list[Work], *waiting: Work, n_tokens: int = 0) -> Snapshot:
     """All slots are taken."""
     return Snapshot(rates, len(running), tuple(running), waiting, n_tokens)
 
@@ -126,7 +126,7 @@ async def test_sure_tokens_count_whatever_was_usual() -> None:
 
 
 async def test_a_deadline_is_not_refused_without_a_measurement_or_a_wait() -> None:
-    unmeasured = busy(Rates(), [Work(50, 20)] * 2, *[Work(50, 20)] * 5)
+    unmeasured = busy(Forecast(), [Work(50, 20)] * 2, *[Work(50, 20)] * 5)
     assert opened().check(demand(left=0.001), unmeasured) == 0.001
     free = Snapshot(measured(30.0, 0.5), 2, (Work(0, 20),))
     assert opened().check(demand(n_new=99, left=0.1), free) == 0.1

@@ -63,7 +63,7 @@ class Simulation:
             for some in (self.running, self.waiting)
         )
         n_waiting_tokens = sum(request.n_prompt for request in self.waiting)
-        return Snapshot(self.forecast.rates, N_SLOTS, running, waiting, n_waiting_tokens)
+        return Snapshot(self.forecast, N_SLOTS, running, waiting, n_waiting_tokens)
 
     def admit(self, request: Request) -> bool:
         """Let a request wait, or return False when it is refused."""
@@ -204,12 +204,11 @@ def test_estimates_follow_from_the_work_ahead() -> None:
     forecast.step(StepStats(2, 64, 0, 0, 0, 0, 1.0), CHUNK)  # 1 s a token, 64 prompt tokens a s
     forecast.step(StepStats(2, 10, 0, 0, 0, 0, 1.0), CHUNK)  # not full: gives no prompt rate
     forecast.ended(40.0)
-    rates = forecast.rates
-    assert rates.seconds_to_run(Work(64, 3)) == 1.0 + 3.0
-    assert rates.least_seconds_to_run(64, 3) == 3.0
+    assert forecast.seconds_to_run(Work(64, 3)) == 1.0 + 3.0
+    assert forecast.least_seconds_to_run(64, 3) == 3.0
 
     def seconds_to_slot(n_slots: int, running: list[Work], *waiting: Work) -> float:
-        return Snapshot(rates, n_slots, tuple(running), waiting).seconds_to_slot()
+        return Snapshot(forecast, n_slots, tuple(running), waiting).seconds_to_slot()
 
     taken = [Work(0, 100, seconds_held=24.0), Work(0, 12)]  # 30 - 24 seconds, and 9
     sure = [taken[0]._replace(n_sure=11), taken[1]]
@@ -220,7 +219,7 @@ def test_estimates_follow_from_the_work_ahead() -> None:
     assert seconds_to_slot(2, taken, Work(0, 99, seconds_left=9.0)) == 6.0  # it will be shed
     assert seconds_to_slot(9, [Work(128, 1)], Work(192, 1)) == 3.75
     forecast.step(StepStats(2, 0, 0, 0, 0, 0, 0.5), CHUNK)  # a step without prompts
-    assert forecast.rates.least_seconds_to_run(64, 3) == LEAST_SHARE * (1.0 + 3 * 0.5)
+    assert forecast.least_seconds_to_run(64, 3) == LEAST_SHARE * (1.0 + 3 * 0.5)
 
 
 def test_only_requests_earlier_in_the_queue_are_ahead() -> None:
@@ -234,5 +233,5 @@ def test_cached_tokens_and_accepted_drafts_save_time() -> None:
     cached, drafted = Forecast(), Forecast()
     cached.step(StepStats(0, 32, 1056, 1024, 0, 0, 0.5), CHUNK)
     drafted.step(StepStats(2, 0, 0, 0, 4, 2, 0.5), CHUNK)
-    assert cached.rates.seconds_to_run(Work(1056, 0)) == 0.5
-    assert drafted.rates.seconds_to_run(Work(0, 4)) == 1.0
+    assert cached.seconds_to_run(Work(1056, 0)) == 0.5
+    assert drafted.seconds_to_run(Work(0, 4)) == 1.0

@@ -18,8 +18,7 @@ import jsonschema
 import pytest
 from tokenizers import Tokenizer, models
 
-from server.engine.grammar.constraints import Grammar
-from server.engine.grammar.trial import TrialEndedError
+from server.engine.grammar.constraints import Grammar, GrammarError
 from server.engine.sampling import SamplingParams
 from server.errors import DeadlineExceededError
 from server.requests import grammars
@@ -200,13 +199,13 @@ async def busy(served: Served) -> AsyncIterator[list[str]]:
     trial, tried = served.service.grammars._trial, []
     check = trial.check
 
-    def checking(grammar: Grammar) -> None:
+    def checking(grammar: Grammar) -> str:
         if not begun.is_set():
             begun.set()
             over.wait()
         else:
             tried.append(grammar.source)
-        check(grammar)
+        return check(grammar)
 
     trial.check = checking  # type: ignore[method-assign]
     first = asyncio.ensure_future(complete(served, regex="slow", max_tokens=9))
@@ -230,7 +229,7 @@ async def test_a_deadline_that_passed_before_is_not_blamed_on_the_grammar() -> N
     late = CompletionRequest(
         prompts=[Prompt([5], "a")],
         params=SamplingParams(max_tokens=2),
-        grammar=Grammar.regex("a"),
+        grammar=Grammar("regex", "a", "regex"),
         deadline=0.0,
     )
     async with serving() as served:
@@ -263,7 +262,7 @@ async def test_a_refused_grammar_is_tried_once_and_displaces_no_good_one(
 
 async def test_a_trial_that_was_killed_gives_no_verdict() -> None:
     async with serving() as served:
-        ended = Mock(side_effect=[TrialEndedError("ended; try again"), None])
+        ended = Mock(side_effect=[GrammarError("ended; try again"), ""])
         served.service.grammars._trial.check = ended  # type: ignore[method-assign]
         refused = await post(served, regex="a", max_tokens=2)
         assert (await complete(served, regex="a", max_tokens=2))["choices"][0]["text"] == "a"

@@ -47,7 +47,7 @@ def begun(form: ToolCallFormat, kind: str) -> Constraint:
     tokenizer = tokenizer_of(kind)
     tokens = form.tags if kind != "text" else frozenset()
     compiler = GrammarCompiler(tokenizer.to_str(), tokenizer.get_vocab_size(), [EOS])
-    return compiler.compile(Grammar.lark(calls_in_text(form, FUNCTIONS, tokens)))
+    return compiler.compile(Grammar("lark", calls_in_text(form, FUNCTIONS, tokens), "tools"))
 
 
 def ids_of(kind: str, pieces: Sequence[str], *, spelled: bool) -> list[int]:

@@ -101,9 +101,9 @@ class StructuredFields(RequestBody):
     def any_grammar(self) -> Grammar | None:
         """Return the grammar that was given in any of the fields."""
         if self.regex is not None:
-            return Grammar.regex(self.regex)
+            return Grammar("regex", self.regex, "regex")
         if self.grammar is not None:
-            return Grammar.lark(self.grammar)
+            return Grammar("lark", self.grammar, "grammar")
         form = self.response_format
         if form is None or form.type == "text":
             return None
@@ -111,7 +111,7 @@ class StructuredFields(RequestBody):
             return tgi_grammar(form, "response_format")
         if form.json_schema is not None:
             return Grammar.json_schema(form.json_schema.schema_)
-        return Grammar.json_object()
+        return Grammar.json_schema({"type": "object"})
 
 
 class OpenAIBody(SamplingFields, StructuredFields):

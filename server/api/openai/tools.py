@@ -58,7 +58,7 @@ def _grammar(body: ChatBody, form: ToolCallFormat, tokens: frozenset[str]) -> Gr
         if not any(function.strict for function in functions):
             return None
         held = {f.name: schemas[f.name] if f.strict else {"type": "object"} for f in functions}
-        return Grammar.lark(calls_in_text(form, held, tokens), "tools")
+        return Grammar("lark", calls_in_text(form, held, tokens), "tools")
     otherwise = None
     if wanted is not None:
         if body.must_call:
@@ -75,4 +75,4 @@ def _grammar(body: ChatBody, form: ToolCallFormat, tokens: frozenset[str]) -> Gr
             )
         otherwise = json.loads(wanted.source)
     source = calls_only(form, schemas, tokens, most=body.max_calls, otherwise=otherwise)
-    return Grammar.lark(source, "tools")
+    return Grammar("lark", source, "tools")

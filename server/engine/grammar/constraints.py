@@ -7,7 +7,7 @@ grammar.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -59,51 +59,32 @@ class GrammarError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The source of a grammar. param: the field of the request that holds it."""
+    """The source of a grammar."""
 
     kind: Literal["json", "regex", "lark"]
-    source: str
-    param: str = field(compare=False)
-
-    @classmethod
-    def json_object(cls, param: str = "response_format") -> Grammar:
-        """Return a grammar of any JSON object."""
-        return cls.json_schema({"type": "object"}, param)
+    source: str  # a JSON schema, a pattern for the whole text, or rules from `start` on
+    param: str = field(compare=False)  # the field of the request that holds it
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any], param: str = "response_format") -> Grammar:
         """Return a grammar of the JSON that a schema allows, properties in the schema's order."""
         return cls("json", json.dumps(schema, ensure_ascii=False), param)
 
-    @classmethod
-    def regex(cls, pattern: str, param: str = "regex") -> Grammar:
-        """Return a grammar of the texts that a regular expression matches from end to end."""
-        return cls("regex", pattern, param)
-
-    @classmethod
-    def lark(cls, text: str, param: str = "grammar") -> Grammar:
-        """Return a context-free grammar in Lark's notation, with the start rule `start`."""
-        return cls("lark", text, param)
+    def check_size(self) -> None:
+        """Raise GrammarError if the source has more than MAX_GRAMMAR_CHARS characters."""
+        if (n := len(self.source)) > MAX_GRAMMAR_CHARS:
+            most = f"at most {MAX_GRAMMAR_CHARS} may be given"
+            raise GrammarError(f"{n} characters are too long: {most}")
 
 
-def check_size(grammar: Grammar) -> None:
-    """Raise GrammarError if a grammar has more than MAX_GRAMMAR_CHARS characters."""
-    if (n := len(grammar.source)) > MAX_GRAMMAR_CHARS:
-        raise GrammarError(f"{n} characters are too long: at most {MAX_GRAMMAR_CHARS} may be given")
-
-
+@dataclass(slots=True, eq=False)
 class Constraint:
-    """The position of one text in its grammar.
+    """The position of one text in its grammar."""
 
-    param: the field of the request that holds the grammar. penalty: [vocab], added to logits: 0 for
-    tokens that may come next, -inf for others. error: set once no token may come next.
-    """
-
-    def __init__(self, matcher: LLMatcher, param: str) -> None:
-        self.matcher = matcher
-        self.param = param
-        self.penalty: NDArray[np.float32] | None = None
-        self.error: str | None = None
+    matcher: LLMatcher
+    param: str  # the field of the request that holds the grammar
+    penalty: NDArray[np.float32] | None = None  # [vocab], added to logits: 0 or -inf
+    error: str | None = None  # set once no token may come next
 
     @property
     def is_complete(self) -> bool:
@@ -124,32 +105,30 @@ class Constraint:
         elif thread_time() - started > _MAX_SECONDS_PER_TOKEN:
             self.error = "it is too ambiguous: the text so far can be read in too many ways"
 
-    def set_mask(
-        self, mask: NDArray[np.uint8], vocab_size: int, ending_ids: frozenset[int]
-    ) -> None:
+    def set_mask(self, mask: NDArray[np.uint8], n_vocab: int, ending_ids: frozenset[int]) -> None:
         """Set the penalty from a bit for each token, and allow endings where the text may end."""
         if self.matcher.is_error():
             self.error = _error_of(self.matcher)
             mask = np.zeros_like(mask)
-        self.penalty = _PENALTIES.take(mask, axis=0).reshape(-1)[:vocab_size]
+        self.penalty = _PENALTIES.take(mask, axis=0).reshape(-1)[:n_vocab]
         if self.matcher.is_accepting():
             self.penalty[list(ending_ids)] = 0.0
 
 
+@dataclass
 class GrammarCompiler:
     """A compiler for one model's tokens and one thread. `GrammarTrial` bounds its time."""
 
-    def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        self._tokenizer = tokenizer  # JSON, as in tokenizer.json
-        self._vocab_size = vocab_size
-        self._eos_token_ids = list(eos_token_ids)
+    tokenizer: str  # JSON, as in tokenizer.json
+    vocab_size: int
+    eos_token_ids: Sequence[int]
 
     @cached_property
     def tokens(self) -> LLTokenizer:
         """The model's tokens. Raises GrammarError if llguidance cannot read the tokenizer."""
-        eos = self._eos_token_ids or None
+        eos = list(self.eos_token_ids) or None
         try:
-            return LLTokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=eos)
+            return LLTokenizer(self.tokenizer, n_vocab=self.vocab_size, eos_token=eos)
         except ValueError as error:
             raise GrammarError(
                 f"this model's tokenizer allows no structured output: {_one_line(str(error))}"
@@ -157,7 +136,7 @@ class GrammarCompiler:
 
     def compile(self, grammar: Grammar) -> Constraint:
         """Return the constraint of a new text. Raises GrammarError."""
-        check_size(grammar)
+        grammar.check_size()
         matcher = LLMatcher(self.tokens, _translate(grammar), log_level=0, limits=_LIMITS)
         matcher.compute_bitmask()  # detects grammars that no text can begin
         if matcher.is_error():
@@ -180,10 +159,7 @@ class TokenMasks:
         return LLExecutor()  # its threads start at once
 
     def begin(self, constrained: list[tuple[Constraint, frozenset[int]]]) -> Callable[[], None]:
-        """Start to compute the masks of constraints; the returned function waits and sets them.
-
-        constrained: each constraint with the ending tokens of its text.
-        """
+        """Start to compute masks, given ending tokens; the returned function sets them."""
         if not constrained:
             return lambda: None
         if len(self._words) < len(constrained):

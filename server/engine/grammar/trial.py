@@ -27,39 +27,36 @@ MEMORY_BYTES = 32 * 2**20
 _ROOT = Path(__file__).parents[3]
 
 
-class TrialEndedError(GrammarError):
-    """A trial that ended without a verdict on the grammar."""
-
-
 class GrammarTrial:
     """A process that compiles grammars for one model's tokens, for use by one thread.
 
-    It starts with the first grammar, and has to be closed.
+    It starts with the first grammar, and has to be closed. model: the arguments of GrammarCompiler.
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        self._model = (tokenizer, vocab_size, list(eos_token_ids))
+        self.model = (tokenizer, vocab_size, list(eos_token_ids))
         self._process: Popen[bytes] | None = None
 
-    def check(self, grammar: Grammar) -> None:
-        """Raise GrammarError if a grammar does not compile within the limits.
-
-        Raises TrialEndedError if the process was ended meanwhile.
-        """
+    def check(self, grammar: Grammar) -> str:
+        """Return a grammar's error, "" if it compiles. Raises GrammarError if the process ends."""
+        messages: list[object] = [(grammar.kind, grammar.source)]
         if self._process is None or self._process.poll() is not None:
             self.close()
             command = [sys.executable, "-m", __name__]
             self._process = Popen(  # noqa: S603
                 command, cwd=_ROOT, stdin=PIPE, stdout=PIPE, stderr=DEVNULL
             )
-            self._send(self._model)
-        self._send((grammar.kind, grammar.source))
+            messages.insert(0, self.model)
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
+        with suppress(BrokenPipeError):  # then there is no answer either
+            for message in messages:
+                self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise TrialEndedError("the process that tries grammars was ended; try again")
-        if error := json.loads(answer):
-            raise GrammarError(error)
+            raise GrammarError("the process that tries grammars was ended; try again")
+        return str(json.loads(answer))
 
     def close(self) -> None:
         """End the process."""
@@ -68,16 +65,9 @@ class GrammarTrial:
             self._process.communicate()
             self._process = None
 
-    def _send(self, message: object) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # then there is no answer either
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
-
 
 def _main() -> None:
-    """Answer each grammar, a line of standard input, by a line: its error, or null."""
+    """Answer each grammar, a line of standard input, by a line: its error, or ""."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the server, too
     os.nice(10)
     compiler = GrammarCompiler(*json.loads(sys.stdin.readline()))
@@ -98,7 +88,7 @@ def _try(compiler: GrammarCompiler, kind: Any, source: str) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        error = None
+        error = ""
         try:
             compiler.compile(Grammar(kind, source, ""))
         except GrammarError as refusal:
@@ -109,7 +99,7 @@ def _try(compiler: GrammarCompiler, kind: Any, source: str) -> None:
         os._exit(1)
 
 
-def _answer(error: str | None) -> None:
+def _answer(error: str) -> None:
     print(json.dumps(error), flush=True)  # noqa: T201
 
 

@@ -12,9 +12,9 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-import server.telemetry.tracing
+import server.process.tracing
 from server.engine.sequence import FinishReason
-from server.telemetry.tracing import make_provider
+from server.process.tracing import make_provider
 from tests.fake_runner import FakeRunner
 from tests.serving import MODEL, VOCAB_SIZE, serving
 
@@ -31,7 +31,7 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
         assert endpoint == ENDPOINT
         return make_provider(endpoint, version, kept)
 
-    monkeypatch.setattr(server.telemetry.tracing, "make_provider", make)
+    monkeypatch.setattr(server.process.tracing, "make_provider", make)
     return kept
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from time import monotonic, perf_counter, time_ns
-from typing import Protocol
 
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -20,33 +19,12 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.engine.sequence import FinishReason, Sequence
+from server.engine.sequence import FinishReason
+from server.requests.completion import RequestState
 
 _LOG_SECONDS = 60.0  # between two lines of one kind about the collector
 _TRACE_CONTEXT = TraceContextTextMapPropagator()  # and no baggage: nothing here reads it
 _BAD_ENDS = frozenset({FinishReason.ABORT, FinishReason.ERROR})
-
-
-class _Choice(Protocol):
-    sequence: Sequence
-    finish_reason: FinishReason | None
-
-
-class _Completion(Protocol):
-    """The facts of an accepted request that its span states."""
-
-    choices: list[_Choice]
-    n_prompt_tokens: int
-    n_completion_tokens: int
-    seconds_to_first_token: float | None
-
-
-class _RequestState(Protocol):
-    """The state of an HTTP request that its span needs."""
-
-    id: str
-    arrived: float
-    completion: _Completion | None
 
 
 class Tracing:
@@ -70,16 +48,15 @@ class Tracing:
         try:
             await self.app(scope, receive, send_noting_status)
         finally:
-            state: _RequestState | None = scope.get("state", {}).get("request")
-            if state is not None and state.completion is not None:
-                self._record(scope, state, state.completion, status)
+            self._record(scope, status)
 
-    def _record(
-        self, scope: Scope, state: _RequestState, completion: _Completion, status: int | None
-    ) -> None:
-        """Send the span of a request; status is None if the client disconnected before it."""
-        now, ended = perf_counter(), time_ns()
-        seconds = now - state.arrived
+    def _record(self, scope: Scope, status: int | None) -> None:
+        """Send a request's span if it was accepted; status is None without a response."""
+        state: RequestState | None = scope.get("state", {}).get("request")
+        completion = state.completion if state else None
+        if state is None or completion is None:
+            return
+        seconds, ended = perf_counter() - state.arrived, time_ns()
         is_chat = scope["path"].endswith("/chat/completions")
         times = [choice.sequence.times for choice in completion.choices]
         queued = [t.scheduled - t.arrived for t in times if t.scheduled is not None]
@@ -130,10 +107,9 @@ class RateLimit(logging.Filter):
 def make_provider(
     endpoint: str, version: str, exporter: SpanExporter | None = None
 ) -> TracerProvider:
-    """Return a provider that sends spans, in batches from a thread, to an endpoint.
+    """Return a provider that sends spans, in batches from a thread, to such as http://…/v1/traces.
 
-    The endpoint is such as http://collector:4318/v1/traces. The SDK reads OTEL_SERVICE_NAME and
-    OTEL_RESOURCE_ATTRIBUTES, which rename or describe the service.
+    The SDK reads OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES, which describe the service.
     """
     if exporter is None:
         from opentelemetry.exporter.otlp.proto.http import trace_exporter  # noqa: PLC0415
