@@ -12,7 +12,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from export.graph import STEP_INPUTS
-from export.rewrite import remove_unused_constants
+from export.rewrite import copy_node, remove_unused_constants
 from model.bundle import ATTENTION_GRAPH_FILE, GRAPH_FILE
 
 _AFTER_SOFTMAX = 2  # of the operator's attribute qk_output
@@ -50,13 +50,7 @@ def _use_branch(graph: ir.Graph, choice: ir.Node) -> None:
     """Replace a choice by the attention of its other branch."""
     branch = choice.attributes["else_branch"].as_graph()
     (attention,) = (node for node in branch if node.op_type == "GroupQueryAttention")
-    replacement = ir.node(
-        attention.op_type,
-        list(attention.inputs),
-        attributes={name: attribute.value for name, attribute in attention.attributes.items()},
-        domain=attention.domain,
-        num_outputs=3,
-    )
+    replacement = copy_node(attention, attention.inputs)
     graph.insert_before(choice, replacement)
     ir.convenience.replace_all_uses_with(choice.outputs[0], replacement.outputs[0])
     for output in choice.outputs:

@@ -18,6 +18,7 @@ prompt_present.{i}.key, .value (export.kv_cache).
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -60,8 +61,8 @@ def export_graph(
     """
     config = decoder.config
     progress("tracing PyTorch", 0, 0)
-    rows: TensorSpec = (torch.float32, ["batch", config.n_kv_head, "n_positions", config.head_dim])
-    model = trace(decoder, StepInputs, STEP_INPUTS, rows)
+    rows: list[int | str] = ["batch", config.n_kv_head, "n_positions", config.head_dim]
+    model = trace(decoder, StepInputs, STEP_INPUTS, (torch.float32, rows))
     names = name_weights(model.graph, decoder)
     missing = dict(decoder.named_parameters()).keys() - names
     assert not missing, f"parameters {sorted(missing)} are not in the graph"
@@ -70,7 +71,7 @@ def export_graph(
     # Runtime's product of one query and the cached keys reads the keys in place only where there is
     # no scale to apply; otherwise it copies them first.
     arrays = _writable_attention(model.graph, names)
-    queries = {id(of): of for of in (arrays[name] for name in _query_makers(config, arrays))}
+    queries = {id(arrays[name]): arrays[name] for name in _query_makers(config, arrays)}
     for array in queries.values():
         array[: config.n_head * config.head_dim] *= config.query_scale
     if precision == "fp32":
@@ -134,10 +135,10 @@ def _separate_head_norms(graph: onnx_ir.Graph, names: dict[str, str]) -> None:
 
     Uses of one weight come in the order of the layers, as the names do.
     """
-    shared: dict[str, list[str]] = {}
+    shared = defaultdict[str, list[str]](list)
     for name, initializer in names.items():
         if name.endswith("_norm.weight") and ".attention." in name:
-            shared.setdefault(initializer, []).append(name)
+            shared[initializer].append(name)
     places = {node: place for place, node in enumerate(graph)}
     for initializer, holders in shared.items():
         value = graph.initializers[initializer]

@@ -22,7 +22,7 @@ import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
-from export.rewrite import constant, replace_node
+from export.rewrite import constant, copy_node, replace_node
 from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig
 from model.network.attention import LayerCache, StepInputs
@@ -122,8 +122,7 @@ def quantize_kv_cache(model: ir.Model, config: DecoderConfig) -> None:
         for position, part in ((3, "key"), (4, "value")):
             running = inputs[position]
             assert running is not None
-            name = f"prompt_key_values.{layer}.{part}"
-            floats = ir.val(name, ir.DataType.FLOAT, running.shape)
+            floats = ir.val(f"prompt_key_values.{layer}.{part}", ir.DataType.FLOAT, running.shape)
             graph.inputs.append(floats)
             in_floats[position] = floats
             running.type = ir.TensorType(ir.DataType.INT8)
@@ -134,9 +133,8 @@ def quantize_kv_cache(model: ir.Model, config: DecoderConfig) -> None:
         }
         choice = ir.node("If", [decode], attributes=branches, num_outputs=5)
         graph.insert_before(node, choice)
-        presents = zip(("key", "value"), node.outputs[1:], choice.outputs[3:], strict=True)
-        for part, old, new in presents:
-            new.name, new.shape, new.type = f"prompt_present.{layer}.{part}", old.shape, old.type
+        for old, new in zip(node.outputs[1:], choice.outputs[3:], strict=True):
+            new.name, new.shape, new.type = f"prompt_{old.name}", old.shape, old.type
             graph.outputs.append(new)
         replace_node(graph, node, *choice.outputs[:3])
         for running in choice.outputs[1:3]:
@@ -150,17 +148,15 @@ def _branch(
 
     Outputs: attended, rows of int8, rows of floats; those of the other kind are empty.
     """
-    attributes = {attribute.name: attribute.value for attribute in node.attributes.values()}
+    attention = copy_node(node, inputs)
     if decodes:
-        attributes |= {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR"}
-        attributes["kv_cache_bit_width"] = 8
-    attention = ir.node(
-        node.op_type, inputs, attributes=attributes, domain=node.domain, num_outputs=3
-    )
+        attention.attributes.add(ir.AttrString("k_quant_type", "PER_TENSOR"))
+        attention.attributes.add(ir.AttrString("v_quant_type", "PER_TENSOR"))
+        attention.attributes.add(ir.AttrInt64("kv_cache_bit_width", 8))
     attended, *rows = attention.outputs
     shape, dtype = (1, config.n_kv_head, 0, config.head_dim), np.float32 if decodes else np.int8
-    nothing = np.zeros(shape, dtype=dtype)
-    constants = [ir.node("Constant", [], attributes={"value": ir.tensor(nothing)}) for _ in rows]
+    nothing = ir.tensor(np.zeros(shape, dtype=dtype))
+    constants = [ir.node("Constant", [], attributes={"value": nothing}) for _ in rows]
     empty = [of.outputs[0] for of in constants]
     outputs = [attended, *rows, *empty] if decodes else [attended, *empty, *rows]
     types = [ir.DataType.FLOAT, *[ir.DataType.INT8] * 2, *[ir.DataType.FLOAT] * 2]

@@ -29,9 +29,8 @@ from export.quantize import quantize_in_blocks
 from export.trace import TensorSpec, name_weights, trace
 from model.bundle import KV_BLOCK_SIZE, WEIGHTS_FILE
 from model.config import ConfigError, DecoderConfig
-from model.network.attention import Attention
+from model.network.attention import Attention, PagedInputs
 from model.network.decoder import Decoder
-from model.network.paged_attention import PagedInputs
 from model.progress import Progress, unheard
 
 # By precision: the type of activations, keys and values. int8 and int4 round weights as well.
@@ -82,9 +81,7 @@ def export_paged_graph(
     rounded = copy.deepcopy(decoder).eval()
     if kv_cache is not None:
         progress("measuring keys and values", 0, 0)
-        arrays = {
-            name: parameter.detach().numpy() for name, parameter in rounded.named_parameters()
-        }
+        arrays = {name: weight.detach().numpy() for name, weight in rounded.named_parameters()}
         scale_kv_channels(arrays, config, measure_scales(decoder, sample))
     rounded = rounded.to(dtype)
     for module in rounded.modules():
@@ -93,11 +90,8 @@ def export_paged_graph(
             module.norms_in_operator = all(bool((of == of[0]).all()) for of in weights)
     progress("tracing PyTorch", 0, 0)
     kv_dtype = dtype if kv_cache is None else KV_DTYPES[kv_cache]
-    blocks: TensorSpec = (
-        kv_dtype,
-        ["num_blocks", KV_BLOCK_SIZE, config.n_kv_head, config.head_dim],
-    )
-    model = trace(rounded, PagedInputs, RUN_INPUTS, blocks)
+    blocks: list[int | str] = ["num_blocks", KV_BLOCK_SIZE, config.n_kv_head, config.head_dim]
+    model = trace(rounded, PagedInputs, RUN_INPUTS, (kv_dtype, blocks))
     name_weights(model.graph, rounded)
     if precision in ("int8", "int4"):
         progress(f"rounding weights to {precision}", 0, 0)

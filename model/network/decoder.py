@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -58,9 +59,8 @@ class Block(nn.Module):
         """Add what was attended to x, and then the feed-forward."""
         if self.placement == "post":
             between = self.attention_norm(x + self.dropout(attended))
-            normed: Tensor = self.feed_forward_norm(
-                between + self.dropout(self.feed_forward(between))
-            )
+            lowered = self.feed_forward(between)
+            normed: Tensor = self.feed_forward_norm(between + self.dropout(lowered))
             return normed
         if self.placement == "both":
             attended = self.attention_output_norm(attended)
@@ -138,8 +138,7 @@ class Decoder(nn.Module):
         """
         place = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self._embed(input_ids, place[None])
-        bias = self._bias(place[None], place) if self._biased else None
-        positions = Positions(self._rotary, bias)
+        positions = self._positions(place[None], lambda: place)
         for block in self.blocks:
             x = block(x, positions)
         return self._logits(x)
@@ -154,10 +153,7 @@ class Decoder(nn.Module):
         new keys and values.
         """
         x = self._embed(input_ids, inputs.position_ids)
-        bias = None
-        if self._biased:
-            bias = self._bias(inputs.position_ids, inputs.key_positions(caches[0]))
-        positions = Positions(self._rotary, bias)
+        positions = self._positions(inputs.position_ids, lambda: inputs.key_positions(caches[0]))
         presents = []
         for block, cache in zip(self.blocks, caches, strict=True):
             assert isinstance(block, Block)
@@ -165,26 +161,21 @@ class Decoder(nn.Module):
             presents.append(present)
         return self._logits(x.flatten(0, -2).index_select(0, logits_indices)), presents
 
-    @property
-    def _rotary(self) -> RotaryTable | None:
-        if self.config.position != "rotary":
-            return None
-        return RotaryTable(self.rotary_cos, self.rotary_sin)
+    def _positions(self, of_queries: Tensor, of_keys: Callable[[], Tensor]) -> Positions:
+        """Return what attention has to know of positions.
 
-    @property
-    def _biased(self) -> bool:
-        return self.config.position in ("alibi", "relative")
-
-    def _bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """Return the bias on scores, [batch, n_head, sequence, n_keys].
-
-        query_positions: [batch, sequence]. key_positions: [n_keys].
+        of_queries: [batch, sequence]. of_keys: returns [n_keys]; it is called for biases only.
         """
-        apart = distances(query_positions, key_positions)
-        if self.config.position == "alibi":
-            return self.alibi[:, apart].transpose(0, 1)
-        learned: Tensor = self.relative_bias(self.buckets[apart])
-        return learned.permute(0, 3, 1, 2)  # of [batch, sequence, n_keys, n_head]
+        position = self.config.position
+        if position == "rotary":
+            return Positions(RotaryTable(self.rotary_cos, self.rotary_sin))
+        if position == "alibi":
+            by_head = self.alibi[:, distances(of_queries, of_keys())]
+            return Positions(bias=by_head.transpose(0, 1))
+        if position == "relative":  # embedded as [batch, sequence, n_keys, n_head]
+            learned = self.relative_bias(self.buckets[distances(of_queries, of_keys())])
+            return Positions(bias=learned.permute(0, 3, 1, 2))
+        return Positions()
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x: Tensor = self.embedding(input_ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,20 +11,17 @@ from torch import Tensor
 from model.config import DecoderConfig, RopeScaling
 
 
-@dataclass(frozen=True, slots=True)
-class RotaryTable:
+class RotaryTable(NamedTuple):
     """cos and sin of position · frequency, each [n_positions, head_dim / 2]."""
 
     cos: Tensor
     sin: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Positions:
-    """The positional information that attention uses.
+class Positions(NamedTuple):
+    """Angles by which to turn queries and keys; and what to add to scores.
 
-    rotary: angles, for layers that turn queries and keys. bias: [batch or 1, n_head, sequence,
-    n_keys], added to scores.
+    bias: [batch or 1, n_head, sequence, n_keys].
     """
 
     rotary: RotaryTable | None = None
@@ -127,8 +124,8 @@ def relative_buckets(config: DecoderConfig) -> Tensor:
 
 
 def distances(query_positions: Tensor, key_positions: Tensor) -> Tensor:
-    """Return how far before a query [batch, sequence] a key [n_keys] is.
+    """Return how far keys [n_keys] are before queries [batch, sequence], later ones 0.
 
-    The result is int64 [batch, sequence, n_keys]; a key after the query, which is masked, has 0.
+    int64 [batch, sequence, n_keys].
     """
     return (query_positions[..., None] - key_positions).clamp(min=0)
