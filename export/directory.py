@@ -73,10 +73,9 @@ def export_checkpoint(
     FileExistsError when `out` is in use, and ValueError for text, a precision, a device or a
     decoder that cannot be used with the others.
     """
-    precisions = PRECISIONS[device]
-    precision = precisions[0] if precision is None else precision
-    if precision not in precisions:
-        known = ", ".join(precisions)
+    precision = PRECISIONS[device][0] if precision is None else precision
+    if precision not in PRECISIONS[device]:
+        known = ", ".join(PRECISIONS[device])
         raise ValueError(f"no precision {precision!r} for {device}; there are {known}")
     if kv_cache is not None and (device != "cuda" or kv_cache not in KV_DTYPES):
         known = ", ".join(KV_DTYPES)
@@ -105,8 +104,8 @@ def export_checkpoint(
             write_attention_graph(part)
         verification = _verifier(decoder, graph, sample, device).verify(progress)
         check(verification, precision)
-        origin = _describe_source(checkpoint)
-        manifest = make_manifest(decoder, part, precision, origin, verification, device)
+        source_facts = _describe_source(checkpoint)
+        manifest = make_manifest(decoder, part, precision, source_facts, verification, device)
         manifest.save(part / MANIFEST_FILE)
     return manifest
 
@@ -227,13 +226,11 @@ def _recommended(checkpoint: Checkpoint, given: GenerationDefaults | None) -> di
 def _describe_source(checkpoint: Checkpoint) -> dict[str, str | int | float]:
     """Return which weights these are, and what their training noted: steps, tokens, hours."""
     progress, path = checkpoint.progress, checkpoint.path
-    source = {
-        "name": path.parent.name if progress else path.name,
-        "sha256": sha256(path / WEIGHTS_FILE),
+    name = path.parent.name if progress else path.name
+    noted = {
         "training_step": progress.get("step"),
-        "train_tokens": progress.get("train_tokens"),
-        "held_out_tokens": progress.get("held_out_tokens"),
         "training_seconds": progress.get("seconds"),
-        "held_out_loss": progress.get("held_out_loss"),
+        **{key: progress.get(key) for key in ("train_tokens", "held_out_tokens", "held_out_loss")},
     }
-    return {key: value for key, value in source.items() if value is not None}
+    known = {key: value for key, value in noted.items() if value is not None}
+    return {"name": name, "sha256": sha256(path / WEIGHTS_FILE), **known}
