@@ -226,11 +226,13 @@ def _recommended(checkpoint: Checkpoint, given: GenerationDefaults | None) -> di
 def _describe_source(checkpoint: Checkpoint) -> dict[str, str | int | float]:
     """Return which weights these are, and what their training noted: steps, tokens, hours."""
     progress, path = checkpoint.progress, checkpoint.path
-    name = path.parent.name if progress else path.name
-    noted = {
-        "training_step": progress.get("step"),
-        "training_seconds": progress.get("seconds"),
-        **{key: progress.get(key) for key in ("train_tokens", "held_out_tokens", "held_out_loss")},
+    notes = {
+        "training_step": "step",
+        "train_tokens": "train_tokens",
+        "held_out_tokens": "held_out_tokens",
+        "training_seconds": "seconds",
+        "held_out_loss": "held_out_loss",
     }
-    known = {key: value for key, value in noted.items() if value is not None}
+    known = {name: progress[key] for name, key in notes.items() if progress.get(key) is not None}
+    name = path.parent.name if progress else path.name
     return {"name": name, "sha256": sha256(path / WEIGHTS_FILE), **known}

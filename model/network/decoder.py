@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -78,12 +79,6 @@ class Decoder(nn.Module):
     Weights start as in GPT-2: normal(0, 0.02), and projections onto the residual narrower.
     """
 
-    rotary_cos: Tensor
-    rotary_sin: Tensor
-    sinusoids: Tensor
-    alibi: Tensor
-    buckets: Tensor
-
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
@@ -103,21 +98,18 @@ class Decoder(nn.Module):
             nn.init.normal_(block.feed_forward.down.weight, std=std)
 
     def _add_positions(self) -> None:
-        config, tables = self.config, dict[str, Tensor]()
+        config, buffer = self.config, partial(nn.Buffer, persistent=False)
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.max_model_len, config.d_model)
         elif config.position == "sinusoidal":
-            tables["sinusoids"] = sinusoidal_table(config)
+            self.sinusoids = buffer(sinusoidal_table(config))
         elif config.position == "alibi":
-            tables["alibi"] = alibi_table(config)
+            self.alibi = buffer(alibi_table(config))
         elif config.position == "relative":
             self.relative_bias = nn.Embedding(config.relative_buckets, config.n_head)
-            tables["buckets"] = relative_buckets(config)
+            self.buckets = buffer(relative_buckets(config))
         elif config.position == "rotary":
-            rotary = rotary_table(config)
-            tables |= {"rotary_cos": rotary.cos, "rotary_sin": rotary.sin}
-        for name, table in tables.items():
-            self.register_buffer(name, table, persistent=False)
+            self.rotary_cos, self.rotary_sin = map(buffer, rotary_table(config))
 
     @staticmethod
     def _initialise(module: nn.Module) -> None:
