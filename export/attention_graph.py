@@ -1,8 +1,7 @@
 """A second, small graph over the model's own weights file, which also returns attention's weights.
 
-ONNX Runtime's GroupQueryAttention returns its softmax on request; as that costs time, the graph
-that is served does not request it. Each run is a whole text at once, without rows of keys and
-values.
+GroupQueryAttention returns its softmax on request. That costs time, so the served graph does not.
+Each run is a whole text at once, without rows of keys and values.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ _PAST = (3, 4)  # the operator's inputs for keys and values
 
 
 def write_attention_graph(directory: Path) -> None:
-    """Make attention.onnx from a directory's model.onnx; both read model.onnx.data.
+    """Make attention.onnx from model.onnx; both read model.onnx.data.
 
-    Its outputs are logits and, for each layer, attention.{i}: float [batch, n_head, sequence,
-    sequence].
+    Outputs: logits, and attention.{i}: float [batch, n_head, sequence, sequence].
     """
     model = ir.load(directory / GRAPH_FILE)
     graph = model.graph

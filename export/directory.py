@@ -62,16 +62,14 @@ def export_checkpoint(
     max_model_len: int | None = None,
     progress: Progress = unheard,
 ) -> Manifest:
-    """Export a checkpoint, or a training run's newest, to a model directory.
+    """Export a checkpoint, or a training run's newest, to a model directory, all or nothing.
 
     device: a graph for cuda is verified on a GPU, so there must be one. precision: None is the
-    device's first. kv_cache: on cuda, one of KV_DTYPES; None is the type of activations. text: the
-    text to measure perplexity on; None is the run's held-out text, or English prose where a
-    precision has to be measured and there is none. generation: recommended sampling, which
-    overrides the checkpoint's field by field. max_model_len: the longest row; None is the
-    checkpoint's. A failure leaves nothing. Raises CheckpointError, VerificationError,
-    FileExistsError when `out` is in use, and ValueError for text, a precision, a device or a
-    decoder that cannot be used with the others.
+    device's first. kv_cache: on cuda, one of KV_DTYPES; None is the type of activations. text: see
+    `sample_text`. generation: recommended sampling, which overrides the checkpoint's field by
+    field. max_model_len: the longest row; None is the checkpoint's. Raises CheckpointError,
+    VerificationError, FileExistsError when `out` is in use, and ValueError for text, a precision, a
+    device or a decoder that cannot be used with the others.
     """
     precision = PRECISIONS[device][0] if precision is None else precision
     if precision not in PRECISIONS[device]:
@@ -118,10 +116,9 @@ def verify_directory(
 ) -> tuple[Manifest, Verification | None]:
     """Check a model directory's hashes and measure its figures now.
 
-    The reference is the checkpoint it came from, which also brings the held-out text, or else the
-    decoder rebuilt from the graph's own weights. The figures are None where rounding has left the
-    graph without these. Raises BundleError, CheckpointError, SourceMismatchError, VerificationError
-    and ValueError.
+    The reference is the checkpoint or else the decoder rebuilt from the graph's own weights;
+    figures are None where rounding has left neither. Raises BundleError, CheckpointError,
+    SourceMismatchError, VerificationError and ValueError.
     """
     progress("reading the model", 0, 0)
     bundle = load_bundle(directory)
@@ -183,11 +180,10 @@ def make_manifest(
 
 
 def sample_text(checkpoint: Checkpoint, file: Path | None, precision: str) -> SampleText | None:
-    """Return the text to verify on.
+    """Return the text to verify on: the file's, or the run's held-out text, or English prose.
 
-    It is the file's; or the run's held-out text; or, where a precision is measured on text, English
-    prose, if Python brings any. Raises ValueError for a file that is not UTF-8 text of two tokens
-    at least.
+    Prose is for precisions measured on text, if Python brings any; else None. Raises ValueError for
+    a file that is not UTF-8 text of two tokens at least.
     """
     run, prefix = checkpoint.path.parent, tuple(leading_ids(checkpoint.tokenizer))
     if file is not None:

@@ -1,14 +1,9 @@
 """Decoder → ONNX: one graph for prefill, chunks, decode and scoring, as the server binds it.
 
-| input | type, shape | |
-|---|---|---|
-| input_ids, position_ids | int64 [batch, sequence] | new tokens and their absolute positions |
-| seqlens_k | int32 [batch] | tokens in each row after the run, minus one |
-| total_sequence_length | int32 scalar | tokens in the longest row after the run |
-| logits_indices | int64 [rows] | those of the batch · sequence positions that want logits |
-| past_key_values.{i}.key, .value | float [batch, n_kv_head, n_positions, head_dim] | rows |
-| output logits | float [rows, vocab_size] | |
-| output present.{i}.key, .value | as past, with which they are aliased | |
+Inputs are those of STEP_INPUTS, which `StepInputs` describes, and rows of keys and values,
+past_key_values.{i}.key and .value: float [batch, n_kv_head, n_positions, head_dim]. logits_indices
+names those of the batch · sequence positions that want logits. Outputs are logits, float [rows,
+vocab_size], and present.{i}.key and .value, which are aliased with the past.
 
 int8 and int4 have rows of int8 under these names, which the input `decode` (a bool) chooses, and
 rows of floats for prompts beside them: prompt_key_values.{i}.key, .value and
@@ -87,10 +82,7 @@ def export_graph(
 
 
 def load_decoder(config: DecoderConfig, path: Path) -> Decoder:
-    """Rebuild the decoder that an fp32 graph was exported from, from the graph's own weights.
-
-    Raises ValueError for a quantised graph, which no longer holds them.
-    """
+    """Rebuild the decoder of an fp32 graph; raise ValueError for a quantised one."""
     model = onnx_ir.load(path)
     if _PARAMETERS not in model.metadata_props:
         raise ValueError(

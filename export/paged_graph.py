@@ -1,17 +1,10 @@
 """Decoder → ONNX for CUDA: one graph over packed tokens, whose keys and values are in blocks.
 
-| input | type, shape | |
-|---|---|---|
-| input_ids, position_ids | int64 [tokens] | new tokens of all sequences in turn, their positions |
-| cumulative_sequence_length | int32 [batch + 1] | starts of the sequences' tokens, and the end |
-| past_seqlens | int32 [batch] | tokens in each sequence's blocks before the run |
-| block_table | int32 [batch, blocks] | each sequence's blocks, in order |
-| slot_mapping | int32 [tokens] | block · KV_BLOCK_SIZE + place, for each token's key and value |
-| attention_metadata | int32 [3], on the CPU | most new tokens of a sequence; twice most in all |
-| logits_indices | int64 [rows] | the tokens that want logits |
-| past_key_values.{i}.key, .value | [num_blocks, KV_BLOCK_SIZE, n_kv_head, head_dim] | blocks |
-| output logits | float [rows, vocab_size] | |
-| output present.{i}.key, .value | as past, with which they are aliased | |
+Inputs are those of RUN_INPUTS, which `PagedInputs` describes, and blocks of keys and values,
+past_key_values.{i}.key and .value: [num_blocks, KV_BLOCK_SIZE, n_kv_head, head_dim]. logits_indices
+names the tokens that want logits. attention_metadata is the most new tokens of a sequence, and
+twice the most in all. Outputs are logits, float [rows, vocab_size], and present.{i}.key and .value,
+which are aliased with the past.
 """
 
 from __future__ import annotations
@@ -34,12 +27,8 @@ from model.network.decoder import Decoder
 from model.progress import Progress, unheard
 
 # By precision: the type of activations, keys and values. int8 and int4 round weights as well.
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "int8": torch.bfloat16,
-    "int4": torch.bfloat16,
-}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES |= dict.fromkeys(("int8", "int4"), torch.bfloat16)
 # Keys and values in half of the memory, rounded.
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 RUN_INPUTS: dict[str, TensorSpec] = {

@@ -55,10 +55,7 @@ class PagedSession:
     def run(
         self, tokens: Ids, lengths: Sequence[int], *, decode: bool = False, with_logits: bool = True
     ) -> Floats:
-        """Append tokens [batch, sequence]; row b then holds lengths[b]. Returns logits of all.
-
-        Padding on the right is not run, and has logits of 0. decode is ignored.
-        """
+        """Append tokens as `GraphSession.run` does; padding on the right has logits of 0."""
         del decode
         sequence, size = tokens.shape[1], self._block_size
         starts = np.maximum(np.array(lengths) - sequence, 0)

@@ -227,10 +227,7 @@ def _products(graph: ir.Graph) -> list[ir.Node]:
 
 
 def _gate_split(node: ir.Node) -> ir.Node | None:
-    """Return the Split of a product into a gate and the values that it multiplies.
-
-    None where these go anywhere else than to further products with constant matrices.
-    """
+    """Return the Split of a gate and what it multiplies, if only products with constants follow."""
     split = _only_user(node.outputs[0], "Split")
     gated = _only_user(split.outputs[1], "Mul") if split and len(split.outputs) == 2 else None
     users = [user for user, _ in gated.outputs[0].uses()] if gated else []

@@ -56,10 +56,9 @@ def trace(
     inputs: Mapping[str, TensorSpec],
     cache: TensorSpec,
 ) -> onnx_ir.Model:
-    """Return the graph of `Decoder.step`.
+    """Return the graph of `Decoder.step`; cache: the keys, or the values, of a layer.
 
-    make_inputs: takes the tensors of `inputs` by name, except input_ids and logits_indices. cache:
-    the keys, or the values, of a layer.
+    make_inputs: takes the tensors of `inputs` by name, except input_ids and logits_indices.
     """
     n_layer = decoder.config.n_layer
     past, present = cache_names("past_key_values", n_layer), cache_names("present", n_layer)
@@ -107,10 +106,9 @@ def trace(
 
 
 def name_weights(graph: onnx_ir.Graph, module: nn.Module) -> dict[str, str]:
-    """Name each initializer after the parameter it holds, with TRANSPOSED where it is transposed.
+    """Name initializers after their parameters, with TRANSPOSED if so; return names by parameter.
 
     The exporter transposes linear layers' weights, numbers them, and keeps one copy of equal ones.
-    Returns the initializer's name for each parameter's.
     """
     by_content = defaultdict[bytes, list[str]](list)
     for name, parameter in module.named_parameters():

@@ -88,10 +88,9 @@ class GraphSession:
         n_layer = self._config.n_layer
         for name, rows in self._rows.items():
             feeds |= zip(cache_names(name, n_layer), rows, strict=True)
-        used = "past_key_values"
         if self.rounds_cache:
             feeds[DECODE_INPUT] = np.array(decode)
-            used = "past_key_values" if decode else "prompt_key_values"
+        used = "prompt_key_values" if self.rounds_cache and not decode else "past_key_values"
         outputs = ["logits", *cache_names(CACHE_OUTPUTS[used], n_layer)]
         logits, *self._rows[used] = self._session.run(outputs, feeds)
         if used == "prompt_key_values":
@@ -146,7 +145,8 @@ class Verifier:
             expected = self._reference(tokens)
             # The logits of a long row take much memory: chunks are compared as they come.
             chunks = zip(self._in_chunks(tokens, ends), np.split(expected, ends[:-1]), strict=True)
-            errors.append(_largest([_difference(*pair) for pair in chunks]) / _spread(expected))
+            largest = _largest([np.abs(actual - wanted).max() for actual, wanted in chunks])
+            errors.append(largest / _spread(expected))
         return _largest([*errors, self._ragged_error()])
 
     def _ragged_error(self) -> float:
@@ -162,7 +162,8 @@ class Verifier:
         for i, length in enumerate(lengths):
             reference = self._reference(tokens[i, : length + 1])
             pairs = (prompt[i, :length], reference[:-1]), (decoded[i], reference[-1:])
-            errors += [_difference(actual, wanted) / _spread(wanted) for actual, wanted in pairs]
+            for actual, wanted in pairs:
+                errors.append(float(np.abs(actual - wanted).max()) / _spread(wanted))
         return _largest(errors)
 
     def _greedy_agreement(self, progress: Progress) -> float:
@@ -182,8 +183,8 @@ class Verifier:
     def _rows(self, text: SampleText) -> tuple[Ids, int]:
         """Return rows [rows, context + 1] of a text, and the length of their prefix.
 
-        They are its first stretches, which overlap by one token, each after the prefix, which is
-        cut where a row would hold nothing else.
+        They are its first stretches, which overlap by one token; the prefix is cut to leave room
+        for one.
         """
         longest = min(_PERPLEXITY_CONTEXT, self._config.max_model_len)
         prefix = np.array(text.prefix[: longest - 1], dtype=np.int64)
@@ -193,11 +194,10 @@ class Verifier:
         return np.stack([np.concatenate((prefix, stretch)) for stretch in stretches]), len(prefix)
 
     def _perplexities(self, rows: Ids, n_prefix: int, progress: Progress) -> tuple[float, float]:
-        """Return the perplexity on rows in PyTorch and in ONNX Runtime.
+        """Return exp of the mean next-token cross-entropy in PyTorch and in ONNX Runtime.
 
-        It is exp of the mean next-token cross-entropy. Neither the prefix nor the token after it is
-        measured. Where running sequences have rows of int8, the first half of each row is a prompt,
-        and the second is measured.
+        Neither the prefix nor the token after it is measured. Over rows of int8 the first half of
+        each row is a prompt, and the second is measured.
         """
         batch, context, label = len(rows), rows.shape[1] - 1, "perplexity in ONNX Runtime"
         n_given = max(context // 2 if self._session.rounds_cache else 0, n_prefix)
@@ -267,10 +267,6 @@ def check(verification: Verification, precision: str) -> None:
 def _largest(errors: Sequence[float]) -> float:
     """Return the largest, or NaN if there is one; Python's max passes over a later NaN."""
     return float(np.max(errors))
-
-
-def _difference(actual: Floats, expected: Floats) -> float:
-    return float(np.abs(actual - expected).max())
 
 
 def _spread(logits: Floats) -> float:

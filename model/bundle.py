@@ -224,10 +224,7 @@ def read_extra_files(directory: Path) -> dict[str, bytes]:
 
 
 def load_config_and_tokenizer(directory: Path) -> tuple[DecoderConfig, Tokenizer]:
-    """Read config.json and tokenizer.json, whose token ids the decoder must know.
-
-    Raises ConfigError, TokenizerError and OSError.
-    """
+    """Read both files. Raises ConfigError, TokenizerError (also for too many ids) and OSError."""
     config = DecoderConfig.load(directory / CONFIG_FILE)
     tokenizer = load_tokenizer(directory / TOKENIZER_FILE)
     if (known := vocabulary_size(tokenizer)) > config.vocab_size:
@@ -239,10 +236,7 @@ def load_config_and_tokenizer(directory: Path) -> tuple[DecoderConfig, Tokenizer
 
 
 def parse_special_tokens(content: bytes) -> dict[str, str]:
-    """Return the texts in special_tokens_map.json by name.
-
-    Its values are texts, or objects that hold one as "content". Raises ValueError.
-    """
+    """Return texts by name: values, or their "content". Raises ValueError."""
     values = json.loads(content)
     if not isinstance(values, dict):
         raise ValueError("must hold a JSON object")

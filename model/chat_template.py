@@ -25,10 +25,7 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplate:
-    """A Jinja template, run in a sandbox, with special tokens that it may use, such as bos_token.
-
-    Raises ChatTemplateError for an invalid one.
-    """
+    """A sandboxed Jinja template with special tokens. Raises ChatTemplateError if invalid."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any] | None = None) -> None:
         self.source = source

@@ -1,8 +1,8 @@
 """The checkpoint directory: config.json, model.safetensors, tokenizer.json, and training's state.
 
-A training run keeps its newest checkpoint in `step-00001234/`, which is written whole or not at
-all, so a crash or a loss of power leaves the previous one. Nothing is pickled: the optimizer's
-state is training.safetensors or, of a sharded run, a folder training/ with one file a process.
+A training run keeps its newest checkpoint in `step-00001234/`, written whole or not at all, so a
+crash or a loss of power leaves the previous one. Nothing is pickled: the optimizer's state is
+training.safetensors or, of a sharded run, a folder training/ with one file a process.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def save_checkpoint(
 ) -> Path:
     """Write `run/step-…`, unless it exists, and then remove older steps.
 
-    state: the tensors that resuming needs beside the weights, or a folder within `run` that holds
-    them, which is moved. weights: the decoder's, where it does not hold them whole.
+    state: what resuming needs beside the weights, or a folder within `run` with it, which is moved.
+    weights: the decoder's, where it does not hold them whole.
     """
     target = run / f"step-{step:08d}"
     for abandoned in run.glob("step-*.part-*"):
@@ -105,20 +105,19 @@ def save_checkpoint(
 
 
 def load_checkpoint(directory: Path, max_model_len: int | None = None) -> Checkpoint:
-    """Load a checkpoint, or a run's newest, in float32.
+    """Load a checkpoint, or a run's newest, in float32. Raises CheckpointError.
 
-    max_model_len: the longest row to prepare for; None is the checkpoint's own. Raises
-    CheckpointError, which names what is missing or does not fit.
+    max_model_len: the longest row to prepare for; None is the checkpoint's own.
     """
     path = find_checkpoint(directory)
     try:
         config, tokenizer = load_config_and_tokenizer(path)
         weights = load_file(path / WEIGHTS_FILE)
-        file = path / PROGRESS_FILE
-        progress = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        notes = path / PROGRESS_FILE
+        progress = json.loads(notes.read_bytes()) if notes.is_file() else {}
         extra_files = read_extra_files(path)
     except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path / PROGRESS_FILE} is not JSON: {error}") from None
+        raise CheckpointError(f"{notes} is not JSON: {error}") from None
     except (ConfigError, TokenizerError, SafetensorError, OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from None
     if max_model_len is not None:

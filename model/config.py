@@ -262,10 +262,7 @@ PRESETS = {
 
 
 def preset(name: str, **changes: Any) -> DecoderConfig:
-    """Return a preset with fields replaced.
-
-    Raises ConfigError for an unknown preset, an unknown field, or a value that a field cannot have.
-    """
+    """Return a preset with fields replaced. Raises ConfigError for a bad name, field or value."""
     if name not in PRESETS:
         raise ConfigError(f"no preset {name!r}; there are {', '.join(PRESETS)}")
     return DecoderConfig(**{**asdict(PRESETS[name]), **changes})

@@ -175,16 +175,14 @@ class StepInputs:
 class PagedInputs:
     """The inputs of a run over packed tokens and blocks of keys and values, for export to CUDA.
 
-    The tokens of all sequences lie one after the other, without padding. A row of the block table
-    names the blocks of one sequence, in order (Kwon et al. 2023). Prompts, chunks and decodes run
-    together.
-
-    position_ids: int64 [tokens], absolute. cumulative_sequence_length: int32 [batch + 1], the start
-    of each sequence's tokens, and the end. past_seqlens: int32 [batch], tokens in the blocks before
-    this run. block_table: int32 [batch, blocks]. slot_mapping: int32 [tokens], block · block size +
-    place in it, to which a token's key and value go; -1 is nowhere. attention_metadata: int32 [3],
-    on the CPU: upper bounds on a sequence's new tokens and on its tokens in all, and a lower bound
-    on the tokens in all of the longest.
+    Tokens of all sequences lie one after the other, without padding, so prompts, chunks and decodes
+    run together. position_ids: int64 [tokens], absolute. cumulative_sequence_length: int32 [batch +
+    1], the start of each sequence's tokens, and the end. past_seqlens: int32 [batch], tokens in the
+    blocks before this run. block_table: int32 [batch, blocks], each sequence's blocks in order
+    (Kwon et al. 2023). slot_mapping: int32 [tokens], block · block size + place in it, to which a
+    token's key and value go; -1 is nowhere. attention_metadata: int32 [3], on the CPU: upper bounds
+    on a sequence's new tokens and on its tokens in all, and a lower bound on the tokens in all of
+    the longest.
     """
 
     position_ids: Tensor
@@ -248,7 +246,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def visible_keys(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
-    """Return the keys [n_keys] that queries [batch, sequence] see: bool [batch, sequence, n_keys]."""
+    """Return bool [batch, sequence, n_keys]: the keys [n_keys] that queries see."""
     distances = query_positions[..., None] - key_positions
     visible = distances >= 0
     return visible if window is None else visible & (distances < window)

@@ -36,9 +36,9 @@ class Block(nn.Module):
         self.attention = Attention(config, layer)
         self.feed_forward_norm = make_norm(config)
         self.feed_forward = FeedForward(config)
-        if self.placement == "both":
-            self.attention_output_norm = make_norm(config)
-            self.feed_forward_output_norm = make_norm(config)
+        both = self.placement == "both"
+        self.attention_output_norm = make_norm(config) if both else nn.Identity()
+        self.feed_forward_output_norm = make_norm(config) if both else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
@@ -63,21 +63,14 @@ class Block(nn.Module):
             lowered = self.feed_forward(between)
             normed: Tensor = self.feed_forward_norm(between + self.dropout(lowered))
             return normed
-        if self.placement == "both":
-            attended = self.attention_output_norm(attended)
-        between = x + self.dropout(attended)
+        between = x + self.dropout(self.attention_output_norm(attended))
         lowered = self.feed_forward(self.feed_forward_norm(x if self.parallel else between))
-        if self.placement == "both":
-            lowered = self.feed_forward_output_norm(lowered)
-        after: Tensor = between + self.dropout(lowered)
+        after: Tensor = between + self.dropout(self.feed_forward_output_norm(lowered))
         return after
 
 
 class Decoder(nn.Module):
-    """Token ids to next-token logits.
-
-    Weights start as in GPT-2: normal(0, 0.02), and projections onto the residual narrower.
-    """
+    """Token ids to next-token logits. Weights start as in GPT-2, with narrower projections."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -124,10 +117,7 @@ class Decoder(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Return logits [batch, sequence, vocab] of whole sequences [batch, sequence].
-
-        Training runs this, and it is the oracle of serving.
-        """
+        """Return logits [batch, sequence, vocab] of whole sequences; also serving's oracle."""
         place = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self._embed(input_ids, place[None])
         positions = self._positions(place[None], lambda: place)

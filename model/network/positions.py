@@ -19,10 +19,7 @@ class RotaryTable(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """Angles by which to turn queries and keys; and what to add to scores.
-
-    bias: [batch or 1, n_head, sequence, n_keys].
-    """
+    """Angles to turn queries and keys by, and a bias [batch or 1, n_head, sequence, n_keys]."""
 
     rotary: RotaryTable | None = None
     bias: Tensor | None = None
@@ -73,10 +70,7 @@ def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling, theta: float) 
 
 
 def rotate(x: Tensor, table: RotaryTable, position_ids: Tensor) -> Tensor:
-    """Turn pairs (i, i + d/2) of x [batch, heads, sequence, head_dim] by their positions.
-
-    position_ids: [batch, sequence].
-    """
+    """Turn pairs (i, i + d/2) of x [batch, heads, sequence, head_dim] by [batch, sequence]."""
     cos = table.cos[position_ids][:, None]  # [batch, 1, sequence, head_dim / 2]
     sin = table.sin[position_ids][:, None]
     left, right = x.chunk(2, dim=-1)
@@ -124,8 +118,5 @@ def relative_buckets(config: DecoderConfig) -> Tensor:
 
 
 def distances(query_positions: Tensor, key_positions: Tensor) -> Tensor:
-    """Return how far keys [n_keys] are before queries [batch, sequence], later ones 0.
-
-    int64 [batch, sequence, n_keys].
-    """
+    """Return int64 [batch, sequence, n_keys]: how far keys are before queries, later ones 0."""
     return (query_positions[..., None] - key_positions).clamp(min=0)
