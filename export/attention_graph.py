@@ -1,8 +1,7 @@
 """A second, small graph over the model's own weights file, which also returns attention's weights.
 
-ONNX Runtime's GroupQueryAttention returns its softmax on request; as that costs time, the graph
-that is served does not request it. Each run is a whole text at once, without rows of keys and
-values.
+GroupQueryAttention returns its softmax on request. That costs time, so the served graph does not.
+Each run is a whole text at once, without rows of keys and values.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from export.graph import STEP_INPUTS
-from export.rewrite import remove_unused_constants
+from export.rewrite import copy_node, remove_unused_constants
 from model.bundle import ATTENTION_GRAPH_FILE, GRAPH_FILE
 
 _AFTER_SOFTMAX = 2  # of the operator's attribute qk_output
@@ -20,10 +19,9 @@ _PAST = (3, 4)  # the operator's inputs for keys and values
 
 
 def write_attention_graph(directory: Path) -> None:
-    """Make attention.onnx from a directory's model.onnx; both read model.onnx.data.
+    """Make attention.onnx from model.onnx; both read model.onnx.data.
 
-    Its outputs are logits and, for each layer, attention.{i}: float [batch, n_head, sequence,
-    sequence].
+    Outputs: logits, and attention.{i}: float [batch, n_head, sequence, sequence].
     """
     model = ir.load(directory / GRAPH_FILE)
     graph = model.graph
@@ -50,13 +48,7 @@ def _use_branch(graph: ir.Graph, choice: ir.Node) -> None:
     """Replace a choice by the attention of its other branch."""
     branch = choice.attributes["else_branch"].as_graph()
     (attention,) = (node for node in branch if node.op_type == "GroupQueryAttention")
-    replacement = ir.node(
-        attention.op_type,
-        list(attention.inputs),
-        attributes={name: attribute.value for name, attribute in attention.attributes.items()},
-        domain=attention.domain,
-        num_outputs=3,
-    )
+    replacement = copy_node(attention, attention.inputs)
     graph.insert_before(choice, replacement)
     ir.convenience.replace_all_uses_with(choice.outputs[0], replacement.outputs[0])
     for output in choice.outputs:

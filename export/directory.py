@@ -62,21 +62,18 @@ def export_checkpoint(
     max_model_len: int | None = None,
     progress: Progress = unheard,
 ) -> Manifest:
-    """Export a checkpoint, or a training run's newest, to a model directory.
+    """Export a checkpoint, or a training run's newest, to a model directory, all or nothing.
 
     device: a graph for cuda is verified on a GPU, so there must be one. precision: None is the
-    device's first. kv_cache: on cuda, one of KV_DTYPES; None is the type of activations. text: the
-    text to measure perplexity on; None is the run's held-out text, or English prose where a
-    precision has to be measured and there is none. generation: recommended sampling, which
-    overrides the checkpoint's field by field. max_model_len: the longest row; None is the
-    checkpoint's. A failure leaves nothing. Raises CheckpointError, VerificationError,
-    FileExistsError when `out` is in use, and ValueError for text, a precision, a device or a
-    decoder that cannot be used with the others.
+    device's first. kv_cache: on cuda, one of KV_DTYPES; None is the type of activations. text: see
+    `sample_text`. generation: recommended sampling, which overrides the checkpoint's field by
+    field. max_model_len: the longest row; None is the checkpoint's. Raises CheckpointError,
+    VerificationError, FileExistsError when `out` is in use, and ValueError for text, a precision, a
+    device or a decoder that cannot be used with the others.
     """
-    precisions = PRECISIONS[device]
-    precision = precisions[0] if precision is None else precision
-    if precision not in precisions:
-        known = ", ".join(precisions)
+    precision = PRECISIONS[device][0] if precision is None else precision
+    if precision not in PRECISIONS[device]:
+        known = ", ".join(PRECISIONS[device])
         raise ValueError(f"no precision {precision!r} for {device}; there are {known}")
     if kv_cache is not None and (device != "cuda" or kv_cache not in KV_DTYPES):
         known = ", ".join(KV_DTYPES)
@@ -105,8 +102,8 @@ def export_checkpoint(
             write_attention_graph(part)
         verification = _verifier(decoder, graph, sample, device).verify(progress)
         check(verification, precision)
-        origin = _describe_source(checkpoint)
-        manifest = make_manifest(decoder, part, precision, origin, verification, device)
+        source_facts = _describe_source(checkpoint)
+        manifest = make_manifest(decoder, part, precision, source_facts, verification, device)
         manifest.save(part / MANIFEST_FILE)
     return manifest
 
@@ -119,10 +116,9 @@ def verify_directory(
 ) -> tuple[Manifest, Verification | None]:
     """Check a model directory's hashes and measure its figures now.
 
-    The reference is the checkpoint it came from, which also brings the held-out text, or else the
-    decoder rebuilt from the graph's own weights. The figures are None where rounding has left the
-    graph without these. Raises BundleError, CheckpointError, SourceMismatchError, VerificationError
-    and ValueError.
+    The reference is the checkpoint or else the decoder rebuilt from the graph's own weights;
+    figures are None where rounding has left neither. Raises BundleError, CheckpointError,
+    SourceMismatchError, VerificationError and ValueError.
     """
     progress("reading the model", 0, 0)
     bundle = load_bundle(directory)
@@ -184,11 +180,10 @@ def make_manifest(
 
 
 def sample_text(checkpoint: Checkpoint, file: Path | None, precision: str) -> SampleText | None:
-    """Return the text to verify on.
+    """Return the text to verify on: the file's, or the run's held-out text, or English prose.
 
-    It is the file's; or the run's held-out text; or, where a precision is measured on text, English
-    prose, if Python brings any. Raises ValueError for a file that is not UTF-8 text of two tokens
-    at least.
+    Prose is for precisions measured on text, if Python brings any; else None. Raises ValueError for
+    a file that is not UTF-8 text of two tokens at least.
     """
     run, prefix = checkpoint.path.parent, tuple(leading_ids(checkpoint.tokenizer))
     if file is not None:
@@ -227,13 +222,13 @@ def _recommended(checkpoint: Checkpoint, given: GenerationDefaults | None) -> di
 def _describe_source(checkpoint: Checkpoint) -> dict[str, str | int | float]:
     """Return which weights these are, and what their training noted: steps, tokens, hours."""
     progress, path = checkpoint.progress, checkpoint.path
-    source = {
-        "name": path.parent.name if progress else path.name,
-        "sha256": sha256(path / WEIGHTS_FILE),
-        "training_step": progress.get("step"),
-        "train_tokens": progress.get("train_tokens"),
-        "held_out_tokens": progress.get("held_out_tokens"),
-        "training_seconds": progress.get("seconds"),
-        "held_out_loss": progress.get("held_out_loss"),
+    notes = {
+        "training_step": "step",
+        "train_tokens": "train_tokens",
+        "held_out_tokens": "held_out_tokens",
+        "training_seconds": "seconds",
+        "held_out_loss": "held_out_loss",
     }
-    return {key: value for key, value in source.items() if value is not None}
+    known = {name: progress[key] for name, key in notes.items() if progress.get(key) is not None}
+    name = path.parent.name if progress else path.name
+    return {"name": name, "sha256": sha256(path / WEIGHTS_FILE), **known}

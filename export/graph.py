@@ -1,14 +1,9 @@
 """Decoder → ONNX: one graph for prefill, chunks, decode and scoring, as the server binds it.
 
-| input | type, shape | |
-|---|---|---|
-| input_ids, position_ids | int64 [batch, sequence] | new tokens and their absolute positions |
-| seqlens_k | int32 [batch] | tokens in each row after the run, minus one |
-| total_sequence_length | int32 scalar | tokens in the longest row after the run |
-| logits_indices | int64 [rows] | those of the batch · sequence positions that want logits |
-| past_key_values.{i}.key, .value | float [batch, n_kv_head, n_positions, head_dim] | rows |
-| output logits | float [rows, vocab_size] | |
-| output present.{i}.key, .value | as past, with which they are aliased | |
+Inputs are those of STEP_INPUTS, which `StepInputs` describes, and rows of keys and values,
+past_key_values.{i}.key and .value: float [batch, n_kv_head, n_positions, head_dim]. logits_indices
+names those of the batch · sequence positions that want logits. Outputs are logits, float [rows,
+vocab_size], and present.{i}.key and .value, which are aliased with the past.
 
 int8 and int4 have rows of int8 under these names, which the input `decode` (a bool) chooses, and
 rows of floats for prompts beside them: prompt_key_values.{i}.key, .value and
@@ -18,6 +13,7 @@ prompt_present.{i}.key, .value (export.kv_cache).
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -60,8 +56,8 @@ def export_graph(
     """
     config = decoder.config
     progress("tracing PyTorch", 0, 0)
-    rows: TensorSpec = (torch.float32, ["batch", config.n_kv_head, "n_positions", config.head_dim])
-    model = trace(decoder, StepInputs, STEP_INPUTS, rows)
+    rows: list[int | str] = ["batch", config.n_kv_head, "n_positions", config.head_dim]
+    model = trace(decoder, StepInputs, STEP_INPUTS, (torch.float32, rows))
     names = name_weights(model.graph, decoder)
     missing = dict(decoder.named_parameters()).keys() - names
     assert not missing, f"parameters {sorted(missing)} are not in the graph"
@@ -70,7 +66,7 @@ def export_graph(
     # Runtime's product of one query and the cached keys reads the keys in place only where there is
     # no scale to apply; otherwise it copies them first.
     arrays = _writable_attention(model.graph, names)
-    queries = {id(of): of for of in (arrays[name] for name in _query_makers(config, arrays))}
+    queries = {id(arrays[name]): arrays[name] for name in _query_makers(config, arrays)}
     for array in queries.values():
         array[: config.n_head * config.head_dim] *= config.query_scale
     if precision == "fp32":
@@ -86,10 +82,7 @@ def export_graph(
 
 
 def load_decoder(config: DecoderConfig, path: Path) -> Decoder:
-    """Rebuild the decoder that an fp32 graph was exported from, from the graph's own weights.
-
-    Raises ValueError for a quantised graph, which no longer holds them.
-    """
+    """Rebuild the decoder of an fp32 graph; raise ValueError for a quantised one."""
     model = onnx_ir.load(path)
     if _PARAMETERS not in model.metadata_props:
         raise ValueError(
@@ -134,10 +127,10 @@ def _separate_head_norms(graph: onnx_ir.Graph, names: dict[str, str]) -> None:
 
     Uses of one weight come in the order of the layers, as the names do.
     """
-    shared: dict[str, list[str]] = {}
+    shared = defaultdict[str, list[str]](list)
     for name, initializer in names.items():
         if name.endswith("_norm.weight") and ".attention." in name:
-            shared.setdefault(initializer, []).append(name)
+            shared[initializer].append(name)
     places = {node: place for place, node in enumerate(graph)}
     for initializer, holders in shared.items():
         value = graph.initializers[initializer]

@@ -1,16 +1,13 @@
 """int8 keys and values for running sequences, as a pass over the exported graph.
 
 Decoding reads every key and value of every sequence for each token: a quarter of the bytes is a
-shorter step. A prompt, which is computed many tokens at a time and read little, stays on rows of
-floats. So each attention becomes
-
-    If(decode): attention over int8 rows; else: attention over rows of floats
-
-with both kinds of rows aliased as before. One step of int8 is 1: the weights that make keys and
-values are divided, channel by channel, by a 127th of the largest magnitude that a sample of tokens
-had there, and those that meet them (of queries, and of attention's output) are multiplied by as
-much. Magnitudes beyond the sample's are clipped. A key's rotary pair counts as a whole, because its
-channels trade places as positions grow.
+shorter step. A prompt, computed many tokens at a time and read little, stays on rows of floats. So
+each attention becomes If(decode): attention over int8 rows; else: over rows of floats; both kinds
+are aliased as before. One step of int8 is 1: the weights that make keys and values are divided,
+channel by channel, by a 127th of the largest magnitude in a sample of tokens, and those that meet
+them (of queries, and of attention's output) are multiplied by as much. Magnitudes beyond the
+sample's are clipped. A key's rotary pair counts as a whole, because its channels trade places as
+positions grow.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
 
-from export.rewrite import constant, replace_node
+from export.rewrite import constant, copy_node, replace_node
 from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig
 from model.network.attention import LayerCache, StepInputs
@@ -39,8 +36,7 @@ Ids = NDArray[np.int64]
 def sample_rows(config: DecoderConfig, token_ids: Ids, prefix: Sequence[int]) -> Ids | None:
     """Return [rows, tokens] of a text's end, each after the prefix; None where it is too short.
 
-    Verification measures on its beginning. Keys of tokens that open a text can be many times as
-    large as others.
+    Verification measures on its beginning. Keys of opening tokens can be many times larger.
     """
     n_rows, n_tokens = _SAMPLE[0], min(_SAMPLE[1], config.max_model_len)
     first = np.array(prefix[: n_tokens - 1], dtype=np.int64)
@@ -52,21 +48,20 @@ def sample_rows(config: DecoderConfig, token_ids: Ids, prefix: Sequence[int]) ->
 
 @torch.inference_mode()
 def measure_scales(decoder: Decoder, sample: Ids | None) -> Floats:
-    """Return the worth of one step of int8: float [2 * n_layer, n_kv_head, head_dim].
+    """Return the worth of an int8 step of each layer's keys, then values.
 
-    Keys and values of each layer in turn. sample: of `sample_rows`; None is random tokens.
+    float [2 * n_layer, n_kv_head, head_dim]. sample: of `sample_rows`; None is random tokens.
     """
     config = decoder.config
     if sample is None:
         shape = (_SAMPLE[0], min(_SAMPLE[1], config.max_model_len))
         sample = np.random.default_rng(0).integers(config.vocab_size, size=shape)
-    ids = torch.from_numpy(sample)
-    n_rows, n_tokens = ids.shape
+    n_rows, n_tokens = sample.shape
     empty = torch.zeros(n_rows, config.n_kv_head, n_tokens, config.head_dim)
     lengths = torch.full((n_rows,), n_tokens, dtype=torch.int32)
     inputs = StepInputs(lengths - 1, lengths.max(), torch.arange(n_tokens).expand(n_rows, -1))
     caches = [LayerCache(empty, empty) for _ in range(config.n_layer)]
-    _, presents = decoder.eval().step(ids, inputs, torch.arange(1), caches)
+    _, presents = decoder.eval().step(torch.from_numpy(sample), inputs, torch.arange(1), caches)
     largest = []
     for present in presents:
         keys = present.key
@@ -84,12 +79,13 @@ def scale_kv_channels(
 ) -> None:
     """Divide keys and values by their scales, and multiply what meets them: logits stay equal.
 
-    parameters: the decoder's, by name, as arrays [out, in] or [out] that are changed in place.
-    scales: of `measure_scales`. Raises ValueError for layers that share weights, which would be
-    scaled twice.
+    parameters: arrays [out, in] or [out] by the decoder's names, changed in place. Raises
+    ValueError for layers that share weights, which would be scaled twice.
     """
-    arrays = [array for name, array in parameters.items() if ".attention." in name and array.any()]
-    if len({id(array) for array in arrays}) < len(arrays):
+    arrays = [
+        id(array) for name, array in parameters.items() if ".attention." in name and array.any()
+    ]
+    if len(set(arrays)) < len(arrays):
         raise ValueError(
             "layers that share attention weights cannot have int8 keys and values; "
             "use --precision fp32"
@@ -122,8 +118,7 @@ def quantize_kv_cache(model: ir.Model, config: DecoderConfig) -> None:
         for position, part in ((3, "key"), (4, "value")):
             running = inputs[position]
             assert running is not None
-            name = f"prompt_key_values.{layer}.{part}"
-            floats = ir.val(name, ir.DataType.FLOAT, running.shape)
+            floats = ir.val(f"prompt_key_values.{layer}.{part}", ir.DataType.FLOAT, running.shape)
             graph.inputs.append(floats)
             in_floats[position] = floats
             running.type = ir.TensorType(ir.DataType.INT8)
@@ -134,9 +129,8 @@ def quantize_kv_cache(model: ir.Model, config: DecoderConfig) -> None:
         }
         choice = ir.node("If", [decode], attributes=branches, num_outputs=5)
         graph.insert_before(node, choice)
-        presents = zip(("key", "value"), node.outputs[1:], choice.outputs[3:], strict=True)
-        for part, old, new in presents:
-            new.name, new.shape, new.type = f"prompt_present.{layer}.{part}", old.shape, old.type
+        for old, new in zip(node.outputs[1:], choice.outputs[3:], strict=True):
+            new.name, new.shape, new.type = f"prompt_{old.name}", old.shape, old.type
             graph.outputs.append(new)
         replace_node(graph, node, *choice.outputs[:3])
         for running in choice.outputs[1:3]:
@@ -146,24 +140,19 @@ def quantize_kv_cache(model: ir.Model, config: DecoderConfig) -> None:
 def _branch(
     node: ir.Node, inputs: list[ir.Value | None], decodes: bool, config: DecoderConfig, name: str
 ) -> ir.Graph:
-    """Return attention over one kind of rows.
-
-    Outputs: attended, rows of int8, rows of floats; those of the other kind are empty.
-    """
-    attributes = {attribute.name: attribute.value for attribute in node.attributes.values()}
+    """Return attention over one kind of rows: attended, int8 rows, float rows; others empty."""
+    attention = copy_node(node, inputs)
     if decodes:
-        attributes |= {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR"}
-        attributes["kv_cache_bit_width"] = 8
-    attention = ir.node(
-        node.op_type, inputs, attributes=attributes, domain=node.domain, num_outputs=3
-    )
+        attention.attributes.add(ir.AttrString("k_quant_type", "PER_TENSOR"))
+        attention.attributes.add(ir.AttrString("v_quant_type", "PER_TENSOR"))
+        attention.attributes.add(ir.AttrInt64("kv_cache_bit_width", 8))
     attended, *rows = attention.outputs
     shape, dtype = (1, config.n_kv_head, 0, config.head_dim), np.float32 if decodes else np.int8
-    nothing = np.zeros(shape, dtype=dtype)
-    constants = [ir.node("Constant", [], attributes={"value": ir.tensor(nothing)}) for _ in rows]
+    nothing = ir.tensor(np.zeros(shape, dtype=dtype))
+    constants = [ir.node("Constant", [], attributes={"value": nothing}) for _ in rows]
     empty = [of.outputs[0] for of in constants]
     outputs = [attended, *rows, *empty] if decodes else [attended, *empty, *rows]
-    types = [ir.DataType.FLOAT, *[ir.DataType.INT8] * 2, *[ir.DataType.FLOAT] * 2]
-    for i, (output, kind) in enumerate(zip(outputs, types, strict=True)):
+    for i, output in enumerate(outputs):
+        kind = ir.DataType.INT8 if i in (1, 2) else ir.DataType.FLOAT
         output.name, output.type = f"{name}.{i}", ir.TensorType(kind)
     return ir.Graph([], outputs, nodes=[attention, *constants], name=name)

@@ -1,17 +1,10 @@
 """Decoder → ONNX for CUDA: one graph over packed tokens, whose keys and values are in blocks.
 
-| input | type, shape | |
-|---|---|---|
-| input_ids, position_ids | int64 [tokens] | new tokens of all sequences in turn, their positions |
-| cumulative_sequence_length | int32 [batch + 1] | starts of the sequences' tokens, and the end |
-| past_seqlens | int32 [batch] | tokens in each sequence's blocks before the run |
-| block_table | int32 [batch, blocks] | each sequence's blocks, in order |
-| slot_mapping | int32 [tokens] | block · KV_BLOCK_SIZE + place, for each token's key and value |
-| attention_metadata | int32 [3], on the CPU | most new tokens of a sequence; twice most in all |
-| logits_indices | int64 [rows] | the tokens that want logits |
-| past_key_values.{i}.key, .value | [num_blocks, KV_BLOCK_SIZE, n_kv_head, head_dim] | blocks |
-| output logits | float [rows, vocab_size] | |
-| output present.{i}.key, .value | as past, with which they are aliased | |
+Inputs are those of RUN_INPUTS, which `PagedInputs` describes, and blocks of keys and values,
+past_key_values.{i}.key and .value: [num_blocks, KV_BLOCK_SIZE, n_kv_head, head_dim]. logits_indices
+names the tokens that want logits. attention_metadata is the most new tokens of a sequence, and
+twice the most in all. Outputs are logits, float [rows, vocab_size], and present.{i}.key and .value,
+which are aliased with the past.
 """
 
 from __future__ import annotations
@@ -29,18 +22,13 @@ from export.quantize import quantize_in_blocks
 from export.trace import TensorSpec, name_weights, trace
 from model.bundle import KV_BLOCK_SIZE, WEIGHTS_FILE
 from model.config import ConfigError, DecoderConfig
-from model.network.attention import Attention
+from model.network.attention import Attention, PagedInputs
 from model.network.decoder import Decoder
-from model.network.paged_attention import PagedInputs
 from model.progress import Progress, unheard
 
 # By precision: the type of activations, keys and values. int8 and int4 round weights as well.
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "int8": torch.bfloat16,
-    "int4": torch.bfloat16,
-}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES |= dict.fromkeys(("int8", "int4"), torch.bfloat16)
 # Keys and values in half of the memory, rounded.
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 RUN_INPUTS: dict[str, TensorSpec] = {
@@ -82,9 +70,7 @@ def export_paged_graph(
     rounded = copy.deepcopy(decoder).eval()
     if kv_cache is not None:
         progress("measuring keys and values", 0, 0)
-        arrays = {
-            name: parameter.detach().numpy() for name, parameter in rounded.named_parameters()
-        }
+        arrays = {name: weight.detach().numpy() for name, weight in rounded.named_parameters()}
         scale_kv_channels(arrays, config, measure_scales(decoder, sample))
     rounded = rounded.to(dtype)
     for module in rounded.modules():
@@ -93,11 +79,8 @@ def export_paged_graph(
             module.norms_in_operator = all(bool((of == of[0]).all()) for of in weights)
     progress("tracing PyTorch", 0, 0)
     kv_dtype = dtype if kv_cache is None else KV_DTYPES[kv_cache]
-    blocks: TensorSpec = (
-        kv_dtype,
-        ["num_blocks", KV_BLOCK_SIZE, config.n_kv_head, config.head_dim],
-    )
-    model = trace(rounded, PagedInputs, RUN_INPUTS, blocks)
+    blocks: list[int | str] = ["num_blocks", KV_BLOCK_SIZE, config.n_kv_head, config.head_dim]
+    model = trace(rounded, PagedInputs, RUN_INPUTS, (kv_dtype, blocks))
     name_weights(model.graph, rounded)
     if precision in ("int8", "int4"):
         progress(f"rounding weights to {precision}", 0, 0)

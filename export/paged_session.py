@@ -55,18 +55,15 @@ class PagedSession:
     def run(
         self, tokens: Ids, lengths: Sequence[int], *, decode: bool = False, with_logits: bool = True
     ) -> Floats:
-        """Append tokens [batch, sequence]; row b then holds lengths[b]. Returns logits of all.
-
-        Padding on the right is not run, and has logits of 0. decode is ignored.
-        """
+        """Append tokens as `GraphSession.run` does; padding on the right has logits of 0."""
         del decode
-        starts = np.maximum(np.array(lengths) - tokens.shape[1], 0)
+        sequence, size = tokens.shape[1], self._block_size
+        starts = np.maximum(np.array(lengths) - sequence, 0)
         counts = np.array(lengths) - starts
-        real = np.arange(tokens.shape[1]) < counts[:, None]  # [batch, sequence]
-        positions = (starts[:, None] + np.arange(tokens.shape[1]))[real]
+        real = np.arange(sequence) < counts[:, None]  # [batch, sequence]
+        positions = (starts[:, None] + np.arange(sequence))[real]
         rows = np.nonzero(real)[0]
-        blocks = self._table[rows, positions // self._block_size]
-        slots = blocks * self._block_size + positions % self._block_size
+        slots = self._table[rows, positions // size] * size + positions % size
         longest = max(lengths)
         logits = self._model.run(
             {

@@ -37,13 +37,12 @@ BLOCK = 32
 EMBEDDING, HEAD = "embedding.weight", "head.weight"  # the decoder's names, which the graph keeps
 _SMALLEST_SCALE = np.float32(1e-12)  # for zeros
 
-_Attribute = int | list[int] | ir.TensorProtocol
-
 
 def quantize(model: ir.Model, precision: str) -> None:
     """Round products with constant matrices, and the embedding, for the CPU, to int8 or int4."""
     graph, quantizer = model.graph, _Int8(model.graph)
-    lookups = [node for node in graph if node.op_type == "Gather" and _name(node, 0) == EMBEDDING]
+    gathers = [node for node in graph if node.op_type == "Gather"]
+    lookups = [node for node in gathers if node.inputs[0] and node.inputs[0].name == EMBEDDING]
     for node in _products(graph):
         if precision == "int4" and not _is_head(node):
             _round_in_blocks(graph, node, bits=4, accuracy_level=4)  # activations in int8
@@ -96,8 +95,8 @@ def _round_in_blocks(graph: ir.Graph, node: ir.Node, bits: int, **attributes: in
     values = contents(weight)
     matrix = (values.T if node.op_type == "Gemm" else values).astype(np.float32)
     packed, scales = quantize_blocks(matrix, bits)
-    inputs = [x, constant(graph, f"{weight.name}.int{bits}", packed)]
-    inputs.append(constant(graph, f"{weight.name}.scales", scales.astype(values.dtype)))
+    integers = constant(graph, f"{weight.name}.int{bits}", packed)
+    inputs = [x, integers, constant(graph, f"{weight.name}.scales", scales.astype(values.dtype))]
     sizes = {"K": matrix.shape[0], "N": matrix.shape[1], "bits": bits, "block_size": BLOCK}
     nodes = [ir.node("MatMulNBits", inputs, attributes=sizes | attributes, domain=MICROSOFT)]
     if bias:
@@ -113,19 +112,19 @@ class _Int8:
         self._graph = graph
         # By the float activations: uint8, and the scale of each token.
         self._activations: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
-        # By value: the factor of each token that is still to be applied.
-        self._deferred: dict[ir.Value, ir.Value] = {}
+        self._deferred: dict[ir.Value, ir.Value] = {}  # factors of tokens still to be applied
         self._zero_points: dict[int, ir.Value] = {}  # by rank of the activations
-        self._step = self._constant("step", np.array(1.0 / 127.0, dtype=np.float32))
-        self._one = self._constant("one", np.array(1.0, dtype=np.float32))
-        self._zero_point = self._constant("zero_point", np.array(128, dtype=np.uint8))
+        self._step = constant(self._graph, "quantize.step", np.array(1.0 / 127.0, dtype=np.float32))
+        self._one = constant(self._graph, "quantize.one", np.array(1.0, dtype=np.float32))
+        self._zero_point = constant(
+            self._graph, "quantize.zero_point", np.array(128, dtype=np.uint8)
+        )
 
     def replace_product(self, node: ir.Node) -> None:
         """Replace x W, or x Wᵀ where torch made it a Gemm, which is the head."""
-        x, weight = node.inputs[:2]
+        x, weight = node.inputs  # the head has no bias
         assert x is not None
         assert weight is not None
-        assert len(node.inputs) == 2, "the head has no bias"
         is_gemm = node.op_type == "Gemm"
         matrix, scales = self._matrix(weight, rows_are_outputs=is_gemm)
         if is_gemm:
@@ -142,7 +141,7 @@ class _Int8:
         # quantisation is blind: it is applied afterwards.
         split.replace_input_with(0, product)
         gate, up = split.outputs
-        uses = list(gate.uses())
+        uses = gate.uses()
         scaled = ir.node("Mul", [gate, scale])
         self._graph.insert_after(split, scaled)
         for user, position in uses:
@@ -159,7 +158,7 @@ class _Int8:
         matrix, scales = self._matrix(table, rows_are_outputs=True)
         integers = self._before(node, "Gather", [matrix, ids], axis=0)
         rows = self._before(node, "Cast", [integers], to=ir.DataType.FLOAT)
-        last = self._constant("axis_2", np.array([2], dtype=np.int64))
+        last = constant(self._graph, "quantize.axis_2", np.array([2], dtype=np.int64))
         scale = self._before(node, "Gather", [scales, ids], axis=0)
         scale = self._before(node, "Unsqueeze", [scale, last])
         replace_node(self._graph, node, self._before(node, "Mul", [rows, scale]))
@@ -173,14 +172,16 @@ class _Int8:
         over axis -1 of no rows keeps the axis, in ONNX Runtime 1.31.
         """
         if x not in self._activations:
-            axis = self._constant(f"axis_{rank - 1}", np.array([rank - 1], dtype=np.int64))
+            axis = constant(
+                self._graph, f"quantize.axis_{rank - 1}", np.array([rank - 1], dtype=np.int64)
+            )
             magnitude = self._before(node, "Abs", [x])
             largest = self._before(node, "ReduceMax", [magnitude, axis], keepdims=1)
             scale = self._before(node, "Mul", [largest, self._step])
             if rank not in self._zero_points:
                 # 128 for each token: QuantizeLinear wants as many as there are scales.
                 tokens = self._before(node, "Shape", [x], end=-1)
-                one = self._constant("width", np.array([1], dtype=np.int64))
+                one = constant(self._graph, "quantize.width", np.array([1], dtype=np.int64))
                 shape = self._before(node, "Concat", [tokens, one], axis=0)
                 fill = ir.tensor(np.array([128], dtype=np.uint8))
                 self._zero_points[rank] = self._before(node, "ConstantOfShape", [shape], value=fill)
@@ -204,16 +205,13 @@ class _Int8:
             constant(self._graph, names[1], scales)
         return made[names[0]], made[names[1]]
 
-    def _constant(self, name: str, array: NDArray[np.generic]) -> ir.Value:
-        return constant(self._graph, f"quantize.{name}", array)
-
     def _before(
         self,
         node: ir.Node,
         op_type: str,
         inputs: list[ir.Value],
         domain: str = "",
-        **attributes: _Attribute,
+        **attributes: int | ir.TensorProtocol | list[int],
     ) -> ir.Value:
         """Insert a node before another and return its output."""
         added = ir.node(op_type, inputs, attributes=dict(attributes), domain=domain)
@@ -229,25 +227,19 @@ def _products(graph: ir.Graph) -> list[ir.Node]:
 
 
 def _gate_split(node: ir.Node) -> ir.Node | None:
-    """Return the Split of a product into a gate and the values that it multiplies.
-
-    None where these go anywhere else than to further products with constant matrices.
-    """
-    splits = [user for user, _ in node.outputs[0].uses()]
-    if len(splits) != 1 or splits[0].op_type != "Split" or len(splits[0].outputs) != 2:
-        return None
-    gated = [user for user, _ in splits[0].outputs[1].uses()]
-    if len(gated) != 1 or gated[0].op_type != "Mul":
-        return None
-    users = [user for user, _ in gated[0].outputs[0].uses()]
+    """Return the Split of a gate and what it multiplies, if only products with constants follow."""
+    split = _only_user(node.outputs[0], "Split")
+    gated = _only_user(split.outputs[1], "Mul") if split and len(split.outputs) == 2 else None
+    users = [user for user, _ in gated.outputs[0].uses()] if gated else []
     into_products = [of.op_type == "MatMul" and is_constant(of.inputs[1]) for of in users]
-    return splits[0] if users and all(into_products) else None
+    return split if users and all(into_products) else None
+
+
+def _only_user(value: ir.Value, op_type: str) -> ir.Node | None:
+    users = [user for user, _ in value.uses()]
+    return users[0] if len(users) == 1 and users[0].op_type == op_type else None
 
 
 def _is_head(node: ir.Node) -> bool:
-    return _name(node, 1) in (EMBEDDING, HEAD)
-
-
-def _name(node: ir.Node, position: int) -> str | None:
-    value = node.inputs[position]
-    return None if value is None else value.name
+    weight = node.inputs[1]
+    return weight is not None and weight.name in (EMBEDDING, HEAD)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
@@ -26,6 +28,17 @@ def contents(value: ir.Value) -> NDArray[np.float32]:
 def is_constant(value: ir.Value | None) -> bool:
     """Tell whether a node's input is an initializer."""
     return value is not None and value.const_value is not None
+
+
+def copy_node(node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Node:
+    """Return a node of the same kind, with other inputs and outputs of its own."""
+    return ir.node(
+        node.op_type,
+        inputs,
+        attributes={name: attribute.value for name, attribute in node.attributes.items()},
+        domain=node.domain,
+        num_outputs=len(node.outputs),
+    )
 
 
 def replace_node(graph: ir.Graph, node: ir.Node, *outputs: ir.Value) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from onnx_ir.tensor_adapters import TorchTensor
 from torch import Tensor, nn
 
+from export.rewrite import contents
 from model.bundle import cache_names
 from model.network.attention import LayerCache, RunInputs
 from model.network.decoder import Decoder
@@ -35,18 +38,16 @@ class StepGraph(nn.Module):
         self, decoder: Decoder, make_inputs: Callable[..., RunInputs], names: Sequence[str]
     ) -> None:
         super().__init__()
-        self.decoder = decoder
-        self.make_inputs = make_inputs
-        self.names = names
+        self.decoder, self.make_inputs, self.names = decoder, make_inputs, names
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return float32 logits and each layer's keys and values."""
         inputs = dict(zip(self.names, tensors, strict=False))
         past = tensors[len(self.names) :]
-        caches = [LayerCache(key, value) for key, value in zip(past[::2], past[1::2], strict=True)]
+        caches = [LayerCache(*pair) for pair in zip(past[::2], past[1::2], strict=True)]
         input_ids, indices = inputs.pop("input_ids"), inputs.pop("logits_indices")
         logits, presents = self.decoder.step(input_ids, self.make_inputs(**inputs), indices, caches)
-        return logits.float(), *(of for present in presents for of in (present.key, present.value))
+        return logits.float(), *itertools.chain.from_iterable(presents)
 
 
 def trace(
@@ -55,10 +56,9 @@ def trace(
     inputs: Mapping[str, TensorSpec],
     cache: TensorSpec,
 ) -> onnx_ir.Model:
-    """Return the graph of `Decoder.step`.
+    """Return the graph of `Decoder.step`; cache: the keys, or the values, of a layer.
 
-    make_inputs: takes the tensors of `inputs` by name, except input_ids and logits_indices. cache:
-    the keys, or the values, of a layer.
+    make_inputs: takes the tensors of `inputs` by name, except input_ids and logits_indices.
     """
     n_layer = decoder.config.n_layer
     past, present = cache_names("past_key_values", n_layer), cache_names("present", n_layer)
@@ -71,25 +71,21 @@ def trace(
         {i: torch.export.Dim.DYNAMIC for i, n in enumerate(shape) if isinstance(n, str)}
         for _, shape in tensors.values()
     )
-    exporter_log = logging.getLogger("torch.onnx")
-    level = exporter_log.level
-    exporter_log.setLevel(logging.ERROR)  # it warns of torchvision, which is not used
-    try:
-        with warnings.catch_warnings():
-            # torch uses names of its own that it has deprecated.
-            warnings.simplefilter("ignore", FutureWarning)
-            program = torch.onnx.export(
-                StepGraph(decoder, make_inputs, list(inputs)).eval(),
-                arguments,
-                dynamo=True,
-                dynamic_shapes=(free,),
-                opset_version=OPSET,
-                input_names=list(tensors),
-                output_names=["logits", *present],
-                verbose=False,
-            )
-    finally:
-        exporter_log.setLevel(level)
+    # The exporter warns of torchvision, which is not used.
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        # torch uses names of its own that it has deprecated.
+        warnings.simplefilter("ignore", FutureWarning)
+        program = torch.onnx.export(
+            StepGraph(decoder, make_inputs, list(inputs)).eval(),
+            arguments,
+            dynamo=True,
+            dynamic_shapes=(free,),
+            opset_version=OPSET,
+            input_names=list(tensors),
+            output_names=["logits", *present],
+            verbose=False,
+        )
     assert program is not None
     graph = program.model.graph
     graph.metadata_props.clear()
@@ -110,19 +106,16 @@ def trace(
 
 
 def name_weights(graph: onnx_ir.Graph, module: nn.Module) -> dict[str, str]:
-    """Name each initializer after the parameter it holds, with TRANSPOSED where it is transposed.
+    """Name initializers after their parameters, with TRANSPOSED if so; return names by parameter.
 
     The exporter transposes linear layers' weights, numbers them, and keeps one copy of equal ones.
-    Returns the initializer's name for each parameter's.
     """
-    by_content: dict[bytes, list[str]] = {}
+    by_content = defaultdict[bytes, list[str]](list)
     for name, parameter in module.named_parameters():
-        content = _fingerprint(TorchTensor(parameter.detach()).numpy())
-        by_content.setdefault(content, []).append(name)
+        by_content[_fingerprint(TorchTensor(parameter.detach()).numpy())].append(name)
     names: dict[str, str] = {}
     for value in list(graph.initializers.values()):
-        assert value.const_value is not None
-        array = value.const_value.numpy()
+        array = contents(value)
         for layout, suffix in ((array, ""), (array.T, TRANSPOSED)):
             if held := by_content.get(_fingerprint(layout)):
                 value.name = held[0] + suffix

@@ -29,12 +29,9 @@ MAX_LOGIT_ERROR = 1e-3  # fp32, relative to the standard deviation of the logits
 MAX_PERPLEXITY_LOSS = {"bf16": 0.01, "fp16": 0.01, "int8": 0.01, "int4": 0.05}  # relative
 _PROMPT = 37
 _CHUNK = 64
-_GREEDY_PROMPTS = 4
-_GREEDY_TOKENS = 32
+_GREEDY_PROMPTS, _GREEDY_TOKENS = 4, 32
 _LONGEST = 2048  # tokens of a row that is run to its end
-_PERPLEXITY_ROWS = 16
-_PERPLEXITY_CONTEXT = 1024
-_IN_ONNX = "perplexity in ONNX Runtime"
+_PERPLEXITY_ROWS, _PERPLEXITY_CONTEXT = 16, 1024
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -91,10 +88,9 @@ class GraphSession:
         n_layer = self._config.n_layer
         for name, rows in self._rows.items():
             feeds |= zip(cache_names(name, n_layer), rows, strict=True)
-        used = "past_key_values"
         if self.rounds_cache:
             feeds[DECODE_INPUT] = np.array(decode)
-            used = "past_key_values" if decode else "prompt_key_values"
+        used = "prompt_key_values" if self.rounds_cache and not decode else "past_key_values"
         outputs = ["logits", *cache_names(CACHE_OUTPUTS[used], n_layer)]
         logits, *self._rows[used] = self._session.run(outputs, feeds)
         if used == "prompt_key_values":
@@ -125,15 +121,13 @@ class Verifier:
     def verify(self, progress: Progress = unheard) -> Verification:
         """Measure everything; see `Verification` for the figures' meaning."""
         error, agreement = self._logit_error(progress), self._greedy_agreement(progress)
-        figures = Verification(max_logit_error=error, greedy_agreement=agreement)
-        if self._text is None:
-            return figures
-        rows, n_prefix = self._rows(self._text)
-        in_torch, in_onnx = self._perplexities(rows, n_prefix, progress)
-        text = f"{self._text.name}, {len(rows)} x {rows.shape[1] - 1} tokens"
-        return figures.model_copy(
-            update={"perplexity_torch": in_torch, "perplexity_onnx": in_onnx, "text": text}
-        )
+        perplexity: dict[str, Any] = {}
+        if self._text is not None:
+            rows, n_prefix = self._rows(self._text)
+            in_torch, in_onnx = self._perplexities(rows, n_prefix, progress)
+            text = f"{self._text.name}, {len(rows)} x {rows.shape[1] - 1} tokens"
+            perplexity = {"perplexity_torch": in_torch, "perplexity_onnx": in_onnx, "text": text}
+        return Verification(max_logit_error=error, greedy_agreement=agreement, **perplexity)
 
     def _logit_error(self, progress: Progress) -> float:
         longest = min(self._config.max_model_len, _LONGEST)
@@ -148,10 +142,11 @@ class Verifier:
         ]
         errors = []
         for tokens, ends in followed(cuts, "comparing logits", progress):
-            # The logits of a long row take much memory: chunks are compared as they come.
             expected = self._reference(tokens)
+            # The logits of a long row take much memory: chunks are compared as they come.
             chunks = zip(self._in_chunks(tokens, ends), np.split(expected, ends[:-1]), strict=True)
-            errors.append(_largest([_difference(*pair) for pair in chunks]) / _spread(expected))
+            largest = _largest([np.abs(actual - wanted).max() for actual, wanted in chunks])
+            errors.append(largest / _spread(expected))
         return _largest([*errors, self._ragged_error()])
 
     def _ragged_error(self) -> float:
@@ -167,12 +162,13 @@ class Verifier:
         for i, length in enumerate(lengths):
             reference = self._reference(tokens[i, : length + 1])
             pairs = (prompt[i, :length], reference[:-1]), (decoded[i], reference[-1:])
-            errors += [_difference(actual, wanted) / _spread(wanted) for actual, wanted in pairs]
+            for actual, wanted in pairs:
+                errors.append(float(np.abs(actual - wanted).max()) / _spread(wanted))
         return _largest(errors)
 
     def _greedy_agreement(self, progress: Progress) -> float:
         """Return the share of the oracle's greedy tokens that the graph chooses after its text."""
-        equal = total = 0
+        equal = 0
         n_tokens = min(_GREEDY_TOKENS, self._config.max_model_len // 2)
         for _ in followed(range(_GREEDY_PROMPTS), "comparing greedy tokens", progress):
             prompt = self._tokens(min(16, self._config.max_model_len - n_tokens))
@@ -181,15 +177,14 @@ class Verifier:
             logits = self._session.run(prompt[None], [len(prompt)])
             for i, token in enumerate(expected):
                 equal += int(logits[0, -1].argmax()) == token
-                total += 1
                 logits = self._session.run(np.array([[token]]), [len(prompt) + i + 1], decode=True)
-        return equal / total
+        return equal / (_GREEDY_PROMPTS * n_tokens)
 
     def _rows(self, text: SampleText) -> tuple[Ids, int]:
         """Return rows [rows, context + 1] of a text, and the length of their prefix.
 
-        They are its first stretches, which overlap by one token, each after the prefix, which is
-        cut where a row would hold nothing else.
+        They are its first stretches, which overlap by one token; the prefix is cut to leave room
+        for one.
         """
         longest = min(_PERPLEXITY_CONTEXT, self._config.max_model_len)
         prefix = np.array(text.prefix[: longest - 1], dtype=np.int64)
@@ -199,13 +194,12 @@ class Verifier:
         return np.stack([np.concatenate((prefix, stretch)) for stretch in stretches]), len(prefix)
 
     def _perplexities(self, rows: Ids, n_prefix: int, progress: Progress) -> tuple[float, float]:
-        """Return the perplexity on rows in PyTorch and in ONNX Runtime.
+        """Return exp of the mean next-token cross-entropy in PyTorch and in ONNX Runtime.
 
-        It is exp of the mean next-token cross-entropy. Neither the prefix nor the token after it is
-        measured. Where running sequences have rows of int8, the first half of each row is a prompt,
-        and the second is measured.
+        Neither the prefix nor the token after it is measured. Over rows of int8 the first half of
+        each row is a prompt, and the second is measured.
         """
-        batch, context = len(rows), rows.shape[1] - 1
+        batch, context, label = len(rows), rows.shape[1] - 1, "perplexity in ONNX Runtime"
         n_given = max(context // 2 if self._session.rounds_cache else 0, n_prefix)
 
         def loss(logits: Floats, row: Ids) -> float:
@@ -219,13 +213,13 @@ class Verifier:
             self._session.clear(batch, context)
             self._session.run(rows[:, :n_given], [n_given] * batch, with_logits=False)
             in_onnx = []
-            for i in followed(range(n_given, context), _IN_ONNX, progress):
+            for i in followed(range(n_given, context), label, progress):
                 logits = self._session.run(rows[:, i : i + 1], [i + 1] * batch, decode=True)
                 in_onnx.append(_cross_entropy(logits[:, 0], rows[:, i + 1]))
         else:
             in_onnx = [
                 loss(next(self._in_chunks(row[:-1], [context])), row)
-                for row in followed(list(rows), _IN_ONNX, progress)
+                for row in followed(list(rows), label, progress)
             ]
         return float(np.exp(np.mean(in_torch))), float(np.exp(np.mean(in_onnx)))
 
@@ -273,10 +267,6 @@ def check(verification: Verification, precision: str) -> None:
 def _largest(errors: Sequence[float]) -> float:
     """Return the largest, or NaN if there is one; Python's max passes over a later NaN."""
     return float(np.max(errors))
-
-
-def _difference(actual: Floats, expected: Floats) -> float:
-    return float(np.abs(actual - expected).max())
 
 
 def _spread(logits: Floats) -> float:

@@ -28,6 +28,7 @@ GRAPH_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
 ATTENTION_GRAPH_FILE = "attention.onnx"  # the same weights; also returns attention's weights
 REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
+EXTRA_FILES = (CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE, GENERATION_FILE)
 
 # Attention's flash path gives other bits for other ways of cutting a prompt into chunks.
 GRAPH_ENVIRONMENT = {"ORT_GQA_DISABLE_FLASH_ATTENTION": "1"}
@@ -50,15 +51,17 @@ class BundleError(Exception):
     """A model directory that must not be served; one line with the file and the remedy."""
 
 
-class Verification(BaseModel):
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Verification(_Record):
     """Figures that `export` measured: ONNX Runtime against PyTorch.
 
     max_logit_error: the largest absolute difference, relative to the logits' standard deviation.
     greedy_agreement: the share of PyTorch's greedy tokens that the graph would choose too, given
     the text so far. The perplexities are on `text`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_logit_error: float
     greedy_agreement: float
@@ -75,10 +78,8 @@ MinP = Annotated[float, Field(ge=0.0, le=1.0)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100.0)]
 
 
-class GenerationDefaults(BaseModel):
+class GenerationDefaults(_Record):
     """The model's recommended sampling, for requests that do not set their own."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     temperature: Temperature | None = None
     top_k: TopK | None = None
@@ -92,13 +93,8 @@ class GenerationDefaults(BaseModel):
         return self.model_dump(exclude_none=True)
 
 
-class Manifest(BaseModel):
-    """The contents of manifest.json.
-
-    files: the SHA-256, in hex, of every other file of the directory, by name.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Manifest(_Record):
+    """The contents of manifest.json; files: the SHA-256, in hex, of every other file by name."""
 
     format_version: int
     architecture: str
@@ -120,10 +116,7 @@ class Manifest(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class ModelBundle:
-    """A model directory that has been read and found whole.
-
-    chat_template: Jinja's. special_tokens: texts by name, such as bos_token, which it may use.
-    """
+    """A model directory that was found whole; its template may use special_tokens by name."""
 
     path: Path
     config: DecoderConfig
@@ -207,39 +200,48 @@ def _read_manifest(directory: Path) -> Manifest:
 
 
 def _read_files(directory: Path, manifest: Manifest) -> ModelBundle:
+    read = read_extra_files(directory)
     try:
-        config = DecoderConfig.load(directory / CONFIG_FILE)
-        tokenizer = load_tokenizer(directory / TOKENIZER_FILE)
-        path = directory / GENERATION_FILE
-        content = path.read_bytes() if path.is_file() else b"{}"
-        generation = GenerationDefaults.model_validate_json(content)
-        path = directory / SPECIAL_TOKENS_FILE
-        special_tokens = parse_special_tokens(path.read_bytes()) if path.is_file() else {}
-        path = directory / CHAT_TEMPLATE_FILE
-        template = path.read_text(encoding="utf-8") if path.is_file() else None
+        config, tokenizer = load_config_and_tokenizer(directory)
+        name = GENERATION_FILE
+        generation = GenerationDefaults.model_validate_json(read.get(name, b"{}"))
+        name = SPECIAL_TOKENS_FILE
+        special_tokens = parse_special_tokens(read.get(name, b"{}"))
+        name = CHAT_TEMPLATE_FILE
+        template = read[name].decode() if name in read else None
     except (ConfigError, TokenizerError) as error:
         raise BundleError(f"{error}; export the model again") from None
     except ValueError as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else error
-        raise BundleError(f"{path}: {reason}; export the model again") from None
-    if (known := vocabulary_size(tokenizer)) > config.vocab_size:
-        raise BundleError(
-            f"{directory / TOKENIZER_FILE} has token ids up to {known - 1}, but the model only "
-            f"{config.vocab_size} tokens; export it again with its own tokenizer"
-        )
+        raise BundleError(f"{directory / name}: {reason}; export the model again") from None
     return ModelBundle(directory, config, manifest, tokenizer, generation, template, special_tokens)
 
 
-def parse_special_tokens(content: bytes) -> dict[str, str]:
-    """Return the texts in special_tokens_map.json by name.
+def read_extra_files(directory: Path) -> dict[str, bytes]:
+    """Return the contents of those of EXTRA_FILES that there are, by name."""
+    files = (directory / name for name in EXTRA_FILES)
+    return {file.name: file.read_bytes() for file in files if file.is_file()}
 
-    Its values are texts, or objects that hold one as "content". Raises ValueError.
-    """
+
+def load_config_and_tokenizer(directory: Path) -> tuple[DecoderConfig, Tokenizer]:
+    """Read both files. Raises ConfigError, TokenizerError (also for too many ids) and OSError."""
+    config = DecoderConfig.load(directory / CONFIG_FILE)
+    tokenizer = load_tokenizer(directory / TOKENIZER_FILE)
+    if (known := vocabulary_size(tokenizer)) > config.vocab_size:
+        raise TokenizerError(
+            f"{directory / TOKENIZER_FILE} has token ids up to {known - 1}, but the model only "
+            f"{config.vocab_size} tokens"
+        )
+    return config, tokenizer
+
+
+def parse_special_tokens(content: bytes) -> dict[str, str]:
+    """Return texts by name: values, or their "content". Raises ValueError."""
     values = json.loads(content)
     if not isinstance(values, dict):
         raise ValueError("must hold a JSON object")
-    texts = {
-        name: value.get("content") if isinstance(value, dict) else value
+    return {
+        name: text
         for name, value in values.items()
+        if isinstance(text := value.get("content") if isinstance(value, dict) else value, str)
     }
-    return {name: text for name, text in texts.items() if isinstance(text, str)}

@@ -25,10 +25,7 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplate:
-    """A Jinja template, run in a sandbox, with special tokens that it may use, such as bos_token.
-
-    The constructor raises ChatTemplateError for an invalid template.
-    """
+    """A sandboxed Jinja template with special tokens. Raises ChatTemplateError if invalid."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any] | None = None) -> None:
         self.source = source
@@ -40,10 +37,7 @@ class ChatTemplate:
 
     @classmethod
     def parse(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
-        """Return the template among a model's files, contents by name, if it has one.
-
-        Raises ChatTemplateError.
-        """
+        """Return the template among files, contents by name, if any. Raises ChatTemplateError."""
         if CHAT_TEMPLATE_FILE not in files:
             return None
         name = CHAT_TEMPLATE_FILE
@@ -122,17 +116,14 @@ def _environment() -> ImmutableSandboxedEnvironment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
-    environment.globals["namespace"] = _Namespace
+    environment.globals |= {"raise_exception": _raise, "namespace": _Namespace}
+    # Local time, as templates expect it.
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # noqa: DTZ005
     return environment
 
 
 def _raise(message: str) -> NoReturn:
     raise TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)  # noqa: DTZ005  (local time, as templates expect it)
 
 
 def _to_json(

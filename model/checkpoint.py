@@ -1,8 +1,8 @@
 """The checkpoint directory: config.json, model.safetensors, tokenizer.json, and training's state.
 
-A training run keeps its newest checkpoint in `step-00001234/`, which is written whole or not at
-all, so a crash or a loss of power leaves the previous one. Nothing is pickled: the optimizer's
-state is training.safetensors or, of a sharded run, a folder training/ with one file a process.
+A training run keeps its newest checkpoint in `step-00001234/`, written whole or not at all, so a
+crash or a loss of power leaves the previous one. Nothing is pickled: the optimizer's state is
+training.safetensors or, of a sharded run, a folder training/ with one file a process.
 """
 
 from __future__ import annotations
@@ -21,24 +21,16 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from model.bundle import (
-    CHAT_TEMPLATE_FILE,
-    CONFIG_FILE,
-    GENERATION_FILE,
-    SPECIAL_TOKENS_FILE,
-    TOKENIZER_FILE,
-)
-from model.config import ConfigError, DecoderConfig
+from model.bundle import CONFIG_FILE, TOKENIZER_FILE, load_config_and_tokenizer, read_extra_files
+from model.config import ConfigError
 from model.files import new_directory
 from model.network.decoder import Decoder
-from model.tokenizer import TokenizerError, load_tokenizer, vocabulary_size
+from model.tokenizer import TokenizerError
 
 WEIGHTS_FILE = "model.safetensors"
 STATE_FILE = "training.safetensors"
 STATE_FOLDER = "training"  # in place of the file
 PROGRESS_FILE = "training.json"
-# Optional, and kept as they are.
-EXTRA_FILES = (CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE, GENERATION_FILE)
 _POSITIONS = "position_embedding.weight"
 
 
@@ -83,8 +75,8 @@ def save_checkpoint(
 ) -> Path:
     """Write `run/step-…`, unless it exists, and then remove older steps.
 
-    state: the tensors that resuming needs beside the weights, or a folder within `run` that holds
-    them, which is moved. weights: the decoder's, where it does not hold them whole.
+    state: what resuming needs beside the weights, or a folder within `run` with it, which is moved.
+    weights: the decoder's, where it does not hold them whole.
     """
     target = run / f"step-{step:08d}"
     for abandoned in run.glob("step-*.part-*"):
@@ -113,52 +105,40 @@ def save_checkpoint(
 
 
 def load_checkpoint(directory: Path, max_model_len: int | None = None) -> Checkpoint:
-    """Load a checkpoint, or a run's newest, in float32.
+    """Load a checkpoint, or a run's newest, in float32. Raises CheckpointError.
 
-    max_model_len: the longest row to prepare for; None is the checkpoint's own. Raises
-    CheckpointError, which names what is missing or does not fit.
+    max_model_len: the longest row to prepare for; None is the checkpoint's own.
     """
     path = find_checkpoint(directory)
     try:
-        config = DecoderConfig.load(path / CONFIG_FILE)
-        tokenizer = load_tokenizer(path / TOKENIZER_FILE)
+        config, tokenizer = load_config_and_tokenizer(path)
         weights = load_file(path / WEIGHTS_FILE)
-        file = path / PROGRESS_FILE
-        progress = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        extras = [path / name for name in EXTRA_FILES if (path / name).is_file()]
-        extra_files = {file.name: file.read_bytes() for file in extras}
+        notes = path / PROGRESS_FILE
+        progress = json.loads(notes.read_bytes()) if notes.is_file() else {}
+        extra_files = read_extra_files(path)
     except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path / PROGRESS_FILE} is not JSON: {error}") from None
+        raise CheckpointError(f"{notes} is not JSON: {error}") from None
     except (ConfigError, TokenizerError, SafetensorError, OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from None
-    if (known := vocabulary_size(tokenizer)) > config.vocab_size:
-        raise CheckpointError(
-            f"{path / TOKENIZER_FILE} has token ids up to {known - 1}, "
-            f"but the decoder only {config.vocab_size} tokens"
-        )
     if max_model_len is not None:
-        n_missing = config.max_model_len - max_model_len
         if not 2 <= max_model_len <= config.max_model_len:
             raise CheckpointError(
                 f"max_model_len must be from 2 to the model's own {config.max_model_len}"
             )
         if config.position == "learned" and _POSITIONS in weights:
-            weights[_POSITIONS] = weights[_POSITIONS][: len(weights[_POSITIONS]) - n_missing]
+            weights[_POSITIONS] = weights[_POSITIONS][
+                : max_model_len - config.max_model_len or None
+            ]
         config = dataclasses.replace(config, max_model_len=max_model_len)
     decoder = Decoder(config).eval()
-    expected = {name: list(tensor.shape) for name, tensor in decoder.state_dict().items()}
-    found = {name: list(tensor.shape) for name, tensor in weights.items()}
-    for name in sorted(expected.keys() | found.keys()):
-        if name not in found or name not in expected:
-            kind = "lacks" if name in expected else "holds the unknown"
-            raise CheckpointError(
-                f"{path / WEIGHTS_FILE} {kind} tensor {name!r} for its {CONFIG_FILE}"
-            )
-        if found[name] != expected[name]:
-            raise CheckpointError(
-                f"tensor {name!r} in {path / WEIGHTS_FILE} has shape {found[name]}, "
-                f"not {expected[name]}"
-            )
+    expected, file = decoder.state_dict(), path / WEIGHTS_FILE
+    for name in sorted(expected.keys() ^ weights.keys()):
+        kind = "lacks" if name in expected else "holds the unknown"
+        raise CheckpointError(f"{file} {kind} tensor {name!r} for its {CONFIG_FILE}")
+    for name, tensor in weights.items():
+        found, wanted = list(tensor.shape), list(expected[name].shape)
+        if found != wanted:
+            raise CheckpointError(f"tensor {name!r} in {file} has shape {found}, not {wanted}")
     decoder.load_state_dict(weights)
     return Checkpoint(path, decoder, tokenizer, progress, extra_files)
 

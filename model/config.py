@@ -5,10 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast, dataclass_transform
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, ValidationError
 from pydantic.dataclasses import dataclass
@@ -21,6 +20,7 @@ Size = Annotated[int, Field(strict=True, gt=0)]
 Positive = Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)]
 DropoutRate = Annotated[float, Field(strict=True, ge=0.0, lt=1.0)]
 T = TypeVar("T")
+_TITLE = "the decoder's configuration"
 
 
 class ConfigError(ValueError):
@@ -44,29 +44,25 @@ def first_problem(error: ValidationError) -> str:
     return f"{path} must be {allowed}, not {first['input']!r}"
 
 
-@dataclass_transform(kw_only_default=True, frozen_default=True)
-def _configuration(title: str) -> Callable[[type[T]], type[T]]:
-    """Make a frozen pydantic dataclass whose constructor raises ConfigError."""
+def _raising_config_error(kind: type[T]) -> type[T]:
+    """Make a pydantic dataclass's constructor raise ConfigError."""
+    construct = kind.__init__
 
-    def decorate(kind: type[T]) -> type[T]:
-        options = ConfigDict(extra="forbid", title=title)
-        made: Any = dataclass(kind, frozen=True, slots=True, kw_only=True, config=options)
-        construct = made.__init__
+    @functools.wraps(construct)
+    def init(self: T, **values: Any) -> None:
+        try:
+            construct(self, **values)
+        except ValidationError as error:
+            raise ConfigError(first_problem(error)) from None
 
-        @functools.wraps(construct)
-        def init(self: T, **values: Any) -> None:
-            try:
-                construct(self, **values)
-            except ValidationError as error:
-                raise ConfigError(first_problem(error)) from None
-
-        made.__init__ = init
-        return cast("type[T]", made)
-
-    return decorate
+    kind.__init__ = init  # type: ignore[assignment]
+    return kind
 
 
-@_configuration("rope_scaling")
+@_raising_config_error
+@dataclass(
+    config=ConfigDict(extra="forbid", title="rope_scaling"), frozen=True, slots=True, kw_only=True
+)
 class RopeScaling:
     """A way to stretch rotary frequencies to more positions than a model was first trained on.
 
@@ -100,7 +96,8 @@ class RopeScaling:
             )
 
 
-@_configuration("the decoder's configuration")
+@_raising_config_error
+@dataclass(config=ConfigDict(extra="forbid", title=_TITLE), frozen=True, slots=True, kw_only=True)
 class DecoderConfig:
     """A decoder-only Transformer (Vaswani et al. 2017).
 
@@ -170,17 +167,16 @@ class DecoderConfig:
             if not valid:
                 raise ConfigError(f"{name} must be {allowed}, not {getattr(self, name)!r}")
 
-        whole_groups = self.n_head % self.n_kv_head == 0
-        require("n_head", whole_groups, f"a multiple of n_kv_head, {self.n_kv_head}")
+        allowed = f"a multiple of n_kv_head, {self.n_kv_head}"
+        require("n_head", self.n_head % self.n_kv_head == 0, allowed)
         multiple = 16 if self.position == "rotary" else 8  # GroupQueryAttention takes no other
         allowed = f"a multiple of {multiple} with {self.position} positions"
         require("head_dim", self.head_dim % multiple == 0, allowed)
-        fits = self.rotary_dim is None or self.rotary_dim <= self.head_dim
-        require("rotary_dim", fits, f"at most head_dim, {self.head_dim}")
+        allowed = f"at most head_dim, {self.head_dim}"
+        require("rotary_dim", (self.rotary_dim or 0) <= self.head_dim, allowed)
         if self.position != "rotary":
             for name in ("rope_scaling", "rotary_dim", "layers_without_rotary"):
-                given = getattr(self, name)
-                require(name, not given, f"left out with {self.position} positions")
+                require(name, not getattr(self, name), f"left out with {self.position} positions")
         if self.sliding_window is None:
             everywhere = self.sliding_window_layers is None
             require("sliding_window_layers", everywhere, "left out without a sliding_window")
@@ -266,10 +262,7 @@ PRESETS = {
 
 
 def preset(name: str, **changes: Any) -> DecoderConfig:
-    """Return a preset with fields replaced.
-
-    Raises ConfigError for an unknown preset, an unknown field, or a value that a field cannot have.
-    """
+    """Return a preset with fields replaced. Raises ConfigError for a bad name, field or value."""
     if name not in PRESETS:
         raise ConfigError(f"no preset {name!r}; there are {', '.join(PRESETS)}")
     return DecoderConfig(**{**asdict(PRESETS[name]), **changes})

@@ -47,8 +47,8 @@ def writing(path: Path) -> Iterator[None]:
 def new_directory(out: Path) -> Iterator[Path]:
     """Yield a folder beside `out` that becomes `out`, once it is on the disk, if all goes well.
 
-    On an error the folder is removed, with the parents made for it. Raises FileExistsError when
-    `out` is in use, and OSError naming `out` when it cannot be written.
+    On an error the folder and parents made for it are removed. Raises FileExistsError when `out` is
+    in use, and OSError naming `out` when it cannot be written.
     """
     if out.name in ("", ".."):
         raise FileExistsError(f"{out} cannot be replaced; name a new folder")

@@ -36,9 +36,8 @@ def generate(
 ) -> list[int]:
     """Return the new token ids, the ending one included; temperature 0 takes the likeliest."""
     decoder.eval()
-    generator = np.random.Generator(
-        np.random.Philox(key=np.array([seed, sample_index], dtype=np.uint64))
-    )
+    key = np.array([seed, sample_index], dtype=np.uint64)
+    generator = np.random.Generator(np.random.Philox(key=key))
     output_ids: list[int] = []
     while len(output_ids) < max_tokens:
         logits = next_logits(decoder, prompt_ids + output_ids)
@@ -65,10 +64,6 @@ def draw(
         n_nucleus = int((np.cumsum(probabilities) < top_p).sum()) + 1
         kept, probabilities = kept[:n_nucleus], probabilities[:n_nucleus]
         probabilities /= probabilities.sum()
-    cumulative = 0.0
-    by_id = sorted(zip(kept.tolist(), probabilities.tolist(), strict=True))
-    for token_id, probability in by_id:
-        cumulative += probability
-        if cumulative > uniform:
-            return int(token_id)
-    return int(by_id[-1][0])
+    by_id = np.argsort(kept)
+    place = int(np.searchsorted(probabilities[by_id].cumsum(), uniform, side="right"))
+    return int(kept[by_id][min(place, len(kept) - 1)])

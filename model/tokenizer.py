@@ -51,7 +51,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def load_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer.json. Raises TokenizerError when it is missing or not a tokenizer.
 
-    A length to truncate or pad to is dropped: it would silently shorten documents and prompts.
+    Truncation and padding are dropped: they would silently shorten documents and prompts.
     """
     if not path.is_file():
         raise TokenizerError(f"{path} does not exist")

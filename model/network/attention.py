@@ -1,15 +1,15 @@
 """Causal self-attention: over whole sequences in training, over cached keys and values in serving.
 
 softmax(s Q Kᵀ + M) V (Vaswani et al. 2017), s = 1 / √d unless the model says otherwise, with
-n_kv_head ≤ n_head key-value heads (Ainslie et al. 2023). A run over a cache is described by its
-`RunInputs`, the one seam that is exported differently for each device.
+n_kv_head ≤ n_head key-value heads (Ainslie et al. 2023). `StepInputs` and `PagedInputs` describe a
+run over a cache, and how attention is exported for the CPU and for CUDA.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,38 +20,14 @@ from model.network.norm import HeadNorm
 from model.network.positions import Positions, rotate
 
 
-@dataclass(frozen=True, slots=True)
-class LayerCache:
-    """One layer's keys and values.
+class LayerCache(NamedTuple):
+    """One layer's keys and values, each in rows [batch, n_kv_head, n_positions, head_dim].
 
-    Each is rows [batch, n_kv_head, n_positions, head_dim], or blocks [blocks, block size,
-    n_kv_head, head_dim].
+    For CUDA: in blocks [blocks, block size, n_kv_head, head_dim].
     """
 
     key: Tensor
     value: Tensor
-
-
-class RunInputs(Protocol):
-    """The inputs of one run over cached keys and values besides its tokens, and its attention."""
-
-    @property
-    def position_ids(self) -> Tensor:
-        """Absolute positions, int64, shaped as the tokens."""
-        ...
-
-    def key_positions(self, cache: LayerCache) -> Tensor:
-        """Return the positions that a token may attend to: int64 [n_keys]."""
-        ...
-
-    def attend(
-        self, attention: Attention, qkv: Tensor, positions: Positions, cache: LayerCache
-    ) -> tuple[Tensor, LayerCache]:
-        """Append new tokens to a cache and attend over it.
-
-        qkv: [..., (n_head + 2 n_kv_head) · head_dim]. Returns [..., n_head · head_dim].
-        """
-        ...
 
 
 class Attention(nn.Module):
@@ -62,8 +38,7 @@ class Attention(nn.Module):
         self.config = config
         self.rotates = config.rotates(layer)
         self.window = config.window_of(layer)
-        heads = (config.n_head, config.n_kv_head, config.n_kv_head)
-        self.widths = [n * config.head_dim for n in heads]
+        self.widths = [n * config.head_dim for n in (config.n_head, *[config.n_kv_head] * 2)]
         self.qkv = nn.Linear(config.d_model, sum(self.widths), bias=config.qkv_bias)
         if config.qk_norm:
             self.query_norm = HeadNorm(config.n_head, config.head_dim, config.norm_eps)
@@ -120,21 +95,15 @@ class Attention(nn.Module):
         qkv: Tensor,
         cache: LayerCache,
         inputs: Sequence[Tensor | None],
-        *,
-        rotates: bool,
-        scale: float,
         **more: Any,
     ) -> tuple[Tensor, LayerCache]:
         """Emit one of ONNX Runtime's attention operators, which aliases past and present.
 
-        inputs: those after the cache. more: attributes that only this operator has.
+        inputs: those after the cache. more: further attributes; None leaves one out.
         """
         attributes = {
             "num_heads": self.config.n_head,
             "kv_num_heads": self.config.n_kv_head,
-            "scale": scale,
-            "do_rotary": int(rotates),
-            "rotary_interleaved": 0,
             **more,
             "local_window_size": self.window,
             "softcap": self.config.attention_softcap,
@@ -142,7 +111,7 @@ class Attention(nn.Module):
         attended, past = [*qkv.shape[:-1], self.widths[0]], list(cache.key.shape)
         output, keys, values = torch.onnx.ops.symbolic_multi_out(
             f"com.microsoft::{operator}",
-            inputs=[qkv, None, None, cache.key, cache.value, *inputs],
+            inputs=[qkv, None, None, *cache, *inputs],
             attrs={name: value for name, value in attributes.items() if value is not None},
             dtypes=(qkv.dtype, cache.key.dtype, cache.value.dtype),
             shapes=(attended, past, past),
@@ -183,12 +152,11 @@ class StepInputs:
         """
         config, table = attention.config, positions.rotary
         if torch.onnx.is_in_onnx_export():
-            inputs = [self.seqlens_k, self.total_sequence_length, None, None, None, positions.bias]
-            if table:
-                inputs[2:5] = table.cos, table.sin, self.position_ids
+            rotary = (*table, self.position_ids) if table else (None, None, None)
+            inputs = [self.seqlens_k, self.total_sequence_length, *rotary, positions.bias]
             # The exporter puts attention's scale into the weights that make queries.
-            operator, rotates = "GroupQueryAttention", table is not None
-            return attention.emit(operator, qkv, cache, inputs, rotates=rotates, scale=1.0)
+            more = {"scale": 1.0, "do_rotary": int(table is not None), "rotary_interleaved": 0}
+            return attention.emit("GroupQueryAttention", qkv, cache, inputs, **more)
         query, key, value = split_heads(qkv, config)
         if table:
             query = rotate(query, table, self.position_ids)
@@ -198,16 +166,75 @@ class StepInputs:
         places = starts[:, None] + torch.arange(sequence)  # [batch, sequence]
         index = places[:, None, :, None].expand_as(key)
         present = LayerCache(cache.key.scatter(2, index, key), cache.value.scatter(2, index, value))
-        visible = visible_keys(places, torch.arange(cache.key.shape[2]), attention.window)
-        heads = attend(query, present.key, present.value, visible, positions.bias, config)
+        visible = visible_keys(places, self.key_positions(cache), attention.window)
+        heads = attend(query, *present, visible, positions.bias, config)
         return merge_heads(heads), present
 
 
-def split_heads(qkv: Tensor, config: DecoderConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Split [batch, sequence, (n_head + 2 n_kv_head) · head_dim] into query, key and value.
+@dataclass(frozen=True, slots=True)
+class PagedInputs:
+    """The inputs of a run over packed tokens and blocks of keys and values, for export to CUDA.
 
-    Each is [batch, heads, sequence, head_dim].
+    Tokens of all sequences lie one after the other, without padding, so prompts, chunks and decodes
+    run together. position_ids: int64 [tokens], absolute. cumulative_sequence_length: int32 [batch +
+    1], the start of each sequence's tokens, and the end. past_seqlens: int32 [batch], tokens in the
+    blocks before this run. block_table: int32 [batch, blocks], each sequence's blocks in order
+    (Kwon et al. 2023). slot_mapping: int32 [tokens], block · block size + place in it, to which a
+    token's key and value go; -1 is nowhere. attention_metadata: int32 [3], on the CPU: upper bounds
+    on a sequence's new tokens and on its tokens in all, and a lower bound on the tokens in all of
+    the longest.
     """
+
+    position_ids: Tensor
+    cumulative_sequence_length: Tensor
+    past_seqlens: Tensor
+    block_table: Tensor
+    slot_mapping: Tensor
+    attention_metadata: Tensor
+
+    def key_positions(self, cache: LayerCache) -> Tensor:
+        """Raise ValueError: these positions are for biases, which the operator cannot add."""
+        raise ValueError(f"scores over {list(cache.key.shape)} blocks of keys cannot be biased")
+
+    def attend(
+        self, attention: Attention, qkv: Tensor, positions: Positions, cache: LayerCache
+    ) -> tuple[Tensor, LayerCache]:
+        """Emit PagedAttention, which appends new tokens to their blocks and attends over these.
+
+        qkv: [tokens, (n_head + 2 n_kv_head) · head_dim]. In blocks of 8 bits a step is worth 1: the
+        exporter has put scales into the weights around.
+        """
+        assert torch.onnx.is_in_onnx_export(), "attention over blocks is for export only"
+        config, table = attention.config, positions.rotary
+        more: dict[str, Any] = {"scale": config.query_scale, "do_rotary": int(table is not None)}
+        more["rotary_interleaved"] = 0
+        scales: list[Tensor | None] = [None, None]
+        if cache.key.element_size() == 1:
+            scales = [torch.ones(1), torch.ones(1)]
+            more |= {"k_quant_type": "PER_TENSOR", "v_quant_type": "PER_TENSOR"}
+        norms: list[Tensor | None] = [None, None]
+        if attention.norms_in_operator:
+            norms = [attention.query_norm.weight[0], attention.key_norm.weight[0]]
+            more["qk_norm_epsilon"] = config.norm_eps
+        inputs = [
+            self.cumulative_sequence_length,
+            self.past_seqlens,
+            self.block_table,
+            *(table or (None, None)),
+            self.slot_mapping,
+            None,  # head_sink
+            *norms,
+            *scales,
+            self.attention_metadata,
+        ]
+        return attention.emit("PagedAttention", qkv, cache, inputs, **more)
+
+
+RunInputs = StepInputs | PagedInputs
+
+
+def split_heads(qkv: Tensor, config: DecoderConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Split [batch, sequence, width] into query, key, value: [batch, heads, sequence, head_dim]."""
     heads = qkv.view(*qkv.shape[:-1], -1, config.head_dim).transpose(1, 2)
     query, key, value = heads.split([config.n_head, config.n_kv_head, config.n_kv_head], dim=1)
     return query, key, value
@@ -219,10 +246,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def visible_keys(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
-    """Return the mask of keys [n_keys] that queries [batch, sequence] see.
-
-    It is bool [batch, sequence, n_keys]; True is visible.
-    """
+    """Return bool [batch, sequence, n_keys]: the keys [n_keys] that queries see."""
     distances = query_positions[..., None] - key_positions
     visible = distances >= 0
     return visible if window is None else visible & (distances < window)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +36,9 @@ class Block(nn.Module):
         self.attention = Attention(config, layer)
         self.feed_forward_norm = make_norm(config)
         self.feed_forward = FeedForward(config)
-        if self.placement == "both":
-            self.attention_output_norm = make_norm(config)
-            self.feed_forward_output_norm = make_norm(config)
+        both = self.placement == "both"
+        self.attention_output_norm = make_norm(config) if both else nn.Identity()
+        self.feed_forward_output_norm = make_norm(config) if both else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
@@ -58,31 +60,17 @@ class Block(nn.Module):
         """Add what was attended to x, and then the feed-forward."""
         if self.placement == "post":
             between = self.attention_norm(x + self.dropout(attended))
-            normed: Tensor = self.feed_forward_norm(
-                between + self.dropout(self.feed_forward(between))
-            )
+            lowered = self.feed_forward(between)
+            normed: Tensor = self.feed_forward_norm(between + self.dropout(lowered))
             return normed
-        if self.placement == "both":
-            attended = self.attention_output_norm(attended)
-        between = x + self.dropout(attended)
+        between = x + self.dropout(self.attention_output_norm(attended))
         lowered = self.feed_forward(self.feed_forward_norm(x if self.parallel else between))
-        if self.placement == "both":
-            lowered = self.feed_forward_output_norm(lowered)
-        after: Tensor = between + self.dropout(lowered)
+        after: Tensor = between + self.dropout(self.feed_forward_output_norm(lowered))
         return after
 
 
 class Decoder(nn.Module):
-    """Token ids to next-token logits.
-
-    Weights start as in GPT-2: normal(0, 0.02), and projections onto the residual narrower.
-    """
-
-    rotary_cos: Tensor
-    rotary_sin: Tensor
-    sinusoids: Tensor
-    alibi: Tensor
-    buckets: Tensor
+    """Token ids to next-token logits. Weights start as in GPT-2, with narrower projections."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -103,21 +91,18 @@ class Decoder(nn.Module):
             nn.init.normal_(block.feed_forward.down.weight, std=std)
 
     def _add_positions(self) -> None:
-        config, tables = self.config, dict[str, Tensor]()
+        config, buffer = self.config, partial(nn.Buffer, persistent=False)
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.max_model_len, config.d_model)
         elif config.position == "sinusoidal":
-            tables["sinusoids"] = sinusoidal_table(config)
+            self.sinusoids = buffer(sinusoidal_table(config))
         elif config.position == "alibi":
-            tables["alibi"] = alibi_table(config)
+            self.alibi = buffer(alibi_table(config))
         elif config.position == "relative":
             self.relative_bias = nn.Embedding(config.relative_buckets, config.n_head)
-            tables["buckets"] = relative_buckets(config)
+            self.buckets = buffer(relative_buckets(config))
         elif config.position == "rotary":
-            rotary = rotary_table(config)
-            tables |= {"rotary_cos": rotary.cos, "rotary_sin": rotary.sin}
-        for name, table in tables.items():
-            self.register_buffer(name, table, persistent=False)
+            self.rotary_cos, self.rotary_sin = map(buffer, rotary_table(config))
 
     @staticmethod
     def _initialise(module: nn.Module) -> None:
@@ -132,14 +117,10 @@ class Decoder(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Return logits [batch, sequence, vocab] of whole sequences [batch, sequence].
-
-        Training runs this, and it is the oracle of serving.
-        """
+        """Return logits [batch, sequence, vocab] of whole sequences; also serving's oracle."""
         place = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self._embed(input_ids, place[None])
-        bias = self._bias(place[None], place) if self._biased else None
-        positions = Positions(self._rotary, bias)
+        positions = self._positions(place[None], lambda: place)
         for block in self.blocks:
             x = block(x, positions)
         return self._logits(x)
@@ -154,10 +135,7 @@ class Decoder(nn.Module):
         new keys and values.
         """
         x = self._embed(input_ids, inputs.position_ids)
-        bias = None
-        if self._biased:
-            bias = self._bias(inputs.position_ids, inputs.key_positions(caches[0]))
-        positions = Positions(self._rotary, bias)
+        positions = self._positions(inputs.position_ids, lambda: inputs.key_positions(caches[0]))
         presents = []
         for block, cache in zip(self.blocks, caches, strict=True):
             assert isinstance(block, Block)
@@ -165,26 +143,21 @@ class Decoder(nn.Module):
             presents.append(present)
         return self._logits(x.flatten(0, -2).index_select(0, logits_indices)), presents
 
-    @property
-    def _rotary(self) -> RotaryTable | None:
-        if self.config.position != "rotary":
-            return None
-        return RotaryTable(self.rotary_cos, self.rotary_sin)
+    def _positions(self, of_queries: Tensor, of_keys: Callable[[], Tensor]) -> Positions:
+        """Return what attention has to know of positions.
 
-    @property
-    def _biased(self) -> bool:
-        return self.config.position in ("alibi", "relative")
-
-    def _bias(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """Return the bias on scores, [batch, n_head, sequence, n_keys].
-
-        query_positions: [batch, sequence]. key_positions: [n_keys].
+        of_queries: [batch, sequence]. of_keys: returns [n_keys]; it is called for biases only.
         """
-        apart = distances(query_positions, key_positions)
-        if self.config.position == "alibi":
-            return self.alibi[:, apart].transpose(0, 1)
-        learned: Tensor = self.relative_bias(self.buckets[apart])
-        return learned.permute(0, 3, 1, 2)  # of [batch, sequence, n_keys, n_head]
+        position = self.config.position
+        if position == "rotary":
+            return Positions(RotaryTable(self.rotary_cos, self.rotary_sin))
+        if position == "alibi":
+            by_head = self.alibi[:, distances(of_queries, of_keys())]
+            return Positions(bias=by_head.transpose(0, 1))
+        if position == "relative":  # embedded as [batch, sequence, n_keys, n_head]
+            learned = self.relative_bias(self.buckets[distances(of_queries, of_keys())])
+            return Positions(bias=learned.permute(0, 3, 1, 2))
+        return Positions()
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         x: Tensor = self.embedding(input_ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,21 +11,15 @@ from torch import Tensor
 from model.config import DecoderConfig, RopeScaling
 
 
-@dataclass(frozen=True, slots=True)
-class RotaryTable:
+class RotaryTable(NamedTuple):
     """cos and sin of position · frequency, each [n_positions, head_dim / 2]."""
 
     cos: Tensor
     sin: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Positions:
-    """The positional information that attention uses.
-
-    rotary: angles, for layers that turn queries and keys. bias: [batch or 1, n_head, sequence,
-    n_keys], added to scores.
-    """
+class Positions(NamedTuple):
+    """Angles to turn queries and keys by, and a bias [batch or 1, n_head, sequence, n_keys]."""
 
     rotary: RotaryTable | None = None
     bias: Tensor | None = None
@@ -76,10 +70,7 @@ def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling, theta: float) 
 
 
 def rotate(x: Tensor, table: RotaryTable, position_ids: Tensor) -> Tensor:
-    """Turn pairs (i, i + d/2) of x [batch, heads, sequence, head_dim] by their positions.
-
-    position_ids: [batch, sequence].
-    """
+    """Turn pairs (i, i + d/2) of x [batch, heads, sequence, head_dim] by [batch, sequence]."""
     cos = table.cos[position_ids][:, None]  # [batch, 1, sequence, head_dim / 2]
     sin = table.sin[position_ids][:, None]
     left, right = x.chunk(2, dim=-1)
@@ -127,8 +118,5 @@ def relative_buckets(config: DecoderConfig) -> Tensor:
 
 
 def distances(query_positions: Tensor, key_positions: Tensor) -> Tensor:
-    """Return how far before a query [batch, sequence] a key [n_keys] is.
-
-    The result is int64 [batch, sequence, n_keys]; a key after the query, which is masked, has 0.
-    """
+    """Return int64 [batch, sequence, n_keys]: how far keys are before queries, later ones 0."""
     return (query_positions[..., None] - key_positions).clamp(min=0)
