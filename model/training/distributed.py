@@ -51,12 +51,12 @@ class ShardError(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """The processes that train together, seen from one of them. control: None for one process."""
+    """The processes that train together, seen from one of them."""
 
     rank: int
     size: int
     device: torch.device
-    control: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None  # None: there is one process
 
     @property
     def is_first(self) -> bool:
@@ -123,10 +123,9 @@ class Processes:
             for module in (*decoder.blocks, decoder):
                 fully_shard(module, mesh=mesh)
             return decoder
+        decoder.to(self.device)
         devices = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(
-            decoder.to(self.device), device_ids=devices, forward_sync_buffers=False
-        )
+        return DistributedDataParallel(decoder, device_ids=devices, forward_sync_buffers=False)
 
     def save_shards(self, folder: Path, state: dict[str, Tensor]) -> None:
         """Write this process's slices of the tensors as a safetensors file; nothing is pickled.
@@ -159,11 +158,10 @@ class Processes:
                     warnings.filterwarnings("ignore", "torch.distributed is disabled")
                     group = self.control
                     load(state, storage_reader=reader, process_group=group, no_dist=group is None)
-        except SafetensorError as error:
-            raise ShardError(f"{folder} cannot be loaded: {error}") from None
-        except CheckpointException as error:
-            first, *_ = error.failures.values()
-            raise ShardError(f"{folder} cannot be loaded: {first[0]}") from None
+        except (SafetensorError, CheckpointException) as error:
+            failures = getattr(error, "failures", {0: (error,)})  # by process
+            reason = next(iter(failures.values()))[0]
+            raise ShardError(f"{folder} cannot be loaded: {reason}") from None
         return state
 
 

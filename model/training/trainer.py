@@ -44,10 +44,9 @@ _SAMPLE_PROMPT_TOKENS = 16
 class TrainSettings:
     """The settings of a training run.
 
-    A step sees batch_size · accumulate · context tokens, however many processes share them. The
-    learning rate rises linearly over `warmup` steps and falls along a cosine to a tenth of itself
-    (Loshchilov & Hutter 2017). weight_decay acts on matrices only (AdamW, Loshchilov & Hutter
-    2019). clip: largest gradient norm. mixed_precision: products in the type of `compute_type`.
+    The learning rate rises linearly over `warmup` steps and falls along a cosine to a tenth of
+    itself (Loshchilov & Hutter 2017). weight_decay acts on matrices only (AdamW, Loshchilov &
+    Hutter 2019). clip: largest gradient norm.
     """
 
     steps: int
@@ -84,21 +83,17 @@ class DivergedError(Exception):
 
 @dataclass
 class Trainer:
-    """A decoder, its optimizer and the step they have reached, in each process that trains it.
-
-    extra_files go into every checkpoint unchanged. With `shard`, processes hold slices of the
-    decoder's and the optimizer's tensors. seconds: of training, since the run began.
-    """
+    """A decoder, its optimizer and the step they have reached, in each process that trains it."""
 
     decoder: Decoder
     tokenizer: Tokenizer
     data: TokenData
     settings: TrainSettings
-    extra_files: Mapping[str, bytes] = field(default_factory=dict)
+    extra_files: Mapping[str, bytes] = field(default_factory=dict)  # go into every checkpoint
     processes: Processes = field(default_factory=one_process)
-    shard: bool = False
+    shard: bool = False  # processes hold slices of the decoder's and the optimizer's tensors
     step: int = field(default=0, init=False)
-    seconds: float = field(default=0.0, init=False)
+    seconds: float = field(default=0.0, init=False)  # of training, since the run began
     held_out_loss: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -225,11 +220,8 @@ class Trainer:
     def save(self, folder: Path) -> None:
         """Write a checkpoint that any number of processes can continue, sharded or not."""
         is_first = self.processes.is_first
-        weights: dict[str, Tensor] = {}
-        for name, tensor in self.decoder.state_dict().items():
-            gathered = gather(tensor)
-            if is_first:
-                weights[name] = gathered.cpu()
+        tensors = ((name, gather(one)) for name, one in self.decoder.state_dict().items())
+        weights = {name: tensor.cpu() for name, tensor in tensors if is_first}
         state = checkpoint.optimizer_state(self.decoder, self.optimizer)
         shards = folder / f"step-{self.step:08d}.{checkpoint.STATE_FOLDER}.part"
         if self.shard:
