@@ -64,34 +64,29 @@ def refuse(key: str, value: object, wanted: str) -> UnsupportedError:
 
 
 class Options(dict[str, Any]):
-    """The keys of config.json that a family reads, under their usual names, which are Llama's.
-
-    names: the family's own names of keys, where they differ; error messages use those.
-    """
+    """The keys of config.json that a family reads, under their usual names, which are Llama's."""
 
     def __init__(self, values: Mapping[str, Any], names: Mapping[str, str]) -> None:
         super().__init__(values)
-        self.names = names
+        self.names = names  # the family's own names, which error messages use
 
     def whole(self, key: str, least: int = 1) -> int:
         """Return a whole number. Raises UnsupportedError for another value."""
-        value = self[key]
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST:
-            raise UnsupportedError(
-                f"config.json's {self.names.get(key, key)} must be a whole number from {least} to "
-                f"{_LARGEST}, not {value!r}"
-            )
-        return value
+        value: Any = self[key]
+        if type(value) is int and least <= value <= _LARGEST:
+            return value
+        raise self._wrong(key, f"a whole number from {least} to {_LARGEST}", value)
 
     def number(self, key: str, default: float | None = None) -> Any:
         """Return a positive number; null is the default. Raises UnsupportedError for another."""
         value: Any = default if self.get(key) is None else self[key]
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and 0 < value <= sys.float_info.max:
+        if type(value) in (int, float) and 0 < value <= sys.float_info.max:
             return value
-        raise UnsupportedError(
-            f"config.json's {self.names.get(key, key)} must be a positive number, not {value!r}"
-        )
+        raise self._wrong(key, "a positive number", value)
+
+    def _wrong(self, key: str, wanted: str, value: object) -> UnsupportedError:
+        name = self.names.get(key, key)
+        return UnsupportedError(f"config.json's {name} must be {wanted}, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +101,7 @@ class Family:
     modules: Mapping[str, Source]  # by module of ours: its weight and bias; `*` stands for a layer
     shape: tuple[int | None, ...]  # defaults of vocab_size to max_position_embeddings in _SHAPE
     tokens: tuple[int | None, int | None]  # defaults of bos_token_id and eos_token_id
-    defaults: Mapping[str, Any]  # every other key that is read
+    defaults: dict[str, Any]  # every other key that is read
     names: Mapping[str, str] = field(default_factory=dict)  # the family's own names of keys
     # By field of DecoderConfig: its value, or a function of the options.
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -120,16 +115,14 @@ class Family:
 
     def options(self, values: Mapping[str, Any]) -> Options:
         """Return the keys that the family reads from a config.json."""
-        shape = zip(_SHAPE, self.shape + self.tokens, strict=True)
-        defaults = {**dict(shape), **self.defaults}
+        defaults = dict(zip(_SHAPE, self.shape + self.tokens, strict=True)) | self.defaults
         read = {key: values.get(self.names.get(key, key), value) for key, value in defaults.items()}
         return Options(read, self.names)
 
     def config(self, values: Mapping[str, Any], **tokens: Any) -> DecoderConfig:
-        """Return the DecoderConfig for a config.json.
+        """Return the DecoderConfig for a config.json, with bos_token_id and eos_token_ids.
 
-        tokens: bos_token_id and eos_token_ids. Raises UnsupportedError for what the decoder does
-        not compute, and ConfigError for a decoder that cannot be built.
+        Raises UnsupportedError for what the decoder does not compute, and ConfigError.
         """
         options = self.options(values)
         read = {self.names.get(key, key) for key in options}
@@ -146,9 +139,7 @@ class Family:
         if self.windowed is not None:
             fields |= _windows(options, self.windowed)
         grouped = options["num_key_value_heads"] is not None
-        fields["n_kv_head"] = options.whole(
-            "num_key_value_heads" if grouped else "num_attention_heads"
-        )
+        fields["n_kv_head"] = options.whole(f"num_{'key_value' if grouped else 'attention'}_heads")
         fields["head_dim"] = _head_dim(options)
         if "feed_forward" not in self.fields:
             known, name = _GATED if self.gated else _PLAIN, options["hidden_act"]
@@ -254,6 +245,5 @@ def layers_without_rotary(options: Options) -> tuple[int, ...]:
         interval = options.whole("no_rope_layer_interval")
         rotated = [(layer + 1) % interval != 0 for layer in layers]
     if not isinstance(rotated, list) or len(rotated) < len(layers):
-        wanted = f"a list of 1 and 0 for each of {len(layers)} layers"
-        raise refuse("no_rope_layers", rotated, wanted)
+        raise refuse("no_rope_layers", rotated, f"1 or 0 for each of {len(layers)} layers")
     return tuple(layer for layer in layers if not rotated[layer])

@@ -151,15 +151,12 @@ def _check_tokenizer(source: Path, config: DecoderConfig) -> None:
         raise UnsupportedError(f"it has no {TOKENIZER_FILE}; {_REWRITE_TOKENIZER}")
     tokenizer = load_tokenizer(source / TOKENIZER_FILE)
     if (known := vocabulary_size(tokenizer)) > config.vocab_size:
-        raise UnsupportedError(
-            f"{TOKENIZER_FILE} has token ids up to {known - 1}, "
-            f"but the decoder has {config.vocab_size} tokens"
-        )
-    wanted = _read_object(source / _TOKENIZER_CONFIG_FILE).get("added_tokens_decoder", {})
+        size = f"the decoder has {config.vocab_size} tokens"
+        raise UnsupportedError(f"{TOKENIZER_FILE} has token ids up to {known - 1}, but {size}")
+    key = "added_tokens_decoder"
+    wanted = _read_object(source / _TOKENIZER_CONFIG_FILE).get(key, {})
     if not isinstance(wanted, dict):
-        raise UnsupportedError(
-            f"{_TOKENIZER_CONFIG_FILE}'s added_tokens_decoder is {wanted!r}, not an object"
-        )
+        raise UnsupportedError(f"{_TOKENIZER_CONFIG_FILE}'s {key} is {wanted!r}, not an object")
     added = {str(i): token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
     for token_id, token in wanted.items():  # transformers adds those that are missing
         content = token.get("content") if isinstance(token, dict) else token
@@ -259,16 +256,14 @@ def _plan(
     if config.tied_embeddings and head in held:  # tied ones are stored under either name or both
         other = held.pop(head)
         one = held.setdefault(embedding, other)
-        same = one is other or (one.shape == other.shape and torch.equal(one.read(), other.read()))
-        if not same:
+        if one is not other and not torch.equal(one.read(), other.read()):
             held[head] = other
             config = replace(config, tied_embeddings=False)
     shapes = parameter_shapes(config)
     weights = [_take(name, shape, family, config, held) for name, shape in shapes.items()]
     for tensor in held.values():
-        raise UnsupportedError(
-            f"{tensor.file.name} holds the unknown tensor {tensor.name!r} for its {CONFIG_FILE}"
-        )
+        unknown = f"the unknown tensor {tensor.name!r}"
+        raise UnsupportedError(f"{tensor.file.name} holds {unknown} for its {CONFIG_FILE}")
     return config, weights
 
 
@@ -283,9 +278,8 @@ def _take(
     for theirs, expected in zip(source.modules, source.shapes(shape, config), strict=True):
         wanted = f"{theirs.replace('*', layer)}.{kind}"
         if wanted not in held:
-            raise UnsupportedError(
-                f"it lacks the tensor {wanted!r} of {list(expected)} for its {CONFIG_FILE}"
-            )
+            missing = f"the tensor {wanted!r} of {list(expected)}"
+            raise UnsupportedError(f"it lacks {missing} for its {CONFIG_FILE}")
         tensor = held.pop(wanted)
         if tensor.shape != expected:
             raise UnsupportedError(

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import safe_open
@@ -39,8 +40,7 @@ class StoredTensor:
         """Return the tensor's values."""
         # An open file's tensors count as memory of this process, so it is opened for each tensor.
         with safe_open(self.file, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(self.name)
-        return tensor
+            return cast("Tensor", file.get_tensor(self.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,8 @@ def _files(folder: Path) -> list[Path]:
         raise UnsupportedError(message) from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
-            raise UnsupportedError(
-                f"{INDEX_FILE} names {name!r}, which is not in the folder; copy it again"
-            )
+            message = f"{INDEX_FILE} names {name!r}, which is not in the folder; copy it again"
+            raise UnsupportedError(message)
     return [folder / name for name in names]
 
 

@@ -29,17 +29,17 @@ class CorpusError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Documents in the order of training. n_skipped: files left out because they are not text."""
+    """Documents in the order of training."""
 
     texts: list[str]
-    n_skipped: int
+    n_skipped: int  # files left out because they are not text
 
     @property
     def summary(self) -> str:
         """The size of the corpus in words."""
-        skipped = f" ({self.n_skipped} files are not text and were left out)"
         megabytes = sum(len(text.encode()) for text in self.texts) / 1e6
         text = f"{len(self.texts):,} documents, {megabytes:.1f} MB of text"
+        skipped = f" ({self.n_skipped} files are not text and were left out)"
         return text + skipped if self.n_skipped else text
 
 
@@ -50,8 +50,7 @@ def read_corpus(
 
     include and exclude are shell patterns on paths relative to a folder; a file among `paths` is
     always read, and no file twice. A binary file inside a folder is left out and counted. Raises
-    CorpusError for a binary file among `paths`, for a path that is missing or unreadable, and for a
-    corpus without text.
+    CorpusError for a binary, missing or unreadable path, and for a corpus without text.
     """
     texts: list[str] = []
     seen: set[Path] = set()  # a document read twice would be trained on and held out
@@ -206,11 +205,9 @@ def write_tokens(
     tokens = np.concatenate(rows)
     n_train = len(tokens) - max(int(len(tokens) * held_out), context + 1)
     if n_train <= context:
-        longest = len(tokens) // 2 - 1
+        longest, few = len(tokens) // 2 - 1, f"too few for a context of {context}"
         mend = f"add text, or use a context of at most {longest}" if longest >= 1 else "add text"
-        raise CorpusError(
-            f"the corpus has {len(tokens)} tokens, too few for a context of {context}; {mend}"
-        )
+        raise CorpusError(f"the corpus has {len(tokens)} tokens, {few}; {mend}")
     return write_shards(folder, tokens, n_train, vocabulary_size(tokenizer))
 
 
@@ -224,8 +221,7 @@ def write_shards(
     """Write an empty or new folder: shard-00000.bin …, held_out.bin and data.json.
 
     ids: token ids [n] of text, of which those from `n_train` on are held out; or rows [n, row] of
-    chats, with `learned` of the same shape, which goes into shard-00000.mask …, held_out.mask. They
-    are written in the narrowest type that holds `vocab_size` ids.
+    chats, with `learned` of the same shape, which goes into shard-00000.mask …, held_out.mask.
     """
     dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
     description: dict[str, Any] = {"dtype": dtype.name}
@@ -246,7 +242,7 @@ def write_shards(
 
 
 def open_tokens(folder: Path) -> TokenData:
-    """Map what `write_shards` wrote. Raises CorpusError when it is not there."""
+    """Map what `write_shards` wrote. Raises CorpusError when it is missing."""
     path = folder / "data.json"
     if not path.is_file():
         message = f"{folder} holds no token shards; start the training again without --resume"
