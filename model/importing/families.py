@@ -86,10 +86,8 @@ FAMILIES: dict[str, Family] = {
             "attention_scale": lambda options: None if options["scale_attn_weights"] else 1.0},
         gated=False, prefixes=("transformer.",),
         modules={
-            "embedding": as_is("wte"),
-            "position_embedding": as_is("wpe"),
-            "norm": as_is("ln_f"),
-            "head": as_is("lm_head"),
+            "embedding": as_is("wte"), "position_embedding": as_is("wpe"),
+            "norm": as_is("ln_f"), "head": as_is("lm_head"),
             "blocks.*.attention_norm": as_is("h.*.ln_1"),
             "blocks.*.attention.qkv": transposed("h.*.attn.c_attn"),
             "blocks.*.attention.output": transposed("h.*.attn.c_proj"),
@@ -109,8 +107,7 @@ FAMILIES: dict[str, Family] = {
         fields={"norm": "layernorm", "feed_forward_bias": True},
         gated=False, prefixes=("gpt_neox.",), former_names={"embed_out": "lm_head"},
         modules={
-            "embedding": as_is("embed_in"),
-            "norm": as_is("final_layer_norm"),
+            "embedding": as_is("embed_in"), "norm": as_is("final_layer_norm"),
             "head": as_is("lm_head"),
             "blocks.*.attention_norm": as_is("layers.*.input_layernorm"),
             "blocks.*.attention.qkv": interleaved_by_head("layers.*.attention.query_key_value"),
@@ -135,8 +132,7 @@ FAMILIES: dict[str, Family] = {
         modules={
             "embedding": as_is("embed_tokens"),
             "position_embedding": without_rows("embed_positions", 2),
-            "norm": as_is("final_layer_norm"),
-            "head": as_is("lm_head"),
+            "norm": as_is("final_layer_norm"), "head": as_is("lm_head"),
             "blocks.*.attention_norm": as_is("layers.*.self_attn_layer_norm"),
             "blocks.*.attention.qkv": _QKV,
             "blocks.*.attention.output": as_is("layers.*.self_attn.out_proj"),

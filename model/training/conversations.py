@@ -119,9 +119,8 @@ def _parse(line: str, template: ChatTemplate) -> tuple[list[_Object], list[_Obje
             names = REASONING if name in REASONING else (name,)
             known = any(one in template.source for one in names)
             if message[name] not in (None, "", []) and not known:
-                raise ValueError(
-                    f"message {i} has {name!r}, which the chat template does not read; leave it out"
-                )
+                unread = f"{name!r}, which the chat template does not read"
+                raise ValueError(f"message {i} has {unread}; leave it out")
     return messages, chat.get("tools")
 
 
@@ -210,8 +209,7 @@ def _check_boundary(
 ) -> None:
     """Raise CorpusError when a token holds both the end of the prompt and the answer's beginning.
 
-    Serving ends the prompt between them, in other tokens, so the answer would never be asked for
-    as it was learned.
+    Serving ends the prompt between them, so it would never ask for the answer as it was learned.
     """
     start, end = span
     if encoding.ids[: len(prompt.ids)] == prompt.ids or not text[start:end][:1].strip():

@@ -34,8 +34,6 @@ from torch.nn.parallel import DistributedDataParallel
 from model.checkpoint import CheckpointError
 from model.network.decoder import Decoder
 
-_LONGEST_WAIT = timedelta(days=1)
-
 
 class DistributedError(ValueError):
     """A training that these processes cannot do together; the message has the mend."""
@@ -88,10 +86,6 @@ class Processes:
         dist.all_reduce(tensor, operation, self.control)
         return tensor.item()
 
-    def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any process."""
-        return self.reduce(flag, dist.ReduceOp.MAX) > 0
-
     @contextmanager
     def together(self) -> Iterator[None]:
         """Make all processes leave this block together, or none.
@@ -99,12 +93,12 @@ class Processes:
         The first process that failed raises its error, the others PeerError. Nothing in the block
         may wait for another process.
         """
-        failed = True
+        failed_rank = self.rank
         try:
             yield
-            failed = False
+            failed_rank = self.size  # none
         finally:
-            first = self.reduce(self.rank if failed else self.size, dist.ReduceOp.MIN)
+            first = self.reduce(failed_rank, dist.ReduceOp.MIN)
             if first not in {self.rank, self.size}:
                 raise PeerError
 
@@ -128,9 +122,9 @@ class Processes:
         return DistributedDataParallel(decoder, device_ids=devices, forward_sync_buffers=False)
 
     def save_shards(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Write this process's slices of the tensors as a safetensors file; nothing is pickled.
+        """Write this process's slices of the tensors as a safetensors file. Raises ShardError.
 
-        The file's header says where in the whole the slices belong. Raises ShardError.
+        The file's header says where in the whole the slices belong.
         """
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
         try:
@@ -140,9 +134,9 @@ class Processes:
             raise ShardError(f"{folder} cannot be written: {first[0]}") from None
 
     def load_shards(self, folder: Path, decoder: Decoder) -> dict[str, Tensor]:
-        """Return tensors "parameter/key" that any number of processes wrote.
+        """Return tensors "parameter/key" that any number of processes wrote. Raises ShardError.
 
-        Each is spread as its parameter is here. Raises ShardError.
+        Each is spread as its parameter is here.
         """
         reader = HuggingFaceStorageReader(str(folder))
         parameters = dict(decoder.named_parameters())
@@ -183,7 +177,7 @@ def join() -> Iterator[Processes]:
         torch.cuda.set_device(alone.device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     try:
-        control = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+        control = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         yield Processes(dist.get_rank(), dist.get_world_size(), alone.device, control)
     finally:
         dist.destroy_process_group()

@@ -80,9 +80,8 @@ def prepare_run(
     """
     held = list(folder.iterdir()) if folder.exists() else []
     if not all(_LEFTOVER.fullmatch(path.name) for path in held):
-        raise FileExistsError(
-            f"{folder} is not empty; continue it with --resume or choose another --out"
-        )
+        mend = "continue it with --resume or choose another --out"
+        raise FileExistsError(f"{folder} is not empty; {mend}")
     if init is not None and settings.context > config.max_model_len:
         raise ConfigError(
             f"{init.path} has positions for {config.max_model_len} tokens, fewer than a context of "
@@ -156,9 +155,8 @@ def _read_documents(
 ) -> data.Corpus | list[Conversation]:
     chats = [path for path in corpus.paths if path.suffix == ".jsonl" and not path.is_dir()]
     if chats and len(chats) < len(corpus.paths):
-        raise data.CorpusError(
-            f"{chats[0]} is for chats, which cannot be mixed with text; train on one at a time"
-        )
+        message = "is for chats, which cannot be mixed with text; train on one at a time"
+        raise data.CorpusError(f"{chats[0]} {message}")
     if not chats:
         return data.read_corpus(corpus.paths, corpus.include, corpus.exclude, seed)
     template = ChatTemplate.parse(files)
@@ -179,9 +177,8 @@ def open_run(folder: Path, processes: Processes, *, shard: bool = False) -> Trai
     with processes.together():
         checkpoint = load_checkpoint(folder)
         if not checkpoint.progress:
-            raise CheckpointError(
-                f"{checkpoint.path} was not written by a training run, so it cannot be resumed"
-            )
+            reason = "was not written by a training run, so it cannot be resumed"
+            raise CheckpointError(f"{checkpoint.path} {reason}")
         tokens = data.open_tokens(folder / data.DATA_FOLDER)
         try:
             settings = TrainSettings(**checkpoint.progress["settings"])
