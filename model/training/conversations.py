@@ -101,10 +101,8 @@ def _parse(line: str, template: ChatTemplate) -> tuple[list[_Object], list[_Obje
         raise ValueError(f"not JSON: {error}") from None
     messages = chat.get("messages") if isinstance(chat, dict) else None
     if not isinstance(messages, list) or not messages:
-        raise ValueError(
-            'not a chat, {"messages": [{"role": …, "content": …}, …]}; '
-            "plain text needs another file name"
-        )
+        chat = '{"messages": [{"role": …, "content": …}, …]}'
+        raise ValueError(f"not a chat, {chat}; plain text needs another file name")
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f'message {i} must be {{"role": …, "content": …}}, not {message!r}')
@@ -131,8 +129,7 @@ def _render(
 
     Where the whole text does not begin with each of these texts (Qwen3's template removes thoughts
     from earlier turns), each answer is learned in the text up to it, as serving prompts for it.
-    Raises ChatTemplateError when even that text does not begin with the prompt, or when an answer
-    has no prompt.
+    Raises ChatTemplateError when even that text does not begin with a prompt.
     """
     weights = [message.pop(_WEIGHT, None) for message in messages]
     whole = template.render(messages, tools=tools)

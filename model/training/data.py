@@ -131,7 +131,6 @@ class TokenData:
     [rows, ⌈row / 8⌉] for each shard and, last, for what is held out.
     """
 
-    folder: Path
     shards: list[NDArray[np.unsignedinteger]]
     held_out: NDArray[np.unsignedinteger]
     row: int | None = None
@@ -256,7 +255,7 @@ def open_tokens(folder: Path) -> TokenData:
         files = [*sorted(folder.glob("shard-*.mask")), folder / "held_out.mask"]
         flat = [np.memmap(file, np.uint8, mode="r") for file in files]
         masks = [mask.reshape(-1, (row + 7) // 8) for mask in flat]
-    return TokenData(folder, [*shards], held_out, row, masks)
+    return TokenData([*shards], held_out, row, masks)
 
 
 def encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Encoding]:

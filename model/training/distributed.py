@@ -19,11 +19,8 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.checkpoint import hf_storage
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,18 +61,17 @@ class Processes:
     def check_shard(self, shard: bool) -> None:
         """Raise DistributedError when sharding is wanted and there is only one process."""
         if shard and self.control is None:
+            command = "torchrun --nproc-per-node N -m commands.train …"
             raise DistributedError(
-                "--shard spreads a decoder over processes; start with: "
-                "torchrun --nproc-per-node N -m commands.train …"
+                f"--shard spreads a decoder over processes; start with: {command}"
             )
 
     def rows_per_process(self, batch_size: int) -> int:
         """Return this process's number of rows. Raises DistributedError for an uneven split."""
         if batch_size % self.size:
-            raise DistributedError(
-                f"a batch of {batch_size} cannot be split evenly over {self.size} processes; "
-                f"use a --batch-size that {self.size} divides, or another --nproc-per-node"
-            )
+            mend = f"use a --batch-size that {self.size} divides, or another --nproc-per-node"
+            uneven = f"a batch of {batch_size} cannot be split evenly over {self.size} processes"
+            raise DistributedError(f"{uneven}; {mend}")
         return batch_size // self.size
 
     def reduce(self, value: float, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> float:
@@ -126,7 +122,7 @@ class Processes:
 
         The file's header says where in the whole the slices belong.
         """
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        writer = hf_storage.HuggingFaceStorageWriter(str(folder), save_distributed=True)
         try:
             save(state, storage_writer=writer, process_group=self.control)
         except CheckpointException as error:
@@ -134,11 +130,8 @@ class Processes:
             raise ShardError(f"{folder} cannot be written: {first[0]}") from None
 
     def load_shards(self, folder: Path, decoder: Decoder) -> dict[str, Tensor]:
-        """Return tensors "parameter/key" that any number of processes wrote. Raises ShardError.
-
-        Each is spread as its parameter is here.
-        """
-        reader = HuggingFaceStorageReader(str(folder))
+        """Return the written tensors, each spread as its parameter is here. Raises ShardError."""
+        reader = hf_storage.HuggingFaceStorageReader(str(folder))
         parameters = dict(decoder.named_parameters())
         state: dict[str, Tensor] = {}
         try:
@@ -189,8 +182,6 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def without_reducing(module: nn.Module) -> AbstractContextManager[None]:
-    """Return a block in which DistributedDataParallel does not reduce gradients yet.
-
-    Shards reduce at once, because whole gradients would not fit.
-    """
+    """Return a block in which DistributedDataParallel does not reduce gradients yet."""
+    # Shards reduce at once, because whole gradients would not fit.
     return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()

@@ -33,10 +33,9 @@ class StepMetrics:
 def open_metrics(
     folder: Path | None, step: int, *, tensorboard: bool = False
 ) -> Iterator[Callable[[StepMetrics], None]]:
-    """Open a run's metrics and yield the function that writes a row, unbuffered.
+    """Open a run's metrics and yield the function that writes a row, if there is a folder.
 
-    Rows up to `step` are kept; later ones, of a run that was killed, are removed. Without a folder
-    nothing is written.
+    Rows up to `step` are kept; later ones, of a run that was killed, are removed.
     """
     if folder is None:
         yield lambda _: None

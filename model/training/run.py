@@ -144,8 +144,9 @@ def _extra_files(corpus: CorpusSettings, init: Checkpoint | None) -> dict[str, b
         if init is not None:
             bos, *ends = init.decoder.config.bos_token_id, *init.decoder.config.eos_token_ids
             ids = {"bos_token": bos, "eos_token": next(iter(ends), None)}
-            known = {name: i for name, i in ids.items() if i is not None}
-            names = {name: init.tokenizer.id_to_token(i) for name, i in known.items()}
+            names = {
+                name: init.tokenizer.id_to_token(i) for name, i in ids.items() if i is not None
+            }
         files.setdefault(SPECIAL_TOKENS_FILE, json.dumps(names).encode())
     return files
 
@@ -184,9 +185,8 @@ def open_run(folder: Path, processes: Processes, *, shard: bool = False) -> Trai
             settings = TrainSettings(**checkpoint.progress["settings"])
             itemgetter("step", "seconds", "held_out_loss")(checkpoint.progress)
         except (KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{checkpoint.path}'s training.json is incomplete ({error}); it cannot be resumed"
-            ) from None
+            reason = f"training.json is incomplete ({error}); it cannot be resumed"
+            raise CheckpointError(f"{checkpoint.path}'s {reason}") from None
         processes.rows_per_process(settings.batch_size)
     decoder, tokenizer, files = checkpoint.decoder, checkpoint.tokenizer, checkpoint.extra_files
     trainer = Trainer(decoder, tokenizer, tokens, settings, files, processes, shard)
