@@ -42,7 +42,9 @@ _LLAMA_MODULES = {
 _WINDOWS = {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
 _QWEN = _LLAMA | _WINDOWS | {"sliding_window": 4096, "max_window_layers": 28}
 _GEMMA = _LLAMA | {"head_dim": 256, "tie_word_embeddings": True, "attention_bias": False}
-_GEMMA_DERIVED = {"embedding_scale": lambda options: math.sqrt(options.whole("hidden_size"))}
+_GEMMA_FIELDS: dict[str, Any] = {
+    "embedding_scale": lambda options: math.sqrt(options.whole("hidden_size"))
+}
 _GEMMA_MODULES = _LLAMA_MODULES | {
     "norm": plus_one("norm"),
     "blocks.*.attention_norm": plus_one("layers.*.input_layernorm"),
@@ -52,8 +54,7 @@ _GEMMA_GELU = ("gelu", "gelu_pytorch_tanh", None)  # in Gemma's files "gelu" mea
 
 
 def _qwen_windows(options: Options) -> range:
-    first = options.whole("max_window_layers", least=0)
-    return range(first, options.whole("num_hidden_layers"))
+    return range(options.whole("max_window_layers", least=0), options.whole("num_hidden_layers"))
 
 
 def _gpt2_inner(options: Options) -> Any:
@@ -80,15 +81,13 @@ FAMILIES: dict[str, Family] = {
                "max_position_embeddings": "n_positions", "hidden_act": "activation_function",
                "rms_norm_eps": "layer_norm_epsilon"},
         only={"scale_attn_by_inverse_layer_idx": (False,)},
-        fixed={"position": "learned", "norm": "layernorm", **_ALL_BIASES},
-        derived={"d_ff": _gpt2_inner,
-                 "attention_scale": lambda options: None if options["scale_attn_weights"] else 1.0},
+        fields=_ALL_BIASES | {
+            "position": "learned", "norm": "layernorm", "d_ff": _gpt2_inner,
+            "attention_scale": lambda options: None if options["scale_attn_weights"] else 1.0},
         gated=False, prefixes=("transformer.",),
         modules={
-            "embedding": as_is("wte"),
-            "position_embedding": as_is("wpe"),
-            "norm": as_is("ln_f"),
-            "head": as_is("lm_head"),
+            "embedding": as_is("wte"), "position_embedding": as_is("wpe"),
+            "norm": as_is("ln_f"), "head": as_is("lm_head"),
             "blocks.*.attention_norm": as_is("h.*.ln_1"),
             "blocks.*.attention.qkv": transposed("h.*.attn.c_attn"),
             "blocks.*.attention.output": transposed("h.*.attn.c_proj"),
@@ -105,11 +104,10 @@ FAMILIES: dict[str, Family] = {
                           "tie_word_embeddings": False},
         names={"rms_norm_eps": "layer_norm_eps", "rope_theta": "rotary_emb_base",
                "partial_rotary_factor": "rotary_pct"},
-        fixed={"norm": "layernorm", "feed_forward_bias": True},
+        fields={"norm": "layernorm", "feed_forward_bias": True},
         gated=False, prefixes=("gpt_neox.",), former_names={"embed_out": "lm_head"},
         modules={
-            "embedding": as_is("embed_in"),
-            "norm": as_is("final_layer_norm"),
+            "embedding": as_is("embed_in"), "norm": as_is("final_layer_norm"),
             "head": as_is("lm_head"),
             "blocks.*.attention_norm": as_is("layers.*.input_layernorm"),
             "blocks.*.attention.qkv": interleaved_by_head("layers.*.attention.query_key_value"),
@@ -128,14 +126,13 @@ FAMILIES: dict[str, Family] = {
                "attention_bias": "enable_bias", "mlp_bias": "enable_bias"},
         only={"do_layer_norm_before": (True,), "_remove_final_layer_norm": (False,),
               "layer_norm_elementwise_affine": (True,)},
-        fixed={"position": "learned", "norm": "layernorm", "norm_eps": 1e-5},
-        derived={"d_model": _opt_width},
+        fields={"position": "learned", "norm": "layernorm", "norm_eps": 1e-5,
+                "d_model": _opt_width},
         gated=False, prefixes=("model.decoder.", "decoder."),
         modules={
             "embedding": as_is("embed_tokens"),
             "position_embedding": without_rows("embed_positions", 2),
-            "norm": as_is("final_layer_norm"),
-            "head": as_is("lm_head"),
+            "norm": as_is("final_layer_norm"), "head": as_is("lm_head"),
             "blocks.*.attention_norm": as_is("layers.*.self_attn_layer_norm"),
             "blocks.*.attention.qkv": _QKV,
             "blocks.*.attention.output": as_is("layers.*.self_attn.out_proj"),
@@ -156,7 +153,7 @@ FAMILIES: dict[str, Family] = {
         defaults=_LLAMA | _BIASES | _WINDOWS | {
             "rope_theta": 2000000.0, "tie_word_embeddings": True,
             "no_rope_layers": None, "no_rope_layer_interval": 4},
-        derived={"layers_without_rotary": layers_without_rotary},
+        fields={"layers_without_rotary": layers_without_rotary},
         windowed=layers_without_rotary,
         modules=_LLAMA_MODULES,
     ),
@@ -170,7 +167,7 @@ FAMILIES: dict[str, Family] = {
         title="Qwen2", architectures=("Qwen2ForCausalLM", "Qwen2Model"),
         shape=(151936, 4096, 22016, 32, 32, 32, 32768), tokens=(None, None),
         defaults=_QWEN,
-        fixed={"qkv_bias": True},
+        fields={"qkv_bias": True},
         windowed=_qwen_windows,
         modules=_LLAMA_MODULES,
     ),
@@ -178,7 +175,7 @@ FAMILIES: dict[str, Family] = {
         title="Qwen3", architectures=("Qwen3ForCausalLM", "Qwen3Model"),
         shape=(151936, 4096, 22016, 32, 32, 32, 32768), tokens=(None, None),
         defaults=_QWEN | {"head_dim": 128, "attention_bias": False},
-        fixed={"qk_norm": True},
+        fields={"qk_norm": True},
         windowed=_qwen_windows,
         modules=_LLAMA_MODULES | {
             "blocks.*.attention.query_norm": repeated_for_heads("layers.*.self_attn.q_norm"),
@@ -201,8 +198,7 @@ FAMILIES: dict[str, Family] = {
         shape=(256000, 3072, 24576, 28, 16, 16, 8192), tokens=(2, 1),
         defaults=_GEMMA,
         only={"hidden_act": _GEMMA_GELU, "hidden_activation": _GEMMA_GELU},
-        fixed={"feed_forward": "geglu_tanh"},
-        derived=_GEMMA_DERIVED,
+        fields=_GEMMA_FIELDS | {"feed_forward": "geglu_tanh"},
         modules=_GEMMA_MODULES,
     ),
     "gemma2": Family(
@@ -213,8 +209,8 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": 4096, "layer_types": None,
             "final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
         names={"hidden_act": "hidden_activation"},
-        fixed={"norm_placement": "both"},
-        derived=_GEMMA_DERIVED | {
+        fields=_GEMMA_FIELDS | {
+            "norm_placement": "both",
             "attention_scale": lambda options: options.number("query_pre_attn_scalar") ** -0.5},
         windowed=lambda options: range(0, options.whole("num_hidden_layers"), 2),
         modules=_GEMMA_MODULES | {

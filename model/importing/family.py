@@ -9,11 +9,11 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from model.config import DecoderConfig
 from model.importing.tensors import Source
+from model.importing.weights import UnsupportedError
 
 _LARGEST = 2**31 - 1
 _GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh")
@@ -35,15 +35,15 @@ _SHAPE = (
     "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
     "bos_token_id", "eos_token_id",
 )
-# Usual key of config.json: the fields of DecoderConfig that take its value unchanged.
+# Field of DecoderConfig: the usual key of config.json whose value it takes unchanged.
 _FIELDS = {
-    "vocab_size": ("vocab_size",), "hidden_size": ("d_model",), "intermediate_size": ("d_ff",),
-    "num_hidden_layers": ("n_layer",), "num_attention_heads": ("n_head",),
-    "max_position_embeddings": ("max_model_len",), "sliding_window": ("sliding_window",),
-    "rms_norm_eps": ("norm_eps",), "tie_word_embeddings": ("tied_embeddings",),
-    "attention_bias": ("qkv_bias", "output_bias"), "mlp_bias": ("feed_forward_bias",),
-    "use_parallel_residual": ("parallel_residual",),
-    "attn_logit_softcapping": ("attention_softcap",), "final_logit_softcapping": ("logit_softcap",),
+    "vocab_size": "vocab_size", "d_model": "hidden_size", "d_ff": "intermediate_size",
+    "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
+    "max_model_len": "max_position_embeddings", "sliding_window": "sliding_window",
+    "norm_eps": "rms_norm_eps", "tied_embeddings": "tie_word_embeddings",
+    "qkv_bias": "attention_bias", "output_bias": "attention_bias",
+    "feed_forward_bias": "mlp_bias", "parallel_residual": "use_parallel_residual",
+    "attention_softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping",
 }
 # Keys that change what is computed, and the values, beside null, that do not. A family that reads a
 # key decides about its values itself.
@@ -58,50 +58,35 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 # fmt: on
 
 
-class UnsupportedError(ValueError):
-    """A checkpoint that the decoder cannot compute; the message names the key and its value."""
-
-
 def refuse(key: str, value: object, wanted: str) -> UnsupportedError:
     """Return the error for a value of config.json that the decoder does not compute."""
     return UnsupportedError(f"config.json's {key} is {value!r}, and the decoder computes {wanted}")
 
 
-def _whole(key: str, value: Any, least: int = 1) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= _LARGEST:
-        raise UnsupportedError(
-            f"config.json's {key} must be a whole number from {least} to {_LARGEST}, not {value!r}"
-        )
-    return value
-
-
-def _number(key: str, value: Any) -> float:
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not 0 < value <= sys.float_info.max
-    ):
-        raise UnsupportedError(f"config.json's {key} must be a positive number, not {value!r}")
-    return value
-
-
 class Options(dict[str, Any]):
-    """The keys of config.json that a family reads, under their usual names, which are Llama's.
-
-    names: the family's own names of keys, where they differ; error messages use those.
-    """
+    """The keys of config.json that a family reads, under their usual names, which are Llama's."""
 
     def __init__(self, values: Mapping[str, Any], names: Mapping[str, str]) -> None:
         super().__init__(values)
-        self.names = names
+        self.names = names  # the family's own names, which error messages use
 
     def whole(self, key: str, least: int = 1) -> int:
         """Return a whole number. Raises UnsupportedError for another value."""
-        return _whole(self.names.get(key, key), self[key], least)
+        value: Any = self[key]
+        if type(value) is int and least <= value <= _LARGEST:
+            return value
+        raise self._wrong(key, f"a whole number from {least} to {_LARGEST}", value)
 
-    def number(self, key: str) -> float:
-        """Return a positive number. Raises UnsupportedError for another value."""
-        return _number(self.names.get(key, key), self[key])
+    def number(self, key: str, default: float | None = None) -> Any:
+        """Return a positive number; null is the default. Raises UnsupportedError for another."""
+        value: Any = default if self.get(key) is None else self[key]
+        if type(value) in (int, float) and 0 < value <= sys.float_info.max:
+            return value
+        raise self._wrong(key, "a positive number", value)
+
+    def _wrong(self, key: str, wanted: str, value: object) -> UnsupportedError:
+        name = self.names.get(key, key)
+        return UnsupportedError(f"config.json's {name} must be {wanted}, not {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,55 +94,35 @@ class Family:
     """A kind of published decoder: the keys of its config.json, and the names of its tensors.
 
     Keys have Llama's names throughout, except in `only`, which has the family's own.
-
-    Attributes:
-        title: Name in messages.
-        architectures: Accepted values of "architectures".
-        modules: Module of ours → source of its weight and bias; `*` stands for the layer.
-        shape: Defaults of vocab_size, hidden_size, intermediate_size, num_hidden_layers,
-            num_attention_heads, num_key_value_heads and max_position_embeddings.
-        tokens: Defaults of bos_token_id and eos_token_id.
-        defaults: Every other key that is read, with its default.
-        names: Key → the family's own name for it.
-        fixed: Field of DecoderConfig → its value.
-        derived: Field of DecoderConfig → function of the options.
-        only: Key → the values that the decoder computes.
-        gated: The feed-forward has a gate.
-        scalings: Rotary scalings that the family has.
-        windowed: Function that returns the layers with a sliding window, where config.json does
-            not list them in layer_types.
-        prefixes: Prefixes of tensor names; a file has one or none.
-        former_names: Former name of a module → its name.
     """
 
-    title: str
-    architectures: tuple[str, ...]
-    modules: Mapping[str, Source]
-    shape: tuple[int | None, ...]
-    tokens: tuple[int | None, int | None]
-    defaults: Mapping[str, Any]
-    names: Mapping[str, str] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    derived: Mapping[str, Callable[[Options], Any]] = field(default_factory=dict)
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    gated: bool = True
-    scalings: tuple[str, ...] = ("linear", "llama3", "yarn")
+    title: str  # in messages
+    architectures: tuple[str, ...]  # accepted values of "architectures"
+    modules: Mapping[str, Source]  # by module of ours: its weight and bias; `*` stands for a layer
+    shape: tuple[int | None, ...]  # defaults of vocab_size to max_position_embeddings in _SHAPE
+    tokens: tuple[int | None, int | None]  # defaults of bos_token_id and eos_token_id
+    defaults: dict[str, Any]  # every other key that is read
+    names: Mapping[str, str] = field(default_factory=dict)  # the family's own names of keys
+    # By field of DecoderConfig: its value, or a function of the options.
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # values that are computed
+    gated: bool = True  # the feed-forward has a gate
+    scalings: tuple[str, ...] = ("linear", "llama3", "yarn")  # of rotary positions
+    # Returns the layers with a sliding window, where layer_types does not list them.
     windowed: Callable[[Options], Iterable[int]] | None = None
-    prefixes: tuple[str, ...] = ("model.",)
-    former_names: Mapping[str, str] = field(default_factory=dict)
+    prefixes: tuple[str, ...] = ("model.",)  # of tensor names; a file has one or none
+    former_names: Mapping[str, str] = field(default_factory=dict)  # of modules: the present name
 
     def options(self, values: Mapping[str, Any]) -> Options:
         """Return the keys that the family reads from a config.json."""
-        shape = zip(_SHAPE, self.shape + self.tokens, strict=True)
-        defaults = {**dict(shape), **self.defaults}
+        defaults = dict(zip(_SHAPE, self.shape + self.tokens, strict=True)) | self.defaults
         read = {key: values.get(self.names.get(key, key), value) for key, value in defaults.items()}
         return Options(read, self.names)
 
     def config(self, values: Mapping[str, Any], **tokens: Any) -> DecoderConfig:
-        """Return the DecoderConfig for a config.json.
+        """Return the DecoderConfig for a config.json, with bos_token_id and eos_token_ids.
 
-        tokens: bos_token_id and eos_token_ids. Raises UnsupportedError for what the decoder does
-        not compute, and ConfigError for a decoder that cannot be built.
+        Raises UnsupportedError for what the decoder does not compute, and ConfigError.
         """
         options = self.options(values)
         read = {self.names.get(key, key) for key in options}
@@ -168,23 +133,22 @@ class Family:
             if key in values and values[key] not in allowed:
                 wanted = f"{self.title} without it" if key in neutral else _only(allowed)
                 raise refuse(key, values[key], wanted)
-        fields = {
-            name: options[key] for key, names in _FIELDS.items() if key in options for name in names
-        }
+        fields = {name: options[key] for name, key in _FIELDS.items() if key in options}
         if "rope_theta" in options:
             fields |= _rotary(options, self.scalings)
         if self.windowed is not None:
             fields |= _windows(options, self.windowed)
-        derived: dict[str, Callable[[Options], Any]] = {
-            "n_kv_head": _key_value_heads,
-            "head_dim": _head_dim,
-            "feed_forward": partial(_activation, gated=self.gated),
-            **self.derived,
-        }
-        for name, derive in derived.items():
-            if name not in self.fixed:
-                fields[name] = derive(options)
-        return DecoderConfig(**{**fields, **self.fixed, **tokens})
+        grouped = options["num_key_value_heads"] is not None
+        fields["n_kv_head"] = options.whole(f"num_{'key_value' if grouped else 'attention'}_heads")
+        fields["head_dim"] = _head_dim(options)
+        if "feed_forward" not in self.fields:
+            known, name = _GATED if self.gated else _PLAIN, options["hidden_act"]
+            if not isinstance(name, str) or name not in known:
+                raise refuse(self.names.get("hidden_act", "hidden_act"), name, _only(known))
+            fields["feed_forward"] = known[name]
+        for name, value in self.fields.items():
+            fields[name] = value(options) if callable(value) else value
+        return DecoderConfig(**{**fields, **tokens})
 
     def plain_name(self, tensor: str) -> str:
         """Return a tensor's name without its prefix, as `modules` has it."""
@@ -194,25 +158,13 @@ class Family:
 
 
 def _only(values: Iterable[Any]) -> str:
-    return "only " + " or ".join(repr(value) for value in values)
-
-
-def _key_value_heads(options: Options) -> int:
-    grouped = options["num_key_value_heads"] is not None
-    return options.whole("num_key_value_heads" if grouped else "num_attention_heads")
+    return "only " + " or ".join(map(repr, values))
 
 
 def _head_dim(options: Options) -> int:
     if options.get("head_dim") is not None:
         return options.whole("head_dim")
     return options.whole("hidden_size") // options.whole("num_attention_heads")
-
-
-def _activation(options: Options, gated: bool) -> str:
-    known, name = _GATED if gated else _PLAIN, options["hidden_act"]
-    if not isinstance(name, str) or name not in known:
-        raise refuse(options.names.get("hidden_act", "hidden_act"), name, _only(known))
-    return known[name]
 
 
 def _rotary(options: Options, scalings: tuple[str, ...]) -> dict[str, Any]:
@@ -223,83 +175,66 @@ def _rotary(options: Options, scalings: tuple[str, ...]) -> dict[str, Any]:
         raise refuse(key, given, "an object")
     if unknown := given.keys() - _ROPE_KEYS:
         raise refuse(key, given, "no " + ", ".join(sorted(unknown)))
-    fraction = options.get("partial_rotary_factor")
-    rope = {
-        "rope_theta": options["rope_theta"],
-        "partial_rotary_factor": 1.0 if fraction is None else fraction,
-        **given,
-    }
-    head_dim, fraction = _head_dim(options), rope["partial_rotary_factor"]
+    rope = Options({**options, **given}, {})
+    head_dim, fraction = _head_dim(options), rope.number("partial_rotary_factor", 1.0)
     if "partial_rotary_factor" not in options and fraction != 1:
         raise refuse("partial_rotary_factor", fraction, "this family only with 1.0")
-    turned = int(head_dim * _number("partial_rotary_factor", fraction))
+    turned = int(head_dim * fraction)
     return {
-        "rope_theta": _number("rope_theta", rope["rope_theta"]),
+        "rope_theta": rope.number("rope_theta"),
         "rope_scaling": _rope_scaling(options, rope, scalings),
         "rotary_dim": None if turned == head_dim else turned,
     }
 
 
 def _rope_scaling(
-    options: Options, rope: Mapping[str, Any], scalings: tuple[str, ...]
+    options: Options, rope: Options, scalings: tuple[str, ...]
 ) -> dict[str, Any] | None:
-    def number(name: str, default: float | None = None) -> float:
-        return _number(name, default if rope.get(name) is None else rope[name])
-
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
     if kind not in scalings:
         raise refuse("rope_scaling", kind, f"only {', '.join(('default', *scalings))}")
     if kind == "linear":
-        return {"kind": kind, "factor": number("factor")}
+        return {"kind": kind, "factor": rope.number("factor")}
     key = "original_max_position_embeddings"
-    original = options[key] or rope.get(key)
-    length = _whole(key, original) if original else options.whole("max_position_embeddings")
+    rope[key] = options[key] or rope.get(key)
+    length = rope.whole(key) if rope[key] else options.whole("max_position_embeddings")
     scaling = {"kind": kind, "original_max_model_len": length}
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
-        return scaling | {name: number(name) for name in names}
-    factor = number("factor", options.whole("max_position_embeddings") / length)
-
-    def amplitude(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
+        return scaling | {name: rope.number(name) for name in names}
+    factor = rope.number("factor", options.whole("max_position_embeddings") / length)
     # cos and sin are multiplied by 0.1 m ln(factor) + 1 for one or both of two weights m
     # (DeepSeek-V2), unless the factor is given.
-    attention_factor = amplitude(1.0)
+    logarithm = 0.1 * math.log(max(factor, 1.0))
+    attention_factor = logarithm + 1.0
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        attention_factor = amplitude(number("mscale")) / amplitude(number("mscale_all_dim"))
+        attention_factor = rope.number("mscale") * logarithm + 1.0
+        attention_factor /= rope.number("mscale_all_dim") * logarithm + 1.0
     return scaling | {
         "factor": factor,
-        "beta_fast": number("beta_fast", 32.0),
-        "beta_slow": number("beta_slow", 1.0),
-        "attention_factor": number("attention_factor", attention_factor),
+        "beta_fast": rope.number("beta_fast", 32.0),
+        "beta_slow": rope.number("beta_slow", 1.0),
+        "attention_factor": rope.number("attention_factor", attention_factor),
         "truncate": bool(rope.get("truncate", True)),
     }
 
 
-def _windows(
-    options: Options, windowed: Callable[[Options], Iterable[int]]
-) -> dict[str, int | tuple[int, ...] | None]:
+def _windows(options: Options, windowed: Callable[[Options], Iterable[int]]) -> dict[str, Any]:
     """Return the window and the layers that have it; a window in no layer is no window."""
     layers: tuple[int, ...] = ()
     n_layers, types = options.whole("num_hidden_layers"), options["layer_types"]
     if options["sliding_window"] is not None and options.get("use_sliding_window", True):
         layers = tuple(windowed(options))
         if types is not None:
-            if (
-                not isinstance(types, list)
-                or len(types) != n_layers
-                or any(kind not in _LAYER_TYPES for kind in types)
-            ):
+            listed = isinstance(types, list) and len(types) == n_layers
+            if not listed or any(kind not in _LAYER_TYPES for kind in types):
                 wanted = f"{n_layers} layers of {' or '.join(_LAYER_TYPES)}"
                 raise refuse("layer_types", types, wanted)
             layers = tuple(i for i, kind in enumerate(types) if kind == "sliding_attention")
-    return {
-        "sliding_window": options["sliding_window"] if layers else None,
-        "sliding_window_layers": layers or None,
-    }
+    window = options["sliding_window"] if layers else None
+    return {"sliding_window": window, "sliding_window_layers": layers or None}
 
 
 def layers_without_rotary(options: Options) -> tuple[int, ...]:
@@ -310,6 +245,5 @@ def layers_without_rotary(options: Options) -> tuple[int, ...]:
         interval = options.whole("no_rope_layer_interval")
         rotated = [(layer + 1) % interval != 0 for layer in layers]
     if not isinstance(rotated, list) or len(rotated) < len(layers):
-        wanted = f"a list of 1 and 0 for each of {len(layers)} layers"
-        raise refuse("no_rope_layers", rotated, wanted)
+        raise refuse("no_rope_layers", rotated, f"1 or 0 for each of {len(layers)} layers")
     return tuple(layer for layer in layers if not rotated[layer])

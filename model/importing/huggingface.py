@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 
@@ -33,13 +33,13 @@ from model.checkpoint import WEIGHTS_FILE
 from model.config import ConfigError, DecoderConfig
 from model.files import new_directory
 from model.importing.families import FAMILIES
-from model.importing.family import Family, UnsupportedError
+from model.importing.family import Family
 from model.importing.tensors import parameter_shapes, reorder_rotary_pairs
 from model.importing.weights import (
     PlannedTensor,
     Shape,
     StoredTensor,
-    WeightsError,
+    UnsupportedError,
     list_tensors,
     write_safetensors,
 )
@@ -48,7 +48,8 @@ from model.tokenizer import TokenizerError, load_tokenizer, vocabulary_size
 
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _CHAT_TEMPLATES = "additional_chat_templates"
-_SPECIAL_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+_TEMPLATES = TypeAdapter(dict[str, str])
+_SPECIAL_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 # Tensors that are computed, not learned.
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias))$")
 _LAYER = re.compile(r"(?<=^blocks\.)\d+")
@@ -64,25 +65,21 @@ class HuggingFaceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """The result of `import_checkpoint`.
-
-    dtype: type of most weights. notes: what was left out of the folder.
-    """
+    """The result of `import_checkpoint`."""
 
     family: str
     config: DecoderConfig
     n_parameters: int
-    dtype: str
+    dtype: str  # of most weights
     has_chat_template: bool
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what was left out of the folder
 
 
 def import_checkpoint(source: Path, out: Path, progress: Progress = unheard) -> Imported:
     """Write the checkpoint directory `out` from config.json, *.safetensors and tokenizer.json.
 
-    Weights keep their types, and one parameter at a time is in memory. Raises HuggingFaceError,
-    before anything is written, naming the file, key or tensor that is missing, unknown or does not
-    fit, and FileExistsError when `out` is in use.
+    Weights keep their types, and one parameter at a time is in memory. Raises HuggingFaceError
+    before anything is written, and FileExistsError when `out` is in use.
     """
     notes: list[str] = []
     try:
@@ -94,7 +91,7 @@ def import_checkpoint(source: Path, out: Path, progress: Progress = unheard) -> 
             GENERATION_FILE: _generation_defaults(source, notes),
         }
         config, weights = _plan(family, config, list_tensors(source, _BUFFERS))
-    except (ConfigError, SafetensorError, TokenizerError, UnsupportedError, WeightsError) as error:
+    except (ConfigError, SafetensorError, TokenizerError, UnsupportedError) as error:
         raise HuggingFaceError(f"{source} cannot be imported: {error}") from None
     with new_directory(out) as part:
         config.save(part / CONFIG_FILE)
@@ -154,15 +151,12 @@ def _check_tokenizer(source: Path, config: DecoderConfig) -> None:
         raise UnsupportedError(f"it has no {TOKENIZER_FILE}; {_REWRITE_TOKENIZER}")
     tokenizer = load_tokenizer(source / TOKENIZER_FILE)
     if (known := vocabulary_size(tokenizer)) > config.vocab_size:
-        raise UnsupportedError(
-            f"{TOKENIZER_FILE} has token ids up to {known - 1}, "
-            f"but the decoder has {config.vocab_size} tokens"
-        )
-    wanted = _read_object(source / _TOKENIZER_CONFIG_FILE).get("added_tokens_decoder", {})
+        size = f"the decoder has {config.vocab_size} tokens"
+        raise UnsupportedError(f"{TOKENIZER_FILE} has token ids up to {known - 1}, but {size}")
+    key = "added_tokens_decoder"
+    wanted = _read_object(source / _TOKENIZER_CONFIG_FILE).get(key, {})
     if not isinstance(wanted, dict):
-        raise UnsupportedError(
-            f"{_TOKENIZER_CONFIG_FILE}'s added_tokens_decoder is {wanted!r}, not an object"
-        )
+        raise UnsupportedError(f"{_TOKENIZER_CONFIG_FILE}'s {key} is {wanted!r}, not an object")
     added = {str(i): token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
     for token_id, token in wanted.items():  # transformers adds those that are missing
         content = token.get("content") if isinstance(token, dict) else token
@@ -174,18 +168,10 @@ def _check_tokenizer(source: Path, config: DecoderConfig) -> None:
 
 
 def _chat_template(source: Path, notes: list[str]) -> str | None:
-    """Return the default template; transformers has others by name, as tool_use for tools."""
-    templates = _chat_templates(source)
-    if others := sorted(templates.keys() - {"default"}):
-        without = "" if "default" in templates else "; none of them is the default"
-        notes.append(f"chat templates left out: {', '.join(others)}{without}")
-    return templates.get("default")
+    """Return the default template, from files or else from tokenizer_config.json.
 
-
-def _chat_templates(source: Path) -> dict[str, str]:
-    """Return templates by name, from files or else from tokenizer_config.json.
-
-    Files of the folder go before the single file.
+    transformers has others by name, as tool_use for tools. Files of the folder go before the
+    single file.
     """
     more = (source / _CHAT_TEMPLATES).glob("*.jinja")
     files = {"default": source / CHAT_TEMPLATE_FILE} | {path.stem: path for path in more}
@@ -197,19 +183,20 @@ def _chat_templates(source: Path) -> dict[str, str]:
         except UnicodeDecodeError:
             raise UnsupportedError(f"{path.name} is not UTF-8 text") from None
     given = _read_object(source / _TOKENIZER_CONFIG_FILE).get("chat_template")
-    if templates or given is None:
-        return templates
-    if isinstance(given, str):
-        given = {"default": given}
-    if isinstance(given, list) and all(isinstance(one, dict) for one in given):
-        pairs = [(one.get("name"), one.get("template")) for one in given]
-    else:
-        pairs = list(given.items()) if isinstance(given, dict) else [(None, given)]
-    if not all(isinstance(name, str) and isinstance(text, str) for name, text in pairs):
-        raise UnsupportedError(
-            f"{_TOKENIZER_CONFIG_FILE}'s chat_template is neither a text nor texts by name"
-        )
-    return dict(pairs)
+    if not templates and given is not None:
+        try:
+            if isinstance(given, list):
+                given = {one["name"]: one["template"] for one in given}
+            given = {"default": given} if isinstance(given, str) else given
+            templates = _TEMPLATES.validate_python(given)
+        except (LookupError, TypeError, ValidationError):
+            raise UnsupportedError(
+                f"{_TOKENIZER_CONFIG_FILE}'s chat_template is neither a text nor texts by name"
+            ) from None
+    if others := sorted(templates.keys() - {"default"}):
+        without = "" if "default" in templates else "; none of them is the default"
+        notes.append(f"chat templates left out: {', '.join(others)}{without}")
+    return templates.get("default")
 
 
 def _special_tokens(source: Path) -> str | None:
@@ -223,19 +210,14 @@ def _special_tokens(source: Path) -> str | None:
     older = _read_object(source / SPECIAL_TOKENS_FILE)
     if "added_tokens_decoder" in values:
         older = {}
-    tokens = {name: (values | older).get(name) for name in _SPECIAL_TOKENS}
-    tokens |= {
-        name: token
-        for name, token in (older | values).items()
-        if name.endswith("_token") and name not in tokens
-    }
+    usual = {name: token for name, token in older.items() if name in _SPECIAL_TOKENS}
+    every = older | values | usual
+    tokens = {name: token for name, token in every.items() if name.endswith("_token")}
     for extra in (values.get("extra_special_tokens"), older.get("extra_special_tokens")):
         tokens |= extra if isinstance(extra, dict) else {}  # a list gives no names
-    contents = {
-        name: token.get("content") if isinstance(token, dict) else token
-        for name, token in tokens.items()
-    }
-    texts = {name: text for name, text in contents.items() if isinstance(text, str)}
+    for name, token in tokens.items():
+        tokens[name] = token.get("content") if isinstance(token, dict) else token
+    texts = {name: text for name, text in tokens.items() if isinstance(text, str)}
     return json.dumps(texts, indent=2, ensure_ascii=False) + "\n" if texts else None
 
 
@@ -266,26 +248,22 @@ def _plan(
     held: dict[str, StoredTensor] = {}
     for tensor in stored:
         if (name := family.plain_name(tensor.name)) in held:
-            raise UnsupportedError(
-                f"tensors {held[name].name!r} and {tensor.name!r} are the same parameter"
-            )
+            names = f"{held[name].name!r} and {tensor.name!r}"
+            raise UnsupportedError(f"tensors {names} are the same parameter")
         held[name] = tensor
     embedding = f"{family.modules['embedding'].modules[0]}.weight"
     head = f"{family.modules['head'].modules[0]}.weight"
     if config.tied_embeddings and head in held:  # tied ones are stored under either name or both
         other = held.pop(head)
         one = held.setdefault(embedding, other)
-        if one is not other and (
-            one.shape != other.shape or not torch.equal(one.read(), other.read())
-        ):
+        if one is not other and not torch.equal(one.read(), other.read()):
             held[head] = other
             config = replace(config, tied_embeddings=False)
     shapes = parameter_shapes(config)
     weights = [_take(name, shape, family, config, held) for name, shape in shapes.items()]
     for tensor in held.values():
-        raise UnsupportedError(
-            f"{tensor.file.name} holds the unknown tensor {tensor.name!r} for its {CONFIG_FILE}"
-        )
+        unknown = f"the unknown tensor {tensor.name!r}"
+        raise UnsupportedError(f"{tensor.file.name} holds {unknown} for its {CONFIG_FILE}")
     return config, weights
 
 
@@ -300,9 +278,8 @@ def _take(
     for theirs, expected in zip(source.modules, source.shapes(shape, config), strict=True):
         wanted = f"{theirs.replace('*', layer)}.{kind}"
         if wanted not in held:
-            raise UnsupportedError(
-                f"it lacks the tensor {wanted!r} of {list(expected)} for its {CONFIG_FILE}"
-            )
+            missing = f"the tensor {wanted!r} of {list(expected)}"
+            raise UnsupportedError(f"it lacks {missing} for its {CONFIG_FILE}")
         tensor = held.pop(wanted)
         if tensor.shape != expected:
             raise UnsupportedError(

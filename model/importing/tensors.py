@@ -21,16 +21,14 @@ from model.network.decoder import Decoder
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The modules of a file that hold one module of ours; `*` in their names is the layer.
-
-    shapes: from our shape, the shapes in the file. join: makes our tensor, or one that broadcasts
-    to it, from those in the file. in_float32: the result is float32 whatever the file's type.
-    """
+    """The modules of a file that hold one module of ours; `*` in their names is the layer."""
 
     modules: tuple[str, ...]
+    # Returns the shapes in the file for our shape.
     shapes: Callable[[Shape, DecoderConfig], list[Shape]] = lambda shape, _: [shape]
+    # Makes our tensor, or one that broadcasts to it, from those in the file.
     join: Callable[[list[Tensor], DecoderConfig], Tensor] = lambda tensors, _: tensors[0]
-    in_float32: bool = False
+    in_float32: bool = False  # the result is float32 whatever the file's type
 
 
 def as_is(module: str) -> Source:
@@ -57,7 +55,7 @@ def stacked(*modules: str) -> Source:
 
 
 def interleaved_by_head(module: str) -> Source:
-    """Return the source of rows ordered by head: its query, key and value, then the next head's."""
+    """Return the source of rows in which each head's query, key and value follow one another."""
 
     def join(tensors: list[Tensor], config: DecoderConfig) -> Tensor:
         heads: Tensor = tensors[0].unflatten(0, (config.n_head, 3, config.head_dim))
@@ -94,9 +92,7 @@ class _Uninitialised(TorchFunctionMode):
     The meta device reserves nothing, but loads 80 MB of torch with its first random number.
     """
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in {"normal_", "uniform_", "kaiming_uniform_"}:
             return args[0] if args else kwargs["tensor"]
         return func(*args, **(kwargs or {}))

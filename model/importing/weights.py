@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors import safe_open
@@ -22,8 +23,8 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 Shape = tuple[int, ...]
 
 
-class WeightsError(ValueError):
-    """Weights that cannot be read; the message names the file or tensor and the mend."""
+class UnsupportedError(ValueError):
+    """A checkpoint that cannot be imported; the message names the file, key or tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,7 @@ class StoredTensor:
         """Return the tensor's values."""
         # An open file's tensors count as memory of this process, so it is opened for each tensor.
         with safe_open(self.file, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(self.name)
-        return tensor
+            return cast("Tensor", file.get_tensor(self.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,7 @@ class PlannedTensor:
 
 
 def list_tensors(folder: Path, ignored: re.Pattern[str]) -> Iterator[StoredTensor]:
-    """Yield every tensor of a checkpoint from the headers of its files, except ignored names.
-
-    Raises WeightsError.
-    """
+    """Yield every tensor in the headers of a checkpoint's files, except ignored names."""
     for path in _files(folder):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118
@@ -65,9 +62,9 @@ def list_tensors(folder: Path, ignored: re.Pattern[str]) -> Iterator[StoredTenso
                     continue
                 tensor = file.get_slice(name)
                 if (dtype := tensor.get_dtype()) not in _DTYPES:
-                    raise WeightsError(
-                        f"tensor {name!r} in {path.name} is {dtype}; "
-                        f"supported are {', '.join(_DTYPES)}"
+                    place = f"tensor {name!r} in {path.name}"
+                    raise UnsupportedError(
+                        f"{place} is {dtype}; supported are {', '.join(_DTYPES)}"
                     )
                 yield StoredTensor(path, name, tuple(tensor.get_shape()), _DTYPES[dtype])
 
@@ -77,7 +74,7 @@ def _files(folder: Path) -> list[Path]:
         return [single]
     index = folder / INDEX_FILE
     if not index.is_file():
-        raise WeightsError(
+        raise UnsupportedError(
             f"it has neither {WEIGHTS_FILE} nor {INDEX_FILE}; where it has a pytorch_model.bin, "
             "save that as safetensors with transformers: "
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER)"
@@ -85,14 +82,12 @@ def _files(folder: Path) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, LookupError, TypeError, AttributeError):
-        raise WeightsError(
-            f"{INDEX_FILE} has no weight_map of tensors to files; copy it again"
-        ) from None
+        message = f"{INDEX_FILE} has no weight_map of tensors to files; copy it again"
+        raise UnsupportedError(message) from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
-            raise WeightsError(
-                f"{INDEX_FILE} names {name!r}, which is not in the folder; copy it again"
-            )
+            message = f"{INDEX_FILE} names {name!r}, which is not in the folder; copy it again"
+            raise UnsupportedError(message)
     return [folder / name for name in names]
 
 
@@ -109,11 +104,8 @@ def write_safetensors(
     end = 0
     for tensor in ordered:
         start, end = end, end + tensor.dtype.itemsize * torch.Size(tensor.shape).numel()
-        header[tensor.name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": tensor.shape,
-            "data_offsets": (start, end),
-        }
+        kind, offsets = _DTYPE_NAMES[tensor.dtype], (start, end)
+        header[tensor.name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:

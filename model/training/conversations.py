@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +41,20 @@ class Rendering:
 # One rendering; or, where a template rewrites earlier turns, one up to each answer, which alone is
 # learned.
 Conversation = list[Rendering]
+_Object = dict[str, Any]
 _Tokens = NDArray[np.uint32]  # [2, n]: token ids, and 1 for each that is learned
 
 
 @dataclass(frozen=True, slots=True)
 class PackedChats:
-    """Rows of token ids and, beside each token, whether it is learned, both [rows, context + 1].
-
-    Rows from n_train on are held out. n_cut, n_without_answer: conversations that were cut, and
-    left out. ending_ids: special tokens that end answers.
-    """
+    """Rows of token ids and, beside each token, whether it is learned, both [rows, context + 1]."""
 
     ids: NDArray[np.uint32]
     learned: NDArray[np.bool_]
-    n_train: int
+    n_train: int  # rows from here on are held out
     n_cut: int
-    n_without_answer: int
-    ending_ids: set[int]
+    n_without_answer: int  # conversations that are left out
+    ending_ids: set[int]  # special tokens that end answers
 
     @property
     def summary(self) -> str:
@@ -76,10 +74,7 @@ class PackedChats:
 def read_conversations(
     paths: Sequence[Path], template: ChatTemplate, seed: int
 ) -> list[Conversation]:
-    """Render every line of the files, shuffled by `seed`.
-
-    Raises CorpusError naming the line that is not a chat.
-    """
+    """Render every line of the files, shuffled by `seed`. Raises CorpusError naming a bad line."""
     conversations = []
     for path in paths:
         try:
@@ -98,9 +93,7 @@ def read_conversations(
     return [conversations[i] for i in order]
 
 
-def _parse(
-    line: str, template: ChatTemplate
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+def _parse(line: str, template: ChatTemplate) -> tuple[list[_Object], list[_Object] | None]:
     """Return the line's messages and tools. Raises ValueError saying what is wrong."""
     try:
         chat = json.loads(line)
@@ -108,10 +101,8 @@ def _parse(
         raise ValueError(f"not JSON: {error}") from None
     messages = chat.get("messages") if isinstance(chat, dict) else None
     if not isinstance(messages, list) or not messages:
-        raise ValueError(
-            'not a chat, {"messages": [{"role": …, "content": …}, …]}; '
-            "plain text needs another file name"
-        )
+        chat = '{"messages": [{"role": …, "content": …}, …]}'
+        raise ValueError(f"not a chat, {chat}; plain text needs another file name")
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f'message {i} must be {{"role": …, "content": …}}, not {message!r}')
@@ -124,34 +115,28 @@ def _parse(
             raise ValueError(f"message {i} has weight 1, but only the assistant's are learned")
         for name in sorted(message.keys() - _OPTIONAL):
             names = REASONING if name in REASONING else (name,)
-            if message[name] not in (None, "", []) and not any(
-                one in template.source for one in names
-            ):
-                raise ValueError(
-                    f"message {i} has {name!r}, which the chat template does not read; leave it out"
-                )
+            known = any(one in template.source for one in names)
+            if message[name] not in (None, "", []) and not known:
+                unread = f"{name!r}, which the chat template does not read"
+                raise ValueError(f"message {i} has {unread}; leave it out")
     return messages, chat.get("tools")
 
 
 def _render(
-    template: ChatTemplate, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None
+    template: ChatTemplate, messages: list[_Object], tools: list[_Object] | None
 ) -> Conversation:
     """Render a conversation; an answer is the text that its message adds to its prompt.
 
     Where the whole text does not begin with each of these texts (Qwen3's template removes thoughts
     from earlier turns), each answer is learned in the text up to it, as serving prompts for it.
-    Raises ChatTemplateError when even that text does not begin with the prompt, or when an answer
-    has no prompt.
+    Raises ChatTemplateError when even that text does not begin with a prompt.
     """
-    answers = [
-        i
-        for i, message in enumerate(messages)
-        if message["role"] == "assistant" and message.get(_WEIGHT) != 0
-    ]
-    messages = [{name: one[name] for name in one if name != _WEIGHT} for one in messages]
+    weights = [message.pop(_WEIGHT, None) for message in messages]
     whole = template.render(messages, tools=tools)
     parts = []
-    for i in answers:
+    for i, weight in enumerate(weights):
+        if messages[i]["role"] != "assistant" or weight == 0:
+            continue
         if i == 0:
             raise ChatTemplateError(
                 "message 0 is the assistant's, and there is no prompt before it; begin with "
@@ -185,7 +170,7 @@ def pack(
     ending_ids: set[int] = set()
     n_cut = 0
     # Both iterators advance with the loops below.
-    renderings = [part for parts in conversations for part in parts]
+    renderings = list(chain.from_iterable(conversations))
     encodings = encode((part.text for part in renderings), tokenizer)
     prompts = encode((part.text[:at] for part in renderings for at, _ in part.spans), tokenizer)
     for parts in conversations:
@@ -209,10 +194,8 @@ def pack(
             "context"
         )
     n_held_out = max(1, int(len(kept) * held_out))
-    train, held = (
-        list(_fill_rows([tokens for parts in share for tokens in parts], size))
-        for share in (kept[:-n_held_out], kept[-n_held_out:])
-    )
+    train = list(_fill_rows(list(chain.from_iterable(kept[:-n_held_out])), size))
+    held = _fill_rows(list(chain.from_iterable(kept[-n_held_out:])), size)
     ids, mask = np.stack([*train, *held], axis=1)
     n_without_answer = len(conversations) - len(kept)
     return PackedChats(ids, mask > 0, len(train), n_cut, n_without_answer, ending_ids)
@@ -223,8 +206,7 @@ def _check_boundary(
 ) -> None:
     """Raise CorpusError when a token holds both the end of the prompt and the answer's beginning.
 
-    Serving ends the prompt between them, in other tokens, so the answer would never be asked for
-    as it was learned.
+    Serving ends the prompt between them, so it would never ask for the answer as it was learned.
     """
     start, end = span
     if encoding.ids[: len(prompt.ids)] == prompt.ids or not text[start:end][:1].strip():

@@ -29,17 +29,17 @@ class CorpusError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Documents in the order of training. n_skipped: files left out because they are not text."""
+    """Documents in the order of training."""
 
     texts: list[str]
-    n_skipped: int
+    n_skipped: int  # files left out because they are not text
 
     @property
     def summary(self) -> str:
         """The size of the corpus in words."""
-        skipped = f" ({self.n_skipped} files are not text and were left out)"
         megabytes = sum(len(text.encode()) for text in self.texts) / 1e6
         text = f"{len(self.texts):,} documents, {megabytes:.1f} MB of text"
+        skipped = f" ({self.n_skipped} files are not text and were left out)"
         return text + skipped if self.n_skipped else text
 
 
@@ -50,8 +50,7 @@ def read_corpus(
 
     include and exclude are shell patterns on paths relative to a folder; a file among `paths` is
     always read, and no file twice. A binary file inside a folder is left out and counted. Raises
-    CorpusError for a binary file among `paths`, for a path that is missing or unreadable, and for a
-    corpus without text.
+    CorpusError for a binary, missing or unreadable path, and for a corpus without text.
     """
     texts: list[str] = []
     seen: set[Path] = set()  # a document read twice would be trained on and held out
@@ -94,10 +93,7 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def _read_text(path: Path) -> str | None:
-    """Return the file's text, or None when it is not UTF-8 text.
-
-    Raises CorpusError when it cannot be read.
-    """
+    """Return the file's text, or None when it is not UTF-8 text. Raises CorpusError."""
     try:
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
@@ -105,10 +101,6 @@ def _read_text(path: Path) -> str | None:
     except UnicodeDecodeError:
         return None
     return None if "\0" in text else text
-
-
-# Where a row begins: tokens, their mask, and the index of the row's first token.
-_Place = tuple[NDArray[np.unsignedinteger], NDArray[np.uint8] | None, int]
 
 
 class Batch(NamedTuple):
@@ -136,15 +128,13 @@ class TokenData:
 
     Text may be cut anywhere. Chats come in rows of `row` tokens, which is the run's context + 1
     (None: text), and with a bit for each token that says whether it is learned: `masks`, uint8
-    [rows, ⌈row / 8⌉] for each shard.
+    [rows, ⌈row / 8⌉] for each shard and, last, for what is held out.
     """
 
-    folder: Path
     shards: list[NDArray[np.unsignedinteger]]
     held_out: NDArray[np.unsignedinteger]
     row: int | None = None
     masks: list[NDArray[np.uint8]] = field(default_factory=list)
-    held_out_mask: NDArray[np.uint8] | None = None
 
     @property
     def n_train(self) -> int:
@@ -154,8 +144,7 @@ class TokenData:
     @property
     def prompt_length(self) -> int | None:
         """Number of held-out tokens before the first that is learned; None for text."""
-        mask = self.held_out_mask
-        return None if mask is None else int(np.unpackbits(mask[0]).argmax())
+        return int(np.unpackbits(self.masks[-1][0]).argmax()) if self.masks else None
 
     def batch(
         self, seed: int, step: int, batch_size: int, context: int, rows: range | None = None
@@ -169,26 +158,24 @@ class TokenData:
         lengths = np.array([len(shard) for shard in self.shards])
         ends = np.cumsum(np.maximum(0, (lengths - context - 1) // stride + 1))
         drawn = np.random.Generator(np.random.Philox(key=key)).integers(ends[-1], size=batch_size)
-        places = []
-        for place in drawn if rows is None else drawn[rows.start : rows.stop]:
-            shard = int(np.searchsorted(ends, place, side="right"))
-            index = int(place) - (int(ends[shard - 1]) if shard else 0)
-            mask = self.masks[shard] if self.masks else None
-            places.append((self.shards[shard], mask, index * stride))
-        return self._read(places, context)
+        wanted = drawn if rows is None else drawn[rows.start : rows.stop]
+        shards = np.searchsorted(ends, wanted, side="right")
+        starts = (wanted - np.append(0, ends)[shards]) * stride
+        return self._read([*zip(shards, starts, strict=True)], context)
 
     def held_out_rows(self, context: int, n_rows: int) -> Batch:
         """Return the first `n_rows` held-out rows; those of text overlap by one token."""
         stride = self.row or context
         n_rows = min(n_rows, (len(self.held_out) - context - 1) // stride + 1)
-        places = [(self.held_out, self.held_out_mask, i * stride) for i in range(n_rows)]
-        return self._read(places, context)
+        return self._read([(len(self.shards), i * stride) for i in range(n_rows)], context)
 
-    def _read(self, places: Sequence[_Place], context: int) -> Batch:
-        rows = np.stack([tokens[at : at + context + 1] for tokens, _, at in places])
+    def _read(self, places: Sequence[tuple[int, int]], context: int) -> Batch:
+        """Read the rows that begin at these places: the part's number, and a token in it."""
+        parts = [*self.shards, self.held_out]
+        rows = np.stack([parts[part][at : at + context + 1] for part, at in places])
         inputs, targets = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
         if self.row is not None:
-            bits = np.stack([mask[at // self.row] for _, mask, at in places if mask is not None])
+            bits = np.stack([self.masks[part][at // self.row] for part, at in places])
             learned = np.unpackbits(bits, axis=1, count=self.row)[:, 1:].astype(bool)
             targets = np.where(learned, targets, IGNORED)
         return Batch(inputs, targets)
@@ -206,26 +193,20 @@ def write_tokens(
 
     The last `held_out` share of the tokens is held out. Every document begins with the special
     tokens that the tokenizer puts before text, as prompts do, and is followed by the end-of-text
-    token, or by `end_id` where the tokenizer has none. Raises CorpusError when the training or the
-    held-out part is shorter than one context, and TokenizerError when the tokenizer does not take
-    the text, before anything is written.
+    token, or by `end_id` where the tokenizer has none. Before anything is written, raises
+    CorpusError when a part is shorter than one context, and TokenizerError.
     """
     end = tokenizer.token_to_id(END_OF_TEXT)
     ending = [token_id for token_id in (end, end_id) if token_id is not None][:1]
     beginning = leading_ids(tokenizer)
-    tokens = np.concatenate(
-        [
-            np.array([*beginning, *text.ids, *ending], dtype=np.uint32)
-            for text in encode(corpus.texts, tokenizer)
-        ]
-    )
+    documents = encode(corpus.texts, tokenizer)
+    rows = [np.array([*beginning, *one.ids, *ending], dtype=np.uint32) for one in documents]
+    tokens = np.concatenate(rows)
     n_train = len(tokens) - max(int(len(tokens) * held_out), context + 1)
     if n_train <= context:
-        longest = len(tokens) // 2 - 1
+        longest, few = len(tokens) // 2 - 1, f"too few for a context of {context}"
         mend = f"add text, or use a context of at most {longest}" if longest >= 1 else "add text"
-        raise CorpusError(
-            f"the corpus has {len(tokens)} tokens, too few for a context of {context}; {mend}"
-        )
+        raise CorpusError(f"the corpus has {len(tokens)} tokens, {few}; {mend}")
     return write_shards(folder, tokens, n_train, vocabulary_size(tokenizer))
 
 
@@ -239,8 +220,7 @@ def write_shards(
     """Write an empty or new folder: shard-00000.bin …, held_out.bin and data.json.
 
     ids: token ids [n] of text, of which those from `n_train` on are held out; or rows [n, row] of
-    chats, with `learned` of the same shape, which goes into shard-00000.mask …, held_out.mask. They
-    are written in the narrowest type that holds `vocab_size` ids.
+    chats, with `learned` of the same shape, which goes into shard-00000.mask …, held_out.mask.
     """
     dtype = np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
     description: dict[str, Any] = {"dtype": dtype.name}
@@ -261,23 +241,21 @@ def write_shards(
 
 
 def open_tokens(folder: Path) -> TokenData:
-    """Map what `write_shards` wrote. Raises CorpusError when it is not there."""
+    """Map what `write_shards` wrote. Raises CorpusError when it is missing."""
     path = folder / "data.json"
     if not path.is_file():
-        raise CorpusError(
-            f"{folder} holds no token shards; start the training again without --resume"
-        )
+        message = f"{folder} holds no token shards; start the training again without --resume"
+        raise CorpusError(message)
     description = json.loads(path.read_text(encoding="utf-8"))
     dtype, row = np.dtype(description["dtype"]), description.get("row")
     shards = [np.memmap(file, dtype, mode="r") for file in sorted(folder.glob("shard-*.bin"))]
     held_out = np.memmap(folder / "held_out.bin", dtype, mode="r")
-    if row is None:
-        return TokenData(folder, [*shards], held_out)
-    *masks, held_out_mask = (
-        np.memmap(file, np.uint8, mode="r").reshape(-1, (row + 7) // 8)
-        for file in (*sorted(folder.glob("shard-*.mask")), folder / "held_out.mask")
-    )
-    return TokenData(folder, [*shards], held_out, row, masks, held_out_mask)
+    masks: list[NDArray[np.uint8]] = []
+    if row is not None:
+        files = [*sorted(folder.glob("shard-*.mask")), folder / "held_out.mask"]
+        flat = [np.memmap(file, np.uint8, mode="r") for file in files]
+        masks = [mask.reshape(-1, (row + 7) // 8) for mask in flat]
+    return TokenData([*shards], held_out, row, masks)
 
 
 def encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Encoding]:

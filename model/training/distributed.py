@@ -19,11 +19,8 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.distributed.checkpoint import hf_storage
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,8 +30,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model.checkpoint import CheckpointError
 from model.network.decoder import Decoder
-
-_LONGEST_WAIT = timedelta(days=1)
 
 
 class DistributedError(ValueError):
@@ -51,12 +46,12 @@ class ShardError(CheckpointError):
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """The processes that train together, seen from one of them. control: None for one process."""
+    """The processes that train together, seen from one of them."""
 
     rank: int
     size: int
     device: torch.device
-    control: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None  # None: there is one process
 
     @property
     def is_first(self) -> bool:
@@ -66,18 +61,17 @@ class Processes:
     def check_shard(self, shard: bool) -> None:
         """Raise DistributedError when sharding is wanted and there is only one process."""
         if shard and self.control is None:
+            command = "torchrun --nproc-per-node N -m commands.train …"
             raise DistributedError(
-                "--shard spreads a decoder over processes; start with: "
-                "torchrun --nproc-per-node N -m commands.train …"
+                f"--shard spreads a decoder over processes; start with: {command}"
             )
 
     def rows_per_process(self, batch_size: int) -> int:
         """Return this process's number of rows. Raises DistributedError for an uneven split."""
         if batch_size % self.size:
-            raise DistributedError(
-                f"a batch of {batch_size} cannot be split evenly over {self.size} processes; "
-                f"use a --batch-size that {self.size} divides, or another --nproc-per-node"
-            )
+            mend = f"use a --batch-size that {self.size} divides, or another --nproc-per-node"
+            uneven = f"a batch of {batch_size} cannot be split evenly over {self.size} processes"
+            raise DistributedError(f"{uneven}; {mend}")
         return batch_size // self.size
 
     def reduce(self, value: float, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> float:
@@ -88,10 +82,6 @@ class Processes:
         dist.all_reduce(tensor, operation, self.control)
         return tensor.item()
 
-    def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any process."""
-        return self.reduce(flag, dist.ReduceOp.MAX) > 0
-
     @contextmanager
     def together(self) -> Iterator[None]:
         """Make all processes leave this block together, or none.
@@ -99,12 +89,12 @@ class Processes:
         The first process that failed raises its error, the others PeerError. Nothing in the block
         may wait for another process.
         """
-        failed = True
+        failed_rank = self.rank
         try:
             yield
-            failed = False
+            failed_rank = self.size  # none
         finally:
-            first = self.reduce(self.rank if failed else self.size, dist.ReduceOp.MIN)
+            first = self.reduce(failed_rank, dist.ReduceOp.MIN)
             if first not in {self.rank, self.size}:
                 raise PeerError
 
@@ -123,17 +113,16 @@ class Processes:
             for module in (*decoder.blocks, decoder):
                 fully_shard(module, mesh=mesh)
             return decoder
+        decoder.to(self.device)
         devices = [self.device] if self.device.type == "cuda" else None
-        return DistributedDataParallel(
-            decoder.to(self.device), device_ids=devices, forward_sync_buffers=False
-        )
+        return DistributedDataParallel(decoder, device_ids=devices, forward_sync_buffers=False)
 
     def save_shards(self, folder: Path, state: dict[str, Tensor]) -> None:
-        """Write this process's slices of the tensors as a safetensors file; nothing is pickled.
+        """Write this process's slices of the tensors as a safetensors file. Raises ShardError.
 
-        The file's header says where in the whole the slices belong. Raises ShardError.
+        The file's header says where in the whole the slices belong.
         """
-        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        writer = hf_storage.HuggingFaceStorageWriter(str(folder), save_distributed=True)
         try:
             save(state, storage_writer=writer, process_group=self.control)
         except CheckpointException as error:
@@ -141,11 +130,8 @@ class Processes:
             raise ShardError(f"{folder} cannot be written: {first[0]}") from None
 
     def load_shards(self, folder: Path, decoder: Decoder) -> dict[str, Tensor]:
-        """Return tensors "parameter/key" that any number of processes wrote.
-
-        Each is spread as its parameter is here. Raises ShardError.
-        """
-        reader = HuggingFaceStorageReader(str(folder))
+        """Return the written tensors, each spread as its parameter is here. Raises ShardError."""
+        reader = hf_storage.HuggingFaceStorageReader(str(folder))
         parameters = dict(decoder.named_parameters())
         state: dict[str, Tensor] = {}
         try:
@@ -159,11 +145,10 @@ class Processes:
                     warnings.filterwarnings("ignore", "torch.distributed is disabled")
                     group = self.control
                     load(state, storage_reader=reader, process_group=group, no_dist=group is None)
-        except SafetensorError as error:
-            raise ShardError(f"{folder} cannot be loaded: {error}") from None
-        except CheckpointException as error:
-            first, *_ = error.failures.values()
-            raise ShardError(f"{folder} cannot be loaded: {first[0]}") from None
+        except (SafetensorError, CheckpointException) as error:
+            failures = getattr(error, "failures", {0: (error,)})  # by process
+            reason = next(iter(failures.values()))[0]
+            raise ShardError(f"{folder} cannot be loaded: {reason}") from None
         return state
 
 
@@ -185,7 +170,7 @@ def join() -> Iterator[Processes]:
         torch.cuda.set_device(alone.device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
     try:
-        control = dist.new_group(backend="gloo", timeout=_LONGEST_WAIT)
+        control = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         yield Processes(dist.get_rank(), dist.get_world_size(), alone.device, control)
     finally:
         dist.destroy_process_group()
@@ -197,8 +182,6 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def without_reducing(module: nn.Module) -> AbstractContextManager[None]:
-    """Return a block in which DistributedDataParallel does not reduce gradients yet.
-
-    Shards reduce at once, because whole gradients would not fit.
-    """
+    """Return a block in which DistributedDataParallel does not reduce gradients yet."""
+    # Shards reduce at once, because whole gradients would not fit.
     return module.no_sync() if isinstance(module, DistributedDataParallel) else nullcontext()

@@ -40,11 +40,7 @@ def flops_per_token(decoder: Decoder, context: int) -> int:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the device's FLOP/s.
-
-    For a known GPU and bfloat16 it is the data sheet's; otherwise it is measured now, with large
-    matrix products of this type.
-    """
+    """Return the device's FLOP/s: the data sheet's for bfloat16 on a known GPU, else measured."""
     if device.type == "cuda" and dtype == torch.bfloat16:
         name = torch.cuda.get_device_name(device)
         if name in _PEAKS:

@@ -17,10 +17,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """A row of metrics.csv.
-
-    tokens, seconds: of training, since the run began. mfu: model FLOPs utilisation.
-    """
+    """A row of metrics.csv; tokens and seconds are of training, since the run began."""
 
     step: int
     tokens: int
@@ -29,17 +26,16 @@ class StepMetrics:
     learning_rate: float
     gradient_norm: float
     seconds: float
-    mfu: float
+    mfu: float  # model FLOPs utilisation
 
 
 @contextmanager
 def open_metrics(
     folder: Path | None, step: int, *, tensorboard: bool = False
 ) -> Iterator[Callable[[StepMetrics], None]]:
-    """Open a run's metrics and yield the function that writes a row, unbuffered.
+    """Open a run's metrics and yield the function that writes a row, if there is a folder.
 
-    Rows up to `step` are kept; later ones, of a run that was killed, are removed. Without a folder
-    nothing is written.
+    Rows up to `step` are kept; later ones, of a run that was killed, are removed.
     """
     if folder is None:
         yield lambda _: None
@@ -79,10 +75,8 @@ def plot_losses(metrics: Path, picture: Path) -> None:
         rows = list(csv.DictReader(file))
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    for name, label, style in (
-        ("train_loss", "training", "-"),
-        ("held_out_loss", "held out", "o-"),
-    ):
+    curves = (("train_loss", "training", "-"), ("held_out_loss", "held out", "o-"))
+    for name, label, style in curves:
         points = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
         axes.plot(*np.reshape(points, (-1, 2)).T, style, linewidth=0.8, label=label)
     axes.set(xlabel="step", ylabel="cross-entropy (nats per token)", title="Loss")

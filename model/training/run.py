@@ -37,18 +37,14 @@ Progress = Callable[[str, int, int, str], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CorpusSettings:
-    """The text or chats to train on, and how they become tokens.
-
-    held_out: share of the tokens or chats that is held out. tokenizer: file to use instead of a
-    trained tokenizer. chat_template: file to use instead of the initial checkpoint's.
-    """
+    """The text or chats to train on, and how they become tokens."""
 
     paths: Sequence[Path]
     include: Sequence[str] = ("*",)
     exclude: Sequence[str] = ()
-    held_out: float = 0.05
-    tokenizer: Path | None = None
-    chat_template: Path | None = None
+    held_out: float = 0.05  # share of the tokens or chats
+    tokenizer: Path | None = None  # used instead of a trained tokenizer
+    chat_template: Path | None = None  # used instead of the initial checkpoint's
 
 
 def console_report(lines: Console, progress: Progress, steps: int) -> Report:
@@ -79,15 +75,13 @@ def prepare_run(
 
     With `init`, weights, tokenizer and extra files are its own. Without, weights are random, and a
     tokenizer is trained to `config.vocab_size`, which becomes the size it reaches. The remains of a
-    preparation that was killed are removed. Raises ChatTemplateError, ConfigError (also for a
-    context beyond the positions of `init`), CorpusError or TokenizerError and leaves no files, and
-    FileExistsError when the folder is in use.
+    preparation that was killed are removed. Raises ChatTemplateError, ConfigError, CorpusError,
+    TokenizerError or, when the folder is in use, FileExistsError, and leaves no files.
     """
     held = list(folder.iterdir()) if folder.exists() else []
     if not all(_LEFTOVER.fullmatch(path.name) for path in held):
-        raise FileExistsError(
-            f"{folder} is not empty; continue it with --resume or choose another --out"
-        )
+        mend = "continue it with --resume or choose another --out"
+        raise FileExistsError(f"{folder} is not empty; {mend}")
     if init is not None and settings.context > config.max_model_len:
         raise ConfigError(
             f"{init.path} has positions for {config.max_model_len} tokens, fewer than a context of "
@@ -115,7 +109,7 @@ def prepare_run(
             bos_token_id=end,
             eos_token_ids=() if end is None else (end,),
         )
-    share, context = corpus.held_out, settings.context
+    share, context, size = corpus.held_out, settings.context, vocabulary_size(tokenizer)
     for leftover in held:
         shutil.rmtree(leftover)
     with new_directory(folder / data.DATA_FOLDER) as part:
@@ -128,7 +122,6 @@ def prepare_run(
             # The tokens that end an answer have to end generation, too.
             endings = dict.fromkeys((*config.eos_token_ids, *sorted(chats.ending_ids)))
             config = replace(config, eos_token_ids=tuple(endings))
-            size = vocabulary_size(tokenizer)
             tokens = data.write_shards(part, chats.ids, chats.n_train, size, chats.learned)
         torch.manual_seed(settings.seed)
         decoder = Decoder(config)
@@ -163,9 +156,8 @@ def _read_documents(
 ) -> data.Corpus | list[Conversation]:
     chats = [path for path in corpus.paths if path.suffix == ".jsonl" and not path.is_dir()]
     if chats and len(chats) < len(corpus.paths):
-        raise data.CorpusError(
-            f"{chats[0]} is for chats, which cannot be mixed with text; train on one at a time"
-        )
+        message = "is for chats, which cannot be mixed with text; train on one at a time"
+        raise data.CorpusError(f"{chats[0]} {message}")
     if not chats:
         return data.read_corpus(corpus.paths, corpus.include, corpus.exclude, seed)
     template = ChatTemplate.parse(files)
@@ -180,23 +172,21 @@ def _read_documents(
 def open_run(folder: Path, processes: Processes, *, shard: bool = False) -> Trainer:
     """Return the trainer of a run at its newest checkpoint, with the settings it began with.
 
-    Every process reads the folder, and holds the whole decoder in CPU memory until it is spread.
-    Raises CheckpointError, CorpusError or DistributedError; PeerError where another process does.
+    Every process holds the whole decoder in CPU memory until it is spread. Raises CheckpointError,
+    CorpusError or DistributedError; PeerError where another process does.
     """
     with processes.together():
         checkpoint = load_checkpoint(folder)
         if not checkpoint.progress:
-            raise CheckpointError(
-                f"{checkpoint.path} was not written by a training run, so it cannot be resumed"
-            )
+            reason = "was not written by a training run, so it cannot be resumed"
+            raise CheckpointError(f"{checkpoint.path} {reason}")
         tokens = data.open_tokens(folder / data.DATA_FOLDER)
         try:
             settings = TrainSettings(**checkpoint.progress["settings"])
             itemgetter("step", "seconds", "held_out_loss")(checkpoint.progress)
         except (KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{checkpoint.path}'s training.json is incomplete ({error}); it cannot be resumed"
-            ) from None
+            reason = f"training.json is incomplete ({error}); it cannot be resumed"
+            raise CheckpointError(f"{checkpoint.path}'s {reason}") from None
         processes.rows_per_process(settings.batch_size)
     decoder, tokenizer, files = checkpoint.decoder, checkpoint.tokenizer, checkpoint.extra_files
     trainer = Trainer(decoder, tokenizer, tokens, settings, files, processes, shard)
@@ -214,9 +204,7 @@ def train_run(folder: Path, trainer: Trainer, lines: Console, progress: Progress
         if trainer.processes.is_first:
             plot_losses(folder / METRICS_FILE, folder / PICTURE_FILE)
     if not complete:
-        lines.print(
-            f"stopped and saved at step {trainer.step}; "
-            f"continue with: kvasir train --resume --out {folder}",
-            soft_wrap=True,
-        )
+        command = f"kvasir train --resume --out {folder}"
+        message = f"stopped and saved at step {trainer.step}; continue with: {command}"
+        lines.print(message, soft_wrap=True)
     return complete

@@ -44,10 +44,9 @@ _SAMPLE_PROMPT_TOKENS = 16
 class TrainSettings:
     """The settings of a training run.
 
-    A step sees batch_size · accumulate · context tokens, however many processes share them. The
-    learning rate rises linearly over `warmup` steps and falls along a cosine to a tenth of itself
-    (Loshchilov & Hutter 2017). weight_decay acts on matrices only (AdamW, Loshchilov & Hutter
-    2019). clip: largest gradient norm. mixed_precision: products in the type of `compute_type`.
+    The learning rate rises linearly over `warmup` steps and falls along a cosine to a tenth of
+    itself (Loshchilov & Hutter 2017). weight_decay acts on matrices only (AdamW, Loshchilov &
+    Hutter 2019). clip: largest gradient norm.
     """
 
     steps: int
@@ -84,21 +83,17 @@ class DivergedError(Exception):
 
 @dataclass
 class Trainer:
-    """A decoder, its optimizer and the step they have reached, in each process that trains it.
-
-    extra_files go into every checkpoint unchanged. With `shard`, processes hold slices of the
-    decoder's and the optimizer's tensors. seconds: of training, since the run began.
-    """
+    """A decoder, its optimizer and the step they have reached, in each process that trains it."""
 
     decoder: Decoder
     tokenizer: Tokenizer
     data: TokenData
     settings: TrainSettings
-    extra_files: Mapping[str, bytes] = field(default_factory=dict)
+    extra_files: Mapping[str, bytes] = field(default_factory=dict)  # go into every checkpoint
     processes: Processes = field(default_factory=one_process)
-    shard: bool = False
+    shard: bool = False  # processes hold slices of the decoder's and the optimizer's tensors
     step: int = field(default=0, init=False)
-    seconds: float = field(default=0.0, init=False)
+    seconds: float = field(default=0.0, init=False)  # of training, since the run began
     held_out_loss: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -125,12 +120,11 @@ class Trainer:
         place = folder if processes.is_first else None
         log = open_metrics(place, self.step, tensorboard=settings.tensorboard)
         with _interruption() as interrupted, log as write:
-            while self.step < settings.steps and not processes.any(bool(interrupted)):
-                started = time.perf_counter()
-                rate = settings.learning_rate_at(self.step)
+            while self.step < settings.steps and not processes.reduce(len(interrupted)):
+                started, rate = time.perf_counter(), settings.learning_rate_at(self.step)
                 loss, norm = self._update(rate)
-                self.step += 1
                 elapsed = time.perf_counter() - started
+                self.step += 1
                 self.seconds += elapsed
                 speed = settings.tokens_per_step / elapsed
                 mfu = speed * self.flops_per_token / peak
@@ -153,7 +147,7 @@ class Trainer:
     def _update(self, rate: float) -> tuple[float, float]:
         """Make one optimizer step; return the loss before it and the gradient's unclipped norm.
 
-        Both are of the whole batch: means over the targets of all processes and accumulated parts.
+        Both are means over the targets of all processes and accumulated parts.
         """
         settings, processes = self.settings, self.processes
         self.module.train()
@@ -185,12 +179,10 @@ class Trainer:
         return total, norm
 
     def _loss(self, batch: Batch) -> Tensor:
-        """Return the summed cross-entropy, in nats, of a batch's targets.
-
-        With bfloat16, products are in it; parameters, gradients and the optimizer's state are not.
-        """
+        """Return the summed cross-entropy, in nats, of a batch's targets."""
         device = self.processes.device
         inputs, targets = (torch.from_numpy(ids).to(device) for ids in batch)
+        # Only products are in bfloat16; parameters, gradients and the optimizer's state are not.
         in_bfloat16 = self.dtype == torch.bfloat16
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=in_bfloat16):
             logits = self.module(inputs)
@@ -213,23 +205,18 @@ class Trainer:
 
     def _sample(self) -> tuple[str, str]:
         """Return the start of the held-out text and a sampled continuation of it."""
-        longest = self.decoder.config.max_model_len
+        decoder, step, longest = self.decoder, self.step, self.decoder.config.max_model_len
         n_prompt = self.data.prompt_length or _SAMPLE_PROMPT_TOKENS
-        prompt_ids = self.data.held_out[: min(n_prompt, max(1, longest // 2))].tolist()
-        n = min(_SAMPLE_TOKENS, longest - len(prompt_ids))
-        output_ids = generate(
-            self.decoder, prompt_ids, max_tokens=n, temperature=0.8, top_p=0.95, seed=self.step
-        )
-        return self.tokenizer.decode(prompt_ids), self.tokenizer.decode(output_ids)
+        prompt = self.data.held_out[: min(n_prompt, max(1, longest // 2))].tolist()
+        n = min(_SAMPLE_TOKENS, longest - len(prompt))
+        output = generate(decoder, prompt, max_tokens=n, temperature=0.8, top_p=0.95, seed=step)
+        return self.tokenizer.decode(prompt), self.tokenizer.decode(output)
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint that any number of processes can continue, sharded or not."""
         is_first = self.processes.is_first
-        weights: dict[str, Tensor] = {}
-        for name, tensor in self.decoder.state_dict().items():
-            gathered = gather(tensor)
-            if is_first:
-                weights[name] = gathered.cpu()
+        tensors = ((name, gather(one)) for name, one in self.decoder.state_dict().items())
+        weights = {name: tensor.cpu() for name, tensor in tensors if is_first}
         state = checkpoint.optimizer_state(self.decoder, self.optimizer)
         shards = folder / f"step-{self.step:08d}.{checkpoint.STATE_FOLDER}.part"
         if self.shard:
@@ -282,20 +269,17 @@ def compute_type(device: torch.device) -> torch.dtype:
         supported = torch.cuda.is_bf16_supported()
     else:
         capabilities = torch.cpu.get_capabilities()
-        supported = bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+        supported = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
     return torch.bfloat16 if supported else torch.float32
 
 
 @contextmanager
 def _interruption() -> Iterator[list[int]]:
-    """Yield a list that Ctrl-C and SIGTERM append to, so that the current step can be saved.
-
-    A second signal interrupts at once.
-    """
+    """Yield a list that Ctrl-C and SIGTERM append to, so that the current step can be saved."""
     caught: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
-        if caught:
+        if caught:  # the second signal interrupts at once
             signal.default_int_handler(number, frame)
         caught.append(number)
 

@@ -281,9 +281,7 @@ def counting(*lengths: int, held_out: int = 20) -> TokenData:
         np.arange(end - length, end, dtype=np.uint16)
         for end, length in zip(ends, lengths, strict=True)
     ]
-    return TokenData(
-        Path(), list(shards), np.arange(ends[-1], ends[-1] + held_out, dtype=np.uint16)
-    )
+    return TokenData(list(shards), np.arange(ends[-1], ends[-1] + held_out, dtype=np.uint16))
 
 
 def test_a_batch_is_a_function_of_seed_and_step() -> None:

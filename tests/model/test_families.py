@@ -12,7 +12,8 @@ import pytest
 
 from model.config import ConfigError, DecoderConfig, RopeScaling, preset
 from model.importing.families import FAMILIES
-from model.importing.family import NEUTRAL, UnsupportedError
+from model.importing.family import NEUTRAL
+from model.importing.weights import UnsupportedError
 from tests.huggingface_checkpoints import FAMILIES as CHECKPOINTS
 
 

@@ -20,7 +20,7 @@ from model.checkpoint import load_checkpoint
 from model.network.decoder import Decoder
 from model.tokenizer import train_tokenizer
 from model.training import trainer as training
-from model.training.data import Batch, Corpus, TokenData, open_tokens, write_tokens
+from model.training.data import Batch, Corpus, TokenData, write_tokens
 from model.training.metrics import StepMetrics, plot_losses
 from model.training.trainer import Trainer, TrainSettings
 from tests.random_models import make_config
@@ -91,7 +91,7 @@ def resume(folder: Path, data: TokenData) -> Trainer:
     torch.rand(7)
     checkpoint = load_checkpoint(folder)
     settings = TrainSettings(**checkpoint.progress["settings"])
-    trainer = Trainer(checkpoint.decoder, checkpoint.tokenizer, open_tokens(data.folder), settings)
+    trainer = Trainer(checkpoint.decoder, checkpoint.tokenizer, data, settings)
     trainer.restore(checkpoint.path, checkpoint.progress)
     return trainer
 
