@@ -166,9 +166,8 @@ def load_settings(**options: Any) -> Settings:
     except ValidationError as error:
         raise StartupError(_refusal(error)) from None
     if settings.max_concurrency_per_key and not (settings.api_key or settings.api_key_file):
-        raise StartupError(
-            "setting max_concurrency_per_key needs keys; set api_key_file or api_key too"
-        )
+        message = "setting max_concurrency_per_key needs keys; set api_key_file or api_key too"
+        raise StartupError(message)
     return settings
 
 
