@@ -49,8 +49,8 @@ def explain(
             window = bundle.config.window_of(layer)
             draw_attention(explanation, directory.name, layer, heads, out, window)
     rows = [
-        (repr(token.text), str(token.token_id), f"{token.probability:.1%}")
-        for token in explanation.next_tokens
+        (repr(one.text), str(one.token_id), f"{one.probability:.1%}")
+        for one in explanation.next_tokens
     ]
     title = f"after {len(explanation.tokens):,} tokens"
     table = make_table(title, ("next token", "id", "probability"), rows)
