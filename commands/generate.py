@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -35,8 +35,8 @@ def generate(
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
         progress("loading the model", 0, 0)
         bundle = load_bundle(directory)
-        fields = bundle.generation.given() | given
-        params = SamplingParams(max_tokens=max_tokens, seed=seed, **fields)  # type: ignore[arg-type]
+        fields: dict[str, Any] = bundle.generation.given() | given
+        params = SamplingParams(max_tokens=max_tokens, seed=seed, **fields)
         engine = build_engine(load_settings(model=directory, max_num_seqs=1), bundle)
         prompt_ids = bundle.tokenizer.encode(prompt).ids
         check_length(len(prompt_ids), max_tokens, engine)

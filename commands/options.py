@@ -20,14 +20,9 @@ def _check_text(text: str) -> str:
     return text
 
 
-def _complete_preset(incomplete: str) -> list[str]:
-    return [name for name in PRESETS if name.startswith(incomplete)]
-
-
-def complete_precision(context: typer.Context, incomplete: str) -> list[str]:
+def complete_precision(context: typer.Context) -> tuple[str, ...]:
     """Return the precisions of the device that is on the command line so far."""
-    names = bundle.PRECISIONS[context.params.get("device", "cpu")]
-    return [name for name in names if name.startswith(incomplete)]
+    return bundle.PRECISIONS[context.params.get("device", "cpu")]
 
 
 _PRECISIONS = "int8 (default), int4 or fp32; for cuda bf16 (default), fp16, int8 or int4."
@@ -38,7 +33,7 @@ _TEXT = "Text for perplexity. Default: held-out text, or English."
 Json = Annotated[bool, Option("--json", help="Print one JSON object, and nothing else.")]
 ModelDirectory = Annotated[Path, Argument(help="A model directory.")]
 InputText = Annotated[str, Argument(callback=_check_text, help="The text that the model reads.")]
-Preset = Annotated[str, Option(help="Shape of the decoder.", autocompletion=_complete_preset)]
+Preset = Annotated[str, Option(help="Shape of the decoder.", autocompletion=lambda: list(PRESETS))]
 Device = Annotated[bundle.Device, Option(help="Device that the model runs on.")]
 Precision = Annotated[str | None, Option(help=_PRECISIONS, autocompletion=complete_precision)]
 PerplexityText = Annotated[Path | None, Option(help=_TEXT)]

@@ -66,10 +66,10 @@ class ConnectionLimit:
 class BoundedConnection(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 connection, with limits.
 
-    A request must arrive within `receive_timeout` of its first byte (the first one: of the
-    connection), or its body at `MIN_BODY_RATE`. No such clock runs while an answer is made. A
-    client that does not read is cut off after `send_timeout`. A complete answer may be read slowly,
-    as long as it is read: its request holds no slot any more.
+    A request must arrive within `receive_timeout` of its first byte, or its body at
+    `MIN_BODY_RATE`. No such clock runs while an answer is made. A client that does not read is cut
+    off after `send_timeout`. A complete answer may be read slowly, as long as it is read: its
+    request holds no slot any more.
     """
 
     fastapi: FastAPI

@@ -67,7 +67,7 @@ class DrainingServer(uvicorn.Server):
     async def _drain(self, cause: str) -> None:
         logger.info("draining", extra={"fields": {"cause": cause}})
         seconds = self.service.settings.drain_timeout
-        timer = asyncio.get_running_loop().call_later(seconds, self._cut_off_stalled)
+        timer = asyncio.get_running_loop().call_later(seconds, self._cut_off, True)
         await self.service.drain()
         timer.cancel()
         self.should_exit = True
@@ -76,18 +76,14 @@ class DrainingServer(uvicorn.Server):
         """Refuse unfinished requests, then close all connections."""
         for connection in self._connections():
             connection.refuse_unfinished()
-        timer = asyncio.get_running_loop().call_later(_LAST_READ, self._cut_off_all)
+        timer = asyncio.get_running_loop().call_later(_LAST_READ, self._cut_off, False)
         await super().shutdown(sockets)
         timer.cancel()
 
-    def _cut_off_stalled(self) -> None:
+    def _cut_off(self, only_stalled: bool) -> None:
         for connection in self._connections():
-            if connection.flow.write_paused:
+            if connection.flow.write_paused or not only_stalled:
                 connection.cut_off()
-
-    def _cut_off_all(self) -> None:
-        for connection in self._connections():
-            connection.cut_off()
 
     def _connections(self) -> list[BoundedConnection]:
         return [one for one in self.server_state.connections if isinstance(one, BoundedConnection)]
@@ -169,9 +165,8 @@ def check_model(settings: Settings) -> ModelBundle:
     for name in settings.model_fields_set & {"threads", "spin_microseconds"}:
         raise StartupError(f"setting {name} is for the CPU; leave it out for a model on a GPU")
     if settings.prefix_cache_memory:
-        raise StartupError(
-            "setting prefix_cache_memory can only be 0 on a GPU: blocks are kept in kv_cache_memory"
-        )
+        cause = "setting prefix_cache_memory can only be 0 on a GPU"
+        raise StartupError(f"{cause}: blocks are kept in kv_cache_memory")
     return bundle
 
 
