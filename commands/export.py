@@ -97,8 +97,8 @@ def verify(
     if measured is None:
         note = f"hashes are right; to measure {manifest.precision} again, give its --checkpoint"
         parts.append(Text(note))
-    values = {"measured": None} | {name: column.model_dump() for name, column in columns.items()}
-    show(as_json, {"directory": str(directory)} | values, *parts)
+    values = {"directory": str(directory), "manifest": manifest.verification.model_dump()}
+    show(as_json, values | {"measured": measured and measured.model_dump()}, *parts)
 
 
 def _tables(title: str, **columns: Verification) -> list[Table | Text]:
