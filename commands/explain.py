@@ -46,11 +46,10 @@ def explain(
             from commands.heatmap import draw_attention
 
             progress(f"drawing {out.name}", 0, 0)
-            window = bundle.config.window_of(layer)
-            draw_attention(explanation, directory.name, layer, heads, out, window)
+            draw_attention(explanation, bundle, layer, heads, out)
     rows = [
-        (repr(token.text), str(token.token_id), f"{token.probability:.1%}")
-        for token in explanation.next_tokens
+        (repr(one.text), str(one.token_id), f"{one.probability:.1%}")
+        for one in explanation.next_tokens
     ]
     title = f"after {len(explanation.tokens):,} tokens"
     table = make_table(title, ("next token", "id", "probability"), rows)

@@ -20,7 +20,7 @@ from commands.options import (
     TopK,
     TopP,
 )
-from commands.output import make_table, mebibytes, one_line_errors, peak_memory, show
+from commands.output import cost_since, make_table, mebibytes, one_line_errors, show
 from commands.progress import ProgressBar, loading
 from model.bundle import GenerationDefaults, Verification
 
@@ -69,14 +69,12 @@ def export(
             progress=progress,
         )
     size = sum(path.stat().st_size for path in out.iterdir())
-    seconds, memory = time.monotonic() - started, peak_memory()
+    cost = cost_since(started)
     values = {"directory": str(out), **manifest.model_dump(include=_SHOWN), "bytes": size}
-    values |= {"seconds": seconds, "peak_memory_bytes": memory}
-    summary = (
-        f"{manifest.precision} for {manifest.device}, {mebibytes(size)}; "
-        f"took {seconds:.0f} s and {mebibytes(memory)} of memory at most"
-    )
-    show(as_json, values, *_tables(out.name, exported=manifest.verification), summary)
+    memory = f"{mebibytes(cost['peak_memory_bytes'])} of memory at most"
+    made = f"{manifest.precision} for {manifest.device}, {mebibytes(size)}"
+    summary = f"{made}; took {cost['seconds']:.0f} s and {memory}"
+    show(as_json, values | cost, *_tables(out.name, exported=manifest.verification), summary)
 
 
 def verify(
@@ -94,17 +92,13 @@ def verify(
 
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
         manifest, measured = verify_directory(directory, checkpoint, text, progress)
-    values = {
-        "directory": str(directory),
-        "manifest": manifest.verification.model_dump(),
-        "measured": measured and measured.model_dump(),
-    }
-    columns = {} if measured is None else {"measured": measured}
-    parts = _tables(directory.name, manifest=manifest.verification, **columns)
+    columns = {"manifest": manifest.verification} | ({"measured": measured} if measured else {})
+    parts = _tables(directory.name, **columns)
     if measured is None:
         note = f"hashes are right; to measure {manifest.precision} again, give its --checkpoint"
         parts.append(Text(note))
-    show(as_json, values, *parts)
+    values = {"directory": str(directory), "manifest": manifest.verification.model_dump()}
+    show(as_json, values | {"measured": measured and measured.model_dump()}, *parts)
 
 
 def _tables(title: str, **columns: Verification) -> list[Table | Text]:

@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
+from model.bundle import ModelBundle
 from server.explain import Explanation
 
 _MAX_LABELS = 64  # tokens that can be read on an axis
@@ -17,21 +18,13 @@ _VISIBLE = str.maketrans({" ": "·", "\n": "↵", "\t": "→", "$": r"\$"})  # $
 
 
 def draw_attention(
-    explanation: Explanation,
-    title: str,
-    layer: int,
-    heads: list[int],
-    picture: Path,
-    window: int | None = None,
+    explanation: Explanation, bundle: ModelBundle, layer: int, heads: list[int], out: Path
 ) -> None:
-    """Write a PNG: queries from top to bottom, keys from left to right, masked weights empty.
-
-    window: tokens that a query sees in this layer, itself included; None is all up to itself.
-    """
+    """Write a PNG: queries from top to bottom, keys from left to right, masked weights empty."""
     labels = [token.translate(_VISIBLE) or "∅" for token in explanation.tokens]
     n, is_single = len(labels), len(heads) == 1
     distances = np.subtract.outer(np.arange(n), np.arange(n))
-    masked = (distances < 0) | (distances >= (window or n))
+    masked = (distances < 0) | (distances >= (bundle.config.window_of(layer) or n))
     colours = colormaps["viridis"].with_extremes(bad="white")
     columns = math.ceil(math.sqrt(len(heads)))
     rows = math.ceil(len(heads) / columns)
@@ -52,8 +45,8 @@ def draw_attention(
             axes.set_title(f"head {head}", fontsize=9)
             axes.tick_params(labelsize=6)
     which = f"head {heads[0]}" if is_single else f"all {len(heads)} heads"
-    figure.suptitle(f"{title}: layer {layer}, {which}")
+    figure.suptitle(f"{bundle.path.name}: layer {layer}, {which}")
     figure.colorbar(image, ax=grid, shrink=0.8, label="softmax(s·QKᵀ + M), a row sums to 1")
     with warnings.catch_warnings():  # a missing glyph is drawn as a box
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        figure.savefig(picture, format="png", dpi=120)
+        figure.savefig(out, format="png", dpi=120)

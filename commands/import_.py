@@ -10,17 +10,14 @@ from typing import Annotated
 import typer
 
 from commands.options import Json
-from commands.output import make_table, mebibytes, one_line_errors, peak_memory, show
+from commands.output import cost_since, make_table, mebibytes, one_line_errors, show
 from commands.progress import ProgressBar, loading
+
+_FOLDER = "A Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json."
 
 
 def import_(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            help="A Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json."
-        ),
-    ],
+    folder: Annotated[Path, typer.Argument(help=_FOLDER)],
     out: Annotated[Path, typer.Option(help="The checkpoint directory to write.")],
     as_json: Json = False,
 ) -> None:
@@ -31,7 +28,7 @@ def import_(
     started = time.monotonic()
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
         imported = import_checkpoint(folder, out, progress)
-    seconds, memory, config = time.monotonic() - started, peak_memory(), imported.config
+    cost, config = cost_since(started), imported.config
     rows = {
         "family": imported.family,
         "layers": str(config.n_layer),
@@ -40,10 +37,9 @@ def import_(
         "vocabulary": f"{config.vocab_size:,} tokens",
         "max model len": f"{config.max_model_len:,} tokens",
         "chat template": "yes" if imported.has_chat_template else "no",
-        "time": f"{seconds:.1f} s",
-        "peak memory": mebibytes(memory),
+        "time": f"{cost['seconds']:.1f} s",
+        "peak memory": mebibytes(cost["peak_memory_bytes"]),
     }
-    values = {"directory": str(out), **asdict(imported)}
-    values |= {"seconds": seconds, "peak_memory_bytes": memory}
     table = make_table(out.name, ("", ""), rows.items())
+    values = {"directory": str(out), **asdict(imported), **cost}
     show(as_json, values, table, *(f"note: {note}" for note in imported.notes))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from model import bundle
 from model.config import PRESETS
@@ -19,39 +20,25 @@ def _check_text(text: str) -> str:
     return text
 
 
-def _complete_preset(incomplete: str) -> list[str]:
-    return [name for name in PRESETS if name.startswith(incomplete)]
-
-
-def complete_precision(context: typer.Context, incomplete: str) -> list[str]:
+def complete_precision(context: typer.Context) -> tuple[str, ...]:
     """Return the precisions of the device that is on the command line so far."""
-    names = bundle.PRECISIONS[context.params.get("device", "cpu")]
-    return [name for name in names if name.startswith(incomplete)]
+    return bundle.PRECISIONS[context.params.get("device", "cpu")]
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
-ModelDirectory = Annotated[Path, typer.Argument(help="A model directory.")]
-InputText = Annotated[
-    str, typer.Argument(callback=_check_text, help="The text that the model reads.")
-]
-Preset = Annotated[str, typer.Option(help="Shape of the decoder.", autocompletion=_complete_preset)]
-Device = Annotated[bundle.Device, typer.Option(help="Device that the model runs on.")]
-Precision = Annotated[
-    str | None,
-    typer.Option(
-        help="int8 (default), int4 or fp32; for cuda bf16 (default), fp16, int8 or int4.",
-        autocompletion=complete_precision,
-    ),
-]
-PerplexityText = Annotated[
-    Path | None, typer.Option(help="Text for perplexity. Default: held-out text, or English.")
-]
+_PRECISIONS = "int8 (default), int4 or fp32; for cuda bf16 (default), fp16, int8 or int4."
+_TOP_K = "Sample from this many likeliest tokens; 0: from all."
+_TOP_P = "Sample from this share of probability."
+_TEXT = "Text for perplexity. Default: held-out text, or English."
+
+Json = Annotated[bool, Option("--json", help="Print one JSON object, and nothing else.")]
+ModelDirectory = Annotated[Path, Argument(help="A model directory.")]
+InputText = Annotated[str, Argument(callback=_check_text, help="The text that the model reads.")]
+Preset = Annotated[str, Option(help="Shape of the decoder.", autocompletion=lambda: list(PRESETS))]
+Device = Annotated[bundle.Device, Option(help="Device that the model runs on.")]
+Precision = Annotated[str | None, Option(help=_PRECISIONS, autocompletion=complete_precision)]
+PerplexityText = Annotated[Path | None, Option(help=_TEXT)]
 Temperature = Annotated[
-    float | None, typer.Option(min=0.0, max=100.0, help="Sampling temperature; 0 is greedy.")
+    float | None, Option(min=0.0, max=100.0, help="Sampling temperature; 0 is greedy.")
 ]
-TopK = Annotated[
-    int | None, typer.Option(min=0, help="Sample from this many likeliest tokens; 0: from all.")
-]
-TopP = Annotated[
-    float | None, typer.Option(min=1e-6, max=1.0, help="Sample from this share of probability.")
-]
+TopK = Annotated[int | None, Option(min=0, help=_TOP_K)]
+TopP = Annotated[float | None, Option(min=1e-6, max=1.0, help=_TOP_P)]

@@ -1,22 +1,86 @@
-"""Output of the commands: results on standard output, an error in one line on standard error."""
+"""The end of a command: its result, or a mistake in one line, and the exit code."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from time import monotonic
 from typing import Any, NoReturn
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from model.files import in_words
+from server.settings import describe_fault
 
 _OURS = frozenset({"commands", "export", "loadtest", "model", "server"})
+_NOT_IN_IMAGES = frozenset({"export", "loadtest"})  # the server's images leave them out
+# The extra that brings a package which partial installations lack.
+_EXTRAS = {"onnxruntime": "cpu", "tensorboard": "tensorboard"} | dict.fromkeys(
+    ("torch", "onnx", "onnx_ir", "safetensors", "matplotlib"), "train"
+)
+
+
+class CommandGroup(TyperGroup):
+    """Typer's group with errors in one line instead of a box, and no escape codes under NO_COLOR.
+
+    Exit codes: 0; 1 for a failure; 2 for a command line or setting that cannot be read; 130 for
+    Ctrl-C, except in `serve`, which drains and exits with 0.
+    """
+
+    def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:
+        """Run the command, and exit unless `standalone_mode` is false."""
+        if Console().no_color:
+            from typer import rich_utils
+
+            rich_utils.COLOR_SYSTEM = None
+        message, code = "", 1
+        try:
+            code = super().main(*args, **options, standalone_mode=False)  # type: ignore[misc]
+        except typer.TyperException as error:
+            message, code = _one_line(error), error.exit_code
+        except ModuleNotFoundError as error:
+            message = _missing(error)
+        except OSError as error:
+            message = ("" if error.filename else "standard output: ") + in_words(error)
+            # What is still buffered goes nowhere.
+            sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+        if message:
+            typer.echo(f"kvasir: {message}", err=True)
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+
+def _one_line(error: typer.TyperException) -> str:
+    """Return Typer's message in one line: lower case, no full stop, a pointer to the help."""
+    if isinstance(error.__cause__, ValidationError):
+        error.message = describe_fault(error.__cause__)
+    line = " ".join(error.format_message().split()).replace(". Did you", "; did you").rstrip(".?")
+    context = getattr(error, "ctx", None)
+    hint = f"; see {context.command_path} --help" if line and context is not None else ""
+    return line[:1].lower() + line[1:] + hint
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    """Return how to get the package. Raises the error again for an unknown one."""
+    name = error.name or ""
+    package = name.partition(".")[0]
+    if package in _EXTRAS:
+        command = f"pip install -c constraints.txt -e '.[{_EXTRAS[package]}]'"
+        return f"this needs {name}; install it with: {command}"
+    if package in _NOT_IN_IMAGES:
+        return f"this needs {package}/, which is not installed here; run it in a checkout of Kvasir"
+    raise error
 
 
 def fail(error: object, *, exit_code: int = 1) -> NoReturn:
@@ -67,9 +131,10 @@ def mebibytes(n_bytes: float) -> str:
     return f"{size:,.0f} MiB" if size >= 10 else f"{size:.1f} MiB"
 
 
-def peak_memory() -> int:
-    """Return the most bytes of memory that this process has held."""
+def cost_since(started: float) -> dict[str, float]:
+    """Return the seconds since a time, and the most bytes of memory that this process has held."""
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    peak_bytes = peak if sys.platform == "darwin" else peak * 1024
+    return {"seconds": monotonic() - started, "peak_memory_bytes": peak_bytes}

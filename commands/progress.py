@@ -1,21 +1,31 @@
-"""Progress bars of long work, on a terminal; they vanish when the work is done."""
+"""Progress bars of long work on a terminal, which vanish when it is done; and Ctrl-C meanwhile.
+
+`kvasir` imports this first, so it imports packages only when a bar is made.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Timer
-from typing import TYPE_CHECKING
-
-from commands.interrupts import on_interrupt
-from commands.output import console
-
-if TYPE_CHECKING:
-    from rich.progress import TaskID
+from typing import Any
 
 _DELAY = 0.5  # seconds: shorter work shows no bar
+
+
+@contextmanager
+def on_interrupt(handle: Callable[..., None] | signal.Handlers) -> Iterator[None]:
+    """Handle Ctrl-C with `handle` in this block, unless the process was started to ignore it."""
+    previous: Any = signal.getsignal(signal.SIGINT)
+    if previous != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 class ProgressBar:
@@ -29,6 +39,8 @@ class ProgressBar:
     def __init__(self, *, quiet: bool = False) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+        from commands.output import console
+
         self._bar = Progress(
             TextColumn("{task.description}", style="bold", markup=False),
             BarColumn(),
@@ -40,8 +52,6 @@ class ProgressBar:
             redirect_stdout=sys.stdout.isatty(),  # a pipe gets its lines as they are
             disable=quiet or not sys.stderr.isatty(),
         )
-        self._what = ""
-        self._task: TaskID | None = None
         self._timer = Timer(_DELAY, self._bar.start)
         self._timer.daemon = True
         self._interrupted = False
@@ -73,13 +83,14 @@ class ProgressBar:
         """Report how much of a stage is done; a total of 0 is unknown."""
         if self._interrupted:
             raise KeyboardInterrupt
-        if self._task is None or what != self._what:
-            if self._task is not None:
-                self._bar.update(self._task, total=1, completed=1)
-            self._what = what
-            self._task = self._bar.add_task(what, total=None, completed=done, count="", note="")
+        stages = self._bar.tasks
+        if not stages or stages[-1].description != what:
+            if stages:
+                self._bar.update(stages[-1].id, total=1, completed=1)
+            self._bar.add_task(what, total=None, completed=done, count="", note="")
         count = f"{done:,}/{total:,}" if total else ""
-        self._bar.update(self._task, completed=done, total=total or None, count=count, note=note)
+        stage = self._bar.task_ids[-1]
+        self._bar.update(stage, completed=done, total=total or None, count=count, note=note)
 
 
 @contextmanager

@@ -34,32 +34,27 @@ def serve(**options: Path | str | bool | None) -> None:
         fail(error)
 
 
-def _annotation(name: str, field: FieldInfo) -> Any:
-    """Return Typer's annotation of a setting: a flag, or a string for `load_settings`."""
+def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    """Return the parameter of a setting: a flag, or a string for `load_settings`."""
     envvar = PREFIX + name.upper()
-    if name == "model":
-        return Annotated[Path | None, typer.Argument(help=field.description, envvar=envvar)]
-    has_default = field.default not in (None, "", False)
-    default = f" Default: {field.default}." if has_default else ""
-    kinds = [one for one in get_args(field.annotation) if one is not type(None)]
-    kind: Any = kinds[0] if kinds else field.annotation
-    kind = getattr(kind, "__origin__", kind)  # of an Annotated one
-    option = typer.Option(
-        help=f"{field.description}{default}",
-        envvar=envvar,
-        show_envvar=False,
-        show_default=False,
-        metavar=None if kind is bool else _METAVARS.get(kind, "<str>"),
-    )
-    return Annotated[bool | None if kind is bool else str | None, option]
+    annotation: Any = Annotated[Path | None, typer.Argument(help=field.description, envvar=envvar)]
+    if name != "model":
+        kind: Any = next(iter(get_args(field.annotation)), field.annotation)
+        kind = getattr(kind, "__origin__", kind)  # of an Annotated one
+        default = f" Default: {field.default}." if field.default not in (None, "", False) else ""
+        option = typer.Option(
+            help=f"{field.description}{default}",
+            envvar=envvar,
+            show_envvar=False,
+            show_default=False,
+            metavar=None if kind is bool else _METAVARS.get(kind, "<str>"),
+        )
+        annotation = Annotated[bool | None if kind is bool else str | None, option]
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, keyword_only, default=None, annotation=annotation)
 
 
 # Typer reads a function's signature and its annotations.
-_ANNOTATIONS = {name: _annotation(name, field) for name, field in Settings.model_fields.items()}
-serve.__annotations__ = _ANNOTATIONS
-serve.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in _ANNOTATIONS.items()
-    ]
-)
+_SIGNATURE = inspect.Signature([_parameter(*item) for item in Settings.model_fields.items()])
+serve.__signature__ = _SIGNATURE  # type: ignore[attr-defined]
+serve.__annotations__ = {one.name: one.annotation for one in _SIGNATURE.parameters.values()}

@@ -10,7 +10,6 @@ from model.bundle import ModelBundle
 from server.engine.engine import Engine
 from server.engine.sampling import SamplingParams
 from server.engine.sequence import FinishReason, Sequence, SequenceTimes
-from server.requests.admission import check_length
 from server.text.detokenizer import Detokenizer
 
 
@@ -25,15 +24,10 @@ class Piece(NamedTuple):
 def complete(
     engine: Engine, bundle: ModelBundle, prompt_ids: list[int], params: SamplingParams
 ) -> Iterator[Piece]:
-    """Return the pieces of a completion. Raises ContextLengthError for a prompt that cannot fit."""
-    check_length(len(prompt_ids), params.max_tokens, engine)
+    """Yield the pieces of a completion; `check_length` must have accepted the prompt."""
+    text, reason = Detokenizer(bundle.tokenizer, prompt_ids), None
     ending_ids = frozenset(bundle.config.eos_token_ids)
     engine.add(Sequence(0, prompt_ids, params, ending_ids, SequenceTimes(perf_counter())))
-    return _run(engine, Detokenizer(bundle.tokenizer, prompt_ids))
-
-
-def _run(engine: Engine, text: Detokenizer) -> Iterator[Piece]:
-    reason = None
     while engine.has_work:
         for output in engine.step()[0]:
             reason = output.finish_reason

@@ -117,14 +117,11 @@ def train(
             with processes.together(), writing(out):
                 processes.check_shard(shard)
                 if resume:
-                    _refuse(
-                        "--resume continues the run with its own text and settings",
-                        [name for key, name in given.items() if key not in _WITH_RESUME],
-                    )
+                    refused = [name for key, name in given.items() if key not in _WITH_RESUME]
+                    _refuse("--resume continues the run with its own text and settings", refused)
                 elif not corpus:
-                    raise OptionError(
-                        "name at least one file or folder to train on, or give --resume"
-                    )
+                    message = "name at least one file or folder to train on, or give --resume"
+                    raise OptionError(message)
                 elif is_first:
                     processes.rows_per_process(batch_size)
                     _prepare_run(options, given, lines)
@@ -143,7 +140,7 @@ def train(
 
 
 def _prepare_run(options: dict[str, Any], given: dict[str, str], lines: Console) -> None:
-    """Write the run that the options of `train` describe; those of training are named as fields."""
+    """Write the run that the options of `train` describe. They are named as fields of settings."""
     from model.checkpoint import load_checkpoint
     from model.config import DecoderConfig, preset
     from model.training.run import CorpusSettings, prepare_run
@@ -162,16 +159,13 @@ def _prepare_run(options: dict[str, Any], given: dict[str, str], lines: Console)
         _refuse("--init brings the checkpoint's own shape and tokenizer", refused)
         checkpoint = load_checkpoint(options["init"])
         config = DecoderConfig(**(asdict(checkpoint.decoder.config) | changes))
-    settings = {one.name: options[one.name] for one in fields(TrainSettings) if one.name in options}
-    corpus = CorpusSettings(
-        paths=options["corpus"],
-        include=options["include"] or ("*",),
-        exclude=options["exclude"] or (),
-        held_out=options["held_out"],
-        tokenizer=options["tokenizer"],
-        chat_template=options["chat_template"],
+    chosen = {name: value for name, value in options.items() if value not in (None, [])}
+    corpus, settings = (
+        {one.name: chosen[one.name] for one in fields(kind) if one.name in chosen}
+        for kind in (CorpusSettings, TrainSettings)
     )
-    prepare_run(options["out"], corpus, config, TrainSettings(**settings), lines, checkpoint)
+    source = CorpusSettings(paths=options["corpus"], **corpus)
+    prepare_run(options["out"], source, config, TrainSettings(**settings), lines, checkpoint)
 
 
 def _refuse(reason: str, options: list[str]) -> None:

@@ -31,11 +31,10 @@ class NextToken:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The attention weights of one text, and the candidates for its next token.
+    """The attention weights of one text, and the candidates for its next token, likeliest first.
 
     weights: by layer, float [n_head, n_tokens, n_tokens]. A row is a query: its weights over the
-    keys up to itself sum to 1, and those of later keys are exactly 0. next_tokens: the likeliest
-    first. Tokens that are not whole characters are named by their bytes, as in completions.
+    keys up to itself sum to 1, and those of later keys are exactly 0.
     """
 
     token_ids: list[int]
@@ -64,9 +63,8 @@ class Explainer:
         path = bundle.path / ATTENTION_GRAPH_FILE
         if not path.is_file():
             how = "again" if bundle.manifest.device == "cpu" else "for the CPU"
-            raise NotFoundError(
-                f"{bundle.path.name} has no {ATTENTION_GRAPH_FILE}; export the model {how}"
-            )
+            cause = f"{bundle.path.name} has no {ATTENTION_GRAPH_FILE}"
+            raise NotFoundError(f"{cause}; export the model {how}")
         from server.engine.session import open_session  # noqa: PLC0415  imports ONNX Runtime
 
         self._bundle = bundle
@@ -121,14 +119,12 @@ def check_length(n_tokens: int, config: DecoderConfig) -> None:
     if not n_tokens:
         raise InvalidRequestError("there is no token in the text; give at least one", param="text")
     if n_tokens > longest:
-        raise ContextLengthError(
-            f"the text has {n_tokens} tokens; at most {longest} can be explained"
-        )
+        message = f"the text has {n_tokens} tokens; at most {longest} can be explained"
+        raise ContextLengthError(message)
 
 
 def check_index(name: str, index: int, count: int) -> None:
     """Raise InvalidRequestError for a layer or a head that does not exist."""
     if index not in range(count):
-        raise InvalidRequestError(
-            f"there is no {name} {index}; the model has {name}s 0 to {count - 1}", param=f"{name}s"
-        )
+        message = f"there is no {name} {index}; the model has {name}s 0 to {count - 1}"
+        raise InvalidRequestError(message, param=f"{name}s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -23,17 +24,14 @@ from server.engine.machine import SPIN_MICROSECONDS
 from server.errors import StartupError
 
 PREFIX = "KVASIR_"
-_FAULTS = {  # by the type of pydantic's error
+_FAULTS = {  # by the type of pydantic's error; others keep pydantic's words
     "int_parsing": "must be a whole number",
     "float_parsing": "must be a number",
-    "finite_number": "must be a number",
     "bool_parsing": "must be true or false",
     "byte_size": "must be a size, such as 2GiB",
     "byte_size_unit": "must be a size, such as 2GiB",
-    "greater_than": "must be greater than {gt}",
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
-    "literal_error": "must be {expected}",
     "extra_forbidden": "is unknown; kvasir serve --help lists them",
 }
 
@@ -144,10 +142,9 @@ class Settings(BaseSettings):
 def describe_fault(error: ValidationError) -> str:
     """Return pydantic's first complaint in our words, such as `must be at most 8`."""
     first = error.errors()[0]
-    template = _FAULTS.get(first["type"])
-    if template is None:
-        return first["msg"].removeprefix("Value error, ").replace("String should", "must")
-    return template.format(**first.get("ctx", {}))
+    if template := _FAULTS.get(first["type"]):
+        return template.format(**first.get("ctx", {}))
+    return re.sub("^(Input|String) should", "must", first["msg"].removeprefix("Value error, "))
 
 
 def load_settings(**options: Any) -> Settings:
@@ -166,9 +163,8 @@ def load_settings(**options: Any) -> Settings:
     except ValidationError as error:
         raise StartupError(_refusal(error)) from None
     if settings.max_concurrency_per_key and not (settings.api_key or settings.api_key_file):
-        raise StartupError(
-            "setting max_concurrency_per_key needs keys; set api_key_file or api_key too"
-        )
+        message = "setting max_concurrency_per_key needs keys; set api_key_file or api_key too"
+        raise StartupError(message)
     return settings
 
 

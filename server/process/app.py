@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from threading import Thread
-from types import ModuleType
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -36,16 +35,22 @@ def create_app(
     """Return the server as an ASGI application; `app.state.service` is what it runs on.
 
     A given engine serves from the first request. Otherwise the model is loaded while the
-    application is up, and requests get 503 until then; a failure goes to the service's
-    `on_load_failure`. The laps of `clock` are logged. Raises StartupError for an unusable key file,
-    or if packages for tracing are missing.
+    application is up, and requests get 503 until then. Raises StartupError for an unusable key
+    file, or if packages for tracing are missing.
     """
     key = settings.api_key.get_secret_value() if settings.api_key else None
     keys = ApiKeys(key, settings.api_key_file)
     service = Service(settings, bundle)
     clock = clock or StartClock()
-    tracing = _import_tracing() if settings.otlp_endpoint else None
-    provider = tracing and tracing.make_provider(settings.otlp_endpoint, version("kvasir-lm"))
+    provider = None
+    if settings.otlp_endpoint:
+        try:
+            from server.process import tracing  # noqa: PLC0415  imports opentelemetry
+        except ImportError as error:
+            command = "pip install -c constraints.txt -e '.[cpu,otel]'"
+            message = f"otlp_endpoint needs {error.name}; install it with: {command}"
+            raise StartupError(message) from None
+        provider = tracing.make_provider(settings.otlp_endpoint, version("kvasir-lm"))
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -81,17 +86,6 @@ def create_app(
             expose_headers=["x-request-id", "retry-after", "x-should-retry"],
         )
     app.add_middleware(request_context)
-    if tracing is not None:
+    if provider is not None:
         app.add_middleware(tracing.Tracing, provider=provider, model=settings.model_name)
     return app
-
-
-def _import_tracing() -> ModuleType:
-    try:
-        from server.process import tracing  # noqa: PLC0415  imports opentelemetry
-    except ImportError as error:
-        command = "pip install -c constraints.txt -e '.[cpu,otel]'"
-        raise StartupError(
-            f"otlp_endpoint needs {error.name}; install it with: {command}"
-        ) from None
-    return tracing

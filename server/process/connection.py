@@ -38,13 +38,11 @@ def max_connections() -> int:
 
 
 class ConnectionLimit:
-    """A limit on open connections. A newcomer beyond it ends the one that has been idle longest.
-
-    idle: connections without a request that is received or answered, the longest idle first.
-    """
+    """A limit on open connections. A newcomer beyond it ends the one that has been idle longest."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        # Those without a request that is received or answered, the longest idle first.
         self.idle: dict[BoundedConnection, None] = {}
         self._n_aborted = 0
         self._logged_at = -_LOG_INTERVAL
@@ -59,30 +57,26 @@ class ConnectionLimit:
         oldest.transport.abort()
         self._n_aborted += 1
         if monotonic() - self._logged_at >= _LOG_INTERVAL:
-            logger.warning(
-                "more connections than open files allow: cut off idle or new ones",
-                extra={"fields": {"most": self._limit, "cut_off": self._n_aborted}},
-            )
+            fields = {"most": self._limit, "cut_off": self._n_aborted}
+            message = "more connections than open files allow: cut off idle or new ones"
+            logger.warning(message, extra={"fields": fields})
             self._logged_at, self._n_aborted = monotonic(), 0
 
 
 class BoundedConnection(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 connection, with limits.
 
-    A request must arrive within `receive_timeout` of its first byte (the first one: of the
-    connection), or its body at `MIN_BODY_RATE`. No such clock runs while an answer is made. A
-    client that does not read is cut off after `send_timeout`, and the application sees a
-    disconnect. A complete answer may be read slowly, as long as it is read: its request holds no
-    slot any more.
-
-    A client may pipeline: send its next request early. uvicorn's `cycle` is then the next one, so
-    the cycle that is being answered is kept here.
+    A request must arrive within `receive_timeout` of its first byte, or its body at
+    `MIN_BODY_RATE`. No such clock runs while an answer is made. A client that does not read is cut
+    off after `send_timeout`. A complete answer may be read slowly, as long as it is read: its
+    request holds no slot any more.
     """
 
     fastapi: FastAPI
     settings: Settings
     limit: ConnectionLimit
     url = b""
+    # The last request whose answer was begun: `cycle`, unless the client has sent others early.
     _answering: RequestResponseCycle | None = None
     _is_in_head = False
     _incoming: RequestResponseCycle | None = None  # the request whose body is being received
@@ -91,8 +85,6 @@ class BoundedConnection(HttpToolsProtocol):
     _is_refused = False
     _receive_timer: asyncio.TimerHandle | None = None
     _send_timer: asyncio.TimerHandle | None = None
-
-    # Receiving requests
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Give the client `receive_timeout` for its first byte."""
@@ -110,7 +102,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._n_overhead += len(piece)
             super().data_received(piece)
             if self._n_overhead > self.settings.max_header_bytes + _SLICE:
-                self._refuse(self._head_too_large())
+                self._refuse_head()
 
     def on_message_begin(self) -> None:
         """Start the clock of a request."""
@@ -127,7 +119,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Refuse a large head, or let uvicorn start the request."""
         n_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if n_bytes > self.settings.max_header_bytes or len(self.headers) > MAX_HEADERS:
-            self._refuse(self._head_too_large())
+            self._refuse_head()
             raise ValueError  # stops the parser
         super().on_headers_complete()
         if self.parser.should_upgrade():  # answered in HTTP/1.1; what follows cannot be parsed
@@ -152,16 +144,14 @@ class BoundedConnection(HttpToolsProtocol):
             self._close_if_idle_for(self.timeout_keep_alive)
 
     def _close_if_idle_for(self, seconds: float) -> None:
-        self.timeout_keep_alive_task = self.loop.call_later(
-            seconds, self.timeout_keep_alive_handler
-        )
+        handler = self.timeout_keep_alive_handler
+        self.timeout_keep_alive_task = self.loop.call_later(seconds, handler)
 
     def _start_receive_timer(self) -> None:
         if self._receive_timer is None:
             self._n_body = 0
-            self._receive_timer = self.loop.call_later(
-                self.settings.receive_timeout, self._check_received
-            )
+            seconds = self.settings.receive_timeout
+            self._receive_timer = self.loop.call_later(seconds, self._check_received)
 
     def _stop_receive_timer(self) -> None:
         if self._receive_timer is not None:
@@ -178,8 +168,6 @@ class BoundedConnection(HttpToolsProtocol):
         else:
             self.cut_off("cut off a client that sends too slowly")
 
-    # Refusing what is not a complete request
-
     def refuse_unfinished(self) -> None:
         """Answer 503 to a request that will not be complete before the server is down."""
         if (self._is_in_head or self._incoming) and self._unanswered is self._incoming:
@@ -189,12 +177,13 @@ class BoundedConnection(HttpToolsProtocol):
         """Answer what is not HTTP as the API answers errors."""
         self._refuse(InvalidRequestError(msg))
 
-    def _head_too_large(self) -> HeadTooLargeError:
-        return HeadTooLargeError(
+    def _refuse_head(self) -> None:
+        message = (
             "the request's URL and headers, or its trailers, have more than "
             f"{self.settings.max_header_bytes} bytes, or there are more than {MAX_HEADERS} "
             "headers; send less"
         )
+        self._refuse(HeadTooLargeError(message))
 
     def _refuse(self, error: KvasirError) -> None:
         """Answer with an error unless another answer has begun, disconnect that one, then close.
@@ -232,8 +221,6 @@ class BoundedConnection(HttpToolsProtocol):
         headers = b"".join(name + b": " + value + b"\r\n" for name, value in response.raw_headers)
         return STATUS_LINE[response.status_code] + headers + b"\r\n" + bytes(response.body)
 
-    # Sending answers
-
     def on_response_complete(self) -> None:
         """Note which request is answered next, if any."""
         if self.pipeline:
@@ -245,10 +232,8 @@ class BoundedConnection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Start the clock of a client that does not read."""
         super().pause_writing()
-        n_left = self.transport.get_write_buffer_size()
-        self._send_timer = self.loop.call_later(
-            self.settings.send_timeout, self._check_sent, n_left
-        )
+        seconds, n_left = self.settings.send_timeout, self.transport.get_write_buffer_size()
+        self._send_timer = self.loop.call_later(seconds, self._check_sent, n_left)
 
     def resume_writing(self) -> None:
         """Stop the clock of a client that reads again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from model.bundle import ModelBundle
-from server.engine.engine import Engine
+from server.engine.engine import Engine, Runner
 from server.settings import Settings
 from server.telemetry.start_clock import StartClock
 
@@ -23,41 +23,36 @@ def build_engine(
     """
     if settings.speculate:
         logger.info("speculation is on: the load may change answers, by rounding")
-    build = _build_on_cuda if bundle.manifest.device == "cuda" else _build_on_cpu
-    return build(settings, bundle, clock or StartClock())
+    clock = clock or StartClock()
+    if bundle.manifest.device == "cuda":
+        from server.engine.cuda.session import DEFAULT_CHUNK_SIZE, open_cuda_runner  # noqa: PLC0415
 
+        runner: Runner = open_cuda_runner(
+            bundle.graph_path,
+            bundle.config,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            kv_cache_bytes=settings.kv_cache_memory,
+            keep_prompts=settings.prefix_cache_memory != 0,
+        )
+        chunk_size = settings.chunk_size or DEFAULT_CHUNK_SIZE
+        clock.lap("session_and_warm_up")
+    else:
+        from server.engine.runner import OnnxRunner  # noqa: PLC0415  imports ONNX Runtime
 
-def _build_on_cpu(settings: Settings, bundle: ModelBundle, clock: StartClock) -> Engine:
-    from server.engine.runner import OnnxRunner  # noqa: PLC0415  imports ONNX Runtime
-
-    runner = OnnxRunner(
-        bundle.graph_path,
-        bundle.config,
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=settings.max_model_len,
-        kv_cache_bytes=settings.kv_cache_memory,
-        prefix_cache_bytes=settings.prefix_cache_memory,
-        threads=settings.threads,
-        spin_microseconds=settings.spin_microseconds,
-    )
-    clock.lap("session")
-    runner.warm_up()
-    clock.lap("warm_up")
-    chunk_size = settings.chunk_size or _CPU_CHUNK
-    return Engine(runner, chunk_size=chunk_size, speculate=settings.speculate)
-
-
-def _build_on_cuda(settings: Settings, bundle: ModelBundle, clock: StartClock) -> Engine:
-    from server.engine.cuda.session import DEFAULT_CHUNK_SIZE, open_cuda_runner  # noqa: PLC0415
-
-    runner = open_cuda_runner(
-        bundle.graph_path,
-        bundle.config,
-        max_num_seqs=settings.max_num_seqs,
-        max_model_len=settings.max_model_len,
-        kv_cache_bytes=settings.kv_cache_memory,
-        keep_prompts=settings.prefix_cache_memory != 0,
-    )
-    clock.lap("session_and_warm_up")
-    chunk_size = settings.chunk_size or DEFAULT_CHUNK_SIZE
+        cpu_runner = OnnxRunner(
+            bundle.graph_path,
+            bundle.config,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            kv_cache_bytes=settings.kv_cache_memory,
+            prefix_cache_bytes=settings.prefix_cache_memory,
+            threads=settings.threads,
+            spin_microseconds=settings.spin_microseconds,
+        )
+        chunk_size = settings.chunk_size or _CPU_CHUNK
+        clock.lap("session")
+        cpu_runner.warm_up()
+        clock.lap("warm_up")
+        runner = cpu_runner
     return Engine(runner, chunk_size=chunk_size, speculate=settings.speculate)

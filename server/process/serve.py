@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from functools import partial
+from concurrent.futures import Future
 from types import FrameType
 
 import uvicorn
@@ -34,8 +34,7 @@ _LAST_TASKS = 2  # seconds for the requests of clients that were cut off then to
 class DrainingServer(uvicorn.Server):
     """A uvicorn server that drains: after a signal running requests finish, new ones get 503.
 
-    uvicorn itself would close its sockets first. A second signal ends the process at once with exit
-    code 1.
+    uvicorn itself would close its sockets first.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
@@ -43,8 +42,7 @@ class DrainingServer(uvicorn.Server):
         self.service = service
         self.service.on_load_failure = self._fail
         self.failure: Exception | None = None
-        self._is_signalled = False
-        self._draining: asyncio.Task[None] | None = None  # a reference, or it may be collected
+        self._draining: Future[None] | None = None  # the reference keeps the task alive
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and log the address of the playground."""
@@ -56,24 +54,20 @@ class DrainingServer(uvicorn.Server):
             logger.info("listening", extra={"fields": fields})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  uvicorn's
-        """Drain on the first signal, exit on the second."""
+        """Drain on the first signal, exit at once with code 1 on the second."""
         if not self.started:
             self.should_exit = True
-        elif self._is_signalled:
+        elif self._draining is not None:
             _exit_now(1)
         else:
-            self._is_signalled = True
+            draining = self._drain(signal.Signals(sig).name)
             loop = asyncio.get_running_loop()
-            loop.call_soon_threadsafe(self._start_draining, signal.Signals(sig).name)
+            self._draining = asyncio.run_coroutine_threadsafe(draining, loop)
 
-    def _start_draining(self, cause: str) -> None:
+    async def _drain(self, cause: str) -> None:
         logger.info("draining", extra={"fields": {"cause": cause}})
-        self._draining = asyncio.ensure_future(self._drain())
-
-    async def _drain(self) -> None:
-        cut_off_stalled = partial(self._cut_off, only_stalled=True)
         seconds = self.service.settings.drain_timeout
-        timer = asyncio.get_running_loop().call_later(seconds, cut_off_stalled)
+        timer = asyncio.get_running_loop().call_later(seconds, self._cut_off, True)
         await self.service.drain()
         timer.cancel()
         self.should_exit = True
@@ -82,11 +76,11 @@ class DrainingServer(uvicorn.Server):
         """Refuse unfinished requests, then close all connections."""
         for connection in self._connections():
             connection.refuse_unfinished()
-        timer = asyncio.get_running_loop().call_later(_LAST_READ, self._cut_off)
+        timer = asyncio.get_running_loop().call_later(_LAST_READ, self._cut_off, False)
         await super().shutdown(sockets)
         timer.cancel()
 
-    def _cut_off(self, *, only_stalled: bool = False) -> None:
+    def _cut_off(self, only_stalled: bool) -> None:
         for connection in self._connections():
             if connection.flow.write_paused or not only_stalled:
                 connection.cut_off()
@@ -116,10 +110,9 @@ def serve(settings: Settings) -> None:
     log = log_to_stderr(settings.log_level)
     installed, verified = onnxruntime_version(), bundle.manifest.versions.get("onnxruntime")
     if verified not in (None, installed):
-        logger.warning(
-            "another ONNX Runtime than the model was verified with",
-            extra={"fields": {"installed": installed, "verified_with": verified}},
-        )
+        fields = {"installed": installed, "verified_with": verified}
+        message = "another ONNX Runtime than the model was verified with"
+        logger.warning(message, extra={"fields": fields})
     app = create_app(settings, bundle, clock=clock)
     server = DrainingServer(configure(app), app.state.service)
     listener = bind(settings.host, settings.port)
@@ -172,9 +165,8 @@ def check_model(settings: Settings) -> ModelBundle:
     for name in settings.model_fields_set & {"threads", "spin_microseconds"}:
         raise StartupError(f"setting {name} is for the CPU; leave it out for a model on a GPU")
     if settings.prefix_cache_memory:
-        raise StartupError(
-            "setting prefix_cache_memory can only be 0 on a GPU: blocks are kept in kv_cache_memory"
-        )
+        cause = "setting prefix_cache_memory can only be 0 on a GPU"
+        raise StartupError(f"{cause}: blocks are kept in kv_cache_memory")
     return bundle
 
 

@@ -242,6 +242,12 @@ def test_a_completion_is_the_same_for_people_and_for_scripts() -> None:
     )
 
 
+def test_a_prompt_that_cannot_fit_is_an_error() -> None:
+    result = kvasir("generate", EXAMPLE, "a", "--max-tokens", "100000")
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+    assert "100000" in result.stderr
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

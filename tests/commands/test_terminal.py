@@ -12,7 +12,6 @@ from model.reference import generate as oracle
 from model.tokenizer import train_tokenizer
 from server.engine.engine import Engine
 from server.engine.sampling import SamplingParams
-from server.errors import ContextLengthError
 from tests.random_models import RandomModel
 
 TEXT = "for name, value in zip(names, values): print(f'{name} = {value}')"
@@ -40,9 +39,3 @@ def test_the_pieces_are_the_oracles_text(
     assert text == bundle.tokenizer.decode(prompt_ids + ids)[len(TEXT) :]
     assert [piece.token_id for piece in pieces] == ids
     assert last.finish_reason == ("stop" if len(ids) < 20 else "length")
-
-
-def test_a_prompt_that_cannot_fit_is_an_error(served: tuple[Engine, ModelBundle]) -> None:
-    engine, bundle = served
-    with pytest.raises(ContextLengthError, match="at most 200 tokens"):
-        complete(engine, bundle, bundle.tokenizer.encode(TEXT).ids, SamplingParams(max_tokens=500))
