@@ -124,14 +124,9 @@ class Explanations:
         return b"".join(_json(explanation, heads))
 
 
-@router.post(
-    "/explain",
-    summary="The attention in a text, and the likeliest next tokens.",
-    response_model=Explanation,
-    responses=errors(400, 401, 404, 413, 429, 503),
-)
+@router.post("/explain", response_model=Explanation, responses=errors(400, 401, 404, 413, 429, 503))
 async def explain(request: Request, body: ExplainBody) -> Response:
-    """Return what the model attends to in a text, and the likeliest next tokens."""
+    """Return the attention in a text, and the likeliest next tokens."""
     service = service_of(request)
     schemas.check_model(service, body.model)
     service.admission.check_open()

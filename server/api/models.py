@@ -84,15 +84,13 @@ class ModelCard(ResponseBody):
     files: list[ModelFile]
 
 
-@router.get("/v1/models", summary="The one model.", responses=READ_ERRORS)
+@router.get("/v1/models", responses=READ_ERRORS)
 async def models(request: Request) -> Models:
-    """List the models."""
+    """List the one model."""
     return Models(object="list", data=[_listed(service_of(request))])
 
 
-@router.get(
-    "/v1/models/{model_id:path}", summary="The model by its name.", responses=errors(401, 404)
-)
+@router.get("/v1/models/{model_id:path}", responses=errors(401, 404))
 async def model(
     request: Request, model_id: Annotated[str, Path(json_schema_extra={"minLength": 1})]
 ) -> Model:
@@ -112,9 +110,9 @@ def _listed(service: Service) -> Model:
     )
 
 
-@router.get("/model", summary="Shape, precision, verification and files.", responses=READ_ERRORS)
-def model_card(request: Request) -> ModelCard:
-    """Return everything about the model. Not a coroutine: it asks the file system."""
+@router.get("/model", responses=READ_ERRORS)
+def model_card(request: Request) -> ModelCard:  # no coroutine: it asks the file system
+    """Return the model's shape, precision, verification and files."""
     service = service_of(request)
     bundle = service.bundle
     manifest = bundle.manifest

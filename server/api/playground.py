@@ -32,10 +32,10 @@ _OPEN: dict[str, Any] = {
 }
 
 
-@router.head("/", summary="The playground's headers.", **_OPEN)
-@router.get("/", summary="The playground.", **_OPEN)
+@router.head("/", **_OPEN)
+@router.get("/", **_OPEN)
 async def page() -> Response:
-    """Return the page."""
+    """Return the playground, or its headers."""
     return FileResponse(STATIC / "index.html", headers=HEADERS)
 
 

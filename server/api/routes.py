@@ -36,9 +36,9 @@ _REQUEST_ID = _STRING | {"description": "The request's own, or a new one."}
 _RETRY_AFTER = _STRING | {"description": "Seconds until it is worth trying again."}
 
 
-@router.get("/openapi.json", summary="The API as an OpenAPI document.", responses=READ_ERRORS)
-def openapi(request: Request) -> dict[str, Any]:
-    """Return the document. Not a coroutine: it takes a while to make."""
+@router.get("/openapi.json", responses=READ_ERRORS)
+def openapi(request: Request) -> dict[str, Any]:  # no coroutine: it takes a while
+    """Return the API as an OpenAPI document."""
     return document(request.app)
 
 
@@ -47,6 +47,8 @@ ROUTERS = (
     *(explain.router, health.router, playground.router, router),
 )
 ROUTES = [route for one in ROUTERS for route in one.routes if isinstance(route, APIRoute)]
+for route in ROUTES:
+    route.summary = route.description.partition("\n")[0]  # the docstring's first line
 
 
 def add_routes(app: FastAPI) -> None:
@@ -95,7 +97,7 @@ def _document(app: FastAPI, server: str, *, has_keys: bool) -> dict[str, Any]:
     for path, operations in made["paths"].items():
         for method, operation in operations.items():
             operation["operationId"] = re.sub(r"[{}]", "", f"{method} {path}").replace("/", "_")
-            operation.pop("description", None)  # the docstring, which is for developers
+            del operation["description"]
             operation.setdefault("security", [{"key": []}] if has_keys else [])
             error = GenerateError if is_tgi(path) and method == "post" else Error
             responses = operation["responses"]

@@ -7,7 +7,7 @@ IGNORED whatever their value, NO_OPS with these values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Coroutine, Iterator
+from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from fastapi import Request
@@ -33,6 +33,7 @@ from model.bundle import MinP, RepetitionPenalty, Temperature, TopP
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import SamplingParams
 from server.errors import InvalidRequestError, ModelNotFoundError
+from server.requests.builder import RequestOptions
 from server.requests.service import Service
 
 T = TypeVar("T")
@@ -41,6 +42,10 @@ MAX_STOPS = 16
 MAX_NAMED_TOKENS = 1024  # in stop_token_ids and logit_bias: each costs time in every shared step
 # Any client may take the first priority: a head start of a minute.
 FIRST_PRIORITY, LAST_PRIORITY = -6, 100
+_SAMPLING = (  # the fields that SamplingParams takes as they are
+    *("temperature", "top_p", "min_p", "typical_p", "min_tokens", "ignore_eos"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
 _GREEDY_BELOW = 1e-5  # a smaller temperature would overflow float32
 IGNORED = frozenset({"user", "store", "metadata", "prompt_cache_key", "safety_identifier"})
 NO_OPS: dict[str, list[Any]] = {
@@ -221,26 +226,32 @@ class SamplingFields(RequestBody):
     def _round_to_greedy(cls, temperature: float) -> float:
         return 0.0 if temperature < _GREEDY_BELOW else temperature
 
-    def sampling_params(
-        self, logprobs: int | None, prompt_logprobs: int | None = None
-    ) -> SamplingParams:
-        """Return the parameters, but for `max_tokens` and `seed`, which the builder sets."""
-        return SamplingParams(
-            max_tokens=0,
-            min_tokens=self.min_tokens,
-            temperature=self.temperature,
+    def request_options(
+        self,
+        prompts: Sequence[str | list[int]],
+        *,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+        **more: Any,
+    ) -> RequestOptions:
+        """Return what the builder needs; `more` are fields of RequestOptions."""
+        params = SamplingParams(
+            **{name: getattr(self, name) for name in _SAMPLING},
+            max_tokens=0,  # the builder sets it, and the seed
             top_k=max(0, self.top_k),
-            top_p=self.top_p,
-            min_p=self.min_p,
-            typical_p=self.typical_p,
-            repetition_penalty=self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
             logit_bias={int(key): value for key, value in self.logit_bias.items()},
             stop_token_ids=frozenset(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+        )
+        return RequestOptions(
+            prompts=prompts,
+            params=params,
+            seed=self.seed,
+            stops=self.stop,
+            timeout_ms=self.timeout_ms,
+            priority=self.priority,
+            **more,
         )
 
 

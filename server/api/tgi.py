@@ -14,7 +14,6 @@ from server.api.responses import GENERATE_ERRORS, compact, finite, streamed
 from server.engine.sampling import MAX_LOGPROBS
 from server.engine.sequence import FinishReason
 from server.errors import InvalidRequestError
-from server.requests.builder import RequestOptions
 from server.requests.completion import Choice, CompletionRequest, Delta
 from server.requests.service import Service
 from server.text.detokenizer import token_text
@@ -161,20 +160,14 @@ class Info(schemas.ResponseBody):
     docker_label: None
 
 
-@router.post(
-    "/generate",
-    summary="Continue a text, as TGI does.",
-    response_model=Generated,
-    responses=GENERATE_ERRORS,
-)
+@router.post("/generate", response_model=Generated, responses=GENERATE_ERRORS)
 async def generate(request: Request, body: GenerateBody) -> Response:
-    """Continue a text."""
+    """Continue a text, as TGI does."""
     return await _generate(request, body)
 
 
 @router.post(
     "/generate_stream",
-    summary="Continue a text as a stream.",
     response_class=Response,
     responses=GENERATE_ERRORS | streamed(GenerateEvent),
 )
@@ -185,12 +178,11 @@ async def generate_stream(request: Request, body: GenerateBody) -> Response:
 
 @router.post(
     "/",
-    summary="Either, depending on `stream`, for TGI's clients that know a base URL.",
     response_model=list[Generated],
     responses=GENERATE_ERRORS | streamed(GenerateEvent),
 )
 async def generate_either(request: Request, body: CompatibleBody) -> Response:
-    """Continue a text, as a list of one or as a stream."""
+    """Do either, depending on `stream`, for TGI's clients that know a base URL."""
     return await _generate(request, body, stream=body.stream, as_list=True)
 
 
@@ -203,21 +195,14 @@ async def _generate(
             "decoder_input_details is not available on a stream; use /generate", param="parameters"
         )
     service = responses.service_of(request)
-    sampling = (
-        parameters if parameters.samples else parameters.model_copy(update={"temperature": 0.0})
-    )
     grammar = parameters.grammar
-    options = RequestOptions(
-        prompts=[body.inputs],
-        params=sampling.sampling_params(
-            parameters.top_n_tokens, 0 if parameters.decoder_input_details else None
-        ),
+    changes = {} if parameters.samples else {"temperature": 0.0}
+    options = parameters.model_copy(update=changes).request_options(
+        [body.inputs],
+        logprobs=parameters.top_n_tokens,
+        prompt_logprobs=0 if parameters.decoder_input_details else None,
         max_tokens=parameters.max_new_tokens,
         default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
-        seed=parameters.seed,
-        stops=parameters.stop,
-        timeout_ms=parameters.timeout_ms,
-        priority=parameters.priority,
         grammar=None if grammar is None else schemas.tgi_grammar(grammar, "parameters.grammar"),
         keep_last=parameters.truncate,
         field_prefix="parameters.",
@@ -312,9 +297,9 @@ class GenerateFormatter(responses.Formatter):
         }
 
 
-@router.get("/info", summary="Model and limits, in TGI's form.", responses=responses.READ_ERRORS)
+@router.get("/info", responses=responses.READ_ERRORS)
 async def info(request: Request) -> Info:
-    """Return model and limits."""
+    """Return model and limits, in TGI's form."""
     service = responses.service_of(request)
     model = service.describe_model()
     n_sequences = service.settings.max_num_seqs + service.settings.queue_limit

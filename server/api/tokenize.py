@@ -96,14 +96,9 @@ class Detokenized(schemas.ResponseBody):
     prompt: str
 
 
-@router.post(
-    "/tokenize",
-    summary="Text or messages to tokens, in vLLM's form; for `inputs`, in TGI's.",
-    response_model=Tokens | list[SimpleToken],
-    responses=BODY_ERRORS,
-)
+@router.post("/tokenize", response_model=Tokens | list[SimpleToken], responses=BODY_ERRORS)
 async def tokenize(request: Request, body: AnyTokenizeBody) -> Response:
-    """Return the tokens of a text or a conversation."""
+    """Turn text or messages into tokens, in vLLM's form; for `inputs`, in TGI's."""
     service = service_of(request)
     if isinstance(body, TokenizeInputsBody):
         text, work = body.inputs, partial(_simple_tokens, service, body)
@@ -114,11 +109,9 @@ async def tokenize(request: Request, body: AnyTokenizeBody) -> Response:
     return json_response(await in_thread_if_long(len(text), work))
 
 
-@router.post(
-    "/detokenize", summary="Tokens to text.", response_model=Detokenized, responses=BODY_ERRORS
-)
+@router.post("/detokenize", response_model=Detokenized, responses=BODY_ERRORS)
 async def detokenize(request: Request, body: DetokenizeBody) -> Response:
-    """Return the text of token ids."""
+    """Turn tokens into text."""
     service = service_of(request)
     schemas.check_model(service, body.model)
     service.builder.check_token_ids(body.tokens, "tokens")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from fastapi import APIRouter, Request
@@ -25,12 +24,11 @@ router = APIRouter(route_class=BodyRoute)
 
 @router.post(
     "/v1/chat/completions",
-    summary="Answer in a conversation, as OpenAI does.",
     response_model=answers.Chat,
     responses=GENERATE_ERRORS | streamed(answers.ChatEvent),
 )
 async def chat_completions(request: Request, body: ChatBody) -> Response:
-    """Answer in a conversation."""
+    """Answer in a conversation, as OpenAI does."""
     service, state = service_of(request), state_of(request.scope)
     check_model(service, body.model)
     tools = ToolUse.of(body, chat_format(service), service)
@@ -39,9 +37,6 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
         service.bundle.generation,
         default_max_tokens=service.max_model_len,
         logprobs=body.top_logprobs if body.logprobs else None,
-    )
-    options = replace(
-        options,
         grammar=tools.grammar,
         kept_ids=tools.kept_ids,
         add_special_tokens=body.add_special_tokens,

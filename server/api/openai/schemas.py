@@ -139,29 +139,19 @@ class OpenAIBody(SamplingFields, StructuredFields):
         return self
 
     def options(
-        self,
-        prompts: Sequence[str | list[int]],
-        defaults: GenerationDefaults,
-        *,
-        default_max_tokens: int,
-        logprobs: int | None,
-        prompt_logprobs: int | None = None,
+        self, prompts: Sequence[str | list[int]], defaults: GenerationDefaults, **more: Any
     ) -> RequestOptions:
         """Return what the builder needs; `defaults` are the model's, for fields not given."""
         update = defaults.model_dump(exclude_none=True, exclude=self.model_fields_set)
-        return RequestOptions(
-            prompts=prompts,
-            params=self.model_copy(update=update).sampling_params(logprobs, prompt_logprobs),
-            max_tokens=self.max_completion_tokens if self.max_tokens is None else self.max_tokens,
-            default_max_tokens=default_max_tokens,
-            seed=self.seed,
-            n=self.n,
-            stops=self.stop,
-            timeout_ms=self.timeout_ms,
-            priority=self.priority,
-            grammar=self.any_grammar(),
-            keep_last=self.truncate_prompt_tokens,
-        )
+        given = {
+            "n": self.n,
+            "max_tokens": self.max_completion_tokens
+            if self.max_tokens is None
+            else self.max_tokens,
+            "keep_last": self.truncate_prompt_tokens,
+            "grammar": self.any_grammar(),
+        }
+        return self.model_copy(update=update).request_options(prompts, **given | more)
 
 
 def _as_prompts(value: object) -> object:
