@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from time import perf_counter
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from server.api.responses import OPEN_ERRORS, READ_ERRORS, service_of
+from server.api.responses import OPEN, READ_ERRORS, service_of
 from server.api.schemas import ResponseBody, Size
 from server.engine.sequence import SequenceStatus
 from server.requests.service import onnxruntime_version
@@ -64,11 +64,8 @@ class Metrics(Response):
     media_type = CONTENT_TYPE
 
 
-_OPEN: dict[str, Any] = {"responses": OPEN_ERRORS, "openapi_extra": {"security": []}}
-_PROBE = _OPEN | {
-    "response_model": Health,
-    "responses": OPEN_ERRORS | {503: {"description": "It is not.", "model": Health}},
-}
+_UNAVAILABLE = {503: {"description": "It is not.", "model": Health}}
+_PROBE = OPEN | {"response_model": Health, "responses": OPEN["responses"] | _UNAVAILABLE}
 
 
 @router.get("/health", **_PROBE)
@@ -95,13 +92,13 @@ def _health(is_good: bool) -> Response:
     return JSONResponse({"status": status}, 200 if is_good else 503)
 
 
-@router.get("/metrics", response_class=Metrics, **_OPEN)
+@router.get("/metrics", response_class=Metrics, **OPEN)
 async def metrics(request: Request) -> Metrics:
     """Return all metrics, for Prometheus."""
     return Metrics(service_of(request).metrics.render())
 
 
-@router.get("/metrics/router", response_class=Metrics, **_OPEN)
+@router.get("/metrics/router", response_class=Metrics, **OPEN)
 async def router_metrics(request: Request) -> Metrics:
     """Return three gauges, for load balancers."""
     return Metrics(service_of(request).metrics.render_load())

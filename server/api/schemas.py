@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -77,6 +78,9 @@ Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Size = NonNegativeInt
 Logprob = NonPositiveFloat
 ApiTopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
+_RoundedTemperature = Annotated[
+    Temperature, AfterValidator(lambda value: 0.0 if value < _GREEDY_BELOW else value)
+]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Milliseconds = Annotated[int, Field(ge=1, le=86_400_000)]
@@ -92,14 +96,6 @@ AddSpecialTokens = Annotated[
 ]
 
 
-def _limit_entries(value: object) -> object:
-    if isinstance(value, list | dict) and len(value) > MAX_NAMED_TOKENS:
-        raise ValueError(
-            f"{len(value)} entries are too many: at most {MAX_NAMED_TOKENS} may be given"
-        )
-    return value
-
-
 _Stop = Annotated[str, Field(min_length=1)]
 _Stops = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 Stops = Annotated[
@@ -110,15 +106,11 @@ Stops = Annotated[
     ),
 ]
 _Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
-_TOKEN_IDS = {"propertyNames": {"pattern": "^[0-9]{1,9}$"}, "maxProperties": MAX_NAMED_TOKENS}
+_TOKEN_IDS = {"propertyNames": {"pattern": "^[0-9]{1,9}$"}}
 LogitBias = Annotated[
-    dict[str, _Bias], BeforeValidator(_limit_entries), Field(json_schema_extra=_TOKEN_IDS)
+    dict[str, _Bias], Field(max_length=MAX_NAMED_TOKENS, json_schema_extra=_TOKEN_IDS)
 ]
-TokenIds = Annotated[
-    list[Count],
-    BeforeValidator(_limit_entries),
-    Field(json_schema_extra={"maxItems": MAX_NAMED_TOKENS}),
-]
+TokenIds = Annotated[list[Count], Field(max_length=MAX_NAMED_TOKENS)]
 
 
 class RequestBody(BaseModel):
@@ -185,7 +177,9 @@ def _is_no_op(name: str, value: object) -> bool:
 class SamplingFields(RequestBody):
     """The fields that all protocols call by the same names; see SamplingParams."""
 
-    temperature: Temperature = Field(1.0, description="0 takes the likeliest token each time.")
+    temperature: _RoundedTemperature = Field(
+        1.0, description="0 takes the likeliest token each time."
+    )
     top_k: ApiTopK = Field(0, description="Sample from so many likeliest tokens; 0, -1: all.")
     top_p: TopP = Field(1.0, description="Sample from the likeliest tokens that sum to this.")
     min_p: MinP = Field(0.0, description="Minimum probability, as a share of the likeliest's.")
@@ -220,11 +214,6 @@ class SamplingFields(RequestBody):
         if any(not (key.isascii() and key.isdecimal() and len(key) < 10) for key in bias):
             raise ValueError("its keys must be token ids")
         return bias
-
-    @field_validator("temperature")
-    @classmethod
-    def _round_to_greedy(cls, temperature: float) -> float:
-        return 0.0 if temperature < _GREEDY_BELOW else temperature
 
     def request_options(
         self,
@@ -301,7 +290,10 @@ def tgi_grammar(form: TGIFormat, param: str) -> Grammar:
 
 
 class BodyRoute(APIRoute):
-    """A route whose `body` is documented by FastAPI and parsed by `parse`, for one-line errors."""
+    """A route whose body FastAPI documents and `parse` parses, for one-line errors.
+
+    It also checks the body's `model`, if there is one.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler. An endpoint with a body takes the request and the body."""
@@ -311,7 +303,9 @@ class BodyRoute(APIRoute):
         adapter: TypeAdapter[Any] = TypeAdapter(kind)
 
         async def handle(request: Request) -> Response:
-            response: Response = await self.endpoint(request, parse(adapter, await request.body()))
+            body = parse(adapter, await request.body())
+            check_model(request.app.state.service, getattr(body, "model", None))
+            response: Response = await self.endpoint(request, body)
             return response
 
         return handle

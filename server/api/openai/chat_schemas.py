@@ -201,11 +201,6 @@ class Conversation(RequestBody):
             )
         return self
 
-    @property
-    def usable_tools(self) -> list[Tool]:
-        """The tools that the template shows."""
-        return self.tools
-
 
 class ChatBody(OpenAIBody, Conversation):
     """The body of POST /v1/chat/completions."""

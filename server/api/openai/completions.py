@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from server.api import responses
-from server.api.openai import answers
+from server.api.openai.answers import Completion, CompletionEvent
 from server.api.openai.formatting import JSON, OpenAIFormatter
 from server.api.openai.schemas import CompletionsBody
-from server.api.responses import finite
-from server.api.schemas import BodyRoute, check_model
+from server.api.responses import finite, respond, service_of, state_of, streamed
+from server.api.schemas import BodyRoute
 from server.engine.sampling import TokenLogprobs
 from server.requests.completion import Delta, Prompt
 from server.requests.service import Service
@@ -23,15 +22,10 @@ router = APIRouter(route_class=BodyRoute)
 DEFAULT_MAX_TOKENS = 16
 
 
-@router.post(
-    "/v1/completions",
-    response_model=answers.Completion,
-    responses=responses.GENERATE_ERRORS | responses.streamed(answers.CompletionEvent),
-)
+@router.post("/v1/completions", response_model=Completion, responses=streamed(CompletionEvent))
 async def completions(request: Request, body: CompletionsBody) -> Response:
     """Continue prompts, as OpenAI does."""
-    service, state = responses.service_of(request), responses.state_of(request.scope)
-    check_model(service, body.model)
+    service, state = service_of(request), state_of(request.scope)
     options = body.options(
         body.prompt,
         service.bundle.generation,
@@ -40,10 +34,11 @@ async def completions(request: Request, body: CompletionsBody) -> Response:
         prompt_logprobs=body.logprobs if body.echo else None,
         add_special_tokens=body.add_special_tokens,
         with_offsets=body.echo and body.logprobs is not None,
+        grammar=body.any_grammar(),
     )
     wanted = await service.builder.build(options, state)
     formatter = CompletionFormatter(service, body, state.id)
-    return await responses.respond(request, wanted, formatter, stream=body.stream)
+    return await respond(request, wanted, formatter, stream=body.stream)
 
 
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # of log-probabilities

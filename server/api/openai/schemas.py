@@ -143,15 +143,12 @@ class OpenAIBody(SamplingFields, StructuredFields):
     ) -> RequestOptions:
         """Return what the builder needs; `defaults` are the model's, for fields not given."""
         update = defaults.model_dump(exclude_none=True, exclude=self.model_fields_set)
-        given = {
-            "n": self.n,
-            "max_tokens": self.max_completion_tokens
-            if self.max_tokens is None
-            else self.max_tokens,
-            "keep_last": self.truncate_prompt_tokens,
-            "grammar": self.any_grammar(),
-        }
-        return self.model_copy(update=update).request_options(prompts, **given | more)
+        more["max_tokens"] = self.max_tokens
+        if self.max_tokens is None:
+            more["max_tokens"] = self.max_completion_tokens
+        return self.model_copy(update=update).request_options(
+            prompts, n=self.n, keep_last=self.truncate_prompt_tokens, **more
+        )
 
 
 def _as_prompts(value: object) -> object:
