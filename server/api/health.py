@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from server.api.responses import OPEN, READ_ERRORS, service_of
 from server.api.schemas import ResponseBody, Size
 from server.engine.sequence import SequenceStatus
+from server.requests.admission import Phase
 from server.requests.service import onnxruntime_version
 from server.telemetry.metrics import CONTENT_TYPE
 
@@ -72,7 +73,8 @@ _PROBE = OPEN | {"response_model": Health, "responses": OPEN["responses"] | _UNA
 @router.get("/health/ready", **_PROBE)
 async def ready(request: Request) -> Response:
     """Return 200 if requests are accepted, even with a full queue, which answers with 429."""
-    return _health(service_of(request).is_ready)
+    service = service_of(request)
+    return _health(service.admission.phase is Phase.READY and service.engine.is_healthy)
 
 
 @router.get("/health/live", **_PROBE)
@@ -84,7 +86,7 @@ async def live(request: Request) -> Response:
 @router.get("/health/startup", **_PROBE)
 async def startup(request: Request) -> Response:
     """Return 200 once the model has been loaded and warmed up."""
-    return _health(service_of(request).has_started)
+    return _health(service_of(request).admission.phase is not Phase.LOADING)
 
 
 def _health(is_good: bool) -> Response:

@@ -106,7 +106,7 @@ def _listed(service: Service) -> Model:
         object="model",
         created=service.created,
         owned_by="kvasir",
-        max_model_len=service.max_model_len,
+        max_model_len=service.builder.max_model_len,
     )
 
 
@@ -131,7 +131,7 @@ def model_card(request: Request) -> ModelCard:  # no coroutine: it asks the file
     return ModelCard(
         **service.describe_model(),
         parameters=manifest.parameters,
-        max_model_len=service.max_model_len,
+        max_model_len=service.builder.max_model_len,
         max_num_seqs=service.settings.max_num_seqs,
         kv_cache=kv_cache,
         has_chat_template=service.chat is not None,

@@ -137,7 +137,7 @@ def _tokens(service: Service, body: AnyTokenizeBody, text: str) -> bytes:
         answer = {
             "prompt": text if isinstance(body, TokenizeChatBody) else None,
             "count": len(encoding.ids),
-            "max_model_len": service.max_model_len,
+            "max_model_len": service.builder.max_model_len,
             "tokens": encoding.ids,
             "token_strs": encoding.tokens if body.return_token_strs else None,
             "offsets": encoding.offsets,

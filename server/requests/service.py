@@ -55,21 +55,6 @@ class Service:
         self.metrics.info("build", "The software.", {"version": version("kvasir-lm")})
         self.metrics.info("model", "The model.", self.describe_model())
 
-    @property
-    def is_ready(self) -> bool:
-        """True if requests are accepted."""
-        return self.admission.phase is Phase.READY and self.engine.is_healthy
-
-    @property
-    def has_started(self) -> bool:
-        """True once the model has been loaded."""
-        return self.admission.phase is not Phase.LOADING
-
-    @property
-    def max_model_len(self) -> int:
-        """The maximum number of tokens of a prompt and its completion."""
-        return self.builder.max_model_len
-
     def describe_model(self) -> dict[str, str]:
         """Return the model's name, precision and device."""
         name, manifest = self.settings.model_name, self.bundle.manifest

@@ -28,7 +28,7 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     options = body.options(
         [await render(request, body, body.usable_tools)],
         service.bundle.generation,
-        default_max_tokens=service.max_model_len,
+        default_max_tokens=service.builder.max_model_len,
         logprobs=body.top_logprobs if body.logprobs else None,
         grammar=tools.grammar,
         kept_ids=tools.kept_ids,

@@ -31,7 +31,7 @@ class ChatFormatter(OpenAIFormatter):
         """Yield the new parts of a message, the first with the role."""
         index, reason = delta.choice.index, delta.finish_reason
         shown_reason: str | None = reason
-        part: JSON = {"index": index, "logprobs": None, "finish_reason": None}
+        part: JSON = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
         if index not in self._parsers:
             self._parsers[index] = self._tools.parser()
             yield part | {"delta": {"role": "assistant", "content": ""}}
@@ -49,12 +49,10 @@ class ChatFormatter(OpenAIFormatter):
                 # A stop string or token may have cut the last call short.
                 if reason is FinishReason.STOP and parser.n_calls and not parser.is_in_call:
                     shown_reason = "tool_calls"
-        changes = _changes(pieces)
-        logprobs = self._logprobs(delta)
-        if changes or logprobs or shown_reason is not None:
-            part["delta"] = changes
-            part["logprobs"] = {"content": logprobs} if logprobs else None
-            part["finish_reason"] = shown_reason
+        part |= {"delta": _changes(pieces), "finish_reason": shown_reason}
+        if logprobs := self._logprobs(delta):
+            part["logprobs"] = {"content": logprobs}
+        if part["delta"] or logprobs or shown_reason is not None:
             yield part
 
     def finished(self, choice: JSON) -> JSON:

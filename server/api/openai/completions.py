@@ -10,7 +10,7 @@ from starlette.responses import Response
 from server.api.openai.answers import Completion, CompletionEvent
 from server.api.openai.formatting import JSON, OpenAIFormatter
 from server.api.openai.schemas import CompletionsBody
-from server.api.responses import finite, respond, service_of, state_of, streamed
+from server.api.responses import compact, finite, respond, service_of, state_of, streamed
 from server.api.schemas import BodyRoute
 from server.engine.sampling import TokenLogprobs
 from server.requests.completion import Delta, Prompt
@@ -64,6 +64,13 @@ class CompletionFormatter(OpenAIFormatter):
         reason = delta.finish_reason
         if text or logprobs is not None or reason is not None:
             yield {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def encoded(self, part: JSON) -> str:
+        """Return a part as JSON. Text alone, the usual case, takes half the time this way."""
+        if part["logprobs"] is not None or part["finish_reason"] is not None:
+            return compact(part)
+        text = compact(part["text"])
+        return f'{{"index":{part["index"]},"text":{text},"logprobs":null,"finish_reason":null}}'
 
     def _logprobs(self, delta: Delta) -> JSON:
         """Return OpenAI's four parallel lists."""

@@ -35,6 +35,10 @@ class OpenAIFormatter(Formatter):
     def parts(self, delta: Delta) -> Iterator[JSON]:
         """Yield the new parts of a choice, if a delta has anything to show."""
 
+    def encoded(self, part: JSON) -> str:
+        """Return a part as JSON."""
+        return compact(part)
+
     def finished(self, choice: JSON) -> JSON:
         """Return a whole choice, given all its parts as one."""
         return choice
@@ -52,8 +56,10 @@ class OpenAIFormatter(Formatter):
             usage = f',"usage":{compact(self._usage(self._n_shown))}'
         elif self._with_usage:
             usage = ',"usage":null'
-        parts = map(compact, self.parts(delta))
-        return b"".join(event(f'{self._prefix},"choices":[{part}]{usage}}}') for part in parts)
+        events = b""
+        for part in self.parts(delta):
+            events += event(f'{self._prefix},"choices":[{self.encoded(part)}]{usage}}}')
+        return events
 
     def tail(self) -> bytes:
         """Return the event with the usage, if wanted, and the end."""
