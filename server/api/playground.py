@@ -36,9 +36,6 @@ async def page() -> Response:
 class StaticPlayground(StaticFiles):
     """The files of the page."""
 
-    def __init__(self) -> None:
-        super().__init__(directory=STATIC)
-
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         """Return a file with the page's headers."""
         response = super().file_response(*args, **kwargs)

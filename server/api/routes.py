@@ -48,7 +48,7 @@ def add_routes(app: FastAPI) -> None:
     """Add all routes, and the responses for paths and methods that have none."""
     for one in ROUTERS:
         app.include_router(one)
-    app.mount("/static", playground.StaticPlayground())
+    app.mount("/static", playground.StaticPlayground(directory=playground.STATIC))
     app.add_exception_handler(HTTPException, _on_http_exception)
 
 

@@ -30,29 +30,30 @@ class ChatFormatter(OpenAIFormatter):
     def parts(self, delta: Delta) -> Iterator[JSON]:
         """Yield the new parts of a message, the first with the role."""
         index, reason = delta.choice.index, delta.finish_reason
-        shown_reason: str | None = reason
         part: JSON = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
         if index not in self._parsers:
             self._parsers[index] = self._tools.parser()
             yield part | {"delta": {"role": "assistant", "content": ""}}
         parser = self._parsers[index]
-        pieces: list[Piece] = [delta.text]
+        part["finish_reason"] = reason
         if parser is not None:
             if parser.is_over:  # the calls are complete; the rest of the text is not shown
                 return
             pieces = parser.push(delta.text)
             if parser.is_over:
                 self.completion.stop(delta.choice)
-                reason = shown_reason = FinishReason.STOP
+                reason = part["finish_reason"] = FinishReason.STOP
             if reason is not None:
                 pieces += parser.flush()
                 # A stop string or token may have cut the last call short.
                 if reason is FinishReason.STOP and parser.n_calls and not parser.is_in_call:
-                    shown_reason = "tool_calls"
-        part |= {"delta": _changes(pieces), "finish_reason": shown_reason}
+                    part["finish_reason"] = "tool_calls"
+            part["delta"] = _changes(pieces)
+        elif delta.text:
+            part["delta"] = {"content": delta.text}
         if logprobs := self._logprobs(delta):
             part["logprobs"] = {"content": logprobs}
-        if part["delta"] or logprobs or shown_reason is not None:
+        if part["delta"] or logprobs or reason is not None:
             yield part
 
     def finished(self, choice: JSON) -> JSON:

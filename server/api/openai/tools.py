@@ -16,16 +16,12 @@ from server.text.tool_grammar import calls_in_text, calls_only
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The calls that a choice may have.
+    """The calls that a choice may have."""
 
-    form: of calls; None if no text is one. max_calls: of a choice. kept_ids: special tokens that
-    tags consist of.
-    """
-
-    form: ToolCallFormat | None
-    max_calls: int | None
+    form: ToolCallFormat | None  # None if no text is a call
+    max_calls: int | None  # of a choice; None is any number
     grammar: Grammar | None
-    kept_ids: frozenset[int]
+    kept_ids: frozenset[int]  # special tokens that tags consist of
 
     def parser(self) -> ToolCallParser | None:
         """Return a parser for one choice."""
