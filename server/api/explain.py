@@ -105,35 +105,26 @@ class Explanations:
         if self._n_inside >= _MAX_INSIDE:
             raise OverloadedError("other texts are being explained; try again", retry_after=1)
         self._n_inside += 1
-        work = asyncio.get_running_loop().run_in_executor(
-            self._thread, self._explain, token_ids, layers, heads, top_k
-        )
+
+        def work() -> bytes:
+            if self._explainer is None:
+                self._explainer = Explainer(self._bundle, _THREADS)
+            explanation = self._explainer.explain_tokens(token_ids, layers, top_k=top_k)
+            return b"".join(_json(explanation, heads))
+
+        working = asyncio.get_running_loop().run_in_executor(self._thread, work)
         # Also called if the client disconnects; then an explanation that waits is cancelled.
-        work.add_done_callback(self._leave)
-        return await work
+        working.add_done_callback(self._leave)
+        return await working
 
     def _leave(self, _work: asyncio.Future[bytes]) -> None:
         self._n_inside -= 1
 
-    def _explain(
-        self, token_ids: list[int], layers: list[int], heads: list[int], top_k: int
-    ) -> bytes:
-        if self._explainer is None:
-            self._explainer = Explainer(self._bundle, _THREADS)
-        explanation = self._explainer.explain_tokens(token_ids, layers, top_k=top_k)
-        return b"".join(_json(explanation, heads))
 
-
-@router.post(
-    "/explain",
-    summary="The attention in a text, and the likeliest next tokens.",
-    response_model=Explanation,
-    responses=errors(400, 401, 404, 413, 429, 503),
-)
+@router.post("/explain", response_model=Explanation, responses=errors(400, 401, 404, 413, 429, 503))
 async def explain(request: Request, body: ExplainBody) -> Response:
-    """Return what the model attends to in a text, and the likeliest next tokens."""
+    """Return the attention in a text, and the likeliest next tokens."""
     service = service_of(request)
-    schemas.check_model(service, body.model)
     service.admission.check_open()
     config = service.bundle.config
     layers = sorted(set(body.layers))

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from time import perf_counter
-from typing import Any, Literal
+from typing import Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from server.api.responses import OPEN_ERRORS, READ_ERRORS, service_of
+from server.api.responses import OPEN, READ_ERRORS, service_of
 from server.api.schemas import ResponseBody, Size
 from server.engine.sequence import SequenceStatus
+from server.requests.admission import Phase
 from server.requests.service import onnxruntime_version
 from server.telemetry.metrics import CONTENT_TYPE
 
@@ -64,32 +65,28 @@ class Metrics(Response):
     media_type = CONTENT_TYPE
 
 
-_OPEN: dict[str, Any] = {"responses": OPEN_ERRORS, "openapi_extra": {"security": []}}
-_PROBE = _OPEN | {
-    "response_model": Health,
-    "responses": OPEN_ERRORS | {503: {"description": "It is not.", "model": Health}},
-}
+_UNAVAILABLE = {503: {"description": "It is not.", "model": Health}}
+_PROBE = OPEN | {"response_model": Health, "responses": OPEN["responses"] | _UNAVAILABLE}
 
 
-@router.get("/health", summary="As /health/ready.", **_PROBE)
-@router.get(
-    "/health/ready", summary="200 if requests are accepted, even with a full queue.", **_PROBE
-)
+@router.get("/health", **_PROBE)
+@router.get("/health/ready", **_PROBE)
 async def ready(request: Request) -> Response:
-    """Return whether to send requests here. A full queue is ready: it answers, with 429."""
-    return _health(service_of(request).is_ready)
+    """Return 200 if requests are accepted, even with a full queue, which answers with 429."""
+    service = service_of(request)
+    return _health(service.admission.phase is Phase.READY and service.engine.is_healthy)
 
 
-@router.get("/health/live", summary="200 unless the engine has failed or hangs.", **_PROBE)
+@router.get("/health/live", **_PROBE)
 async def live(request: Request) -> Response:
-    """Return whether the process is of use. It is while the model loads."""
+    """Return 200 unless the engine has failed or hangs; also while the model loads."""
     return _health(service_of(request).engine.is_healthy)
 
 
-@router.get("/health/startup", summary="200 once the model has been loaded.", **_PROBE)
+@router.get("/health/startup", **_PROBE)
 async def startup(request: Request) -> Response:
-    """Return whether the model has been loaded and warmed up."""
-    return _health(service_of(request).has_started)
+    """Return 200 once the model has been loaded and warmed up."""
+    return _health(service_of(request).admission.phase is not Phase.LOADING)
 
 
 def _health(is_good: bool) -> Response:
@@ -97,23 +94,21 @@ def _health(is_good: bool) -> Response:
     return JSONResponse({"status": status}, 200 if is_good else 503)
 
 
-@router.get("/metrics", summary="All metrics, for Prometheus.", response_class=Metrics, **_OPEN)
+@router.get("/metrics", response_class=Metrics, **OPEN)
 async def metrics(request: Request) -> Metrics:
-    """Return all metrics."""
+    """Return all metrics, for Prometheus."""
     return Metrics(service_of(request).metrics.render())
 
 
-@router.get(
-    "/metrics/router", summary="Three gauges for load balancers.", response_class=Metrics, **_OPEN
-)
+@router.get("/metrics/router", response_class=Metrics, **OPEN)
 async def router_metrics(request: Request) -> Metrics:
-    """Return the three gauges that a load balancer needs."""
+    """Return three gauges, for load balancers."""
     return Metrics(service_of(request).metrics.render_load())
 
 
-@router.get("/version", summary="Versions of software and model.", responses=READ_ERRORS)
+@router.get("/version", responses=READ_ERRORS)
 async def versions(request: Request) -> Version:
-    """Return the versions."""
+    """Return the versions of software and model."""
     service = service_of(request)
     return Version(
         version=version("kvasir-lm"),
@@ -123,13 +118,9 @@ async def versions(request: Request) -> Version:
     )
 
 
-@router.get(
-    "/debug/batch",
-    summary="Sequences that share the engine now, without text.",
-    responses=READ_ERRORS,
-)
+@router.get("/debug/batch", responses=READ_ERRORS)
 async def batch(request: Request) -> Batch:
-    """Return every sequence that has not ended.
+    """Return the sequences that share the engine now, without text.
 
     The engine's thread changes them meanwhile, and the values need not agree. A snapshot between
     two steps would, but an engine that hangs, which is when this is needed, never takes one.

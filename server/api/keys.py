@@ -8,6 +8,7 @@ import hashlib
 import logging
 import secrets
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from server.errors import StartupError
@@ -28,18 +29,17 @@ class ApiKeys:
 
     def __init__(self, key: str | None = None, path: Path | None = None) -> None:
         self._secret = secrets.token_bytes(32)
-        self._path = path
+        self._path, self._stamp = path, _current_stamp(path)
         self._reloading = threading.Lock()
+        self._fixed = frozenset[bytes]()
+        source = "api_key"
         try:
-            fixed = [] if key is None else [self._digest(_stripped(key.encode()))]
-        except ValueError as error:
-            raise StartupError(f"api_key: {error}") from None
-        self._fixed = frozenset(fixed)
-        self._stamp = self._current_stamp()
-        try:
+            if key is not None:
+                self._fixed = frozenset({self._digest(_stripped(key.encode()))})
+            source = f"api_key_file {path}"
             self._known = self._fixed | (frozenset() if path is None else self._read(path))
         except (OSError, ValueError) as error:
-            raise StartupError(f"api_key_file {path}: {error}") from None
+            raise StartupError(f"{source}: {error}") from None
 
     @property
     def is_open(self) -> bool:
@@ -48,7 +48,7 @@ class ApiKeys:
 
     async def find(self, key: bytes) -> bytes | None:
         """Return a known key's digest; None for an unknown key. A changed file is read first."""
-        if self._path is not None and (stamp := self._current_stamp()) != self._stamp:
+        if self._path is not None and (stamp := _current_stamp(self._path)) != self._stamp:
             await asyncio.to_thread(self._reload, self._path, stamp)
         digest = self._digest(key)
         return digest if digest in self._known else None
@@ -81,15 +81,16 @@ class ApiKeys:
             raise ValueError("it holds no key; write one on each line")
         return frozenset(map(self._digest, keys))
 
-    def _current_stamp(self) -> Stamp | None:
-        try:
-            status = self._path.stat() if self._path is not None else None
-        except OSError:
-            return None
-        return None if status is None else (status.st_mtime_ns, status.st_ino, status.st_size)
-
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._secret, digest_size=16).digest()
+
+
+def _current_stamp(path: Path | None) -> Stamp | None:
+    if path is not None:
+        with suppress(OSError):
+            status = path.stat()
+            return status.st_mtime_ns, status.st_ino, status.st_size
+    return None
 
 
 def _stripped(key: bytes) -> bytes:

@@ -89,7 +89,10 @@ def key_check(app: ASGIApp, keys: ApiKeys, most: int | None) -> ASGIApp:
     in_flight = Counter[bytes]()
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or keys.is_open or _is_open(scope):
+        path = _path(scope)
+        is_public = path in _PROBED_PATHS or path == "/" or path.startswith("/static/")
+        is_read = scope.get("method") in ("GET", "HEAD")
+        if scope["type"] != "http" or keys.is_open or (is_public and is_read):
             await app(scope, receive, send)
             return
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -151,15 +154,9 @@ def new_state(given_id: str | None) -> RequestState:
     return RequestState(given_id if given_id and is_fit else uuid4().hex, perf_counter())
 
 
-def _is_open(scope: Scope) -> bool:
-    path = _path(scope)
-    is_public = path in _PROBED_PATHS or path == "/" or path.startswith("/static/")
-    return is_public and scope["method"] in ("GET", "HEAD")
-
-
 def _path(scope: Scope) -> str:
     """Return the path without the part that a proxy takes off."""
-    path: str = scope["path"]
+    path: str = scope.get("path", "")
     return path.removeprefix(scope.get("root_path", ""))
 
 

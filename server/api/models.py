@@ -84,15 +84,13 @@ class ModelCard(ResponseBody):
     files: list[ModelFile]
 
 
-@router.get("/v1/models", summary="The one model.", responses=READ_ERRORS)
+@router.get("/v1/models", responses=READ_ERRORS)
 async def models(request: Request) -> Models:
-    """List the models."""
+    """List the one model."""
     return Models(object="list", data=[_listed(service_of(request))])
 
 
-@router.get(
-    "/v1/models/{model_id:path}", summary="The model by its name.", responses=errors(401, 404)
-)
+@router.get("/v1/models/{model_id:path}", responses=errors(401, 404))
 async def model(
     request: Request, model_id: Annotated[str, Path(json_schema_extra={"minLength": 1})]
 ) -> Model:
@@ -108,13 +106,13 @@ def _listed(service: Service) -> Model:
         object="model",
         created=service.created,
         owned_by="kvasir",
-        max_model_len=service.max_model_len,
+        max_model_len=service.builder.max_model_len,
     )
 
 
-@router.get("/model", summary="Shape, precision, verification and files.", responses=READ_ERRORS)
-def model_card(request: Request) -> ModelCard:
-    """Return everything about the model. Not a coroutine: it asks the file system."""
+@router.get("/model", responses=READ_ERRORS)
+def model_card(request: Request) -> ModelCard:  # no coroutine: it asks the file system
+    """Return the model's shape, precision, verification and files."""
     service = service_of(request)
     bundle = service.bundle
     manifest = bundle.manifest
@@ -133,7 +131,7 @@ def model_card(request: Request) -> ModelCard:
     return ModelCard(
         **service.describe_model(),
         parameters=manifest.parameters,
-        max_model_len=service.max_model_len,
+        max_model_len=service.builder.max_model_len,
         max_num_seqs=service.settings.max_num_seqs,
         kv_cache=kv_cache,
         has_chat_template=service.chat is not None,

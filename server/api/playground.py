@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from server.api.responses import OPEN_ERRORS
+from server.api.responses import OPEN
 
 STATIC = Path(__file__).parent.parent / "static"
 _SOURCES = ("script-src", "style-src", "img-src", "connect-src")
@@ -25,25 +25,16 @@ HEADERS = {
 
 router = APIRouter()
 
-_OPEN: dict[str, Any] = {
-    "response_class": HTMLResponse,
-    "responses": OPEN_ERRORS,
-    "openapi_extra": {"security": []},
-}
 
-
-@router.head("/", summary="The playground's headers.", **_OPEN)
-@router.get("/", summary="The playground.", **_OPEN)
+@router.head("/", response_class=HTMLResponse, **OPEN)
+@router.get("/", response_class=HTMLResponse, **OPEN)
 async def page() -> Response:
-    """Return the page."""
+    """Return the playground, or its headers."""
     return FileResponse(STATIC / "index.html", headers=HEADERS)
 
 
 class StaticPlayground(StaticFiles):
     """The files of the page."""
-
-    def __init__(self) -> None:
-        super().__init__(directory=STATIC)
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         """Return a file with the page's headers."""

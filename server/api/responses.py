@@ -11,7 +11,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
@@ -37,7 +37,7 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 _PIECE = 2**16  # bytes: uvicorn's limit on data that waits to be sent
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
-_TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"})
+TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"})  # their errors have TGI's form
 _TGI_TYPES = {"invalid_request_error": "validation", "internal_error": "generation"}
 
 STATUSES = {
@@ -61,42 +61,34 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"description": STATUSES[status]} for status in (*statuses, 431, 500)}
 
 
-def streamed(event: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """Return the `responses` of a route that can stream events; `routes` adds their schema."""
-    schema = {"$ref": f"#/components/schemas/{event.__name__}"}
-    about = "The answer. A stream is server-sent events."
-    return {200: {"description": about, "content": {"text/event-stream": {"schema": schema}}}}
-
-
-OPEN_ERRORS = errors()
+# The options of a route that needs no API key.
+OPEN: dict[str, Any] = {"responses": errors(), "openapi_extra": {"security": []}}
 READ_ERRORS = errors(401)
 BODY_ERRORS = errors(400, 401, 404, 413)
 GENERATE_ERRORS = errors(400, 401, 404, 413, 429, 503, 504)
 
 
+def streamed(event: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """Return the `responses` of a route that can stream events; `routes` adds their schema."""
+    schema = {"$ref": f"#/components/schemas/{event.__name__}"}
+    content = {"text/event-stream": {"schema": schema}}
+    about = "The answer. A stream is server-sent events."
+    return GENERATE_ERRORS | {200: {"description": about, "content": content}}
+
+
 def service_of(request: Request) -> Service:
     """Return the service of the application."""
-    service: Service = request.app.state.service
-    return service
+    return cast("Service", request.app.state.service)
 
 
 def state_of(scope: Scope) -> RequestState:
     """Return the request's state, which `request_context` has set."""
-    state: RequestState = scope["state"]["request"]
-    return state
+    return cast("RequestState", scope["state"]["request"])
 
 
 def finite(logprob: float) -> float:
     """Return a log-probability that JSON can hold."""
     return max(_LOWEST_LOGPROB, logprob)  # in this order NaN is replaced too
-
-
-# Errors
-
-
-def is_tgi(path: str) -> bool:
-    """Return whether a path is of TGI's routes, whose errors have a form of their own."""
-    return path in _TGI_PATHS
 
 
 def error_body(scope: Scope, error: Exception) -> tuple[KvasirError, dict[str, Any]]:
@@ -110,7 +102,7 @@ def error_body(scope: Scope, error: Exception) -> tuple[KvasirError, dict[str, A
         message = f"{message}; request id {state_of(scope).id}"
     # `root_path` alone would include the path of a mount.
     root_path = scope.get("app_root_path", scope.get("root_path", ""))
-    if is_tgi(scope["path"].removeprefix(root_path)):
+    if scope["path"].removeprefix(root_path) in TGI_PATHS:
         return known, {"error": message, "error_type": _TGI_TYPES.get(known.type, known.type)}
     fields = {"message": message, "type": known.type, "param": known.param, "code": known.code}
     return known, {"error": fields}
@@ -135,9 +127,6 @@ def _as_kvasir_error(scope: Scope, error: Exception) -> KvasirError:
     if error.status_code == 405:
         return MethodNotAllowedError(f"{path} does not take {scope['method']}")
     return InvalidRequestError(str(error.detail))
-
-
-# Large bodies and clients that disconnect
 
 
 def json_response(body: bytes) -> Response:
@@ -178,9 +167,6 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-# Completions
 
 
 class Formatter(ABC):

@@ -9,7 +9,6 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
-from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -17,28 +16,22 @@ from starlette.responses import Response
 from server.api import explain, health, models, playground, tgi, tokenize
 from server.api.openai import chat, completions
 from server.api.openai.answers import ChatEvent, CompletionEvent
-from server.api.responses import READ_ERRORS, error_response, is_tgi
+from server.api.responses import READ_ERRORS, TGI_PATHS, error_response
 from server.api.schemas import Error
 from server.api.tgi import GenerateError, GenerateEvent
 
 router = APIRouter()
 
 _REF = "#/components/schemas/{model}"
-_UNDECLARED: tuple[type[BaseModel], ...] = (
-    Error,
-    GenerateError,
-    CompletionEvent,
-    ChatEvent,
-    GenerateEvent,
-)
+_UNDECLARED = (Error, GenerateError, CompletionEvent, ChatEvent, GenerateEvent)
 _STRING = {"required": True, "schema": {"type": "string"}}
 _REQUEST_ID = _STRING | {"description": "The request's own, or a new one."}
 _RETRY_AFTER = _STRING | {"description": "Seconds until it is worth trying again."}
 
 
-@router.get("/openapi.json", summary="The API as an OpenAPI document.", responses=READ_ERRORS)
-def openapi(request: Request) -> dict[str, Any]:
-    """Return the document. Not a coroutine: it takes a while to make."""
+@router.get("/openapi.json", responses=READ_ERRORS)
+def openapi(request: Request) -> dict[str, Any]:  # no coroutine: it takes a while
+    """Return the API as an OpenAPI document."""
     return document(request.app)
 
 
@@ -47,13 +40,15 @@ ROUTERS = (
     *(explain.router, health.router, playground.router, router),
 )
 ROUTES = [route for one in ROUTERS for route in one.routes if isinstance(route, APIRoute)]
+for route in ROUTES:
+    route.summary = route.description.partition("\n")[0]  # the docstring's first line
 
 
 def add_routes(app: FastAPI) -> None:
     """Add all routes, and the responses for paths and methods that have none."""
     for one in ROUTERS:
         app.include_router(one)
-    app.mount("/static", playground.StaticPlayground())
+    app.mount("/static", playground.StaticPlayground(directory=playground.STATIC))
     app.add_exception_handler(HTTPException, _on_http_exception)
 
 
@@ -70,20 +65,16 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 def document(app: FastAPI) -> dict[str, Any]:
     """Return the document of an application: FastAPI's, with what that cannot declare."""
-    if app.openapi_schema is None:
-        settings = app.state.service.settings
-        has_keys = settings.api_key is not None or settings.api_key_file is not None
-        app.openapi_schema = _document(app, settings.root_path or "/", has_keys=has_keys)
-    return app.openapi_schema
-
-
-def _document(app: FastAPI, server: str, *, has_keys: bool) -> dict[str, Any]:
+    if app.openapi_schema is not None:
+        return app.openapi_schema
+    settings = app.state.service.settings
+    has_keys = settings.api_key is not None or settings.api_key_file is not None
     made = get_openapi(
         title="Kvasir",
         version=version("kvasir-lm"),
         description="A decoder language model.",
         routes=app.routes,
-        servers=[{"url": server}],
+        servers=[{"url": settings.root_path or "/"}],
         separate_input_output_schemas=False,
     )
     components = made["components"]
@@ -95,9 +86,9 @@ def _document(app: FastAPI, server: str, *, has_keys: bool) -> dict[str, Any]:
     for path, operations in made["paths"].items():
         for method, operation in operations.items():
             operation["operationId"] = re.sub(r"[{}]", "", f"{method} {path}").replace("/", "_")
-            operation.pop("description", None)  # the docstring, which is for developers
+            del operation["description"]
             operation.setdefault("security", [{"key": []}] if has_keys else [])
-            error = GenerateError if is_tgi(path) and method == "post" else Error
+            error = GenerateError if path in TGI_PATHS and method == "post" else Error
             responses = operation["responses"]
             for absent in ("422",) if has_keys else ("422", "401"):  # 422 is FastAPI's own
                 responses.pop(absent, None)
@@ -108,4 +99,5 @@ def _document(app: FastAPI, server: str, *, has_keys: bool) -> dict[str, Any]:
                     response["content"] = {"application/json": {"schema": schema}}
                     if status in ("429", "503"):
                         response["headers"]["retry-after"] = _RETRY_AFTER
+    app.openapi_schema = made
     return made

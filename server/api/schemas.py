@@ -7,12 +7,13 @@ IGNORED whatever their value, NO_OPS with these values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Coroutine, Iterator
+from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -33,6 +34,7 @@ from model.bundle import MinP, RepetitionPenalty, Temperature, TopP
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import SamplingParams
 from server.errors import InvalidRequestError, ModelNotFoundError
+from server.requests.builder import RequestOptions
 from server.requests.service import Service
 
 T = TypeVar("T")
@@ -41,6 +43,10 @@ MAX_STOPS = 16
 MAX_NAMED_TOKENS = 1024  # in stop_token_ids and logit_bias: each costs time in every shared step
 # Any client may take the first priority: a head start of a minute.
 FIRST_PRIORITY, LAST_PRIORITY = -6, 100
+_SAMPLING = (  # the fields that SamplingParams takes as they are
+    *("temperature", "top_p", "min_p", "typical_p", "min_tokens", "ignore_eos"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+)
 _GREEDY_BELOW = 1e-5  # a smaller temperature would overflow float32
 IGNORED = frozenset({"user", "store", "metadata", "prompt_cache_key", "safety_identifier"})
 NO_OPS: dict[str, list[Any]] = {
@@ -72,6 +78,9 @@ Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Size = NonNegativeInt
 Logprob = NonPositiveFloat
 ApiTopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
+_RoundedTemperature = Annotated[
+    Temperature, AfterValidator(lambda value: 0.0 if value < _GREEDY_BELOW else value)
+]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Milliseconds = Annotated[int, Field(ge=1, le=86_400_000)]
@@ -87,14 +96,6 @@ AddSpecialTokens = Annotated[
 ]
 
 
-def _limit_entries(value: object) -> object:
-    if isinstance(value, list | dict) and len(value) > MAX_NAMED_TOKENS:
-        raise ValueError(
-            f"{len(value)} entries are too many: at most {MAX_NAMED_TOKENS} may be given"
-        )
-    return value
-
-
 _Stop = Annotated[str, Field(min_length=1)]
 _Stops = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
 Stops = Annotated[
@@ -105,15 +106,11 @@ Stops = Annotated[
     ),
 ]
 _Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
-_TOKEN_IDS = {"propertyNames": {"pattern": "^[0-9]{1,9}$"}, "maxProperties": MAX_NAMED_TOKENS}
+_TOKEN_IDS = {"propertyNames": {"pattern": "^[0-9]{1,9}$"}}
 LogitBias = Annotated[
-    dict[str, _Bias], BeforeValidator(_limit_entries), Field(json_schema_extra=_TOKEN_IDS)
+    dict[str, _Bias], Field(max_length=MAX_NAMED_TOKENS, json_schema_extra=_TOKEN_IDS)
 ]
-TokenIds = Annotated[
-    list[Count],
-    BeforeValidator(_limit_entries),
-    Field(json_schema_extra={"maxItems": MAX_NAMED_TOKENS}),
-]
+TokenIds = Annotated[list[Count], Field(max_length=MAX_NAMED_TOKENS)]
 
 
 class RequestBody(BaseModel):
@@ -180,7 +177,9 @@ def _is_no_op(name: str, value: object) -> bool:
 class SamplingFields(RequestBody):
     """The fields that all protocols call by the same names; see SamplingParams."""
 
-    temperature: Temperature = Field(1.0, description="0 takes the likeliest token each time.")
+    temperature: _RoundedTemperature = Field(
+        1.0, description="0 takes the likeliest token each time."
+    )
     top_k: ApiTopK = Field(0, description="Sample from so many likeliest tokens; 0, -1: all.")
     top_p: TopP = Field(1.0, description="Sample from the likeliest tokens that sum to this.")
     min_p: MinP = Field(0.0, description="Minimum probability, as a share of the likeliest's.")
@@ -216,31 +215,32 @@ class SamplingFields(RequestBody):
             raise ValueError("its keys must be token ids")
         return bias
 
-    @field_validator("temperature")
-    @classmethod
-    def _round_to_greedy(cls, temperature: float) -> float:
-        return 0.0 if temperature < _GREEDY_BELOW else temperature
-
-    def sampling_params(
-        self, logprobs: int | None, prompt_logprobs: int | None = None
-    ) -> SamplingParams:
-        """Return the parameters, but for `max_tokens` and `seed`, which the builder sets."""
-        return SamplingParams(
-            max_tokens=0,
-            min_tokens=self.min_tokens,
-            temperature=self.temperature,
+    def request_options(
+        self,
+        prompts: Sequence[str | list[int]],
+        *,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+        **more: Any,
+    ) -> RequestOptions:
+        """Return what the builder needs; `more` are fields of RequestOptions."""
+        params = SamplingParams(
+            **{name: getattr(self, name) for name in _SAMPLING},
+            max_tokens=0,  # the builder sets it, and the seed
             top_k=max(0, self.top_k),
-            top_p=self.top_p,
-            min_p=self.min_p,
-            typical_p=self.typical_p,
-            repetition_penalty=self.repetition_penalty,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
             logit_bias={int(key): value for key, value in self.logit_bias.items()},
             stop_token_ids=frozenset(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
+        )
+        return RequestOptions(
+            prompts=prompts,
+            params=params,
+            seed=self.seed,
+            stops=self.stop,
+            timeout_ms=self.timeout_ms,
+            priority=self.priority,
+            **more,
         )
 
 
@@ -290,7 +290,10 @@ def tgi_grammar(form: TGIFormat, param: str) -> Grammar:
 
 
 class BodyRoute(APIRoute):
-    """A route whose `body` is documented by FastAPI and parsed by `parse`, for one-line errors."""
+    """A route whose body FastAPI documents and `parse` parses, for one-line errors.
+
+    It also checks the body's `model`, if there is one.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler. An endpoint with a body takes the request and the body."""
@@ -300,7 +303,9 @@ class BodyRoute(APIRoute):
         adapter: TypeAdapter[Any] = TypeAdapter(kind)
 
         async def handle(request: Request) -> Response:
-            response: Response = await self.endpoint(request, parse(adapter, await request.body()))
+            body = parse(adapter, await request.body())
+            check_model(request.app.state.service, getattr(body, "model", None))
+            response: Response = await self.endpoint(request, body)
             return response
 
         return handle

@@ -14,7 +14,6 @@ from server.api.responses import GENERATE_ERRORS, compact, finite, streamed
 from server.engine.sampling import MAX_LOGPROBS
 from server.engine.sequence import FinishReason
 from server.errors import InvalidRequestError
-from server.requests.builder import RequestOptions
 from server.requests.completion import Choice, CompletionRequest, Delta
 from server.requests.service import Service
 from server.text.detokenizer import token_text
@@ -51,14 +50,8 @@ class GenerateParameters(schemas.SamplingFields):
     @property
     def samples(self) -> bool:
         """True to sample, False to decode greedily."""
-        is_shaped = (
-            self.top_k > 0
-            or self.top_p < 1.0
-            or self.typical_p < 1.0
-            or self.min_p > 0.0
-            or self.temperature != 1.0
-        )
-        return (self.do_sample or is_shaped) and self.temperature > 0.0
+        is_cut = self.top_k > 0 or min(self.top_p, self.typical_p) < 1.0 or self.min_p > 0.0
+        return (self.do_sample or is_cut or self.temperature != 1.0) and self.temperature > 0.0
 
 
 class GenerateBody(schemas.RequestBody):
@@ -161,88 +154,57 @@ class Info(schemas.ResponseBody):
     docker_label: None
 
 
-@router.post(
-    "/generate",
-    summary="Continue a text, as TGI does.",
-    response_model=Generated,
-    responses=GENERATE_ERRORS,
-)
+@router.post("/generate", response_model=Generated, responses=GENERATE_ERRORS)
 async def generate(request: Request, body: GenerateBody) -> Response:
-    """Continue a text."""
+    """Continue a text, as TGI does."""
     return await _generate(request, body)
 
 
-@router.post(
-    "/generate_stream",
-    summary="Continue a text as a stream.",
-    response_class=Response,
-    responses=GENERATE_ERRORS | streamed(GenerateEvent),
-)
+@router.post("/generate_stream", response_class=Response, responses=streamed(GenerateEvent))
 async def generate_stream(request: Request, body: GenerateBody) -> Response:
     """Continue a text as a stream."""
     return await _generate(request, body, stream=True)
 
 
-@router.post(
-    "/",
-    summary="Either, depending on `stream`, for TGI's clients that know a base URL.",
-    response_model=list[Generated],
-    responses=GENERATE_ERRORS | streamed(GenerateEvent),
-)
+@router.post("/", response_model=list[Generated], responses=streamed(GenerateEvent))
 async def generate_either(request: Request, body: CompatibleBody) -> Response:
-    """Continue a text, as a list of one or as a stream."""
-    return await _generate(request, body, stream=body.stream, as_list=True)
+    """Do either, depending on `stream`, for TGI's clients that know a base URL."""
+    return await _generate(request, body, stream=body.stream)
 
 
-async def _generate(
-    request: Request, body: GenerateBody, *, stream: bool = False, as_list: bool = False
-) -> Response:
+async def _generate(request: Request, body: GenerateBody, *, stream: bool = False) -> Response:
     parameters = body.parameters
     if stream and parameters.decoder_input_details:
         raise InvalidRequestError(
             "decoder_input_details is not available on a stream; use /generate", param="parameters"
         )
     service = responses.service_of(request)
-    sampling = (
-        parameters if parameters.samples else parameters.model_copy(update={"temperature": 0.0})
-    )
     grammar = parameters.grammar
-    options = RequestOptions(
-        prompts=[body.inputs],
-        params=sampling.sampling_params(
-            parameters.top_n_tokens, 0 if parameters.decoder_input_details else None
-        ),
+    changes = {} if parameters.samples else {"temperature": 0.0}
+    options = parameters.model_copy(update=changes).request_options(
+        [body.inputs],
+        logprobs=parameters.top_n_tokens,
+        prompt_logprobs=0 if parameters.decoder_input_details else None,
         max_tokens=parameters.max_new_tokens,
         default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
-        seed=parameters.seed,
-        stops=parameters.stop,
-        timeout_ms=parameters.timeout_ms,
-        priority=parameters.priority,
         grammar=None if grammar is None else schemas.tgi_grammar(grammar, "parameters.grammar"),
         keep_last=parameters.truncate,
         field_prefix="parameters.",
     )
     wanted = await service.builder.build(options, responses.state_of(request.scope))
-    formatter = GenerateFormatter(service, parameters, wanted, as_list=as_list)
+    formatter = GenerateFormatter(service, body, wanted)
     return await responses.respond(request, wanted, formatter, stream=stream)
 
 
 class GenerateFormatter(responses.Formatter):
     """The form of TGI's responses, which have one choice."""
 
-    def __init__(
-        self,
-        service: Service,
-        parameters: GenerateParameters,
-        wanted: CompletionRequest,
-        *,
-        as_list: bool,
-    ) -> None:
+    def __init__(self, service: Service, body: GenerateBody, wanted: CompletionRequest) -> None:
         super().__init__(service)
-        self._parameters = parameters
+        self._parameters = body.parameters
         self._wanted = wanted
-        self._as_list = as_list
-        self._text = wanted.prompts[0].text if parameters.return_full_text else ""
+        self._as_list = isinstance(body, CompatibleBody)
+        self._text = wanted.prompts[0].text if body.parameters.return_full_text else ""
         self._tokens: list[dict[str, Any]] = []
         self._top_tokens: list[list[dict[str, Any]]] = []
         self._prefill: list[dict[str, Any]] = []
@@ -265,16 +227,15 @@ class GenerateFormatter(responses.Formatter):
     def chunk(self, delta: Delta) -> bytes:
         """Return the event for a delta; the last one has the whole text."""
         self.add(delta)
-        if delta.logprobs is None:  # the deadline ended it without a token
-            token: dict[str, Any] = {"id": 0, "text": delta.text, "logprob": 0.0, "special": True}
-        else:
+        token: dict[str, Any] = {"id": 0, "text": delta.text, "logprob": 0.0, "special": True}
+        if delta.logprobs is not None:  # else the deadline ended it without a token
             token = self._tokens[-1]
         shown: dict[str, Any] = {"index": len(self._tokens), "token": token}
         if self._parameters.top_n_tokens:
             shown["top_tokens"] = self._top_tokens[-1] if self._top_tokens else []
-        has_ended = delta.finish_reason is not None
-        shown["generated_text"] = self._text if has_ended else None
-        shown["details"] = self._summary(delta.choice) if has_ended else None
+        shown |= {"generated_text": None, "details": None}
+        if delta.finish_reason is not None:
+            shown |= {"generated_text": self._text, "details": self._summary(delta.choice)}
         # Without a space, as TGI writes it: some of its clients cut off five characters.
         return f"data:{compact(shown)}\n\n".encode()
 
@@ -312,9 +273,9 @@ class GenerateFormatter(responses.Formatter):
         }
 
 
-@router.get("/info", summary="Model and limits, in TGI's form.", responses=responses.READ_ERRORS)
+@router.get("/info", responses=responses.READ_ERRORS)
 async def info(request: Request) -> Info:
-    """Return model and limits."""
+    """Return model and limits, in TGI's form."""
     service = responses.service_of(request)
     model = service.describe_model()
     n_sequences = service.settings.max_num_seqs + service.settings.queue_limit
@@ -327,8 +288,8 @@ async def info(request: Request) -> Info:
         max_concurrent_requests=n_sequences,
         max_best_of=1,
         max_stop_sequences=schemas.MAX_STOPS,
-        max_input_tokens=service.max_model_len - 1,
-        max_total_tokens=service.max_model_len,
+        max_input_tokens=service.builder.max_model_len - 1,
+        max_total_tokens=service.builder.max_model_len,
         validation_workers=1,
         max_client_batch_size=n_sequences,
         router="kvasir",

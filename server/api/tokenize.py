@@ -96,31 +96,24 @@ class Detokenized(schemas.ResponseBody):
     prompt: str
 
 
-@router.post(
-    "/tokenize",
-    summary="Text or messages to tokens, in vLLM's form; for `inputs`, in TGI's.",
-    response_model=Tokens | list[SimpleToken],
-    responses=BODY_ERRORS,
-)
+@router.post("/tokenize", response_model=Tokens | list[SimpleToken], responses=BODY_ERRORS)
 async def tokenize(request: Request, body: AnyTokenizeBody) -> Response:
-    """Return the tokens of a text or a conversation."""
+    """Turn text or messages into tokens, in vLLM's form; for `inputs`, in TGI's."""
     service = service_of(request)
     if isinstance(body, TokenizeInputsBody):
-        text, work = body.inputs, partial(_simple_tokens, service, body)
+        text = body.inputs
+    elif isinstance(body, TokenizeBody):
+        text = body.prompt
     else:
-        schemas.check_model(service, body.model)
-        text = await render(request, body) if isinstance(body, TokenizeChatBody) else body.prompt
-        work = partial(_tokens, service, body, text)
+        text = await render(request, body, body.tools)
+    work = partial(_tokens, service, body, text)
     return json_response(await in_thread_if_long(len(text), work))
 
 
-@router.post(
-    "/detokenize", summary="Tokens to text.", response_model=Detokenized, responses=BODY_ERRORS
-)
+@router.post("/detokenize", response_model=Detokenized, responses=BODY_ERRORS)
 async def detokenize(request: Request, body: DetokenizeBody) -> Response:
-    """Return the text of token ids."""
+    """Turn tokens into text."""
     service = service_of(request)
-    schemas.check_model(service, body.model)
     service.builder.check_token_ids(body.tokens, "tokens")
     tokenizer = service.bundle.tokenizer
     decode = partial(tokenizer.decode_batch, [body.tokens], skip_special_tokens=False)
@@ -128,32 +121,25 @@ async def detokenize(request: Request, body: DetokenizeBody) -> Response:
     return json_response(to_json({"prompt": text}))
 
 
-def _encode(service: Service, text: str, add_special_tokens: bool) -> Encoding:
-    """Return the encoding of a text, as a batch of one: that releases the interpreter's lock."""
-    encodings: list[Encoding] = service.bundle.tokenizer.encode_batch(
-        [text], add_special_tokens=add_special_tokens
+def _tokens(service: Service, body: AnyTokenizeBody, text: str) -> bytes:
+    # Only the batch method releases the interpreter's lock.
+    encoding: Encoding
+    (encoding,) = service.bundle.tokenizer.encode_batch(
+        [text], add_special_tokens=body.add_special_tokens
     )
-    return encodings[0]
-
-
-def _tokens(service: Service, body: TokenizeBody | TokenizeChatBody, text: str) -> bytes:
-    encoding = _encode(service, text, body.add_special_tokens)
-    answer: dict[str, Any] = {
-        "prompt": text if isinstance(body, TokenizeChatBody) else None,
-        "count": len(encoding.ids),
-        "max_model_len": service.max_model_len,
-        "tokens": encoding.ids,
-        "token_strs": encoding.tokens if body.return_token_strs else None,
-        "offsets": encoding.offsets,
-    }
-    return to_json(answer)
-
-
-def _simple_tokens(service: Service, body: TokenizeInputsBody) -> bytes:
-    encoding = _encode(service, body.inputs, body.add_special_tokens)
-    return to_json(
-        [
-            {"id": token_id, "text": body.inputs[start:stop], "start": start, "stop": stop}
+    answer: Any
+    if isinstance(body, TokenizeInputsBody):
+        answer = [
+            {"id": token_id, "text": text[start:stop], "start": start, "stop": stop}
             for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
         ]
-    )
+    else:
+        answer = {
+            "prompt": text if isinstance(body, TokenizeChatBody) else None,
+            "count": len(encoding.ids),
+            "max_model_len": service.builder.max_model_len,
+            "tokens": encoding.ids,
+            "token_strs": encoding.tokens if body.return_token_strs else None,
+            "offsets": encoding.offsets,
+        }
+    return to_json(answer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -31,27 +32,25 @@ _SHORT = 4096  # characters or tokens that are handled on the event loop
 class RequestOptions:
     """The content of a request's body, in one form for every protocol.
 
-    prompts: texts or token ids. params: without `max_tokens` and `seed`, which are here.
-    max_tokens: None is `default_max_tokens`, or less if the context or the KV cache has less room.
-    seed: None draws one. keep_last: prompt tokens to keep. add_special_tokens: such as BOS.
-    with_offsets: compute Prompt.offsets. field_prefix: of the sampling fields, in errors.
+    Without `max_tokens`, the default is `default_max_tokens`, or less if the context or the KV
+    cache has less room.
     """
 
     prompts: Sequence[str | list[int]]
-    params: SamplingParams
+    params: SamplingParams  # without max_tokens and seed
     max_tokens: int | None
     default_max_tokens: int
-    seed: int | None
+    seed: int | None  # None draws one
     n: int = 1
     stops: Sequence[str] = ()
     timeout_ms: int | None = None
     priority: int = 0
     grammar: Grammar | None = None
     kept_ids: frozenset[int] = frozenset()
-    keep_last: int | None = None
-    add_special_tokens: bool = True
-    with_offsets: bool = False
-    field_prefix: str = ""
+    keep_last: int | None = None  # prompt tokens to keep
+    add_special_tokens: bool = True  # such as BOS
+    with_offsets: bool = False  # compute Prompt.offsets
+    field_prefix: str = ""  # of the sampling fields, in errors
 
 
 class RequestBuilder:
@@ -101,16 +100,14 @@ class RequestBuilder:
                 param="min_tokens",
             )
         seed = secrets.randbits(64) if options.seed is None else options.seed
-        milliseconds = options.timeout_ms
-        if milliseconds is None:
-            milliseconds = self._settings.default_timeout_ms
+        milliseconds = options.timeout_ms or self._settings.default_timeout_ms or math.inf
         request = CompletionRequest(
             prompts=prompts,
             params=replace(params, max_tokens=max_tokens, seed=seed),
             request_id=state.id,
             n=options.n,
             stops=tuple(options.stops),
-            deadline=None if milliseconds is None else state.arrived + milliseconds / 1000,
+            deadline=state.arrived + milliseconds / 1000,
             priority=options.priority,
             grammar=options.grammar,
             kept_ids=options.kept_ids,

@@ -31,48 +31,34 @@ from server.text.detokenizer import Detokenizer, StopChecker
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A tokenised prompt.
-
-    offsets: where in the text each token begins, if the client asked for that.
-    """
+    """A tokenised prompt."""
 
     ids: list[int]
     text: str
-    offsets: list[int] | None = None
+    offsets: list[int] | None = None  # where in the text each token begins, if asked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """A client's request: `n` samples of each prompt.
-
-    deadline: in seconds of `perf_counter`. priority: lower is earlier. grammar: constrains each
-    text. kept_ids: special tokens that are shown in the text.
-    """
+    """A client's request: `n` samples of each prompt."""
 
     prompts: list[Prompt]
     params: SamplingParams
     request_id: str = ""
     n: int = 1
     stops: tuple[str, ...] = ()
-    deadline: float | None = None
-    priority: int = 0
+    deadline: float = math.inf  # in seconds of `perf_counter`
+    priority: int = 0  # lower is earlier
     grammar: Grammar | None = None
-    kept_ids: frozenset[int] = frozenset()
+    kept_ids: frozenset[int] = frozenset()  # special tokens that are shown in the text
 
     @property
     def demand(self) -> Demand:
         """The demand on the engine, if the request were submitted now."""
-        now = perf_counter()
-        left = math.inf if self.deadline is None else self.deadline - now
-        work = Work(
-            len(self.prompts[0].ids),
-            self.n_sure,
-            self.n_sure,
-            seconds_left=left,
-            queue_time=queue_time(now, self.priority),
-        )
-        n_tokens = sum(len(prompt.ids) for prompt in self.prompts)
-        return Demand(self.n_sequences, n_tokens, work)
+        now, n_sure = perf_counter(), self.n_sure
+        left, place = self.deadline - now, queue_time(now, self.priority)
+        work = Work(len(self.prompts[0].ids), n_sure, n_sure, seconds_left=left, queue_time=place)
+        return Demand(self.n_sequences, sum(len(prompt.ids) for prompt in self.prompts), work)
 
     @property
     def n_sure(self) -> int:
@@ -110,15 +96,12 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The addition of one engine output to a choice.
-
-    text: may be shown now. offset: number of characters generated before it.
-    """
+    """The addition of one engine output to a choice."""
 
     choice: Choice
     token_id: int | None
-    text: str
-    offset: int
+    text: str  # that may be shown now
+    offset: int  # number of characters generated before it
     logprobs: TokenLogprobs | None
     prompt_logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None
@@ -138,12 +121,10 @@ def make_choices(
     for index in range(request.n_sequences):
         prompt = request.prompts[index // request.n]
         params = replace(request.params, sample_index=index % request.n)
-        times = SequenceTimes(arrived)
-        sequence = Sequence(
-            first_id + index, prompt.ids, params, ending_ids, times, request.request_id
-        )
+        id_, times = first_id + index, SequenceTimes(arrived)
+        sequence = Sequence(id_, prompt.ids, params, ending_ids, times, request.request_id)
         sequence.priority, sequence.n_sure = request.priority, request.n_sure
-        sequence.deadline = math.inf if request.deadline is None else request.deadline
+        sequence.deadline = request.deadline
         sequence.constraint = constraint.copy() if constraint else None
         text = Detokenizer(tokenizer, prompt.ids, request.kept_ids)
         choices.append(Choice(index, prompt, sequence, text, StopChecker(request.stops)))
@@ -209,8 +190,8 @@ class Completion:
                     if choice.finish_reason is None:
                         ready.append(self._advance(choice, output))
                 except KvasirError:
-                    for unfinished in self.choices:  # an error of one choice ends the request
-                        unfinished.finish_reason = unfinished.finish_reason or output.finish_reason
+                    for one in self.choices:  # an error of one choice ends the request
+                        one.finish_reason = one.finish_reason or output.finish_reason
                     if ready:
                         yield ready
                     raise
@@ -242,9 +223,8 @@ class Completion:
             if output.finish_reason is None:
                 self.stream.stop(output.sequence_id)
         choice.finish_reason = reason
-        return Delta(
-            choice, output.token_id, text, offset, output.logprobs, output.prompt_logprobs, reason
-        )
+        scored = (output.logprobs, output.prompt_logprobs)
+        return Delta(choice, output.token_id, text, offset, *scored, reason)
 
     def _raise_failure(self, choice: Choice, output: TokenOutput) -> None:
         reason, constraint = output.finish_reason, choice.sequence.constraint

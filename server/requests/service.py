@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from time import time
 
@@ -35,7 +36,9 @@ class Service:
         self.settings = settings
         self.bundle = bundle
         self.created = int(time())
-        self.on_load_failure: Callable[[Exception], None] = _log_load_failure
+        self.on_load_failure: Callable[[Exception], None] = partial(
+            logger.error, "the model could not be loaded: %s"
+        )
         added = bundle.tokenizer.get_added_tokens_decoder()
         self.added_ids = {token.content: i for i, token in added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -52,29 +55,10 @@ class Service:
         self.metrics.info("build", "The software.", {"version": version("kvasir-lm")})
         self.metrics.info("model", "The model.", self.describe_model())
 
-    @property
-    def is_ready(self) -> bool:
-        """True if requests are accepted."""
-        return self.admission.phase is Phase.READY and self.engine.is_healthy
-
-    @property
-    def has_started(self) -> bool:
-        """True once the model has been loaded."""
-        return self.admission.phase is not Phase.LOADING
-
-    @property
-    def max_model_len(self) -> int:
-        """The maximum number of tokens of a prompt and its completion."""
-        return self.builder.max_model_len
-
     def describe_model(self) -> dict[str, str]:
         """Return the model's name, precision and device."""
-        manifest = self.bundle.manifest
-        return {
-            "model": self.settings.model_name,
-            "precision": manifest.precision,
-            "device": manifest.device,
-        }
+        name, manifest = self.settings.model_name, self.bundle.manifest
+        return {"model": name, "precision": manifest.precision, "device": manifest.device}
 
     async def start(self, build: Callable[[], Engine], clock: StartClock) -> None:
         """Build the engine in its thread, then accept requests, and log the clock's laps.
@@ -122,9 +106,7 @@ class Service:
             check_length(len(prompt.ids), request.params.max_tokens, engine)
         constraint, demand = None, request.demand
         if request.grammar is not None and demand.work.seconds_left > 0:
-            self.admission.check(
-                demand, self.engine.snapshot()
-            )  # before the work of compiling a grammar
+            self.admission.check(demand, self.engine.snapshot())  # before a grammar is compiled
             constraint = await self.grammars.constraint(request)
             demand = request.demand
         if demand.work.seconds_left <= 0:
@@ -181,7 +163,3 @@ def _chat_format(settings: Settings, bundle: ModelBundle) -> ChatFormat | None:
         path = bundle.path / CHAT_TEMPLATE_FILE
         raise StartupError(f"{path}: {error}; mend it, and export the model again") from None
     return ChatFormat(template, settings.tool_call_format)
-
-
-def _log_load_failure(error: Exception) -> None:
-    logger.error("the model could not be loaded: %s", error)

@@ -445,10 +445,11 @@ async def test_calls_are_found_whole_and_streamed(
         assert [
             (c.function.name, json.loads(c.function.arguments)) for c in message.tool_calls or []
         ] == BOTH
-        first = await post(served, tools=TOOLS, parallel_tool_calls=False)
-        one = first["choices"][0]
+        served.runner.hold()
+        served.runner.allow(len(tokenizer.encode(text).ids) - 1)  # not enough to end the text
+        one = (await post(served, tools=TOOLS, parallel_tool_calls=False))["choices"][0]
+        served.runner.release()
         assert (calls_of(one), one["finish_reason"]) == (BOTH[:1], "tool_calls")
-        assert first["usage"]["completion_tokens"] < len(tokenizer.encode(text).ids)
         streamed = joined(await events(served, tools=TOOLS, parallel_tool_calls=False))
         assert (calls_of(streamed), streamed["finish_reason"]) == (BOTH[:1], "tool_calls")
         short = (await post(served, tools=TOOLS, max_tokens=50))["choices"][0]

@@ -342,7 +342,8 @@ async def test_fields_that_slow_every_step_are_bounded(path: str, body: dict[str
             response = await served.client.post(path, json=request)
             assert response.status_code == (200 if n == 1024 else 400)
             if n > 1024:
-                assert f"{name}: 1025 entries" in response.text
+                assert name in response.text
+                assert "at most 1024" in response.text
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])

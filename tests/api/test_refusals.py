@@ -113,6 +113,10 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     (form("regex", value={}), "response_format.value"),
     (form("text", value="x"), "response_format"),
     (form("json_schema", json_schema={"name": "x"}), "response_format.json_schema.schema"),
+    (
+        form("json_schema", json_schema={"name": "a b", "schema": {}}),
+        "response_format.json_schema.name",
+    ),
     (CALL | {"regex": "a"}, "regex"),
     ({"tools": [tool()], "regex": "a"}, "regex"),
     (CALL | form("json_object"), "response_format"),

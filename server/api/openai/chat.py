@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from model.chat_template import ChatTemplateError
-from server.api.openai import answers
+from server.api.openai.answers import Chat, ChatEvent
 from server.api.openai.chat_formatter import ChatFormatter
-from server.api.openai.chat_schemas import ChatBody, Conversation
+from server.api.openai.chat_schemas import ChatBody, Conversation, Tool
 from server.api.openai.tools import ToolUse
-from server.api.responses import GENERATE_ERRORS, respond, service_of, state_of, streamed
-from server.api.schemas import BodyRoute, check_model
+from server.api.responses import respond, service_of, state_of, streamed
+from server.api.schemas import BodyRoute
 from server.errors import ContextLengthError, InvalidRequestError
 from server.requests.builder import in_thread_if_long
 from server.requests.service import Service
@@ -23,25 +20,16 @@ from server.text.chat_format import ChatFormat
 router = APIRouter(route_class=BodyRoute)
 
 
-@router.post(
-    "/v1/chat/completions",
-    summary="Answer in a conversation, as OpenAI does.",
-    response_model=answers.Chat,
-    responses=GENERATE_ERRORS | streamed(answers.ChatEvent),
-)
+@router.post("/v1/chat/completions", response_model=Chat, responses=streamed(ChatEvent))
 async def chat_completions(request: Request, body: ChatBody) -> Response:
-    """Answer in a conversation."""
+    """Answer in a conversation, as OpenAI does."""
     service, state = service_of(request), state_of(request.scope)
-    check_model(service, body.model)
     tools = ToolUse.of(body, chat_format(service), service)
     options = body.options(
-        [await render(request, body)],
+        [await render(request, body, body.usable_tools)],
         service.bundle.generation,
-        default_max_tokens=service.max_model_len,
+        default_max_tokens=service.builder.max_model_len,
         logprobs=body.top_logprobs if body.logprobs else None,
-    )
-    options = replace(
-        options,
         grammar=tools.grammar,
         kept_ids=tools.kept_ids,
         add_special_tokens=body.add_special_tokens,
@@ -64,23 +52,23 @@ def chat_format(service: Service) -> ChatFormat:
     return service.chat
 
 
-async def render(request: Request, conversation: Conversation) -> str:
-    """Return the text of a conversation, with special tokens such as BOS."""
+async def render(request: Request, conversation: Conversation, tools: list[Tool]) -> str:
+    """Return the text of a conversation that shows tools, with special tokens such as BOS."""
     size, chat = len(await request.body()), chat_format(service_of(request))
-    try:
-        return await in_thread_if_long(size, partial(_render, chat, conversation))
-    except ChatTemplateError as error:
-        raise InvalidRequestError(f"messages: {error}", param="messages") from None
-
-
-def _render(chat: ChatFormat, conversation: Conversation) -> str:
     add_generation_prompt = conversation.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not conversation.continue_final_message
-    return chat.render(
-        [message.for_template() for message in conversation.messages],
-        tools=[tool.given for tool in conversation.usable_tools] or None,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=conversation.continue_final_message,
-        **conversation.chat_template_kwargs,
-    )
+
+    def work() -> str:
+        return chat.render(
+            [message.for_template() for message in conversation.messages],
+            tools=[tool.given for tool in tools] or None,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=conversation.continue_final_message,
+            **conversation.chat_template_kwargs,
+        )
+
+    try:
+        return await in_thread_if_long(size, work)
+    except ChatTemplateError as error:
+        raise InvalidRequestError(f"messages: {error}", param="messages") from None

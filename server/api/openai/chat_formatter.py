@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator
 
 from server.api.openai.chat_schemas import ChatBody
-from server.api.openai.formatting import OpenAIFormatter
+from server.api.openai.formatting import JSON, OpenAIFormatter, join
 from server.api.openai.tools import ToolUse
-from server.api.responses import compact, finite
+from server.api.responses import finite
 from server.engine.sequence import FinishReason
-from server.requests.completion import Choice, Completion, Delta
+from server.requests.completion import Delta
 from server.requests.service import Service
 from server.text.detokenizer import token_bytes, token_text
 from server.text.tool_calls import Piece, ToolCallParser
-
-JSON = dict[str, Any]
-
-
-@dataclass(slots=True)
-class _Message:
-    """One choice's message so far."""
-
-    parser: ToolCallParser | None
-    content: str = ""
-    tool_calls: list[JSON] = field(default_factory=list)
-    logprobs: list[JSON] = field(default_factory=list)
-    finish_reason: str | None = None
 
 
 class ChatFormatter(OpenAIFormatter):
@@ -39,61 +25,49 @@ class ChatFormatter(OpenAIFormatter):
         self._tools = tools
         self._with_logprobs = body.logprobs
         self._hidden_ids = service.special_ids - tools.kept_ids
-        self._messages: dict[int, _Message] = {}
+        self._parsers: dict[int, ToolCallParser | None] = {}  # by choice
 
-    def events(self, delta: Delta) -> bytes:
-        """Return the events for a delta, the first with the role."""
-        index, start = delta.choice.index, b""
-        if index not in self._messages:
-            start = self._chunk(index, {"role": "assistant", "content": ""}, [], None)
-        message = self._message(index)
-        if message.finish_reason is not None:
-            return b""
-        content, calls = _read(message, self.completion, delta)
-        changes: JSON = {"content": content} if content else {}
+    def parts(self, delta: Delta) -> Iterator[JSON]:
+        """Yield the new parts of a message, the first with the role."""
+        index, reason = delta.choice.index, delta.finish_reason
+        part: JSON = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
+        if index not in self._parsers:
+            self._parsers[index] = self._tools.parser()
+            yield part | {"delta": {"role": "assistant", "content": ""}}
+        parser = self._parsers[index]
+        part["finish_reason"] = reason
+        if parser is not None:
+            if parser.is_over:  # the calls are complete; the rest of the text is not shown
+                return
+            pieces = parser.push(delta.text)
+            if parser.is_over:
+                self.completion.stop(delta.choice)
+                reason = part["finish_reason"] = FinishReason.STOP
+            if reason is not None:
+                pieces += parser.flush()
+                # A stop string or token may have cut the last call short.
+                if reason is FinishReason.STOP and parser.n_calls and not parser.is_in_call:
+                    part["finish_reason"] = "tool_calls"
+            part["delta"] = _changes(pieces)
+        elif delta.text:
+            part["delta"] = {"content": delta.text}
+        if logprobs := self._logprobs(delta):
+            part["logprobs"] = {"content": logprobs}
+        if part["delta"] or logprobs or reason is not None:
+            yield part
+
+    def finished(self, choice: JSON) -> JSON:
+        """Return a whole choice: a message instead of a delta, with its calls joined."""
+        message = {"refusal": None} | choice.pop("delta")
+        calls: dict[int, JSON] = {}
+        for call in message.pop("tool_calls", ()):
+            index = call.pop("index")
+            calls[index] = join(calls.get(index), call)
         if calls:
-            changes["tool_calls"] = [{"index": i, **call} for i, call in calls.items()]
-        logprobs = self._logprobs(delta)
-        if not changes and not logprobs and message.finish_reason is None:
-            return start
-        return start + self._chunk(index, changes, logprobs, message.finish_reason)
-
-    def add(self, delta: Delta) -> None:
-        """Add a delta to its message."""
-        message = self._message(delta.choice.index)
-        if message.finish_reason is not None:
-            return
-        content, calls = _read(message, self.completion, delta)
-        message.content += content
-        for index, call in calls.items():
-            if index == len(message.tool_calls):
-                message.tool_calls.append(call)
-            else:
-                message.tool_calls[index]["function"]["arguments"] += call["function"]["arguments"]
-        message.logprobs += self._logprobs(delta)
-
-    def choice(self, choice: Choice) -> JSON:
-        """Return a finished choice."""
-        message = self._messages[choice.index]
-        shown: JSON = {"role": "assistant", "content": message.content, "refusal": None}
-        if message.tool_calls:
-            shown |= {"content": message.content or None, "tool_calls": message.tool_calls}
-        return {
-            "index": choice.index,
-            "message": shown,
-            "logprobs": {"content": message.logprobs} if self._with_logprobs else None,
-            "finish_reason": message.finish_reason,
-        }
-
-    def _message(self, index: int) -> _Message:
-        if index not in self._messages:
-            self._messages[index] = _Message(self._tools.parser())
-        return self._messages[index]
-
-    def _chunk(self, index: int, delta: JSON, logprobs: list[JSON], reason: str | None) -> bytes:
-        shown = {"content": logprobs} if logprobs else None
-        choice = {"index": index, "delta": delta, "logprobs": shown, "finish_reason": reason}
-        return self.event(compact(choice))
+            message |= {"content": message["content"] or None, "tool_calls": list(calls.values())}
+        if self._with_logprobs and choice["logprobs"] is None:
+            choice["logprobs"] = {"content": []}
+        return choice | {"message": message}
 
     def _logprobs(self, delta: Delta) -> list[JSON]:
         scored = delta.logprobs
@@ -111,32 +85,19 @@ class ChatFormatter(OpenAIFormatter):
         }
 
 
-def _read(message: _Message, completion: Completion, delta: Delta) -> tuple[str, dict[int, JSON]]:
-    """Return a delta's content and its additions to calls, by index; note how the message ends."""
-    parser, reason = message.parser, delta.finish_reason
-    if parser is None:
-        message.finish_reason = reason
-        return delta.text, {}
-    pieces: list[Piece] = parser.push(delta.text)
-    if parser.is_over:
-        completion.stop(delta.choice)
-        reason = FinishReason.STOP
-    if reason is not None:
-        pieces += parser.flush()
-        # A stop string or token may have cut the last call short.
-        has_calls = parser.n_calls and not parser.is_in_call
-        message.finish_reason = (
-            "tool_calls" if has_calls and reason is FinishReason.STOP else reason
-        )
+def _changes(pieces: list[Piece]) -> JSON:
+    """Return the additions to a message: its content, and its calls by index."""
     content = "".join(piece for piece in pieces if isinstance(piece, str))
     calls: dict[int, JSON] = {}
     for piece in pieces:
         if isinstance(piece, str):
             continue
+        call: JSON = {"index": piece.index, "function": {"arguments": piece.arguments}}
         if piece.name is not None:
-            function = {"name": piece.name, "arguments": ""}
-            call_id = f"call_{secrets.token_hex(12)}"
-            calls[piece.index] = {"id": call_id, "type": "function", "function": function}
-        call = calls.setdefault(piece.index, {"function": {"arguments": ""}})
-        call["function"]["arguments"] += piece.arguments
-    return content, calls
+            call |= {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+            call["function"]["name"] = piece.name
+        calls[piece.index] = join(calls.get(piece.index), call)
+    changes: JSON = {"content": content} if content else {}
+    if calls:
+        changes["tool_calls"] = list(calls.values())
+    return changes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
@@ -48,13 +49,11 @@ class PastFunction(RequestBody):
 
     def values(self) -> dict[str, Any] | str:
         """Return the mapping that templates expect; arguments that are no object stay as text."""
-        if not self.arguments.strip():
-            return {}
-        try:
-            values: Any = from_json(self.arguments, allow_inf_nan=False)
-        except ValueError:
-            return self.arguments
-        return values if isinstance(values, dict) else self.arguments
+        with suppress(ValueError):
+            values = from_json(self.arguments.strip() or "{}", allow_inf_nan=False)
+            if isinstance(values, dict):
+                return values
+        return self.arguments
 
 
 class PastCall(RequestBody):
@@ -93,11 +92,11 @@ class Message(RequestBody):
 
     def for_template(self) -> dict[str, Any]:
         """Return the message in plain values, with the arguments of calls as mappings."""
-        message = self.model_dump(exclude_none=True, exclude={"tool_calls"})
-        if self.tool_calls:
-            message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
-            for call, shown in zip(self.tool_calls, message["tool_calls"], strict=True):
-                shown["function"]["arguments"] = call.function.values()
+        message = self.model_dump(exclude_none=True)
+        for call, shown in zip(self.tool_calls, message["tool_calls"], strict=True):
+            shown["function"]["arguments"] = call.function.values()
+        if not self.tool_calls:
+            del message["tool_calls"]
         return message
 
 
@@ -201,11 +200,6 @@ class Conversation(RequestBody):
             )
         return self
 
-    @property
-    def usable_tools(self) -> list[Tool]:
-        """The tools that the template shows."""
-        return self.tools
-
 
 class ChatBody(OpenAIBody, Conversation):
     """The body of POST /v1/chat/completions."""
@@ -250,17 +244,6 @@ class ChatBody(OpenAIBody, Conversation):
         return [] if self.tool_choice == "none" else self.tools
 
     @property
-    def callable_functions(self) -> list[Function]:
-        """The functions that the answer may call: the named one, or all."""
-        functions = [tool.function for tool in self.usable_tools]
-        return [one for one in functions if self.named_function in (None, one.name)]
-
-    @property
     def must_call(self) -> bool:
         """True if the answer must be a call."""
         return self.tool_choice not in ("none", "auto")
-
-    @property
-    def max_calls(self) -> int | None:
-        """The maximum number of calls in a choice; None is any number."""
-        return 1 if self.named_function is not None or not self.parallel_tool_calls else None

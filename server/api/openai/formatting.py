@@ -1,19 +1,22 @@
-"""The form of the responses of OpenAI's routes, but for their choices."""
+"""The form of the responses of OpenAI's routes, but for the parts of their choices."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from time import time
 from typing import Any
 
 from server.api.openai.schemas import OpenAIBody
 from server.api.responses import DONE, Formatter, compact, event
-from server.requests.completion import Choice, Delta
+from server.requests.completion import Delta
 from server.requests.service import Service
+
+JSON = dict[str, Any]
 
 
 class OpenAIFormatter(Formatter):
-    """The form of a response, whole or in chunks, around its choices."""
+    """The form of a response around its choices. A stream shows the parts that `whole` joins."""
 
     end = DONE
 
@@ -23,35 +26,40 @@ class OpenAIFormatter(Formatter):
         self._with_usage = options is not None and options.include_usage
         self._with_running_usage = options is not None and options.continuous_usage_stats
         self._n_shown = 0  # tokens of the deltas so far; more may have been generated
-        self._head = {
-            "id": response_id,
-            "object": kind,
-            "created": int(time()),
-            "model": service.settings.model_name,
-        }
+        self._choices: dict[int, JSON] = {}  # of a whole answer
+        model = service.settings.model_name
+        self._head = {"id": response_id, "object": kind, "created": int(time()), "model": model}
         self._prefix = compact(self._head)[:-1]
 
     @abstractmethod
-    def choice(self, choice: Choice) -> dict[str, Any]:
-        """Return a finished choice."""
+    def parts(self, delta: Delta) -> Iterator[JSON]:
+        """Yield the new parts of a choice, if a delta has anything to show."""
 
-    @abstractmethod
-    def events(self, delta: Delta) -> bytes:
-        """Return the events for a delta, if it has anything to show."""
+    def encoded(self, part: JSON) -> str:
+        """Return a part as JSON."""
+        return compact(part)
+
+    def finished(self, choice: JSON) -> JSON:
+        """Return a whole choice, given all its parts as one."""
+        return choice
+
+    def add(self, delta: Delta) -> None:
+        """Join a delta with its choice."""
+        for part in self.parts(delta):
+            self._choices[part["index"]] = join(self._choices.get(part["index"]), part)
 
     def chunk(self, delta: Delta) -> bytes:
         """Return the events for a delta, with the usage so far if wanted."""
         self._n_shown += delta.token_id is not None
-        return self.events(delta)
-
-    def event(self, choice: str) -> bytes:
-        """Return an event with one choice, given as JSON."""
         usage = ""
         if self._with_running_usage:
             usage = f',"usage":{compact(self._usage(self._n_shown))}'
         elif self._with_usage:
             usage = ',"usage":null'
-        return event(f'{self._prefix},"choices":[{choice}]{usage}}}')
+        events = b""
+        for part in self.parts(delta):
+            events += event(f'{self._prefix},"choices":[{self.encoded(part)}]{usage}}}')
+        return events
 
     def tail(self) -> bytes:
         """Return the event with the usage, if wanted, and the end."""
@@ -60,13 +68,13 @@ class OpenAIFormatter(Formatter):
         usage = self._usage(self.completion.n_completion_tokens)
         return event(compact({**self._head, "choices": [], "usage": usage})) + DONE
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> JSON:
         """Return the body of a finished completion."""
-        choices = [self.choice(choice) for choice in self.completion.choices]
+        choices = [self.finished(self._choices[one.index]) for one in self.completion.choices]
         usage = self._usage(self.completion.n_completion_tokens)
         return {**self._head, "choices": choices, "usage": usage}
 
-    def _usage(self, n_generated: int) -> dict[str, Any]:
+    def _usage(self, n_generated: int) -> JSON:
         n_prompt = self.completion.n_prompt_tokens
         return {
             "prompt_tokens": n_prompt,
@@ -74,3 +82,17 @@ class OpenAIFormatter(Formatter):
             "total_tokens": n_prompt + n_generated,
             "prompt_tokens_details": {"cached_tokens": self.completion.n_cached_tokens},
         }
+
+
+def join(old: Any, new: Any) -> Any:
+    """Return two values as one, and change the old: objects by key, texts and lists end to end.
+
+    Of other values the new one holds, unless it is null.
+    """
+    if isinstance(old, dict) and isinstance(new, dict):
+        old |= {key: join(old.get(key), value) for key, value in new.items()}
+    elif isinstance(old, str | list) and type(old) is type(new):
+        old += new  # type: ignore[operator]
+    else:
+        return old if new is None else new
+    return old

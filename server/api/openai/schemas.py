@@ -139,28 +139,15 @@ class OpenAIBody(SamplingFields, StructuredFields):
         return self
 
     def options(
-        self,
-        prompts: Sequence[str | list[int]],
-        defaults: GenerationDefaults,
-        *,
-        default_max_tokens: int,
-        logprobs: int | None,
-        prompt_logprobs: int | None = None,
+        self, prompts: Sequence[str | list[int]], defaults: GenerationDefaults, **more: Any
     ) -> RequestOptions:
         """Return what the builder needs; `defaults` are the model's, for fields not given."""
         update = defaults.model_dump(exclude_none=True, exclude=self.model_fields_set)
-        return RequestOptions(
-            prompts=prompts,
-            params=self.model_copy(update=update).sampling_params(logprobs, prompt_logprobs),
-            max_tokens=self.max_completion_tokens if self.max_tokens is None else self.max_tokens,
-            default_max_tokens=default_max_tokens,
-            seed=self.seed,
-            n=self.n,
-            stops=self.stop,
-            timeout_ms=self.timeout_ms,
-            priority=self.priority,
-            grammar=self.any_grammar(),
-            keep_last=self.truncate_prompt_tokens,
+        more["max_tokens"] = self.max_tokens
+        if self.max_tokens is None:
+            more["max_tokens"] = self.max_completion_tokens
+        return self.model_copy(update=update).request_options(
+            prompts, n=self.n, keep_last=self.truncate_prompt_tokens, **more
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from server.api.openai.chat_schemas import ChatBody
+from server.api.openai.chat_schemas import ChatBody, Function
 from server.engine.grammar.constraints import Grammar
 from server.errors import InvalidRequestError
 from server.requests.service import Service
@@ -16,16 +16,12 @@ from server.text.tool_grammar import calls_in_text, calls_only
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """The calls that a choice may have.
+    """The calls that a choice may have."""
 
-    form: of calls; None if no text is one. max_calls: of a choice. kept_ids: special tokens that
-    tags consist of.
-    """
-
-    form: ToolCallFormat | None
-    max_calls: int | None
+    form: ToolCallFormat | None  # None if no text is a call
+    max_calls: int | None  # of a choice; None is any number
     grammar: Grammar | None
-    kept_ids: frozenset[int]
+    kept_ids: frozenset[int]  # special tokens that tags consist of
 
     def parser(self) -> ToolCallParser | None:
         """Return a parser for one choice."""
@@ -34,7 +30,9 @@ class ToolUse:
     @classmethod
     def of(cls, body: ChatBody, chat: ChatFormat, service: Service) -> ToolUse:
         """Return a body's tool use. Raises InvalidRequestError for fields that exclude others."""
-        functions, form = body.callable_functions, chat.tool_calls
+        form, name = chat.tool_calls, body.named_function
+        functions = [tool.function for tool in body.usable_tools]
+        functions = [function for function in functions if name in (None, function.name)]
         if form is None and body.must_call:
             form = ToolCallFormat.LLAMA  # the grammar can enforce any format
         if form is None and any(function.strict for function in functions):
@@ -46,13 +44,19 @@ class ToolUse:
         if form is None or not functions:
             return cls(None, None, body.any_grammar(), frozenset())
         tokens = {tag: i for tag, i in service.added_ids.items() if tag in form.tags}
-        grammar = _grammar(body, form, frozenset(tokens))
-        kept_ids = service.special_ids.intersection(tokens.values())
-        return cls(form, body.max_calls, grammar, kept_ids)
+        max_calls = None if name is None and body.parallel_tool_calls else 1
+        grammar = _grammar(body, functions, form, frozenset(tokens), max_calls)
+        return cls(form, max_calls, grammar, service.special_ids.intersection(tokens.values()))
 
 
-def _grammar(body: ChatBody, form: ToolCallFormat, tokens: frozenset[str]) -> Grammar | None:
-    functions, wanted = body.callable_functions, body.any_grammar()
+def _grammar(
+    body: ChatBody,
+    functions: list[Function],
+    form: ToolCallFormat,
+    tokens: frozenset[str],
+    max_calls: int | None,
+) -> Grammar | None:
+    wanted = body.any_grammar()
     schemas = {function.name: function.arguments_schema for function in functions}
     if wanted is None and not body.must_call:
         if not any(function.strict for function in functions):
@@ -74,5 +78,5 @@ def _grammar(body: ChatBody, form: ToolCallFormat, tokens: frozenset[str]) -> Gr
                 param=wanted.param,
             )
         otherwise = json.loads(wanted.source)
-    source = calls_only(form, schemas, tokens, most=body.max_calls, otherwise=otherwise)
+    source = calls_only(form, schemas, tokens, most=max_calls, otherwise=otherwise)
     return Grammar("lark", source, "tools")
