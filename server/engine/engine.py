@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Literal, Protocol
 
 from model.config import DecoderConfig
-from server.engine.batch import Chunk, StepBatch, StepLogits
+from server.engine.batch import Chunk, StepBatch
 from server.engine.grammar.constraints import TokenMasks
 from server.engine.kv.store import KVStore
 from server.engine.sampling import Floats, SamplingParams, TokenLogprobs, sample, token_logprobs
@@ -16,7 +16,6 @@ from server.engine.sequence import FinishReason, Sequence, SequenceStatus, Seque
 from server.engine.speculation import Speculation, verify
 
 StepKind = Literal["decode", "mixed", "prefill"]
-StepTokens = dict[Chunk, list[int | None]]  # None: no token could be chosen
 
 SCORING_LOGITS_BYTES = 64 * 2**20  # bound on the logits of one chunk of a scored prompt
 
@@ -41,8 +40,8 @@ class Runner(Protocol):
     def kv(self) -> KVStore:
         """The KV cache."""
 
-    def run(self, batch: StepBatch) -> StepLogits:
-        """Compute the logits of all chunks, which are valid until the next run."""
+    def run(self, batch: StepBatch) -> Floats:
+        """Return the logits [n, vocab] of `batch.chunks`, in order; valid until the next run."""
 
 
 def warm_up(runner: Runner, n_tokens: int = 2) -> None:
@@ -153,69 +152,59 @@ class Engine:
         """Advance every running sequence by a token, or more after a draft, and some prompts."""
         started = perf_counter()
         batch = self.scheduler.schedule()
-        logits = self._run(batch)
-        tokens = self._sample(batch, logits)
-        outputs = self._update(batch, logits, tokens)
-        return outputs, self._stats(batch, tokens, perf_counter() - started)
-
-    def _run(self, batch: StepBatch) -> StepLogits:
-        """Run the model, while the masks of constrained sequences are computed."""
-        sampled = [chunk.sequence for chunk in batch.sampled]
-        wait = self._masks.begin([(s.constraint, s.ending_ids) for s in sampled if s.constraint])
+        constrained = [
+            (chunk.sequence.constraint, chunk.sequence.ending_ids)
+            for chunk in batch.chunks
+            if chunk.sequence.constraint is not None and chunk.yields_token
+        ]
+        finish_masks = self._masks.begin(constrained)
         logits = self.runner.run(batch)
-        wait()
-        return logits
-
-    def _sample(self, batch: StepBatch, logits: StepLogits) -> StepTokens:
-        """Choose a token after each chunk that yields one; of drafts as many as are right."""
-        chunks = batch.sampled
-        chosen = sample(logits.last_of(chunks), [chunk.sequence for chunk in chunks])
-        tokens: StepTokens = {chunk: [token] for chunk, token in zip(chunks, chosen, strict=True)}
-        for chunk in batch.drafts:
-            sequence = chunk.sequence
-            assert sequence.speculation is not None
-            tokens[chunk] = verify(logits.of(chunk), sequence, chunk.draft)
-            sequence.speculation.record(sequence, chunk.draft, tokens[chunk])
-        return tokens
-
-    def _update(
-        self, batch: StepBatch, logits: StepLogits, tokens: StepTokens
-    ) -> list[TokenOutput]:
-        """Record what was computed, append the tokens, and end what has ended."""
+        finish_masks()
         outputs: list[TokenOutput] = []
+        n_done = 0
         for chunk in batch.chunks:
-            sequence, rows = chunk.sequence, logits.of(chunk)
-            self._score(chunk, rows)
-            # Keys and values of rejected draft tokens do not count.
-            self.scheduler.record(chunk, len(tokens[chunk]) if chunk.draft else chunk.count)
-            if chunk in tokens:
-                rows = rows if chunk.draft else rows[-1:]
-                pairs = zip(tokens[chunk], rows, strict=False)
-                outputs += [self._append(sequence, token, row) for token, row in pairs]
-            elif chunk.completes_prompt:  # nothing is to be generated
-                scored = TokenOutput(sequence.id, None, prompt_logprobs=sequence.scores)
-                outputs.append(self._finish(sequence, FinishReason.LENGTH, scored))
-        return outputs
-
-    def _stats(self, batch: StepBatch, tokens: StepTokens, seconds: float) -> StepStats:
+            outputs += self._update(chunk, logits[n_done : n_done + chunk.n_logits])
+            n_done += chunk.n_logits
         begun = [c.sequence for c in batch.prefills if c.begins_prompt and not c.sequence.is_scored]
         looked_up = begun if self.kv.cache.capacity else []
-        return StepStats(
+        return outputs, StepStats(
             n_decode=len(batch.decodes) + len(batch.drafts),
             n_prefill_tokens=sum(chunk.count for chunk in batch.prefills),
             n_queried=sum(len(sequence.prompt_ids) for sequence in looked_up),
             n_cached=sum(sequence.n_cached for sequence in looked_up),
             n_drafted=sum(len(chunk.draft) for chunk in batch.drafts),
-            n_accepted=sum(len(tokens[chunk]) - 1 for chunk in batch.drafts),
-            seconds=seconds,
+            n_accepted=sum(c.sequence.n_computed - c.start - 1 for c in batch.drafts),
+            seconds=perf_counter() - started,
         )
+
+    def _update(self, chunk: Chunk, logits: Floats) -> list[TokenOutput]:
+        """Record what was computed, and append the tokens that follow it.
+
+        logits: [n, vocab] of the chunk's last tokens.
+        """
+        sequence = chunk.sequence
+        if sequence.is_scored:
+            self._score(chunk, logits)
+        if chunk.draft:
+            assert sequence.speculation is not None
+            tokens = verify(logits, sequence, chunk.draft)
+            sequence.speculation.record(sequence, chunk.draft, tokens)
+            # Keys and values of rejected draft tokens do not count.
+            self.scheduler.record(chunk, len(tokens))
+            pairs = zip(tokens, logits, strict=False)
+            return [self._append(sequence, token, row) for token, row in pairs]
+        self.scheduler.record(chunk, chunk.count)
+        if chunk.yields_token:
+            return [self._append(sequence, sample(logits[-1], sequence), logits[-1])]
+        if chunk.completes_prompt:  # nothing is to be generated
+            scored = TokenOutput(sequence.id, None, prompt_logprobs=sequence.scores)
+            return [self._finish(sequence, FinishReason.LENGTH, scored)]
+        return []
 
     def _score(self, chunk: Chunk, logits: Floats) -> None:
         """Note the log-probabilities of the prompt tokens that follow a chunk's positions."""
         sequence = chunk.sequence
-        alternatives = sequence.params.prompt_logprobs
-        if alternatives is None:
-            return
+        alternatives = sequence.params.prompt_logprobs or 0
         # A chunk may repeat the last position of the one before it.
         first = max(chunk.start, len(sequence.prompt_logprobs))
         for position in range(first, min(chunk.end, len(sequence.prompt_ids) - 1)):

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig
-from server.engine.batch import Chunk, StepBatch, StepLogits
+from server.engine.batch import Chunk, StepBatch
 from server.engine.engine import SCORING_LOGITS_BYTES, check_max_model_len, warm_up
 from server.engine.kv.prefix_cache import BLOCK_SIZE, PrefixCache
 from server.engine.kv.rows import KVRows, KVShape, RowMemory
@@ -89,54 +89,56 @@ class OnnxRunner:
         """Run a prefill and a decode step once."""
         warm_up(self)
 
-    def run(self, batch: StepBatch) -> StepLogits:
+    def run(self, batch: StepBatch) -> Floats:
         """See Runner. The decode run comes first: it writes to rows that other runs overwrite."""
-        logits = StepLogits(batch, self._logits)
-        if batch.decodes:
-            self._run_window(batch, logits.of(*batch.decodes))
+        n_done = self._run_window(batch) if batch.decodes else 0
         for chunks in (*self._group(batch.prefills), *([chunk] for chunk in batch.drafts)):
             # Prompts are padded on the right; a row's next tokens overwrite what padding writes.
             work = [(chunk.token_ids, chunk.start, chunk.n_logits) for chunk in chunks]
-            self._run(*self._place(chunks[0]), work, logits.of(*chunks))
-        return logits
+            n_done += self._run(*self._place(chunks[0]), work, n_done)
+        return self._logits[:n_done]
 
-    def _run_window(self, batch: StepBatch, logits: Floats) -> None:
+    def _run_window(self, batch: StepBatch) -> int:
         """Run one token of every row of the window; only decodes get logits.
 
         A free row, and one whose prompt is unfinished or that has a draft, are computed, too: what
         they write after their tokens is overwritten by what comes next.
         """
         decoding = {chunk.sequence for chunk in batch.decodes}
-        work = [([0], 0, 0)] * len(batch.window)
-        for row, holder in enumerate(batch.window):
-            if holder is not None:
-                work[row] = [holder.last_token_id], holder.n_computed, int(holder in decoding)
-        self._run(self.kv.running, 0, work, logits)
+        work = [
+            ([s.last_token_id], s.n_computed, int(s in decoding)) if s else ([0], 0, 0)
+            for s in batch.window
+        ]
+        return self._run(self.kv.running, 0, work, 0)
 
     def _run(
-        self, memory: RowMemory, row: int, work: list[tuple[list[int], int, int]], logits: Floats
-    ) -> None:
-        """Run tokens over neighbouring rows from `row` on.
+        self, memory: RowMemory, row: int, work: list[tuple[list[int], int, int]], first_logit: int
+    ) -> int:
+        """Run tokens over neighbouring rows from `row` on, and return the number of logits.
 
         work: each row's tokens, the position of the first, and how many logits of the last ones to
-        write to `logits` [n, vocab].
+        write to the buffer from `first_logit` on.
         """
-        batch, longest = len(work), max(len(tokens) for tokens, _, _ in work)
-        n_ids = batch * longest
-        binding = self._bindings.get((memory, row, batch))
-        if binding is None or binding.capacity < n_ids:
-            binding = _Binding(self._session, memory, row, batch, capacity=n_ids)
-            self._bindings[memory, row, batch] = binding
-        ids = binding.input_ids[:n_ids].reshape(batch, longest)
-        positions = binding.position_ids[:n_ids].reshape(batch, longest)
-        positions[:] = np.add.outer([start for _, start, _ in work], np.arange(longest))
-        ids[:] = [tokens + [0] * (longest - len(tokens)) for tokens, _, _ in work]
+        longest = max(len(tokens) for tokens, _, _ in work)
+        ids: list[int] = []
+        positions: list[int] = []
         indices: list[int] = []
-        for i, (tokens, _, n_logits) in enumerate(work):
-            end = i * longest + len(tokens)
-            indices += range(end - n_logits, end)
+        for tokens, start, n_logits in work:
+            n_padding = longest - len(tokens)
+            ids += tokens
+            indices += range(len(ids) - n_logits, len(ids))
+            ids += [0] * n_padding
+            positions += range(start, start + longest)
+        key = memory, row, len(work)
+        binding = self._bindings.get(key)
+        if binding is None or binding.capacity < len(ids):
+            binding = _Binding(self._session, memory, row, len(work), capacity=len(ids))
+            self._bindings[key] = binding
+        binding.input_ids[: len(ids)] = ids
+        binding.position_ids[: len(ids)] = positions
         ends = [start + len(tokens) for tokens, start, _ in work]
-        self.model_seconds += binding.run(ends, longest, indices, logits)
+        self.model_seconds += binding.run(ends, longest, indices, self._logits, first_logit)
+        return len(indices)
 
     def _group(self, chunks: list[Chunk]) -> list[list[Chunk]]:
         """Group whole prompts of similar length on neighbouring rows; other chunks run alone.
@@ -209,11 +211,13 @@ class _Binding:
                 self._io.bind_output(kv.present, "cpu")
             self._io.bind_input(kv.name, *where)
 
-    def run(self, ends: list[int], sequence: int, indices: list[int], logits: Floats) -> float:
+    def run(
+        self, ends: list[int], sequence: int, indices: list[int], logits: Floats, first_logit: int
+    ) -> float:
         """Run `sequence` tokens of each row, and return the model's seconds.
 
         ends: each row's number of tokens after the run. indices: the tokens that want logits, which
-        are written to `logits` [n, vocab].
+        are written to `logits` [n, vocab] from row `first_logit` on.
         """
         longest = max(ends)
         if longest > self._n_positions:  # ONNX Runtime would silently write past the row
@@ -223,12 +227,13 @@ class _Binding:
         self._total[()] = longest
         n_logits = len(indices)
         self._logits_indices[:n_logits] = indices
-        shape = (sequence, n_logits, logits.ctypes.data)
+        shape = (sequence, n_logits, first_logit)
         if shape != self._bound:
+            rows = logits[first_logit : first_logit + n_logits]
             self._bind_input("input_ids", self.input_ids, (self._batch, sequence))
             self._bind_input("position_ids", self.position_ids, (self._batch, sequence))
             self._bind_input("logits_indices", self._logits_indices, (n_logits,))
-            self._io.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+            self._io.bind_output("logits", "cpu", 0, np.float32, rows.shape, rows.ctypes.data)
             self._bound = shape
         started = perf_counter()
         self._session.run_with_iobinding(self._io)

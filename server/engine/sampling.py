@@ -9,7 +9,7 @@ CPU's cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -115,12 +115,21 @@ class SampledSequence(Protocol):
         """[vocab], added to the logits; None is no constraint."""
 
 
-def sample(logits: Floats, sequences: Sequence[SampledSequence]) -> list[int | None]:
-    """Choose a token for each row of `logits` [n, vocab], which stays unchanged.
+def sample(row: Floats, sequence: SampledSequence) -> int | None:
+    """Choose a token after `row`, logits [vocab], which stays unchanged.
 
-    None where there is none: the model gave no finite logits, or every token is banned.
+    None if there is none: the model gave no finite logits, or every token is banned.
     """
-    return [_choose(row, sequence) for row, sequence in zip(logits, sequences, strict=True)]
+    params = sequence.params
+    if params.penalises or params.logit_bias or params.min_tokens or sequence.penalty is not None:
+        row = row.copy()
+        _adjust(row, sequence)
+    likeliest = int(row.argmax())  # a NaN, if there is one
+    if not math.isfinite(row[likeliest]):
+        return None
+    if params.temperature == 0.0:
+        return likeliest
+    return _draw(row - row[likeliest], params, sequence.generator.random())
 
 
 def token_logprobs(row: Floats, token_id: int, alternatives: int) -> TokenLogprobs:
@@ -137,19 +146,6 @@ def token_logprobs(row: Floats, token_id: int, alternatives: int) -> TokenLogpro
         best = candidates[np.argsort(-row[candidates], kind="stable")][:alternatives]
         top = tuple((int(i), float(row[i]) - log_total) for i in best)
     return TokenLogprobs(token_id, float(row[token_id]) - log_total, top)
-
-
-def _choose(row: Floats, sequence: SampledSequence) -> int | None:
-    params = sequence.params
-    if params.penalises or params.logit_bias or params.min_tokens or sequence.penalty is not None:
-        row = row.copy()
-        _adjust(row, sequence)
-    likeliest = int(row.argmax())  # a NaN, if there is one
-    if not np.isfinite(row[likeliest]):
-        return None
-    if params.temperature == 0.0:
-        return likeliest
-    return _draw(row - row[likeliest], params, sequence.generator.random())
 
 
 def _adjust(row: Floats, sequence: SampledSequence) -> None:

@@ -39,7 +39,7 @@ def verify(logits: Floats, sequence: SampledSequence, draft: list[int]) -> list[
     tokens: list[int | None] = []
     n_output = len(sequence.output_ids)
     for row, drafted in zip(logits, (*draft, None), strict=True):
-        token = sample(row[None], [sequence])[0]
+        token = sample(row, sequence)
         tokens.append(token)
         n_new = n_output + len(tokens)
         ends = token in sequence.ending_ids or n_new >= sequence.params.max_tokens

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from server.engine.batch import Chunk, StepBatch, StepLogits
+from server.engine.batch import Chunk, StepBatch
 from server.engine.kv.blocks import KVBlocks
 from server.engine.sampling import Floats
 
@@ -35,13 +35,13 @@ class PagedRunner:
         self.model_seconds = 0.0  # spent in ONNX Runtime so far
         self._model = model
 
-    def run(self, batch: StepBatch) -> StepLogits:
+    def run(self, batch: StepBatch) -> Floats:
         """See Runner."""
         inputs = self._pack(batch.chunks)
         started = perf_counter()
         logits = self._model.run(inputs)
         self.model_seconds += perf_counter() - started
-        return StepLogits(batch, logits)
+        return logits
 
     def _pack(self, chunks: list[Chunk]) -> Inputs:
         starts = np.cumsum([0, *(chunk.count for chunk in chunks)], dtype=np.int32)
