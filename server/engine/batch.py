@@ -58,11 +58,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The chunks of one step.
+    """The chunks of one step. A sequence with a draft is not among the decodes.
 
     window: the holder of each row from 0 to the last that decodes, None for a free row. Every
-    prefill except the last completes its prompt, and only the last may want logits of more than one
-    token. A sequence with a draft is not among the decodes.
+    prefill except the last completes its prompt and wants at most one logit.
     """
 
     decodes: list[Chunk] = field(default_factory=list)

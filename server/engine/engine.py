@@ -9,9 +9,8 @@ from typing import Literal, Protocol
 from model.config import DecoderConfig
 from server.engine.batch import Chunk, StepBatch
 from server.engine.grammar.constraints import TokenMasks
-from server.engine.kv.store import KVStore
 from server.engine.sampling import Floats, SamplingParams, TokenLogprobs, sample, token_logprobs
-from server.engine.scheduler import Scheduler
+from server.engine.scheduler import KVStore, Scheduler
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus, SequenceTimes
 from server.engine.speculation import Speculation, verify
 
@@ -61,9 +60,9 @@ def warm_up(runner: Runner, n_tokens: int = 2) -> None:
 class TokenOutput:
     """The effect of a step on one sequence.
 
-    token_id: None if it ended without a new token. prompt_logprobs: only in the first output of a
-    sequence that asked for them, an entry for each prompt token except the first. finish_reason:
-    set in the last output; each sequence has exactly one such.
+    token_id: None if it ended without a new token. prompt_logprobs: in the first output, if the
+    sequence asked for them: of each prompt token except the first. finish_reason: set in the last
+    output; each sequence has exactly one such.
     """
 
     sequence_id: int
@@ -76,19 +75,14 @@ class TokenOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """The figures of one step.
+    """The figures of one step."""
 
-    n_decode: sequences that were continued. n_prefill_tokens: prompt tokens that ran. n_queried:
-    tokens of the prompts that were looked up in the prefix cache; n_cached: those that it had.
-    n_drafted: draft tokens that were checked; n_accepted: those that were right.
-    """
-
-    n_decode: int
+    n_decode: int  # sequences that were continued
     n_prefill_tokens: int
-    n_queried: int
-    n_cached: int
+    n_queried: int  # tokens of the prompts that were looked up in the prefix cache
+    n_cached: int  # those that it had
     n_drafted: int
-    n_accepted: int
+    n_accepted: int  # draft tokens that were right
     seconds: float
 
     @property
@@ -102,8 +96,8 @@ class StepStats:
 class Engine:
     """Continuous batching over one model.
 
-    chunk_size: most prompt tokens in a step, at least 2. speculate: draft tokens while few
-    sequences run; rounding then depends on the load.
+    chunk_size: most prompt tokens in a step. speculate: draft tokens while few sequences run;
+    rounding then depends on the load. Raises ValueError for a chunk_size below 2.
     """
 
     def __init__(self, runner: Runner, *, chunk_size: int, speculate: bool = False) -> None:
@@ -127,9 +121,8 @@ class Engine:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if it could never run; admission refuses such."""
         n_prompt, max_tokens = len(sequence.prompt_ids), sequence.params.max_tokens
-        n_needed = self.kv.n_needed(n_prompt, max_tokens)
-        is_too_long = n_prompt + max_tokens > self.max_model_len
-        if not n_prompt or is_too_long or n_needed > self.kv.budget_tokens:
+        fits_budget = self.kv.n_needed(n_prompt, max_tokens) <= self.kv.budget_tokens
+        if not n_prompt or n_prompt + max_tokens > self.max_model_len or not fits_budget:
             raise ValueError(f"{n_prompt} prompt and {max_tokens} new tokens cannot fit")
         if self.speculate and sequence.constraint is None:  # each draft token would need a mask
             sequence.speculation = Speculation()
@@ -145,8 +138,7 @@ class Engine:
 
     def release_idle_memory(self) -> None:
         """Return memory of free rows to the operating system; for times without work."""
-        if self.kv.movable is not None:
-            self.kv.movable.release_idle_memory()
+        self.kv.release_idle_memory()
 
     def step(self) -> tuple[list[TokenOutput], StepStats]:
         """Advance every running sequence by a token, or more after a draft, and some prompts."""
@@ -178,10 +170,7 @@ class Engine:
         )
 
     def _update(self, chunk: Chunk, logits: Floats) -> list[TokenOutput]:
-        """Record what was computed, and append the tokens that follow it.
-
-        logits: [n, vocab] of the chunk's last tokens.
-        """
+        """Record a chunk as computed, and append the tokens that follow; logits: [n, vocab]."""
         sequence = chunk.sequence
         if sequence.is_scored:
             self._score(chunk, logits)
@@ -220,13 +209,10 @@ class Engine:
         is_first = sequence.times.first_token is None
         if is_first:
             sequence.times.first_token = perf_counter()
-        params = sequence.params
-        output = TokenOutput(
-            sequence.id,
-            token_id,
-            None if params.logprobs is None else token_logprobs(row, token_id, params.logprobs),
-            sequence.scores if is_first else None,
-        )
+        params, scores = sequence.params, sequence.scores if is_first else None
+        n_top = params.logprobs
+        logprobs = None if n_top is None else token_logprobs(row, token_id, n_top)
+        output = TokenOutput(sequence.id, token_id, logprobs, scores)
         ends = token_id in sequence.ending_ids
         if sequence.constraint is not None and token_id not in params.stop_token_ids:
             sequence.constraint.advance(token_id, ends=ends)
@@ -242,8 +228,7 @@ class Engine:
     def _fail(self, sequence: Sequence) -> TokenOutput:
         """End a sequence without a next token: its grammar or non-finite logits allow none."""
         is_stuck = sequence.constraint is not None and sequence.constraint.error
-        reason = FinishReason.GRAMMAR if is_stuck else FinishReason.ERROR
-        return self._finish(sequence, reason)
+        return self._finish(sequence, FinishReason.GRAMMAR if is_stuck else FinishReason.ERROR)
 
     def _finish(
         self, sequence: Sequence, reason: FinishReason, output: TokenOutput | None = None

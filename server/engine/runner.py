@@ -31,9 +31,8 @@ MAX_PADDING = 1.25  # ratio of the tokens that a run of several prompts has to t
 class OnnxRunner:
     """One session, its KV cache, and its input buffers.
 
-    max_model_len: None is the model's. kv_cache_bytes: budget of the KV cache; None is half of the
-    memory that is free once the model is loaded. prefix_cache_bytes: beside it; None is a tenth of
-    it. threads: None is every processor that this process may use.
+    kv_cache_bytes: None is half of the memory that is free once the model is loaded.
+    prefix_cache_bytes: beside it; None is a tenth of it. threads: None is all usable processors.
 
     Raises ValueError for a limit that the model or the machine cannot meet.
     """
@@ -55,28 +54,17 @@ class OnnxRunner:
         self.model_seconds = 0.0  # spent in ONNX Runtime so far
         self._session = open_session(graph, threads or usable_cpus(), spin_microseconds)
         n_bytes = available_memory() // 2 if kv_cache_bytes is None else kv_cache_bytes
-        cache_bytes = n_bytes // 10 if prefix_cache_bytes is None else prefix_cache_bytes
-        self.kv = self._make_rows(config, max_num_seqs, n_bytes, cache_bytes)
-        # A decode for each sequence, a chunk of a scored prompt, drafts. Untouched memory is free.
-        n_scored = max(2, SCORING_LOGITS_BYTES // (4 * self.vocab_size))
-        n_logits = max_num_seqs + n_scored + MAX_SPECULATING * MAX_DRAFT
-        self._logits: Floats = np.empty((n_logits, self.vocab_size), dtype=np.float32)
-        self._bindings: dict[tuple[RowMemory, int, int], _Binding] = {}  # by first row, rows
-
-    def _make_rows(
-        self, config: DecoderConfig, max_num_seqs: int, n_bytes: int, cache_bytes: int
-    ) -> KVRows:
         shape = KVShape(config.n_layer, config.n_kv_head, config.head_dim)
         itemsize = min(kv.itemsize for kv in kv_inputs(self._session))
-        per_token = shape.token_bytes(itemsize)
-        per_prompt_token = shape.token_bytes()
+        per_token, per_prompt_token = shape.token_bytes(itemsize), shape.token_bytes()
         least = 2 * (per_token + per_prompt_token)
         if n_bytes < least:
             raise ValueError(
                 f"kv_cache_memory of {n_bytes} bytes holds no prompt: two tokens take {least}"
             )
         most = self.max_model_len * (max_num_seqs * per_token + per_prompt_token)  # of full rows
-        return KVRows(
+        cache_bytes = n_bytes // 10 if prefix_cache_bytes is None else prefix_cache_bytes
+        self.kv = KVRows(
             shape,
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
@@ -84,6 +72,11 @@ class OnnxRunner:
             dtype=np.int8 if itemsize == 1 else np.float32,
             cache=PrefixCache(cache_bytes // (BLOCK_SIZE * per_prompt_token)),
         )
+        # A decode for each sequence, a chunk of a scored prompt, drafts. Untouched memory is free.
+        n_scored = max(2, SCORING_LOGITS_BYTES // (4 * self.vocab_size))
+        n_logits = max_num_seqs + n_scored + MAX_SPECULATING * MAX_DRAFT
+        self._logits: Floats = np.empty((n_logits, self.vocab_size), dtype=np.float32)
+        self._bindings: dict[tuple[RowMemory, int, int], _Binding] = {}  # by first row, rows
 
     def warm_up(self) -> None:
         """Run a prefill and a decode step once."""
@@ -101,8 +94,8 @@ class OnnxRunner:
     def _run_window(self, batch: StepBatch) -> int:
         """Run one token of every row of the window; only decodes get logits.
 
-        A free row, and one whose prompt is unfinished or that has a draft, are computed, too: what
-        they write after their tokens is overwritten by what comes next.
+        Free rows, unfinished prompts and rows with a draft are computed, too: what they write after
+        their tokens is overwritten by what comes next.
         """
         decoding = {chunk.sequence for chunk in batch.decodes}
         work = [
@@ -114,10 +107,9 @@ class OnnxRunner:
     def _run(
         self, memory: RowMemory, row: int, work: list[tuple[list[int], int, int]], first_logit: int
     ) -> int:
-        """Run tokens over neighbouring rows from `row` on, and return the number of logits.
+        """Run tokens over rows from `row` on; write logits from `first_logit` on; count them.
 
-        work: each row's tokens, the position of the first, and how many logits of the last ones to
-        write to the buffer from `first_logit` on.
+        work: each row's tokens, the position of the first, and the logits wanted of the last ones.
         """
         longest = max(len(tokens) for tokens, _, _ in work)
         ids: list[int] = []
@@ -131,9 +123,8 @@ class OnnxRunner:
             positions += range(start, start + longest)
         key = memory, row, len(work)
         binding = self._bindings.get(key)
-        if binding is None or binding.capacity < len(ids):
-            binding = _Binding(self._session, memory, row, len(work), capacity=len(ids))
-            self._bindings[key] = binding
+        if binding is None or binding.input_ids.size < len(ids):
+            self._bindings[key] = binding = _Binding(self._session, *key, capacity=len(ids))
         binding.input_ids[: len(ids)] = ids
         binding.position_ids[: len(ids)] = positions
         ends = [start + len(tokens) for tokens, start, _ in work]
@@ -172,17 +163,15 @@ class OnnxRunner:
 
 
 class _Binding:
-    """The inputs and outputs of one shape of run over rows `row` … `row + batch - 1`, bound once.
+    """The inputs and outputs of one shape of run over `batch` rows from `row` on, bound once.
 
     A graph with int8 rows has inputs for rows of both types, and `decode` selects which it uses;
-    the other ones get a placeholder. input_ids, position_ids: int64 [capacity], of which a run
-    takes the first batch * sequence.
+    the others get a placeholder. input_ids, position_ids: int64 [at least batch * sequence].
     """
 
     def __init__(
         self, session: InferenceSession, memory: RowMemory, row: int, batch: int, capacity: int
     ) -> None:
-        self.capacity = capacity
         self._session = session
         self._n_positions = memory.n_positions
         self._batch = batch

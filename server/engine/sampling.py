@@ -2,8 +2,7 @@
 
 Every sequence draws from its own counter-based generator, keyed by (seed, sample index), so a token
 never depends on the other sequences of a batch. Filters are thresholds on the row's own values:
-ties at a threshold are all kept. Rows are sampled one after the other, because one row fits the
-CPU's cache.
+ties at a threshold are all kept. Rows are sampled one by one, because one fits the CPU's cache.
 """
 
 from __future__ import annotations
@@ -19,7 +18,10 @@ from numpy.typing import NDArray
 MAX_LOGPROBS = 20
 _BLOCK = 256  # weights that are summed at once
 _SAMPLE = 2048  # weights that tell roughly where a nucleus ends
-_SAMPLE_MARGINS = (24, 96)  # of these, on each side of the estimate; the first is enough 19 times in 20
+_SAMPLE_MARGINS = (
+    24,
+    96,
+)  # of these, on each side of the estimate; the first is enough 19 times in 20
 
 Floats = NDArray[np.float32]
 
@@ -82,8 +84,8 @@ class Occurrences:
     """Counts of the tokens of a sequence, kept up to date for penalties."""
 
     def __init__(self, prompt_ids: list[int], vocab_size: int) -> None:
-        self._in_prompt = np.zeros(vocab_size, dtype=np.bool_)
-        self._in_prompt[prompt_ids] = True
+        self.in_prompt = np.zeros(vocab_size, dtype=np.bool_)
+        self.in_prompt[prompt_ids] = True
         self.in_output = np.zeros(vocab_size, dtype=np.int32)
         self._n_counted = 0
 
@@ -92,11 +94,6 @@ class Occurrences:
         for token_id in output_ids[self._n_counted :]:
             self.in_output[token_id] += 1
         self._n_counted = len(output_ids)
-
-    @property
-    def seen(self) -> NDArray[np.int64]:
-        """Ids in the prompt or the output."""
-        return np.flatnonzero(self._in_prompt | (self.in_output > 0))
 
 
 class SampledSequence(Protocol):
@@ -151,14 +148,17 @@ def _adjust(row: Floats, sequence: SampledSequence) -> None:
     """Apply penalties and bias; ban tokens that end it too early or violate its grammar."""
     params = sequence.params
     if params.penalises:
-        if sequence.occurrences is None:
-            sequence.occurrences = Occurrences(sequence.prompt_ids, row.size)
-        sequence.occurrences.count(sequence.output_ids)
+        occurrences = sequence.occurrences or Occurrences(sequence.prompt_ids, row.size)
+        sequence.occurrences = occurrences
+        occurrences.count(sequence.output_ids)
+        counts = occurrences.in_output
         if params.repetition_penalty != 1.0:
-            seen, factor = sequence.occurrences.seen, params.repetition_penalty
+            seen, factor = (
+                np.flatnonzero(occurrences.in_prompt | (counts > 0)),
+                params.repetition_penalty,
+            )
             row[seen] = np.where(row[seen] > 0, row[seen] / factor, row[seen] * factor)
         if params.frequency_penalty or params.presence_penalty:
-            counts = sequence.occurrences.in_output
             penalty = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
             row -= penalty.astype(np.float32)
     if params.logit_bias:

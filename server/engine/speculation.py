@@ -13,13 +13,11 @@ from server.engine.sampling import Floats, SampledSequence, sample
 
 MAX_SPECULATING = 4  # running sequences above which there are no drafts
 MAX_DRAFT = 8  # tokens
-# Tokens that have to match. On the text of this repository the first draft token after a match of
-# one token is right 26 times in 100, which is less than checking costs; after two 46, after three
-# 53.
+# Tokens that have to match. On this repository's text the first draft token after a match of one
+# token is right 26 times in 100, less than checking costs; after two 46, after three 53.
 NGRAM_SIZES = (3, 2)
-# Additional time of a run of two tokens, and of each token after it, relative to a run of one
-# token, which has kernels of its own (int8, 135M parameters, 2 processors: 24 ms, 32 for two, 39
-# for nine).
+# Additional time of a run of two tokens, and of each token after it, relative to a run of one,
+# which has its own kernels (int8, 135M parameters, 2 CPUs: 24 ms, 32 for two, 39 for nine).
 _SECOND_TOKEN = 0.3
 _NEXT_TOKEN = 0.05
 _UNTRIED_HIT_RATE = 0.9  # high enough for a try beside three other sequences
@@ -31,8 +29,7 @@ def verify(logits: Floats, sequence: SampledSequence, draft: list[int]) -> list[
     """Return the 1 to n_draft + 1 tokens that a draft yields; the last may be None, see `sample`.
 
     logits: [n_draft + 1, vocab]; row i follows the sequence's tokens and the first i of the draft.
-    Each row is sampled as always, after the tokens before it, until one differs from the draft, so
-    tokens and random draws are those of one token a step. This is rejection sampling with a point
+    Tokens and random draws are those of one token a step. This is rejection sampling with a point
     mass q as the draft's distribution: a token is kept with probability p = min(1, p / q), and its
     replacement follows max(0, p - q), which is p without that token, renormalised.
     """
@@ -104,8 +101,8 @@ class Speculation:
 
     def __init__(self) -> None:
         self._lookup = PromptLookup()
-        self._hit_rate = _UNTRIED_HIT_RATE  # when the sequence had _n_tokens
-        self._n_tokens = 0
+        self._hit_rate = _UNTRIED_HIT_RATE  # when the sequence had _n_output new tokens
+        self._n_output = 0
 
     def draft(self, sequence: SampledSequence, n_running: int) -> list[int]:
         """Return tokens to check in this step; empty if that does not pay.
@@ -113,7 +110,7 @@ class Speculation:
         n_running: sequences that run in this step.
         """
         room = sequence.params.max_tokens - len(sequence.output_ids) - 1  # a token follows a draft
-        hit_rate = self._expected(_n_tokens(sequence))
+        hit_rate = self._expected(len(sequence.output_ids))
         n_draft = draft_length(hit_rate, n_running, room)
         if not n_draft:
             return []
@@ -121,19 +118,15 @@ class Speculation:
 
     def record(self, sequence: SampledSequence, draft: list[int], tokens: list[int | None]) -> None:
         """Note which `tokens` a draft yielded."""
-        n_tokens = _n_tokens(sequence)
-        hit_rate = self._expected(n_tokens)
+        n_output = len(sequence.output_ids)
+        hit_rate = self._expected(n_output)
         for drafted, token in zip(draft, tokens, strict=False):
             hit_rate += _NEWEST_WEIGHT * ((drafted == token) - hit_rate)
-        self._hit_rate, self._n_tokens = hit_rate, n_tokens
+        self._hit_rate, self._n_output = hit_rate, n_output
 
-    def _expected(self, n_tokens: int) -> float:
-        forgotten = 1.0 - math.exp2(-(n_tokens - self._n_tokens) / _HALF_LIFE)
+    def _expected(self, n_output: int) -> float:
+        forgotten = 1.0 - math.exp2((self._n_output - n_output) / _HALF_LIFE)
         return self._hit_rate + forgotten * (_UNTRIED_HIT_RATE - self._hit_rate)
-
-
-def _n_tokens(sequence: SampledSequence) -> int:
-    return len(sequence.prompt_ids) + len(sequence.output_ids)
 
 
 def _run_cost(n_tokens: int) -> float:
