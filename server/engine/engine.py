@@ -136,10 +136,6 @@ class Engine:
         sequence = self._sequences.get(sequence_id)
         return self._finish(sequence, reason) if sequence else None
 
-    def release_idle_memory(self) -> None:
-        """Return memory of free rows to the operating system; for times without work."""
-        self.kv.release_idle_memory()
-
     def step(self) -> tuple[list[TokenOutput], StepStats]:
         """Advance every running sequence by a token, or more after a draft, and some prompts."""
         started = perf_counter()

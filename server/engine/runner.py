@@ -83,26 +83,24 @@ class OnnxRunner:
         warm_up(self)
 
     def run(self, batch: StepBatch) -> Floats:
-        """See Runner. The decode run comes first: it writes to rows that other runs overwrite."""
-        n_done = self._run_window(batch) if batch.decodes else 0
+        """See Runner.
+
+        The decode run comes first. It covers all rows of the window, though only decodes get
+        logits: what it writes after the tokens of other rows is overwritten by what comes next.
+        """
+        n_done = 0
+        if batch.decodes:
+            decoding = {chunk.sequence for chunk in batch.decodes}
+            window = [
+                ([s.last_token_id], s.n_computed, int(s in decoding)) if s else ([0], 0, 0)
+                for s in batch.window
+            ]
+            n_done = self._run(self.kv.running, 0, window, 0)
         for chunks in (*self._group(batch.prefills), *([chunk] for chunk in batch.drafts)):
             # Prompts are padded on the right; a row's next tokens overwrite what padding writes.
             work = [(chunk.token_ids, chunk.start, chunk.n_logits) for chunk in chunks]
             n_done += self._run(*self._place(chunks[0]), work, n_done)
         return self._logits[:n_done]
-
-    def _run_window(self, batch: StepBatch) -> int:
-        """Run one token of every row of the window; only decodes get logits.
-
-        Free rows, unfinished prompts and rows with a draft are computed, too: what they write after
-        their tokens is overwritten by what comes next.
-        """
-        decoding = {chunk.sequence for chunk in batch.decodes}
-        work = [
-            ([s.last_token_id], s.n_computed, int(s in decoding)) if s else ([0], 0, 0)
-            for s in batch.window
-        ]
-        return self._run(self.kv.running, 0, work, 0)
 
     def _run(
         self, memory: RowMemory, row: int, work: list[tuple[list[int], int, int]], first_logit: int

@@ -30,21 +30,19 @@ Floats = NDArray[np.float32]
 class SamplingParams:
     """The sampling parameters of one sequence. The API's schemas validate the values.
 
-    temperature: 0 is greedy. top_k: 0 is off. top_p, typical_p: 1 is off (Holtzman et al. 2020;
-    Meister et al. 2022). min_p: share of the likeliest token's probability, 0 is off (Nguyen et al.
-    2024). repetition_penalty: divides positive and multiplies negative logits of tokens in the
-    prompt or the output (Keskar et al. 2019). frequency_penalty, presence_penalty: subtracted per
-    occurrence, or once, of a token in the output. logprobs, prompt_logprobs: number of alternatives
-    beside the token itself; None is off.
+    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or
+    the output (Keskar et al. 2019). frequency_penalty, presence_penalty: subtracted per occurrence,
+    or once, of a token in the output. logprobs, prompt_logprobs: number of alternatives beside the
+    token itself; None is off.
     """
 
     max_tokens: int
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0  # 1 is off (Holtzman et al. 2020)
+    min_p: float = 0.0  # share of the likeliest token's probability (Nguyen et al. 2024)
+    typical_p: float = 1.0  # 1 is off (Meister et al. 2022)
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -180,24 +178,20 @@ def _draw(scaled: Floats, params: SamplingParams, uniform: float) -> int:
     if 0 < params.top_k < weights.size:
         floor = float(np.partition(weights, -params.top_k)[-params.top_k])
     if params.top_p < 1.0:
-        floor = _top_p_floor(_between(floor, math.inf, weights) if floor else weights, params.top_p)
+        candidates = weights[np.flatnonzero(weights >= floor)] if floor else weights
+        floor = _top_p_floor(candidates, params.top_p)
     floor = max(floor, params.min_p)
     if params.typical_p < 1.0:
         _keep_typical(weights, floor, params.typical_p)
     return _first_beyond(uniform, weights, floor)
 
 
-def _between(low: float, high: float, weights: Floats) -> Floats:
-    """Return the weights in [low, high]; several times as fast as indexing by the mask itself."""
-    return weights[np.flatnonzero((weights >= low) & (weights <= high))]
-
-
 def _top_p_floor(weights: Floats, p: float) -> float:
     """Return the smallest weight in the nucleus of `weights` [n].
 
     The nucleus is the fewest likeliest tokens whose mass reaches p of the whole. A sorted sample
-    tells roughly where it ends, so that only the weights near there have to be sorted. If the end
-    is not among them, wider margins are tried, the last of which covers all weights.
+    tells roughly where it ends, and only the weights near there are sorted. If the end is not among
+    them, a wider margin is tried; the last covers all weights.
     """
     total = float(_block_sums(weights).sum())
     if p * total <= 1.0:
@@ -209,9 +203,11 @@ def _top_p_floor(weights: Floats, p: float) -> float:
     for margin in (*_SAMPLE_MARGINS, sample.size + 1):
         low = float(sample[rank - margin]) if rank >= margin else 0.0
         high = float(sample[rank + margin]) if rank + margin < sample.size else math.inf
-        part = np.sort(_between(low, high, weights))
+        kept = weights >= low
+        # Several times as fast as indexing by the mask itself.
+        part = np.sort(weights[np.flatnonzero(kept & (weights <= high))])
         running = part.cumsum(dtype=np.float64)
-        left = outside - (total - float(_block_sums(weights, low).sum()))
+        left = outside - (total - float(_block_sums(weights, kept).sum()))
         if 0.0 <= left < running[-1]:
             break
     return float(part[_first_over(left, running)])
@@ -223,24 +219,28 @@ def _first_beyond(share: float, weights: Floats, floor: float) -> int:
     Sums of blocks find the block, and a running sum in it the place, much faster than one running
     sum of all `weights` [n].
     """
-    running = _block_sums(weights, floor).cumsum()
+    kept = weights >= floor
+    running = _block_sums(weights, kept if floor else None).cumsum()
     target = share * float(running[-1])
     block = _first_over(target, running)
-    inside = weights[block * _BLOCK : (block + 1) * _BLOCK]
+    inside = slice(block * _BLOCK, (block + 1) * _BLOCK)
     left = target - float(running[block - 1]) if block else target
-    return block * _BLOCK + _first_over(left, (inside * (inside >= floor)).cumsum(dtype=np.float64))
+    running = (weights[inside] * kept[inside]).cumsum(dtype=np.float64)
+    return block * _BLOCK + _first_over(left, running)
 
 
-def _block_sums(weights: Floats, floor: float = 0.0) -> NDArray[np.float64]:
-    """Sum each _BLOCK of `weights` [n], and the shorter rest, without those below `floor`."""
+def _block_sums(weights: Floats, kept: NDArray[np.bool_] | None = None) -> NDArray[np.float64]:
+    """Sum each _BLOCK of `weights` [n], and the shorter rest; only those in the mask `kept` [n]."""
     whole = weights.size // _BLOCK * _BLOCK
     blocks, rest = weights[:whole].reshape(-1, _BLOCK), weights[whole:]
     sums = np.zeros(len(blocks) + 1)
-    sums[:-1] = (
-        np.einsum("ij,ij->i", blocks, blocks >= floor) if floor else np.einsum("ij->i", blocks)
-    )
+    if kept is None:
+        sums[:-1] = np.einsum("ij->i", blocks)
+    else:
+        sums[:-1] = np.einsum("ij,ij->i", blocks, kept[:whole].reshape(-1, _BLOCK))
+        rest = rest[kept[whole:]]
     if rest.size:
-        sums[-1] = rest[rest >= floor].sum()
+        sums[-1] = rest.sum()
     return sums
 
 

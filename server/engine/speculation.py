@@ -57,8 +57,8 @@ class PromptLookup:
     def propose(self, token_ids: list[int], n_draft: int) -> list[int]:
         """Return what followed the longest n-gram that ends `token_ids` at its latest other place.
 
-        Empty if there is none. A continuation that reaches the end is repeated as a loop.
-        token_ids: those of the last call, followed by new ones; each is indexed once.
+        A continuation that reaches the end is repeated. Empty if there is none. token_ids: those of
+        the last call, followed by new ones.
         """
         n = len(token_ids)
         for end in range(self._n_indexed + 1, n):  # without the last token: nothing follows it yet
@@ -95,8 +95,7 @@ def draft_length(hit_rate: float, n_running: int, room: int) -> int:
 class Speculation:
     """One sequence's drafts and their recent hit rate.
 
-    Drafts pause where they are wrong, and are tried again as that is forgotten: the more sequences
-    run, the later.
+    Drafts pause while they are wrong, and are tried again as that is forgotten.
     """
 
     def __init__(self) -> None:
@@ -105,10 +104,7 @@ class Speculation:
         self._n_output = 0
 
     def draft(self, sequence: SampledSequence, n_running: int) -> list[int]:
-        """Return tokens to check in this step; empty if that does not pay.
-
-        n_running: sequences that run in this step.
-        """
+        """Return tokens to check in this step of `n_running` sequences; empty if none pay."""
         room = sequence.params.max_tokens - len(sequence.output_ids) - 1  # a token follows a draft
         hit_rate = self._expected(len(sequence.output_ids))
         n_draft = draft_length(hit_rate, n_running, room)

@@ -1,9 +1,8 @@
 """Bookkeeping of KV cache blocks on CUDA: which sequence holds which, which are shared or reusable.
 
-A block belongs to every sequence that refers to it (Kwon et al. 2023). A block that a prompt has
-filled gets the name of all tokens up to its end; a later prompt with the same beginning refers to
-the same block, and nothing is copied. A named block without a holder stays until its memory is
-needed; the least recently used goes first.
+A block belongs to every sequence that refers to it (Kwon et al. 2023). One that a prompt has filled
+gets the name of all tokens up to its end; later prompts with the same beginning share it uncopied.
+A named block without a holder stays until its memory is needed, the most recently used longest.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ class KVBlocks:
     """A KV cache of `n_blocks` blocks of `block_size` tokens, whose memory is elsewhere.
 
     table: int32 [max_num_seqs, blocks of the longest sequence]; a row lists its sequence's blocks.
-    All blocks that a sequence may need are reserved on admission, so nothing that runs has to wait.
     keep_prompts: share named blocks and keep them after their sequences have ended.
 
     Raises ValueError if n_blocks is 0.

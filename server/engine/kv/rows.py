@@ -1,13 +1,12 @@
 """KV cache rows on the CPU: address space, reservation, compaction.
 
-A prompt is computed on one of a few rows of floats. A running sequence has a row of the model's own
-type, int8 or float32, which is filled while its prompt is computed. Prompts thus attend to exact
-keys and values, and decoding reads a quarter of the bytes.
+A prompt is computed on one of a few rows of floats, and copied to its sequence's running row of the
+model's own type, int8 or float32. Prompts thus attend to exact keys and values, and decoding reads
+a quarter of the bytes.
 
 Address space is reserved for the worst case; the operating system commits a page when a token is
 first written to it: the page table is the block table (the idea of vAttention, arXiv 2405.04437).
-The budget bounds what may be committed, in tokens of running rows: a prompt's token on a row of
-floats counts as four of int8.
+The budget bounds what may be committed, in tokens of running rows.
 """
 
 from __future__ import annotations
