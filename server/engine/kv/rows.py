@@ -85,10 +85,11 @@ class RowMemory:
         if sys.platform != "linux":
             return
         n_parts = self.row_shape[0] if n_kept else 1  # each head has kept tokens of its own
-        size = self.array[0, 0].nbytes // n_parts
+        row_bytes = self.array[0, 0].nbytes
+        size = row_bytes // n_parts
         for block in range(len(self.array)):
             for part in range(n_parts):
-                start = self.address(block, row) - self.address(0, 0) + part * size
+                start = (block * len(self.reserved) + row) * row_bytes + part * size
                 kept = start + n_kept * size // self.n_positions
                 first = math.ceil(kept / mmap.PAGESIZE) * mmap.PAGESIZE
                 end = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
