@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from server.engine.batch import Chunk, StepBatch, StepLogits
+from server.engine.batch import Chunk, StepBatch
 from server.engine.kv.rows import KVRows, KVShape
 from server.engine.sampling import Floats
 from server.engine.sequence import SequenceStatus
@@ -83,7 +83,7 @@ class FakeRunner:
         with self._changed:
             assert self._changed.wait_for(lambda: self._held and self._permits == 0, TIMEOUT)
 
-    def run(self, batch: StepBatch) -> StepLogits:
+    def run(self, batch: StepBatch) -> Floats:
         self._pass_gate()
         if self.error is not None:
             raise self.error
@@ -94,7 +94,7 @@ class FakeRunner:
         ), "other bits"
         self._scribble(batch)
         rows = [row for chunk in batch.chunks for row in self._run_chunk(chunk)]
-        return StepLogits(batch, np.array(rows, dtype=np.float32).reshape(-1, self.vocab_size))
+        return np.array(rows, dtype=np.float32).reshape(-1, self.vocab_size)
 
     def logits(self, prefix: list[int]) -> Floats:
         """The oracle: logits [vocab] of the token that follows `prefix`."""

@@ -1,14 +1,9 @@
-"""One step's work, and the logits that it gives: what scheduler, runner and engine exchange."""
+"""One step's work, which the scheduler hands to the runner."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
 
-import numpy as np
-
-from server.engine.sampling import Floats
 from server.engine.sequence import Sequence, SequenceStatus
 
 
@@ -61,13 +56,12 @@ class Chunk:
         return sequence.prompt_ids[self.start : self.end]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The chunks of one step.
+    """The chunks of one step. A sequence with a draft is not among the decodes.
 
     window: the holder of each row from 0 to the last that decodes, None for a free row. Every
-    prefill except the last completes its prompt, and only the last may want logits of more than one
-    token. A sequence with a draft is not among the decodes.
+    prefill except the last completes its prompt and wants at most one logit.
     """
 
     decodes: list[Chunk] = field(default_factory=list)
@@ -75,36 +69,7 @@ class StepBatch:
     prefills: list[Chunk] = field(default_factory=list)
     drafts: list[Chunk] = field(default_factory=list)
 
-    @cached_property
+    @property
     def chunks(self) -> list[Chunk]:
         """All chunks, in the order of their logits."""
         return [*self.decodes, *self.prefills, *self.drafts]
-
-    @cached_property
-    def sampled(self) -> list[Chunk]:
-        """The chunks after which one token is sampled; drafts yield several."""
-        return [chunk for chunk in (*self.decodes, *self.prefills) if chunk.yields_token]
-
-
-class StepLogits:
-    """The logits of a batch's chunks. array: [n, vocab], or larger; valid until the next run."""
-
-    def __init__(self, batch: StepBatch, array: Floats) -> None:
-        ends = list(accumulate(chunk.n_logits for chunk in batch.chunks))
-        self.array = array[: ends[-1] if ends else 0]
-        self._ends = dict(zip(batch.chunks, ends, strict=True))
-
-    def of(self, *chunks: Chunk) -> Floats:
-        """Return the logits [n, vocab] of a chunk, or of chunks that follow one another."""
-        first = self._ends[chunks[0]] - chunks[0].n_logits
-        return self.array[first : self._ends[chunks[-1]]]
-
-    def last_of(self, chunks: list[Chunk]) -> Floats:
-        """Return the logits [n_chunks, vocab] of the last token of each chunk.
-
-        They are a view unless a scored prompt, whose other logits lie between, is among them.
-        """
-        rows = [self._ends[chunk] - 1 for chunk in chunks]
-        if not rows or rows[-1] - rows[0] >= len(rows):
-            return self.array[np.array(rows, dtype=np.int64)]
-        return self.array[rows[0] : rows[-1] + 1]

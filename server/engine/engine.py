@@ -7,16 +7,14 @@ from time import perf_counter
 from typing import Literal, Protocol
 
 from model.config import DecoderConfig
-from server.engine.batch import Chunk, StepBatch, StepLogits
+from server.engine.batch import Chunk, StepBatch
 from server.engine.grammar.constraints import TokenMasks
-from server.engine.kv.store import KVStore
 from server.engine.sampling import Floats, SamplingParams, TokenLogprobs, sample, token_logprobs
-from server.engine.scheduler import Scheduler
+from server.engine.scheduler import KVStore, Scheduler
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus, SequenceTimes
 from server.engine.speculation import Speculation, verify
 
 StepKind = Literal["decode", "mixed", "prefill"]
-StepTokens = dict[Chunk, list[int | None]]  # None: no token could be chosen
 
 SCORING_LOGITS_BYTES = 64 * 2**20  # bound on the logits of one chunk of a scored prompt
 
@@ -41,8 +39,8 @@ class Runner(Protocol):
     def kv(self) -> KVStore:
         """The KV cache."""
 
-    def run(self, batch: StepBatch) -> StepLogits:
-        """Compute the logits of all chunks, which are valid until the next run."""
+    def run(self, batch: StepBatch) -> Floats:
+        """Return the logits [n, vocab] of `batch.chunks`, in order; valid until the next run."""
 
 
 def warm_up(runner: Runner, n_tokens: int = 2) -> None:
@@ -62,9 +60,9 @@ def warm_up(runner: Runner, n_tokens: int = 2) -> None:
 class TokenOutput:
     """The effect of a step on one sequence.
 
-    token_id: None if it ended without a new token. prompt_logprobs: only in the first output of a
-    sequence that asked for them, an entry for each prompt token except the first. finish_reason:
-    set in the last output; each sequence has exactly one such.
+    token_id: None if it ended without a new token. prompt_logprobs: in the first output, if the
+    sequence asked for them: of each prompt token except the first. finish_reason: set in the last
+    output; each sequence has exactly one such.
     """
 
     sequence_id: int
@@ -77,19 +75,14 @@ class TokenOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """The figures of one step.
+    """The figures of one step."""
 
-    n_decode: sequences that were continued. n_prefill_tokens: prompt tokens that ran. n_queried:
-    tokens of the prompts that were looked up in the prefix cache; n_cached: those that it had.
-    n_drafted: draft tokens that were checked; n_accepted: those that were right.
-    """
-
-    n_decode: int
+    n_decode: int  # sequences that were continued
     n_prefill_tokens: int
-    n_queried: int
-    n_cached: int
+    n_queried: int  # tokens of the prompts that were looked up in the prefix cache
+    n_cached: int  # those that it had
     n_drafted: int
-    n_accepted: int
+    n_accepted: int  # draft tokens that were right
     seconds: float
 
     @property
@@ -103,8 +96,8 @@ class StepStats:
 class Engine:
     """Continuous batching over one model.
 
-    chunk_size: most prompt tokens in a step, at least 2. speculate: draft tokens while few
-    sequences run; rounding then depends on the load.
+    chunk_size: most prompt tokens in a step. speculate: draft tokens while few sequences run;
+    rounding then depends on the load. Raises ValueError for a chunk_size below 2.
     """
 
     def __init__(self, runner: Runner, *, chunk_size: int, speculate: bool = False) -> None:
@@ -128,9 +121,8 @@ class Engine:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if it could never run; admission refuses such."""
         n_prompt, max_tokens = len(sequence.prompt_ids), sequence.params.max_tokens
-        n_needed = self.kv.n_needed(n_prompt, max_tokens)
-        is_too_long = n_prompt + max_tokens > self.max_model_len
-        if not n_prompt or is_too_long or n_needed > self.kv.budget_tokens:
+        fits_budget = self.kv.n_needed(n_prompt, max_tokens) <= self.kv.budget_tokens
+        if not n_prompt or n_prompt + max_tokens > self.max_model_len or not fits_budget:
             raise ValueError(f"{n_prompt} prompt and {max_tokens} new tokens cannot fit")
         if self.speculate and sequence.constraint is None:  # each draft token would need a mask
             sequence.speculation = Speculation()
@@ -144,78 +136,60 @@ class Engine:
         sequence = self._sequences.get(sequence_id)
         return self._finish(sequence, reason) if sequence else None
 
-    def release_idle_memory(self) -> None:
-        """Return memory of free rows to the operating system; for times without work."""
-        if self.kv.movable is not None:
-            self.kv.movable.release_idle_memory()
-
     def step(self) -> tuple[list[TokenOutput], StepStats]:
         """Advance every running sequence by a token, or more after a draft, and some prompts."""
         started = perf_counter()
         batch = self.scheduler.schedule()
-        logits = self._run(batch)
-        tokens = self._sample(batch, logits)
-        outputs = self._update(batch, logits, tokens)
-        return outputs, self._stats(batch, tokens, perf_counter() - started)
-
-    def _run(self, batch: StepBatch) -> StepLogits:
-        """Run the model, while the masks of constrained sequences are computed."""
-        sampled = [chunk.sequence for chunk in batch.sampled]
-        wait = self._masks.begin([(s.constraint, s.ending_ids) for s in sampled if s.constraint])
+        constrained = [
+            (chunk.sequence.constraint, chunk.sequence.ending_ids)
+            for chunk in batch.chunks
+            if chunk.sequence.constraint is not None and chunk.yields_token
+        ]
+        finish_masks = self._masks.begin(constrained)
         logits = self.runner.run(batch)
-        wait()
-        return logits
-
-    def _sample(self, batch: StepBatch, logits: StepLogits) -> StepTokens:
-        """Choose a token after each chunk that yields one; of drafts as many as are right."""
-        chunks = batch.sampled
-        chosen = sample(logits.last_of(chunks), [chunk.sequence for chunk in chunks])
-        tokens: StepTokens = {chunk: [token] for chunk, token in zip(chunks, chosen, strict=True)}
-        for chunk in batch.drafts:
-            sequence = chunk.sequence
-            assert sequence.speculation is not None
-            tokens[chunk] = verify(logits.of(chunk), sequence, chunk.draft)
-            sequence.speculation.record(sequence, chunk.draft, tokens[chunk])
-        return tokens
-
-    def _update(
-        self, batch: StepBatch, logits: StepLogits, tokens: StepTokens
-    ) -> list[TokenOutput]:
-        """Record what was computed, append the tokens, and end what has ended."""
+        finish_masks()
         outputs: list[TokenOutput] = []
+        n_done = 0
         for chunk in batch.chunks:
-            sequence, rows = chunk.sequence, logits.of(chunk)
-            self._score(chunk, rows)
-            # Keys and values of rejected draft tokens do not count.
-            self.scheduler.record(chunk, len(tokens[chunk]) if chunk.draft else chunk.count)
-            if chunk in tokens:
-                rows = rows if chunk.draft else rows[-1:]
-                pairs = zip(tokens[chunk], rows, strict=False)
-                outputs += [self._append(sequence, token, row) for token, row in pairs]
-            elif chunk.completes_prompt:  # nothing is to be generated
-                scored = TokenOutput(sequence.id, None, prompt_logprobs=sequence.scores)
-                outputs.append(self._finish(sequence, FinishReason.LENGTH, scored))
-        return outputs
-
-    def _stats(self, batch: StepBatch, tokens: StepTokens, seconds: float) -> StepStats:
+            outputs += self._update(chunk, logits[n_done : n_done + chunk.n_logits])
+            n_done += chunk.n_logits
         begun = [c.sequence for c in batch.prefills if c.begins_prompt and not c.sequence.is_scored]
         looked_up = begun if self.kv.cache.capacity else []
-        return StepStats(
+        return outputs, StepStats(
             n_decode=len(batch.decodes) + len(batch.drafts),
             n_prefill_tokens=sum(chunk.count for chunk in batch.prefills),
             n_queried=sum(len(sequence.prompt_ids) for sequence in looked_up),
             n_cached=sum(sequence.n_cached for sequence in looked_up),
             n_drafted=sum(len(chunk.draft) for chunk in batch.drafts),
-            n_accepted=sum(len(tokens[chunk]) - 1 for chunk in batch.drafts),
-            seconds=seconds,
+            n_accepted=sum(c.sequence.n_computed - c.start - 1 for c in batch.drafts),
+            seconds=perf_counter() - started,
         )
+
+    def _update(self, chunk: Chunk, logits: Floats) -> list[TokenOutput]:
+        """Record a chunk as computed, and append the tokens that follow; logits: [n, vocab]."""
+        sequence = chunk.sequence
+        if sequence.is_scored:
+            self._score(chunk, logits)
+        if chunk.draft:
+            assert sequence.speculation is not None
+            tokens = verify(logits, sequence, chunk.draft)
+            sequence.speculation.record(sequence, chunk.draft, tokens)
+            # Keys and values of rejected draft tokens do not count.
+            self.scheduler.record(chunk, len(tokens))
+            pairs = zip(tokens, logits, strict=False)
+            return [self._append(sequence, token, row) for token, row in pairs]
+        self.scheduler.record(chunk, chunk.count)
+        if chunk.yields_token:
+            return [self._append(sequence, sample(logits[-1], sequence), logits[-1])]
+        if chunk.completes_prompt:  # nothing is to be generated
+            scored = TokenOutput(sequence.id, None, prompt_logprobs=sequence.scores)
+            return [self._finish(sequence, FinishReason.LENGTH, scored)]
+        return []
 
     def _score(self, chunk: Chunk, logits: Floats) -> None:
         """Note the log-probabilities of the prompt tokens that follow a chunk's positions."""
         sequence = chunk.sequence
-        alternatives = sequence.params.prompt_logprobs
-        if alternatives is None:
-            return
+        alternatives = sequence.params.prompt_logprobs or 0
         # A chunk may repeat the last position of the one before it.
         first = max(chunk.start, len(sequence.prompt_logprobs))
         for position in range(first, min(chunk.end, len(sequence.prompt_ids) - 1)):
@@ -231,13 +205,10 @@ class Engine:
         is_first = sequence.times.first_token is None
         if is_first:
             sequence.times.first_token = perf_counter()
-        params = sequence.params
-        output = TokenOutput(
-            sequence.id,
-            token_id,
-            None if params.logprobs is None else token_logprobs(row, token_id, params.logprobs),
-            sequence.scores if is_first else None,
-        )
+        params, scores = sequence.params, sequence.scores if is_first else None
+        n_top = params.logprobs
+        logprobs = None if n_top is None else token_logprobs(row, token_id, n_top)
+        output = TokenOutput(sequence.id, token_id, logprobs, scores)
         ends = token_id in sequence.ending_ids
         if sequence.constraint is not None and token_id not in params.stop_token_ids:
             sequence.constraint.advance(token_id, ends=ends)
@@ -253,8 +224,7 @@ class Engine:
     def _fail(self, sequence: Sequence) -> TokenOutput:
         """End a sequence without a next token: its grammar or non-finite logits allow none."""
         is_stuck = sequence.constraint is not None and sequence.constraint.error
-        reason = FinishReason.GRAMMAR if is_stuck else FinishReason.ERROR
-        return self._finish(sequence, reason)
+        return self._finish(sequence, FinishReason.GRAMMAR if is_stuck else FinishReason.ERROR)
 
     def _finish(
         self, sequence: Sequence, reason: FinishReason, output: TokenOutput | None = None

@@ -35,7 +35,7 @@ def usable_cpus(cgroup: Path = _CGROUP) -> int:
 
 
 def available_memory(cgroup: Path = _CGROUP) -> int:
-    """Return the machine's available memory in bytes, or what the cgroup leaves if that is less.
+    """Return the available memory in bytes, of the machine or the cgroup, whichever is less.
 
     Page cache that is not in use does not count as taken: the kernel drops it on demand.
     """

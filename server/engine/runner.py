@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig
-from server.engine.batch import Chunk, StepBatch, StepLogits
+from server.engine.batch import Chunk, StepBatch
 from server.engine.engine import SCORING_LOGITS_BYTES, check_max_model_len, warm_up
 from server.engine.kv.prefix_cache import BLOCK_SIZE, PrefixCache
 from server.engine.kv.rows import KVRows, KVShape, RowMemory
@@ -31,9 +31,8 @@ MAX_PADDING = 1.25  # ratio of the tokens that a run of several prompts has to t
 class OnnxRunner:
     """One session, its KV cache, and its input buffers.
 
-    max_model_len: None is the model's. kv_cache_bytes: budget of the KV cache; None is half of the
-    memory that is free once the model is loaded. prefix_cache_bytes: beside it; None is a tenth of
-    it. threads: None is every processor that this process may use.
+    kv_cache_bytes: None is half of the memory that is free once the model is loaded.
+    prefix_cache_bytes: beside it; None is a tenth of it. threads: None is all usable processors.
 
     Raises ValueError for a limit that the model or the machine cannot meet.
     """
@@ -55,28 +54,17 @@ class OnnxRunner:
         self.model_seconds = 0.0  # spent in ONNX Runtime so far
         self._session = open_session(graph, threads or usable_cpus(), spin_microseconds)
         n_bytes = available_memory() // 2 if kv_cache_bytes is None else kv_cache_bytes
-        cache_bytes = n_bytes // 10 if prefix_cache_bytes is None else prefix_cache_bytes
-        self.kv = self._make_rows(config, max_num_seqs, n_bytes, cache_bytes)
-        # A decode for each sequence, a chunk of a scored prompt, drafts. Untouched memory is free.
-        n_scored = max(2, SCORING_LOGITS_BYTES // (4 * self.vocab_size))
-        n_logits = max_num_seqs + n_scored + MAX_SPECULATING * MAX_DRAFT
-        self._logits: Floats = np.empty((n_logits, self.vocab_size), dtype=np.float32)
-        self._bindings: dict[tuple[RowMemory, int, int], _Binding] = {}  # by first row, rows
-
-    def _make_rows(
-        self, config: DecoderConfig, max_num_seqs: int, n_bytes: int, cache_bytes: int
-    ) -> KVRows:
         shape = KVShape(config.n_layer, config.n_kv_head, config.head_dim)
         itemsize = min(kv.itemsize for kv in kv_inputs(self._session))
-        per_token = shape.token_bytes(itemsize)
-        per_prompt_token = shape.token_bytes()
+        per_token, per_prompt_token = shape.token_bytes(itemsize), shape.token_bytes()
         least = 2 * (per_token + per_prompt_token)
         if n_bytes < least:
             raise ValueError(
                 f"kv_cache_memory of {n_bytes} bytes holds no prompt: two tokens take {least}"
             )
         most = self.max_model_len * (max_num_seqs * per_token + per_prompt_token)  # of full rows
-        return KVRows(
+        cache_bytes = n_bytes // 10 if prefix_cache_bytes is None else prefix_cache_bytes
+        self.kv = KVRows(
             shape,
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
@@ -84,59 +72,62 @@ class OnnxRunner:
             dtype=np.int8 if itemsize == 1 else np.float32,
             cache=PrefixCache(cache_bytes // (BLOCK_SIZE * per_prompt_token)),
         )
+        # A decode for each sequence, a chunk of a scored prompt, drafts. Untouched memory is free.
+        n_scored = max(2, SCORING_LOGITS_BYTES // (4 * self.vocab_size))
+        n_logits = max_num_seqs + n_scored + MAX_SPECULATING * MAX_DRAFT
+        self._logits: Floats = np.empty((n_logits, self.vocab_size), dtype=np.float32)
+        self._bindings: dict[tuple[RowMemory, int, int], _Binding] = {}  # by first row, rows
 
     def warm_up(self) -> None:
         """Run a prefill and a decode step once."""
         warm_up(self)
 
-    def run(self, batch: StepBatch) -> StepLogits:
-        """See Runner. The decode run comes first: it writes to rows that other runs overwrite."""
-        logits = StepLogits(batch, self._logits)
+    def run(self, batch: StepBatch) -> Floats:
+        """See Runner.
+
+        The decode run comes first. It covers all rows of the window, though only decodes get
+        logits: what it writes after the tokens of other rows is overwritten by what comes next.
+        """
+        n_done = 0
         if batch.decodes:
-            self._run_window(batch, logits.of(*batch.decodes))
+            decoding = {chunk.sequence for chunk in batch.decodes}
+            window = [
+                ([s.last_token_id], s.n_computed, int(s in decoding)) if s else ([0], 0, 0)
+                for s in batch.window
+            ]
+            n_done = self._run(self.kv.running, 0, window, 0)
         for chunks in (*self._group(batch.prefills), *([chunk] for chunk in batch.drafts)):
             # Prompts are padded on the right; a row's next tokens overwrite what padding writes.
             work = [(chunk.token_ids, chunk.start, chunk.n_logits) for chunk in chunks]
-            self._run(*self._place(chunks[0]), work, logits.of(*chunks))
-        return logits
-
-    def _run_window(self, batch: StepBatch, logits: Floats) -> None:
-        """Run one token of every row of the window; only decodes get logits.
-
-        A free row, and one whose prompt is unfinished or that has a draft, are computed, too: what
-        they write after their tokens is overwritten by what comes next.
-        """
-        decoding = {chunk.sequence for chunk in batch.decodes}
-        work = [([0], 0, 0)] * len(batch.window)
-        for row, holder in enumerate(batch.window):
-            if holder is not None:
-                work[row] = [holder.last_token_id], holder.n_computed, int(holder in decoding)
-        self._run(self.kv.running, 0, work, logits)
+            n_done += self._run(*self._place(chunks[0]), work, n_done)
+        return self._logits[:n_done]
 
     def _run(
-        self, memory: RowMemory, row: int, work: list[tuple[list[int], int, int]], logits: Floats
-    ) -> None:
-        """Run tokens over neighbouring rows from `row` on.
+        self, memory: RowMemory, row: int, work: list[tuple[list[int], int, int]], first_logit: int
+    ) -> int:
+        """Run tokens over rows from `row` on; write logits from `first_logit` on; count them.
 
-        work: each row's tokens, the position of the first, and how many logits of the last ones to
-        write to `logits` [n, vocab].
+        work: each row's tokens, the position of the first, and the logits wanted of the last ones.
         """
-        batch, longest = len(work), max(len(tokens) for tokens, _, _ in work)
-        n_ids = batch * longest
-        binding = self._bindings.get((memory, row, batch))
-        if binding is None or binding.capacity < n_ids:
-            binding = _Binding(self._session, memory, row, batch, capacity=n_ids)
-            self._bindings[memory, row, batch] = binding
-        ids = binding.input_ids[:n_ids].reshape(batch, longest)
-        positions = binding.position_ids[:n_ids].reshape(batch, longest)
-        positions[:] = np.add.outer([start for _, start, _ in work], np.arange(longest))
-        ids[:] = [tokens + [0] * (longest - len(tokens)) for tokens, _, _ in work]
+        longest = max(len(tokens) for tokens, _, _ in work)
+        ids: list[int] = []
+        positions: list[int] = []
         indices: list[int] = []
-        for i, (tokens, _, n_logits) in enumerate(work):
-            end = i * longest + len(tokens)
-            indices += range(end - n_logits, end)
+        for tokens, start, n_logits in work:
+            n_padding = longest - len(tokens)
+            ids += tokens
+            indices += range(len(ids) - n_logits, len(ids))
+            ids += [0] * n_padding
+            positions += range(start, start + longest)
+        key = memory, row, len(work)
+        binding = self._bindings.get(key)
+        if binding is None or binding.input_ids.size < len(ids):
+            self._bindings[key] = binding = _Binding(self._session, *key, capacity=len(ids))
+        binding.input_ids[: len(ids)] = ids
+        binding.position_ids[: len(ids)] = positions
         ends = [start + len(tokens) for tokens, start, _ in work]
-        self.model_seconds += binding.run(ends, longest, indices, logits)
+        self.model_seconds += binding.run(ends, longest, indices, self._logits, first_logit)
+        return len(indices)
 
     def _group(self, chunks: list[Chunk]) -> list[list[Chunk]]:
         """Group whole prompts of similar length on neighbouring rows; other chunks run alone.
@@ -170,17 +161,15 @@ class OnnxRunner:
 
 
 class _Binding:
-    """The inputs and outputs of one shape of run over rows `row` … `row + batch - 1`, bound once.
+    """The inputs and outputs of one shape of run over `batch` rows from `row` on, bound once.
 
     A graph with int8 rows has inputs for rows of both types, and `decode` selects which it uses;
-    the other ones get a placeholder. input_ids, position_ids: int64 [capacity], of which a run
-    takes the first batch * sequence.
+    the others get a placeholder. input_ids, position_ids: int64 [at least batch * sequence].
     """
 
     def __init__(
         self, session: InferenceSession, memory: RowMemory, row: int, batch: int, capacity: int
     ) -> None:
-        self.capacity = capacity
         self._session = session
         self._n_positions = memory.n_positions
         self._batch = batch
@@ -209,11 +198,13 @@ class _Binding:
                 self._io.bind_output(kv.present, "cpu")
             self._io.bind_input(kv.name, *where)
 
-    def run(self, ends: list[int], sequence: int, indices: list[int], logits: Floats) -> float:
+    def run(
+        self, ends: list[int], sequence: int, indices: list[int], logits: Floats, first_logit: int
+    ) -> float:
         """Run `sequence` tokens of each row, and return the model's seconds.
 
         ends: each row's number of tokens after the run. indices: the tokens that want logits, which
-        are written to `logits` [n, vocab].
+        are written to `logits` [n, vocab] from row `first_logit` on.
         """
         longest = max(ends)
         if longest > self._n_positions:  # ONNX Runtime would silently write past the row
@@ -223,12 +214,13 @@ class _Binding:
         self._total[()] = longest
         n_logits = len(indices)
         self._logits_indices[:n_logits] = indices
-        shape = (sequence, n_logits, logits.ctypes.data)
+        shape = (sequence, n_logits, first_logit)
         if shape != self._bound:
+            rows = logits[first_logit : first_logit + n_logits]
             self._bind_input("input_ids", self.input_ids, (self._batch, sequence))
             self._bind_input("position_ids", self.position_ids, (self._batch, sequence))
             self._bind_input("logits_indices", self._logits_indices, (n_logits,))
-            self._io.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+            self._io.bind_output("logits", "cpu", 0, np.float32, rows.shape, rows.ctypes.data)
             self._bound = shape
         started = perf_counter()
         self._session.run_with_iobinding(self._io)

@@ -11,8 +11,11 @@ from bisect import insort
 from time import perf_counter
 
 from server.engine.batch import Chunk, StepBatch
-from server.engine.kv.store import KVStore
+from server.engine.kv.blocks import KVBlocks
+from server.engine.kv.rows import KVRows
 from server.engine.sequence import Sequence, SequenceStatus
+
+KVStore = KVRows | KVBlocks
 
 _MIN_PREFILL = 2  # tokens of a prompt that run even where the prefix cache has all
 
@@ -20,8 +23,8 @@ _MIN_PREFILL = 2  # tokens of a prompt that run even where the prefix cache has 
 class Scheduler:
     """The waiting, prefilling and running sequences, and their rows of the KV cache.
 
-    chunk_size: most prompt tokens in a step. scoring_chunk_size: most tokens in a step of a prompt
-    whose every position wants logits, as their buffer is bounded.
+    chunk_size: most prompt tokens in a step; scoring_chunk_size: of a prompt whose every position
+    wants logits, as their buffer is bounded.
     """
 
     def __init__(self, kv: KVStore, *, chunk_size: int, scoring_chunk_size: int) -> None:
@@ -112,10 +115,12 @@ class Scheduler:
         It waits for a row, for a step with room for two of its tokens, and for a block that one of
         `chunks` computes: a step later that can be reused.
         """
-        sequence = self.waiting[0] if self.waiting else None
-        if sequence is None or budget < min(_MIN_PREFILL, len(sequence.prompt_ids)):
+        if not self.waiting:
             return None
-        size, n_prompt = self.kv.cache.block_size, len(sequence.prompt_ids)
+        sequence, size = self.waiting[0], self.kv.cache.block_size
+        n_prompt = len(sequence.prompt_ids)
+        if budget < min(_MIN_PREFILL, n_prompt):
+            return None
         n_reusable = 0 if sequence.is_scored else max(0, n_prompt - _MIN_PREFILL) // size
         names = sequence.block_names[:n_reusable]
         missing = names[self.kv.cache.count(names) :][:1]
@@ -138,12 +143,11 @@ class Scheduler:
 
         A hole costs a step next to nothing, and a move as much as a short step.
         """
-        rows = self.kv.movable
-        if rows is None or self._window.count(None) <= len(self._window) // 2:
+        if self._window.count(None) <= len(self._window) // 2:
             return
         source, last = len(self._window) - 1, self._window[-1]
         assert last is not None
-        target = rows.move(source, last.n_computed)
+        target = self.kv.move(source, last.n_computed)
         if target is not None:
             self._place(last, target)
             self._clear(source)

@@ -54,11 +54,10 @@ class SequenceTimes:
 class Sequence:
     """A prompt and its continuation, owned by the engine's thread once it has been added.
 
-    ending_ids: tokens that end it: its stop tokens, and the model's unless it ignores them.
-    priority: lower is served earlier. n_sure: fewest new tokens that it needs. deadline: in seconds
-    of `time.perf_counter()`. n_computed: tokens whose keys and values are in its row; n_cached:
-    those of them that came from the prefix cache. block_names: the prompt's blocks, see KVStore.
-    occurrences: state of the sampler, for penalties. speculation: None is one token a step.
+    ending_ids: its stop tokens, and the model's unless it ignores them. priority: lower is served
+    earlier. n_sure: fewest new tokens that it needs. deadline: of `time.perf_counter()`.
+    n_computed: tokens whose keys and values are in its row; n_cached: those of them that came from
+    the prefix cache. block_names: see BlockCache. speculation: None is one token a step.
     """
 
     id: int

@@ -69,8 +69,6 @@ def kv_inputs(session: InferenceSession) -> list[KVInput]:
         if family in _PRESENT:
             layer, part = place.split(".")
             block = 2 * int(layer) + (part == "value")
-            present = f"{_PRESENT[family]}.{place}"
-            element_type, itemsize = _ELEMENT_TYPES[value.type]
-            shape = tuple(value.shape[1:])
-            inputs.append(KVInput(value.name, present, block, element_type, itemsize, shape))
+            present, kind = f"{_PRESENT[family]}.{place}", _ELEMENT_TYPES[value.type]
+            inputs.append(KVInput(value.name, present, block, *kind, tuple(value.shape[1:])))
     return inputs

@@ -13,13 +13,11 @@ from server.engine.sampling import Floats, SampledSequence, sample
 
 MAX_SPECULATING = 4  # running sequences above which there are no drafts
 MAX_DRAFT = 8  # tokens
-# Tokens that have to match. On the text of this repository the first draft token after a match of
-# one token is right 26 times in 100, which is less than checking costs; after two 46, after three
-# 53.
+# Tokens that have to match. On this repository's text the first draft token after a match of one
+# token is right 26 times in 100, less than checking costs; after two 46, after three 53.
 NGRAM_SIZES = (3, 2)
-# Additional time of a run of two tokens, and of each token after it, relative to a run of one
-# token, which has kernels of its own (int8, 135M parameters, 2 processors: 24 ms, 32 for two, 39
-# for nine).
+# Additional time of a run of two tokens, and of each token after it, relative to a run of one,
+# which has its own kernels (int8, 135M parameters, 2 CPUs: 24 ms, 32 for two, 39 for nine).
 _SECOND_TOKEN = 0.3
 _NEXT_TOKEN = 0.05
 _UNTRIED_HIT_RATE = 0.9  # high enough for a try beside three other sequences
@@ -31,15 +29,14 @@ def verify(logits: Floats, sequence: SampledSequence, draft: list[int]) -> list[
     """Return the 1 to n_draft + 1 tokens that a draft yields; the last may be None, see `sample`.
 
     logits: [n_draft + 1, vocab]; row i follows the sequence's tokens and the first i of the draft.
-    Each row is sampled as always, after the tokens before it, until one differs from the draft, so
-    tokens and random draws are those of one token a step. This is rejection sampling with a point
+    Tokens and random draws are those of one token a step. This is rejection sampling with a point
     mass q as the draft's distribution: a token is kept with probability p = min(1, p / q), and its
     replacement follows max(0, p - q), which is p without that token, renormalised.
     """
     tokens: list[int | None] = []
     n_output = len(sequence.output_ids)
     for row, drafted in zip(logits, (*draft, None), strict=True):
-        token = sample(row[None], [sequence])[0]
+        token = sample(row, sequence)
         tokens.append(token)
         n_new = n_output + len(tokens)
         ends = token in sequence.ending_ids or n_new >= sequence.params.max_tokens
@@ -60,8 +57,8 @@ class PromptLookup:
     def propose(self, token_ids: list[int], n_draft: int) -> list[int]:
         """Return what followed the longest n-gram that ends `token_ids` at its latest other place.
 
-        Empty if there is none. A continuation that reaches the end is repeated as a loop.
-        token_ids: those of the last call, followed by new ones; each is indexed once.
+        A continuation that reaches the end is repeated. Empty if there is none. token_ids: those of
+        the last call, followed by new ones.
         """
         n = len(token_ids)
         for end in range(self._n_indexed + 1, n):  # without the last token: nothing follows it yet
@@ -98,22 +95,18 @@ def draft_length(hit_rate: float, n_running: int, room: int) -> int:
 class Speculation:
     """One sequence's drafts and their recent hit rate.
 
-    Drafts pause where they are wrong, and are tried again as that is forgotten: the more sequences
-    run, the later.
+    Drafts pause while they are wrong, and are tried again as that is forgotten.
     """
 
     def __init__(self) -> None:
         self._lookup = PromptLookup()
-        self._hit_rate = _UNTRIED_HIT_RATE  # when the sequence had _n_tokens
-        self._n_tokens = 0
+        self._hit_rate = _UNTRIED_HIT_RATE  # when the sequence had _n_output new tokens
+        self._n_output = 0
 
     def draft(self, sequence: SampledSequence, n_running: int) -> list[int]:
-        """Return tokens to check in this step; empty if that does not pay.
-
-        n_running: sequences that run in this step.
-        """
+        """Return tokens to check in this step of `n_running` sequences; empty if none pay."""
         room = sequence.params.max_tokens - len(sequence.output_ids) - 1  # a token follows a draft
-        hit_rate = self._expected(_n_tokens(sequence))
+        hit_rate = self._expected(len(sequence.output_ids))
         n_draft = draft_length(hit_rate, n_running, room)
         if not n_draft:
             return []
@@ -121,19 +114,15 @@ class Speculation:
 
     def record(self, sequence: SampledSequence, draft: list[int], tokens: list[int | None]) -> None:
         """Note which `tokens` a draft yielded."""
-        n_tokens = _n_tokens(sequence)
-        hit_rate = self._expected(n_tokens)
+        n_output = len(sequence.output_ids)
+        hit_rate = self._expected(n_output)
         for drafted, token in zip(draft, tokens, strict=False):
             hit_rate += _NEWEST_WEIGHT * ((drafted == token) - hit_rate)
-        self._hit_rate, self._n_tokens = hit_rate, n_tokens
+        self._hit_rate, self._n_output = hit_rate, n_output
 
-    def _expected(self, n_tokens: int) -> float:
-        forgotten = 1.0 - math.exp2(-(n_tokens - self._n_tokens) / _HALF_LIFE)
+    def _expected(self, n_output: int) -> float:
+        forgotten = 1.0 - math.exp2((self._n_output - n_output) / _HALF_LIFE)
         return self._hit_rate + forgotten * (_UNTRIED_HIT_RATE - self._hit_rate)
-
-
-def _n_tokens(sequence: SampledSequence) -> int:
-    return len(sequence.prompt_ids) + len(sequence.output_ids)
 
 
 def _run_cost(n_tokens: int) -> float:

@@ -231,7 +231,7 @@ class AsyncEngine:
             try:
                 yield self._inbox.get(timeout=_IDLE_SECONDS)
             except Empty:
-                engine.release_idle_memory()
+                engine.kv.release_idle_memory()
                 yield self._inbox.get()
         while not self._inbox.empty():
             yield self._inbox.get()

@@ -11,7 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from server.engine.sampling import SamplingParams, sample, token_logprobs
+from server.engine import sampling
+from server.engine.sampling import Floats, SamplingParams, token_logprobs
 from server.engine.sequence import Sequence, SequenceTimes
 
 VOCAB = 700  # more than two of the sampler's blocks, and not a whole number of them
@@ -103,6 +104,10 @@ def logits_of_shape(shape: str, seed: int, vocab: int) -> NDArray[np.float32]:
     elif shape == "striped":  # a sample at regular places misleads
         logits = logits / 4 + generator.integers(0, 12, 6)[np.arange(vocab) % 6]
     return logits.astype(np.float32)
+
+
+def sample(logits: Floats, sequences: list[Sequence]) -> list[int | None]:
+    return [sampling.sample(row, one) for row, one in zip(logits, sequences, strict=True)]
 
 
 filters = st.fixed_dictionaries(

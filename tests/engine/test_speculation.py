@@ -54,7 +54,7 @@ def has_ended(sequence: Sequence) -> bool:
 
 def step_by_step(model: Model, sequence: Sequence) -> list[int]:
     while not has_ended(sequence):
-        token = sample(model(sequence.token_ids)[None], [sequence])[0]
+        token = sample(model(sequence.token_ids), sequence)
         assert token is not None
         sequence.output_ids.append(token)
     return sequence.output_ids

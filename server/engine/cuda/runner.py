@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from server.engine.batch import Chunk, StepBatch, StepLogits
+from server.engine.batch import StepBatch
 from server.engine.kv.blocks import KVBlocks
 from server.engine.sampling import Floats
 
@@ -35,15 +35,9 @@ class PagedRunner:
         self.model_seconds = 0.0  # spent in ONNX Runtime so far
         self._model = model
 
-    def run(self, batch: StepBatch) -> StepLogits:
+    def run(self, batch: StepBatch) -> Floats:
         """See Runner."""
-        inputs = self._pack(batch.chunks)
-        started = perf_counter()
-        logits = self._model.run(inputs)
-        self.model_seconds += perf_counter() - started
-        return StepLogits(batch, logits)
-
-    def _pack(self, chunks: list[Chunk]) -> Inputs:
+        chunks = batch.chunks
         starts = np.cumsum([0, *(chunk.count for chunk in chunks)], dtype=np.int32)
         longest = max(chunk.end for chunk in chunks)
         indices = [
@@ -57,7 +51,7 @@ class PagedRunner:
         # Upper bounds of chunks and contexts, and a lower bound of the longest context, without
         # which long contexts of few sequences are not split over the GPU.
         metadata = [max(chunk.count for chunk in chunks), longest, longest]
-        return {
+        inputs: Inputs = {
             "input_ids": np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int64),
             "position_ids": np.concatenate(positions),
             "cumulative_sequence_length": starts,
@@ -68,3 +62,7 @@ class PagedRunner:
             # The graph is never asked for no logits: a row that no chunk wants is dropped.
             "logits_indices": np.array(indices or [0], dtype=np.int64),
         }
+        started = perf_counter()
+        logits = self._model.run(inputs)
+        self.model_seconds += perf_counter() - started
+        return logits

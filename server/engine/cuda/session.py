@@ -45,8 +45,7 @@ def require_cuda() -> None:
 def open_cuda_session(graph: Path) -> InferenceSession:
     """Open a session on the first NVIDIA GPU.
 
-    Raises NoDeviceError if there is none, where ONNX Runtime would fall back to the CPU or fail for
-    lack of kernels there.
+    Raises NoDeviceError if there is none; ONNX Runtime would try the graph on the CPU.
     """
     require_cuda()
     onnxruntime.set_default_logger_severity(_FATAL)  # the errors below say it in one line
@@ -114,12 +113,10 @@ def open_cuda_runner(
     kv_cache_bytes: int | None = None,
     keep_prompts: bool = True,
 ) -> PagedRunner:
-    """Load the graph and warm it up.
+    """Load the graph and warm it up. Raises NoDeviceError, and ValueError for impossible limits.
 
     kv_cache_bytes: memory of the blocks; None is nine tenths of what is free once the longest chunk
     of a prompt has run and ONNX Runtime holds the memory for that. keep_prompts: see KVBlocks.
-
-    Raises NoDeviceError if there is no GPU, and ValueError for a limit that cannot be met.
     """
     longest = check_max_model_len(max_model_len, config)
     session = open_cuda_session(graph)

@@ -1,9 +1,8 @@
 """Bookkeeping of KV cache blocks on CUDA: which sequence holds which, which are shared or reusable.
 
-A block belongs to every sequence that refers to it (Kwon et al. 2023). A block that a prompt has
-filled gets the name of all tokens up to its end; a later prompt with the same beginning refers to
-the same block, and nothing is copied. A named block without a holder stays until its memory is
-needed; the least recently used goes first.
+A block belongs to every sequence that refers to it (Kwon et al. 2023). One that a prompt has filled
+gets the name of all tokens up to its end; later prompts with the same beginning share it uncopied.
+A named block without a holder stays until its memory is needed, the most recently used longest.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ from collections import OrderedDict
 import numpy as np
 from numpy.typing import NDArray
 
-from server.engine.kv.store import BlockCache
+from server.engine.kv.prefix_cache import BlockCache
 
 
 class KVBlocks:
-    """A KVStore of `n_blocks` blocks of `block_size` tokens. It holds no memory of its own.
+    """A KV cache of `n_blocks` blocks of `block_size` tokens, whose memory is elsewhere.
 
     table: int32 [max_num_seqs, blocks of the longest sequence]; a row lists its sequence's blocks.
-    All blocks that a sequence may need are reserved on admission, so nothing that runs has to wait.
     keep_prompts: share named blocks and keep them after their sequences have ended.
 
     Raises ValueError if n_blocks is 0.
@@ -28,7 +26,6 @@ class KVBlocks:
 
     min_chunk = 1  # all chunks of a step are one run, whose kernels do not depend on their lengths
     prompt_token_bytes = 0
-    movable = None
 
     def __init__(
         self,
@@ -62,11 +59,11 @@ class KVBlocks:
         return self.budget_tokens - (len(self._free) + len(self._idle)) * self.block_size
 
     def n_needed(self, n_prompt: int, max_tokens: int) -> int:
-        """See KVStore: whole blocks."""
+        """See KVRows: whole blocks."""
         return -(-(n_prompt + max_tokens) // self.block_size) * self.block_size
 
     def admit(self, n_prompt: int, max_tokens: int, names: list[bytes]) -> tuple[int, int] | None:
-        """See KVStore: cached blocks are shared."""
+        """See KVRows: cached blocks are shared."""
         shared = [self.cache.blocks[name] for name in names[: self.cache.count(names)]]
         n_new = self.n_needed(n_prompt, max_tokens) // self.block_size - len(shared)
         n_idle_shared = sum(not self._n_holders[block] for block in shared)
@@ -84,11 +81,11 @@ class KVBlocks:
         return row, len(shared) * self.block_size
 
     def chunk_cost(self, n_tokens: int, n_copied: int, step_tokens: int) -> int:  # noqa: ARG002
-        """See KVStore: all chunks share one run, and nothing is copied."""
+        """See KVRows: all chunks share one run, and nothing is copied."""
         return n_tokens
 
     def record_prefill(self, row: int, start: int, end: int, names: list[bytes]) -> None:
-        """See KVStore: the blocks that end in [start, end) get their names."""
+        """See KVRows: the blocks that end in [start, end) get their names."""
         for n in range(start // self.block_size, min(end // self.block_size, len(names))):
             block = self._held[row][n]
             if names[n] not in self.cache.blocks and block not in self._names:
@@ -96,7 +93,7 @@ class KVBlocks:
                 self._names[block] = names[n]
 
     def free(self, row: int) -> None:
-        """See KVStore: named blocks stay while there is room, a chain's beginning longest."""
+        """See KVRows: named blocks stay while there is room, a chain's beginning longest."""
         if row in self.free_rows:
             raise ValueError(f"row {row} is free already")
         for block in reversed(self._held.pop(row)):
@@ -108,6 +105,12 @@ class KVBlocks:
             else:
                 self._free.append(block)
         self.free_rows.add(row)
+
+    def move(self, source: int, n_tokens: int) -> None:
+        """Do nothing: the place of a row does not matter."""
+
+    def release_idle_memory(self) -> None:
+        """Do nothing: the memory of all blocks stays allocated."""
 
     def slots(self, row: int, start: int, end: int) -> NDArray[np.int32]:
         """Return block · block_size + offset of a row's tokens [start, end).

@@ -1,28 +1,56 @@
-"""Copies of prompt blocks: the keys and values of prefixes that many prompts share.
+"""Prompt blocks by name, and copies of their keys and values, which many prompts share.
 
 Only the results of prefill are kept, never those of decoding, whose bits differ.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from hashlib import blake2b
+from typing import Generic, TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
-from server.engine.kv.store import BlockCache
-
+T = TypeVar("T")
 Floats = NDArray[np.float32]
 
 BLOCK_SIZE = 64  # tokens
 _BLOCKS_PER_ALLOCATION = 8
 
 
+class BlockCache(Generic[T]):
+    """At most `capacity` prompt blocks of `block_size` tokens, by name; 0 is off."""
+
+    def __init__(self, capacity: int, block_size: int) -> None:
+        self.capacity = capacity
+        self.block_size = block_size
+        self.blocks: OrderedDict[bytes, T] = OrderedDict()
+
+    def names(self, prompt_ids: list[int]) -> list[bytes]:
+        """Name the whole blocks of a prompt, as many as can be cached.
+
+        A name hashes the previous block's name and the block's tokens, so it stands for a whole
+        prefix. It has 128 bits, which makes collisions negligible.
+        """
+        n_blocks = min(len(prompt_ids) // self.block_size, self.capacity)
+        tokens = np.array(prompt_ids[: n_blocks * self.block_size], dtype=np.int64)
+        names: list[bytes] = []
+        for block in tokens.reshape(n_blocks, self.block_size):
+            parent = names[-1] if names else b""
+            names.append(blake2b(parent + block.tobytes(), digest_size=16).digest())
+        return names
+
+    def count(self, names: list[bytes]) -> int:
+        """Count the blocks of a chain that are cached, from its first on."""
+        return next((n for n, name in enumerate(names) if name not in self.blocks), len(names))
+
+
 class PrefixCache(BlockCache[Floats]):
-    """Copies of prompt blocks.
+    """Copies of prompt blocks. Rows are arrays [2 * n_layer, n_kv_head, n_positions, head_dim].
 
     The least recently used block is dropped first. A chain is always touched as a whole, its first
     block last, so no block outlives its parent: what remains of a chain is its beginning.
-
-    Rows are arrays [2 * n_layer, n_kv_head, n_positions, head_dim].
     """
 
     def __init__(self, capacity: int = 0, block_size: int = BLOCK_SIZE) -> None:
@@ -53,8 +81,7 @@ class PrefixCache(BlockCache[Floats]):
     def _allocate(self, shape: tuple[int, ...]) -> Floats:
         """Return a spare block or the least recently used one.
 
-        Spare blocks are allocated together: large arrays get huge pages, which are committed
-        several times faster.
+        Spare blocks are allocated together: huge pages of large arrays are committed much faster.
         """
         if len(self.blocks) == self.capacity:
             return self.blocks.popitem(last=False)[1]

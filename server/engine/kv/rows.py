@@ -1,18 +1,16 @@
 """KV cache rows on the CPU: address space, reservation, compaction.
 
-A prompt is computed on one of a few rows of floats. A running sequence has a row of the model's own
-type, int8 or float32, which is filled while its prompt is computed. Prompts thus attend to exact
-keys and values, and decoding reads a quarter of the bytes.
+A prompt is computed on one of a few rows of floats, and copied to its sequence's running row of the
+model's own type, int8 or float32. Prompts thus attend to exact keys and values, and decoding reads
+a quarter of the bytes.
 
 Address space is reserved for the worst case; the operating system commits a page when a token is
 first written to it: the page table is the block table (the idea of vAttention, arXiv 2405.04437).
-The budget bounds what may be committed, in tokens of running rows: a prompt's token on a row of
-floats counts as four of int8.
+The budget bounds what may be committed, in tokens of running rows.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 import sys
@@ -47,12 +45,10 @@ class KVShape(NamedTuple):
 class RowMemory:
     """`n_rows` rows of `max_model_len` positions in one private anonymous mapping.
 
-    Block 2i holds layer i's keys, block 2i + 1 its values. `array` is
-    [2 * n_layer, n_rows, n_kv_head, n_positions, head_dim]; n_positions is max_model_len rounded up
-    so that one block's row is a whole number of pages: releasing a row leaves its neighbour alone.
-
-    reserved: tokens that the holder of each row may write. committed: tokens whose pages each row
-    holds, or may take at any time.
+    array: [2 * n_layer, n_rows, n_kv_head, n_positions, head_dim]; block 2i holds layer i's keys,
+    block 2i + 1 its values. n_positions is max_model_len rounded up to whole pages, so that
+    releasing a row leaves its neighbour alone. reserved: tokens that the holder of each row may
+    write. committed: tokens whose pages each row holds, or may take at any time.
     """
 
     def __init__(self, shape: KVShape, n_rows: int, max_model_len: int, dtype: type[Any]) -> None:
@@ -63,16 +59,14 @@ class RowMemory:
         step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, per_position)
         self.n_positions = math.ceil(max_model_len / step) * step
         self.row_shape = (shape.n_kv_head, self.n_positions, shape.head_dim)
-        self._n_rows = n_rows
-        self._row_bytes = per_position * self.n_positions
-        self._memory = _map_memory(2 * shape.n_layer * n_rows * self._row_bytes)
+        n_blocks = 2 * shape.n_layer
+        self._memory = _map_memory(n_blocks * n_rows * per_position * self.n_positions)
         self.array: NDArray[Any] = np.frombuffer(self._memory, dtype=self.dtype)
-        self.array = self.array.reshape(2 * shape.n_layer, n_rows, *self.row_shape)
-        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self.array = self.array.reshape(n_blocks, n_rows, *self.row_shape)
 
     def address(self, block: int, row: int) -> int:
         """Return the address of row `row` of block `block`."""
-        return self._base + self._offset(block, row)
+        return int(self.array[block, row].ctypes.data)
 
     def reserve(self, row: int, n_tokens: int) -> None:
         """Change a row's reservation; its pages stay if it shrinks."""
@@ -91,29 +85,28 @@ class RowMemory:
         if sys.platform != "linux":
             return
         n_parts = self.row_shape[0] if n_kept else 1  # each head has kept tokens of its own
-        size = self._row_bytes // n_parts
+        row_bytes = self.array[0, 0].nbytes
+        size = row_bytes // n_parts
         for block in range(len(self.array)):
             for part in range(n_parts):
-                start = self._offset(block, row) + part * size
+                start = (block * len(self.reserved) + row) * row_bytes + part * size
                 kept = start + n_kept * size // self.n_positions
                 first = math.ceil(kept / mmap.PAGESIZE) * mmap.PAGESIZE
                 end = (start + size) // mmap.PAGESIZE * mmap.PAGESIZE
                 if first < end:
                     self._memory.madvise(mmap.MADV_DONTNEED, first, end - first)
 
-    def _offset(self, block: int, row: int) -> int:
-        return (block * self._n_rows + row) * self._row_bytes
-
 
 class KVRows:
-    """A KVStore of `max_num_seqs` rows of up to `max_model_len` tokens.
+    """A KV cache of `max_num_seqs` rows of up to `max_model_len` tokens, with a prefix cache.
 
-    budget_tokens: a token of a prompt's row counts as `prompt_weight`. dtype: of running sequences'
-    rows, float32 or int8. A row that was admitted has a row of floats, too, until its prompt is
-    computed.
+    budget_tokens: may be reserved at once; a token of a prompt's row counts as `prompt_weight`.
+    dtype: of running sequences' rows, float32 or int8. token_bytes: memory of one token, in all
+    layers; prompt_token_bytes: additional memory of a prompt's until the prompt is computed.
     """
 
-    min_chunk = 2  # a run of one token takes other kernels, which round differently
+    # Fewest tokens of a prompt to run at once: a run of one takes kernels that round differently.
+    min_chunk = 2
 
     def __init__(
         self,
@@ -139,13 +132,8 @@ class KVRows:
         self._prompts: dict[int, tuple[int, int]] = {}  # by row: its row of floats, prompt tokens
 
     @property
-    def movable(self) -> KVRows:
-        """See KVStore: a decode run covers all rows up to the last one in use."""
-        return self
-
-    @property
     def reserved_tokens(self) -> int:
-        """See KVStore."""
+        """Tokens of the budget that sequences hold."""
         return sum(self.running.reserved) + self.prompt_weight * sum(self.prompts.reserved)
 
     @property
@@ -154,11 +142,15 @@ class KVRows:
         return sum(self.running.committed) + self.prompt_weight * sum(self.prompts.committed)
 
     def n_needed(self, n_prompt: int, max_tokens: int) -> int:
-        """See KVStore: a sequence takes most while its prompt is computed."""
+        """Return the tokens of the budget that a sequence takes while its prompt is computed."""
         return n_prompt + max_tokens + self.prompt_weight * n_prompt
 
     def admit(self, n_prompt: int, max_tokens: int, names: list[bytes]) -> tuple[int, int] | None:
-        """See KVStore: the lowest free row, to which cached blocks are copied."""
+        """Reserve the lowest free row, with all the tokens that a sequence may need.
+
+        names: the blocks to copy if they are cached. Returns the row and its number of cached
+        tokens, or None while there is no free row or not enough of the budget.
+        """
         n_reserved = self.reserved_tokens + self.n_needed(n_prompt, max_tokens)
         if not self.free_rows or not self._free_prompts or n_reserved > self.budget_tokens:
             return None
@@ -189,11 +181,17 @@ class KVRows:
         return True
 
     def chunk_cost(self, n_tokens: int, n_copied: int, step_tokens: int) -> int:
-        """See KVStore: a chunk may be a run of its own, and cached tokens are copied."""
+        """Return the share of a step of `step_tokens` that a chunk takes, in tokens.
+
+        It may be a run of its own. n_copied: tokens that the prefix cache copied for it.
+        """
         return max(n_tokens, step_tokens // MAX_CHUNKS_PER_STEP) + n_copied // COPIED_PER_COMPUTED
 
     def record_prefill(self, row: int, start: int, end: int, names: list[bytes]) -> None:
-        """See KVStore: copy them to the running row; after the last, free the row of floats."""
+        """Copy a prompt's computed tokens [start, end) to the running row and the prefix cache.
+
+        After the last the row of floats is free. names: of all blocks of the prompt.
+        """
         prompt_row, n_prompt = self._prompts[row]
         self.cache.keep(self.prompts.array[:, prompt_row], names[: end // self.cache.block_size])
         self._fill(row, start, end)
@@ -201,9 +199,10 @@ class KVRows:
             self._free_prompt(row)
 
     def free(self, row: int) -> None:
-        """See KVStore: its pages stay for the next sequence, as far as the budget goes.
+        """Release a row. Raises ValueError for a row that is free.
 
-        To commit a page again costs more than to overwrite it: 4 % of a prefill.
+        Its pages stay for the next sequence, as far as the budget goes: to commit a page again
+        costs more than to overwrite it, 4 % of a prefill.
         """
         if row in self.free_rows:
             raise ValueError(f"row {row} is free already")
@@ -213,14 +212,18 @@ class KVRows:
         self.running.reserve(row, 0)
 
     def release_idle_memory(self) -> None:
-        """See MovableRows; also releases pages that runs wrote to in free rows."""
+        """Return the memory of free rows, which runs may have written to, to the system."""
         for row in self.free_rows:
             self.running.release_pages(row)
         for row in self._free_prompts:
             self.prompts.release_pages(row)
 
     def move(self, source: int, n_tokens: int) -> int | None:
-        """See MovableRows: the reservation moves along."""
+        """Move a row's first `n_tokens` tokens and its reservation to the lowest free row.
+
+        A decode run covers all rows up to the last in use. Returns the new row, or None if the
+        budget has no room for the tokens in both rows.
+        """
         if self.reserved_tokens + n_tokens > self.budget_tokens:
             return None
         target = min(self.free_rows)
