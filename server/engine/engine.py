@@ -9,8 +9,9 @@ from typing import Literal, Protocol
 from model.config import DecoderConfig
 from server.engine.batch import Chunk, StepBatch
 from server.engine.grammar.constraints import TokenMasks
+from server.engine.kv.store import KVStore
 from server.engine.sampling import Floats, SamplingParams, TokenLogprobs, sample, token_logprobs
-from server.engine.scheduler import KVStore, Scheduler
+from server.engine.scheduler import Scheduler
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus, SequenceTimes
 from server.engine.speculation import Speculation, verify
 

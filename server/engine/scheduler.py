@@ -11,11 +11,8 @@ from bisect import insort
 from time import perf_counter
 
 from server.engine.batch import Chunk, StepBatch
-from server.engine.kv.blocks import KVBlocks
-from server.engine.kv.rows import KVRows
+from server.engine.kv.store import KVStore
 from server.engine.sequence import Sequence, SequenceStatus
-
-KVStore = KVRows | KVBlocks
 
 _MIN_PREFILL = 2  # tokens of a prompt that run even where the prefix cache has all
 
@@ -143,11 +140,12 @@ class Scheduler:
 
         A hole costs a step next to nothing, and a move as much as a short step.
         """
-        if self._window.count(None) <= len(self._window) // 2:
+        movable = self.kv.movable
+        if movable is None or self._window.count(None) <= len(self._window) // 2:
             return
         source, last = len(self._window) - 1, self._window[-1]
         assert last is not None
-        target = self.kv.move(source, last.n_computed)
+        target = movable.move(source, last.n_computed)
         if target is not None:
             self._place(last, target)
             self._clear(source)

@@ -231,7 +231,8 @@ class AsyncEngine:
             try:
                 yield self._inbox.get(timeout=_IDLE_SECONDS)
             except Empty:
-                engine.kv.release_idle_memory()
+                if (movable := engine.kv.movable) is not None:
+                    movable.release_idle_memory()
                 yield self._inbox.get()
         while not self._inbox.empty():
             yield self._inbox.get()

@@ -26,6 +26,7 @@ class KVBlocks:
 
     min_chunk = 1  # all chunks of a step are one run, whose kernels do not depend on their lengths
     prompt_token_bytes = 0
+    movable = None  # rows are only names, and the memory of all blocks stays allocated
 
     def __init__(
         self,
@@ -105,12 +106,6 @@ class KVBlocks:
             else:
                 self._free.append(block)
         self.free_rows.add(row)
-
-    def move(self, source: int, n_tokens: int) -> None:
-        """Do nothing: the place of a row does not matter."""
-
-    def release_idle_memory(self) -> None:
-        """Do nothing: the memory of all blocks stays allocated."""
 
     def slots(self, row: int, start: int, end: int) -> NDArray[np.int32]:
         """Return block · block_size + offset of a row's tokens [start, end).
