@@ -3,9 +3,11 @@
 Decoding reads every key and value of every sequence for each token: a quarter of the bytes is a
 shorter step. A prompt, computed many tokens at a time and read little, stays on rows of floats. So
 each attention becomes If(decode): attention over int8 rows; else: over rows of floats; both kinds
-are aliased as before. One step of int8 is 1: the weights that make keys and values are divided,
-channel by channel, by a 127th of the largest magnitude in a sample of tokens, and those that meet
-them (of queries, and of attention's output) are multiplied by as much. Magnitudes beyond the
+are aliased as before.
+
+The int8 scale is 1, because each channel's scale is folded into the weights: those that make keys
+and values are divided by a 127th of the channel's largest magnitude in a sample of tokens, and
+those of queries and of attention's output are multiplied by as much. Magnitudes beyond the
 sample's are clipped. A key's rotary pair counts as a whole, because its channels trade places as
 positions grow.
 """

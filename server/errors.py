@@ -77,7 +77,7 @@ class RequestTooLargeError(KvasirError, status=413, code="request_too_large"):
 
 
 class OverloadedError(KvasirError, status=429, error_type="overloaded"):
-    """A request that was shed. `limit` is for metrics; None is the limit of the queue."""
+    """A refusal under load. `limit` is for metrics; None is the queue, grammars or explanations."""
 
     def __init__(
         self, message: str, *, retry_after: int, limit: OverloadLimit | None = None

@@ -60,7 +60,7 @@ _REWRITE_TOKENIZER = (
 
 
 class HuggingFaceError(Exception):
-    """A folder that cannot be imported; one line with the file and the mend."""
+    """A folder that cannot be imported; one line with the file and the fix."""
 
 
 @dataclass(frozen=True, slots=True)

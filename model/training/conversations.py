@@ -38,8 +38,8 @@ class Rendering:
     spans: list[tuple[int, int]]
 
 
-# One rendering; or, where a template rewrites earlier turns, one up to each answer, which alone is
-# learned.
+# One rendering. Where a template rewrites earlier turns: one per answer, in which only that answer
+# is learned.
 Conversation = list[Rendering]
 _Object = dict[str, Any]
 _Tokens = NDArray[np.uint32]  # [2, n]: token ids, and 1 for each that is learned

@@ -24,7 +24,7 @@ _ENCODE_BATCH = 256  # documents tokenised at once
 
 
 class CorpusError(ValueError):
-    """A corpus that cannot be trained on; the message names the file or folder and the mend."""
+    """A corpus that cannot be trained on; the message names the file or folder and the fix."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from model.network.decoder import Decoder
 
 
 class DistributedError(ValueError):
-    """A training that these processes cannot do together; the message has the mend."""
+    """A training that these processes cannot do together; the message has the fix."""
 
 
 class PeerError(Exception):

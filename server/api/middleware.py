@@ -1,8 +1,8 @@
 """Around every request: its id, its line in the log, errors, the API key, the limit on the body.
 
-From the outside in: request_context, CORS if wanted, error_responses, key_check, body_limit. A
-browser shows a page only what CORS's headers allow, even of errors, so those are answered inside; a
-preflight request has no key.
+From the outside in: tracing if wanted, request_context, CORS if wanted, error_responses, key_check,
+body_limit. A browser shows a page only what CORS's headers allow, even of errors, so those are
+answered inside; a preflight request has no key.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def error_responses(app: ASGIApp) -> ASGIApp:
     return run
 
 
-def key_check(app: ASGIApp, keys: ApiKeys, most: int | None) -> ASGIApp:
+def key_check(app: ASGIApp, keys: ApiKeys, max_in_flight: int | None) -> ASGIApp:
     """Answer 401 without a known key, except to health, metrics and the page; no keys, all open.
 
-    most: requests that each key may have in flight; one more is a 429. None is any number.
+    max_in_flight: requests that each key may have in flight; one more is a 429. None is any number.
     """
     in_flight = Counter[bytes]()
 
@@ -101,10 +101,10 @@ def key_check(app: ASGIApp, keys: ApiKeys, most: int | None) -> ASGIApp:
             key = await keys.find(given.strip(" \t").encode("latin-1"))
         if key is None:
             raise AuthenticationError("no valid API key; send one as: Authorization: Bearer KEY")
-        if most is not None and in_flight[key] >= most:
+        if max_in_flight is not None and in_flight[key] >= max_in_flight:
             service = scope["app"].state.service
             raise OverloadedError(
-                f"{most} requests with this API key are in flight, which is its limit; "
+                f"{max_in_flight} requests with this API key are in flight, which is its limit; "
                 "wait for one to end",
                 retry_after=service.admission.retry_after(1, service.engine.snapshot()),
                 limit="key",

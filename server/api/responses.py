@@ -63,8 +63,8 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 # The options of a route that needs no API key.
 OPEN: dict[str, Any] = {"responses": errors(), "openapi_extra": {"security": []}}
-READ_ERRORS = errors(401)
-BODY_ERRORS = errors(400, 401, 404, 413)
+READ_ERRORS = errors(401, 429)
+BODY_ERRORS = errors(400, 401, 404, 413, 429)
 GENERATE_ERRORS = errors(400, 401, 404, 413, 429, 503, 504)
 
 

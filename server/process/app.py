@@ -75,7 +75,7 @@ def create_app(
     add_routes(app)
     # Middleware runs in reverse order: the last one added is the outermost.
     app.add_middleware(body_limit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(key_check, keys=keys, most=settings.max_concurrency_per_key)
+    app.add_middleware(key_check, keys=keys, max_in_flight=settings.max_concurrency_per_key)
     app.add_middleware(error_responses)
     if settings.cors_origins:
         app.add_middleware(

@@ -26,9 +26,11 @@ from server.telemetry.start_clock import StartClock
 
 logger = logging.getLogger("kvasir")
 
-_KEEP_ALIVE = 75  # seconds; longer than proxies' and clients', which else meet a closing connection
+_KEEP_ALIVE = (
+    75  # seconds; longer than proxies' and clients', or they may reuse a closing connection
+)
 _LAST_READ = 5  # seconds for clients to read what is written, once every request has ended
-_LAST_TASKS = 2  # seconds for the requests of clients that were cut off then to end
+_LAST_TASKS = 2  # seconds for the requests of those cut off to end
 
 
 class DrainingServer(uvicorn.Server):

@@ -1,4 +1,4 @@
-"""Admission: refuse requests that can never run, and shed those that would wait too long."""
+"""Admission: refuse requests that can never run, and those that would wait too long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from server.engine.engine import Engine
 from server.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
 from server.requests.forecast import LEAST_SHARE, Snapshot, Work
 
-# A request that will probably be late must get its slot so many running times before its deadline.
+# A request that will probably be late must get its slot SLACK times its run time before the
+# deadline.
 SLACK = 1.25
 _LONGEST_RETRY = 60  # seconds
 _LOADING_RETRY = 5  # seconds
@@ -98,7 +99,7 @@ class Admission:
                 self._empty.set()
 
     def retry_after(self, n_sequences: int, snapshot: Snapshot) -> int:
-        """Return the seconds until that many sequences end, as the last did, or at the earliest."""
+        """Estimate the seconds until that many sequences end: the recent mean or a longer bound."""
         usual = n_sequences * snapshot.rates.slot / self.max_num_seqs
         ahead = replace(snapshot, waiting=snapshot.waiting[: max(0, n_sequences - 1)])
         return _whole(max(usual, ahead.seconds_to_slot()))

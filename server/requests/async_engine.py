@@ -78,7 +78,7 @@ class AsyncEngine:
     """
 
     def __init__(self) -> None:
-        self.metrics = Metrics(self.load)
+        self.metrics = Metrics(self.occupancy)
         self.forecast = Forecast()
         self.failed = False
         self.engine: Engine | None = None
@@ -105,7 +105,7 @@ class AsyncEngine:
         """Sequences that have not ended, by arrival. The engine's thread keeps changing them."""
         return [live.sequence for live in self._live.values()]
 
-    def load(self) -> tuple[float, float, float]:
+    def occupancy(self) -> tuple[float, float, float]:
         """Return the sequences that hold a slot, those that wait, the KV cache's reserved share."""
         if self.engine is None:
             return 0.0, 0.0, 0.0

@@ -22,7 +22,7 @@ def held(served: Live) -> dict[str, float]:
     return {
         "tasks": len(asyncio.all_tasks(served.loop)),
         "file descriptors": process.num_fds(),
-        "rows, reservations and places": sum(served.service.engine.load())
+        "rows, reservations and places": sum(served.service.engine.occupancy())
         + served.service.admission.n_inside,
         "bytes": process.memory_info().rss,
     }
@@ -41,5 +41,5 @@ async def _become_quiet(served: Live) -> None:
     state, engine = served.server.server_state, served.service.engine
     with suppress(TimeoutError):
         async with asyncio.timeout(TIMEOUT):
-            while state.connections or state.tasks or any(engine.load()):  # noqa: ASYNC110  nothing announces the last
+            while state.connections or state.tasks or any(engine.occupancy()):  # noqa: ASYNC110  nothing announces the last
                 await asyncio.sleep(0)

@@ -30,7 +30,9 @@ def malformed_bodies(n: int, seed: int = 0) -> Report:
     ):
         asyncio.run(_send_all(served, n, seed, report))
         report.lost += errors
-        report.check(served.service.engine.load() == (0, 0, 0.0), "rows or memory are still held")
+        report.check(
+            served.service.engine.occupancy() == (0, 0, 0.0), "rows or memory are still held"
+        )
         report.check(served.service.admission.n_inside == 0, "places are still held")
     return report
 

@@ -113,7 +113,7 @@ async def test_a_closed_stream_is_aborted_in_any_state_and_counted_as_wasted() -
         runner.allow(3)
         runner.wait_until_held()
         seen = await started.receive()
-        assert engine.load()[:2] == (1, 2)
+        assert engine.occupancy()[:2] == (1, 2)
         started.close()
         queued.close()
         runner.release()
@@ -188,7 +188,7 @@ async def test_a_failing_step_ends_everything_and_refuses_later_requests(
         assert not engine.is_healthy
         with pytest.raises(EngineError):
             submit(engine, [1])
-        assert engine.load()[1] == 0
+        assert engine.occupancy()[1] == 0
 
 
 @pytest.mark.parametrize("n_runs", [0, 1])
@@ -301,7 +301,7 @@ async def test_random_cancels_stops_and_deadlines_leak_nothing(seed: int) -> Non
     async with running(runner) as engine:
         await asyncio.gather(*(client(engine) for _ in range(20)))
         await collect(submit(engine, [1]), 1)
-        assert engine.load() == (0, 0, 0.0)
+        assert engine.occupancy() == (0, 0, 0.0)
     counts = [value(engine, "request_success_total", finished_reason=one) for one in FinishReason]
     assert sum(counts) == 41
     assert set(ended) <= {FinishReason.LENGTH, FinishReason.TIMEOUT, FinishReason.ABORT, None}
