@@ -58,7 +58,8 @@ def _run_locust(ours: Namespace, options: list[str]) -> int:
     verdict = "every limit was kept" if ours.slo else "no limits were set"
     if code:
         verdict = "a limit was missed: see above" if code == 1 else "Locust failed: see above"
-    print(f"{verdict}; {', '.join(str(path) for path in (page, picture) if path.exists())}")  # noqa: T201
+    written = ", ".join(str(path) for path in (page, picture) if path.exists())
+    print(f"{verdict}; {written}")  # noqa: T201
     return code
 
 
