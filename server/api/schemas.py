@@ -321,6 +321,9 @@ def parse(adapter: TypeAdapter[T], raw: bytes) -> T:
     if first["type"] == "json_invalid":
         reason = message.removeprefix("Invalid JSON: ")
         raise InvalidRequestError(f"the body is not valid JSON: {reason}")
+    if first["type"] == "too_long":  # pydantic counts the entries of a list only
+        n_entries, limit = len(first["input"]), first["ctx"]["max_length"]
+        message = f"{n_entries} entries are too many: at most {limit} may be given"
     is_missing = first["type"] == "missing"
     place = ".".join(map(str, _path(first["loc"], from_json(raw), is_missing=is_missing)))
     if first["type"] == "extra_forbidden":

@@ -79,7 +79,8 @@ class CompletionFormatter(OpenAIFormatter):
         if delta.prompt_logprobs is not None:
             offsets = prompt.offsets or self._decoded_offsets(prompt)
             entries.append((token_name(self.tokenizer, prompt.ids[0]), None, None, offsets[0]))
-            entries += map(self._entry, delta.prompt_logprobs, offsets[1:])
+            pairs = zip(delta.prompt_logprobs, offsets[1:], strict=True)
+            entries += [self._entry(scored, offset) for scored, offset in pairs]
         if delta.logprobs is not None:
             n_echoed = len(prompt.text) if self._body.echo else 0
             entries.append(self._entry(delta.logprobs, delta.offset + n_echoed))
