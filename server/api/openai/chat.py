@@ -1,21 +1,28 @@
-"""OpenAI's chat: POST /v1/chat/completions."""
+"""OpenAI's chat: POST /v1/chat/completions, whose messages have content and tool calls."""
 
 from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from model.chat_template import ChatTemplateError
 from server.api.openai.answers import Chat, ChatEvent
-from server.api.openai.chat_formatter import ChatFormatter
 from server.api.openai.chat_schemas import ChatBody, Conversation, Tool
+from server.api.openai.formatting import JSON, OpenAIFormatter, join
 from server.api.openai.tools import ToolUse
-from server.api.responses import respond, service_of, state_of, streamed
+from server.api.responses import finite, respond, service_of, state_of, streamed
 from server.api.schemas import BodyRoute
+from server.engine.sequence import FinishReason
 from server.errors import ContextLengthError, InvalidRequestError
 from server.requests.builder import in_thread_if_long
+from server.requests.completion import Delta
 from server.requests.service import Service
 from server.text.chat_format import ChatFormat
+from server.text.detokenizer import token_bytes, token_text
+from server.text.tool_calls import Piece, ToolCallParser
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -72,3 +79,88 @@ async def render(request: Request, conversation: Conversation, tools: list[Tool]
         return await in_thread_if_long(size, work)
     except ChatTemplateError as error:
         raise InvalidRequestError(f"messages: {error}", param="messages") from None
+
+
+class ChatFormatter(OpenAIFormatter):
+    """The form of a chat's response."""
+
+    def __init__(self, service: Service, body: ChatBody, request_id: str, tools: ToolUse) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(service, body, f"chatcmpl-{request_id}", kind)
+        self._tools = tools
+        self._with_logprobs = body.logprobs
+        self._hidden_ids = service.special_ids - tools.kept_ids
+        self._parsers: dict[int, ToolCallParser | None] = {}  # by choice
+
+    def parts(self, delta: Delta) -> Iterator[JSON]:
+        """Yield the new parts of a message, the first with the role."""
+        index, reason = delta.choice.index, delta.finish_reason
+        part: JSON = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
+        if index not in self._parsers:
+            self._parsers[index] = self._tools.parser()
+            yield part | {"delta": {"role": "assistant", "content": ""}}
+        parser = self._parsers[index]
+        part["finish_reason"] = reason
+        if parser is not None:
+            if parser.is_over:  # the calls are complete; the rest of the text is not shown
+                return
+            pieces = parser.push(delta.text)
+            if parser.is_over:
+                self.completion.stop(delta.choice)
+                reason = part["finish_reason"] = FinishReason.STOP
+            if reason is not None:
+                pieces += parser.flush()
+                # A stop string or token may have cut the last call short.
+                if reason is FinishReason.STOP and parser.n_calls and not parser.is_in_call:
+                    part["finish_reason"] = "tool_calls"
+            part["delta"] = _changes(pieces)
+        elif delta.text:
+            part["delta"] = {"content": delta.text}
+        if logprobs := self._logprobs(delta):
+            part["logprobs"] = {"content": logprobs}
+        if part["delta"] or logprobs or reason is not None:
+            yield part
+
+    def finished(self, choice: JSON) -> JSON:
+        """Return a whole choice: a message instead of a delta, with its calls joined."""
+        message = {"refusal": None} | choice.pop("delta")
+        calls: dict[int, JSON] = {}
+        for call in message.pop("tool_calls", ()):
+            index = call.pop("index")
+            calls[index] = join(calls.get(index), call)
+        if calls:
+            message |= {"content": message["content"] or None, "tool_calls": list(calls.values())}
+        if self._with_logprobs and choice["logprobs"] is None:
+            choice["logprobs"] = {"content": []}
+        return choice | {"message": message}
+
+    def _logprobs(self, delta: Delta) -> list[JSON]:
+        scored = delta.logprobs
+        if scored is None or not self._with_logprobs:
+            return []
+        top = [self._entry(token_id, logprob) for token_id, logprob in scored.top]
+        return [{**self._entry(scored.token_id, scored.logprob), "top_logprobs": top}]
+
+    def _entry(self, token_id: int, logprob: float) -> JSON:
+        is_text = token_id not in self._hidden_ids
+        return {
+            "token": token_text(self.tokenizer, token_id),
+            "logprob": finite(logprob),
+            "bytes": list(token_bytes(self.tokenizer, token_id)) if is_text else None,
+        }
+
+
+def _changes(pieces: list[Piece]) -> JSON:
+    """Return the additions to a message: its content, and its calls by index."""
+    changes: JSON = {}
+    calls: dict[int, JSON] = {}
+    for piece in pieces:
+        if isinstance(piece, str):
+            join(changes, {"content": piece})
+            continue
+        call: JSON = {"index": piece.index, "function": {"arguments": piece.arguments}}
+        if piece.name is not None:
+            call |= {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+            call["function"]["name"] = piece.name
+        calls[piece.index] = join(calls.get(piece.index), call)
+    return changes | ({"tool_calls": list(calls.values())} if calls else {})
