@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from model.chat_template import ChatTemplateError
 from server.api.openai.answers import Chat, ChatEvent
-from server.api.openai.chat_schemas import ChatBody, Conversation, Tool
+from server.api.openai.chat_schemas import ChatBody, Conversation
 from server.api.openai.formatting import JSON, OpenAIFormatter, join
 from server.api.openai.tools import ToolUse
 from server.api.responses import finite, respond, service_of, state_of, streamed
@@ -33,7 +33,7 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     service, state = service_of(request), state_of(request.scope)
     tools = ToolUse.of(body, chat_format(service), service)
     options = body.options(
-        [await render(request, body, body.usable_tools)],
+        [await render(request, body)],
         service.bundle.generation,
         default_max_tokens=service.builder.max_model_len,
         logprobs=body.top_logprobs if body.logprobs else None,
@@ -59,8 +59,8 @@ def chat_format(service: Service) -> ChatFormat:
     return service.chat
 
 
-async def render(request: Request, conversation: Conversation, tools: list[Tool]) -> str:
-    """Return the text of a conversation that shows tools, with special tokens such as BOS."""
+async def render(request: Request, conversation: Conversation) -> str:
+    """Return the text of a conversation and its tools, with special tokens such as BOS."""
     size, chat = len(await request.body()), chat_format(service_of(request))
     add_generation_prompt = conversation.add_generation_prompt
     if add_generation_prompt is None:
@@ -69,7 +69,7 @@ async def render(request: Request, conversation: Conversation, tools: list[Tool]
     def work() -> str:
         return chat.render(
             [message.for_template() for message in conversation.messages],
-            tools=[tool.given for tool in tools] or None,
+            tools=[tool.given for tool in conversation.tools] or None,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=conversation.continue_final_message,
             **conversation.chat_template_kwargs,

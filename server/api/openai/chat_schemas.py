@@ -231,17 +231,14 @@ class ChatBody(OpenAIBody, Conversation):
             raise InvalidRequestError(
                 "tool_choice is required, but there are no tools", param="tool_choice"
             )
+        if self.tool_choice == "none":
+            self.tools = []  # so the template shows none
         return self
 
     @property
     def named_function(self) -> str | None:
         """The function that `tool_choice` names."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-
-    @property
-    def usable_tools(self) -> list[Tool]:
-        """The tools that the template shows."""
-        return [] if self.tool_choice == "none" else self.tools
 
     @property
     def must_call(self) -> bool:

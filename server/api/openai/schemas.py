@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, WrapValidator, model_validator
+from pydantic import ValidatorFunctionWrapHandler as Validate
 
 from model.bundle import GenerationDefaults
 from server.api.schemas import (
@@ -151,24 +152,21 @@ class OpenAIBody(SamplingFields, StructuredFields):
         )
 
 
-def _as_prompts(value: object) -> object:
+def _as_prompts(value: object, validate: Validate) -> object:
     """Return a list of texts, or of lists of token ids, for any of OpenAI's four forms."""
-    items: list[object] = value if isinstance(value, list) else [value]
-    if isinstance(value, list) and all(type(item) is int for item in items):
-        items = [items]
-    texts = all(isinstance(item, str) for item in items)
-    if items and (
-        texts or all(isinstance(item, list) and all(type(i) is int for i in item) for item in items)
-    ):
-        return items
-    raise ValueError("must be a string, a list of strings, token ids, or a list of token-id lists")
+    is_ids = isinstance(value, list) and all(type(item) is int for item in value[:1])
+    try:
+        return validate([value] if is_ids or isinstance(value, str) else value)
+    except ValidationError:
+        forms = "a string, a list of strings, token ids, or a list of token-id lists"
+        raise ValueError(f"must be {forms}") from None
 
 
 class CompletionsBody(OpenAIBody):
     """The body of POST /v1/completions."""
 
     prompt: Annotated[
-        list[str] | list[list[int]], BeforeValidator(_as_prompts, json_schema_input_type=_Prompts)
+        list[str] | list[list[int]], WrapValidator(_as_prompts, json_schema_input_type=_Prompts)
     ] = Field(description="Text, token ids, or a list of either.")
     logprobs: int | None = Field(
         None,

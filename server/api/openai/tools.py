@@ -31,8 +31,7 @@ class ToolUse:
     def of(cls, body: ChatBody, chat: ChatFormat, service: Service) -> ToolUse:
         """Return a body's tool use. Raises InvalidRequestError for fields that exclude others."""
         form, name = chat.tool_calls, body.named_function
-        functions = [tool.function for tool in body.usable_tools]
-        functions = [function for function in functions if name in (None, function.name)]
+        functions = [tool.function for tool in body.tools if name in (None, tool.function.name)]
         if form is None and body.must_call:
             form = ToolCallFormat.LLAMA  # the grammar can enforce any format
         if form is None and any(function.strict for function in functions):
