@@ -244,16 +244,16 @@ class SamplingFields(RequestBody):
         )
 
 
-def _from_json(value: object) -> object:
-    return from_json(value, allow_inf_nan=False) if isinstance(value, str) else value
-
-
 class TGIJSON(RequestBody):
     """A JSON schema, or its text in a string, as TGI's clients send it."""
 
     type: Literal["json", "json_object"]
     value: Annotated[
-        dict[str, Any], BeforeValidator(_from_json, json_schema_input_type=dict[str, Any] | str)
+        dict[str, Any],
+        BeforeValidator(
+            lambda it: from_json(it, allow_inf_nan=False) if isinstance(it, str) else it,
+            json_schema_input_type=dict[str, Any] | str,
+        ),
     ]
 
 

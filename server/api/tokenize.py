@@ -105,7 +105,7 @@ async def tokenize(request: Request, body: AnyTokenizeBody) -> Response:
     elif isinstance(body, TokenizeBody):
         text = body.prompt
     else:
-        text = await render(request, body)
+        _, text = await render(request, body)
     work = partial(_tokens, service, body, text)
     return json_response(await in_thread_if_long(len(text), work))
 

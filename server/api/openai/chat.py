@@ -31,9 +31,10 @@ router = APIRouter(route_class=BodyRoute)
 async def chat_completions(request: Request, body: ChatBody) -> Response:
     """Answer in a conversation, as OpenAI does."""
     service, state = service_of(request), state_of(request.scope)
-    tools = ToolUse.of(body, chat_format(service), service)
+    chat, text = await render(request, body)
+    tools = ToolUse.of(body, chat, service)
     options = body.options(
-        [await render(request, body)],
+        [text],
         service.bundle.generation,
         default_max_tokens=service.builder.max_model_len,
         logprobs=body.top_logprobs if body.logprobs else None,
@@ -49,19 +50,17 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     return await respond(request, wanted, formatter, stream=body.stream)
 
 
-def chat_format(service: Service) -> ChatFormat:
-    """Return the model's chat format. Raises InvalidRequestError if it has no chat template."""
-    if service.chat is None:
+async def render(request: Request, conversation: Conversation) -> tuple[ChatFormat, str]:
+    """Return the model's chat format, and the text that it makes, with tokens such as BOS.
+
+    Raises InvalidRequestError, also if the model has no chat template.
+    """
+    size, chat = len(await request.body()), service_of(request).chat
+    if chat is None:
         raise InvalidRequestError(
             "this model has no chat template: export a checkpoint with chat_template.jinja, "
             "or send the text itself to /v1/completions"
         )
-    return service.chat
-
-
-async def render(request: Request, conversation: Conversation) -> str:
-    """Return the text of a conversation and its tools, with special tokens such as BOS."""
-    size, chat = len(await request.body()), chat_format(service_of(request))
     add_generation_prompt = conversation.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not conversation.continue_final_message
@@ -76,7 +75,7 @@ async def render(request: Request, conversation: Conversation) -> str:
         )
 
     try:
-        return await in_thread_if_long(size, work)
+        return chat, await in_thread_if_long(size, work)
     except ChatTemplateError as error:
         raise InvalidRequestError(f"messages: {error}", param="messages") from None
 

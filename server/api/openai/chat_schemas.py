@@ -239,8 +239,3 @@ class ChatBody(OpenAIBody, Conversation):
     def named_function(self) -> str | None:
         """The function that `tool_choice` names."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-
-    @property
-    def must_call(self) -> bool:
-        """True if the answer must be a call."""
-        return self.tool_choice not in ("none", "auto")
