@@ -67,7 +67,7 @@ async def render(request: Request, conversation: Conversation) -> tuple[ChatForm
 
     def work() -> str:
         return chat.render(
-            [message.for_template() for message in conversation.messages],
+            [message.model_dump(exclude_none=True) for message in conversation.messages],
             tools=[tool.given for tool in conversation.tools] or None,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=conversation.continue_final_message,
