@@ -78,7 +78,6 @@ def document(app: FastAPI) -> dict[str, Any]:
         description="A decoder language model.",
         routes=app.routes,
         servers=[{"url": settings.root_path or "/"}],
-        separate_input_output_schemas=False,
     )
     components = made["components"]
     _, more = models_json_schema([(one, "validation") for one in _UNDECLARED], ref_template=_REF)

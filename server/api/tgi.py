@@ -133,25 +133,25 @@ class GenerateEvent(BaseModel):
     data: Json[GeneratedToken | GenerateError]
 
 
-class Info(schemas.ResponseBody):
+class Info(schemas.ResponseBody, json_schema_serialization_defaults_required=True):
     """The response of /info."""
 
     model_id: str
-    model_sha: None
+    model_sha: None = None
     model_dtype: str
     model_device_type: str
-    model_pipeline_tag: Literal["text-generation"]
+    model_pipeline_tag: Literal["text-generation"] = "text-generation"
     max_concurrent_requests: schemas.Size
-    max_best_of: schemas.Size
-    max_stop_sequences: schemas.Size
+    max_best_of: schemas.Size = 1
+    max_stop_sequences: schemas.Size = schemas.MAX_STOPS
     max_input_tokens: schemas.Size
     max_total_tokens: schemas.Size
-    validation_workers: schemas.Size
+    validation_workers: schemas.Size = 1
     max_client_batch_size: schemas.Size
-    router: Literal["kvasir"]
+    router: Literal["kvasir"] = "kvasir"
     version: str
-    sha: None
-    docker_label: None
+    sha: None = None
+    docker_label: None = None
 
 
 @router.post("/generate", response_model=Generated, responses=GENERATE_ERRORS)
@@ -281,19 +281,11 @@ async def info(request: Request) -> Info:
     n_sequences = service.settings.max_num_seqs + service.settings.queue_limit
     return Info(
         model_id=model["model"],
-        model_sha=None,
         model_dtype=model["precision"],
         model_device_type=model["device"],
-        model_pipeline_tag="text-generation",
         max_concurrent_requests=n_sequences,
-        max_best_of=1,
-        max_stop_sequences=schemas.MAX_STOPS,
         max_input_tokens=service.builder.max_model_len - 1,
         max_total_tokens=service.builder.max_model_len,
-        validation_workers=1,
         max_client_batch_size=n_sequences,
-        router="kvasir",
         version=version("kvasir-lm"),
-        sha=None,
-        docker_label=None,
     )
