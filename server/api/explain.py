@@ -136,10 +136,7 @@ async def explain(request: Request, body: ExplainBody) -> Response:
 
 
 def _json(explanation: explainer.Explanation, heads: list[int]) -> Iterator[bytes]:
-    """Yield the JSON row by row, and release the interpreter's lock at once after each.
-
-    By itself the interpreter would let the engine and the streams wait 5 ms.
-    """
+    """Yield the JSON row by row."""
     known = {
         "tokens": explanation.tokens,
         "token_ids": explanation.token_ids,
@@ -149,7 +146,7 @@ def _json(explanation: explainer.Explanation, heads: list[int]) -> Iterator[byte
     for i, (layer, head) in enumerate(product(explanation.weights, heads)):
         yield b'%s{"layer":%d,"head":%d,"weights":[' % (b"," if i else b"", layer, head)
         for row, weights in enumerate(explanation.weights[layer][head]):
-            sleep(0)
+            sleep(0)  # release the interpreter's lock, for which others would wait 5 ms
             yield (b"," if row else b"") + to_json(weights.tolist())
         yield b"]}"
     yield b"]}"

@@ -139,19 +139,13 @@ def body_limit(app: ASGIApp, max_bytes: int) -> ASGIApp:
 
 
 def new_state(given_id: str | None) -> RequestState:
-    """Return the state of a request that has just arrived.
-
-    Its id is the caller's if that is printable ASCII of at most 128 characters, else a new one.
-    """
+    """Return a new request's state; its given id holds if it is at most 128 printable ASCII."""
     is_fit = given_id and len(given_id) <= 128 and given_id.isascii() and given_id.isprintable()
     return RequestState(given_id if given_id and is_fit else uuid4().hex, perf_counter())
 
 
 def log_request(scope: Scope, status: int, seconds: float) -> None:
-    """Log one line for a request, without its content.
-
-    Successful probes and scrapes, many a second and all alike, are logged for debugging only.
-    """
+    """Log a line for a request, without its content; successful probes are for debugging only."""
     state = state_of(scope)
     fields: dict[str, Any] = {
         "request_id": state.id,

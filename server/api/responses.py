@@ -92,16 +92,13 @@ def path_of(scope: Scope) -> str:
 
 
 def error_body(scope: Scope, error: Exception) -> tuple[KvasirError, dict[str, Any]]:
-    """Return an error of our tree, and its body in the dialect of the path.
-
-    A server error carries the request id, to be found in the log.
-    """
+    """Return an error of our tree, and its body in the dialect of the path."""
     if not isinstance(error, KvasirError):
         logger.error("request %s failed", state_of(scope).id, exc_info=error)
         error = EngineError("internal error")
     message = error.message
     if error.status == 500:
-        message = f"{message}; request id {state_of(scope).id}"
+        message = f"{message}; request id {state_of(scope).id}"  # to be found in the log
     if path_of(scope) in TGI_PATHS:
         return error, {"error": message, "error_type": _TGI_TYPES.get(error.type, error.type)}
     fields = {"message": message, "type": error.type, "param": error.param, "code": error.code}

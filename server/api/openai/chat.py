@@ -51,10 +51,7 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
 
 
 async def render(request: Request, conversation: Conversation) -> tuple[ChatFormat, str]:
-    """Return the model's chat format, and the text that it makes, with tokens such as BOS.
-
-    Raises InvalidRequestError, also if the model has no chat template.
-    """
+    """Return the model's chat format, and the text that it makes. Raises InvalidRequestError."""
     size, chat = len(await request.body()), service_of(request).chat
     if chat is None:
         raise InvalidRequestError(
