@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
 from commands.options import (
     Device,
@@ -34,25 +33,25 @@ _FORMATS = {
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A training run, or a checkpoint directory.")],
-    out: Annotated[Path, typer.Option(help="The model directory to write.")],
+    checkpoint: Path = Argument(help="A training run, or a checkpoint directory."),
+    out: Path = Option(help="The model directory to write."),
     device: Device = "cpu",
     precision: Precision = None,
-    kv_cache: Annotated[str | None, typer.Option(help="KV cache on cuda: int8 or fp8.")] = None,
+    kv_cache: str | None = Option(None, help="KV cache on cuda: int8 or fp8."),
     text: PerplexityText = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(min=2, help="Longest sequence. Default: the checkpoint's.")
-    ] = None,
+    max_model_len: int | None = Option(
+        None, min=2, help="Longest sequence. Default: the checkpoint's."
+    ),
     as_json: Json = False,
 ) -> None:
     """Export a checkpoint to a model directory, and verify it against PyTorch.
 
     Sampling options become the defaults of served requests.
     """
-    with loading("PyTorch", quiet=as_json):
+    with loading(quiet=as_json):
         from export.directory import export_checkpoint
 
     started = time.monotonic()
@@ -79,7 +78,7 @@ def export(
 
 def verify(
     directory: ModelDirectory,
-    checkpoint: Annotated[Path | None, typer.Option(help="What it was exported from.")] = None,
+    checkpoint: Path | None = Option(None, help="What it was exported from."),
     text: PerplexityText = None,
     as_json: Json = False,
 ) -> None:
@@ -87,7 +86,7 @@ def verify(
 
     Rounded weights need --checkpoint: the directory does not hold the decoder's own.
     """
-    with loading("PyTorch", quiet=as_json):
+    with loading(quiet=as_json):
         from export.directory import verify_directory
 
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:

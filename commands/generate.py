@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any
+from typing import Any
 
 import typer
+from typer import Option
 
 from commands.options import InputText, Json, ModelDirectory, Temperature, TopK, TopP
 from commands.output import one_line_errors, show
@@ -15,11 +16,11 @@ from commands.progress import ProgressBar
 def generate(
     directory: ModelDirectory,
     prompt: InputText,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 128,
+    max_tokens: int = Option(128, min=1, help="Maximum number of new tokens."),
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
-    seed: Annotated[int | None, typer.Option(help="Of sampling. Default: a new one.")] = None,
+    seed: int | None = Option(None, help="Of sampling. Default: a new one."),
     as_json: Json = False,
 ) -> None:
     """Continue a prompt in this process. Sampling defaults to what the model recommends."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from commands.options import Json
 from commands.output import cost_since, make_table, mebibytes, one_line_errors, show
@@ -17,12 +16,12 @@ _FOLDER = "A Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json
 
 
 def import_(
-    folder: Annotated[Path, typer.Argument(help=_FOLDER)],
-    out: Annotated[Path, typer.Option(help="The checkpoint directory to write.")],
+    folder: Path = Argument(help=_FOLDER),
+    out: Path = Option(help="The checkpoint directory to write."),
     as_json: Json = False,
 ) -> None:
     """Convert a Hugging Face checkpoint to a checkpoint directory."""
-    with loading("PyTorch", quiet=as_json):
+    with loading(quiet=as_json):
         from model.importing.huggingface import import_checkpoint
 
     started = time.monotonic()

@@ -1,4 +1,4 @@
-"""Options and arguments that several commands share."""
+"""Options and arguments that several commands share, as types: their defaults differ."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -58,42 +58,32 @@ def _parse_changes(changes: list[str]) -> dict[str, Any]:
 
 def train(
     invocation: typer.Context,
-    out: Annotated[Path, Option(help="Folder of the run: checkpoints, metrics.csv, loss.png.")],
-    corpus: Annotated[
-        list[Path] | None, Argument(help="Text files or folders of them; or chats: *.jsonl files.")
-    ] = None,
-    init: Annotated[Path | None, Option(help="Run or checkpoint to start from.")] = None,
+    out: Path = Option(help="Folder of the run: checkpoints, metrics.csv, loss.png."),
+    corpus: list[Path] | None = Argument(
+        None, help="Text files or folders; or chats: *.jsonl files."
+    ),
+    init: Path | None = Option(None, help="Run or checkpoint to start from."),
     preset: Preset = "tiny",
-    changes: Annotated[
-        list[str] | None, Option("--set", help="Change a field of the preset: name=value.")
-    ] = None,
-    tokenizer: Annotated[Path | None, Option(help="A tokenizer.json. Default: train one.")] = None,
-    chat_template: Annotated[
-        Path | None, Option(help="Jinja template for chats. Default: that of --init.")
-    ] = None,
-    include: Annotated[list[str] | None, Option(help="Globs to take from folders.")] = None,
-    exclude: Annotated[list[str] | None, Option(help="Globs to skip in folders.")] = None,
-    held_out: Annotated[float, Option(min=0.0, max=0.5, help="Share to evaluate on.")] = 0.05,
-    steps: Annotated[int, Option(min=1, help="Updates of the weights.")] = 2000,
-    context: Annotated[int, Option(min=1, help="Tokens per sequence.")] = 256,
-    batch_size: Annotated[int, Option(min=1, help="Sequences per batch, in all processes.")] = 16,
-    accumulate: Annotated[int, Option(min=1, help="Batches per step.")] = 1,
-    learning_rate: Annotated[
-        float, Option(min=0.0, help="Peak, after --warmup; it decays to a tenth.")
-    ] = 1e-3,
-    warmup: Annotated[int, Option(min=1, help="Steps until the full learning rate.")] = 100,
-    weight_decay: Annotated[float, Option(min=0.0, help="Of matrices, by AdamW.")] = 0.1,
-    evaluate_every: Annotated[int, Option(min=1, help="Steps between evaluations.")] = 250,
-    checkpoint_every: Annotated[int, Option(min=1, help="Steps between checkpoints.")] = 250,
-    mixed_precision: Annotated[bool, Option(help="Use bfloat16 if hardware has it.")] = True,
-    tensorboard: Annotated[bool, Option("--tensorboard", help="Write event files too.")] = False,
-    seed: Annotated[
-        int, Option(callback=_check_seed, help="Seed of weights, batches and dropout.")
-    ] = 0,
-    resume: Annotated[bool, Option("--resume", help="Continue the run in --out as it is.")] = False,
-    shard: Annotated[
-        bool, Option("--shard", help="Spread the decoder over torchrun's processes (FSDP2).")
-    ] = False,
+    changes: list[str] | None = Option(None, "--set", help="Change a preset's field: name=value."),
+    tokenizer: Path | None = Option(None, help="A tokenizer.json. Default: train one."),
+    chat_template: Path | None = Option(None, help="Jinja template for chats. Default: --init's."),
+    include: list[str] | None = Option(None, help="Globs to take from folders."),
+    exclude: list[str] | None = Option(None, help="Globs to skip in folders."),
+    held_out: float = Option(0.05, min=0.0, max=0.5, help="Share to evaluate on."),
+    steps: int = Option(2000, min=1, help="Updates of the weights."),
+    context: int = Option(256, min=1, help="Tokens per sequence."),
+    batch_size: int = Option(16, min=1, help="Sequences per batch, in all processes."),
+    accumulate: int = Option(1, min=1, help="Batches per step."),
+    learning_rate: float = Option(1e-3, min=0.0, help="Peak, after --warmup; it falls to a tenth."),
+    warmup: int = Option(100, min=1, help="Steps until the full learning rate."),
+    weight_decay: float = Option(0.1, min=0.0, help="Of matrices, by AdamW."),
+    evaluate_every: int = Option(250, min=1, help="Steps between evaluations."),
+    checkpoint_every: int = Option(250, min=1, help="Steps between checkpoints."),
+    mixed_precision: bool = Option(True, help="Use bfloat16 if hardware has it."),
+    tensorboard: bool = Option(False, "--tensorboard", help="Write event files too."),
+    seed: int = Option(0, callback=_check_seed, help="Seed of weights, batches and dropout."),
+    resume: bool = Option(False, "--resume", help="Continue the run in --out as it is."),
+    shard: bool = Option(False, "--shard", help="Shard the decoder over the processes (FSDP2)."),
 ) -> None:
     """Train a decoder on text, or on chats in JSONL files.
 
@@ -102,7 +92,7 @@ def train(
     In several processes: torchrun --nproc-per-node N -m commands.train …
     """
     options = locals()
-    with loading("PyTorch"):
+    with loading():
         from model.training import run
         from model.training.distributed import PeerError, ShardError, join
         from model.training.trainer import DivergedError
