@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -108,10 +109,8 @@ def bench_serve(
 
 
 def _parse_object(option: str, text: str) -> dict[str, Any]:
-    try:
+    with suppress(ValueError):
         value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        fail(f"{option} takes a JSON object, not {text!r}")
-    return value
+        if isinstance(value, dict):
+            return value
+    raise ValueError(f"{option} takes a JSON object, not {text!r}")

@@ -7,10 +7,9 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import typer
 from pydantic import ValidationError
@@ -103,8 +102,8 @@ def one_line_errors() -> Iterator[None]:
 
 def console(*, stderr: bool = False, quiet: bool = False) -> Console:
     """Return a console without markup, and without colours where the environment says so."""
-    make = partial(Console, stderr=stderr, quiet=quiet, markup=False, highlight=False)
-    return make(color_system=None) if make().no_color else make()
+    colors: Literal["auto"] | None = None if Console().no_color else "auto"
+    return Console(stderr=stderr, quiet=quiet, markup=False, highlight=False, color_system=colors)
 
 
 def show(as_json: bool, values: Mapping[str, Any], *parts: RenderableType) -> None:

@@ -22,10 +22,6 @@ _WITH_RESUME = {"out", "resume", "shard"}
 _WITH_INIT = {"dropout", "attention_dropout"}  # changes that a checkpoint's weights allow
 
 
-class OptionError(ValueError):
-    """Options that contradict each other, or one that cannot be read."""
-
-
 def _check_seed(seed: int) -> int:
     if not 0 <= seed < 2**63:  # not Typer's range: help would show its last digit
         raise typer.BadParameter(f"{seed} is not from 0 to 2**63 - 1")
@@ -34,12 +30,9 @@ def _check_seed(seed: int) -> int:
 
 def _given_options(invocation: typer.Context) -> dict[str, str]:
     """Return the options on the command line: by parameter, the name as written there."""
-    given = {}
-    for parameter in invocation.command.params:
-        source = invocation.get_parameter_source(parameter.name or "")
-        if source is not None and source.name == "COMMANDLINE":
-            given[parameter.name or ""] = parameter.opts[0]
-    return given
+    names = {one.name or "": one.opts[0] for one in invocation.command.params}
+    sources = ((key, invocation.get_parameter_source(key)) for key in names)
+    return {key: names[key] for key, one in sources if one and one.name == "COMMANDLINE"}
 
 
 def _parse_changes(changes: list[str]) -> dict[str, Any]:
@@ -48,7 +41,7 @@ def _parse_changes(changes: list[str]) -> dict[str, Any]:
     for change in changes:
         name, equals, value = change.partition("=")
         if not equals:
-            raise OptionError(f"--set takes name=value, not {change!r}")
+            raise ValueError(f"--set takes name=value, not {change!r}")
         try:
             parsed[name] = json.loads(value)
         except ValueError:
@@ -111,7 +104,7 @@ def train(
                     _refuse("--resume continues the run with its own text and settings", refused)
                 elif not corpus:
                     message = "name at least one file or folder to train on, or give --resume"
-                    raise OptionError(message)
+                    raise ValueError(message)
                 elif is_first:
                     processes.rows_per_process(batch_size)
                     _prepare_run(options, given, lines)
@@ -141,7 +134,7 @@ def _prepare_run(options: dict[str, Any], given: dict[str, str], lines: Console)
         by_tokenizer = {"bos_token_id", "eos_token_ids"}
         by_tokenizer |= {"vocab_size"} if options["tokenizer"] else set()
         for name in sorted(by_tokenizer & changes.keys()):
-            raise OptionError(f"{name} follows from the tokenizer; leave it out of --set")
+            raise ValueError(f"{name} follows from the tokenizer; leave it out of --set")
         config = preset(options["preset"], **changes)
     else:
         refused = [given[name] for name in ("preset", "tokenizer") if name in given]
@@ -160,7 +153,7 @@ def _prepare_run(options: dict[str, Any], given: dict[str, str], lines: Console)
 
 def _refuse(reason: str, options: list[str]) -> None:
     if options:
-        raise OptionError(f"{reason}; leave out {', '.join(options)}")
+        raise ValueError(f"{reason}; leave out {', '.join(options)}")
 
 
 if __name__ == "__main__":
