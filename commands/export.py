@@ -9,20 +9,12 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
-from commands.options import (
-    Device,
-    Json,
-    ModelDirectory,
-    PerplexityText,
-    Precision,
-    Temperature,
-    TopK,
-    TopP,
-)
+from commands.options import Device, Json, ModelDirectory, Precision, Temperature, TopK, TopP
 from commands.output import cost_since, make_table, mebibytes, one_line_errors, show
 from commands.progress import ProgressBar, loading
 from model.bundle import GenerationDefaults, Verification
 
+_TEXT = Option(None, help="Text for perplexity. Default: held-out text, or English.")
 _SHOWN = {"device", "precision", "parameters", "max_model_len", "verification"}
 _FORMATS = {
     "max_logit_error": ".4g",
@@ -38,7 +30,7 @@ def export(
     device: Device = "cpu",
     precision: Precision = None,
     kv_cache: str | None = Option(None, help="KV cache on cuda: int8 or fp8."),
-    text: PerplexityText = None,
+    text: Path | None = _TEXT,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
@@ -79,7 +71,7 @@ def export(
 def verify(
     directory: ModelDirectory,
     checkpoint: Path | None = Option(None, help="What it was exported from."),
-    text: PerplexityText = None,
+    text: Path | None = _TEXT,
     as_json: Json = False,
 ) -> None:
     """Check a model directory's hashes, and measure it against PyTorch again.

@@ -40,7 +40,6 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     annotation: Any = Annotated[Path | None, typer.Argument(help=field.description, envvar=envvar)]
     if name != "model":
         kind: Any = next(iter(get_args(field.annotation)), field.annotation)
-        kind = getattr(kind, "__origin__", kind)  # of an Annotated one
         default = f" Default: {field.default}." if field.default not in (None, "", False) else ""
         option = typer.Option(
             help=f"{field.description}{default}",

@@ -9,15 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    ByteSize,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    SecretStr,
-    ValidationError,
-)
+from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from server.engine.machine import SPIN_MICROSECONDS
@@ -81,15 +73,15 @@ class Settings(BaseSettings):
     )
     speculate: bool = False
     """Draft repeated text while few sequences run; rounding, so answers, then depend on load."""
-    threads: PositiveInt | None = None
+    threads: int | None = Field(None, ge=1)
     """Compute threads. Default: the CPUs that this process may use."""
     spin_microseconds: int = Field(SPIN_MICROSECONDS, ge=0, le=1_000_000)
     """Time for which an idle compute thread waits for more work before it sleeps."""
-    max_queue: NonNegativeInt | None = None
+    max_queue: int | None = Field(None, ge=0)
     """Sequences that may wait beyond those that run. Default: 4 x max_num_seqs."""
-    max_queue_tokens: NonNegativeInt | None = None
+    max_queue_tokens: int | None = Field(None, ge=0)
     """Prompt tokens that may wait; a lone prompt may be longer. Default: 4096 x max_queue."""
-    max_concurrency_per_key: PositiveInt | None = None
+    max_concurrency_per_key: int | None = Field(None, ge=1)
     """Requests that each API key may have in flight. Default: no limit."""
     max_header_bytes: ByteSize = Field(ByteSize(32 * 2**10), ge=1024)
     """Maximum size of a request's head: its URL and headers."""
