@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from pydantic import ByteSize
 from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
 from commands.options import Device, Json, ModelDirectory, Precision, Temperature, TopK, TopP
-from commands.output import cost_since, make_table, mebibytes, one_line_errors, show
+from commands.output import cost_since, make_table, one_line_errors, show
 from commands.progress import ProgressBar, loading
 from model.bundle import GenerationDefaults, Verification
 
@@ -59,12 +60,11 @@ def export(
             max_model_len=max_model_len,
             progress=progress,
         )
-    size = sum(path.stat().st_size for path in out.iterdir())
-    cost = cost_since(started)
+    size = ByteSize(sum(path.stat().st_size for path in out.iterdir()))
+    cost, took = cost_since(started)
     values = {"directory": str(out), **manifest.model_dump(include=_SHOWN), "bytes": size}
-    memory = f"{mebibytes(cost['peak_memory_bytes'])} of memory at most"
-    made = f"{manifest.precision} for {manifest.device}, {mebibytes(size)}"
-    summary = f"{made}; took {cost['seconds']:.0f} s and {memory}"
+    made = f"{manifest.precision} for {manifest.device}, {size.human_readable(separator=' ')}"
+    summary = f"{made}; took {took}"
     show(as_json, values | cost, *_tables(out.name, exported=manifest.verification), summary)
 
 

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any, Literal, NoReturn
 
 import typer
-from pydantic import ValidationError
+from pydantic import ByteSize, ValidationError
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -124,16 +124,12 @@ def make_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]])
     return table
 
 
-def mebibytes(n_bytes: float) -> str:
-    """Return a size in MiB, with its unit."""
-    size = n_bytes / 2**20
-    return f"{size:,.0f} MiB" if size >= 10 else f"{size:.1f} MiB"
-
-
-def cost_since(started: float) -> dict[str, float]:
-    """Return the seconds since a time, and the most bytes of memory that this process has held."""
+def cost_since(started: float) -> tuple[dict[str, float], str]:
+    """Return the seconds since a time and the most memory of this process: as JSON, in words."""
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak_bytes = peak if sys.platform == "darwin" else peak * 1024
-    return {"seconds": monotonic() - started, "peak_memory_bytes": peak_bytes}
+    memory = ByteSize(peak if sys.platform == "darwin" else peak * 1024)
+    seconds = monotonic() - started
+    words = f"{seconds:.1f} s, {memory.human_readable(separator=' ')} of memory at most"
+    return {"seconds": seconds, "peak_memory_bytes": memory}, words
