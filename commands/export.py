@@ -35,9 +35,7 @@ def export(
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
-    max_model_len: int | None = Option(
-        None, min=2, help="Longest sequence. Default: the checkpoint's."
-    ),
+    max_model_len: int | None = Option(None, min=2, help="Longest sequence. Default: unchanged."),
     as_json: Json = False,
 ) -> None:
     """Export a checkpoint to a model directory, and verify it against PyTorch.

@@ -52,9 +52,7 @@ def _parse_changes(changes: list[str]) -> dict[str, Any]:
 def train(
     invocation: typer.Context,
     out: Path = Option(help="Folder of the run: checkpoints, metrics.csv, loss.png."),
-    corpus: list[Path] | None = Argument(
-        None, help="Text files or folders; or chats: *.jsonl files."
-    ),
+    corpus: list[Path] | None = Argument(None, help="Text files or folders; or chats: *.jsonl."),
     init: Path | None = Option(None, help="Run or checkpoint to start from."),
     preset: Preset = "tiny",
     changes: list[str] | None = Option(None, "--set", help="Change a preset's field: name=value."),
