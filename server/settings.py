@@ -145,11 +145,11 @@ def load_settings(**options: Any) -> Settings:
     Raises StartupError, in one line that names the setting.
     """
     known = {PREFIX + name.upper() for name in Settings.model_fields}
-    ours = sorted(name for name in os.environ if name.upper().startswith(PREFIX))
-    if unknown := next((name for name in ours if name.upper() not in known), None):
-        near = get_close_matches(unknown.upper(), known, n=1)
-        hint = f"did you mean {near[0]}" if near else "kvasir serve --help lists them"
-        raise StartupError(f"unknown setting {unknown} in the environment; {hint}")
+    for name in sorted(os.environ):
+        if name.upper().startswith(PREFIX) and name.upper() not in known:
+            near = get_close_matches(name.upper(), known, n=1)
+            hint = f"did you mean {near[0]}" if near else "kvasir serve --help lists them"
+            raise StartupError(f"unknown setting {name} in the environment; {hint}")
     try:
         settings = Settings(**{name: value for name, value in options.items() if value is not None})
     except ValidationError as error:

@@ -193,9 +193,8 @@ class BoundedConnection(HttpToolsProtocol):
             return
         self._is_refused = True
         self._stop_receive_timer()
-        earlier = self._unanswered
         self._disconnect_unanswered()
-        if earlier is not None and earlier.response_started:
+        if self._unanswered is not None and self._unanswered.response_started:
             self.transport.close()
             return
         if self._incoming is None or not self._incoming.response_complete:
