@@ -28,7 +28,7 @@ from model.network.decoder import Decoder
 from model.progress import Progress, followed, unheard
 from server.engine.cuda.runner import PagedRunner
 from server.engine.cuda.session import open_cuda_runner
-from server.engine.engine import Engine
+from server.engine.engine import Engine, warm_up
 from server.engine.kv.rows import KVShape
 from server.engine.machine import usable_cpus
 from server.engine.runner import OnnxRunner
@@ -143,7 +143,7 @@ def bench_engine(
         runner = open_cuda_runner(graph, config, max_num_seqs=batches[-1], keep_prompts=False)
     else:
         runner = OnnxRunner(graph, config, max_num_seqs=batches[-1], threads=threads)
-        runner.warm_up()
+        warm_up(runner)
     bench = _EngineBench(runner, _CHUNK[device])
     progress("copying memory", 0, 0)
     bandwidth, peak = measure_machine(device, threads)

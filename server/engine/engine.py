@@ -72,7 +72,6 @@ class TokenOutput:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
-    times: SequenceTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,4 +234,4 @@ class Engine:
         self.scheduler.finish(sequence)
         del self._sequences[sequence.id]
         output = output or TokenOutput(sequence.id, None)
-        return replace(output, finish_reason=reason, times=sequence.times)
+        return replace(output, finish_reason=reason)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig
 from server.engine.batch import Chunk, StepBatch
-from server.engine.engine import SCORING_LOGITS_BYTES, check_max_model_len, warm_up
+from server.engine.engine import SCORING_LOGITS_BYTES, check_max_model_len
 from server.engine.kv.prefix_cache import BLOCK_SIZE, PrefixCache
 from server.engine.kv.rows import KVRows, KVShape, RowMemory
 from server.engine.machine import SPIN_MICROSECONDS, available_memory, usable_cpus
@@ -77,10 +77,6 @@ class OnnxRunner:
         n_logits = max_num_seqs + n_scored + MAX_SPECULATING * MAX_DRAFT
         self._logits: Floats = np.empty((n_logits, self.vocab_size), dtype=np.float32)
         self._bindings: dict[tuple[RowMemory, int, int], _Binding] = {}  # by first row, rows
-
-    def warm_up(self) -> None:
-        """Run a prefill and a decode step once."""
-        warm_up(self)
 
     def run(self, batch: StepBatch) -> Floats:
         """See Runner.

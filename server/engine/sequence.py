@@ -9,7 +9,7 @@ from enum import Enum, StrEnum
 import numpy as np
 
 from server.engine.grammar.constraints import Constraint
-from server.engine.sampling import Floats, Occurrences, SamplingParams, TokenLogprobs
+from server.engine.sampling import Occurrences, SamplingParams, TokenLogprobs
 from server.engine.speculation import Speculation
 
 PRIORITY_LEVEL_SECONDS = 10.0  # waiting time that offsets one level of priority
@@ -108,11 +108,3 @@ class Sequence:
     def last_token_id(self) -> int:
         """The newest token."""
         return self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]
-
-    @property
-    def penalty(self) -> Floats | None:
-        """[vocab], added to the logits: -inf for tokens that its grammar bans; None without one."""
-        if self.constraint is None:
-            return None
-        assert self.constraint.penalty is not None
-        return self.constraint.penalty

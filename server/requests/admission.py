@@ -46,8 +46,8 @@ class Admission:
         self.max_queue_tokens = max_queue_tokens  # of waiting prompts, if of several requests
         self.phase = Phase.LOADING
         self.n_inside = 0
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self.empty = asyncio.Event()  # set while no sequence is inside
+        self.empty.set()
 
     def check_open(self) -> None:
         """Raise UnavailableError while the server loads or drains."""
@@ -90,23 +90,19 @@ class Admission:
         """Count a request's sequences as inside until it ends; yield and raise as `check` does."""
         max_wait = self.check(demand, snapshot)
         self.n_inside += demand.n_sequences
-        self._empty.clear()
+        self.empty.clear()
         try:
             yield max_wait
         finally:
             self.n_inside -= demand.n_sequences
             if not self.n_inside:
-                self._empty.set()
+                self.empty.set()
 
     def retry_after(self, n_sequences: int, snapshot: Snapshot) -> int:
         """Estimate the seconds until that many sequences end: the recent mean or a longer bound."""
         usual = n_sequences * snapshot.rates.slot / self.max_num_seqs
         ahead = replace(snapshot, waiting=snapshot.waiting[: max(0, n_sequences - 1)])
         return _whole(max(usual, ahead.seconds_to_slot()))
-
-    async def wait_until_empty(self) -> None:
-        """Wait until no sequence is inside."""
-        await self._empty.wait()
 
 
 def longest_wait(ahead: Snapshot, work: Work) -> float:

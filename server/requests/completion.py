@@ -137,7 +137,6 @@ class Completion:
 
     choices: list[Choice]
     stream: OutputStream
-    has_started: bool = False  # a choice has a token
 
     @property
     def is_waiting(self) -> bool:
@@ -208,7 +207,6 @@ class Completion:
         self._raise_failure(choice, output)
         reason, offset, text = output.finish_reason, choice.text.n_chars, ""
         if output.token_id is not None:
-            self.has_started = True
             choice.n_tokens += 1
             if output.token_id not in choice.sequence.ending_ids:  # which are not part of the text
                 text = choice.text.push(output.token_id)
@@ -237,7 +235,7 @@ class Completion:
             raise EngineError("the engine failed")
         if reason is FinishReason.ABORT:
             raise UnavailableError("the server is shutting down; try again", retry_after=1)
-        if reason is FinishReason.TIMEOUT and not self.has_started:
+        if reason is FinishReason.TIMEOUT and not self.n_completion_tokens:
             raise DeadlineExceededError(
                 "the deadline passed before the first token; allow more time, or try later"
             )

@@ -90,7 +90,7 @@ class Service:
     async def _is_empty_within(self, seconds: float) -> bool:
         try:
             async with asyncio.timeout(seconds):
-                await self.admission.wait_until_empty()
+                await self.admission.empty.wait()
         except TimeoutError:
             return False
         return True

@@ -56,7 +56,7 @@ async def test_places_are_given_back_when_a_request_fails() -> None:
     with pytest.raises(ZeroDivisionError), admission.admit(demand(3), IDLE):
         raise ZeroDivisionError
     assert admission.n_inside == 0
-    await asyncio.wait_for(admission.wait_until_empty(), 1)
+    await asyncio.wait_for(admission.empty.wait(), 1)
 
 
 async def test_a_request_too_big_for_an_idle_server_is_invalid() -> None:

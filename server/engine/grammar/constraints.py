@@ -83,7 +83,7 @@ class Constraint:
 
     matcher: LLMatcher
     param: str  # the field of the request that holds the grammar
-    penalty: NDArray[np.float32] | None = None  # [vocab], added to logits: 0 or -inf
+    penalty: NDArray[np.float32] = field(init=False)  # [vocab], added to logits: 0 or -inf
     error: str | None = None  # set once no token may come next
 
     @property
