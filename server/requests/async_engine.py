@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic, perf_counter
@@ -83,7 +84,7 @@ class AsyncEngine:
         self.forecast = Forecast()
         self.failed = False
         self.engine: Engine | None = None
-        self._n_ids = 0
+        self.ids = count()  # of sequences
         self._live: dict[int, _Live] = {}
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._thread: Thread | None = None
@@ -142,11 +143,6 @@ class AsyncEngine:
         self.abort_all()
         self._inbox.put(self._stop)
         await asyncio.to_thread(self._thread.join, _JOIN_SECONDS)
-
-    def new_ids(self, n: int) -> int:
-        """Reserve `n` consecutive sequence ids and return the first."""
-        self._n_ids += n
-        return self._n_ids - n
 
     def submit(self, sequences: list[Sequence]) -> OutputStream:
         """Queue the admitted sequences of a request. Raises EngineError if the engine failed."""

@@ -17,8 +17,8 @@ from model.bundle import ModelBundle
 from model.tokenizer import keep_spaces_in_offsets
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import SamplingParams
-from server.errors import InvalidRequestError
-from server.requests.admission import Admission, check_prompt_length
+from server.errors import ContextLengthError, InvalidRequestError
+from server.requests.admission import Admission
 from server.requests.async_engine import AsyncEngine
 from server.requests.completion import CompletionRequest, Prompt, RequestState
 from server.settings import Settings
@@ -99,27 +99,28 @@ class RequestBuilder:
                 "generate",
                 param="min_tokens",
             )
+        eos_ids = () if params.ignore_eos else config.eos_token_ids
+        ending_ids = params.stop_token_ids.union(eos_ids)
+        if params.min_tokens and len(ending_ids) >= config.vocab_size:
+            raise InvalidRequestError(
+                f"stop_token_ids: all {config.vocab_size} tokens would end the text, "
+                "which min_tokens forbids at first; name fewer",
+                param="stop_token_ids",
+            )
         seed = secrets.randbits(64) if options.seed is None else options.seed
         milliseconds = options.timeout_ms or self._settings.default_timeout_ms or math.inf
-        request = CompletionRequest(
+        return CompletionRequest(
             prompts=prompts,
             params=replace(params, max_tokens=max_tokens, seed=seed),
             request_id=state.id,
             n=options.n,
+            ending_ids=ending_ids,
             stops=tuple(options.stops),
             deadline=state.arrived + milliseconds / 1000,
             priority=options.priority,
             grammar=options.grammar,
             kept_ids=options.kept_ids,
         )
-        n_ending = len(request.ending_ids(config.eos_token_ids))
-        if params.min_tokens and n_ending >= config.vocab_size:
-            raise InvalidRequestError(
-                f"stop_token_ids: all {config.vocab_size} tokens would end the text, "
-                "which min_tokens forbids at first; name fewer",
-                param="stop_token_ids",
-            )
-        return request
 
     async def tokenize(
         self,
@@ -154,7 +155,12 @@ class RequestBuilder:
                 ids = source
             if keep_last is not None and len(ids) > keep_last:
                 text, offsets, ids = None, None, ids[-keep_last:]
-            check_prompt_length(len(ids), self.max_model_len)
+            if len(ids) > self.max_model_len:  # even without new tokens
+                raise ContextLengthError(
+                    f"the model takes at most {self.max_model_len} tokens, but the prompt has "
+                    f"{len(ids)}; shorten it",
+                    param="prompt",
+                )
             if text is None:
                 self.check_token_ids(ids, "prompt")
                 text = tokenizer.decode(ids)
