@@ -33,7 +33,7 @@ from server.engine.kv.rows import KVShape
 from server.engine.machine import usable_cpus
 from server.engine.runner import OnnxRunner
 from server.engine.sampling import SamplingParams
-from server.engine.sequence import Sequence, SequenceTimes
+from server.engine.sequence import Sequence
 
 DECODE_BATCHES: dict[Device, tuple[int, ...]] = {"cpu": (1, 4, 16), "cuda": (1, 8, 32, 128)}
 PREFILL_TOKENS: dict[Device, tuple[int, ...]] = {"cpu": (128, 512), "cuda": (512, 2048)}
@@ -211,8 +211,8 @@ class _EngineBench:
         prompt_ids = self._generator.integers(self._runner.vocab_size, size=n_prompt)
         top_p = 0.95 if temperature else 1.0
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-        times = SequenceTimes(perf_counter())
-        return Sequence(next(self._ids), prompt_ids.tolist(), params, frozenset(), times)
+        ids = prompt_ids.tolist()
+        return Sequence(next(self._ids), ids, params, frozenset(), perf_counter())
 
 
 def bytes_per_step(config: DecoderConfig, precision: str, batch: int, device: Device) -> float:

@@ -13,7 +13,7 @@ from server.engine.kv.blocks import KVBlocks
 from server.engine.kv.rows import KVRows
 from server.engine.sampling import Floats, SamplingParams, TokenLogprobs, sample, token_logprobs
 from server.engine.scheduler import Scheduler
-from server.engine.sequence import FinishReason, Sequence, SequenceStatus, SequenceTimes
+from server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from server.engine.speculation import Speculation, verify
 
 StepKind = Literal["decode", "mixed", "prefill"]
@@ -50,7 +50,7 @@ def warm_up(runner: Runner, n_tokens: int = 2) -> None:
     admitted = runner.kv.admit(n_tokens, 0, [])
     assert admitted is not None
     params = SamplingParams(max_tokens=1)
-    sequence = Sequence(-1, [0] * n_tokens, params, frozenset(), SequenceTimes(0.0))
+    sequence = Sequence(-1, [0] * n_tokens, params, frozenset(), 0.0)
     sequence.row = admitted[0]
     runner.run(StepBatch(prefills=[Chunk(sequence, 0, n_tokens, 1)]))
     sequence.status, sequence.n_computed = SequenceStatus.RUNNING, n_tokens - 1
@@ -169,8 +169,8 @@ class Engine:
     def _update(self, chunk: Chunk, logits: Floats) -> list[TokenOutput]:
         """Record a chunk as computed, and append the tokens that follow; logits: [n, vocab]."""
         sequence = chunk.sequence
-        if sequence.is_scored:
-            self._score(chunk, logits)
+        if sequence.scores is not None:
+            self._score(chunk, logits, sequence.scores)
         if chunk.draft:
             assert sequence.speculation is not None
             tokens = verify(logits, sequence, chunk.draft)
@@ -187,25 +187,23 @@ class Engine:
             return [self._finish(sequence, FinishReason.LENGTH, scored)]
         return []
 
-    def _score(self, chunk: Chunk, logits: Floats) -> None:
+    def _score(self, chunk: Chunk, logits: Floats, scores: list[TokenLogprobs]) -> None:
         """Note the log-probabilities of the prompt tokens that follow a chunk's positions."""
-        sequence = chunk.sequence
-        alternatives = sequence.params.prompt_logprobs or 0
+        alternatives = chunk.sequence.params.prompt_logprobs or 0
+        following = chunk.sequence.prompt_ids[1 : chunk.end + 1]
         # A chunk may repeat the last position of the one before it.
-        first = max(chunk.start, len(sequence.prompt_logprobs))
-        for position in range(first, min(chunk.end, len(sequence.prompt_ids) - 1)):
-            token_id = sequence.prompt_ids[position + 1]
-            scored = token_logprobs(logits[position - chunk.start], token_id, alternatives)
-            sequence.prompt_logprobs.append(scored)
+        for position in range(max(chunk.start, len(scores)), len(following)):
+            row = logits[position - chunk.start]
+            scores.append(token_logprobs(row, following[position], alternatives))
 
     def _append(self, sequence: Sequence, token_id: int | None, row: Floats) -> TokenOutput:
         """Append a token, of logits `row` [vocab]; end the sequence if it is the last."""
         if token_id is None:
             return self._fail(sequence)
         sequence.output_ids.append(token_id)
-        is_first = sequence.times.first_token is None
+        is_first = sequence.first_token_at is None
         if is_first:
-            sequence.times.first_token = perf_counter()
+            sequence.first_token_at = perf_counter()
         params, scores = sequence.params, sequence.scores if is_first else None
         n_top = params.logprobs
         logprobs = None if n_top is None else token_logprobs(row, token_id, n_top)

@@ -82,7 +82,7 @@ class Scheduler:
             self._clear(sequence.row)
             sequence.row = None
         sequence.status = SequenceStatus.FINISHED
-        sequence.times.finished = perf_counter()
+        sequence.finished_at = perf_counter()
 
     def _schedule_prefills(self) -> list[Chunk]:
         """Cut chunks from prompts in order until the step is full; a scored prompt ends it."""
@@ -132,7 +132,7 @@ class Scheduler:
         row, sequence.n_cached = admitted
         self._place(sequence, row)
         sequence.status = SequenceStatus.PREFILLING
-        sequence.times.scheduled = perf_counter()
+        sequence.scheduled_at = perf_counter()
         sequence.n_computed = sequence.n_cached
         return sequence
 

@@ -275,13 +275,13 @@ class AsyncEngine:
     def _record_end(self, live: _Live, reason: FinishReason) -> None:
         is_wasted = live.cancelled_as is FinishReason.ABORT
         self.metrics.finished(live.sequence, live.cancelled_as or reason, wasted=is_wasted)
-        times = live.sequence.times
-        if times.scheduled is not None and times.finished is not None:
-            self.forecast.ended(times.finished - times.scheduled)
+        scheduled, finished = live.sequence.scheduled_at, live.sequence.finished_at
+        if scheduled is not None and finished is not None:
+            self.forecast.ended(finished - scheduled)
 
 
 def _work(sequence: Sequence, now: float) -> Work:
-    n_output, scheduled = len(sequence.output_ids), sequence.times.scheduled
+    n_output, scheduled = len(sequence.output_ids), sequence.scheduled_at
     return Work(
         n_prompt=max(0, len(sequence.prompt_ids) - sequence.n_computed),
         n_new=sequence.params.max_tokens - n_output,

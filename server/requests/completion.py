@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from server.engine.engine import TokenOutput
 from server.engine.grammar.constraints import Constraint, Grammar
 from server.engine.sampling import SamplingParams, TokenLogprobs
-from server.engine.sequence import FinishReason, Sequence, SequenceStatus, SequenceTimes, queue_time
+from server.engine.sequence import FinishReason, Sequence, SequenceStatus, queue_time
 from server.errors import (
     DeadlineExceededError,
     EngineError,
@@ -112,8 +112,8 @@ def make_choices(
     for index in range(request.n_sequences):
         prompt = request.prompts[index // request.n]
         params = replace(request.params, sample_index=index % request.n)
-        times, ending_ids = SequenceTimes(arrived), request.ending_ids
-        sequence = Sequence(next(ids), prompt.ids, params, ending_ids, times, request.request_id)
+        sequence = Sequence(next(ids), prompt.ids, params, request.ending_ids, arrived)
+        sequence.request_id = request.request_id
         sequence.priority, sequence.n_sure = request.priority, request.n_sure
         sequence.deadline = request.deadline
         sequence.constraint = constraint.copy() if constraint else None
@@ -156,8 +156,8 @@ class Completion:
     @property
     def seconds_to_first_token(self) -> float | None:
         """The seconds from arrival to the first token; None before it."""
-        times = [choice.sequence.times for choice in self.choices]
-        waits = (t.first_token - t.arrived for t in times if t.first_token is not None)
+        sequences = [choice.sequence for choice in self.choices]
+        waits = (s.first_token_at - s.arrived_at for s in sequences if s.first_token_at is not None)
         return min(waits, default=None)
 
     async def deltas(self, max_silence: float | None = None) -> AsyncIterator[list[Delta]]:

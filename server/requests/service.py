@@ -88,12 +88,9 @@ class Service:
             self.engine.give_up()
 
     async def _is_empty_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self.admission.empty.wait()
-        except TimeoutError:
-            return False
-        return True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.admission.empty.wait(), seconds)
+        return not self.admission.n_inside
 
     @asynccontextmanager
     async def complete(self, request: CompletionRequest) -> AsyncIterator[Completion]:
