@@ -186,13 +186,12 @@ class _Binding:
         for kv in kv_inputs(session):
             if kv.itemsize == memory.dtype.itemsize:
                 shape = (batch, *memory.row_shape)
-                where = ("cpu", 0, kv.element_type, shape, memory.address(kv.block, row))
-                self._io.bind_output(kv.present, *where)
+                address = memory.array[kv.block, row].ctypes.data
+                self._io.bind_output(kv.present, "cpu", 0, kv.element_type, shape, address)
             else:
-                address, shape = self._placeholder.ctypes.data, self._placeholder.shape
-                where = ("cpu", 0, kv.element_type, shape, address)
+                shape, address = self._placeholder.shape, self._placeholder.ctypes.data
                 self._io.bind_output(kv.present, "cpu")
-            self._io.bind_input(kv.name, *where)
+            self._io.bind_input(kv.name, "cpu", 0, kv.element_type, shape, address)
 
     def run(
         self, ends: list[int], sequence: int, indices: list[int], logits: Floats, first_logit: int

@@ -13,6 +13,7 @@ from time import time
 
 from model.bundle import CHAT_TEMPLATE_FILE, ModelBundle
 from model.chat_template import ChatTemplate, ChatTemplateError
+from model.tokenizer import keep_spaces_in_offsets
 from server.engine.engine import Engine
 from server.errors import DeadlineExceededError, StartupError
 from server.requests.admission import Admission, Phase, check_length
@@ -39,6 +40,7 @@ class Service:
         self.on_load_failure: Callable[[Exception], None] = partial(
             logger.error, "the model could not be loaded: %s"
         )
+        keep_spaces_in_offsets(bundle.tokenizer)
         added = bundle.tokenizer.get_added_tokens_decoder()
         self.added_ids = {token.content: i for i, token in added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
