@@ -117,7 +117,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if a step would do something."""
-        return self.scheduler.has_work
+        return bool(self._sequences)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if it could never run; admission refuses such."""

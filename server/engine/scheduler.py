@@ -37,11 +37,6 @@ class Scheduler:
         """Sequences that hold a row, by row."""
         return [sequence for sequence in self._window if sequence is not None]
 
-    @property
-    def has_work(self) -> bool:
-        """True if a step would do something."""
-        return bool(self.waiting or self._window)
-
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         sequence.block_names = self.kv.cache.names(sequence.prompt_ids)

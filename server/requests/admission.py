@@ -55,10 +55,7 @@ class Admission:
             )
 
     def check(self, request: CompletionRequest, work: Work, snapshot: Snapshot) -> float:
-        """Return for how many seconds a request may wait. Raises OverloadedError if not at all.
-
-        work: the sure work of its first sequence.
-        """
+        """Return for how many seconds a request may wait. Raises OverloadedError if not at all."""
         self.check_open()
         self.check_size(request.n_sequences)
         n_inside = self.n_inside + request.n_sequences

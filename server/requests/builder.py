@@ -64,8 +64,6 @@ class RequestBuilder:
     @property
     def max_model_len(self) -> int:
         """The maximum number of tokens of a prompt and its completion."""
-        if self.engine.engine is not None:
-            return self.engine.engine.max_model_len
         longest = self.bundle.config.max_model_len
         return min(longest, self.settings.max_model_len or longest)
 
