@@ -51,32 +51,6 @@ def verify(logits: Floats, sequence: Sequence, draft: list[int]) -> list[int | N
     return tokens
 
 
-class PromptLookup:
-    """An index of the last place of each n-gram of one sequence."""
-
-    def __init__(self) -> None:
-        self._ends: dict[tuple[int, ...], int] = {}
-        self._n_indexed = 0
-
-    def propose(self, token_ids: list[int], n_draft: int) -> list[int]:
-        """Return what followed the longest n-gram that ends `token_ids` at its latest other place.
-
-        A continuation that reaches the end is repeated. Empty if there is none. token_ids: those of
-        the last call, followed by new ones.
-        """
-        n = len(token_ids)
-        for end in range(self._n_indexed + 1, n):  # without the last token: nothing follows it yet
-            for size in NGRAM_SIZES:
-                if size <= end:
-                    self._ends[tuple(token_ids[end - size : end])] = end
-        self._n_indexed = n - 1
-        for size in NGRAM_SIZES:
-            end = self._ends.get(tuple(token_ids[-size:]), n)
-            if end < n:
-                return [token_ids[end + i % (n - end)] for i in range(n_draft)]
-        return []
-
-
 def draft_length(hit_rate: float, n_running: int, room: int) -> int:
     """Return the draft length, at most `room`, that yields most tokens per second.
 
@@ -103,7 +77,8 @@ class Speculation:
     """
 
     def __init__(self) -> None:
-        self._lookup = PromptLookup()
+        self._ends: dict[tuple[int, ...], int] = {}  # the last place of each n-gram
+        self._n_indexed = 0
         self._hit_rate = _UNTRIED_HIT_RATE  # when the sequence had _n_output new tokens
         self._n_output = 0
 
@@ -112,7 +87,25 @@ class Speculation:
         room = sequence.params.max_tokens - len(sequence.output_ids) - 1  # a token follows a draft
         hit_rate = self._expected(len(sequence.output_ids))
         n_draft = draft_length(hit_rate, n_running, room)
-        return self._lookup.propose(sequence.token_ids, n_draft) if n_draft else []
+        return self.propose(sequence.token_ids, n_draft) if n_draft else []
+
+    def propose(self, token_ids: list[int], n_draft: int) -> list[int]:
+        """Return what followed the longest n-gram that ends `token_ids` at its latest other place.
+
+        A continuation that reaches the end is repeated. Empty if there is none. token_ids: those of
+        the last call, followed by new ones.
+        """
+        n = len(token_ids)
+        for end in range(self._n_indexed + 1, n):  # without the last token: nothing follows it yet
+            for size in NGRAM_SIZES:
+                if size <= end:
+                    self._ends[tuple(token_ids[end - size : end])] = end
+        self._n_indexed = n - 1
+        for size in NGRAM_SIZES:
+            end = self._ends.get(tuple(token_ids[-size:]), n)
+            if end < n:
+                return [token_ids[end + i % (n - end)] for i in range(n_draft)]
+        return []
 
     def record(self, sequence: Sequence, draft: list[int], tokens: list[int | None]) -> None:
         """Note which `tokens` a draft yielded."""
