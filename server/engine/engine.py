@@ -201,10 +201,9 @@ class Engine:
         if token_id is None:
             return self._fail(sequence)
         sequence.output_ids.append(token_id)
-        is_first = sequence.first_token_at is None
-        if is_first:
-            sequence.first_token_at = perf_counter()
-        params, scores = sequence.params, sequence.scores if is_first else None
+        params, scores = sequence.params, None
+        if sequence.first_token_at is None:
+            sequence.first_token_at, scores = perf_counter(), sequence.scores
         n_top = params.logprobs
         logprobs = None if n_top is None else token_logprobs(row, token_id, n_top)
         output = TokenOutput(sequence.id, token_id, logprobs, scores)
