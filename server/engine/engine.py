@@ -9,8 +9,7 @@ from typing import Literal, Protocol
 from model.config import DecoderConfig
 from server.engine.batch import Chunk, StepBatch
 from server.engine.grammar.constraints import TokenMasks
-from server.engine.kv.blocks import KVBlocks
-from server.engine.kv.rows import KVRows
+from server.engine.kv.store import KVStore
 from server.engine.sampling import Floats, SamplingParams, TokenLogprobs, sample, token_logprobs
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus
@@ -38,7 +37,7 @@ class Runner(Protocol):
     vocab_size: int
 
     @property
-    def kv(self) -> KVRows | KVBlocks:
+    def kv(self) -> KVStore:
         """The KV cache."""
 
     def run(self, batch: StepBatch) -> Floats:

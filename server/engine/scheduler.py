@@ -11,8 +11,7 @@ from bisect import insort
 from time import perf_counter
 
 from server.engine.batch import Chunk, StepBatch
-from server.engine.kv.blocks import KVBlocks
-from server.engine.kv.rows import KVRows
+from server.engine.kv.store import KVStore
 from server.engine.sequence import Sequence, SequenceStatus
 
 _MIN_PREFILL = 2  # tokens of a prompt that run even where the prefix cache has all
@@ -25,7 +24,7 @@ class Scheduler:
     wants logits, as their buffer is bounded.
     """
 
-    def __init__(self, kv: KVRows | KVBlocks, *, chunk_size: int, scoring_chunk_size: int) -> None:
+    def __init__(self, kv: KVStore, *, chunk_size: int, scoring_chunk_size: int) -> None:
         self.kv = kv
         self.chunk_size = chunk_size
         self.scoring_chunk_size = scoring_chunk_size
@@ -134,15 +133,14 @@ class Scheduler:
     def _fill_hole(self) -> None:
         """Move the last row of a mostly empty decode window into a hole: one move a step.
 
-        A hole costs a step next to nothing, and a move as much as a short step. On CUDA a row is
-        only a name.
+        A hole costs a step next to nothing, and a move as much as a short step.
         """
-        is_mostly_holes = self._window.count(None) > len(self._window) // 2
-        if not is_mostly_holes or not isinstance(self.kv, KVRows):
+        movable = self.kv.movable
+        if movable is None or self._window.count(None) <= len(self._window) // 2:
             return
         source, last = len(self._window) - 1, self._window[-1]
         assert last is not None
-        target = self.kv.move(source, last.n_computed)
+        target = movable.move(source, last.n_computed)
         if target is not None:
             self._place(last, target)
             self._clear(source)

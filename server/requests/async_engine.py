@@ -18,7 +18,6 @@ from threading import Thread
 from time import monotonic, perf_counter
 
 from server.engine.engine import Engine, StepStats, TokenOutput
-from server.engine.kv.rows import KVRows
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from server.errors import EngineError
 from server.requests.forecast import Forecast, Snapshot, Work
@@ -228,8 +227,8 @@ class AsyncEngine:
             try:
                 yield self._inbox.get(timeout=_IDLE_SECONDS)
             except Empty:
-                if isinstance(engine.kv, KVRows):
-                    engine.kv.release_idle_memory()
+                if (movable := engine.kv.movable) is not None:
+                    movable.release_idle_memory()
                 yield self._inbox.get()
         while not self._inbox.empty():
             yield self._inbox.get()

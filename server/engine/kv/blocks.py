@@ -26,6 +26,7 @@ class KVBlocks:
 
     min_chunk = 1  # all chunks of a step are one run, whose kernels do not depend on their lengths
     prompt_token_bytes = 0
+    movable = None  # rows are only names, and the memory of all blocks stays allocated
 
     def __init__(
         self,

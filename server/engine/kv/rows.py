@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import mmap
 import sys
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,6 +126,11 @@ class KVRows:
         self.free_rows = set(range(max_num_seqs))
         self._free_prompts = set(range(n_prompt_rows))
         self._prompts: dict[int, tuple[int, int]] = {}  # by row: its row of floats, prompt tokens
+
+    @property
+    def movable(self) -> Self:
+        """These rows: a batch binds those in front, and free ones hold pages."""
+        return self
 
     @property
     def reserved_tokens(self) -> int:
