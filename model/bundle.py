@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
 
-from model.config import ConfigError, DecoderConfig, first_problem
-from model.tokenizer import TokenizerError, load_tokenizer, vocabulary_size
+from model.config import DecoderConfig, first_problem
+from model.tokenizer import load_tokenizer
 
 FORMAT_VERSION = 1
 
@@ -203,17 +204,14 @@ def _read_files(directory: Path, manifest: Manifest) -> ModelBundle:
     read = read_extra_files(directory)
     try:
         config, tokenizer = load_config_and_tokenizer(directory)
-        name = GENERATION_FILE
-        generation = GenerationDefaults.model_validate_json(read.get(name, b"{}"))
-        name = SPECIAL_TOKENS_FILE
-        special_tokens = parse_special_tokens(read.get(name, b"{}"))
-        name = CHAT_TEMPLATE_FILE
-        template = read[name].decode() if name in read else None
-    except (ConfigError, TokenizerError) as error:
-        raise BundleError(f"{error}; export the model again") from None
+        generation = GenerationDefaults.model_validate_json(read.get(GENERATION_FILE, b"{}"))
+        template, special_tokens = parse_template(read)
     except ValueError as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else error
-        raise BundleError(f"{directory / name}: {reason}; export the model again") from None
+        reason: object = error
+        if isinstance(error, ValidationError):
+            reason = f"{GENERATION_FILE}: {first_problem(error)}"
+        remedy = "export the model again"
+        raise BundleError(f"{directory} cannot be loaded: {reason}; {remedy}") from None
     return ModelBundle(directory, config, manifest, tokenizer, generation, template, special_tokens)
 
 
@@ -226,20 +224,25 @@ def read_extra_files(directory: Path) -> dict[str, bytes]:
 def load_config_and_tokenizer(directory: Path) -> tuple[DecoderConfig, Tokenizer]:
     """Read both files. Raises ConfigError, TokenizerError (also for too many ids) and OSError."""
     config = DecoderConfig.load(directory / CONFIG_FILE)
-    tokenizer = load_tokenizer(directory / TOKENIZER_FILE)
-    if (known := vocabulary_size(tokenizer)) > config.vocab_size:
-        raise TokenizerError(
-            f"{directory / TOKENIZER_FILE} has token ids up to {known - 1}, but the model only "
-            f"{config.vocab_size} tokens"
-        )
-    return config, tokenizer
+    return config, load_tokenizer(directory / TOKENIZER_FILE, config.vocab_size)
 
 
-def parse_special_tokens(content: bytes) -> dict[str, str]:
-    """Return texts by name: values, or their "content". Raises ValueError."""
-    values = json.loads(content)
-    if not isinstance(values, dict):
-        raise ValueError("must hold a JSON object")
+def parse_template(files: Mapping[str, bytes]) -> tuple[str | None, dict[str, str]]:
+    """Return the chat template among files, and its special tokens by name. Raises ValueError."""
+    name = CHAT_TEMPLATE_FILE
+    try:
+        template = files[name].decode() if name in files else None
+        name = SPECIAL_TOKENS_FILE
+        values = json.loads(files.get(name, b"{}"))
+        if not isinstance(values, dict):
+            raise ValueError("must hold a JSON object")
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return template, token_texts(values)
+
+
+def token_texts(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of special tokens by name: values, or their "content"."""
     return {
         name: text
         for name, value in values.items()

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, ValidationError
 from pydantic.dataclasses import dataclass
 
+from model.files import read_object
+
 Position = Literal["rotary", "learned", "sinusoidal", "alibi", "relative", "none"]
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "both"]
@@ -217,13 +219,7 @@ class DecoderConfig:
     @classmethod
     def load(cls, path: Path) -> DecoderConfig:
         """Read config.json. Raises ConfigError for bad contents, OSError for an unreadable file."""
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path} must hold a JSON object")
-        return cls(**values)
+        return cls(**read_object(path, ConfigError))
 
     def save(self, path: Path) -> None:
         """Write config.json."""
