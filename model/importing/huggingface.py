@@ -235,8 +235,7 @@ def _plan(
             names = f"{held[name].name!r} and {tensor.name!r}"
             raise UnsupportedError(f"tensors {names} are the same parameter")
         held[name] = tensor
-    embedding = f"{family.modules['embedding'].modules[0]}.weight"
-    head = f"{family.modules['head'].modules[0]}.weight"
+    embedding, head = f"{family.modules['embedding']}.weight", f"{family.modules['head']}.weight"
     if config.tied_embeddings and head in held:  # tied ones are stored under either name or both
         other = held.pop(head)
         one = held.setdefault(embedding, other)
@@ -257,7 +256,7 @@ def _take(
     """Return the plan of a parameter; its tensors are removed from `held`."""
     layer = (_LAYER.search(name) or ("",))[0]
     module, _, kind = _LAYER.sub("*", name).rpartition(".")
-    source = family.modules[module]
+    source = family.source(module)
     tensors = []
     for theirs, expected in zip(source.modules, source.shapes(shape, config), strict=True):
         wanted = f"{theirs.replace('*', layer)}.{kind}"
