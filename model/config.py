@@ -121,9 +121,7 @@ class DecoderConfig:
     feed_forward: an activation, or a gated one (Shazeer 2020); _tanh is GELU's approximation.
     qkv_bias, output_bias, feed_forward_bias: a bias on the linear layers of that name.
     embedding_scale multiplies token embeddings. dropout (of residuals and embeddings) and
-    attention_dropout act in training only.
-
-    The constructor raises ConfigError, which names the first field that is wrong.
+    attention_dropout act in training only. The constructor raises ConfigError.
     """
 
     vocab_size: Size
