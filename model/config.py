@@ -29,8 +29,10 @@ class ConfigError(ValueError):
     """A configuration that no decoder can be built from; its message names the field and value."""
 
 
-def first_problem(error: ValidationError) -> str:
-    """Return the first of pydantic's errors as one line: the field, what it may be, its value."""
+def first_problem(error: ValueError) -> str:
+    """Return an error as one line: pydantic's first field, what it may be, and its value."""
+    if not isinstance(error, ValidationError):
+        return str(error)
     first = error.errors()[0]
     *outer, name = map(str, first["loc"] or [error.title])
     where, path = ".".join(outer) or error.title, ".".join([*outer, name])
