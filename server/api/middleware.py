@@ -61,14 +61,21 @@ def error_responses(app: ASGIApp) -> ASGIApp:
     """Turn what is raised before a response has begun into the response."""
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
         try:
-            await app(scope, receive, send)
+            await app(scope, receive, send_and_note)
         except ClientDisconnect:
             raise
         except Exception as error:
-            if scope["type"] != "http":
+            # Once a response has begun, the server can only cut the connection.
+            if has_begun or scope["type"] != "http":
                 raise
-            # If a response has begun, uvicorn takes no second one and cuts the connection.
             await error_response(scope, error)(scope, receive, send)
 
     return run
