@@ -13,6 +13,12 @@ END_OF_TEXT = "<|endoftext|>"
 # digits, punctuation, spaces.
 _WORDS = r"(?<=\n)[^\S\n]+|\n| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|[^\S\n]+"
 
+# Steps that leave at least as many characters as they get, unless characters are found and removed.
+_KEEPING = {
+    *(None, "NFD", "NFKD", "Lowercase", "Prepend", "ByteLevel", "Metaspace", "Digits"),
+    *("Split", "Punctuation"),
+}
+
 
 class TokenizerError(ValueError):
     """A tokenizer that cannot be trained or loaded."""
@@ -71,6 +77,39 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
 def vocabulary_size(tokenizer: Tokenizer) -> int:
     """Return the largest token id plus one; ids may have gaps, so there may be fewer tokens."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def longest_token(tokenizer: Tokenizer) -> int | None:
+    """Return the number of characters that a token can stand for; None if there is no such number.
+
+    There is none where a part drops characters, or makes one token of any number of them. NFC and
+    NFKC make one character of up to four, which is the longest canonical decomposition.
+    """
+    shrinks, kinds = 1, set()
+    for part in (tokenizer.normalizer, tokenizer.pre_tokenizer):
+        state = {} if part is None else json.loads(part.__getstate__())
+        for step in state.get("normalizers", state.get("pretokenizers", [state])):
+            kind = step.get("type")
+            kinds.add(kind)
+            if kind in ("NFC", "NFKC"):
+                shrinks = 4
+            elif kind == "Replace":
+                found = step["pattern"].get("String")
+                if found is None or len(found) > len(step["content"]):
+                    return None
+            elif kind not in _KEEPING or step.get("behavior") == "Removed":
+                return None
+    vocabulary, model = tokenizer.get_vocab(), tokenizer.model
+    if not isinstance(model, models.BPE):
+        return None
+    if "ByteLevel" in kinds:
+        known = set(pre_tokenizers.ByteLevel.alphabet())
+    else:
+        known = {f"<0x{byte:02X}>" for byte in range(256)} if model.byte_fallback else {""}
+    added = tokenizer.get_added_tokens_decoder().values()
+    if not known <= vocabulary.keys() or any(token.lstrip or token.rstrip for token in added):
+        return None
+    return shrinks * max(map(len, vocabulary))
 
 
 def leading_ids(tokenizer: Tokenizer) -> list[int]:

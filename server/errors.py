@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal, get_args
 
-OverloadLimit = Literal["tokens", "deadline", "key"]
+OverloadLimit = Literal["tokens", "deadline", "key", "texts"]
+
+_LONGEST = 2000  # characters of a message, which may quote what a client sent
 
 
 class KvasirError(Exception):
@@ -29,9 +31,11 @@ class KvasirError(Exception):
     def __init__(
         self, message: str, *, param: str | None = None, retry_after: int | None = None
     ) -> None:
+        if len(message) > _LONGEST:
+            message = f"{message[:_LONGEST]}…"
         super().__init__(message)
         self.message = message
-        self.param = param
+        self.param = None if param is None else param[:_LONGEST]
         self.retry_after = retry_after
         self.reason = self.code or self.type
         self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}

@@ -8,6 +8,7 @@ IGNORED whatever their value, NO_OPS with these values.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
+from functools import cache, partial
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 from fastapi import Request
@@ -31,15 +32,24 @@ from pydantic_core import CoreSchema, from_json
 from starlette.responses import Response
 
 from model.bundle import MinP, RepetitionPenalty, Temperature, TopP
+from server.api.responses import unless_disconnected
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import SamplingParams
 from server.errors import InvalidRequestError, ModelNotFoundError
 from server.requests.builder import RequestOptions
 from server.requests.service import Service
+from server.requests.text_worker import SHORT
 
 T = TypeVar("T")
 
-MAX_STOPS = 16
+# A prompt has at most so many token ids, and tools so many schemas. A body at the limits of all
+# three is parsed in 50 ms; without them the largest body takes half a second.
+MOST_IN_BODY = (
+    ("quotation marks around strings", (b'"',), 2**17),
+    ("commas between values", (b",",), 2**18),
+    ("objects and arrays", (b"{", b"["), 2**14),
+)
+MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 MAX_NAMED_TOKENS = 1024  # in stop_token_ids and logit_bias: each costs time in every shared step
 # Any client may take the first priority: a head start of a minute.
 FIRST_PRIORITY, LAST_PRIORITY = -6, 100
@@ -96,8 +106,9 @@ AddSpecialTokens = Annotated[
 ]
 
 
-_Stop = Annotated[str, Field(min_length=1)]
-_Stops = Annotated[list[_Stop], Field(max_length=MAX_STOPS)]
+Items = Annotated[list[T], Field(fail_fast=True)]  # one error tells enough
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+_Stops = Annotated[list[_Stop], Field(max_length=MAX_STOPS, fail_fast=True)]
 Stops = Annotated[
     _Stops,
     BeforeValidator(
@@ -105,12 +116,24 @@ Stops = Annotated[
         json_schema_input_type=_Stop | _Stops,
     ),
 ]
+
+
+def _check_bias(value: object) -> object:
+    """Count the entries first: pydantic would report each bad one."""
+    if isinstance(value, dict) and len(value) > MAX_NAMED_TOKENS:
+        most = f"at most {MAX_NAMED_TOKENS} may be given"
+        raise ValueError(f"{len(value)} entries are too many: {most}")
+    return value
+
+
 _Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 _TOKEN_IDS = {"propertyNames": {"pattern": "^[0-9]{1,9}$"}}
 LogitBias = Annotated[
-    dict[str, _Bias], Field(max_length=MAX_NAMED_TOKENS, json_schema_extra=_TOKEN_IDS)
+    dict[str, _Bias],
+    Field(max_length=MAX_NAMED_TOKENS, json_schema_extra=_TOKEN_IDS),
+    BeforeValidator(_check_bias, json_schema_input_type=dict[str, _Bias]),
 ]
-TokenIds = Annotated[list[Count], Field(max_length=MAX_NAMED_TOKENS)]
+TokenIds = Annotated[list[Count], Field(max_length=MAX_NAMED_TOKENS, fail_fast=True)]
 
 
 class RequestBody(BaseModel):
@@ -123,9 +146,13 @@ class RequestBody(BaseModel):
     def _drop_ignored_fields(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        unknown = values.keys() - cls.model_fields.keys()
-        ignored = {name for name in unknown if name in IGNORED or _is_no_op(name, values[name])}
-        return {n: value for n, value in values.items() if value is not None and n not in ignored}
+        names = _names(cls)
+        kept = {n: value for n, value in values.items() if n in names and value is not None}
+        for name, value in values.items():
+            if not (name in names or value is None or name in IGNORED or _is_no_op(name, value)):
+                kept[name] = value
+                break  # one error tells enough
+        return kept
 
     @classmethod
     def __get_pydantic_json_schema__(
@@ -144,6 +171,11 @@ class RequestBody(BaseModel):
         schema["properties"] = no_ops | dict.fromkeys(sorted(IGNORED), True) | fields
         schema["additionalProperties"] = null
         return schema
+
+
+@cache
+def _names(kind: type[RequestBody]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
 
 
 class ResponseBody(BaseModel):
@@ -244,6 +276,11 @@ class SamplingFields(RequestBody):
         )
 
 
+def _schema_of(text: str) -> Any:
+    check_amount(text.encode())
+    return from_json(text, allow_inf_nan=False)
+
+
 class TGIJSON(RequestBody):
     """A JSON schema, or its text in a string, as TGI's clients send it."""
 
@@ -251,7 +288,7 @@ class TGIJSON(RequestBody):
     value: Annotated[
         dict[str, Any],
         BeforeValidator(
-            lambda it: from_json(it, allow_inf_nan=False) if isinstance(it, str) else it,
+            lambda it: _schema_of(it) if isinstance(it, str) else it,
             json_schema_input_type=dict[str, Any] | str,
         ),
     ]
@@ -299,30 +336,56 @@ class BodyRoute(APIRoute):
             return super().get_route_handler()
         adapter: TypeAdapter[Any] = TypeAdapter(kind)
 
-        async def handle(request: Request) -> Response:
-            body = parse(adapter, await request.body())
-            check_model(request.app.state.service, getattr(body, "model", None))
+        async def answer(request: Request, raw: bytes) -> Response:
+            service: Service = request.app.state.service
+            body = await service.text_worker.call(len(raw), partial(parse, adapter, raw))
+            check_model(service, getattr(body, "model", None))
             response: Response = await self.endpoint(request, body)
             return response
 
+        async def handle(request: Request) -> Response:
+            raw = await request.body()
+            work = answer(request, raw)
+            return await (work if len(raw) <= SHORT else unless_disconnected(request.receive, work))
+
         return handle
+
+
+def check_amount(raw: bytes) -> None:
+    """Raise InvalidRequestError for a JSON text that would take too long to parse."""
+    if not _excess(raw, *MOST_IN_BODY):
+        return
+    # Count again outside strings. Without escapes, every quotation mark begins or ends a string.
+    marks = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    excess = _excess(marks, MOST_IN_BODY[0])
+    excess = excess or _excess(b"".join(marks.split(b'"')[::2]), *MOST_IN_BODY[1:])
+    if excess:
+        raise InvalidRequestError(f"the body has {excess}; send less at once")
+
+
+def _excess(text: bytes, *limits: tuple[str, tuple[bytes, ...], int]) -> str | None:
+    """Return in words the first of the limits that a text exceeds."""
+    counts = ((sum(map(text.count, marks)), name, most) for name, marks, most in limits)
+    return next((f"{n} {name}, more than {most}" for n, name, most in counts if n > most), None)
 
 
 def parse(adapter: TypeAdapter[T], raw: bytes) -> T:
     """Return a body from its JSON. Raises InvalidRequestError naming the first wrong field."""
     try:
-        return adapter.validate_json(raw)
+        check_amount(raw)
+        value = from_json(raw)
+    except ValueError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    try:
+        return adapter.validate_python(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "json_invalid":
-        reason = message.removeprefix("Invalid JSON: ")
-        raise InvalidRequestError(f"the body is not valid JSON: {reason}")
     if first["type"] == "too_long":  # pydantic counts the entries of a list only
         n_entries, limit = len(first["input"]), first["ctx"]["max_length"]
         message = f"{n_entries} entries are too many: at most {limit} may be given"
     is_missing = first["type"] == "missing"
-    place = ".".join(map(str, _path(first["loc"], from_json(raw), is_missing=is_missing)))
+    place = ".".join(map(str, _path(first["loc"], value, is_missing=is_missing)))
     if first["type"] == "extra_forbidden":
         message = f"the field {place!r} is unknown or not supported; leave it out"
     elif place:

@@ -15,7 +15,8 @@ from server.api import schemas
 from server.api.openai.chat import render
 from server.api.openai.chat_schemas import Conversation
 from server.api.responses import BODY_ERRORS, json_response, service_of
-from server.requests.builder import in_thread_if_long
+from server.errors import ContextLengthError
+from server.requests.service import Service
 
 router = APIRouter(route_class=schemas.BodyRoute)
 
@@ -63,7 +64,9 @@ class DetokenizeBody(schemas.RequestBody):
     """The body of POST /detokenize."""
 
     model: schemas.ModelName = None
-    tokens: list[schemas.Count] = Field(description="Token ids; special tokens are written out.")
+    tokens: schemas.Items[schemas.Count] = Field(
+        description="Token ids; special tokens are written out."
+    )
 
 
 class Tokens(schemas.ResponseBody):
@@ -105,11 +108,14 @@ async def tokenize(request: Request, body: AnyTokenizeBody) -> Response:
         text = body.prompt if isinstance(body, TokenizeBody) else body.inputs
 
     def work() -> bytes:
+        service.builder.check_text(text, "prompt")
         # Only the batch method releases the interpreter's lock.
         encoding: Encoding
         (encoding,) = service.bundle.tokenizer.encode_batch(
             [text], add_special_tokens=body.add_special_tokens
         )
+        if len(encoding) > service.builder.most_tokens:
+            raise _too_many_tokens(len(encoding), service, "prompt")
         ids, offsets = encoding.ids, encoding.offsets
         if isinstance(body, TokenizeInputsBody):
             return to_json(
@@ -129,15 +135,22 @@ async def tokenize(request: Request, body: AnyTokenizeBody) -> Response:
             }
         )
 
-    return json_response(await in_thread_if_long(len(text), work))
+    return json_response(await service.text_worker.call(len(text), work))
 
 
 @router.post("/detokenize", response_model=Detokenized, responses=BODY_ERRORS)
 async def detokenize(request: Request, body: DetokenizeBody) -> Response:
     """Turn tokens into text."""
     service = service_of(request)
+    if len(body.tokens) > service.builder.most_tokens:
+        raise _too_many_tokens(len(body.tokens), service, "tokens")
     service.builder.check_token_ids(body.tokens, "tokens")
     tokenizer = service.bundle.tokenizer
     decode = partial(tokenizer.decode_batch, [body.tokens], skip_special_tokens=False)
-    (text,) = await in_thread_if_long(len(body.tokens), decode)
+    (text,) = await service.text_worker.call(len(body.tokens), decode)
     return json_response(to_json({"prompt": text}))
+
+
+def _too_many_tokens(n: int, service: Service, param: str) -> ContextLengthError:
+    message = f"{param}: {n} tokens are too many: at most {service.builder.most_tokens} at once"
+    return ContextLengthError(message, param=param)

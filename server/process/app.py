@@ -64,6 +64,7 @@ def create_app(
         loading.cancel()
         await service.engine.stop()
         service.grammars.close()
+        service.text_worker.shutdown(wait=False, cancel_futures=True)
         if provider is not None:  # a daemon: an exporter tries long to reach a missing collector
             flushing = Thread(target=provider.shutdown, name="last spans", daemon=True)
             flushing.start()

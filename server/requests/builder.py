@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import secrets
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TypeVar
+from functools import cached_property, partial
 
 from tokenizers import Encoding
 
 from model.bundle import ModelBundle
+from model.tokenizer import longest_token
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import SamplingParams
 from server.errors import ContextLengthError, InvalidRequestError
 from server.requests.admission import Admission
 from server.requests.async_engine import AsyncEngine
 from server.requests.completion import CompletionRequest, Prompt, RequestState
+from server.requests.text_worker import SHORT, TextWorker
 from server.settings import Settings
 
-T = TypeVar("T")
-
-_SHORT = 4096  # characters or tokens that are handled on the event loop
+MOST_BYTES, MOST_BYTES_PER_TOKEN = 2**18, 16  # of a text that is tokenised
+MOST_TOKENS = 2**17  # of a list, if the model takes no more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +51,7 @@ class RequestOptions:
     field_prefix: str = ""  # of the sampling fields, in errors
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RequestBuilder:
     """A builder of requests for one model."""
 
@@ -60,6 +59,7 @@ class RequestBuilder:
     bundle: ModelBundle
     engine: AsyncEngine
     admission: Admission
+    text_worker: TextWorker
 
     @property
     def max_model_len(self) -> int:
@@ -126,17 +126,27 @@ class RequestBuilder:
     ) -> list[Prompt]:
         """Return a prompt for each text or list of token ids; the options are RequestOptions'.
 
-        Raises ContextLengthError or InvalidRequestError.
+        Raises ContextLengthError, InvalidRequestError or OverloadedError.
         """
+        work = partial(self._tokenize, sources, keep_last, add_special_tokens, with_offsets)
+        return await self.text_worker.call(sum(map(len, sources)), work)
+
+    def _tokenize(
+        self,
+        sources: Sequence[str | list[int]],
+        keep_last: int | None,
+        add_special_tokens: bool,
+        with_offsets: bool,
+    ) -> list[Prompt]:
         tokenizer = self.bundle.tokenizer
         texts = [source for source in sources if isinstance(source, str)]
-        if sum(map(len, texts)) <= _SHORT:
+        for one in texts:
+            self.check_text(one, "prompt", is_whole=keep_last is None)
+        if sum(map(len, texts)) <= SHORT:
             encodings = [tokenizer.encode(t, add_special_tokens=add_special_tokens) for t in texts]
         else:  # only the batch methods, even for one text, release the interpreter's lock
             encode = tokenizer.encode_batch if with_offsets else tokenizer.encode_batch_fast
-            encodings = await asyncio.to_thread(
-                encode, texts, add_special_tokens=add_special_tokens
-            )
+            encodings = encode(texts, add_special_tokens=add_special_tokens)
         encoded = iter(encodings)
         prompts = []
         for source in sources:
@@ -161,18 +171,48 @@ class RequestBuilder:
             prompts.append(Prompt(ids, text, offsets))
         return prompts
 
-    def check_token_ids(self, token_ids: Iterable[int], param: str) -> None:
-        """Raise InvalidRequestError for an id that is not in the vocabulary."""
-        size = self.bundle.config.vocab_size
-        if unknown := next((i for i in token_ids if not 0 <= i < size), None):
-            raise InvalidRequestError(
-                f"{param}: token id {unknown} is not in the vocabulary of {size}", param=param
+    def check_text(self, text: str, param: str, *, is_whole: bool = False) -> None:
+        """Raise ContextLengthError, before a text is tokenised, if it is too long for that.
+
+        is_whole: all its tokens are for the model, so it must have few enough of them.
+        """
+        if len(text) <= SHORT:  # cheap, and the error has the number of tokens
+            return
+        n_bytes, most = (
+            len(text.encode()),
+            max(MOST_BYTES, MOST_BYTES_PER_TOKEN * self.max_model_len),
+        )
+        if n_bytes > most:
+            raise ContextLengthError(
+                f"{param}: the text has {n_bytes} bytes, but at most {most} are tokenised; "
+                "shorten it",
+                param=param,
+            )
+        longest = self._longest_token if is_whole else None
+        if longest is not None and len(text) > longest * self.max_model_len:
+            raise ContextLengthError(
+                f"the model takes at most {self.max_model_len} tokens, but the prompt has "
+                f"{len(text)} characters, of which a token holds {longest} at most; shorten it",
+                param=param,
             )
 
+    @cached_property
+    def _longest_token(self) -> int | None:
+        return longest_token(self.bundle.tokenizer)
 
-async def in_thread_if_long(size: int, work: Callable[[], T]) -> T:
-    """Return the result of work on `size` characters or tokens, in a thread if they are many."""
-    return work() if size <= _SHORT else await asyncio.to_thread(work)
+    @property
+    def most_tokens(self) -> int:
+        """The maximum number of tokens that /tokenize returns and /detokenize takes."""
+        return max(MOST_TOKENS, self.max_model_len)
+
+    def check_token_ids(self, token_ids: Collection[int], param: str) -> None:
+        """Raise InvalidRequestError for an id that is not in the vocabulary."""
+        size = self.bundle.config.vocab_size
+        for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= token_id < size:
+                raise InvalidRequestError(
+                    f"{param}: token id {token_id} is not in the vocabulary of {size}", param=param
+                )
 
 
 def _starts(encoding: Encoding) -> list[int]:

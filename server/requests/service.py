@@ -21,6 +21,7 @@ from server.requests.async_engine import AsyncEngine
 from server.requests.builder import RequestBuilder
 from server.requests.completion import Completion, CompletionRequest, make_choices
 from server.requests.grammars import Grammars
+from server.requests.text_worker import TextWorker
 from server.settings import Settings
 from server.telemetry.start_clock import StartClock
 from server.text.chat_format import ChatFormat
@@ -53,7 +54,10 @@ class Service:
             max_queue=settings.queue_limit,
             max_queue_tokens=settings.queue_tokens_limit,
         )
-        self.builder = RequestBuilder(settings, bundle, self.engine, self.admission)
+        self.text_worker = TextWorker()
+        self.builder = RequestBuilder(
+            settings, bundle, self.engine, self.admission, self.text_worker
+        )
         self.metrics.info("build", "The software.", {"version": version("kvasir-lm")})
         self.metrics.info("model", "The model.", self.describe_model())
 

@@ -13,6 +13,7 @@ from tests.faults.damage import damaged_models
 from tests.faults.disconnects import disconnects
 from tests.faults.ends import kills, terminations
 from tests.faults.full_disk import full_disk
+from tests.faults.large_bodies import large_bodies
 from tests.faults.malformed import malformed_bodies
 from tests.faults.overload import overload
 from tests.faults.raw_http import malformed_http
@@ -31,6 +32,7 @@ FAULTS = {
     full_disk: (50, 1),
     damaged_models: (100, 2),
     malformed_bodies: (20_000, 800),
+    large_bodies: (1000, 16),
     malformed_http: (5000, 100),
 }
 

@@ -88,10 +88,10 @@ Make = Callable[[random.Random, dict[str, Any]], bytes]
 
 def wrong_types(valid: dict[str, Any], names: set[str]) -> Iterator[bytes]:
     """Yield a valid body with each hostile value in each place and in each named field."""
-    for place in [*_places(valid), *((name,) for name in sorted(names - valid.keys()))]:
+    for place in [*places(valid), *((name,) for name in sorted(names - valid.keys()))]:
         for value in _VALUES:
-            yield json.dumps(_put(valid, place, value)).encode()
-        encoded = json.dumps(_put(valid, place, _HERE)).encode()
+            yield json.dumps(put(valid, place, value)).encode()
+        encoded = json.dumps(put(valid, place, _HERE)).encode()
         for raw in _RAW:
             yield encoded.replace(json.dumps(_HERE).encode(), raw)
 
@@ -129,8 +129,8 @@ def _damaged(chance: random.Random, valid: dict[str, Any]) -> bytes:
 def _several(chance: random.Random, valid: dict[str, Any]) -> bytes:
     """Put hostile values in a few places of a valid body."""
     body: Any = valid
-    for place in chance.sample(_places(valid), min(3, len(_places(valid)))):
-        body = _put(body, place, chance.choice(_VALUES))
+    for place in chance.sample(places(valid), min(3, len(places(valid)))):
+        body = put(body, place, chance.choice(_VALUES))
     return json.dumps(body).encode()
 
 
@@ -139,10 +139,10 @@ def _grown(chance: random.Random, valid: dict[str, Any]) -> bytes:
     million = 10**6
     entries = {str(i): i for i in range(million // 16)}
     value = chance.choice(("x" * million, "\ud800" * (million // 6), [1] * (million // 3), entries))
-    return json.dumps(_put(valid, chance.choice(_places(valid)), value)).encode()
+    return json.dumps(put(valid, chance.choice(places(valid)), value)).encode()
 
 
-def _places(value: Any) -> list[tuple[str | int, ...]]:
+def places(value: Any) -> list[tuple[str | int, ...]]:
     """Return the paths of everything inside."""
     if not isinstance(value, dict | list):
         return []
@@ -150,17 +150,17 @@ def _places(value: Any) -> list[tuple[str | int, ...]]:
     return [
         path
         for key, inner in items
-        for path in [(key,), *((key, *deeper) for deeper in _places(inner))]
+        for path in [(key,), *((key, *deeper) for deeper in places(inner))]
     ]
 
 
-def _put(body: Any, place: tuple[str | int, ...], value: Any) -> Any:
+def put(body: Any, place: tuple[str | int, ...], value: Any) -> Any:
     """Return a copy with a value in a place, or an equal copy if the place no longer exists."""
     if not place:
         return value
     first, rest = place[0], place[1:]
     if isinstance(body, dict):
-        return {**body, first: _put(body.get(first), rest, value)}
+        return {**body, first: put(body.get(first), rest, value)}
     if isinstance(body, list) and isinstance(first, int) and first < len(body):
-        return [*body[:first], _put(body[first], rest, value), *body[first + 1 :]]
+        return [*body[:first], put(body[first], rest, value), *body[first + 1 :]]
     return body

@@ -123,10 +123,29 @@ async def test_token_ids_are_cut_before_they_are_read() -> None:
 
 async def test_a_text_that_cannot_fit_is_refused_with_both_numbers() -> None:
     service, _ = watched_service(max_model_len=64)
-    text = "json\n" * 2000
+    text = "json\n" * 800
     n = len(tokenizer.encode(text).ids)
     with pytest.raises(ContextLengthError, match=f"at most 64 tokens, but the prompt has {n}"):
         await service.builder.tokenize([text])
+
+
+async def test_a_text_of_too_many_characters_is_refused_before_it_is_tokenised() -> None:
+    service, watched = watched_service(max_model_len=64)
+    with pytest.raises(ContextLengthError, match="the prompt has 10000 characters, of which a"):
+        await service.builder.tokenize(["json\n" * 2000])
+    assert watched.calls == []
+
+
+async def test_a_long_text_is_cut_to_its_last_tokens_up_to_a_limit() -> None:
+    service, watched = watched_service(max_model_len=64)
+    text = "json\n" * 2000
+    (prompt,) = await service.builder.tokenize([text], keep_last=5)
+    assert prompt.ids == tokenizer.encode(text).ids[-5:]
+    watched.calls.clear()
+    for kept in (5, None):
+        with pytest.raises(ContextLengthError, match="the text has 262145 bytes, but at most 262144"):
+            await service.builder.tokenize(["\u00e9" * 131072 + "a"], keep_last=kept)
+    assert watched.calls == []
 
 
 @pytest.mark.parametrize("is_waiting", [True, False])

@@ -17,7 +17,6 @@ from server.api.responses import finite, respond, service_of, state_of, streamed
 from server.api.schemas import BodyRoute
 from server.engine.sequence import FinishReason
 from server.errors import ContextLengthError, InvalidRequestError
-from server.requests.builder import in_thread_if_long
 from server.requests.completion import Delta
 from server.requests.service import Service
 from server.text.chat_format import ChatFormat
@@ -32,7 +31,8 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     """Answer in a conversation, as OpenAI does."""
     service, state = service_of(request), state_of(request.scope)
     chat, text = await render(request, body)
-    tools = ToolUse.of(body, chat, service)
+    size = len(await request.body())
+    tools = await service.text_worker.call(size, lambda: ToolUse.of(body, chat, service))
     options = body.options(
         [text],
         service.bundle.generation,
@@ -52,7 +52,8 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
 
 async def render(request: Request, conversation: Conversation) -> tuple[ChatFormat, str]:
     """Return the model's chat format, and the text that it makes. Raises InvalidRequestError."""
-    size, chat = len(await request.body()), service_of(request).chat
+    size, service = len(await request.body()), service_of(request)
+    chat = service.chat
     if chat is None:
         raise InvalidRequestError(
             "this model has no chat template: export a checkpoint with chat_template.jinja, "
@@ -72,7 +73,7 @@ async def render(request: Request, conversation: Conversation) -> tuple[ChatForm
         )
 
     try:
-        return chat, await in_thread_if_long(size, work)
+        return chat, await service.text_worker.call(size, work)
     except ChatTemplateError as error:
         raise InvalidRequestError(f"messages: {error}", param="messages") from None
 

@@ -10,7 +10,7 @@ from pydantic import ValidatorFunctionWrapHandler as Validate
 from pydantic_core import from_json
 
 from server.api.openai.schemas import OpenAIBody
-from server.api.schemas import AddSpecialTokens, RequestBody
+from server.api.schemas import AddSpecialTokens, Items, RequestBody, check_amount
 from server.engine.sampling import MAX_LOGPROBS
 from server.errors import InvalidRequestError
 
@@ -70,9 +70,9 @@ class Message(RequestBody):
     """A message. `reasoning_content`, under any of its names, is for templates that show it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[TextPart] | str | None, BeforeValidator(_check_content)] = None
+    content: Annotated[Items[TextPart] | str | None, BeforeValidator(_check_content)] = None
     name: str | None = None
-    tool_calls: list[PastCall] | None = None
+    tool_calls: Items[PastCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -162,8 +162,8 @@ def _check_tool_choice(value: object) -> object:
 class Conversation(RequestBody):
     """The variables of the model's chat template."""
 
-    messages: list[Message] = Field(min_length=1, description="The conversation.")
-    tools: list[Tool] = Field(
+    messages: Items[Message] = Field(min_length=1, description="The conversation.")
+    tools: Items[Tool] = Field(
         default_factory=list, description="Functions to call, given to the template as written."
     )
     chat_template_kwargs: dict[str, Any] = Field(
@@ -180,6 +180,8 @@ class Conversation(RequestBody):
 
     @model_validator(mode="after")
     def _check_template_options(self) -> Self:
+        calls = (call for message in self.messages for call in message.tool_calls or ())
+        check_amount(",".join(call.function.arguments for call in calls).encode())
         if self.add_generation_prompt and self.continue_final_message:
             raise InvalidRequestError(
                 "add_generation_prompt and continue_final_message exclude each other; "

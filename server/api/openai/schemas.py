@@ -159,7 +159,8 @@ class CompletionsBody(OpenAIBody):
     """The body of POST /v1/completions."""
 
     prompt: Annotated[
-        list[str] | list[list[int]], WrapValidator(_as_prompts, json_schema_input_type=_Prompts)
+        schemas.Items[str] | schemas.Items[schemas.Items[int]],
+        WrapValidator(_as_prompts, json_schema_input_type=_Prompts),
     ] = Field(description="Text, token ids, or a list of either.")
     logprobs: int | None = Field(
         None,

@@ -1,0 +1,45 @@
+"""Work on long texts, off the event loop: parse, render, tokenise, decode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from server.errors import OverloadedError
+
+T = TypeVar("T")
+
+SHORT = 4096  # characters or tokens that are handled on the event loop
+MOST_WAITING = 2**23  # characters: two bodies of the largest size, a few seconds of work
+THREADS = 2  # so that a long text does not stop a shorter one
+
+
+class TextWorker(ThreadPoolExecutor):
+    """Threads with a queue that is bounded by the size of the texts in it."""
+
+    def __init__(self) -> None:
+        super().__init__(THREADS, "texts")
+        self._n_inside = 0
+
+    async def call(self, size: int, work: Callable[[], T]) -> T:
+        """Return the result of work on `size` characters or tokens, in a thread if they are many.
+
+        Work whose caller is cancelled before its turn is left out. Raises OverloadedError if too
+        many characters wait; a text that is alone may have any number.
+        """
+        if size <= SHORT:
+            return work()
+        if self._n_inside and self._n_inside + size > MOST_WAITING:
+            raise OverloadedError(
+                f"texts of {self._n_inside} characters are waiting to be read; with the {size} of "
+                f"this one they would exceed {MOST_WAITING}; try again",
+                retry_after=1,
+                limit="texts",
+            )
+        self._n_inside += size
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self, work)
+        finally:
+            self._n_inside -= size

@@ -1,0 +1,169 @@
+"""Bodies of the largest size and of every shape: none holds the event loop, or takes much memory."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import json
+import random
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from time import process_time, thread_time
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.types import Message
+
+from server.api.schemas import MOST_IN_BODY
+from tests.fake_runner import FakeRunner
+from tests.faults.bodies import VALID, places, put
+from tests.faults.report import Report, errors_logged
+from tests.serving import VOCAB_SIZE, serving
+
+SIZE = 4 * 2**20  # the usual limit
+_HERE = json.dumps("\u2620here").encode()
+# The goal is 0.05 and 10; a run of this process on a busy machine, and in pages of 4 KB, varies.
+_MOST_SECONDS, _MOST_TIMES = 0.25, 12.0
+_CALL = b'{"function":{"name":"f","arguments":"{}"}}'
+_TOOL = b'{"type":"function","function":{"name":"f"}}'
+
+# Repeated in an array.
+_ITEMS = {
+    "numbers": b"1",
+    "long numbers": b"1" * 4300,
+    "floats": b"1.2345678901234567",
+    "strings": b'"ab"',
+    "arrays": b"[]",
+    "objects": b"{}",
+    "arrays of numbers": b"[1]",
+    "deep arrays": b"[" * 100 + b"]" * 100,
+    "messages": b'{"role":"user","content":"a"}',
+    "parts": b'{"type":"text","text":"a"}',
+    "calls": _CALL,
+    "tools": _TOOL,
+}
+Place = tuple[str | int, ...]
+Case = tuple[str, Place, str]
+_WORST: tuple[Case, ...] = (  # a place and what fills it
+    ("/v1/chat/completions", ("messages",), "numbers"),
+    ("/v1/chat/completions", ("messages",), "messages"),
+    ("/v1/chat/completions", ("messages", 1, "content"), "parts"),
+    ("/v1/chat/completions", ("messages", 2, "tool_calls"), "calls"),
+    ("/v1/chat/completions", ("tools",), "numbers"),
+    ("/v1/chat/completions", ("tools", 0, "function", "parameters"), "keys"),
+    ("/v1/completions", ("prompt",), "arrays of numbers"),
+    ("/v1/completions", ("prompt",), "numbers"),
+    ("/v1/completions", ("prompt",), "arrays"),
+    ("/v1/completions", ("logit_bias",), "keys"),
+    ("/v1/completions", ("unknown",), "text of commas"),
+    ("/v1/completions", (), "keys"),
+    ("/explain", ("layers",), "strings"),
+    ("/detokenize", ("tokens",), "strings"),
+    ("/detokenize", ("tokens",), "numbers"),
+    ("/tokenize", ("prompt",), "text"),
+)
+
+
+def large_bodies(n: int, seed: int = 0) -> Report:
+    """Send n bodies: the worst ones first, then any shape in any place.
+
+    Of each there are two: one of the largest size, and the largest that is parsed.
+    """
+    report = Report("large bodies")
+    with errors_logged() as errors:
+        asyncio.run(_send_all(n, seed, report))
+    report.lost += errors
+    return report
+
+
+async def _send_all(n: int, seed: int, report: Report) -> None:
+    chance = random.Random(seed)
+    cases = ((*case, fits) for case in _cases(chance) for fits in (False, True))
+    highest = [0.0, 0.0]
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=400)) as served:
+        for case in islice(cases, n):
+            path, body = case[0], _body(*case)
+            status, seconds, times = await measured(served.app, path, body)
+            report.tried += 1
+            shown = (
+                f"{case}: status {status}, {seconds:.3f} s of the loop, {times:.1f} times its size"
+            )
+            good = status in (200, 400, 404, 429)
+            report.check(good and seconds < _MOST_SECONDS and times < _MOST_TIMES, shown)
+            highest = [max(highest[0], seconds), max(highest[1], times)]
+    report.note = (
+        f"at most {highest[0] * 1000:.0f} ms of the event loop, and {highest[1]:.1f} times the "
+        "size of a body"
+    )
+
+
+async def measured(app: FastAPI, path: str, body: bytes) -> tuple[int, float, float]:
+    """Post a body; return the status, the loop's CPU seconds, and the peak memory by its size."""
+    sent: list[Message] = []
+    received = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Any:
+        return received.pop() if received else await asyncio.Event().wait()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+    }
+    scope |= {"headers": [], "query_string": b"", "root_path": "", "http_version": "1.1"}
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # so that memory is not taken from what others left
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before, started = _memory("VmRSS"), thread_time()
+    await app(scope | {"server": ("test", 80), "client": ("test", 1)}, receive, send)
+    seconds, grown = thread_time() - started, _memory("VmHWM") - before
+    return sent[0]["status"], seconds, max(0, grown) / SIZE
+
+
+def _memory(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def _cases(chance: random.Random) -> Iterator[Case]:
+    yield from _WORST
+    shapes = [*_ITEMS, *_whole(0)]
+    while True:
+        path = chance.choice(list(VALID))
+        place = chance.choice([(), ("unknown",), *places(VALID[path])])
+        yield path, place, chance.choice(shapes)
+
+
+def _body(path: str, place: Place, shape: str, fits: bool) -> bytes:
+    outside = json.dumps(put(VALID[path], place, json.loads(_HERE))).encode()
+    room = SIZE - len(outside)
+    if shape == "keys" and fits:
+        room = min(room, 13 * MOST_IN_BODY[0][2] // 2 - 1000)
+    if shape not in _ITEMS:
+        return outside.replace(_HERE, _whole(room)[shape])
+    item = _ITEMS[shape] + b","
+    n = (room - 2) // len(item)
+    for _, marks, most in MOST_IN_BODY if fits else ():
+        in_item, in_rest = (sum(map(text.count, marks)) for text in (item, outside))
+        n = min(n, (most - in_rest - 1) // in_item) if in_item else n
+    return outside.replace(_HERE, b"[" + (item * n)[:-1] + b"]")
+
+
+def _whole(room: int) -> dict[str, bytes]:
+    """Return values of this length that do not repeat an item."""
+    keys = (b'"k%d":1' % i for i in range(room // 13))
+    strings = {
+        "text": b"a", "text of commas": b",", "text of quotes": rb"\"", "escapes": rb"\u00e9",
+        "text of lines": rb"\n", "wide text": "\U0001f600".encode(), "text of arrays": b"[],",
+    }  # fmt: skip
+    return {
+        "keys": b"{" + b",".join(keys) + b"}",
+        "opened arrays": b"[" * room,
+        "digits": b"1" * room,
+    } | {name: b'"' + part * ((room - 2) // len(part)) + b'"' for name, part in strings.items()}

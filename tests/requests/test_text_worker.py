@@ -1,0 +1,64 @@
+"""Long texts wait in a queue of bounded size, and those of clients that have left are skipped."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from server.errors import OverloadedError
+from server.requests.text_worker import MOST_WAITING, THREADS, TextWorker
+from tests.fake_runner import TIMEOUT
+
+LONG = 2**20
+
+
+@contextmanager
+def busy_worker() -> Iterator[tuple[TextWorker, threading.Event]]:
+    worker, go = TextWorker(), threading.Event()
+    try:
+        for _ in range(THREADS):
+            worker.submit(go.wait, TIMEOUT)
+        yield worker, go
+    finally:
+        go.set()
+        worker.shutdown()
+
+
+async def test_too_many_characters_are_refused_and_later_taken() -> None:
+    with busy_worker() as (worker, go):
+        waiting = [
+            asyncio.ensure_future(worker.call(LONG, lambda i=i: i)) for i in range(MOST_WAITING // LONG)
+        ]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match=f"{MOST_WAITING} characters are waiting") as caught:
+            await worker.call(LONG, list)
+        assert (caught.value.reason, caught.value.retry_after) == ("overloaded_texts", 1)
+        assert await worker.call(10, lambda: "short") == "short"
+        go.set()
+        assert await asyncio.gather(*waiting) == list(range(len(waiting)))
+        assert await worker.call(LONG, lambda: "later") == "later"
+
+
+async def test_a_lone_text_may_have_any_size() -> None:
+    with busy_worker() as (worker, go):
+        go.set()
+        assert await worker.call(2 * MOST_WAITING, lambda: "read") == "read"
+
+
+async def test_work_of_a_cancelled_caller_is_skipped_and_its_place_is_free() -> None:
+    with busy_worker() as (worker, go):
+        done: list[int] = []
+        left = asyncio.ensure_future(worker.call(MOST_WAITING, lambda: done.append(1)))
+        await asyncio.sleep(0)
+        left.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await left
+        other = asyncio.ensure_future(worker.call(MOST_WAITING, lambda: done.append(2)))
+        await asyncio.sleep(0)
+        go.set()
+        await other
+        assert done == [2]
