@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -179,7 +180,10 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
             "decoder_input_details is not available on a stream; use /generate", param="parameters"
         )
     service = responses.service_of(request)
-    grammar = parameters.grammar
+    grammar, form = None, parameters.grammar
+    if form is not None:
+        work = partial(schemas.tgi_grammar, form, "parameters.grammar")
+        grammar = await service.text_worker.call(len(await request.body()), work)
     changes = {} if parameters.samples else {"temperature": 0.0}
     options = parameters.model_copy(update=changes).request_options(
         [body.inputs],
@@ -187,7 +191,7 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
         prompt_logprobs=0 if parameters.decoder_input_details else None,
         max_tokens=parameters.max_new_tokens,
         default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
-        grammar=None if grammar is None else schemas.tgi_grammar(grammar, "parameters.grammar"),
+        grammar=grammar,
         keep_last=parameters.truncate,
         field_prefix="parameters.",
     )

@@ -22,7 +22,7 @@ from server.requests.completion import CompletionRequest, Prompt, RequestState
 from server.requests.text_worker import SHORT, TextWorker
 from server.settings import Settings
 
-MOST_BYTES, MOST_BYTES_PER_TOKEN = 2**18, 16  # of a text that is tokenised
+MOST_BYTES, MOST_BYTES_PER_TOKEN = 2**18, 8  # of a text that is tokenised
 MOST_TOKENS = 2**17  # of a list, if the model takes no more
 
 

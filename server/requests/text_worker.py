@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from server.errors import OverloadedError
+from server.errors import KvasirError, OverloadedError
 
 T = TypeVar("T")
 
+_C = ctypes.CDLL(None) if sys.platform == "linux" else None
+
 SHORT = 4096  # characters or tokens that are handled on the event loop
 MOST_WAITING = 2**23  # characters: two bodies of the largest size, a few seconds of work
+_LARGE = 2**16  # characters, after which glibc would keep much of the memory that they took
 THREADS = 2  # so that a long text does not stop a shorter one
 
 
@@ -38,8 +43,19 @@ class TextWorker(ThreadPoolExecutor):
                 retry_after=1,
                 limit="texts",
             )
+
+        def run() -> T:
+            try:
+                return work()
+            except KvasirError as error:
+                # A traceback keeps what the work has made, which the event loop would have to free.
+                raise error.with_traceback(None) from None
+            finally:
+                if size > _LARGE and (trim := getattr(_C, "malloc_trim", None)):
+                    trim(0)
+
         self._n_inside += size
         try:
-            return await asyncio.get_running_loop().run_in_executor(self, work)
+            return await asyncio.get_running_loop().run_in_executor(self, run)
         finally:
             self._n_inside -= size

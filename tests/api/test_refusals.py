@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from server.api import schemas
+from server.errors import InvalidRequestError
 from tests.fake_runner import FakeRunner
 from tests.serving import VOCAB_SIZE, serving
 
@@ -232,3 +237,55 @@ async def test_a_body_that_makes_no_sense_is_a_400() -> None:
             response = await served.client.post("/v1/completions", content=raw)
             assert response.status_code == 400, raw[:99]
             assert response.json()["error"]["message"]
+
+
+def counts(value: Any) -> tuple[int, int, int]:
+    """Return the numbers of quotation marks, commas, and objects and arrays of a value."""
+    if isinstance(value, str):
+        return 2, 0, 0
+    if not isinstance(value, dict | list):
+        return 0, 0, 0
+    items = [*value, *value.values()] if isinstance(value, dict) else value
+    sums = [sum(column) for column in zip((0, 0, 0), *map(counts, items), strict=True)]
+    return sums[0], sums[1] + max(0, len(value) - 1), sums[2] + 1
+
+
+MARKED = st.text(st.sampled_from('"\\\\,[{}]: a\n\u2603'), max_size=9)
+JSON_VALUES: st.SearchStrategy[Any] = st.recursive(
+    st.integers() | MARKED, lambda inner: st.lists(inner) | st.dictionaries(MARKED, inner)
+)
+
+
+@given(JSON_VALUES, st.integers(0, 2), st.integers(-1, 1), st.booleans())
+def test_what_a_body_holds_is_counted_outside_strings(
+    value: Any, which: int, change: int, is_ascii: bool
+) -> None:
+    name, marks, _ = schemas.MOST_IN_BODY[which]
+    count = counts(value)[which]
+    limits = [(other, its_marks, 10**9) for other, its_marks, _ in schemas.MOST_IN_BODY]
+    limits[which] = (name, marks, count + change)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schemas, "MOST_IN_BODY", tuple(limits))
+        raw = json.dumps(value, ensure_ascii=is_ascii).encode()
+        if change >= 0:
+            schemas.check_amount(raw)
+        else:
+            with pytest.raises(
+                InvalidRequestError, match=f"{count} {name}, more than {count - 1};"
+            ):
+                schemas.check_amount(raw)
+
+
+async def test_a_message_quotes_little_of_a_body() -> None:
+    async with serving() as served:
+        for body in ({"prompt": "a", "x" * 50_000: 1}, {"prompt": "a", "model": "y" * 50_000}):
+            response = await served.client.post("/v1/completions", json=body)
+            assert response.status_code in (400, 404)
+            assert len(response.content) < 5000
+
+
+async def test_prompts_of_many_token_ids_are_parsed() -> None:
+    ids = [65] * 131_072
+    async with serving(FakeRunner(VOCAB_SIZE)) as served:
+        response = await served.client.post("/v1/completions", json={"prompt": ids})
+    assert "the prompt has 131072" in response.json()["error"]["message"]

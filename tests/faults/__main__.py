@@ -8,6 +8,7 @@ from time import perf_counter
 
 from typer import echo
 
+from tests.faults.abandoned_texts import abandoned_texts
 from tests.faults.clock_jumps import clock_jumps
 from tests.faults.damage import damaged_models
 from tests.faults.disconnects import disconnects
@@ -33,6 +34,7 @@ FAULTS = {
     damaged_models: (100, 2),
     malformed_bodies: (20_000, 800),
     large_bodies: (1000, 16),
+    abandoned_texts: (200, 10),
     malformed_http: (5000, 100),
 }
 

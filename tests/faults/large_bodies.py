@@ -1,4 +1,4 @@
-"""Bodies of the largest size and of every shape: none holds the event loop, or takes much memory."""
+"""Bodies of the largest size, of every shape: none holds the event loop, or takes much memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from time import process_time, thread_time
+from time import thread_time
 from typing import Any
 
 from fastapi import FastAPI
@@ -43,6 +43,16 @@ _ITEMS = {
     "parts": b'{"type":"text","text":"a"}',
     "calls": _CALL,
     "tools": _TOOL,
+}
+# Repeated in a string.
+_PARTS = {
+    "text": b"a",
+    "wide text": "\U0001f600".encode(),
+    "text of commas": b",",
+    "text of arrays": b"[],",
+    "text of quotes": rb"\"",
+    "text of lines": rb"\n",
+    "escapes": rb"\u00e9",
 }
 Place = tuple[str | int, ...]
 Case = tuple[str, Place, str]
@@ -117,13 +127,18 @@ async def measured(app: FastAPI, path: str, body: bytes) -> tuple[int, float, fl
         "raw_path": path.encode(),
     }
     scope |= {"headers": [], "query_string": b"", "root_path": "", "http_version": "1.1"}
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # so that memory is not taken from what others left
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before, started = _memory("VmRSS"), thread_time()
+    before, started = _reset_peak(), thread_time()
     await app(scope | {"server": ("test", 80), "client": ("test", 1)}, receive, send)
     seconds, grown = thread_time() - started, _memory("VmHWM") - before
     return sent[0]["status"], seconds, max(0, grown) / SIZE
+
+
+def _reset_peak() -> int:
+    """Let the peak of memory begin anew, and return the memory in use."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else a body may use what others have left
+    Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
 
 
 def _memory(name: str) -> int:
@@ -133,7 +148,7 @@ def _memory(name: str) -> int:
 
 def _cases(chance: random.Random) -> Iterator[Case]:
     yield from _WORST
-    shapes = [*_ITEMS, *_whole(0)]
+    shapes = [*_ITEMS, *_PARTS, "keys", "opened arrays", "digits"]
     while True:
         path = chance.choice(list(VALID))
         place = chance.choice([(), ("unknown",), *places(VALID[path])])
@@ -144,9 +159,9 @@ def _body(path: str, place: Place, shape: str, fits: bool) -> bytes:
     outside = json.dumps(put(VALID[path], place, json.loads(_HERE))).encode()
     room = SIZE - len(outside)
     if shape == "keys" and fits:
-        room = min(room, 13 * MOST_IN_BODY[0][2] // 2 - 1000)
+        room = min(room, 13 * (MOST_IN_BODY[0][2] // 2 - 100))
     if shape not in _ITEMS:
-        return outside.replace(_HERE, _whole(room)[shape])
+        return outside.replace(_HERE, _value(shape, room))
     item = _ITEMS[shape] + b","
     n = (room - 2) // len(item)
     for _, marks, most in MOST_IN_BODY if fits else ():
@@ -155,15 +170,13 @@ def _body(path: str, place: Place, shape: str, fits: bool) -> bytes:
     return outside.replace(_HERE, b"[" + (item * n)[:-1] + b"]")
 
 
-def _whole(room: int) -> dict[str, bytes]:
-    """Return values of this length that do not repeat an item."""
-    keys = (b'"k%d":1' % i for i in range(room // 13))
-    strings = {
-        "text": b"a", "text of commas": b",", "text of quotes": rb"\"", "escapes": rb"\u00e9",
-        "text of lines": rb"\n", "wide text": "\U0001f600".encode(), "text of arrays": b"[],",
-    }  # fmt: skip
-    return {
-        "keys": b"{" + b",".join(keys) + b"}",
-        "opened arrays": b"[" * room,
-        "digits": b"1" * room,
-    } | {name: b'"' + part * ((room - 2) // len(part)) + b'"' for name, part in strings.items()}
+def _value(shape: str, room: int) -> bytes:
+    """Return a value of this length that is no array of equal items."""
+    if shape == "keys":
+        return b"{" + b",".join(b'"k%07d":1' % i for i in range(room // 13)) + b"}"
+    if shape == "opened arrays":
+        return b"[" * room
+    if shape == "digits":
+        return b"1" * room
+    part = _PARTS[shape]
+    return b'"' + part * ((room - 2) // len(part)) + b'"'

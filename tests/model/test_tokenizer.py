@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+)
 
 from model.tokenizer import (
     END_OF_TEXT,
     TokenizerError,
     load_tokenizer,
+    longest_token,
     train_tokenizer,
     vocabulary_size,
 )
@@ -144,3 +153,51 @@ def test_vocabulary_size_counts_gaps_between_ids() -> None:
     gapped = Tokenizer.from_str(json.dumps(description))
     assert gapped.get_vocab_size() == size
     assert vocabulary_size(gapped) == 5001
+
+
+def changed(**parts: Any) -> Tokenizer:
+    other = Tokenizer.from_str(tokenizer.to_str())
+    for name, part in parts.items():
+        setattr(other, name, part)
+    return other
+
+
+def with_bytes_to_fall_back_on() -> Tokenizer:
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "a": 257}
+    vocabulary["\u2581a"] = 258
+    made = Tokenizer(models.BPE(vocabulary, [("\u2581", "a")], byte_fallback=True))
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    return made
+
+
+NFC = changed(normalizer=normalizers.NFC())
+FALLBACK = with_bytes_to_fall_back_on()
+
+
+@given(st.text(max_size=200), st.sampled_from([tokenizer, NFC, FALLBACK]))
+@example("\u03b1\u0313\u0300\u0345" * 50, NFC)  # four characters become one
+@example(END_OF_TEXT * 3, tokenizer)
+@example(" " * 99, FALLBACK)
+def test_no_token_stands_for_more_characters_than_the_longest(text: str, one: Tokenizer) -> None:
+    longest = longest_token(one)
+    assert longest is not None
+    assert len(text) <= longest * len(one.encode(text).ids)
+
+
+def test_no_token_is_the_longest_where_characters_can_vanish() -> None:
+    stripping = changed()
+    stripping.add_special_tokens([AddedToken("<|end|>", rstrip=True)])
+    words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))  # noqa: S106
+    for one in (
+        stripping,
+        words,
+        changed(normalizer=normalizers.Strip()),
+        changed(normalizer=normalizers.Replace(Regex(" +"), " ")),
+        changed(normalizer=normalizers.Replace("ab", "c")),
+        changed(pre_tokenizer=pre_tokenizers.Split(" ", "removed")),
+        changed(pre_tokenizer=pre_tokenizers.Whitespace()),
+        changed(pre_tokenizer=pre_tokenizers.Digits()),  # characters that are no bytes are left out
+    ):
+        assert longest_token(one) is None

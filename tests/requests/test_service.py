@@ -143,7 +143,9 @@ async def test_a_long_text_is_cut_to_its_last_tokens_up_to_a_limit() -> None:
     assert prompt.ids == tokenizer.encode(text).ids[-5:]
     watched.calls.clear()
     for kept in (5, None):
-        with pytest.raises(ContextLengthError, match="the text has 262145 bytes, but at most 262144"):
+        with pytest.raises(
+            ContextLengthError, match="the text has 262145 bytes, but at most 262144"
+        ):
             await service.builder.tokenize(["\u00e9" * 131072 + "a"], keep_last=kept)
     assert watched.calls == []
 

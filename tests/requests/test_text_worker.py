@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
@@ -31,10 +32,13 @@ def busy_worker() -> Iterator[tuple[TextWorker, threading.Event]]:
 async def test_too_many_characters_are_refused_and_later_taken() -> None:
     with busy_worker() as (worker, go):
         waiting = [
-            asyncio.ensure_future(worker.call(LONG, lambda i=i: i)) for i in range(MOST_WAITING // LONG)
+            asyncio.ensure_future(worker.call(LONG, partial(int, i)))
+            for i in range(MOST_WAITING // LONG)
         ]
         await asyncio.sleep(0)
-        with pytest.raises(OverloadedError, match=f"{MOST_WAITING} characters are waiting") as caught:
+        with pytest.raises(
+            OverloadedError, match=f"{MOST_WAITING} characters are waiting"
+        ) as caught:
             await worker.call(LONG, list)
         assert (caught.value.reason, caught.value.retry_after) == ("overloaded_texts", 1)
         assert await worker.call(10, lambda: "short") == "short"

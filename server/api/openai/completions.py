@@ -26,6 +26,8 @@ DEFAULT_MAX_TOKENS = 16
 async def completions(request: Request, body: CompletionsBody) -> Response:
     """Continue prompts, as OpenAI does."""
     service, state = service_of(request), state_of(request.scope)
+    size = len(await request.body())
+    grammar = await service.text_worker.call(size, body.any_grammar)
     options = body.options(
         body.prompt,
         service.bundle.generation,
@@ -34,7 +36,7 @@ async def completions(request: Request, body: CompletionsBody) -> Response:
         prompt_logprobs=body.logprobs if body.echo else None,
         add_special_tokens=body.add_special_tokens,
         with_offsets=body.echo and body.logprobs is not None,
-        grammar=body.any_grammar(),
+        grammar=grammar,
     )
     wanted = await service.builder.build(options, state)
     formatter = CompletionFormatter(service, body, state.id)
