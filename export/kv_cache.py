@@ -130,11 +130,10 @@ def quantize_kv_cache(model: ir.Model, config: DecoderConfig) -> None:
             "else_branch": _branch(node, in_floats, False, config, f"prompt.{layer}"),
         }
         choice = ir.node("If", [decode], attributes=branches, num_outputs=5)
-        graph.insert_before(node, choice)
         for old, new in zip(node.outputs[1:], choice.outputs[3:], strict=True):
             new.name, new.shape, new.type = f"prompt_{old.name}", old.shape, old.type
             graph.outputs.append(new)
-        replace_node(graph, node, *choice.outputs[:3])
+        replace_node(graph, node, [choice], *choice.outputs[:3])
         for running in choice.outputs[1:3]:
             running.type = ir.TensorType(ir.DataType.INT8)
 
