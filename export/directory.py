@@ -16,7 +16,7 @@ from export.attention_graph import write_attention_graph
 from export.graph import export_graph, load_decoder
 from export.kv_cache import sample_rows
 from export.paged_graph import KV_DTYPES, check_pageable, export_paged_graph
-from export.paged_session import PagedSession
+from export.paged_session import PagedSession, require_cuda
 from export.verify import MAX_PERPLEXITY_LOSS, SampleText, Verifier, check
 from model.bundle import (
     CONFIG_FILE,
@@ -42,6 +42,9 @@ from model.progress import Progress, unheard
 from model.tokenizer import leading_ids
 from model.training.data import DATA_FOLDER, open_tokens
 
+# The manifest's names for what a checkpoint notes of its training.
+_NOTES = {"step": "training_step", "seconds": "training_seconds"}
+_NOTES |= {name: name for name in ("train_tokens", "held_out_tokens", "held_out_loss")}
 _VERSIONS = ("torch", "onnx", "onnxruntime", "kvasir-lm")
 _PYDOC = f"Python {sys.version_info[0]}.{sys.version_info[1]}'s pydoc topics"
 
@@ -83,11 +86,16 @@ def export_checkpoint(
     decoder, config = checkpoint.decoder, checkpoint.decoder.config
     if device == "cuda":
         check_pageable(config)
-        PagedSession.require()
+        require_cuda()
     sample = sample_text(checkpoint, text, precision)
     rows = sample_rows(config, sample.token_ids, sample.prefix) if sample else None
     files = dict(checkpoint.extra_files)
-    if recommended := _recommended(checkpoint, generation):
+    try:
+        brought = GenerationDefaults.model_validate_json(files.get(GENERATION_FILE, b"{}"))
+    except ValidationError as error:
+        file = checkpoint.path / GENERATION_FILE
+        raise CheckpointError(f"{file}: {first_problem(error)}") from None
+    if recommended := brought.given() | (generation.given() if generation else {}):
         files[GENERATION_FILE] = json.dumps(recommended, indent=2).encode() + b"\n"
     with new_directory(out) as part:
         config.save(part / CONFIG_FILE)
@@ -100,10 +108,9 @@ def export_checkpoint(
         else:
             export_graph(decoder, graph, precision, rows, progress)
             write_attention_graph(part)
-        verification = _verifier(decoder, graph, sample, device).verify(progress)
-        check(verification, precision)
-        source_facts = _describe_source(checkpoint)
-        manifest = make_manifest(decoder, part, precision, source_facts, verification, device)
+        figures = _verify(decoder, graph, sample, device, precision, progress)
+        notes = _describe_source(checkpoint)
+        manifest = make_manifest(decoder, part, precision, notes, figures, device)
         manifest.save(part / MANIFEST_FILE)
     return manifest
 
@@ -139,18 +146,26 @@ def verify_directory(
         )
     else:
         return manifest, None
-    sample = sample_text(checkpoint, text, manifest.precision)
-    verifier = _verifier(checkpoint.decoder, bundle.graph_path, sample, manifest.device)
-    measured = verifier.verify(progress)
-    check(measured, manifest.precision)
-    return manifest, measured
+    decoder, device, precision = checkpoint.decoder, manifest.device, manifest.precision
+    sample = sample_text(checkpoint, text, precision)
+    return manifest, _verify(decoder, bundle.graph_path, sample, device, precision, progress)
 
 
-def _verifier(decoder: Decoder, path: Path, sample: SampleText | None, device: Device) -> Verifier:
-    if device == "cpu":
-        return Verifier(decoder, path, sample)
-    on_gpu = decoder.to("cuda") if torch.cuda.is_available() else decoder
-    return Verifier(on_gpu, path, sample, PagedSession.open(path, decoder.config))
+def _verify(
+    decoder: Decoder,
+    path: Path,
+    sample: SampleText | None,
+    device: Device,
+    precision: str,
+    progress: Progress,
+) -> Verification:
+    session = None
+    if device == "cuda":
+        decoder = decoder.to("cuda") if torch.cuda.is_available() else decoder
+        session = PagedSession.open(path, decoder.config)
+    figures = Verifier(decoder, path, sample, session).verify(progress)
+    check(figures, precision)
+    return figures
 
 
 def make_manifest(
@@ -208,27 +223,9 @@ def sample_text(checkpoint: Checkpoint, file: Path | None, precision: str) -> Sa
     return SampleText(name, np.array(token_ids, dtype=np.int64), prefix)
 
 
-def _recommended(checkpoint: Checkpoint, given: GenerationDefaults | None) -> dict[str, float]:
-    """Return recommended sampling: what is given, over what the checkpoint brings."""
-    content = checkpoint.extra_files.get(GENERATION_FILE, b"{}")
-    try:
-        brought = GenerationDefaults.model_validate_json(content)
-    except ValidationError as error:
-        file = checkpoint.path / GENERATION_FILE
-        raise CheckpointError(f"{file}: {first_problem(error)}") from None
-    return brought.given() | (given.given() if given else {})
-
-
 def _describe_source(checkpoint: Checkpoint) -> dict[str, str | int | float]:
     """Return which weights these are, and what their training noted: steps, tokens, hours."""
     progress, path = checkpoint.progress, checkpoint.path
-    notes = {
-        "training_step": "step",
-        "train_tokens": "train_tokens",
-        "held_out_tokens": "held_out_tokens",
-        "training_seconds": "seconds",
-        "held_out_loss": "held_out_loss",
-    }
-    known = {name: progress[key] for name, key in notes.items() if progress.get(key) is not None}
     name = path.parent.name if progress else path.name
+    known = {_NOTES[key]: progress[key] for key in _NOTES if progress.get(key) is not None}
     return {"name": name, "sha256": sha256(path / WEIGHTS_FILE), **known}
