@@ -145,9 +145,9 @@ class Verifier:
             expected = self._reference(tokens)
             # The logits of a long row take much memory: chunks are compared as they come.
             chunks = zip(self._in_chunks(tokens, ends), np.split(expected, ends[:-1]), strict=True)
-            largest = _largest([np.abs(actual - wanted).max() for actual, wanted in chunks])
+            largest = np.max([np.abs(actual - wanted).max() for actual, wanted in chunks])
             errors.append(largest / _spread(expected))
-        return _largest([*errors, self._ragged_error()])
+        return float(np.max([*errors, self._ragged_error()]))  # max() passes over a later NaN
 
     def _ragged_error(self) -> float:
         """Measure rows of different lengths: a prompt padded on the right, then a token each."""
@@ -163,8 +163,8 @@ class Verifier:
             reference = self._reference(tokens[i, : length + 1])
             pairs = (prompt[i, :length], reference[:-1]), (decoded[i], reference[-1:])
             for actual, wanted in pairs:
-                errors.append(float(np.abs(actual - wanted).max()) / _spread(wanted))
-        return _largest(errors)
+                errors.append(np.abs(actual - wanted).max() / _spread(wanted))
+        return float(np.max(errors))
 
     def _greedy_agreement(self, progress: Progress) -> float:
         """Return the share of the oracle's greedy tokens that the graph chooses after its text."""
@@ -181,10 +181,9 @@ class Verifier:
         return equal / (_GREEDY_PROMPTS * n_tokens)
 
     def _rows(self, text: SampleText) -> tuple[Ids, int]:
-        """Return rows [rows, context + 1] of a text, and the length of their prefix.
+        """Return its first stretches [rows, context + 1], and the length of their prefix.
 
-        They are its first stretches, which overlap by one token; the prefix is cut to leave room
-        for one.
+        They overlap by one token. The prefix is cut to leave room for one.
         """
         longest = min(_PERPLEXITY_CONTEXT, self._config.max_model_len)
         prefix = np.array(text.prefix[: longest - 1], dtype=np.int64)
@@ -262,11 +261,6 @@ def check(verification: Verification, precision: str) -> None:
         raise VerificationError(
             f"the graph's {what} by {error:.2e}, more than {limit:.0e}; it must not be served"
         )
-
-
-def _largest(errors: Sequence[float]) -> float:
-    """Return the largest, or NaN if there is one; Python's max passes over a later NaN."""
-    return float(np.max(errors))
 
 
 def _spread(logits: Floats) -> float:
