@@ -49,10 +49,6 @@ _VERSIONS = ("torch", "onnx", "onnxruntime", "kvasir-lm")
 _PYDOC = f"Python {sys.version_info[0]}.{sys.version_info[1]}'s pydoc topics"
 
 
-class SourceMismatchError(Exception):
-    """A checkpoint that is not the one a model directory was made from."""
-
-
 def export_checkpoint(
     source: Path,
     out: Path,
@@ -75,9 +71,7 @@ def export_checkpoint(
     device or a decoder that cannot be used with the others.
     """
     precision = PRECISIONS[device][0] if precision is None else precision
-    if precision not in PRECISIONS[device]:
-        known = ", ".join(PRECISIONS[device])
-        raise ValueError(f"no precision {precision!r} for {device}; there are {known}")
+    check_precision(precision, device)
     if kv_cache is not None and (device != "cuda" or kv_cache not in KV_DTYPES):
         known = ", ".join(KV_DTYPES)
         raise ValueError(f"no kv cache {kv_cache!r} on {device}; on cuda there are {known}")
@@ -115,6 +109,13 @@ def export_checkpoint(
     return manifest
 
 
+def check_precision(precision: str, device: Device) -> None:
+    """Raise ValueError for a precision that the device has not."""
+    if precision not in PRECISIONS[device]:
+        known = ", ".join(PRECISIONS[device])
+        raise ValueError(f"no precision {precision!r} for {device}; there are {known}")
+
+
 def verify_directory(
     directory: Path,
     source: Path | None = None,
@@ -124,8 +125,8 @@ def verify_directory(
     """Check a model directory's hashes and measure its figures now.
 
     The reference is the checkpoint or else the decoder rebuilt from the graph's own weights;
-    figures are None where rounding has left neither. Raises BundleError, CheckpointError,
-    SourceMismatchError, VerificationError and ValueError.
+    figures are None where rounding has left neither. Raises BundleError, CheckpointError (also for
+    one that the directory was not made from), VerificationError and ValueError.
     """
     progress("reading the model", 0, 0)
     bundle = load_bundle(directory)
@@ -133,7 +134,7 @@ def verify_directory(
     if source is not None:
         checkpoint = load_checkpoint(source, bundle.config.max_model_len)
         if sha256(checkpoint.path / WEIGHTS_FILE) != manifest.source.get("sha256"):
-            raise SourceMismatchError(
+            raise CheckpointError(
                 f"{directory} was not exported from {checkpoint.path}: the hashes differ"
             )
     elif manifest.precision == "fp32":
