@@ -11,14 +11,14 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnxruntime
 import torch
 from numpy.typing import NDArray
 
-from export.paged_session import PagedSession
+from export.paged_session import Floats, Ids, PagedSession
 from model.bundle import CACHE_OUTPUTS, DECODE_INPUT, GRAPH_ENVIRONMENT, Verification, cache_names
 from model.config import DecoderConfig
 from model.network.decoder import Decoder
@@ -32,9 +32,6 @@ _CHUNK = 64
 _GREEDY_PROMPTS, _GREEDY_TOKENS = 4, 32
 _LONGEST = 2048  # tokens of a row that is run to its end
 _PERPLEXITY_ROWS, _PERPLEXITY_CONTEXT = 16, 1024
-
-Floats = NDArray[np.float32]
-Ids = NDArray[np.int64]
 
 
 class VerificationError(Exception):
@@ -95,11 +92,9 @@ class GraphSession:
         logits, *self._rows[used] = self._session.run(outputs, feeds)
         if used == "prompt_key_values":
             with np.errstate(invalid="ignore"):  # a NaN shows in the logits
-                self._rows["past_key_values"] = [
-                    np.clip(np.rint(rows), -127, 127).astype(np.int8) for rows in self._rows[used]
-                ]
-        shaped: Floats = logits.reshape(batch, -1, self._config.vocab_size)
-        return shaped
+                rounded = (np.clip(np.rint(rows), -127, 127) for rows in self._rows[used])
+                self._rows["past_key_values"] = [rows.astype(np.int8) for rows in rounded]
+        return cast("Floats", logits.reshape(batch, -1, self._config.vocab_size))
 
 
 class Verifier:
@@ -231,8 +226,7 @@ class Verifier:
     @torch.inference_mode()
     def _reference(self, tokens: Ids) -> Floats:
         ids = torch.from_numpy(tokens)[None].to(self._decoder.embedding.weight.device)
-        logits: Floats = self._decoder(ids)[0].cpu().numpy()
-        return logits
+        return cast("Floats", self._decoder(ids)[0].cpu().numpy())
 
     def _tokens(self, count: int) -> Ids:
         """Return a random stretch of the text after its prefix; random ids if it is too short."""
