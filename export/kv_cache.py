@@ -81,17 +81,8 @@ def scale_kv_channels(
 ) -> None:
     """Divide keys and values by their scales, and multiply what meets them: logits stay equal.
 
-    parameters: arrays [out, in] or [out] by the decoder's names, changed in place. Raises
-    ValueError for layers that share weights, which would be scaled twice.
+    parameters: arrays [out, in] or [out] by the decoder's names, changed in place.
     """
-    arrays = [
-        id(array) for name, array in parameters.items() if ".attention." in name and array.any()
-    ]
-    if len(set(arrays)) < len(arrays):
-        raise ValueError(
-            "layers that share attention weights cannot have int8 keys and values; "
-            "use --precision fp32"
-        )
     for layer in range(config.n_layer):
         keys, values = scales[2 * layer : 2 * layer + 2]  # [n_kv_head, head_dim]
         by_query, by_output = (of.repeat(config.n_groups, axis=0) for of in (keys, values))

@@ -80,19 +80,6 @@ def test_scaled_channels_leave_logits_as_they_were_and_fit_int8(qk_norm: bool) -
     assert (reach > 60).all()
 
 
-def test_layers_that_share_weights_are_refused() -> None:
-    """They would be scaled twice; zeros may be shared."""
-    config = make_config(qkv_bias=True, n_layer=2)
-    parameters = {name: p.detach().numpy() for name, p in make_decoder(config).named_parameters()}
-    scales = np.ones((4, config.n_kv_head, config.head_dim), dtype=np.float32)
-    parameters["blocks.1.attention.qkv.bias"] = parameters["blocks.0.attention.qkv.bias"]
-    parameters["blocks.0.attention.qkv.bias"][:] = 0.0
-    scale_kv_channels(parameters, config, scales)
-    parameters["blocks.0.attention.qkv.bias"][:] = 1.0
-    with pytest.raises(ValueError, match="share attention weights"):
-        scale_kv_channels(parameters, config, scales)
-
-
 def test_decoding_writes_and_reads_rows_of_int8(random_int8_model: RandomModel) -> None:
     """In place, in its own row, and nowhere else; and what it reads there matters."""
     runner = random_int8_model.runner(max_num_seqs=3)
