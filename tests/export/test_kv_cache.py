@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from export.graph import export_graph
 from export.kv_cache import measure_scales, scale_kv_channels
+from export.verify import Verifier
 from model.network.attention import split_heads
 from model.network.decoder import Decoder
 from model.network.positions import rotary_table, rotate
@@ -102,3 +106,14 @@ def test_decoding_writes_and_reads_rows_of_int8(random_int8_model: RandomModel) 
     assert (rows == before).all()
     rows[0, 0, :, 1] = -rows[0, 0, :, 1]  # a key of the first layer
     assert (runner.run(decode) != logits).any()
+
+
+def test_layers_with_equal_attention_have_scales_of_their_own(tmp_path: Path) -> None:
+    """The exporter keeps one copy of equal weights, which must not be scaled twice."""
+    decoder = make_decoder(make_config(qk_norm=True))
+    first, second = (decoder.get_submodule(f"blocks.{i}.attention") for i in range(2))
+    second.load_state_dict(first.state_dict())
+    export_graph(decoder, tmp_path / "model.onnx", "int8")
+    figures = Verifier(decoder, tmp_path / "model.onnx", text=None).verify()
+    assert figures.max_logit_error < 0.5
+    assert figures.greedy_agreement > 0.9
