@@ -1,5 +1,8 @@
 # `docker build .` builds the server for CPUs, `--target cuda` the server for GPUs, `--target load` the load test.
-ARG BASE=python:3.11-slim
+# `--build-arg BASE=IMAGE` replaces the stage "python", whose name Dependabot would not find in an argument.
+ARG BASE=python
+
+FROM python:3.11-slim AS python
 
 FROM ${BASE} AS packages
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1

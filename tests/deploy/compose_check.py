@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -57,16 +58,17 @@ class Stack:
 
     def docker(self, *command: str, limit: float = 300) -> str:
         """Return what a docker command prints. Raises FailedError."""
+        line = ("docker", *command)
         try:
             done = subprocess.run(
-                ("docker", *command), capture_output=True, text=True, check=False, cwd=ROOT,
+                line, capture_output=True, text=True, check=False, cwd=ROOT,
                 env=self._environment, timeout=limit,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise FailedError(f"docker {' '.join(command)} takes more than {limit} s") from None
+            raise FailedError(f"{' '.join(line)} takes more than {limit:g} s") from None
         if done.returncode:
             text = f"{done.stdout}\n{done.stderr}".strip()[-2000:]
-            raise FailedError(f"docker {' '.join(command)} ended with {done.returncode}: {text}")
+            raise FailedError(f"{' '.join(line)} ended with {done.returncode}: {text}")
         return done.stdout.strip()
 
     def compose(self, *command: str, overlays: tuple[str, ...] = (), limit: float = 300) -> str:
@@ -94,11 +96,12 @@ class Stack:
         container = self.compose("ps", "--all", "--quiet", "server")
         return self.docker("inspect", f"--format={{{{{field}}}}}", container)
 
-    async def complete(self, n_tokens: int, key: str | None = None) -> StreamedCompletion:
+    def stream(self, n_tokens: int, key: str | None = None) -> StreamedCompletion:
+        """Return a completion, which fails unless it has exactly so many tokens."""
         body = {"prompt": "def main():\n", "max_tokens": n_tokens, "ignore_eos": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         target = Target(f"http://127.0.0.1:{self.port}", key)
-        answer = await complete(target, json.dumps(body).encode(), limit=120)
+        answer = asyncio.run(complete(target, json.dumps(body).encode(), limit=120))
         if answer.error is None and answer.n_tokens != n_tokens:
             answer.fail(f"{answer.n_tokens} tokens instead of {n_tokens}")
         return answer
@@ -107,7 +110,7 @@ class Stack:
 def get(port: int, path: str, key: str | None = None) -> Any:
     """Return the JSON of an answer."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    request = Request(f"http://127.0.0.1:{port}{path}", headers=headers)  # noqa: S310
+    request = Request(f"http://127.0.0.1:{port}{path}", headers=headers)
     with urlopen(request, timeout=10) as answer:  # noqa: S310
         return json.load(answer)
 
@@ -142,7 +145,7 @@ def server_is_confined(stack: Stack) -> str:
 
 
 def completion_streams(stack: Stack, key: str | None = None) -> str:
-    answer = asyncio.run(stack.complete(SHORT, key))
+    answer = stack.stream(SHORT, key)
     if answer.error is not None:
         raise FailedError(answer.error)
     return f"{answer.n_tokens} tokens in {len(answer.event_times)} events"
@@ -195,14 +198,12 @@ def load_profile_ends(stack: Stack) -> str:
 
 
 def stop_waits_for_streams(stack: Stack) -> str:
-    async def stop_during_a_stream() -> StreamedCompletion:
-        stream = asyncio.create_task(stack.complete(LONG))
-        while not (await asyncio.to_thread(get, stack.port, "/debug/batch"))["sequences"]:
-            await asyncio.sleep(0.01)
-        await asyncio.to_thread(stack.compose, "stop", "server")
-        return await stream
-
-    answer = asyncio.run(stop_during_a_stream())
+    with ThreadPoolExecutor() as pool:
+        stream = pool.submit(stack.stream, LONG)
+        while not (get(stack.port, "/debug/batch")["sequences"] or stream.done()):
+            time.sleep(0.01)
+        stack.compose("stop", "server")
+    answer = stream.result()
     code = stack.inspect(".State.ExitCode")
     if answer.error is not None or code != "0":
         raise FailedError(f"exit code {code}; the stream: {answer.error or 'complete'}")
@@ -271,7 +272,8 @@ def main() -> int:
     except (FailedError, FileNotFoundError):
         say("no container engine", "", "install Docker with Compose, and start its daemon")
         return 1
-    (ROOT / FOLDER).mkdir(parents=True, exist_ok=True)
+    # The engine, as root, would create a folder that the user cannot clear.
+    (ROOT / FOLDER / "report").mkdir(parents=True, exist_ok=True)
     down = ("--profile=load", "down", "--volumes", "--remove-orphans")
     stack.compose(*down)  # of a run that was killed
     try:
