@@ -67,7 +67,7 @@ class Stack:
         except subprocess.TimeoutExpired:
             raise FailedError(f"{' '.join(line)} takes more than {limit:g} s") from None
         if done.returncode:
-            text = f"{done.stdout}\n{done.stderr}".strip()[-2000:]
+            text = f"{done.stdout}\n{done.stderr}".strip()
             raise FailedError(f"{' '.join(line)} ended with {done.returncode}: {text}")
         return done.stdout.strip()
 
@@ -257,7 +257,7 @@ def run_checks(stack: Stack) -> int:
         except SkippedError as error:
             say(name, "skipped", str(error))
         except (FailedError, OSError) as error:
-            say(name, "FAILED", str(error))
+            say(name, "FAILED", str(error)[-2000:])
             with suppress(FailedError):
                 say("last lines of the logs", "", stack.compose("logs", "--no-color", "--tail=10"))
             return 1
