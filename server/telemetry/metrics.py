@@ -57,7 +57,6 @@ class Metrics:
 
     def __init__(self, load: Callable[[], tuple[float, float, float]]) -> None:
         self.registry = CollectorRegistry()
-        self._load_registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # memory, file descriptors, processor time, start
         self._gauge = partial(Gauge, namespace="kvasir", registry=self.registry)
         for index, (name, text) in enumerate(_LOAD.items()):
@@ -65,9 +64,7 @@ class Metrics:
             def read(index: int = index) -> float:
                 return load()[index]
 
-            gauge = self._gauge(name, text)
-            gauge.set_function(read)
-            self._load_registry.register(gauge)
+            self._gauge(name, text).set_function(read)
 
         counter = partial(Counter, namespace="kvasir", registry=self.registry)
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
@@ -179,4 +176,5 @@ class Metrics:
 
     def render_load(self) -> bytes:
         """Return the gauges that a router balances by: cheap enough for 20 scrapes a second."""
-        return generate_latest(self._load_registry)
+        names = [f"kvasir_{name}" for name in _LOAD]
+        return generate_latest(self.registry.restricted_registry(names))
