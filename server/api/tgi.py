@@ -255,6 +255,7 @@ class GenerateFormatter(responses.Formatter):
             reason = "stop_sequence"
         elif choice.finish_reason is FinishReason.STOP:
             reason = "eos_token"
+        choice.shown_reason = reason
         details = {
             "finish_reason": reason,
             "generated_tokens": choice.n_tokens,

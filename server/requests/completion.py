@@ -85,6 +85,7 @@ class Choice:
     stops: StopChecker
     n_tokens: int = 0
     finish_reason: FinishReason | None = None
+    shown_reason: str | None = None  # if its protocol has another word for finish_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,8 +235,13 @@ class Completion:
 
 @dataclass(slots=True)
 class RequestState:
-    """An HTTP request's id, its arrival in seconds of `perf_counter`, and its completion if any."""
+    """An HTTP request's id, its arrival in seconds of `perf_counter`, and its completion if any.
+
+    error: the `reason` of the error that it ended in. trace_id: 32 hexadecimal digits.
+    """
 
     id: str
     arrived: float
     completion: Completion | None = None
+    error: str | None = None
+    trace_id: str | None = None
