@@ -29,7 +29,7 @@ from model.config import DecoderConfig, preset
 from server.engine.cuda.session import open_cuda_runner
 from server.engine.engine import Engine
 from server.engine.sampling import SamplingParams
-from server.engine.sequence import Sequence, SequenceTimes
+from server.engine.sequence import Sequence
 
 PRESETS = ("smollm2-135m", "llama3.2-1b")
 _PROMPT, _NEW = 128, 64  # tokens of the peer's sequences
@@ -111,7 +111,7 @@ def _generate(
     ended: set[int] = set()
     for i, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=n_new, temperature=0.0)
-        engine.add(Sequence(i, prompt, params, frozenset(), SequenceTimes(perf_counter())))
+        engine.add(Sequence(i, prompt, params, frozenset(), perf_counter()))
     while engine.has_work:
         for output in engine.step()[0]:
             assert output.sequence_id not in ended, "an output after the last one"

@@ -89,5 +89,5 @@ def create_app(
         )
     app.add_middleware(request_context)
     if provider is not None:
-        app.add_middleware(tracing.Tracing, provider=provider, model=settings.model_name)
+        app.add_middleware(tracing.request_spans, provider=provider, model=settings.model_name)
     return app

@@ -80,7 +80,7 @@ class Grammars:
                     f"{name} cannot be combined with {param}, which says where the text may end",
                     param=name,
                 )
-        seconds_left = request.demand.work.seconds_left
+        seconds_left = request.work.seconds_left
         try:
             async with asyncio.timeout(min(_WAIT_SECONDS, seconds_left)):
                 grammar.check_size()

@@ -42,9 +42,7 @@ class GrammarTrial:
         if self._process is None or self._process.poll() is not None:
             self.close()
             command = [sys.executable, "-m", __name__]
-            self._process = Popen(  # noqa: S603
-                command, cwd=_ROOT, stdin=PIPE, stdout=PIPE, stderr=DEVNULL
-            )
+            self._process = Popen(command, cwd=_ROOT, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)  # noqa: S603
             _send(self._process, self.model)
         return self._process
 
