@@ -1,7 +1,7 @@
 """Grammars compiled off the event loop.
 
 An unknown grammar is tried first, in a process with limits on time and memory, one at a time. A
-known one does not wait for that. Requests that run at the same time share a compiled grammar.
+known one does not wait for that.
 """
 
 from __future__ import annotations
@@ -14,16 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from threading import Lock
 from typing import TypeVar
-from weakref import WeakValueDictionary
 
 from model.bundle import ModelBundle
-from server.engine.grammar.constraints import (
-    CompiledGrammar,
-    Constraint,
-    Grammar,
-    GrammarCompiler,
-    GrammarError,
-)
+from server.engine.grammar.constraints import Constraint, Grammar, GrammarCompiler, GrammarError
 from server.engine.grammar.trial import GrammarTrial
 from server.errors import (
     DeadlineExceededError,
@@ -51,8 +44,6 @@ class Grammars:
         self._lock = Lock()
         self._good: OrderedDict[Grammar, str] = OrderedDict()
         self._refused: OrderedDict[Grammar, str] = OrderedDict()
-        # Kept only by the constraints of requests, because a lexer may have grown to 50 MB.
-        self._compiled: WeakValueDictionary[Grammar, CompiledGrammar] = WeakValueDictionary()
 
     def warm_up(self) -> None:
         """Start to read the tokens, here and in the trials' process. The first grammar waits."""
@@ -89,7 +80,7 @@ class Grammars:
                     error = await self._trials.call(lambda: self._try(grammar))
                 if error:
                     raise GrammarError(error)
-                return await self._compilations.call(lambda: self._compile(grammar))
+                return await self._compilations.call(lambda: self._compiler.compile(grammar))
         except GrammarError as error:
             raise InvalidRequestError(f"{param}: {error}", param=param) from None
         except TimeoutError:
@@ -133,14 +124,6 @@ class Grammars:
                 if len(latest) > _KNOWN:
                     latest.popitem(last=False)
         return error
-
-    def _compile(self, grammar: Grammar) -> Constraint:
-        compiled = self._compiled.get(grammar)
-        if compiled is not None and compiled.n_uses_left > 0:
-            return compiled.begin(grammar.param)
-        constraint = self._compiler.compile(grammar)
-        self._compiled[grammar] = constraint.compiled
-        return constraint
 
     @cached_property
     def _trial(self) -> GrammarTrial:

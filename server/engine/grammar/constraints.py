@@ -82,26 +82,12 @@ class Grammar:
             raise GrammarError(f"{n} characters are too long: {most}")
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class CompiledGrammar:
-    """A grammar to be shared by requests, and with it the states of its lexer and their limit."""
-
-    matcher: LLMatcher  # before any token
-    n_uses_left: int = 16  # so that a request has a fair part of the limit
-
-    def begin(self, param: str) -> Constraint:
-        """Return the constraint of a new text."""
-        self.n_uses_left -= 1
-        return Constraint(self.matcher.deep_copy(), param, self)
-
-
 @dataclass(slots=True, eq=False)
 class Constraint:
     """The position of one text in its grammar."""
 
     matcher: LLMatcher
     param: str  # the field of the request that holds the grammar
-    compiled: CompiledGrammar
     penalty: NDArray[np.float32] = field(init=False)  # [vocab], added to logits: 0 or -inf
     error: str | None = None  # set once no token may come next
 
@@ -111,14 +97,14 @@ class Constraint:
         return self.matcher.is_stopped() and not self.error
 
     def copy(self) -> Constraint:
-        """Copy it for another text of the request."""
-        return Constraint(self.matcher.deep_copy(), self.param, self.compiled)
+        """Copy it for another text of the request; copies share the limit on lexer states."""
+        return Constraint(self.matcher.deep_copy(), self.param)
 
     def advance(self, token_id: int, *, ends: bool) -> None:
         """Append a token to the text; `ends` if it is one of the model's that end it."""
         started = thread_time()
         if not self.matcher.consume_token(token_id):
-            self._fail()
+            self.error = _error_of(self.matcher)
         elif (ends or self.matcher.is_stopped()) and not self.matcher.is_accepting():
             self.error = _STUCK
         elif thread_time() - started > _MAX_SECONDS_PER_TOKEN:
@@ -127,15 +113,11 @@ class Constraint:
     def set_mask(self, mask: NDArray[np.uint8], n_vocab: int, ending_ids: frozenset[int]) -> None:
         """Set the penalty from a bit for each token, and allow endings where the text may end."""
         if self.matcher.is_error():
-            self._fail()
+            self.error = _error_of(self.matcher)
             mask = np.zeros_like(mask)
         self.penalty = _PENALTIES.take(mask, axis=0).reshape(-1)[:n_vocab]
         if self.matcher.is_accepting():
             self.penalty[list(ending_ids)] = 0.0
-
-    def _fail(self) -> None:
-        self.error = _error_of(self.matcher)
-        self.compiled.n_uses_left = 0  # an error of the lexer would end the next texts, too
 
 
 @dataclass
@@ -166,7 +148,7 @@ class GrammarCompiler:
             raise GrammarError(_error_of(matcher))
         if warnings := matcher.get_grammar_warnings():
             raise GrammarError(_one_line(warnings[0]))
-        return CompiledGrammar(matcher).begin(grammar.param)
+        return Constraint(matcher, grammar.param)
 
 
 class TokenMasks:
