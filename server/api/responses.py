@@ -42,7 +42,7 @@ STATUSES = {
     429: "Too many requests wait or run already, or the deadline cannot be met.",
     431: "The URL and the headers, or the trailers of a chunked body, exceed `max_header_bytes`.",
     500: "The engine failed.",
-    503: "The model is loading, or the server is shutting down.",
+    503: "The model loads, the server shuts down, or a grammar takes too long.",
     504: "The deadline passed before the first token, or came too near while the request waited.",
 }
 
