@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -171,6 +172,30 @@ async def test_a_refused_request_has_a_span_with_the_reason(
     assert phases(exporter) == []
     assert span.context is not None
     assert trace_ids_logged(caplog) == [f"{span.context.trace_id:032x}"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        PARENT.upper(),
+        PARENT.replace("-", " "),
+        "ff" + PARENT[2:],
+        f"00-{'0' * 32}-{'1' * 16}-01",
+        PARENT + "-" + "a" * 9000,
+        "\u00e9" * 55,
+    ],
+)
+async def test_a_callers_trace_is_believed_only_in_the_standards_form(
+    exporter: InMemorySpanExporter, caplog: pytest.LogCaptureFixture, given: str
+) -> None:
+    caplog.set_level(logging.INFO, "kvasir")
+    headers = {"traceparent": given.encode("latin-1")}
+    async with serving(otlp_endpoint=ENDPOINT) as served:
+        response = await served.client.post("/v1/completions", json=BODY, headers=headers)
+    assert response.status_code == 200
+    (logged,) = trace_ids_logged(caplog)
+    assert re.fullmatch("[0-9a-f]{32}", logged or "")
+    assert only_span(exporter).parent is None
 
 
 async def test_a_server_that_drains_refuses_with_an_error_in_the_span(
