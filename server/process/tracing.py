@@ -13,18 +13,10 @@ from itertools import pairwise
 from time import monotonic, perf_counter, time_ns
 from typing import Any
 
+from opentelemetry import trace
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.trace import (
-    SpanKind,
-    Status,
-    StatusCode,
-    Tracer,
-    TraceState,
-    format_trace_id,
-    set_span_in_context,
-)
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -75,7 +67,7 @@ def request_spans(app: ASGIApp, provider: TracerProvider, model: str) -> ASGIApp
     return run
 
 
-def _send_spans(tracer: Tracer, scope: Scope, attributes: dict[str, Any]) -> None:
+def _send_spans(tracer: trace.Tracer, scope: Scope, attributes: dict[str, Any]) -> None:
     """Send a request's span, and below it those of its phases if it was accepted."""
     state = state_of(scope)
     status = attributes.get("http.response.status_code")
@@ -110,17 +102,17 @@ def _send_spans(tracer: Tracer, scope: Scope, attributes: dict[str, Any]) -> Non
     span = tracer.start_span(
         f"{attributes['gen_ai.operation.name']} {attributes['gen_ai.request.model']}",
         _TRACE_CONTEXT.extract(Headers(scope=scope)),
-        kind=SpanKind.SERVER,
+        kind=trace.SpanKind.SERVER,
         start_time=ns(state.arrived),
         attributes={name: value for name, value in attributes.items() if value is not None},
     )
-    state.trace_id = format_trace_id(span.get_span_context().trace_id)
+    state.trace_id = trace.format_trace_id(span.get_span_context().trace_id)
     for name, start, end in phases:
-        phase = tracer.start_span(name, set_span_in_context(span), start_time=ns(start))
+        phase = tracer.start_span(name, trace.set_span_in_context(span), start_time=ns(start))
         phase.end(ns(end))
     # Of a server's span HTTP's conventions say: a client's mistake is no error of the server.
     if error is not None and not 400 <= (status or 0) < 500:
-        span.set_status(Status(StatusCode.ERROR, "the request did not run to its end"))
+        span.set_status(trace.StatusCode.ERROR, "the request did not run to its end")
     span.end(now_ns)
 
 
@@ -165,7 +157,7 @@ def make_provider(
         exporter = trace_exporter.OTLPSpanExporter(endpoint)
         logging.getLogger(trace_exporter.__name__).addFilter(_once_a_minute())
     # Its warnings quote what callers sent.
-    logging.getLogger(TraceState.__module__).setLevel(logging.ERROR)
+    logging.getLogger(trace.TraceState.__module__).setLevel(logging.ERROR)
     # Attributes given to create() would otherwise replace those of the environment.
     environment = OTELResourceDetector().detect().attributes
     service = {"service.name": "kvasir", "service.version": version}

@@ -10,6 +10,7 @@ import sys
 from itertools import pairwise
 from typing import Any
 
+import httpx
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -157,7 +158,7 @@ async def test_a_refused_request_has_a_span_with_the_reason(
         await served.client.post(path, json=body, headers={"traceparent": "no trace context"})
     span, operation = only_span(exporter), "chat" if "chat" in path else "text_completion"
     assert (span.name, span.parent) == (f"{operation} {MODEL}", None)
-    found = dict(span.attributes or {})
+    found: dict[str, Any] = dict(span.attributes or {})
     assert found.pop("gen_ai.latency.e2e") > 0
     assert found.pop("gen_ai.request.id")
     assert found == {
@@ -189,7 +190,7 @@ async def test_a_callers_trace_is_believed_only_in_the_standards_form(
     exporter: InMemorySpanExporter, caplog: pytest.LogCaptureFixture, given: str
 ) -> None:
     caplog.set_level(logging.INFO, "kvasir")
-    headers = {"traceparent": given.encode("latin-1")}
+    headers = httpx.Headers({"traceparent": given}, encoding="latin-1")
     async with serving(otlp_endpoint=ENDPOINT) as served:
         response = await served.client.post("/v1/completions", json=BODY, headers=headers)
     assert response.status_code == 200
@@ -254,6 +255,21 @@ async def test_a_failure_of_the_engine_ends_all_choices(
         body = {"prompt": "a", "n": 2, "stream": stream}
         assert (await served.client.post("/v1/completions", json=body)).status_code == 500
     assert ending(only_span(exporter)) == (500, "internal_error", ("error", "error"))
+
+
+async def test_a_stream_that_fails_after_its_first_token_is_an_error(
+    exporter: InMemorySpanExporter,
+) -> None:
+    def fail_after_three(prefix: list[int]) -> None:
+        if len(prefix) == 5 + 3:
+            runner.error = RuntimeError("gone")
+
+    runner = FakeRunner(VOCAB_SIZE, next_token=fail_after_three)
+    async with serving(runner, otlp_endpoint=ENDPOINT) as served:
+        body = {"prompt": [5] * 5, "ignore_eos": True, "stream": True}
+        assert (await served.client.post("/v1/completions", json=body)).status_code == 200
+    assert ending(only_span(exporter)) == (200, "internal_error", ("error",))
+    assert phases(exporter) == ["queue", "prefill", "decode"]
 
 
 async def test_a_deadline_that_passes_in_the_queue_is_a_timeout(
