@@ -1,4 +1,4 @@
-"""Write the settings part of helm/values.schema.json from the server's own settings.
+"""Write the parts of helm/values.schema.json that follow from the server and from the alerts.
 
 python -m tests.deploy.helm_schema
 
@@ -9,13 +9,19 @@ form.
 from __future__ import annotations
 
 import json
+import re
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from server.settings import Settings
+import yaml
 
-SCHEMA = Path(__file__).resolve().parents[2] / "helm/values.schema.json"
+from server.settings import Settings
+from server.telemetry.metrics import Metrics
+
+CHART = Path(__file__).resolve().parents[2] / "helm"
+SCHEMA = CHART / "values.schema.json"
 OF_THE_CHART = {
     "host", "port", "model", "served_model_name", "api_key", "api_key_file", "drain_timeout",
 }  # fmt: skip
@@ -43,10 +49,26 @@ def _value_schema(of: dict[str, Any]) -> dict[str, Any]:
     return described | {key: value for key, value in of.items() if key not in left_out}
 
 
+def generated(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema with its generated parts as they should be."""
+    schema = deepcopy(schema)
+    schema["properties"]["settings"]["properties"] = settings_schema()
+    rules = schema["properties"]["prometheusRule"]["properties"]
+    text = (CHART / "alerts/kvasir.rules.yaml").read_text(encoding="utf-8")
+    (group,) = yaml.safe_load(text)["groups"]
+    severities = {rule["alert"]: {"type": "string"} for rule in group["rules"] if "alert" in rule}
+    rules["severities"] = {
+        "type": "object", "additionalProperties": False, "properties": severities,
+    }  # fmt: skip
+    page = Metrics(lambda: (0, 0, 0.0)).render().decode()
+    buckets = re.findall(r'kvasir_time_to_first_token_seconds_bucket\{le="([0-9.]+)"', page)
+    rules["thresholds"]["properties"]["firstTokenSeconds"] = {"enum": buckets}
+    return schema
+
+
 def main() -> int:
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    schema["properties"]["settings"]["properties"] = settings_schema()
-    SCHEMA.write_text(json.dumps(schema, indent=2) + "\n", encoding="utf-8")
+    SCHEMA.write_text(json.dumps(generated(schema), indent=2) + "\n", encoding="utf-8")
     return 0
 
 

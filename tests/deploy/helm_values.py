@@ -17,7 +17,8 @@ import yaml
 CHART = Path(__file__).resolve().parents[2] / "helm"
 HEAD = """# Kvasir's chart
 
-`helm install kvasir helm/` serves the example model in the image. Each file in `ci/` shows a
+`helm install kvasir helm/ --set image.repository=REGISTRY/kvasir` serves the example model in the
+image, which [you build and push](../docs/operations.md#install). Each file in `ci/` shows a
 feature, and `values-gpu.yaml` a GPU. `router-values.yaml` is for the chart of llm-d's router, and
 `adapter-values.yaml` for the chart of prometheus-adapter, which serves the metric of a
 HorizontalPodAutoscaler. [docs/api.md](../docs/api.md#limits) lists all settings.

@@ -69,6 +69,12 @@ def needs(program: str, package: str) -> str:
     return found
 
 
+def rendered(values: dict[str, Any], release: str = "kvasir") -> list[dict[str, Any]]:
+    """Render the chart with values and, unless they have one, an image."""
+    image = {"repository": "registry.example.com/kvasir"} | values.get("image", {})
+    return render(CHART, values | {"image": image}, release)
+
+
 def chart_renders() -> str:
     """Render every values file, and check every object of a built-in kind strictly."""
     import kubernetes_validate  # noqa: PLC0415
@@ -77,7 +83,7 @@ def chart_renders() -> str:
     paths = [*sorted((CHART / "ci").glob("*.yaml")), CHART / "values-gpu.yaml"]
     for path in paths:
         values = load(path)
-        objects = render(CHART, values, "123" if "fullnameOverride" in values else "kvasir")
+        objects = rendered(values, "123" if "fullnameOverride" in values else "kvasir")
         for document in objects:
             n_objects += 1
             if document["apiVersion"].startswith(CUSTOM):
@@ -96,7 +102,7 @@ def chart_renders() -> str:
 def router_fits() -> str:
     """Check that the router's values select the pods of a release named kvasir, and their port."""
     servers = load(CHART / "router-values.yaml")["router"]["modelServers"]
-    pod = one(render(CHART, {}, "kvasir"), "Deployment")["spec"]["template"]
+    pod = one(rendered({}), "Deployment")["spec"]["template"]
     ports = [{"number": port["containerPort"]} for port in pod["spec"]["containers"][0]["ports"]]
     labels = pod["metadata"]["labels"]
     if not servers["matchLabels"].items() <= labels.items() or servers["targetPorts"] != ports:
@@ -109,7 +115,7 @@ def wrong_values_are_refused() -> str:
     cases = load(CHART.parent / "tests/deploy/helm_refusals.yaml")["refusals"]
     for case in cases:
         try:
-            render(CHART, case["values"], case.get("release", "kvasir"))
+            rendered(case["values"], case.get("release", "kvasir"))
         except RenderError as error:
             last = str(error).strip().splitlines()[-1]
             if not last.endswith(case["says"]) or str(error).count("\n- at") > 1:
@@ -151,7 +157,7 @@ def runbooks_are_linked() -> str:
     """Check that each alert links to its section of the page that the values name."""
     links: list[str | None] = []
     for page in ("", "https://wiki.example/kvasir"):
-        objects = render(CHART, {"prometheusRule": {"enabled": True, "runbookUrl": page}})
+        objects = rendered({"prometheusRule": {"enabled": True, "runbookUrl": page}})
         (group,) = one(objects, "PrometheusRule")["spec"]["groups"]
         alerts = [rule for rule in group["rules"] if "alert" in rule]
         links = [rule["annotations"].get("runbook_url") for rule in alerts]
@@ -206,7 +212,7 @@ def metrics_exist() -> str:
 def helm_test_passes() -> str:
     """Run the command of the chart's test pod against a running server."""
     url = server_url()
-    (container,) = one(render(CHART, {}), "Pod")["spec"]["containers"]
+    (container,) = one(rendered({}), "Pod")["spec"]["containers"]
     command = [sys.executable, "-c", *container["args"]]
     done = subprocess.run(command, env={"URL": url}, capture_output=True, text=True, check=False)
     if done.returncode:
