@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -49,12 +50,25 @@ def _value_schema(of: dict[str, Any]) -> dict[str, Any]:
     return described | {key: value for key, value in of.items() if key not in left_out}
 
 
-def generated(schema: dict[str, Any]) -> dict[str, Any]:
+def open_parts(schema: dict[str, Any], values: Any, place: str = "values") -> Iterator[str]:
+    """Yield where a schema accepts anything, or unknown keys, or lacks a default value's key."""
+    if not {"type", "enum", "anyOf"} & schema.keys():
+        yield f"the schema accepts anything as {place}"
+    properties = schema.get("properties", {})
+    if properties and schema.get("additionalProperties") is not False:
+        yield f"the schema accepts unknown keys of {place}"
+    if properties and (missing := (values or {}).keys() - properties.keys()):
+        yield f"the schema lacks {sorted(missing)} of {place}"
+    for name, part in properties.items():
+        yield from open_parts(part, (values or {}).get(name), f"{place}.{name}")
+
+
+def generated(schema: dict[str, Any], chart: Path = CHART) -> dict[str, Any]:
     """Return the schema with its generated parts as they should be."""
     schema = deepcopy(schema)
     schema["properties"]["settings"]["properties"] = settings_schema()
     rules = schema["properties"]["prometheusRule"]["properties"]
-    text = (CHART / "alerts/kvasir.rules.yaml").read_text(encoding="utf-8")
+    text = (chart / "alerts/kvasir.rules.yaml").read_text(encoding="utf-8")
     (group,) = yaml.safe_load(text)["groups"]
     severities = {rule["alert"]: {"type": "string"} for rule in group["rules"] if "alert" in rule}
     rules["severities"] = {

@@ -65,13 +65,19 @@ def leaves(
             yield name, value
 
 
-def main() -> int:
-    text = (CHART / "values.yaml").read_text(encoding="utf-8")
+def document(values: Path) -> str:
+    """Return the text of README.md."""
+    text = values.read_text(encoding="utf-8")
     known = comments(text)
-    sys.stdout.write(HEAD)
+    lines = [HEAD]
     for name, value in leaves(yaml.safe_load(text), known):
         default = "" if value is None else f"`{json.dumps(value)}`"
-        sys.stdout.write(f"| `{name}` | {default} | {known.get(name, '')} |\n")
+        lines.append(f"| `{name}` | {default} | {known.get(name, '')} |\n")
+    return "".join(lines)
+
+
+def main() -> int:
+    sys.stdout.write(document(CHART / "values.yaml"))
     return 0
 
 
