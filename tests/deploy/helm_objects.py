@@ -200,7 +200,7 @@ def unknown_volumes(objects: list[Object]) -> Iterator[str]:
 
 
 def blocked_drains(objects: list[Object]) -> Iterator[str]:
-    """Yield budgets that never let a node be drained."""
+    """Yield budgets that never let a node be drained, and pods that stop without a pause."""
     for document in objects:
         spec = document.get("spec", {})
         if document["kind"] == "PodDisruptionBudget" and (
@@ -208,6 +208,14 @@ def blocked_drains(objects: list[Object]) -> Iterator[str]:
             or spec.get("unhealthyPodEvictionPolicy") != "AlwaysAllow"
         ):
             yield f"{document['kind']} blocks drains: {spec}"
+    if not pause_seconds(objects):
+        yield "a stopping pod does not pause, so it refuses requests that are still sent to it"
+
+
+def pause_seconds(objects: list[Object]) -> float:
+    """Return the time between a pod's removal from the endpoints and its signal to stop."""
+    lifecycle = pod(objects)["containers"][0].get("lifecycle", {})
+    return float(lifecycle.get("preStop", {}).get("sleep", {}).get("seconds", 0))
 
 
 def wrong_queries(objects: list[Object]) -> Iterator[str]:
@@ -252,11 +260,10 @@ def server(objects: list[Object], image: Object) -> ServerContainer:
     """Return the server's container."""
     spec = pod(objects)
     container = spec["containers"][0]
-    pause = container["lifecycle"]["preStop"]["sleep"]["seconds"]
     return ServerContainer(
         image | variables(container),
         [image["KVASIR_MODEL"], *(mount["mountPath"] for mount in container["volumeMounts"])],
         set(container_ports([container]).values()),
         {name: container.get(name, {}).get("httpGet", {}).get("path", "") for name in PROBES},
-        spec["terminationGracePeriodSeconds"] - pause,
+        spec["terminationGracePeriodSeconds"] - pause_seconds(objects),
     )

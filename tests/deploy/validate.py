@@ -161,8 +161,8 @@ def upgrades_work(root: Path) -> str:
     return f"the selector is {', '.join(selector['matchLabels'].values())}; the image is {image}"
 
 
-def router_fits(root: Path) -> str:
-    """Check that the router's values select the pods of a release named kvasir, and their port."""
+def other_charts_fit(root: Path) -> str:
+    """Check the values for the charts of the router and the adapter against this chart's pods."""
     router = load(root / "helm/router-values.yaml")["router"]
     servers, plugins = router["modelServers"], router["epp"]["pluginsCustomConfig"]
     pod = one(rendered(root, {}), "Deployment")["spec"]["template"]
@@ -173,7 +173,11 @@ def router_fits(root: Path) -> str:
     (scraped,) = re.findall(r"path: ([\w/]+)", plugins[router["epp"]["pluginsConfigFile"]])
     if scraped not in PATHS:
         raise FailedError(f"router-values.yaml scrapes {scraped}")
-    return f"it selects {', '.join(servers['matchLabels'].values())}"
+    (rule,) = load(root / "helm/adapter-values.yaml")["rules"]["custom"]
+    metric = load(root / "helm/values.yaml")["autoscaling"]["hpa"]["metric"]
+    if rule["name"]["as"] != metric:
+        raise FailedError(f"adapter-values.yaml names {rule['name']['as']}, the HPA {metric}")
+    return f"the router selects {', '.join(servers['matchLabels'].values())}; the HPA has {metric}"
 
 
 def wrong_values_are_refused(root: Path) -> str:
@@ -333,7 +337,7 @@ FILE_CHECKS: list[Callable[[Path], str]] = [
     compose_fits_the_server,
 ]  # fmt: skip
 CHECKS: list[Callable[[Path], str]] = [
-    *FILE_CHECKS, upgrades_work, chart_fits_the_server, router_fits, rules_follow_the_values,
+    *FILE_CHECKS, upgrades_work, chart_fits_the_server, other_charts_fit, rules_follow_the_values,
     rules_hold, dashboards_are_promql, kubernetes_knows_the_objects, dockerfile_is_clean,
     compose_is_valid, wrong_values_are_refused, metrics_exist, helm_test_passes,
 ]  # fmt: skip
