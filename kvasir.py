@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
-from typing import Annotated
 
 from commands.progress import on_interrupt
 
@@ -21,23 +20,24 @@ with on_interrupt(signal.SIG_DFL):
     from commands.serve import serve
     from commands.train import train
 
-_EXAMPLES = {
-    "train": "kvasir train my-texts/ --out runs/mine",
-    "import": "kvasir import SmolLM2-135M/ --out runs/smollm2",
-    "export": "kvasir export runs/mine --out artifacts/mine",
-    "verify": "kvasir verify artifacts/mine --checkpoint runs/mine",
-    "serve": "kvasir serve artifacts/mine",
-    "generate": 'kvasir generate artifacts/mine "Once upon a time"',
-    "explain": 'kvasir explain artifacts/mine "Once upon a time" --out map.png',
-    "bench": "kvasir bench serve artifacts/mine",
-}
-_BENCH_EXAMPLES = {
-    "model": "kvasir bench model --preset smollm2-135m --precision int8",
-    "engine": "kvasir bench engine --preset smollm2-135m --precision int8",
-    "serve": "kvasir bench serve artifacts/mine --workload 16x128/64",
-}
-_ABOUT = "Train a decoder language model, or import one; export it to ONNX, serve it.\n"
-_AT_ONCE = "\nTo see it at once: kvasir serve examples/stdlib"
+# The panel of the help, the function, and an example, which also names the command.
+_COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
+    ("Make a model", train, "kvasir train my-texts/ --out runs/mine"),
+    ("Make a model", import_, "kvasir import SmolLM2-135M/ --out runs/smollm2"),
+    ("Make a model", export, "kvasir export runs/mine --out artifacts/mine"),
+    ("Make a model", verify, "kvasir verify artifacts/mine --checkpoint runs/mine"),
+    ("Use it", serve, "kvasir serve artifacts/mine"),
+    ("Use it", generate, 'kvasir generate artifacts/mine "Once upon a time"'),
+    ("Use it", explain, 'kvasir explain artifacts/mine "Once upon a time" --out map.png'),
+)
+_BENCHES: tuple[tuple[Callable[..., None], str], ...] = (
+    (bench_model, "kvasir bench model --preset smollm2-135m --precision int8"),
+    (bench_engine, "kvasir bench engine --preset smollm2-135m --precision int8"),
+    (bench_serve, "kvasir bench serve artifacts/mine --workload 16x128/64"),
+)
+_ABOUT = "Train a decoder language model, or import one; export it to ONNX, serve it."
+_EXAMPLES = "\n".join([example for _, _, example in _COMMANDS] + [_BENCHES[-1][1]])
+_AT_ONCE = "To see it at once: kvasir serve examples/stdlib"
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, pretty_exceptions_enable=False)
 bench = typer.Typer(no_args_is_help=True, help="Measure speed: the engine, or servers.")
@@ -51,27 +51,21 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-_Version = typer.Option(
-    "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+_VERSION = typer.Option(
+    False, "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
 )
 
 
-@app.callback(help="\n".join([_ABOUT, *_EXAMPLES.values(), _AT_ONCE]))
-def command(_version: Annotated[bool, _Version] = False) -> None:
+@app.callback(help=f"{_ABOUT}\n\n{_EXAMPLES}\n\n{_AT_ONCE}")
+def command(_version: bool = _VERSION) -> None:
     """Take the options of `kvasir` itself."""
 
 
-_PANELS: dict[str, dict[str, Callable[..., None]]] = {
-    "Make a model": {"train": train, "import": import_, "export": export, "verify": verify},
-    "Use it": {"serve": serve, "generate": generate, "explain": explain},
-}
-for panel, functions in _PANELS.items():
-    for name, function in functions.items():
-        epilog = f"For example: {_EXAMPLES[name]}"
-        app.command(name, rich_help_panel=panel, epilog=epilog)(function)
-for function in (bench_model, bench_engine, bench_serve):
-    name = function.__name__.removeprefix("bench_")
-    bench.command(name, epilog=f"For example: {_BENCH_EXAMPLES[name]}")(function)
+for panel, function, example in _COMMANDS:
+    add = app.command(example.split()[1], rich_help_panel=panel, epilog=f"For example: {example}")
+    add(function)
+for function, example in _BENCHES:
+    bench.command(example.split()[2], epilog=f"For example: {example}")(function)
 app.add_typer(bench, name="bench", rich_help_panel="Measure it")
 
 

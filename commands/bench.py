@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import secrets
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer import Argument, Option
@@ -25,14 +26,12 @@ _WORKLOAD = (
 
 def bench_model(
     preset: Preset = "smollm2-135m",
-    precision: Annotated[
-        str, Option(help="int8, int4 or fp32.", autocompletion=complete_precision)
-    ] = "int8",
-    out: Annotated[Path | None, Option(help="Default: artifacts/bench/PRESET-PRECISION.")] = None,
+    precision: str = Option("int8", help="int8, int4 or fp32.", autocompletion=complete_precision),
+    out: Path | None = Option(None, help="Default: artifacts/bench/PRESET-PRECISION."),
     as_json: Json = False,
 ) -> None:
     """Write a model directory with random weights; kept until the exporter changes."""
-    with loading("PyTorch", quiet=as_json):
+    with loading(quiet=as_json):
         from loadtest.random_model import make_random_model
 
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
@@ -45,12 +44,12 @@ def bench_engine(
     preset: Preset = "smollm2-135m",
     device: Device = "cpu",
     precision: Precision = None,
-    threads: Annotated[int | None, Option(min=1, help="Default: all usable processors.")] = None,
-    cache: Annotated[Path, Option(help="Folder of random models.")] = _RANDOM_MODELS,
+    threads: int | None = Option(None, min=1, help="Default: all usable processors."),
+    cache: Path = Option(_RANDOM_MODELS, help="Folder of random models."),
     as_json: Json = False,
 ) -> None:
     """Measure the engine in this process, with random weights and without HTTP."""
-    with loading("PyTorch", quiet=as_json):
+    with loading(quiet=as_json):
         from loadtest.bench_engine import bench_engine as measure
 
     precision = precision or PRECISIONS[device][0]
@@ -60,29 +59,21 @@ def bench_engine(
 
 
 def bench_serve(
-    server: Annotated[
-        str, Argument(help="URL of an OpenAI-compatible server, or a model directory to serve.")
-    ],
-    compare: Annotated[str | None, Option(help="A second one, measured in turn.")] = None,
-    workload: Annotated[list[str] | None, Option(help=_WORKLOAD)] = None,
-    requests: Annotated[
-        int | None, Option(min=1, help="Per round. Default: 3 times the concurrency.")
-    ] = None,
-    warmup: Annotated[
-        int | None, Option(min=0, help="Requests before the rounds. Default: concurrency.")
-    ] = None,
-    rounds: Annotated[int, Option(min=1, help="Each figure is their median.")] = 3,
-    rate: Annotated[
-        float | None, Option(min=0.001, help="Open loop: Poisson arrivals, requests a second.")
-    ] = None,
-    goodput: Annotated[str, Option(help="Limits in ms, such as 'ttft:500 itl:50 e2e:5000'.")] = "",
-    model: Annotated[str | None, Option(help="Model id to ask for.")] = None,
-    extra_body: Annotated[str, Option(help="JSON object: more request fields.")] = "{}",
-    extra_body_b: Annotated[str, Option(help="The same for the compared server.")] = "{}",
-    vocab_size: Annotated[int, Option(min=2, help="Prompts are random ids below it.")] = 2048,
-    seed: Annotated[int | None, Option(min=0, help="Of the prompts. Default: a new one.")] = None,
-    timeout: Annotated[float, Option(min=0.001, help="Seconds for a request.")] = 300.0,
-    api_key: Annotated[str | None, Option(help="Sent to every server.")] = None,
+    server: str = Argument(help="URL of an OpenAI-compatible server, or a model directory."),
+    compare: str | None = Option(None, help="A second one, measured in turn."),
+    workload: list[str] | None = Option(None, help=_WORKLOAD),
+    requests: int | None = Option(None, min=1, help="Per round. Default: 3 times the concurrency."),
+    warmup: int | None = Option(None, min=0, help="Requests before them. Default: concurrency."),
+    rounds: int = Option(3, min=1, help="Each figure is their median."),
+    rate: float | None = Option(None, min=0.001, help="Open loop: Poisson arrivals a second."),
+    goodput: str = Option("", help="Limits in ms, such as 'ttft:500 itl:50 e2e:5000'."),
+    model: str | None = Option(None, help="Model id to ask for."),
+    extra_body: str = Option("{}", help="JSON object: more request fields."),
+    extra_body_b: str = Option("{}", help="The same for the compared server."),
+    vocab_size: int = Option(2048, min=2, help="Prompts are random ids below it."),
+    seed: int | None = Option(None, min=0, help="Of the prompts. Default: a new one."),
+    timeout: float = Option(300.0, min=0.001, help="Seconds for a request."),
+    api_key: str | None = Option(None, help="Sent to every server."),
     as_json: Json = False,
 ) -> None:
     """Measure latency and throughput over HTTP, of one server or of two in turn.
@@ -118,10 +109,8 @@ def bench_serve(
 
 
 def _parse_object(option: str, text: str) -> dict[str, Any]:
-    try:
+    with suppress(ValueError):
         value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
-        fail(f"{option} takes a JSON object, not {text!r}")
-    return value
+        if isinstance(value, dict):
+            return value
+    raise ValueError(f"{option} takes a JSON object, not {text!r}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
+from typer import Option
 
 from commands.options import InputText, Json, ModelDirectory
 from commands.output import make_table, one_line_errors, show
@@ -21,14 +21,10 @@ def _check_picture(out: Path | None) -> Path | None:
 def explain(
     directory: ModelDirectory,
     text: InputText,
-    layer: Annotated[int, typer.Option(min=0, help="Layer whose attention is shown.")] = 0,
-    head: Annotated[
-        int | None, typer.Option(min=0, help="One of its heads. Default: all, side by side.")
-    ] = None,
-    top_k: Annotated[int, typer.Option(min=1, help="Number of likeliest next tokens.")] = 10,
-    out: Annotated[
-        Path | None, typer.Option(callback=_check_picture, help="Draw the weights: a PNG.")
-    ] = None,
+    layer: int = Option(0, min=0, help="Layer whose attention is shown."),
+    head: int | None = Option(None, min=0, help="One of its heads. Default: all, side by side."),
+    top_k: int = Option(10, min=1, help="Number of likeliest next tokens."),
+    out: Path | None = Option(None, callback=_check_picture, help="Draw the weights: a PNG."),
     as_json: Json = False,
 ) -> None:
     """Show what the exported model attends to in a text, and its likeliest next tokens."""

@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from pydantic import ByteSize
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
-from commands.options import (
-    Device,
-    Json,
-    ModelDirectory,
-    PerplexityText,
-    Precision,
-    Temperature,
-    TopK,
-    TopP,
-)
-from commands.output import cost_since, make_table, mebibytes, one_line_errors, show
+from commands.options import Device, Json, ModelDirectory, Precision, Temperature, TopK, TopP
+from commands.output import cost_since, make_table, one_line_errors, show
 from commands.progress import ProgressBar, loading
 from model.bundle import GenerationDefaults, Verification
 
+_TEXT = Option(None, help="Text for perplexity. Default: held-out text, or English.")
 _SHOWN = {"device", "precision", "parameters", "max_model_len", "verification"}
 _FORMATS = {
     "max_logit_error": ".4g",
@@ -34,25 +26,23 @@ _FORMATS = {
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A training run, or a checkpoint directory.")],
-    out: Annotated[Path, typer.Option(help="The model directory to write.")],
+    checkpoint: Path = Argument(help="A training run, or a checkpoint directory."),
+    out: Path = Option(help="The model directory to write."),
     device: Device = "cpu",
     precision: Precision = None,
-    kv_cache: Annotated[str | None, typer.Option(help="KV cache on cuda: int8 or fp8.")] = None,
-    text: PerplexityText = None,
+    kv_cache: str | None = Option(None, help="KV cache on cuda: int8 or fp8."),
+    text: Path | None = _TEXT,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
-    max_model_len: Annotated[
-        int | None, typer.Option(min=2, help="Longest sequence. Default: the checkpoint's.")
-    ] = None,
+    max_model_len: int | None = Option(None, min=2, help="Longest sequence. Default: unchanged."),
     as_json: Json = False,
 ) -> None:
     """Export a checkpoint to a model directory, and verify it against PyTorch.
 
     Sampling options become the defaults of served requests.
     """
-    with loading("PyTorch", quiet=as_json):
+    with loading(quiet=as_json):
         from export.directory import export_checkpoint
 
     started = time.monotonic()
@@ -68,26 +58,25 @@ def export(
             max_model_len=max_model_len,
             progress=progress,
         )
-    size = sum(path.stat().st_size for path in out.iterdir())
-    cost = cost_since(started)
+    size = ByteSize(sum(path.stat().st_size for path in out.iterdir()))
+    cost, took = cost_since(started)
     values = {"directory": str(out), **manifest.model_dump(include=_SHOWN), "bytes": size}
-    memory = f"{mebibytes(cost['peak_memory_bytes'])} of memory at most"
-    made = f"{manifest.precision} for {manifest.device}, {mebibytes(size)}"
-    summary = f"{made}; took {cost['seconds']:.0f} s and {memory}"
+    made = f"{manifest.precision} for {manifest.device}, {size.human_readable(separator=' ')}"
+    summary = f"{made}; took {took}"
     show(as_json, values | cost, *_tables(out.name, exported=manifest.verification), summary)
 
 
 def verify(
     directory: ModelDirectory,
-    checkpoint: Annotated[Path | None, typer.Option(help="What it was exported from.")] = None,
-    text: PerplexityText = None,
+    checkpoint: Path | None = Option(None, help="What it was exported from."),
+    text: Path | None = _TEXT,
     as_json: Json = False,
 ) -> None:
     """Check a model directory's hashes, and measure it against PyTorch again.
 
     Rounded weights need --checkpoint: the directory does not hold the decoder's own.
     """
-    with loading("PyTorch", quiet=as_json):
+    with loading(quiet=as_json):
         from export.directory import verify_directory
 
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any
+from typing import Any
 
 import typer
+from typer import Option
 
 from commands.options import InputText, Json, ModelDirectory, Temperature, TopK, TopP
 from commands.output import one_line_errors, show
@@ -15,28 +16,27 @@ from commands.progress import ProgressBar
 def generate(
     directory: ModelDirectory,
     prompt: InputText,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of new tokens.")] = 128,
+    max_tokens: int = Option(128, min=1, help="Maximum number of new tokens."),
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
-    seed: Annotated[int | None, typer.Option(help="Of sampling. Default: a new one.")] = None,
+    seed: int | None = Option(None, help="Of sampling. Default: a new one."),
     as_json: Json = False,
 ) -> None:
     """Continue a prompt in this process. Sampling defaults to what the model recommends."""
     from commands.terminal import complete
-    from model.bundle import load_bundle
+    from model.bundle import GenerationDefaults, load_bundle
     from server.engine.sampling import SamplingParams
     from server.process.engine_builder import build_engine
     from server.requests.admission import check_length
     from server.settings import load_settings
 
     seed = secrets.randbits(64) if seed is None else seed
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
         progress("loading the model", 0, 0)
         bundle = load_bundle(directory)
-        fields: dict[str, Any] = bundle.generation.given()
-        fields |= {name: value for name, value in given.items() if value is not None}
+        given = GenerationDefaults(temperature=temperature, top_k=top_k, top_p=top_p).given()
+        fields: dict[str, Any] = bundle.generation.given() | given
         params = SamplingParams(max_tokens=max_tokens, seed=seed, **fields)
         engine = build_engine(load_settings(model=directory, max_num_seqs=1), bundle)
         prompt_ids = bundle.tokenizer.encode(prompt).ids

@@ -5,30 +5,29 @@ from __future__ import annotations
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from commands.options import Json
-from commands.output import cost_since, make_table, mebibytes, one_line_errors, show
+from commands.output import cost_since, make_table, one_line_errors, show
 from commands.progress import ProgressBar, loading
 
 _FOLDER = "A Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json."
 
 
 def import_(
-    folder: Annotated[Path, typer.Argument(help=_FOLDER)],
-    out: Annotated[Path, typer.Option(help="The checkpoint directory to write.")],
+    folder: Path = Argument(help=_FOLDER),
+    out: Path = Option(help="The checkpoint directory to write."),
     as_json: Json = False,
 ) -> None:
     """Convert a Hugging Face checkpoint to a checkpoint directory."""
-    with loading("PyTorch", quiet=as_json):
+    with loading(quiet=as_json):
         from model.importing.huggingface import import_checkpoint
 
     started = time.monotonic()
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
         imported = import_checkpoint(folder, out, progress)
-    cost, config = cost_since(started), imported.config
+    (cost, took), config = cost_since(started), imported.config
     rows = {
         "family": imported.family,
         "layers": str(config.n_layer),
@@ -37,8 +36,7 @@ def import_(
         "vocabulary": f"{config.vocab_size:,} tokens",
         "max model len": f"{config.max_model_len:,} tokens",
         "chat template": "yes" if imported.has_chat_template else "no",
-        "time": f"{cost['seconds']:.1f} s",
-        "peak memory": mebibytes(cost["peak_memory_bytes"]),
+        "took": took,
     }
     table = make_table(out.name, ("", ""), rows.items())
     values = {"directory": str(out), **asdict(imported), **cost}

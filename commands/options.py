@@ -1,4 +1,4 @@
-"""Options and arguments that several commands share."""
+"""Options and arguments that several commands share, as types: their defaults differ."""
 
 from __future__ import annotations
 
@@ -26,9 +26,6 @@ def complete_precision(context: typer.Context) -> tuple[str, ...]:
 
 
 _PRECISIONS = "int8 (default), int4 or fp32; for cuda bf16 (default), fp16, int8 or int4."
-_TOP_K = "Sample from this many likeliest tokens; 0: from all."
-_TOP_P = "Sample from this share of probability."
-_TEXT = "Text for perplexity. Default: held-out text, or English."
 
 Json = Annotated[bool, Option("--json", help="Print one JSON object, and nothing else.")]
 ModelDirectory = Annotated[Path, Argument(help="A model directory.")]
@@ -36,9 +33,6 @@ InputText = Annotated[str, Argument(callback=_check_text, help="The text that th
 Preset = Annotated[str, Option(help="Shape of the decoder.", autocompletion=lambda: list(PRESETS))]
 Device = Annotated[bundle.Device, Option(help="Device that the model runs on.")]
 Precision = Annotated[str | None, Option(help=_PRECISIONS, autocompletion=complete_precision)]
-PerplexityText = Annotated[Path | None, Option(help=_TEXT)]
-Temperature = Annotated[
-    float | None, Option(min=0.0, max=100.0, help="Sampling temperature; 0 is greedy.")
-]
-TopK = Annotated[int | None, Option(min=0, help=_TOP_K)]
-TopP = Annotated[float | None, Option(min=1e-6, max=1.0, help=_TOP_P)]
+Temperature = Annotated[float | None, Option(min=0.0, max=100.0, help="Of sampling; 0 is greedy.")]
+TopK = Annotated[int | None, Option(min=0, help="Likeliest tokens to sample from; 0: from all.")]
+TopP = Annotated[float | None, Option(min=1e-6, max=1.0, help="Share of probability to sample.")]

@@ -7,13 +7,12 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import typer
-from pydantic import ValidationError
+from pydantic import ByteSize, ValidationError
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -103,8 +102,8 @@ def one_line_errors() -> Iterator[None]:
 
 def console(*, stderr: bool = False, quiet: bool = False) -> Console:
     """Return a console without markup, and without colours where the environment says so."""
-    make = partial(Console, stderr=stderr, quiet=quiet, markup=False, highlight=False)
-    return make(color_system=None) if make().no_color else make()
+    colors: Literal["auto"] | None = None if Console().no_color else "auto"
+    return Console(stderr=stderr, quiet=quiet, markup=False, highlight=False, color_system=colors)
 
 
 def show(as_json: bool, values: Mapping[str, Any], *parts: RenderableType) -> None:
@@ -125,16 +124,12 @@ def make_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]])
     return table
 
 
-def mebibytes(n_bytes: float) -> str:
-    """Return a size in MiB, with its unit."""
-    size = n_bytes / 2**20
-    return f"{size:,.0f} MiB" if size >= 10 else f"{size:.1f} MiB"
-
-
-def cost_since(started: float) -> dict[str, float]:
-    """Return the seconds since a time, and the most bytes of memory that this process has held."""
+def cost_since(started: float) -> tuple[dict[str, float], str]:
+    """Return the seconds since a time and the most memory of this process: as JSON, in words."""
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak_bytes = peak if sys.platform == "darwin" else peak * 1024
-    return {"seconds": monotonic() - started, "peak_memory_bytes": peak_bytes}
+    memory = ByteSize(peak if sys.platform == "darwin" else peak * 1024)
+    seconds = monotonic() - started
+    words = f"{seconds:.1f} s, {memory.human_readable(separator=' ')} of memory at most"
+    return {"seconds": seconds, "peak_memory_bytes": memory}, words

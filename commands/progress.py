@@ -94,13 +94,13 @@ class ProgressBar:
 
 
 @contextmanager
-def loading(what: str, *, quiet: bool = False) -> Iterator[None]:
-    """Show a bar while imports take seconds, and let Ctrl-C end the process at once.
+def loading(*, quiet: bool = False) -> Iterator[None]:
+    """Show a bar while PyTorch is imported, and let Ctrl-C end the process at once.
 
     A KeyboardInterrupt within an import may be lost, or become another error.
     """
     with ProgressBar(quiet=quiet) as bar:
-        bar(f"loading {what}", 0, 0)
+        bar("loading PyTorch", 0, 0)
 
         def end_process(*_: object) -> None:
             bar.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Any, get_args
 
 import typer
 from pydantic import ByteSize
@@ -14,7 +14,7 @@ from commands.output import fail
 from server.errors import StartupError
 from server.settings import PREFIX, Settings, load_settings
 
-_METAVARS = {int: "<int>", float: "<float>", ByteSize: "<size>", Path: "<path>"}
+_METAVARS = {int: "<int>", float: "<float>", ByteSize: "<size>"}
 
 
 def serve(**options: Path | str | bool | None) -> None:
@@ -35,23 +35,18 @@ def serve(**options: Path | str | bool | None) -> None:
 
 
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
-    """Return the parameter of a setting: a flag, or a string for `load_settings`."""
-    envvar = PREFIX + name.upper()
-    annotation: Any = Annotated[Path | None, typer.Argument(help=field.description, envvar=envvar)]
+    """Return the parameter of a setting: a path, a flag, or a string for `load_settings`."""
+    envvar, about = PREFIX + name.upper(), field.description
+    kind: Any = next(iter(get_args(field.annotation)), field.annotation)
+    default: Any = typer.Argument(None, help=about, envvar=envvar)
     if name != "model":
-        kind: Any = next(iter(get_args(field.annotation)), field.annotation)
-        kind = getattr(kind, "__origin__", kind)  # of an Annotated one
-        default = f" Default: {field.default}." if field.default not in (None, "", False) else ""
-        option = typer.Option(
-            help=f"{field.description}{default}",
-            envvar=envvar,
-            show_envvar=False,
-            show_default=False,
-            metavar=None if kind is bool else _METAVARS.get(kind, "<str>"),
-        )
-        annotation = Annotated[bool | None if kind is bool else str | None, option]
-    keyword_only = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, keyword_only, default=None, annotation=annotation)
+        about = f"{about} Default: {field.default}." if field.default else about
+        metavar = _METAVARS.get(kind)
+        default = typer.Option(None, help=about, envvar=envvar, show_envvar=False, metavar=metavar)
+    annotation = (kind if kind in (bool, Path) else str) | None
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+    )
 
 
 # Typer reads a function's signature and its annotations.

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -22,10 +22,6 @@ _WITH_RESUME = {"out", "resume", "shard"}
 _WITH_INIT = {"dropout", "attention_dropout"}  # changes that a checkpoint's weights allow
 
 
-class OptionError(ValueError):
-    """Options that contradict each other, or one that cannot be read."""
-
-
 def _check_seed(seed: int) -> int:
     if not 0 <= seed < 2**63:  # not Typer's range: help would show its last digit
         raise typer.BadParameter(f"{seed} is not from 0 to 2**63 - 1")
@@ -34,12 +30,9 @@ def _check_seed(seed: int) -> int:
 
 def _given_options(invocation: typer.Context) -> dict[str, str]:
     """Return the options on the command line: by parameter, the name as written there."""
-    given = {}
-    for parameter in invocation.command.params:
-        source = invocation.get_parameter_source(parameter.name or "")
-        if source is not None and source.name == "COMMANDLINE":
-            given[parameter.name or ""] = parameter.opts[0]
-    return given
+    names = {one.name or "": one.opts[0] for one in invocation.command.params}
+    sources = ((key, invocation.get_parameter_source(key)) for key in names)
+    return {key: names[key] for key, one in sources if one and one.name == "COMMANDLINE"}
 
 
 def _parse_changes(changes: list[str]) -> dict[str, Any]:
@@ -48,7 +41,7 @@ def _parse_changes(changes: list[str]) -> dict[str, Any]:
     for change in changes:
         name, equals, value = change.partition("=")
         if not equals:
-            raise OptionError(f"--set takes name=value, not {change!r}")
+            raise ValueError(f"--set takes name=value, not {change!r}")
         try:
             parsed[name] = json.loads(value)
         except ValueError:
@@ -58,42 +51,30 @@ def _parse_changes(changes: list[str]) -> dict[str, Any]:
 
 def train(
     invocation: typer.Context,
-    out: Annotated[Path, Option(help="Folder of the run: checkpoints, metrics.csv, loss.png.")],
-    corpus: Annotated[
-        list[Path] | None, Argument(help="Text files or folders of them; or chats: *.jsonl files.")
-    ] = None,
-    init: Annotated[Path | None, Option(help="Run or checkpoint to start from.")] = None,
+    out: Path = Option(help="Folder of the run: checkpoints, metrics.csv, loss.png."),
+    corpus: list[Path] | None = Argument(None, help="Text files or folders; or chats: *.jsonl."),
+    init: Path | None = Option(None, help="Run or checkpoint to start from."),
     preset: Preset = "tiny",
-    changes: Annotated[
-        list[str] | None, Option("--set", help="Change a field of the preset: name=value.")
-    ] = None,
-    tokenizer: Annotated[Path | None, Option(help="A tokenizer.json. Default: train one.")] = None,
-    chat_template: Annotated[
-        Path | None, Option(help="Jinja template for chats. Default: that of --init.")
-    ] = None,
-    include: Annotated[list[str] | None, Option(help="Globs to take from folders.")] = None,
-    exclude: Annotated[list[str] | None, Option(help="Globs to skip in folders.")] = None,
-    held_out: Annotated[float, Option(min=0.0, max=0.5, help="Share to evaluate on.")] = 0.05,
-    steps: Annotated[int, Option(min=1, help="Updates of the weights.")] = 2000,
-    context: Annotated[int, Option(min=1, help="Tokens per sequence.")] = 256,
-    batch_size: Annotated[int, Option(min=1, help="Sequences per batch, in all processes.")] = 16,
-    accumulate: Annotated[int, Option(min=1, help="Batches per step.")] = 1,
-    learning_rate: Annotated[
-        float, Option(min=0.0, help="Peak, after --warmup; it decays to a tenth.")
-    ] = 1e-3,
-    warmup: Annotated[int, Option(min=1, help="Steps until the full learning rate.")] = 100,
-    weight_decay: Annotated[float, Option(min=0.0, help="Of matrices, by AdamW.")] = 0.1,
-    evaluate_every: Annotated[int, Option(min=1, help="Steps between evaluations.")] = 250,
-    checkpoint_every: Annotated[int, Option(min=1, help="Steps between checkpoints.")] = 250,
-    mixed_precision: Annotated[bool, Option(help="Use bfloat16 if hardware has it.")] = True,
-    tensorboard: Annotated[bool, Option("--tensorboard", help="Write event files too.")] = False,
-    seed: Annotated[
-        int, Option(callback=_check_seed, help="Seed of weights, batches and dropout.")
-    ] = 0,
-    resume: Annotated[bool, Option("--resume", help="Continue the run in --out as it is.")] = False,
-    shard: Annotated[
-        bool, Option("--shard", help="Spread the decoder over torchrun's processes (FSDP2).")
-    ] = False,
+    changes: list[str] | None = Option(None, "--set", help="Change a preset's field: name=value."),
+    tokenizer: Path | None = Option(None, help="A tokenizer.json. Default: train one."),
+    chat_template: Path | None = Option(None, help="Jinja template for chats. Default: --init's."),
+    include: list[str] | None = Option(None, help="Globs to take from folders."),
+    exclude: list[str] | None = Option(None, help="Globs to skip in folders."),
+    held_out: float = Option(0.05, min=0.0, max=0.5, help="Share to evaluate on."),
+    steps: int = Option(2000, min=1, help="Updates of the weights."),
+    context: int = Option(256, min=1, help="Tokens per sequence."),
+    batch_size: int = Option(16, min=1, help="Sequences per batch, in all processes."),
+    accumulate: int = Option(1, min=1, help="Batches per step."),
+    learning_rate: float = Option(1e-3, min=0.0, help="Peak, after --warmup; it falls to a tenth."),
+    warmup: int = Option(100, min=1, help="Steps until the full learning rate."),
+    weight_decay: float = Option(0.1, min=0.0, help="Of matrices, by AdamW."),
+    evaluate_every: int = Option(250, min=1, help="Steps between evaluations."),
+    checkpoint_every: int = Option(250, min=1, help="Steps between checkpoints."),
+    mixed_precision: bool = Option(True, help="Use bfloat16 if hardware has it."),
+    tensorboard: bool = Option(False, "--tensorboard", help="Write event files too."),
+    seed: int = Option(0, callback=_check_seed, help="Seed of weights, batches and dropout."),
+    resume: bool = Option(False, "--resume", help="Continue the run in --out as it is."),
+    shard: bool = Option(False, "--shard", help="Shard the decoder over the processes (FSDP2)."),
 ) -> None:
     """Train a decoder on text, or on chats in JSONL files.
 
@@ -102,7 +83,7 @@ def train(
     In several processes: torchrun --nproc-per-node N -m commands.train …
     """
     options = locals()
-    with loading("PyTorch"):
+    with loading():
         from model.training import run
         from model.training.distributed import PeerError, ShardError, join
         from model.training.trainer import DivergedError
@@ -121,7 +102,7 @@ def train(
                     _refuse("--resume continues the run with its own text and settings", refused)
                 elif not corpus:
                     message = "name at least one file or folder to train on, or give --resume"
-                    raise OptionError(message)
+                    raise ValueError(message)
                 elif is_first:
                     processes.rows_per_process(batch_size)
                     _prepare_run(options, given, lines)
@@ -151,7 +132,7 @@ def _prepare_run(options: dict[str, Any], given: dict[str, str], lines: Console)
         by_tokenizer = {"bos_token_id", "eos_token_ids"}
         by_tokenizer |= {"vocab_size"} if options["tokenizer"] else set()
         for name in sorted(by_tokenizer & changes.keys()):
-            raise OptionError(f"{name} follows from the tokenizer; leave it out of --set")
+            raise ValueError(f"{name} follows from the tokenizer; leave it out of --set")
         config = preset(options["preset"], **changes)
     else:
         refused = [given[name] for name in ("preset", "tokenizer") if name in given]
@@ -170,7 +151,7 @@ def _prepare_run(options: dict[str, Any], given: dict[str, str], lines: Console)
 
 def _refuse(reason: str, options: list[str]) -> None:
     if options:
-        raise OptionError(f"{reason}; leave out {', '.join(options)}")
+        raise ValueError(f"{reason}; leave out {', '.join(options)}")
 
 
 if __name__ == "__main__":

@@ -9,15 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    ByteSize,
-    Field,
-    NonNegativeInt,
-    PositiveInt,
-    SecretStr,
-    ValidationError,
-)
+from pydantic import BeforeValidator, ByteSize, Field, SecretStr, ValidationError
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from server.engine.machine import SPIN_MICROSECONDS
@@ -81,15 +73,15 @@ class Settings(BaseSettings):
     )
     speculate: bool = False
     """Draft repeated text while few sequences run; rounding, so answers, then depend on load."""
-    threads: PositiveInt | None = None
+    threads: int | None = Field(None, ge=1)
     """Compute threads. Default: the CPUs that this process may use."""
     spin_microseconds: int = Field(SPIN_MICROSECONDS, ge=0, le=1_000_000)
     """Time for which an idle compute thread waits for more work before it sleeps."""
-    max_queue: NonNegativeInt | None = None
+    max_queue: int | None = Field(None, ge=0)
     """Sequences that may wait beyond those that run. Default: 4 x max_num_seqs."""
-    max_queue_tokens: NonNegativeInt | None = None
+    max_queue_tokens: int | None = Field(None, ge=0)
     """Prompt tokens that may wait; a lone prompt may be longer. Default: 4096 x max_queue."""
-    max_concurrency_per_key: PositiveInt | None = None
+    max_concurrency_per_key: int | None = Field(None, ge=1)
     """Requests that each API key may have in flight. Default: no limit."""
     max_header_bytes: ByteSize = Field(ByteSize(32 * 2**10), ge=1024)
     """Maximum size of a request's head: its URL and headers."""
@@ -153,11 +145,11 @@ def load_settings(**options: Any) -> Settings:
     Raises StartupError, in one line that names the setting.
     """
     known = {PREFIX + name.upper() for name in Settings.model_fields}
-    ours = sorted(name for name in os.environ if name.upper().startswith(PREFIX))
-    if unknown := next((name for name in ours if name.upper() not in known), None):
-        near = get_close_matches(unknown.upper(), known, n=1)
-        hint = f"did you mean {near[0]}" if near else "kvasir serve --help lists them"
-        raise StartupError(f"unknown setting {unknown} in the environment; {hint}")
+    for name in sorted(os.environ):
+        if name.upper().startswith(PREFIX) and name.upper() not in known:
+            near = get_close_matches(name.upper(), known, n=1)
+            hint = f"did you mean {near[0]}" if near else "kvasir serve --help lists them"
+            raise StartupError(f"unknown setting {name} in the environment; {hint}")
     try:
         settings = Settings(**{name: value for name, value in options.items() if value is not None})
     except ValidationError as error:

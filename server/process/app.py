@@ -55,6 +55,8 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         clock.lap("application")
+        if engine is None:
+            service.grammars.warm_up()
         loading = asyncio.create_task(
             service.start(lambda: engine or build_engine(settings, bundle, clock), clock)
         )
@@ -87,5 +89,5 @@ def create_app(
         )
     app.add_middleware(request_context)
     if provider is not None:
-        app.add_middleware(tracing.Tracing, provider=provider, model=settings.model_name)
+        app.add_middleware(tracing.request_spans, provider=provider, model=settings.model_name)
     return app

@@ -78,7 +78,6 @@ class BoundedConnection(HttpToolsProtocol):
     url = b""
     # The last request whose answer was begun: `cycle`, unless the client has sent others early.
     _answering: RequestResponseCycle | None = None
-    _is_in_head = False
     _incoming: RequestResponseCycle | None = None  # the request whose body is being received
     _n_body = 0  # bytes of a body since the receive timer was started
     _n_overhead = 0  # bytes of a head, or around a body, since the parser last reported progress
@@ -94,10 +93,10 @@ class BoundedConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse in slices, so that what is neither a complete header nor body stays bounded."""
-        self._start_receive_timer()
         for start in range(0, len(data), _SLICE):
             if self._is_refused:
                 return
+            self._start_receive_timer()
             piece = data[start : start + _SLICE]
             self._n_overhead += len(piece)
             super().data_received(piece)
@@ -107,12 +106,12 @@ class BoundedConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start the clock of a request."""
         super().on_message_begin()
-        self._is_in_head, self._n_overhead = True, 0
+        self._n_overhead = 0
         self._start_receive_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Take a header, but no trailer: uvicorn would add it to the headers."""
-        if self._is_in_head:
+        if self._incoming is None:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -127,7 +126,7 @@ class BoundedConnection(HttpToolsProtocol):
         if self._unanswered is None:
             self._answering = self.cycle
         self.limit.idle.pop(self, None)
-        self._is_in_head, self._incoming, self._n_overhead = False, self.cycle, 0
+        self._incoming, self._n_overhead = self.cycle, 0
 
     def on_body(self, body: bytes) -> None:
         """Count the bytes of a body."""
@@ -170,7 +169,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def refuse_unfinished(self) -> None:
         """Answer 503 to a request that will not be complete before the server is down."""
-        if (self._is_in_head or self._incoming) and self._unanswered is self._incoming:
+        if self._receive_timer is not None and self._unanswered is self._incoming:
             self._refuse(UnavailableError("the server is shutting down; try again", retry_after=1))
 
     def send_400_response(self, msg: str) -> None:
@@ -194,9 +193,8 @@ class BoundedConnection(HttpToolsProtocol):
             return
         self._is_refused = True
         self._stop_receive_timer()
-        earlier = self._unanswered
         self._disconnect_unanswered()
-        if earlier is not None and earlier.response_started:
+        if self._unanswered is not None and self._unanswered.response_started:
             self.transport.close()
             return
         if self._incoming is None or not self._incoming.response_complete:
@@ -216,8 +214,7 @@ class BoundedConnection(HttpToolsProtocol):
         }
         response = error_response(scope, error)
         log_request(scope, response.status_code, 0.0)
-        response.headers["x-request-id"] = state.id
-        response.headers["connection"] = "close"
+        response.headers.update({"x-request-id": state.id, "connection": "close"})
         headers = b"".join(name + b": " + value + b"\r\n" for name, value in response.raw_headers)
         return STATUS_LINE[response.status_code] + headers + b"\r\n" + bytes(response.body)
 

@@ -26,9 +26,8 @@ from server.telemetry.start_clock import StartClock
 
 logger = logging.getLogger("kvasir")
 
-_KEEP_ALIVE = (
-    75  # seconds; longer than proxies' and clients', or they may reuse a closing connection
-)
+# Seconds; longer than proxies' and clients', or they may reuse a connection that is being closed.
+_KEEP_ALIVE = 75
 _LAST_READ = 5  # seconds for clients to read what is written, once every request has ended
 _LAST_TASKS = 2  # seconds for the requests of those cut off to end
 

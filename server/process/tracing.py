@@ -9,12 +9,13 @@ are vLLM's, whose spans are similar.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from time import monotonic, perf_counter, time_ns
 
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.trace import SpanKind, Status, StatusCode, TraceState
+from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, TraceState
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,16 +28,14 @@ _TRACE_CONTEXT = TraceContextTextMapPropagator()  # and no baggage: nothing here
 _BAD_ENDS = frozenset({FinishReason.ABORT, FinishReason.ERROR})
 
 
-class Tracing:
-    """Middleware. A caller's `traceparent` header makes its span the parent (W3C Trace Context)."""
+def request_spans(app: ASGIApp, provider: TracerProvider, model: str) -> ASGIApp:
+    """Send the span of each accepted request when it ends.
 
-    def __init__(self, app: ASGIApp, provider: TracerProvider, model: str) -> None:
-        self.app = app
-        self._tracer = provider.get_tracer("kvasir")
-        self._model = model
+    A caller's `traceparent` header makes its span the parent (W3C Trace Context).
+    """
+    tracer = provider.get_tracer("kvasir")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request; if it was accepted, send its span at the end."""
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
         status: int | None = None
 
         async def send_noting_status(message: Message) -> None:
@@ -46,62 +45,63 @@ class Tracing:
             await send(message)
 
         try:
-            await self.app(scope, receive, send_noting_status)
+            await app(scope, receive, send_noting_status)
         finally:
-            self._record(scope, status)
+            _send_span(tracer, model, scope, status)
 
-    def _record(self, scope: Scope, status: int | None) -> None:
-        """Send a request's span if it was accepted; status is None without a response."""
-        state: RequestState | None = scope.get("state", {}).get("request")
-        completion = state.completion if state else None
-        if state is None or completion is None:
-            return
-        seconds, ended = perf_counter() - state.arrived, time_ns()
-        is_chat = scope["path"].endswith("/chat/completions")
-        times = [choice.sequence.times for choice in completion.choices]
-        queued = [t.scheduled - t.arrived for t in times if t.scheduled is not None]
-        reasons = [choice.finish_reason or FinishReason.ABORT for choice in completion.choices]
-        attributes = {
-            "gen_ai.operation.name": "chat" if is_chat else "text_completion",
-            "gen_ai.provider.name": "kvasir",
-            "gen_ai.request.model": self._model,
-            "gen_ai.request.id": state.id,
-            "gen_ai.usage.input_tokens": completion.n_prompt_tokens,
-            "gen_ai.usage.output_tokens": completion.n_completion_tokens,
-            "gen_ai.response.finish_reasons": tuple(reasons),
-            "gen_ai.latency.e2e": seconds,
-            "gen_ai.latency.time_in_queue": min(queued, default=None),
-            "gen_ai.latency.time_to_first_token": completion.seconds_to_first_token,
-            "http.route": scope["path"],
-            "http.response.status_code": status,
-        }
-        span = self._tracer.start_span(
-            "llm_request",
-            _TRACE_CONTEXT.extract(Headers(scope=scope)),
-            kind=SpanKind.SERVER,
-            start_time=ended - round(seconds * 1e9),
-            attributes={name: value for name, value in attributes.items() if value is not None},
-        )
-        if failed := [reason for reason in reasons if reason in _BAD_ENDS or (status or 0) >= 500]:
-            span.set_attribute("error.type", failed[0])
-            span.set_status(Status(StatusCode.ERROR, "the request did not run to its end"))
-        span.end(ended)
+    return run
 
 
-class RateLimit(logging.Filter):
-    """A filter that passes each kind of message once a minute: exporters log every attempt."""
+def _send_span(tracer: Tracer, model: str, scope: Scope, status: int | None) -> None:
+    """Send a request's span if it was accepted; status is None without a response."""
+    state: RequestState | None = scope.get("state", {}).get("request")
+    completion = state.completion if state else None
+    if state is None or completion is None:
+        return
+    seconds, ended = perf_counter() - state.arrived, time_ns()
+    is_chat = scope["path"].endswith("/chat/completions")
+    sequences = [choice.sequence for choice in completion.choices]
+    queued = [s.scheduled_at - s.arrived_at for s in sequences if s.scheduled_at is not None]
+    reasons = [choice.finish_reason or FinishReason.ABORT for choice in completion.choices]
+    attributes = {
+        "gen_ai.operation.name": "chat" if is_chat else "text_completion",
+        "gen_ai.provider.name": "kvasir",
+        "gen_ai.request.model": model,
+        "gen_ai.request.id": state.id,
+        "gen_ai.usage.input_tokens": completion.n_prompt_tokens,
+        "gen_ai.usage.output_tokens": completion.n_completion_tokens,
+        "gen_ai.response.finish_reasons": tuple(reasons),
+        "gen_ai.latency.e2e": seconds,
+        "gen_ai.latency.time_in_queue": min(queued, default=None),
+        "gen_ai.latency.time_to_first_token": completion.seconds_to_first_token,
+        "http.route": scope["path"],
+        "http.response.status_code": status,
+    }
+    span = tracer.start_span(
+        "llm_request",
+        _TRACE_CONTEXT.extract(Headers(scope=scope)),
+        kind=SpanKind.SERVER,
+        start_time=ended - round(seconds * 1e9),
+        attributes={name: value for name, value in attributes.items() if value is not None},
+    )
+    if failed := [reason for reason in reasons if reason in _BAD_ENDS or (status or 0) >= 500]:
+        span.set_attribute("error.type", failed[0])
+        span.set_status(Status(StatusCode.ERROR, "the request did not run to its end"))
+    span.end(ended)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._passed_at: dict[str, float] = {}
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return False for a kind of message that has passed in the last minute."""
+def _once_a_minute() -> Callable[[logging.LogRecord], bool]:
+    """Return a filter that passes each kind of message once a minute: exporters log every try."""
+    passed_at: dict[str, float] = {}
+
+    def is_due(record: logging.LogRecord) -> bool:
         now = monotonic()
-        if now - self._passed_at.get(record.msg, -_LOG_SECONDS) < _LOG_SECONDS:
+        if now - passed_at.get(record.msg, -_LOG_SECONDS) < _LOG_SECONDS:
             return False
-        self._passed_at[record.msg] = now
+        passed_at[record.msg] = now
         return True
+
+    return is_due
 
 
 def make_provider(
@@ -115,7 +115,7 @@ def make_provider(
         from opentelemetry.exporter.otlp.proto.http import trace_exporter  # noqa: PLC0415
 
         exporter = trace_exporter.OTLPSpanExporter(endpoint)
-        logging.getLogger(trace_exporter.__name__).addFilter(RateLimit())
+        logging.getLogger(trace_exporter.__name__).addFilter(_once_a_minute())
     # Its warnings quote what callers sent.
     logging.getLogger(TraceState.__module__).setLevel(logging.ERROR)
     # Attributes given to create() would otherwise replace those of the environment.

@@ -57,7 +57,6 @@ class Metrics:
 
     def __init__(self, load: Callable[[], tuple[float, float, float]]) -> None:
         self.registry = CollectorRegistry()
-        self._load_registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # memory, file descriptors, processor time, start
         self._gauge = partial(Gauge, namespace="kvasir", registry=self.registry)
         for index, (name, text) in enumerate(_LOAD.items()):
@@ -65,9 +64,7 @@ class Metrics:
             def read(index: int = index) -> float:
                 return load()[index]
 
-            gauge = self._gauge(name, text)
-            gauge.set_function(read)
-            self._load_registry.register(gauge)
+            self._gauge(name, text).set_function(read)
 
         counter = partial(Counter, namespace="kvasir", registry=self.registry)
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
@@ -143,7 +140,7 @@ class Metrics:
                 self._inter_token.observe(now - previous)
         elif sequence.n_computed >= len(sequence.prompt_ids):
             self._prompt_tokens.inc(len(sequence.prompt_ids))
-            self._first_token.observe(now - sequence.times.arrived)
+            self._first_token.observe(now - sequence.arrived_at)
 
     def finished(self, sequence: Sequence, reason: FinishReason, *, wasted: bool) -> None:
         """Record the end of a sequence; its tokens are wasted if its client has disconnected."""
@@ -153,15 +150,17 @@ class Metrics:
         self._output_size.observe(n_generated)
         if wasted:
             self._wasted.inc(n_generated)
-        times, end, n_later = sequence.times, sequence.times.finished, n_generated - 1
+        scheduled, end, n_later = sequence.scheduled_at, sequence.finished_at, n_generated - 1
         if end is None:
             return
-        arrived = times.arrived
-        first = times.first_token or end  # where no token was wanted, the end counts as the first
+        arrived = sequence.arrived_at
+        first = (
+            sequence.first_token_at or end
+        )  # where no token was wanted, the end counts as the first
         self._e2e.observe(end - arrived)
-        self._queue.observe((times.scheduled or end) - arrived)
-        if times.scheduled is not None and times.first_token is not None:
-            self._prefill.observe(first - times.scheduled)
+        self._queue.observe((scheduled or end) - arrived)
+        if scheduled is not None and sequence.first_token_at is not None:
+            self._prefill.observe(first - scheduled)
             self._decode.observe(end - first)
             if n_later > 0:
                 self._per_token.observe((end - first) / n_later)
@@ -179,4 +178,5 @@ class Metrics:
 
     def render_load(self) -> bytes:
         """Return the gauges that a router balances by: cheap enough for 20 scrapes a second."""
-        return generate_latest(self._load_registry)
+        names = [f"kvasir_{name}" for name in _LOAD]
+        return generate_latest(self.registry.restricted_registry(names))

@@ -167,7 +167,7 @@ def test_control_c_ends_without_output(monkeypatch: pytest.MonkeyPatch) -> None:
 LOADING = """
 import signal
 from commands.progress import loading
-with loading("PyTorch"):
+with loading():
     try:
         signal.raise_signal(signal.SIGINT)
     except KeyboardInterrupt:

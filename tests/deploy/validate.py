@@ -91,7 +91,7 @@ def versions_agree(root: Path) -> str:
     tags = [("Chart.yaml", load(root / "helm/Chart.yaml")["appVersion"])]
     gpu = load(root / "helm/values-gpu.yaml")["image"]["tag"]
     tags += [("values-gpu.yaml", gpu.removesuffix("-cuda"))]
-    for path in [*sorted(root.glob("docker-compose*.yml")), root / "docs/operations.md"]:
+    for path in sorted(root.glob("docker-compose*.yml")):
         tags += [(path.name, tag) for tag in TAG.findall(path.read_text(encoding="utf-8"))]
     for name, tag in tags:
         if tag != version:
