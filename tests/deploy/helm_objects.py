@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import jsonschema
 import yaml
 
 from tests.deploy.server_container import PATHS, ServerContainer
@@ -91,6 +90,8 @@ def unrestricted_pods(objects: list[Object]) -> Iterator[str]:
 
 def schema_faults(value: Object, schema: Object, name: str) -> Iterator[str]:
     """Yield what a schema refuses in a value."""
+    import jsonschema  # noqa: PLC0415  (what imports this file may lack it)
+
     for error in jsonschema.Draft202012Validator(schema).iter_errors(value):
         yield f"{name}: {error.json_path}: {error.message}"
 
