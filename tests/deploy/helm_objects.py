@@ -20,6 +20,7 @@ FACTORS |= {f"{prefix}i": 2.0 ** (10 * i) for i, prefix in enumerate("KMGTPE", 1
 Object = dict[str, Any]
 NAMESPACE = "default"  # into which the chart is rendered
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+INTERNAL = ("/health", "/metrics", "/debug")
 KEY_FILES = {"KVASIR_API_KEY_FILE", "KEY_FILE"}
 
 
@@ -159,7 +160,7 @@ def unknown_backends(objects: list[Object]) -> Iterator[str]:
 
 
 def unknown_paths(objects: list[Object]) -> Iterator[str]:
-    """Yield scraped and published paths that the server does not have."""
+    """Yield paths that the server does not have, and published ones that are internal."""
     for document in objects:
         kind, spec = document["kind"], document.get("spec", {})
         exact, prefixes = [], []
@@ -173,9 +174,18 @@ def unknown_paths(objects: list[Object]) -> Iterator[str]:
             paths = [path for rule in spec["rules"] for path in rule["http"]["paths"]]
             exact = [path["path"] for path in paths if path["pathType"] == "Exact"]
             prefixes = [path["path"] for path in paths if path["pathType"] == "Prefix"]
-        served = {path[: len(prefix)] for path in PATHS for prefix in prefixes}
-        if unknown := [*(set(exact) - PATHS), *(set(prefixes) - served)]:
+        below = {prefix: {path for path in PATHS if is_below(path, prefix)} for prefix in prefixes}
+        if unknown := [*(set(exact) - PATHS), *(prefix for prefix in below if not below[prefix])]:
             yield f"{kind} names paths that the server does not have: {unknown}"
+        published = set(exact).union(*below.values())
+        internal = {path for path in published for name in INTERNAL if is_below(path, name)}
+        if internal and kind != "PodMonitor":
+            yield f"{kind} publishes internal paths: {sorted(internal)}"
+
+
+def is_below(path: str, prefix: str) -> bool:
+    """Return whether a prefix of whole path segments matches a path."""
+    return f"{path}/".startswith(f"{prefix.rstrip('/')}/")
 
 
 def unknown_volumes(objects: list[Object]) -> Iterator[str]:
@@ -188,10 +198,12 @@ def unknown_volumes(objects: list[Object]) -> Iterator[str]:
     for spec in (pod(objects), one(objects, "Pod")["spec"]):
         volumes = {volume["name"]: volume for volume in spec.get("volumes", ())}
         for container in [*spec.get("initContainers", ()), *spec["containers"]]:
-            mounts = {one["mountPath"]: one["name"] for one in container.get("volumeMounts", ())}
+            mounts = {one["mountPath"]: one["name"] for one in container.get("volumeMounts") or ()}
             for name in set(mounts.values()) - volumes.keys():
                 yield f"{container['name']} mounts {name}, which is no volume"
             environment = variables(container)
+            if "HOME" in environment and environment["HOME"] not in mounts:
+                yield f"{container['name']} has no volume for its home, {environment['HOME']}"
             for name in KEY_FILES & environment.keys():
                 path = PurePosixPath(environment[name])
                 volume = volumes.get(mounts.get(str(path.parent), ""), {})
@@ -263,7 +275,10 @@ def server(objects: list[Object], image: Object) -> ServerContainer:
     container = spec["containers"][0]
     return ServerContainer(
         image | variables(container),
-        [image["KVASIR_MODEL"], *(mount["mountPath"] for mount in container["volumeMounts"])],
+        [
+            image["KVASIR_MODEL"],
+            *(mount["mountPath"] for mount in container.get("volumeMounts") or ()),
+        ],
         set(container_ports([container]).values()),
         {name: container.get(name, {}).get("httpGet", {}).get("path", "") for name in PROBES},
         spec["terminationGracePeriodSeconds"] - pause_seconds(objects),
