@@ -8,6 +8,7 @@ from time import perf_counter
 
 from typer import echo
 
+from tests.faults.canary import canary
 from tests.faults.clock_jumps import clock_jumps
 from tests.faults.damage import damaged_models
 from tests.faults.disconnects import disconnects
@@ -40,14 +41,21 @@ FAULTS = {
 def main(names: list[str]) -> int:
     logging.getLogger().addHandler(logging.NullHandler())  # the faults read the log themselves
     lost: list[str] = []
-    echo(f"{'fault':28} {'tried':>7} {'survived':>9} {'lost':>5} {'seconds':>8}")
+    echo(f"{'':60} {'stalls in ms':>17} {'memory':>6}")
+    echo(
+        f"{'fault':28} {'tried':>7} {'survived':>9} {'lost':>5} {'seconds':>8} {'p99':>8} "
+        f"{'longest':>8} {'MiB':>6}"
+    )
     for fault, (many, _) in FAULTS.items():
         if names and fault.__name__ not in names:
             continue
         started = perf_counter()
-        report = fault(many)
+        with canary() as watched:
+            report = fault(many)
         seconds = perf_counter() - started
-        figures = f"{report.tried:7} {report.survived:9} {len(report.lost):5} {seconds:8.1f}"
+        figures = (
+            f"{report.tried:7} {report.survived:9} {len(report.lost):5} {seconds:8.1f} {watched}"
+        )
         echo(f"{report.what:28} {figures}  {report.note}")
         lost += [f"{report.what}: {what}" for what in report.lost]
     echo("\n".join(lost))
