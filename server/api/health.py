@@ -64,11 +64,6 @@ class Metrics(Response):
 
     media_type = CONTENT_TYPE
 
-    def __init__(self, request: Request, *, only_load: bool = False) -> None:
-        accept = request.headers.get("accept", "")
-        content, kind = service_of(request).metrics.render(accept, only_load=only_load)
-        super().__init__(content, headers={"content-type": kind, "vary": "accept"})
-
 
 _UNAVAILABLE = {503: {"description": "It is not.", "model": Health}}
 _PROBE = OPEN | {"response_model": Health, "responses": OPEN["responses"] | _UNAVAILABLE}
@@ -107,14 +102,20 @@ def _health(is_good: bool) -> Response:
 @router.get("/metrics", response_class=Metrics, **OPEN)
 async def metrics(request: Request) -> Metrics:
     """Return all metrics, for Prometheus."""
-    return Metrics(request)
+    return _metrics(request)
 
 
 @router.head("/metrics/router", response_class=Metrics, **OPEN)
 @router.get("/metrics/router", response_class=Metrics, **OPEN)
 async def router_metrics(request: Request) -> Metrics:
     """Return three gauges, for load balancers."""
-    return Metrics(request, only_load=True)
+    return _metrics(request, only_load=True)
+
+
+def _metrics(request: Request, *, only_load: bool = False) -> Metrics:
+    accept = request.headers.get("accept", "")
+    content, kind = service_of(request).metrics.render(accept, only_load=only_load)
+    return Metrics(content, headers={"content-type": kind, "vary": "accept"})
 
 
 @router.get("/version", responses=READ_ERRORS)
