@@ -65,6 +65,9 @@ rolling-restart: $(VENV)/.serve  ## Restart two servers behind nginx; nothing ma
 image-check: $(VENV)/.serve  ## Build the images with buildah, as root, and test them
 	$(BIN)/python -m tests.deploy.image_check $(ARGS)
 
+compose-check: $(VENV)/.serve  ## Run the stack on this machine's Docker Engine and test it
+	$(BIN)/python -m tests.deploy.compose_check
+
 faults: $(VENV)/.dev  ## Inject faults into servers; ARGS=kills selects one
 	$(BIN)/python -m tests.faults $(ARGS)
 
@@ -131,4 +134,4 @@ build/conformance/.ready:  # these need other versions than constraints.txt has
 	build/conformance/bin/pip install --quiet --disable-pip-version-check guidellm==0.8.1 'lm_eval[api]==0.4.13'
 	@touch $@
 
-.PHONY: browser-test overload soak cold-start dashboard-smoke conformance faults flood image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check example
+.PHONY: compose-check browser-test overload soak cold-start dashboard-smoke conformance faults flood image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check example

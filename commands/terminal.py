@@ -9,7 +9,7 @@ from typing import NamedTuple
 from model.bundle import ModelBundle
 from server.engine.engine import Engine
 from server.engine.sampling import SamplingParams
-from server.engine.sequence import FinishReason, Sequence, SequenceTimes
+from server.engine.sequence import FinishReason, Sequence
 from server.text.detokenizer import Detokenizer
 
 
@@ -27,7 +27,7 @@ def complete(
     """Yield the pieces of a completion; `check_length` must have accepted the prompt."""
     text, reason = Detokenizer(bundle.tokenizer, prompt_ids), None
     ending_ids = frozenset(bundle.config.eos_token_ids)
-    engine.add(Sequence(0, prompt_ids, params, ending_ids, SequenceTimes(perf_counter())))
+    engine.add(Sequence(0, prompt_ids, params, ending_ids, perf_counter()))
     while engine.has_work:
         for output in engine.step()[0]:
             reason = output.finish_reason

@@ -28,12 +28,12 @@ from model.network.decoder import Decoder
 from model.progress import Progress, followed, unheard
 from server.engine.cuda.runner import PagedRunner
 from server.engine.cuda.session import open_cuda_runner
-from server.engine.engine import Engine
+from server.engine.engine import Engine, warm_up
 from server.engine.kv.rows import KVShape
 from server.engine.machine import usable_cpus
 from server.engine.runner import OnnxRunner
 from server.engine.sampling import SamplingParams
-from server.engine.sequence import Sequence, SequenceTimes
+from server.engine.sequence import Sequence
 
 DECODE_BATCHES: dict[Device, tuple[int, ...]] = {"cpu": (1, 4, 16), "cuda": (1, 8, 32, 128)}
 PREFILL_TOKENS: dict[Device, tuple[int, ...]] = {"cpu": (128, 512), "cuda": (512, 2048)}
@@ -143,7 +143,7 @@ def bench_engine(
         runner = open_cuda_runner(graph, config, max_num_seqs=batches[-1], keep_prompts=False)
     else:
         runner = OnnxRunner(graph, config, max_num_seqs=batches[-1], threads=threads)
-        runner.warm_up()
+        warm_up(runner)
     bench = _EngineBench(runner, _CHUNK[device])
     progress("copying memory", 0, 0)
     bandwidth, peak = measure_machine(device, threads)
@@ -211,8 +211,8 @@ class _EngineBench:
         prompt_ids = self._generator.integers(self._runner.vocab_size, size=n_prompt)
         top_p = 0.95 if temperature else 1.0
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p)
-        times = SequenceTimes(perf_counter())
-        return Sequence(next(self._ids), prompt_ids.tolist(), params, frozenset(), times)
+        ids = prompt_ids.tolist()
+        return Sequence(next(self._ids), ids, params, frozenset(), perf_counter())
 
 
 def bytes_per_step(config: DecoderConfig, precision: str, batch: int, device: Device) -> float:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 
-from model.config import ConfigError, DecoderConfig, first_problem
-from model.tokenizer import TokenizerError, load_tokenizer, vocabulary_size
+from model.config import DecoderConfig, first_problem
+from model.tokenizer import load_tokenizer
 
 FORMAT_VERSION = 1
 
@@ -88,6 +89,14 @@ class GenerationDefaults(_Record):
     typical_p: TopP | None = None
     repetition_penalty: RepetitionPenalty | None = None
 
+    @classmethod
+    def parse(cls, files: Mapping[str, bytes]) -> GenerationDefaults:
+        """Return those among files, contents by name, if any. Raises ValueError."""
+        try:
+            return cls.model_validate_json(files.get(GENERATION_FILE, b"{}"))
+        except ValueError as error:
+            raise ValueError(f"{GENERATION_FILE}: {first_problem(error)}") from None
+
     def given(self) -> dict[str, float]:
         """Return the fields that are set, by name."""
         return self.model_dump(exclude_none=True)
@@ -158,7 +167,7 @@ def load_bundle(directory: Path) -> ModelBundle:
         )
     remedy = "copy it again or export the model again"
     try:
-        manifest = _read_manifest(directory)
+        manifest = _read_manifest(directory / MANIFEST_FILE)
         for name, expected in manifest.files.items():
             path = directory / name
             if Path(name).name != name:
@@ -169,17 +178,23 @@ def load_bundle(directory: Path) -> ModelBundle:
                 raise BundleError(f"{path} is missing; {remedy}")
             if sha256(path) != expected:
                 raise BundleError(f"{path} does not match its hash in {MANIFEST_FILE}; {remedy}")
-        return _read_files(directory, manifest)
+        config, tokenizer = load_config_and_tokenizer(directory)
+        files = read_extra_files(directory)
+        generation = GenerationDefaults.parse(files)
+        template, special_tokens = parse_template(files)
     except OSError as error:
         file = error.filename or directory
         raise BundleError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        reason = f"{directory} cannot be loaded: {error}"
+        raise BundleError(f"{reason}; export the model again") from None
+    return ModelBundle(directory, config, manifest, tokenizer, generation, template, special_tokens)
 
 
-def _read_manifest(directory: Path) -> Manifest:
-    path = directory / MANIFEST_FILE
+def _read_manifest(path: Path) -> Manifest:
     if not path.is_file():
         raise BundleError(
-            f"{directory} has no {MANIFEST_FILE}, so it is not a model directory; see kvasir export"
+            f"{path.parent} has no {path.name}, so it is not a model directory; see kvasir export"
         )
     try:
         values = json.loads(path.read_bytes())
@@ -191,30 +206,11 @@ def _read_manifest(directory: Path) -> Manifest:
             )
         manifest = Manifest.model_validate(values)
     except ValueError as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else error
-        raise BundleError(f"{path} is damaged: {reason}; export the model again") from None
+        raise ValueError(f"{path.name} is damaged: {first_problem(error)}") from None
     for name in REQUIRED_FILES:
         if name not in manifest.files:
-            raise BundleError(f"{path} does not list {name}; export the model again")
+            raise ValueError(f"{path.name} does not list {name}")
     return manifest
-
-
-def _read_files(directory: Path, manifest: Manifest) -> ModelBundle:
-    read = read_extra_files(directory)
-    try:
-        config, tokenizer = load_config_and_tokenizer(directory)
-        name = GENERATION_FILE
-        generation = GenerationDefaults.model_validate_json(read.get(name, b"{}"))
-        name = SPECIAL_TOKENS_FILE
-        special_tokens = parse_special_tokens(read.get(name, b"{}"))
-        name = CHAT_TEMPLATE_FILE
-        template = read[name].decode() if name in read else None
-    except (ConfigError, TokenizerError) as error:
-        raise BundleError(f"{error}; export the model again") from None
-    except ValueError as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else error
-        raise BundleError(f"{directory / name}: {reason}; export the model again") from None
-    return ModelBundle(directory, config, manifest, tokenizer, generation, template, special_tokens)
 
 
 def read_extra_files(directory: Path) -> dict[str, bytes]:
@@ -226,20 +222,25 @@ def read_extra_files(directory: Path) -> dict[str, bytes]:
 def load_config_and_tokenizer(directory: Path) -> tuple[DecoderConfig, Tokenizer]:
     """Read both files. Raises ConfigError, TokenizerError (also for too many ids) and OSError."""
     config = DecoderConfig.load(directory / CONFIG_FILE)
-    tokenizer = load_tokenizer(directory / TOKENIZER_FILE)
-    if (known := vocabulary_size(tokenizer)) > config.vocab_size:
-        raise TokenizerError(
-            f"{directory / TOKENIZER_FILE} has token ids up to {known - 1}, but the model only "
-            f"{config.vocab_size} tokens"
-        )
-    return config, tokenizer
+    return config, load_tokenizer(directory / TOKENIZER_FILE, config.vocab_size)
 
 
-def parse_special_tokens(content: bytes) -> dict[str, str]:
-    """Return texts by name: values, or their "content". Raises ValueError."""
-    values = json.loads(content)
-    if not isinstance(values, dict):
-        raise ValueError("must hold a JSON object")
+def parse_template(files: Mapping[str, bytes]) -> tuple[str | None, dict[str, str]]:
+    """Return the chat template among files, and its special tokens by name. Raises ValueError."""
+    name = CHAT_TEMPLATE_FILE
+    try:
+        template = files[name].decode() if name in files else None
+        name = SPECIAL_TOKENS_FILE
+        values = json.loads(files.get(name, b"{}"))
+        if not isinstance(values, dict):
+            raise ValueError("must hold a JSON object")
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return template, token_texts(values)
+
+
+def token_texts(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of special tokens by name: values, or their "content"."""
     return {
         name: text
         for name, value in values.items()

@@ -14,7 +14,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from model.bundle import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE, parse_special_tokens
+from model.bundle import parse_template
 
 # Names for a message's reasoning; transformers fills the first from the others.
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -38,16 +38,11 @@ class ChatTemplate:
     @classmethod
     def parse(cls, files: Mapping[str, bytes]) -> ChatTemplate | None:
         """Return the template among files, contents by name, if any. Raises ChatTemplateError."""
-        if CHAT_TEMPLATE_FILE not in files:
-            return None
-        name = CHAT_TEMPLATE_FILE
         try:
-            source = files[name].decode("utf-8")
-            name = SPECIAL_TOKENS_FILE
-            special_tokens = parse_special_tokens(files.get(name, b"{}"))
+            source, special_tokens = parse_template(files)
         except ValueError as error:
-            raise ChatTemplateError(f"{name}: {error}") from None
-        return cls(source, special_tokens)
+            raise ChatTemplateError(error) from None
+        return None if source is None else cls(source, special_tokens)
 
     def render(
         self,

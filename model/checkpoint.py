@@ -23,7 +23,7 @@ from torch import Tensor
 
 from model.bundle import CONFIG_FILE, TOKENIZER_FILE, load_config_and_tokenizer, read_extra_files
 from model.config import ConfigError
-from model.files import new_directory
+from model.files import new_directory, read_object
 from model.network.decoder import Decoder
 from model.tokenizer import TokenizerError
 
@@ -114,11 +114,9 @@ def load_checkpoint(directory: Path, max_model_len: int | None = None) -> Checkp
         config, tokenizer = load_config_and_tokenizer(path)
         weights = load_file(path / WEIGHTS_FILE)
         notes = path / PROGRESS_FILE
-        progress = json.loads(notes.read_bytes()) if notes.is_file() else {}
+        progress = read_object(notes, CheckpointError) if notes.is_file() else {}
         extra_files = read_extra_files(path)
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{notes} is not JSON: {error}") from None
-    except (ConfigError, TokenizerError, SafetensorError, OSError, UnicodeDecodeError) as error:
+    except (ConfigError, TokenizerError, SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from None
     if max_model_len is not None:
         if not 2 <= max_model_len <= config.max_model_len:

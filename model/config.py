@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import ConfigDict, Field, StrictBool, StrictInt, ValidationError
 from pydantic.dataclasses import dataclass
 
+from model.files import read_object
+
 Position = Literal["rotary", "learned", "sinusoidal", "alibi", "relative", "none"]
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "both"]
@@ -27,8 +29,10 @@ class ConfigError(ValueError):
     """A configuration that no decoder can be built from; its message names the field and value."""
 
 
-def first_problem(error: ValidationError) -> str:
-    """Return the first of pydantic's errors as one line: the field, what it may be, its value."""
+def first_problem(error: ValueError) -> str:
+    """Return an error as one line: pydantic's first field, what it may be, and its value."""
+    if not isinstance(error, ValidationError):
+        return str(error)
     first = error.errors()[0]
     *outer, name = map(str, first["loc"] or [error.title])
     where, path = ".".join(outer) or error.title, ".".join([*outer, name])
@@ -119,9 +123,7 @@ class DecoderConfig:
     feed_forward: an activation, or a gated one (Shazeer 2020); _tanh is GELU's approximation.
     qkv_bias, output_bias, feed_forward_bias: a bias on the linear layers of that name.
     embedding_scale multiplies token embeddings. dropout (of residuals and embeddings) and
-    attention_dropout act in training only.
-
-    The constructor raises ConfigError, which names the first field that is wrong.
+    attention_dropout act in training only. The constructor raises ConfigError.
     """
 
     vocab_size: Size
@@ -217,13 +219,7 @@ class DecoderConfig:
     @classmethod
     def load(cls, path: Path) -> DecoderConfig:
         """Read config.json. Raises ConfigError for bad contents, OSError for an unreadable file."""
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}") from None
-        if not isinstance(values, dict):
-            raise ConfigError(f"{path} must hold a JSON object")
-        return cls(**values)
+        return cls(**read_object(path, ConfigError))
 
     def save(self, path: Path) -> None:
         """Write config.json."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 _NUMPY_DISK_FULL = r"\d+ requested and \d+ written|problem writing element \d+ to file"
 
@@ -21,6 +23,17 @@ def in_words(error: object) -> str:
     if isinstance(error.filename, str | bytes):
         return f"{os.fsdecode(error.filename)}: {reason}"
     return reason
+
+
+def read_object(path: Path, kind: type[Exception]) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises `kind` for other contents, and OSError."""
+    try:
+        values = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise kind(f"{path} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise kind(f"{path} must hold a JSON object")
+    return values
 
 
 @contextmanager

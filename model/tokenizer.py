@@ -48,8 +48,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer.json. Raises TokenizerError when it is missing or not a tokenizer.
+def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
+    """Read a tokenizer.json of up to `vocab_size` ids. Raises TokenizerError for another file.
 
     Truncation and padding are dropped: they would silently shorten documents and prompts.
     """
@@ -61,6 +61,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise TokenizerError(f"{path} is not a tokenizer: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if vocab_size is not None and (known := vocabulary_size(tokenizer)) > vocab_size:
+        raise TokenizerError(
+            f"{path} has token ids up to {known - 1}, but the model only {vocab_size} tokens"
+        )
     return tokenizer
 
 

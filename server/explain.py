@@ -6,9 +6,10 @@ The session runs attention.onnx, another graph over the weights file of the serv
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field, NonNegativeInt
 
 from model.bundle import ATTENTION_GRAPH_FILE, ModelBundle
 from model.config import DecoderConfig
@@ -22,11 +23,11 @@ MAX_TOKENS = 512  # a head has n² weights for n tokens
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
-    """A candidate for the next token, with its probability at temperature 1."""
+    """A token that may come next, with its probability at temperature 1."""
 
-    token_id: int
+    token_id: NonNegativeInt
     text: str
-    probability: float
+    probability: Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from server.engine.engine import Engine, TokenOutput
 from server.engine.sampling import SamplingParams, TokenLogprobs
-from server.engine.sequence import FinishReason, Sequence, SequenceTimes
+from server.engine.sequence import FinishReason, Sequence
 
 
 def make_sequence(
     sequence_id: int, prompt_ids: list[int], params: SamplingParams, eos: Iterable[int] = ()
 ) -> Sequence:
     ending = params.stop_token_ids if params.ignore_eos else params.stop_token_ids | frozenset(eos)
-    return Sequence(sequence_id, prompt_ids, params, ending, SequenceTimes(0.0))
+    return Sequence(sequence_id, prompt_ids, params, ending, 0.0)
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import Any
 
 from model.importing.family import Family, Options, layers_without_rotary, refuse
 from model.importing.tensors import (
-    as_is,
+    Source,
     interleaved_by_head,
     plus_one,
     repeated_for_heads,
@@ -27,16 +27,16 @@ _LLAMA |= {"tie_word_embeddings": False}
 _BIASES = {"attention_bias": False, "mlp_bias": False}
 _ALL_BIASES = dict.fromkeys(("qkv_bias", "output_bias", "feed_forward_bias"), True)
 _QKV = stacked(*(f"layers.*.self_attn.{part}_proj" for part in "qkv"))
-_LLAMA_MODULES = {
-    "embedding": as_is("embed_tokens"),
-    "norm": as_is("norm"),
-    "head": as_is("lm_head"),
-    "blocks.*.attention_norm": as_is("layers.*.input_layernorm"),
+_LLAMA_MODULES: dict[str, str | Source] = {
+    "embedding": "embed_tokens",
+    "norm": "norm",
+    "head": "lm_head",
+    "blocks.*.attention_norm": "layers.*.input_layernorm",
     "blocks.*.attention.qkv": _QKV,
-    "blocks.*.attention.output": as_is("layers.*.self_attn.o_proj"),
-    "blocks.*.feed_forward_norm": as_is("layers.*.post_attention_layernorm"),
+    "blocks.*.attention.output": "layers.*.self_attn.o_proj",
+    "blocks.*.feed_forward_norm": "layers.*.post_attention_layernorm",
     "blocks.*.feed_forward.up": stacked("layers.*.mlp.gate_proj", "layers.*.mlp.up_proj"),
-    "blocks.*.feed_forward.down": as_is("layers.*.mlp.down_proj"),
+    "blocks.*.feed_forward.down": "layers.*.mlp.down_proj",
 }
 
 _WINDOWS = {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
@@ -86,12 +86,10 @@ FAMILIES: dict[str, Family] = {
             "attention_scale": lambda options: None if options["scale_attn_weights"] else 1.0},
         gated=False, prefixes=("transformer.",),
         modules={
-            "embedding": as_is("wte"), "position_embedding": as_is("wpe"),
-            "norm": as_is("ln_f"), "head": as_is("lm_head"),
-            "blocks.*.attention_norm": as_is("h.*.ln_1"),
+            "embedding": "wte", "position_embedding": "wpe", "norm": "ln_f", "head": "lm_head",
+            "blocks.*.attention_norm": "h.*.ln_1", "blocks.*.feed_forward_norm": "h.*.ln_2",
             "blocks.*.attention.qkv": transposed("h.*.attn.c_attn"),
             "blocks.*.attention.output": transposed("h.*.attn.c_proj"),
-            "blocks.*.feed_forward_norm": as_is("h.*.ln_2"),
             "blocks.*.feed_forward.up": transposed("h.*.mlp.c_fc"),
             "blocks.*.feed_forward.down": transposed("h.*.mlp.c_proj"),
         },
@@ -107,14 +105,13 @@ FAMILIES: dict[str, Family] = {
         fields={"norm": "layernorm", "feed_forward_bias": True},
         gated=False, prefixes=("gpt_neox.",), former_names={"embed_out": "lm_head"},
         modules={
-            "embedding": as_is("embed_in"), "norm": as_is("final_layer_norm"),
-            "head": as_is("lm_head"),
-            "blocks.*.attention_norm": as_is("layers.*.input_layernorm"),
+            "embedding": "embed_in", "norm": "final_layer_norm", "head": "lm_head",
+            "blocks.*.attention_norm": "layers.*.input_layernorm",
             "blocks.*.attention.qkv": interleaved_by_head("layers.*.attention.query_key_value"),
-            "blocks.*.attention.output": as_is("layers.*.attention.dense"),
-            "blocks.*.feed_forward_norm": as_is("layers.*.post_attention_layernorm"),
-            "blocks.*.feed_forward.up": as_is("layers.*.mlp.dense_h_to_4h"),
-            "blocks.*.feed_forward.down": as_is("layers.*.mlp.dense_4h_to_h"),
+            "blocks.*.attention.output": "layers.*.attention.dense",
+            "blocks.*.feed_forward_norm": "layers.*.post_attention_layernorm",
+            "blocks.*.feed_forward.up": "layers.*.mlp.dense_h_to_4h",
+            "blocks.*.feed_forward.down": "layers.*.mlp.dense_4h_to_h",
         },
     ),
     "opt": Family(
@@ -130,15 +127,15 @@ FAMILIES: dict[str, Family] = {
                 "d_model": _opt_width},
         gated=False, prefixes=("model.decoder.", "decoder."),
         modules={
-            "embedding": as_is("embed_tokens"),
+            "embedding": "embed_tokens",
             "position_embedding": without_rows("embed_positions", 2),
-            "norm": as_is("final_layer_norm"), "head": as_is("lm_head"),
-            "blocks.*.attention_norm": as_is("layers.*.self_attn_layer_norm"),
+            "norm": "final_layer_norm", "head": "lm_head",
+            "blocks.*.attention_norm": "layers.*.self_attn_layer_norm",
             "blocks.*.attention.qkv": _QKV,
-            "blocks.*.attention.output": as_is("layers.*.self_attn.out_proj"),
-            "blocks.*.feed_forward_norm": as_is("layers.*.final_layer_norm"),
-            "blocks.*.feed_forward.up": as_is("layers.*.fc1"),
-            "blocks.*.feed_forward.down": as_is("layers.*.fc2"),
+            "blocks.*.attention.output": "layers.*.self_attn.out_proj",
+            "blocks.*.feed_forward_norm": "layers.*.final_layer_norm",
+            "blocks.*.feed_forward.up": "layers.*.fc1",
+            "blocks.*.feed_forward.down": "layers.*.fc2",
         },
     ),
     "llama": Family(
@@ -189,8 +186,8 @@ FAMILIES: dict[str, Family] = {
             "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "sliding_window": None},
         scalings=(),
         modules=_LLAMA_MODULES | {
-            "blocks.*.attention.qkv": as_is("layers.*.self_attn.qkv_proj"),
-            "blocks.*.feed_forward.up": as_is("layers.*.mlp.gate_up_proj"),
+            "blocks.*.attention.qkv": "layers.*.self_attn.qkv_proj",
+            "blocks.*.feed_forward.up": "layers.*.mlp.gate_up_proj",
         },
     ),
     "gemma": Family(

@@ -98,7 +98,9 @@ class Family:
 
     title: str  # in messages
     architectures: tuple[str, ...]  # accepted values of "architectures"
-    modules: Mapping[str, Source]  # by module of ours: its weight and bias; `*` stands for a layer
+    # By module of ours, whose weight and bias it has: a name, or how they are stored otherwise. `*`
+    # stands for a layer.
+    modules: Mapping[str, str | Source]
     shape: tuple[int | None, ...]  # defaults of vocab_size to max_position_embeddings in _SHAPE
     tokens: tuple[int | None, int | None]  # defaults of bos_token_id and eos_token_id
     defaults: dict[str, Any]  # every other key that is read
@@ -149,6 +151,11 @@ class Family:
         for name, value in self.fields.items():
             fields[name] = value(options) if callable(value) else value
         return DecoderConfig(**{**fields, **tokens})
+
+    def source(self, module: str) -> Source:
+        """Return the place of a module of ours."""
+        place = self.modules[module]
+        return Source((place,)) if isinstance(place, str) else place
 
     def plain_name(self, tensor: str) -> str:
         """Return a tensor's name without its prefix, as `modules` has it."""

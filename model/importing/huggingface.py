@@ -28,10 +28,11 @@ from model.bundle import (
     SPECIAL_TOKENS_FILE,
     TOKENIZER_FILE,
     GenerationDefaults,
+    token_texts,
 )
 from model.checkpoint import WEIGHTS_FILE
 from model.config import ConfigError, DecoderConfig
-from model.files import new_directory
+from model.files import new_directory, read_object
 from model.importing.families import FAMILIES
 from model.importing.family import Family
 from model.importing.tensors import parameter_shapes, reorder_rotary_pairs
@@ -44,7 +45,7 @@ from model.importing.weights import (
     write_safetensors,
 )
 from model.progress import Progress, unheard
-from model.tokenizer import TokenizerError, load_tokenizer, vocabulary_size
+from model.tokenizer import TokenizerError, load_tokenizer
 
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _CHAT_TEMPLATES = "additional_chat_templates"
@@ -57,10 +58,6 @@ _REWRITE_TOKENIZER = (
     "write one from its other tokenizer files with transformers: "
     "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
 )
-
-
-class HuggingFaceError(Exception):
-    """A folder that cannot be imported; one line with the file and the fix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +75,7 @@ class Imported:
 def import_checkpoint(source: Path, out: Path, progress: Progress = unheard) -> Imported:
     """Write the checkpoint directory `out` from config.json, *.safetensors and tokenizer.json.
 
-    Weights keep their types, and one parameter at a time is in memory. Raises HuggingFaceError
+    Weights keep their types, and one parameter at a time is in memory. Raises UnsupportedError
     before anything is written, and FileExistsError when `out` is in use.
     """
     notes: list[str] = []
@@ -92,7 +89,7 @@ def import_checkpoint(source: Path, out: Path, progress: Progress = unheard) -> 
         }
         config, weights = _plan(family, config, list_tensors(source, _BUFFERS))
     except (ConfigError, SafetensorError, TokenizerError, UnsupportedError) as error:
-        raise HuggingFaceError(f"{source} cannot be imported: {error}") from None
+        raise UnsupportedError(f"{source} cannot be imported: {error}") from None
     with new_directory(out) as part:
         config.save(part / CONFIG_FILE)
         shutil.copyfile(source / TOKENIZER_FILE, part / TOKENIZER_FILE)
@@ -110,15 +107,7 @@ def import_checkpoint(source: Path, out: Path, progress: Progress = unheard) -> 
 
 def _read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one where the file is missing."""
-    if not path.is_file():
-        return {}
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UnsupportedError(f"{path.name} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise UnsupportedError(f"{path.name} does not hold an object")
-    return values
+    return read_object(path, UnsupportedError) if path.is_file() else {}
 
 
 def _read_config(source: Path) -> tuple[Family, DecoderConfig]:
@@ -149,10 +138,7 @@ def _read_config(source: Path) -> tuple[Family, DecoderConfig]:
 def _check_tokenizer(source: Path, config: DecoderConfig) -> None:
     if not (source / TOKENIZER_FILE).is_file():
         raise UnsupportedError(f"it has no {TOKENIZER_FILE}; {_REWRITE_TOKENIZER}")
-    tokenizer = load_tokenizer(source / TOKENIZER_FILE)
-    if (known := vocabulary_size(tokenizer)) > config.vocab_size:
-        size = f"the decoder has {config.vocab_size} tokens"
-        raise UnsupportedError(f"{TOKENIZER_FILE} has token ids up to {known - 1}, but {size}")
+    tokenizer = load_tokenizer(source / TOKENIZER_FILE, config.vocab_size)
     key = "added_tokens_decoder"
     wanted = _read_object(source / _TOKENIZER_CONFIG_FILE).get(key, {})
     if not isinstance(wanted, dict):
@@ -215,9 +201,7 @@ def _special_tokens(source: Path) -> str | None:
     tokens = {name: token for name, token in every.items() if name.endswith("_token")}
     for extra in (values.get("extra_special_tokens"), older.get("extra_special_tokens")):
         tokens |= extra if isinstance(extra, dict) else {}  # a list gives no names
-    for name, token in tokens.items():
-        tokens[name] = token.get("content") if isinstance(token, dict) else token
-    texts = {name: text for name, text in tokens.items() if isinstance(text, str)}
+    texts = token_texts(tokens)
     return json.dumps(texts, indent=2, ensure_ascii=False) + "\n" if texts else None
 
 
@@ -251,8 +235,7 @@ def _plan(
             names = f"{held[name].name!r} and {tensor.name!r}"
             raise UnsupportedError(f"tensors {names} are the same parameter")
         held[name] = tensor
-    embedding = f"{family.modules['embedding'].modules[0]}.weight"
-    head = f"{family.modules['head'].modules[0]}.weight"
+    embedding, head = f"{family.modules['embedding']}.weight", f"{family.modules['head']}.weight"
     if config.tied_embeddings and head in held:  # tied ones are stored under either name or both
         other = held.pop(head)
         one = held.setdefault(embedding, other)
@@ -273,7 +256,7 @@ def _take(
     """Return the plan of a parameter; its tensors are removed from `held`."""
     layer = (_LAYER.search(name) or ("",))[0]
     module, _, kind = _LAYER.sub("*", name).rpartition(".")
-    source = family.modules[module]
+    source = family.source(module)
     tensors = []
     for theirs, expected in zip(source.modules, source.shapes(shape, config), strict=True):
         wanted = f"{theirs.replace('*', layer)}.{kind}"

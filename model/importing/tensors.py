@@ -31,11 +31,6 @@ class Source:
     in_float32: bool = False  # the result is float32 whatever the file's type
 
 
-def as_is(module: str) -> Source:
-    """Return the source of a module stored as ours is."""
-    return Source((module,))
-
-
 def transposed(module: str) -> Source:
     """Return the source of a linear layer whose weight is [in, out]; its bias is as ours."""
     return Source((module,), lambda shape, _: [shape[::-1]], lambda tensors, _: tensors[0].t())

@@ -24,7 +24,7 @@ Shape = tuple[int, ...]
 
 
 class UnsupportedError(ValueError):
-    """A checkpoint that cannot be imported; the message names the file, key or tensor."""
+    """A checkpoint that cannot be imported; one line with the file, key or tensor, and the fix."""
 
 
 @dataclass(frozen=True, slots=True)

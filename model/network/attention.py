@@ -104,6 +104,8 @@ class Attention(nn.Module):
         attributes = {
             "num_heads": self.config.n_head,
             "kv_num_heads": self.config.n_kv_head,
+            "do_rotary": int(self.rotates),
+            "rotary_interleaved": 0,
             **more,
             "local_window_size": self.window,
             "softcap": self.config.attention_softcap,
@@ -155,20 +157,18 @@ class StepInputs:
             rotary = (*table, self.position_ids) if table else (None, None, None)
             inputs = [self.seqlens_k, self.total_sequence_length, *rotary, positions.bias]
             # The exporter puts attention's scale into the weights that make queries.
-            more = {"scale": 1.0, "do_rotary": int(table is not None), "rotary_interleaved": 0}
-            return attention.emit("GroupQueryAttention", qkv, cache, inputs, **more)
+            return attention.emit("GroupQueryAttention", qkv, cache, inputs, scale=1.0)
         query, key, value = split_heads(qkv, config)
         if table:
-            query = rotate(query, table, self.position_ids)
-            key = rotate(key, table, self.position_ids)
+            query, key = (rotate(heads, table, self.position_ids) for heads in (query, key))
         sequence = query.shape[2]
         starts = (self.seqlens_k.long() + 1 - sequence).clamp(min=0)
         places = starts[:, None] + torch.arange(sequence)  # [batch, sequence]
         index = places[:, None, :, None].expand_as(key)
         present = LayerCache(cache.key.scatter(2, index, key), cache.value.scatter(2, index, value))
         visible = visible_keys(places, self.key_positions(cache), attention.window)
-        heads = attend(query, *present, visible, positions.bias, config)
-        return merge_heads(heads), present
+        attended = attend(query, *present, visible, positions.bias, config)
+        return merge_heads(attended), present
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +206,7 @@ class PagedInputs:
         """
         assert torch.onnx.is_in_onnx_export(), "attention over blocks is for export only"
         config, table = attention.config, positions.rotary
-        more: dict[str, Any] = {"scale": config.query_scale, "do_rotary": int(table is not None)}
-        more["rotary_interleaved"] = 0
+        more: dict[str, Any] = {"scale": config.query_scale}
         scales: list[Tensor | None] = [None, None]
         if cache.key.element_size() == 1:
             scales = [torch.ones(1), torch.ones(1)]

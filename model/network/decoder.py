@@ -82,16 +82,7 @@ class Decoder(nn.Module):
         self.head = None
         if not config.tied_embeddings:
             self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        self._add_positions()
-        self.apply(self._initialise)
-        std = 0.02 / math.sqrt(2 * config.n_layer)
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            nn.init.normal_(block.attention.output.weight, std=std)
-            nn.init.normal_(block.feed_forward.down.weight, std=std)
-
-    def _add_positions(self) -> None:
-        config, buffer = self.config, partial(nn.Buffer, persistent=False)
+        buffer = partial(nn.Buffer, persistent=False)
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.max_model_len, config.d_model)
         elif config.position == "sinusoidal":
@@ -103,13 +94,16 @@ class Decoder(nn.Module):
             self.buckets = buffer(relative_buckets(config))
         elif config.position == "rotary":
             self.rotary_cos, self.rotary_sin = map(buffer, rotary_table(config))
-
-    @staticmethod
-    def _initialise(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        std = 0.02 / math.sqrt(2 * config.n_layer)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            nn.init.normal_(block.attention.output.weight, std=std)
+            nn.init.normal_(block.feed_forward.down.weight, std=std)
 
     @property
     def n_parameters(self) -> int:

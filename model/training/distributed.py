@@ -32,10 +32,6 @@ from model.checkpoint import CheckpointError
 from model.network.decoder import Decoder
 
 
-class DistributedError(ValueError):
-    """A training that these processes cannot do together; the message has the fix."""
-
-
 class PeerError(Exception):
     """A failure of another process, which reports it."""
 
@@ -59,19 +55,17 @@ class Processes:
         return self.rank == 0
 
     def check_shard(self, shard: bool) -> None:
-        """Raise DistributedError when sharding is wanted and there is only one process."""
+        """Raise ValueError when sharding is wanted and there is only one process."""
         if shard and self.control is None:
             command = "torchrun --nproc-per-node N -m commands.train …"
-            raise DistributedError(
-                f"--shard spreads a decoder over processes; start with: {command}"
-            )
+            raise ValueError(f"--shard spreads a decoder over processes; start with: {command}")
 
     def rows_per_process(self, batch_size: int) -> int:
-        """Return this process's number of rows. Raises DistributedError for an uneven split."""
+        """Return this process's number of rows. Raises ValueError for an uneven split."""
         if batch_size % self.size:
             mend = f"use a --batch-size that {self.size} divides, or another --nproc-per-node"
             uneven = f"a batch of {batch_size} cannot be split evenly over {self.size} processes"
-            raise DistributedError(f"{uneven}; {mend}")
+            raise ValueError(f"{uneven}; {mend}")
         return batch_size // self.size
 
     def reduce(self, value: float, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> float:

@@ -173,7 +173,7 @@ def open_run(folder: Path, processes: Processes, *, shard: bool = False) -> Trai
     """Return the trainer of a run at its newest checkpoint, with the settings it began with.
 
     Every process holds the whole decoder in CPU memory until it is spread. Raises CheckpointError,
-    CorpusError or DistributedError; PeerError where another process does.
+    CorpusError or ValueError; PeerError where another process does.
     """
     with processes.together():
         checkpoint = load_checkpoint(folder)

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import product
 from time import sleep
 from typing import Annotated
@@ -21,7 +22,7 @@ from server import explain as explainer
 from server.api import schemas
 from server.api.responses import errors, json_response, service_of, unless_disconnected
 from server.errors import InvalidRequestError, OverloadedError
-from server.explain import Explainer, check_index, check_length
+from server.explain import Explainer, NextToken, check_index, check_length
 
 router = APIRouter(route_class=schemas.BodyRoute)
 
@@ -63,14 +64,6 @@ class HeadWeights(schemas.ResponseBody):
     )
 
 
-class NextToken(schemas.ResponseBody):
-    """A token that may come next."""
-
-    token_id: schemas.Size
-    text: str
-    probability: Annotated[float, Field(ge=0, le=1)]
-
-
 class Explanation(schemas.ResponseBody):
     """The attention in a text, and the likeliest next tokens."""
 
@@ -78,12 +71,6 @@ class Explanation(schemas.ResponseBody):
     token_ids: list[schemas.Size]
     next_tokens: list[NextToken] = Field(description="The likeliest first.")
     attention: list[HeadWeights] = Field(description="By layer, then by head.")
-
-
-def _lower_priority() -> None:
-    """Lower this thread's priority, below the engine's and the event loop's."""
-    if sys.platform == "linux":  # elsewhere niceness belongs to the whole process
-        os.nice(_NICENESS)
 
 
 class Explanations:
@@ -95,7 +82,9 @@ class Explanations:
     def __init__(self, bundle: ModelBundle) -> None:
         self._bundle = bundle
         self._explainer: Explainer | None = None
-        self._thread = ThreadPoolExecutor(1, "explain", initializer=_lower_priority)
+        # Elsewhere than on Linux niceness belongs to the whole process.
+        lower_priority = partial(os.nice, _NICENESS) if sys.platform == "linux" else None
+        self._thread = ThreadPoolExecutor(1, "explain", initializer=lower_priority)
         self._n_inside = 0
 
     async def explain(
@@ -104,7 +93,6 @@ class Explanations:
         """Return an explanation as JSON. Raises OverloadedError if others wait already."""
         if self._n_inside >= _MAX_INSIDE:
             raise OverloadedError("other texts are being explained; try again", retry_after=1)
-        self._n_inside += 1
 
         def work() -> bytes:
             if self._explainer is None:
@@ -112,13 +100,11 @@ class Explanations:
             explanation = self._explainer.explain_tokens(token_ids, layers, top_k=top_k)
             return b"".join(_json(explanation, heads))
 
-        working = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        # Also called if the client disconnects; then an explanation that waits is cancelled.
-        working.add_done_callback(self._leave)
-        return await working
-
-    def _leave(self, _work: asyncio.Future[bytes]) -> None:
-        self._n_inside -= 1
+        self._n_inside += 1
+        try:  # if the client disconnects, an explanation that waits is cancelled
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        finally:
+            self._n_inside -= 1
 
 
 @router.post("/explain", response_model=Explanation, responses=errors(400, 401, 404, 413, 429, 503))
@@ -150,10 +136,7 @@ async def explain(request: Request, body: ExplainBody) -> Response:
 
 
 def _json(explanation: explainer.Explanation, heads: list[int]) -> Iterator[bytes]:
-    """Yield the JSON row by row, and release the interpreter's lock at once after each.
-
-    By itself the interpreter would let the engine and the streams wait 5 ms.
-    """
+    """Yield the JSON row by row."""
     known = {
         "tokens": explanation.tokens,
         "token_ids": explanation.token_ids,
@@ -163,7 +146,7 @@ def _json(explanation: explainer.Explanation, heads: list[int]) -> Iterator[byte
     for i, (layer, head) in enumerate(product(explanation.weights, heads)):
         yield b'%s{"layer":%d,"head":%d,"weights":[' % (b"," if i else b"", layer, head)
         for row, weights in enumerate(explanation.weights[layer][head]):
-            sleep(0)
+            sleep(0)  # release the interpreter's lock, for which others would wait 5 ms
             yield (b"," if row else b"") + to_json(weights.tolist())
         yield b"]}"
     yield b"]}"

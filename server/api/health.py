@@ -150,7 +150,7 @@ async def batch(request: Request) -> Batch:
             computed_tokens=sequence.n_computed,
             generated_tokens=len(sequence.output_ids),
             max_tokens=sequence.params.max_tokens,
-            seconds=round(now - sequence.times.arrived, 3),
+            seconds=round(now - sequence.arrived_at, 3),
         )
         for sequence in service.engine.sequences
         if (status := sequence.status) is not SequenceStatus.FINISHED

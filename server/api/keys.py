@@ -94,10 +94,7 @@ def _current_stamp(path: Path | None) -> Stamp | None:
 
 
 def _stripped(key: bytes) -> bytes:
-    """Return a key without space around it, which no header keeps.
-
-    Raises ValueError, without the key, for one that is empty or cannot be sent.
-    """
+    """Return a key without space around it. Raises ValueError if it is empty or cannot be sent."""
     key = key.strip()
     if not key or any(byte <= ord(" ") or byte == 0x7F for byte in key):
         raise ValueError(

@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.keys import ApiKeys
-from server.api.responses import error_response, state_of
+from server.api.responses import error_response, path_of, state_of
 from server.errors import (
     AuthenticationError,
     InvalidRequestError,
@@ -95,7 +95,7 @@ def key_check(app: ASGIApp, keys: ApiKeys, max_in_flight: int | None) -> ASGIApp
     in_flight = Counter[bytes]()
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        path = _path(scope)
+        path = path_of(scope)
         is_public = path in PROBED_PATHS or path == "/" or path.startswith("/static/")
         is_read = scope.get("method") in ("GET", "HEAD")
         if scope["type"] != "http" or keys.is_open or (is_public and is_read):
@@ -163,25 +163,13 @@ def body_limit(app: ASGIApp, max_bytes: int) -> ASGIApp:
 
 
 def new_state(given_id: str | None) -> RequestState:
-    """Return the state of a request that has just arrived.
-
-    Its id is the caller's if that is printable ASCII of at most 128 characters, else a new one.
-    """
+    """Return a new request's state; its given id holds if it is at most 128 printable ASCII."""
     is_fit = given_id and len(given_id) <= 128 and given_id.isascii() and given_id.isprintable()
     return RequestState(given_id if given_id and is_fit else uuid4().hex, perf_counter())
 
 
-def _path(scope: Scope) -> str:
-    """Return the path without the part that a proxy takes off."""
-    path: str = scope.get("path", "")
-    return path.removeprefix(scope.get("root_path", ""))
-
-
 def log_request(scope: Scope, status: int, seconds: float) -> None:
-    """Log one line for a request, without its content.
-
-    Successful probes and scrapes, many a second and all alike, are logged for debugging only.
-    """
+    """Log a line for a request, without its content; successful probes are for debugging only."""
     state = state_of(scope)
     fields: dict[str, Any] = {
         "request_id": state.id,
@@ -198,5 +186,5 @@ def log_request(scope: Scope, status: int, seconds: float) -> None:
             "finish_reason": [choice.finish_reason for choice in completion.choices],
             "ttft_ms": None if first is None else round(first * 1000, 3),
         }
-    is_routine = _path(scope) in PROBED_PATHS and 200 <= status < 400
+    is_routine = path_of(scope) in PROBED_PATHS and 200 <= status < 400
     logger.log(logging.DEBUG if is_routine else logging.INFO, "request", extra={"fields": fields})

@@ -19,20 +19,20 @@ from server.requests.service import Service
 router = APIRouter()
 
 
-class Model(ResponseBody):
+class Model(ResponseBody, json_schema_serialization_defaults_required=True):
     """A model, as OpenAI lists it."""
 
     id: str
-    object: Literal["model"]
+    object: Literal["model"] = "model"
     created: int
-    owned_by: Literal["kvasir"]
+    owned_by: Literal["kvasir"] = "kvasir"
     max_model_len: Size
 
 
-class Models(ResponseBody):
+class Models(ResponseBody, json_schema_serialization_defaults_required=True):
     """The list of models, of which there is one."""
 
-    object: Literal["list"]
+    object: Literal["list"] = "list"
     data: list[Model]
 
 
@@ -87,7 +87,7 @@ class ModelCard(ResponseBody):
 @router.get("/v1/models", responses=READ_ERRORS)
 async def models(request: Request) -> Models:
     """List the one model."""
-    return Models(object="list", data=[_listed(service_of(request))])
+    return Models(data=[_listed(service_of(request))])
 
 
 @router.get("/v1/models/{model_id:path}", responses=errors(401, 404))
@@ -103,9 +103,7 @@ async def model(
 def _listed(service: Service) -> Model:
     return Model(
         id=service.settings.model_name,
-        object="model",
         created=service.created,
-        owned_by="kvasir",
         max_model_len=service.builder.max_model_len,
     )
 

@@ -14,18 +14,11 @@ from contextlib import aclosing
 from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from server.errors import (
-    EngineError,
-    InvalidRequestError,
-    KvasirError,
-    MethodNotAllowedError,
-    NotFoundError,
-)
+from server.errors import EngineError, KvasirError
 from server.requests.completion import Completion, CompletionRequest, Delta, RequestState
 from server.requests.service import Service
 
@@ -49,7 +42,8 @@ STATUSES = {
     429: "Too many requests wait or run already, or the deadline cannot be met.",
     431: "The URL and the headers, or the trailers of a chunked body, exceed `max_header_bytes`.",
     500: "The engine failed.",
-    503: "The model is loading, the server is shutting down, or connections or memory run out.",
+    503: "The model loads, the server shuts down, a grammar takes too long, or connections or memory "
+    "run out.",
     504: "The deadline passed before the first token, or came too near while the request waited.",
 }
 
@@ -91,21 +85,25 @@ def finite(logprob: float) -> float:
     return max(_LOWEST_LOGPROB, logprob)  # in this order NaN is replaced too
 
 
-def error_body(scope: Scope, error: Exception) -> tuple[KvasirError, dict[str, Any]]:
-    """Return an error of our tree, and its body in the dialect of the path.
-
-    A server error carries the request id, to be found in the log.
-    """
-    known = _as_kvasir_error(scope, error)
-    message = known.message
-    if known.status == 500:
-        message = f"{message}; request id {state_of(scope).id}"
+def path_of(scope: Scope) -> str:
+    """Return the path without the part that a proxy takes off."""
     # `root_path` alone would include the path of a mount.
     root_path = scope.get("app_root_path", scope.get("root_path", ""))
-    if scope["path"].removeprefix(root_path) in TGI_PATHS:
-        return known, {"error": message, "error_type": _TGI_TYPES.get(known.type, known.type)}
-    fields = {"message": message, "type": known.type, "param": known.param, "code": known.code}
-    return known, {"error": fields}
+    return str(scope.get("path", "")).removeprefix(root_path)
+
+
+def error_body(scope: Scope, error: Exception) -> tuple[KvasirError, dict[str, Any]]:
+    """Return an error of our tree, and its body in the dialect of the path."""
+    if not isinstance(error, KvasirError):
+        logger.error("request %s failed", state_of(scope).id, exc_info=error)
+        error = EngineError("internal error")
+    message = error.message
+    if error.status == 500:
+        message = f"{message}; request id {state_of(scope).id}"  # to be found in the log
+    if path_of(scope) in TGI_PATHS:
+        return error, {"error": message, "error_type": _TGI_TYPES.get(error.type, error.type)}
+    fields = {"message": message, "type": error.type, "param": error.param, "code": error.code}
+    return error, {"error": fields}
 
 
 def error_response(scope: Scope, error: Exception) -> JSONResponse:
@@ -113,20 +111,6 @@ def error_response(scope: Scope, error: Exception) -> JSONResponse:
     known, body = error_body(scope, error)
     scope["app"].state.service.metrics.rejected(known.reason)
     return JSONResponse(body, known.status, known.headers)
-
-
-def _as_kvasir_error(scope: Scope, error: Exception) -> KvasirError:
-    if isinstance(error, KvasirError):
-        return error
-    if not isinstance(error, HTTPException):
-        logger.error("request %s failed", state_of(scope).id, exc_info=error)
-        return EngineError("internal error")
-    path = Request(scope).url.path
-    if error.status_code == 404:
-        return NotFoundError(f"there is no {path} here")
-    if error.status_code == 405:
-        return MethodNotAllowedError(f"{path} does not take {scope['method']}")
-    return InvalidRequestError(str(error.detail))
 
 
 def json_response(body: bytes) -> Response:

@@ -19,6 +19,7 @@ from server.api.openai.answers import ChatEvent, CompletionEvent
 from server.api.responses import READ_ERRORS, TGI_PATHS, error_response
 from server.api.schemas import Error
 from server.api.tgi import GenerateError, GenerateEvent
+from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError
 
 router = APIRouter()
 
@@ -53,14 +54,16 @@ def add_routes(app: FastAPI) -> None:
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
-    response = error_response(request.scope, error)
-    if response.status_code == 405:
-        methods = sorted(
-            method for one in ROUTES if one.path == request.url.path for method in one.methods or ()
-        )
-        given = getattr(error, "headers", None) or {}
-        response.headers["allow"] = ", ".join(methods) or given.get("allow", "GET, HEAD")
-    return response
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    known: KvasirError = InvalidRequestError(str(error.detail))
+    if error.status_code == 404:
+        known = NotFoundError(f"there is no {path} here")
+    elif error.status_code == 405:
+        known = MethodNotAllowedError(f"{path} does not take {request.method}")
+        methods = sorted(x for one in ROUTES if one.path == path for x in one.methods or ())
+        known.headers |= {"allow": ", ".join(methods)} if methods else dict(error.headers or {})
+    return error_response(request.scope, known)
 
 
 def document(app: FastAPI) -> dict[str, Any]:
@@ -75,7 +78,6 @@ def document(app: FastAPI) -> dict[str, Any]:
         description="A decoder language model.",
         routes=app.routes,
         servers=[{"url": settings.root_path or "/"}],
-        separate_input_output_schemas=False,
     )
     components = made["components"]
     _, more = models_json_schema([(one, "validation") for one in _UNDECLARED], ref_template=_REF)

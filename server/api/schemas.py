@@ -244,16 +244,16 @@ class SamplingFields(RequestBody):
         )
 
 
-def _from_json(value: object) -> object:
-    return from_json(value, allow_inf_nan=False) if isinstance(value, str) else value
-
-
 class TGIJSON(RequestBody):
     """A JSON schema, or its text in a string, as TGI's clients send it."""
 
     type: Literal["json", "json_object"]
     value: Annotated[
-        dict[str, Any], BeforeValidator(_from_json, json_schema_input_type=dict[str, Any] | str)
+        dict[str, Any],
+        BeforeValidator(
+            lambda it: from_json(it, allow_inf_nan=False) if isinstance(it, str) else it,
+            json_schema_input_type=dict[str, Any] | str,
+        ),
     ]
 
 
@@ -290,10 +290,7 @@ def tgi_grammar(form: TGIFormat, param: str) -> Grammar:
 
 
 class BodyRoute(APIRoute):
-    """A route whose body FastAPI documents and `parse` parses, for one-line errors.
-
-    It also checks the body's `model`, if there is one.
-    """
+    """A route whose body FastAPI documents, and `parse` parses for one-line errors."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler. An endpoint with a body takes the request and the body."""
@@ -334,10 +331,7 @@ def parse(adapter: TypeAdapter[T], raw: bytes) -> T:
 
 
 def _path(parts: tuple[int | str, ...], value: Any, *, is_missing: bool) -> Iterator[int | str]:
-    """Yield the parts of an error's location that are in the body.
-
-    Alternatives of a union and validators add names of their own.
-    """
+    """Yield an error's location without the names that unions and validators add."""
     for depth, part in enumerate(parts, 1):
         if isinstance(value, dict):
             is_in_body = part in value

@@ -14,7 +14,7 @@ from server.api.responses import GENERATE_ERRORS, compact, finite, streamed
 from server.engine.sampling import MAX_LOGPROBS
 from server.engine.sequence import FinishReason
 from server.errors import InvalidRequestError
-from server.requests.completion import Choice, CompletionRequest, Delta
+from server.requests.completion import Choice, Delta
 from server.requests.service import Service
 from server.text.detokenizer import token_text
 
@@ -133,25 +133,25 @@ class GenerateEvent(BaseModel):
     data: Json[GeneratedToken | GenerateError]
 
 
-class Info(schemas.ResponseBody):
+class Info(schemas.ResponseBody, json_schema_serialization_defaults_required=True):
     """The response of /info."""
 
     model_id: str
-    model_sha: None
+    model_sha: None = None
     model_dtype: str
     model_device_type: str
-    model_pipeline_tag: Literal["text-generation"]
+    model_pipeline_tag: Literal["text-generation"] = "text-generation"
     max_concurrent_requests: schemas.Size
-    max_best_of: schemas.Size
-    max_stop_sequences: schemas.Size
+    max_best_of: schemas.Size = 1
+    max_stop_sequences: schemas.Size = schemas.MAX_STOPS
     max_input_tokens: schemas.Size
     max_total_tokens: schemas.Size
-    validation_workers: schemas.Size
+    validation_workers: schemas.Size = 1
     max_client_batch_size: schemas.Size
-    router: Literal["kvasir"]
+    router: Literal["kvasir"] = "kvasir"
     version: str
-    sha: None
-    docker_label: None
+    sha: None = None
+    docker_label: None = None
 
 
 @router.post("/generate", response_model=Generated, responses=GENERATE_ERRORS)
@@ -192,19 +192,18 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
         field_prefix="parameters.",
     )
     wanted = await service.builder.build(options, responses.state_of(request.scope))
-    formatter = GenerateFormatter(service, body, wanted)
+    formatter = GenerateFormatter(service, body)
     return await responses.respond(request, wanted, formatter, stream=stream)
 
 
 class GenerateFormatter(responses.Formatter):
     """The form of TGI's responses, which have one choice."""
 
-    def __init__(self, service: Service, body: GenerateBody, wanted: CompletionRequest) -> None:
+    def __init__(self, service: Service, body: GenerateBody) -> None:
         super().__init__(service)
         self._parameters = body.parameters
-        self._wanted = wanted
         self._as_list = isinstance(body, CompatibleBody)
-        self._text = wanted.prompts[0].text if body.parameters.return_full_text else ""
+        self._text = ""
         self._tokens: list[dict[str, Any]] = []
         self._top_tokens: list[list[dict[str, Any]]] = []
         self._prefill: list[dict[str, Any]] = []
@@ -213,11 +212,10 @@ class GenerateFormatter(responses.Formatter):
         """Keep a delta's text and tokens."""
         self._text += delta.text
         if delta.prompt_logprobs is not None:
-            ids = self._wanted.prompts[0].ids
             logprobs = [None, *(finite(scored.logprob) for scored in delta.prompt_logprobs)]
             self._prefill = [
                 {"id": i, "text": token_text(self.tokenizer, i), "logprob": p}
-                for i, p in zip(ids, logprobs, strict=True)
+                for i, p in zip(delta.choice.prompt.ids, logprobs, strict=True)
             ]
         if (scored := delta.logprobs) is not None:
             token = self._token(scored.token_id, scored.logprob)
@@ -235,34 +233,36 @@ class GenerateFormatter(responses.Formatter):
             shown["top_tokens"] = self._top_tokens[-1] if self._top_tokens else []
         shown |= {"generated_text": None, "details": None}
         if delta.finish_reason is not None:
-            shown |= {"generated_text": self._text, "details": self._summary(delta.choice)}
+            shown |= self._text_and_details(delta.choice)
         # Without a space, as TGI writes it: some of its clients cut off five characters.
         return f"data:{compact(shown)}\n\n".encode()
 
     def whole(self) -> Any:
         """Return the body of a finished completion."""
         parameters = self._parameters
-        shown: dict[str, Any] = {"generated_text": self._text}
+        shown = self._text_and_details(self.completion.choices[0])
         if parameters.details or parameters.decoder_input_details:
-            details = self._summary(self.completion.choices[0])
-            details |= {"prefill": self._prefill, "tokens": self._tokens}
+            shown["details"] |= {"prefill": self._prefill, "tokens": self._tokens}
             if parameters.top_n_tokens:
-                details["top_tokens"] = self._top_tokens
-            shown["details"] = details
+                shown["details"]["top_tokens"] = self._top_tokens
+        else:
+            del shown["details"]
         return [shown] if self._as_list else shown
 
-    def _summary(self, choice: Choice) -> dict[str, Any]:
+    def _text_and_details(self, choice: Choice) -> dict[str, Any]:
         reason = "length"  # also at the deadline, for which TGI has no name
         if choice.stops.stopped:
             reason = "stop_sequence"
         elif choice.finish_reason is FinishReason.STOP:
             reason = "eos_token"
-        return {
+        details = {
             "finish_reason": reason,
             "generated_tokens": choice.n_tokens,
-            "seed": self._wanted.params.seed if self._parameters.samples else None,
+            "seed": choice.sequence.params.seed if self._parameters.samples else None,
             "input_length": len(choice.prompt.ids),
         }
+        prompt = choice.prompt.text if self._parameters.return_full_text else ""
+        return {"generated_text": prompt + self._text, "details": details}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
@@ -281,19 +281,11 @@ async def info(request: Request) -> Info:
     n_sequences = service.settings.max_num_seqs + service.settings.queue_limit
     return Info(
         model_id=model["model"],
-        model_sha=None,
         model_dtype=model["precision"],
         model_device_type=model["device"],
-        model_pipeline_tag="text-generation",
         max_concurrent_requests=n_sequences,
-        max_best_of=1,
-        max_stop_sequences=schemas.MAX_STOPS,
         max_input_tokens=service.builder.max_model_len - 1,
         max_total_tokens=service.builder.max_model_len,
-        validation_workers=1,
         max_client_batch_size=n_sequences,
-        router="kvasir",
         version=version("kvasir-lm"),
-        sha=None,
-        docker_label=None,
     )

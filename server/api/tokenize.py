@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Request
 from pydantic import Discriminator, Field, Tag
@@ -16,7 +16,6 @@ from server.api.openai.chat import render
 from server.api.openai.chat_schemas import Conversation
 from server.api.responses import BODY_ERRORS, json_response, service_of
 from server.requests.builder import in_thread_if_long
-from server.requests.service import Service
 
 router = APIRouter(route_class=schemas.BodyRoute)
 
@@ -100,13 +99,36 @@ class Detokenized(schemas.ResponseBody):
 async def tokenize(request: Request, body: AnyTokenizeBody) -> Response:
     """Turn text or messages into tokens, in vLLM's form; for `inputs`, in TGI's."""
     service = service_of(request)
-    if isinstance(body, TokenizeInputsBody):
-        text = body.inputs
-    elif isinstance(body, TokenizeBody):
-        text = body.prompt
+    if isinstance(body, TokenizeChatBody):
+        _, text = await render(request, body)
     else:
-        text = await render(request, body, body.tools)
-    work = partial(_tokens, service, body, text)
+        text = body.prompt if isinstance(body, TokenizeBody) else body.inputs
+
+    def work() -> bytes:
+        # Only the batch method releases the interpreter's lock.
+        encoding: Encoding
+        (encoding,) = service.bundle.tokenizer.encode_batch(
+            [text], add_special_tokens=body.add_special_tokens
+        )
+        ids, offsets = encoding.ids, encoding.offsets
+        if isinstance(body, TokenizeInputsBody):
+            return to_json(
+                [
+                    {"id": token_id, "text": text[start:stop], "start": start, "stop": stop}
+                    for token_id, (start, stop) in zip(ids, offsets, strict=True)
+                ]
+            )
+        return to_json(
+            {
+                "prompt": text if isinstance(body, TokenizeChatBody) else None,
+                "count": len(ids),
+                "max_model_len": service.builder.max_model_len,
+                "tokens": ids,
+                "token_strs": encoding.tokens if body.return_token_strs else None,
+                "offsets": offsets,
+            }
+        )
+
     return json_response(await in_thread_if_long(len(text), work))
 
 
@@ -119,27 +141,3 @@ async def detokenize(request: Request, body: DetokenizeBody) -> Response:
     decode = partial(tokenizer.decode_batch, [body.tokens], skip_special_tokens=False)
     (text,) = await in_thread_if_long(len(body.tokens), decode)
     return json_response(to_json({"prompt": text}))
-
-
-def _tokens(service: Service, body: AnyTokenizeBody, text: str) -> bytes:
-    # Only the batch method releases the interpreter's lock.
-    encoding: Encoding
-    (encoding,) = service.bundle.tokenizer.encode_batch(
-        [text], add_special_tokens=body.add_special_tokens
-    )
-    answer: Any
-    if isinstance(body, TokenizeInputsBody):
-        answer = [
-            {"id": token_id, "text": text[start:stop], "start": start, "stop": stop}
-            for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
-        ]
-    else:
-        answer = {
-            "prompt": text if isinstance(body, TokenizeChatBody) else None,
-            "count": len(encoding.ids),
-            "max_model_len": service.builder.max_model_len,
-            "tokens": encoding.ids,
-            "token_strs": encoding.tokens if body.return_token_strs else None,
-            "offsets": encoding.offsets,
-        }
-    return to_json(answer)

@@ -12,7 +12,7 @@ from server.engine.grammar.constraints import TokenMasks
 from server.engine.kv.store import KVStore
 from server.engine.sampling import Floats, SamplingParams, TokenLogprobs, sample, token_logprobs
 from server.engine.scheduler import Scheduler
-from server.engine.sequence import FinishReason, Sequence, SequenceStatus, SequenceTimes
+from server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from server.engine.speculation import Speculation, verify
 
 StepKind = Literal["decode", "mixed", "prefill"]
@@ -49,7 +49,7 @@ def warm_up(runner: Runner, n_tokens: int = 2) -> None:
     admitted = runner.kv.admit(n_tokens, 0, [])
     assert admitted is not None
     params = SamplingParams(max_tokens=1)
-    sequence = Sequence(-1, [0] * n_tokens, params, frozenset(), SequenceTimes(0.0))
+    sequence = Sequence(-1, [0] * n_tokens, params, frozenset(), 0.0)
     sequence.row = admitted[0]
     runner.run(StepBatch(prefills=[Chunk(sequence, 0, n_tokens, 1)]))
     sequence.status, sequence.n_computed = SequenceStatus.RUNNING, n_tokens - 1
@@ -71,7 +71,6 @@ class TokenOutput:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
-    times: SequenceTimes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +116,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True if a step would do something."""
-        return self.scheduler.has_work
+        return bool(self._sequences)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if it could never run; admission refuses such."""
@@ -169,8 +168,8 @@ class Engine:
     def _update(self, chunk: Chunk, logits: Floats) -> list[TokenOutput]:
         """Record a chunk as computed, and append the tokens that follow; logits: [n, vocab]."""
         sequence = chunk.sequence
-        if sequence.is_scored:
-            self._score(chunk, logits)
+        if sequence.scores is not None:
+            self._score(chunk, logits, sequence.scores)
         if chunk.draft:
             assert sequence.speculation is not None
             tokens = verify(logits, sequence, chunk.draft)
@@ -187,26 +186,23 @@ class Engine:
             return [self._finish(sequence, FinishReason.LENGTH, scored)]
         return []
 
-    def _score(self, chunk: Chunk, logits: Floats) -> None:
+    def _score(self, chunk: Chunk, logits: Floats, scores: list[TokenLogprobs]) -> None:
         """Note the log-probabilities of the prompt tokens that follow a chunk's positions."""
-        sequence = chunk.sequence
-        alternatives = sequence.params.prompt_logprobs or 0
+        alternatives = chunk.sequence.params.prompt_logprobs or 0
+        following = chunk.sequence.prompt_ids[1 : chunk.end + 1]
         # A chunk may repeat the last position of the one before it.
-        first = max(chunk.start, len(sequence.prompt_logprobs))
-        for position in range(first, min(chunk.end, len(sequence.prompt_ids) - 1)):
-            token_id = sequence.prompt_ids[position + 1]
-            scored = token_logprobs(logits[position - chunk.start], token_id, alternatives)
-            sequence.prompt_logprobs.append(scored)
+        for position in range(max(chunk.start, len(scores)), len(following)):
+            row = logits[position - chunk.start]
+            scores.append(token_logprobs(row, following[position], alternatives))
 
     def _append(self, sequence: Sequence, token_id: int | None, row: Floats) -> TokenOutput:
         """Append a token, of logits `row` [vocab]; end the sequence if it is the last."""
         if token_id is None:
             return self._fail(sequence)
         sequence.output_ids.append(token_id)
-        is_first = sequence.times.first_token is None
-        if is_first:
-            sequence.times.first_token = perf_counter()
-        params, scores = sequence.params, sequence.scores if is_first else None
+        params, scores = sequence.params, None
+        if sequence.first_token_at is None:
+            sequence.first_token_at, scores = perf_counter(), sequence.scores
         n_top = params.logprobs
         logprobs = None if n_top is None else token_logprobs(row, token_id, n_top)
         output = TokenOutput(sequence.id, token_id, logprobs, scores)
@@ -234,4 +230,4 @@ class Engine:
         self.scheduler.finish(sequence)
         del self._sequences[sequence.id]
         output = output or TokenOutput(sequence.id, None)
-        return replace(output, finish_reason=reason, times=sequence.times)
+        return replace(output, finish_reason=reason)

@@ -11,14 +11,9 @@ import psutil
 SPIN_MICROSECONDS = 100  # default time that an idle thread keeps its processor
 
 _CGROUP = Path("/sys/fs/cgroup")
-_MEMORY_FILES = (  # of v2 and v1: limit, usage, statistics, and the field of unused page cache
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    (
-        "memory/memory.limit_in_bytes",
-        "memory/memory.usage_in_bytes",
-        "memory/memory.stat",
-        "total_inactive_file",
-    ),
+_MEMORY_FILES = (  # of v2 and v1: folder, limit, usage, and the field of unused page cache
+    (".", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
@@ -40,10 +35,11 @@ def available_memory(cgroup: Path = _CGROUP) -> int:
     Page cache that is not in use does not count as taken: the kernel drops it on demand.
     """
     available = int(psutil.virtual_memory().available)
-    for limit_file, usage_file, stat_file, idle_field in _MEMORY_FILES:
-        limit, usage = _read(cgroup / limit_file), _read(cgroup / usage_file)
+    for folder, limit_file, usage_file, idle_field in _MEMORY_FILES:
+        limit, usage = _read(cgroup / folder / limit_file), _read(cgroup / folder / usage_file)
         if limit.isdigit() and usage:
-            fields = dict(line.split() for line in _read(cgroup / stat_file).splitlines())
+            statistics = _read(cgroup / folder / "memory.stat")
+            fields = dict(line.split() for line in statistics.splitlines())
             left = int(limit) - int(usage) + int(fields.get(idle_field, 0))
             return min(available, max(0, left))
     return available

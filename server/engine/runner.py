@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig
 from server.engine.batch import Chunk, StepBatch
-from server.engine.engine import SCORING_LOGITS_BYTES, check_max_model_len, warm_up
+from server.engine.engine import SCORING_LOGITS_BYTES, check_max_model_len
 from server.engine.kv.prefix_cache import BLOCK_SIZE, PrefixCache
 from server.engine.kv.rows import KVRows, KVShape, RowMemory
 from server.engine.machine import SPIN_MICROSECONDS, available_memory, usable_cpus
@@ -77,10 +77,6 @@ class OnnxRunner:
         n_logits = max_num_seqs + n_scored + MAX_SPECULATING * MAX_DRAFT
         self._logits: Floats = np.empty((n_logits, self.vocab_size), dtype=np.float32)
         self._bindings: dict[tuple[RowMemory, int, int], _Binding] = {}  # by first row, rows
-
-    def warm_up(self) -> None:
-        """Run a prefill and a decode step once."""
-        warm_up(self)
 
     def run(self, batch: StepBatch) -> Floats:
         """See Runner.
@@ -190,13 +186,12 @@ class _Binding:
         for kv in kv_inputs(session):
             if kv.itemsize == memory.dtype.itemsize:
                 shape = (batch, *memory.row_shape)
-                where = ("cpu", 0, kv.element_type, shape, memory.address(kv.block, row))
-                self._io.bind_output(kv.present, *where)
+                address = memory.array[kv.block, row].ctypes.data
+                self._io.bind_output(kv.present, "cpu", 0, kv.element_type, shape, address)
             else:
-                address, shape = self._placeholder.ctypes.data, self._placeholder.shape
-                where = ("cpu", 0, kv.element_type, shape, address)
+                shape, address = self._placeholder.shape, self._placeholder.ctypes.data
                 self._io.bind_output(kv.present, "cpu")
-            self._io.bind_input(kv.name, *where)
+            self._io.bind_input(kv.name, "cpu", 0, kv.element_type, shape, address)
 
     def run(
         self, ends: list[int], sequence: int, indices: list[int], logits: Floats, first_logit: int

@@ -10,18 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from server.engine.sequence import Sequence
+
 MAX_LOGPROBS = 20
 _BLOCK = 256  # weights that are summed at once
 _SAMPLE = 2048  # weights that tell roughly where a nucleus ends
-_SAMPLE_MARGINS = (
-    24,
-    96,
-)  # of these, on each side of the estimate; the first is enough 19 times in 20
+# Of these, on each side of the estimate; the first is enough 19 times in 20.
+_SAMPLE_MARGINS = (24, 96)
 
 Floats = NDArray[np.float32]
 
@@ -94,28 +95,13 @@ class Occurrences:
         self._n_counted = len(output_ids)
 
 
-class SampledSequence(Protocol):
-    """The state of a sequence that sampling needs."""
-
-    params: SamplingParams
-    prompt_ids: list[int]
-    output_ids: list[int]
-    ending_ids: frozenset[int]
-    generator: np.random.Generator
-    occurrences: Occurrences | None
-
-    @property
-    def penalty(self) -> Floats | None:
-        """[vocab], added to the logits; None is no constraint."""
-
-
-def sample(row: Floats, sequence: SampledSequence) -> int | None:
+def sample(row: Floats, sequence: Sequence) -> int | None:
     """Choose a token after `row`, logits [vocab], which stays unchanged.
 
     None if there is none: the model gave no finite logits, or every token is banned.
     """
-    params = sequence.params
-    if params.penalises or params.logit_bias or params.min_tokens or sequence.penalty is not None:
+    params, constraint = sequence.params, sequence.constraint
+    if params.penalises or params.logit_bias or params.min_tokens or constraint is not None:
         row = row.copy()
         _adjust(row, sequence)
     likeliest = int(row.argmax())  # a NaN, if there is one
@@ -142,7 +128,7 @@ def token_logprobs(row: Floats, token_id: int, alternatives: int) -> TokenLogpro
     return TokenLogprobs(token_id, float(row[token_id]) - log_total, top)
 
 
-def _adjust(row: Floats, sequence: SampledSequence) -> None:
+def _adjust(row: Floats, sequence: Sequence) -> None:
     """Apply penalties and bias; ban tokens that end it too early or violate its grammar."""
     params = sequence.params
     if params.penalises:
@@ -151,10 +137,8 @@ def _adjust(row: Floats, sequence: SampledSequence) -> None:
         occurrences.count(sequence.output_ids)
         counts = occurrences.in_output
         if params.repetition_penalty != 1.0:
-            seen, factor = (
-                np.flatnonzero(occurrences.in_prompt | (counts > 0)),
-                params.repetition_penalty,
-            )
+            factor = params.repetition_penalty
+            seen = np.flatnonzero(occurrences.in_prompt | (counts > 0))
             row[seen] = np.where(row[seen] > 0, row[seen] / factor, row[seen] * factor)
         if params.frequency_penalty or params.presence_penalty:
             penalty = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
@@ -163,8 +147,8 @@ def _adjust(row: Floats, sequence: SampledSequence) -> None:
         row[list(params.logit_bias)] += np.array(list(params.logit_bias.values()), np.float32)
     if len(sequence.output_ids) < params.min_tokens:
         row[list(sequence.ending_ids)] = -np.inf
-    if sequence.penalty is not None:
-        row += sequence.penalty
+    if sequence.constraint is not None:
+        row += sequence.constraint.penalty
 
 
 def _draw(scaled: Floats, params: SamplingParams, uniform: float) -> int:

@@ -36,11 +36,6 @@ class Scheduler:
         """Sequences that hold a row, by row."""
         return [sequence for sequence in self._window if sequence is not None]
 
-    @property
-    def has_work(self) -> bool:
-        """True if a step would do something."""
-        return bool(self.waiting or self._window)
-
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
         sequence.block_names = self.kv.cache.names(sequence.prompt_ids)
@@ -81,7 +76,7 @@ class Scheduler:
             self._clear(sequence.row)
             sequence.row = None
         sequence.status = SequenceStatus.FINISHED
-        sequence.times.finished = perf_counter()
+        sequence.finished_at = perf_counter()
 
     def _schedule_prefills(self) -> list[Chunk]:
         """Cut chunks from prompts in order until the step is full; a scored prompt ends it."""
@@ -131,7 +126,7 @@ class Scheduler:
         row, sequence.n_cached = admitted
         self._place(sequence, row)
         sequence.status = SequenceStatus.PREFILLING
-        sequence.times.scheduled = perf_counter()
+        sequence.scheduled_at = perf_counter()
         sequence.n_computed = sequence.n_cached
         return sequence
 

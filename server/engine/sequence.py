@@ -9,7 +9,7 @@ from enum import Enum, StrEnum
 import numpy as np
 
 from server.engine.grammar.constraints import Constraint
-from server.engine.sampling import Floats, Occurrences, SamplingParams, TokenLogprobs
+from server.engine.sampling import Occurrences, SamplingParams, TokenLogprobs
 from server.engine.speculation import Speculation
 
 PRIORITY_LEVEL_SECONDS = 10.0  # waiting time that offsets one level of priority
@@ -40,54 +40,49 @@ class FinishReason(StrEnum):
     ERROR = "error"  # of the engine
 
 
-@dataclass(slots=True)
-class SequenceTimes:
-    """Moments in seconds of `time.perf_counter()`; None until they happen."""
-
-    arrived: float
-    scheduled: float | None = None
-    first_token: float | None = None
-    finished: float | None = None
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A prompt and its continuation, owned by the engine's thread once it has been added.
 
     ending_ids: its stop tokens, and the model's unless it ignores them. priority: lower is served
-    earlier. n_sure: fewest new tokens that it needs. deadline: of `time.perf_counter()`.
+    earlier. n_sure: fewest new tokens that it needs. deadline, …_at: of `time.perf_counter()`.
     n_computed: tokens whose keys and values are in its row; n_cached: those of them that came from
-    the prefix cache. block_names: see BlockCache. speculation: None is one token a step.
+    the prefix cache. block_names: see BlockCache. speculation: None is one token a step. scores:
+    log-probabilities of the prompt; None unless they were requested.
     """
 
     id: int
     prompt_ids: list[int]
     params: SamplingParams
     ending_ids: frozenset[int]
-    times: SequenceTimes
+    arrived_at: float
     request_id: str = ""
     priority: int = 0
     n_sure: int = 0
     deadline: float = math.inf
+    scheduled_at: float | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
     row: int | None = None
     n_computed: int = 0
     n_cached: int = 0
     block_names: list[bytes] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     occurrences: Occurrences | None = None
     speculation: Speculation | None = None
     constraint: Constraint | None = None
     generator: np.random.Generator = field(init=False)
+    scores: list[TokenLogprobs] | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.generator = self.params.generator()
+        self.scores = None if self.params.prompt_logprobs is None else []
 
     @property
     def queue_key(self) -> tuple[float, int]:
         """Order in the queue. It is constant, because all who wait age alike; nobody starves."""
-        return queue_time(self.times.arrived, self.priority), self.id
+        return queue_time(self.arrived_at, self.priority), self.id
 
     @property
     def token_ids(self) -> list[int]:
@@ -97,22 +92,9 @@ class Sequence:
     @property
     def is_scored(self) -> bool:
         """True if every position of the prompt wants logits."""
-        return self.params.prompt_logprobs is not None
-
-    @property
-    def scores(self) -> list[TokenLogprobs] | None:
-        """Log-probabilities of the prompt; None unless they were requested."""
-        return self.prompt_logprobs if self.is_scored else None
+        return self.scores is not None
 
     @property
     def last_token_id(self) -> int:
         """The newest token."""
         return self.output_ids[-1] if self.output_ids else self.prompt_ids[-1]
-
-    @property
-    def penalty(self) -> Floats | None:
-        """[vocab], added to the logits: -inf for tokens that its grammar bans; None without one."""
-        if self.constraint is None:
-            return None
-        assert self.constraint.penalty is not None
-        return self.constraint.penalty

@@ -8,8 +8,12 @@ Decoding"). All its tokens are checked in one run, as in speculative sampling (L
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from server.engine.sampling import Floats, SampledSequence, sample
+from server.engine.sampling import Floats, sample
+
+if TYPE_CHECKING:
+    from server.engine.sequence import Sequence
 
 MAX_SPECULATING = 4  # running sequences above which there are no drafts
 MAX_DRAFT = 8  # tokens
@@ -25,7 +29,7 @@ _HALF_LIFE = 128  # tokens in which half of the knowledge of the hit rate is for
 _NEWEST_WEIGHT = 0.25  # of the newest draft token in the hit rate
 
 
-def verify(logits: Floats, sequence: SampledSequence, draft: list[int]) -> list[int | None]:
+def verify(logits: Floats, sequence: Sequence, draft: list[int]) -> list[int | None]:
     """Return the 1 to n_draft + 1 tokens that a draft yields; the last may be None, see `sample`.
 
     logits: [n_draft + 1, vocab]; row i follows the sequence's tokens and the first i of the draft.
@@ -45,32 +49,6 @@ def verify(logits: Floats, sequence: SampledSequence, draft: list[int]) -> list[
         sequence.output_ids.append(token)  # the next row's penalties count it
     del sequence.output_ids[n_output:]
     return tokens
-
-
-class PromptLookup:
-    """An index of the last place of each n-gram of one sequence."""
-
-    def __init__(self) -> None:
-        self._ends: dict[tuple[int, ...], int] = {}
-        self._n_indexed = 0
-
-    def propose(self, token_ids: list[int], n_draft: int) -> list[int]:
-        """Return what followed the longest n-gram that ends `token_ids` at its latest other place.
-
-        A continuation that reaches the end is repeated. Empty if there is none. token_ids: those of
-        the last call, followed by new ones.
-        """
-        n = len(token_ids)
-        for end in range(self._n_indexed + 1, n):  # without the last token: nothing follows it yet
-            for size in NGRAM_SIZES:
-                if size <= end:
-                    self._ends[tuple(token_ids[end - size : end])] = end
-        self._n_indexed = n - 1
-        for size in NGRAM_SIZES:
-            end = self._ends.get(tuple(token_ids[-size:]), n)
-            if end < n:
-                return [token_ids[end + i % (n - end)] for i in range(n_draft)]
-        return []
 
 
 def draft_length(hit_rate: float, n_running: int, room: int) -> int:
@@ -99,20 +77,37 @@ class Speculation:
     """
 
     def __init__(self) -> None:
-        self._lookup = PromptLookup()
+        self._ends: dict[tuple[int, ...], int] = {}  # the last place of each n-gram
+        self._n_indexed = 0
         self._hit_rate = _UNTRIED_HIT_RATE  # when the sequence had _n_output new tokens
         self._n_output = 0
 
-    def draft(self, sequence: SampledSequence, n_running: int) -> list[int]:
+    def draft(self, sequence: Sequence, n_running: int) -> list[int]:
         """Return tokens to check in this step of `n_running` sequences; empty if none pay."""
         room = sequence.params.max_tokens - len(sequence.output_ids) - 1  # a token follows a draft
         hit_rate = self._expected(len(sequence.output_ids))
         n_draft = draft_length(hit_rate, n_running, room)
-        if not n_draft:
-            return []
-        return self._lookup.propose(sequence.prompt_ids + sequence.output_ids, n_draft)
+        return self.propose(sequence.token_ids, n_draft) if n_draft else []
 
-    def record(self, sequence: SampledSequence, draft: list[int], tokens: list[int | None]) -> None:
+    def propose(self, token_ids: list[int], n_draft: int) -> list[int]:
+        """Return what followed the longest n-gram that ends `token_ids` at its latest other place.
+
+        A continuation that reaches the end is repeated. Empty if there is none. token_ids: those of
+        the last call, followed by new ones.
+        """
+        n = len(token_ids)
+        for end in range(self._n_indexed + 1, n):  # without the last token: nothing follows it yet
+            for size in NGRAM_SIZES:
+                if size <= end:
+                    self._ends[tuple(token_ids[end - size : end])] = end
+        self._n_indexed = n - 1
+        for size in NGRAM_SIZES:
+            end = self._ends.get(tuple(token_ids[-size:]), n)
+            if end < n:
+                return [token_ids[end + i % (n - end)] for i in range(n_draft)]
+        return []
+
+    def record(self, sequence: Sequence, draft: list[int], tokens: list[int | None]) -> None:
         """Note which `tokens` a draft yielded."""
         n_output = len(sequence.output_ids)
         hit_rate = self._expected(n_output)

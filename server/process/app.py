@@ -55,6 +55,8 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         clock.lap("application")
+        if engine is None:
+            service.grammars.warm_up()
         loading = asyncio.create_task(
             service.start(lambda: engine or build_engine(settings, bundle, clock), clock)
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from model.bundle import ModelBundle
-from server.engine.engine import Engine, Runner
+from server.engine.engine import Engine, Runner, warm_up
 from server.settings import Settings
 from server.telemetry.start_clock import StartClock
 
@@ -40,7 +40,7 @@ def build_engine(
     else:
         from server.engine.runner import OnnxRunner  # noqa: PLC0415  imports ONNX Runtime
 
-        cpu_runner = OnnxRunner(
+        runner = OnnxRunner(
             bundle.graph_path,
             bundle.config,
             max_num_seqs=settings.max_num_seqs,
@@ -52,7 +52,6 @@ def build_engine(
         )
         chunk_size = settings.chunk_size or _CPU_CHUNK
         clock.lap("session")
-        cpu_runner.warm_up()
+        warm_up(runner)
         clock.lap("warm_up")
-        runner = cpu_runner
     return Engine(runner, chunk_size=chunk_size, speculate=settings.speculate)

@@ -60,8 +60,8 @@ def _send_span(tracer: Tracer, model: str, scope: Scope, status: int | None) -> 
         return
     seconds, ended = perf_counter() - state.arrived, time_ns()
     is_chat = scope["path"].endswith("/chat/completions")
-    times = [choice.sequence.times for choice in completion.choices]
-    queued = [t.scheduled - t.arrived for t in times if t.scheduled is not None]
+    sequences = [choice.sequence for choice in completion.choices]
+    queued = [s.scheduled_at - s.arrived_at for s in sequences if s.scheduled_at is not None]
     reasons = [choice.finish_reason or FinishReason.ABORT for choice in completion.choices]
     attributes = {
         "gen_ai.operation.name": "chat" if is_chat else "text_completion",

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
-from typing import NamedTuple
 
 from server.engine.engine import Engine
 from server.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
+from server.requests.completion import CompletionRequest
 from server.requests.forecast import LEAST_SHARE, Snapshot, Work
 
 # A request that will probably be late must get its slot SLACK times its run time before the
@@ -29,14 +29,6 @@ class Phase(Enum):
     DRAINING = "the server is shutting down"
 
 
-class Demand(NamedTuple):
-    """The resources that a request asks for."""
-
-    n_sequences: int
-    n_prompt_tokens: int  # each prompt once
-    work: Work  # of its first sequence, as far as it is sure
-
-
 class Admission:
     """Limits on the sequences inside: at most `max_num_seqs` that run and `max_queue` that wait."""
 
@@ -46,8 +38,8 @@ class Admission:
         self.max_queue_tokens = max_queue_tokens  # of waiting prompts, if of several requests
         self.phase = Phase.LOADING
         self.n_inside = 0
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self.empty = asyncio.Event()  # set while no sequence is inside
+        self.empty.set()
 
     def check_open(self) -> None:
         """Raise UnavailableError while the server loads or drains."""
@@ -62,51 +54,48 @@ class Admission:
                 f"the request has {n_sequences} sequences; at most {self.capacity} can be served"
             )
 
-    def check(self, demand: Demand, snapshot: Snapshot) -> float:
+    def check(self, request: CompletionRequest, work: Work, snapshot: Snapshot) -> float:
         """Return for how many seconds a request may wait. Raises OverloadedError if not at all."""
         self.check_open()
-        self.check_size(demand.n_sequences)
-        n_inside = self.n_inside + demand.n_sequences
+        self.check_size(request.n_sequences)
+        n_inside = self.n_inside + request.n_sequences
         if n_inside > self.capacity:
             raise OverloadedError(
                 f"{self.n_inside} sequences are running or waiting, of at most {self.capacity}; "
                 "try again later",
                 retry_after=self.retry_after(n_inside - self.capacity, snapshot),
             )
-        ahead, n_waiting = snapshot.ahead_of(demand.work.queue_time), snapshot.n_waiting_tokens
-        excess = n_waiting + demand.n_prompt_tokens - self.max_queue_tokens
+        ahead, n_waiting = snapshot.ahead_of(work.queue_time), snapshot.n_waiting_tokens
+        n_prompt_tokens = sum(len(prompt.ids) for prompt in request.prompts)
+        excess = n_waiting + n_prompt_tokens - self.max_queue_tokens
         if n_inside > self.max_num_seqs and n_waiting and excess > 0:
             n_ended = math.ceil(min(1.0, excess / n_waiting) * len(ahead.waiting))
             raise OverloadedError(
-                f"prompts of {n_waiting} tokens are waiting; with the {demand.n_prompt_tokens} of "
+                f"prompts of {n_waiting} tokens are waiting; with the {n_prompt_tokens} of "
                 f"this request they would exceed {self.max_queue_tokens}; try again later",
                 retry_after=self.retry_after(n_ended, snapshot),
                 limit="tokens",
             )
-        return longest_wait(ahead, demand.work)
+        return longest_wait(ahead, work)
 
     @contextmanager
-    def admit(self, demand: Demand, snapshot: Snapshot) -> Iterator[float]:
+    def admit(self, request: CompletionRequest, work: Work, snapshot: Snapshot) -> Iterator[float]:
         """Count a request's sequences as inside until it ends; yield and raise as `check` does."""
-        max_wait = self.check(demand, snapshot)
-        self.n_inside += demand.n_sequences
-        self._empty.clear()
+        max_wait = self.check(request, work, snapshot)
+        self.n_inside += request.n_sequences
+        self.empty.clear()
         try:
             yield max_wait
         finally:
-            self.n_inside -= demand.n_sequences
+            self.n_inside -= request.n_sequences
             if not self.n_inside:
-                self._empty.set()
+                self.empty.set()
 
     def retry_after(self, n_sequences: int, snapshot: Snapshot) -> int:
         """Estimate the seconds until that many sequences end: the recent mean or a longer bound."""
         usual = n_sequences * snapshot.rates.slot / self.max_num_seqs
         ahead = replace(snapshot, waiting=snapshot.waiting[: max(0, n_sequences - 1)])
         return _whole(max(usual, ahead.seconds_to_slot()))
-
-    async def wait_until_empty(self) -> None:
-        """Wait until no sequence is inside."""
-        await self._empty.wait()
 
 
 def longest_wait(ahead: Snapshot, work: Work) -> float:
@@ -136,16 +125,6 @@ def longest_wait(ahead: Snapshot, work: Work) -> float:
 
 def _whole(seconds: float) -> int:
     return min(_LONGEST_RETRY, max(1, math.ceil(seconds)))
-
-
-def check_prompt_length(n_prompt: int, max_model_len: int) -> None:
-    """Raise ContextLengthError for a prompt that is too long even without new tokens."""
-    if n_prompt > max_model_len:
-        raise ContextLengthError(
-            f"the model takes at most {max_model_len} tokens, but the prompt has {n_prompt}; "
-            "shorten it",
-            param="prompt",
-        )
 
 
 def check_length(n_prompt: int, max_tokens: int, engine: Engine) -> None:

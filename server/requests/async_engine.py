@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic, perf_counter
@@ -82,7 +83,7 @@ class AsyncEngine:
         self.forecast = Forecast()
         self.failed = False
         self.engine: Engine | None = None
-        self._n_ids = 0
+        self.ids = count()  # of sequences
         self._live: dict[int, _Live] = {}
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._thread: Thread | None = None
@@ -141,11 +142,6 @@ class AsyncEngine:
         self.abort_all()
         self._inbox.put(self._stop)
         await asyncio.to_thread(self._thread.join, _JOIN_SECONDS)
-
-    def new_ids(self, n: int) -> int:
-        """Reserve `n` consecutive sequence ids and return the first."""
-        self._n_ids += n
-        return self._n_ids - n
 
     def submit(self, sequences: list[Sequence]) -> OutputStream:
         """Queue the admitted sequences of a request. Raises EngineError if the engine failed."""
@@ -278,13 +274,13 @@ class AsyncEngine:
     def _record_end(self, live: _Live, reason: FinishReason) -> None:
         is_wasted = live.cancelled_as is FinishReason.ABORT
         self.metrics.finished(live.sequence, live.cancelled_as or reason, wasted=is_wasted)
-        times = live.sequence.times
-        if times.scheduled is not None and times.finished is not None:
-            self.forecast.ended(times.finished - times.scheduled)
+        scheduled, finished = live.sequence.scheduled_at, live.sequence.finished_at
+        if scheduled is not None and finished is not None:
+            self.forecast.ended(finished - scheduled)
 
 
 def _work(sequence: Sequence, now: float) -> Work:
-    n_output, scheduled = len(sequence.output_ids), sequence.times.scheduled
+    n_output, scheduled = len(sequence.output_ids), sequence.scheduled_at
     return Work(
         n_prompt=max(0, len(sequence.prompt_ids) - sequence.n_computed),
         n_new=sequence.params.max_tokens - n_output,

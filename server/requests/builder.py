@@ -14,11 +14,10 @@ from typing import TypeVar
 from tokenizers import Encoding
 
 from model.bundle import ModelBundle
-from model.tokenizer import keep_spaces_in_offsets
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import SamplingParams
-from server.errors import InvalidRequestError
-from server.requests.admission import Admission, check_prompt_length
+from server.errors import ContextLengthError, InvalidRequestError
+from server.requests.admission import Admission
 from server.requests.async_engine import AsyncEngine
 from server.requests.completion import CompletionRequest, Prompt, RequestState
 from server.settings import Settings
@@ -53,30 +52,25 @@ class RequestOptions:
     field_prefix: str = ""  # of the sampling fields, in errors
 
 
+@dataclass(frozen=True, slots=True)
 class RequestBuilder:
     """A builder of requests for one model."""
 
-    def __init__(
-        self, settings: Settings, bundle: ModelBundle, engine: AsyncEngine, admission: Admission
-    ) -> None:
-        self._settings = settings
-        self._bundle = bundle
-        self._engine = engine
-        self._admission = admission
-        keep_spaces_in_offsets(bundle.tokenizer)
+    settings: Settings
+    bundle: ModelBundle
+    engine: AsyncEngine
+    admission: Admission
 
     @property
     def max_model_len(self) -> int:
         """The maximum number of tokens of a prompt and its completion."""
-        if self._engine.engine is not None:
-            return self._engine.engine.max_model_len
-        longest = self._bundle.config.max_model_len
-        return min(longest, self._settings.max_model_len or longest)
+        longest = self.bundle.config.max_model_len
+        return min(longest, self.settings.max_model_len or longest)
 
     async def build(self, options: RequestOptions, state: RequestState) -> CompletionRequest:
         """Return the request for a body. Raises InvalidRequestError."""
-        params, max_tokens, config = options.params, options.max_tokens, self._bundle.config
-        self._admission.check_size(len(options.prompts) * options.n)
+        params, max_tokens, config = options.params, options.max_tokens, self.bundle.config
+        self.admission.check_size(len(options.prompts) * options.n)
         self.check_token_ids(params.stop_token_ids, f"{options.field_prefix}stop_token_ids")
         self.check_token_ids(params.logit_bias, f"{options.field_prefix}logit_bias")
         prompts = await self.tokenize(
@@ -88,7 +82,7 @@ class RequestBuilder:
         if max_tokens is None:
             longest = max(len(prompt.ids) for prompt in prompts)
             max_tokens = min(options.default_max_tokens, self.max_model_len - longest)
-            if (engine := self._engine.engine) is not None:
+            if (engine := self.engine.engine) is not None:
                 needed = partial(engine.kv.n_needed, longest)
                 room = engine.kv.budget_tokens
                 max_tokens = bisect_right(range(1, max_tokens + 1), room, key=needed)
@@ -99,27 +93,28 @@ class RequestBuilder:
                 "generate",
                 param="min_tokens",
             )
+        eos_ids = () if params.ignore_eos else config.eos_token_ids
+        ending_ids = params.stop_token_ids.union(eos_ids)
+        if params.min_tokens and len(ending_ids) >= config.vocab_size:
+            raise InvalidRequestError(
+                f"stop_token_ids: all {config.vocab_size} tokens would end the text, "
+                "which min_tokens forbids at first; name fewer",
+                param="stop_token_ids",
+            )
         seed = secrets.randbits(64) if options.seed is None else options.seed
-        milliseconds = options.timeout_ms or self._settings.default_timeout_ms or math.inf
-        request = CompletionRequest(
+        milliseconds = options.timeout_ms or self.settings.default_timeout_ms or math.inf
+        return CompletionRequest(
             prompts=prompts,
             params=replace(params, max_tokens=max_tokens, seed=seed),
             request_id=state.id,
             n=options.n,
+            ending_ids=ending_ids,
             stops=tuple(options.stops),
             deadline=state.arrived + milliseconds / 1000,
             priority=options.priority,
             grammar=options.grammar,
             kept_ids=options.kept_ids,
         )
-        n_ending = len(request.ending_ids(config.eos_token_ids))
-        if params.min_tokens and n_ending >= config.vocab_size:
-            raise InvalidRequestError(
-                f"stop_token_ids: all {config.vocab_size} tokens would end the text, "
-                "which min_tokens forbids at first; name fewer",
-                param="stop_token_ids",
-            )
-        return request
 
     async def tokenize(
         self,
@@ -133,7 +128,7 @@ class RequestBuilder:
 
         Raises ContextLengthError or InvalidRequestError.
         """
-        tokenizer = self._bundle.tokenizer
+        tokenizer = self.bundle.tokenizer
         texts = [source for source in sources if isinstance(source, str)]
         if sum(map(len, texts)) <= _SHORT:
             encodings = [tokenizer.encode(t, add_special_tokens=add_special_tokens) for t in texts]
@@ -154,7 +149,12 @@ class RequestBuilder:
                 ids = source
             if keep_last is not None and len(ids) > keep_last:
                 text, offsets, ids = None, None, ids[-keep_last:]
-            check_prompt_length(len(ids), self.max_model_len)
+            if len(ids) > self.max_model_len:  # even without new tokens
+                raise ContextLengthError(
+                    f"the model takes at most {self.max_model_len} tokens, but the prompt has "
+                    f"{len(ids)}; shorten it",
+                    param="prompt",
+                )
             if text is None:
                 self.check_token_ids(ids, "prompt")
                 text = tokenizer.decode(ids)
@@ -163,7 +163,7 @@ class RequestBuilder:
 
     def check_token_ids(self, token_ids: Iterable[int], param: str) -> None:
         """Raise InvalidRequestError for an id that is not in the vocabulary."""
-        size = self._bundle.config.vocab_size
+        size = self.bundle.config.vocab_size
         if unknown := next((i for i in token_ids if not 0 <= i < size), None):
             raise InvalidRequestError(
                 f"{param}: token id {unknown} is not in the vocabulary of {size}", param=param

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator
-from collections.abc import Sequence as Items
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -15,7 +14,7 @@ from tokenizers import Tokenizer
 from server.engine.engine import TokenOutput
 from server.engine.grammar.constraints import Constraint, Grammar
 from server.engine.sampling import SamplingParams, TokenLogprobs
-from server.engine.sequence import FinishReason, Sequence, SequenceStatus, SequenceTimes, queue_time
+from server.engine.sequence import FinishReason, Sequence, SequenceStatus, queue_time
 from server.errors import (
     DeadlineExceededError,
     EngineError,
@@ -23,7 +22,6 @@ from server.errors import (
     KvasirError,
     UnavailableError,
 )
-from server.requests.admission import Demand
 from server.requests.async_engine import OutputStream
 from server.requests.forecast import Work
 from server.text.detokenizer import Detokenizer, StopChecker
@@ -46,6 +44,7 @@ class CompletionRequest:
     params: SamplingParams
     request_id: str = ""
     n: int = 1
+    ending_ids: frozenset[int] = frozenset()  # its stop tokens, and the model's unless ignored
     stops: tuple[str, ...] = ()
     deadline: float = math.inf  # in seconds of `perf_counter`
     priority: int = 0  # lower is earlier
@@ -53,12 +52,11 @@ class CompletionRequest:
     kept_ids: frozenset[int] = frozenset()  # special tokens that are shown in the text
 
     @property
-    def demand(self) -> Demand:
-        """The demand on the engine, if the request were submitted now."""
+    def work(self) -> Work:
+        """The sure work of its first sequence, if the request were submitted now."""
         now, n_sure = perf_counter(), self.n_sure
         left, place = self.deadline - now, queue_time(now, self.priority)
-        work = Work(len(self.prompts[0].ids), n_sure, n_sure, seconds_left=left, queue_time=place)
-        return Demand(self.n_sequences, sum(len(prompt.ids) for prompt in self.prompts), work)
+        return Work(len(self.prompts[0].ids), n_sure, n_sure, seconds_left=left, queue_time=place)
 
     @property
     def n_sure(self) -> int:
@@ -74,11 +72,6 @@ class CompletionRequest:
     def n_sequences(self) -> int:
         """The number of sequences: prompts times samples."""
         return len(self.prompts) * self.n
-
-    def ending_ids(self, eos_token_ids: Items[int]) -> frozenset[int]:
-        """Return the tokens that end the text: the request's, and the model's unless ignored."""
-        stop_ids = self.params.stop_token_ids
-        return stop_ids if self.params.ignore_eos else stop_ids.union(eos_token_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -110,19 +103,17 @@ class Delta:
 def make_choices(
     request: CompletionRequest,
     tokenizer: Tokenizer,
-    first_id: int,
-    eos_token_ids: Items[int],
+    ids: Iterator[int],
     constraint: Constraint | None = None,
 ) -> list[Choice]:
-    """Make a request's sequences, numbered from `first_id`, each with a copy of the constraint."""
-    ending_ids = request.ending_ids(eos_token_ids)
+    """Make a request's sequences, numbered by `ids`, each with a copy of the constraint."""
     arrived = perf_counter()
     choices = []
     for index in range(request.n_sequences):
         prompt = request.prompts[index // request.n]
         params = replace(request.params, sample_index=index % request.n)
-        id_, times = first_id + index, SequenceTimes(arrived)
-        sequence = Sequence(id_, prompt.ids, params, ending_ids, times, request.request_id)
+        sequence = Sequence(next(ids), prompt.ids, params, request.ending_ids, arrived)
+        sequence.request_id = request.request_id
         sequence.priority, sequence.n_sure = request.priority, request.n_sure
         sequence.deadline = request.deadline
         sequence.constraint = constraint.copy() if constraint else None
@@ -137,7 +128,6 @@ class Completion:
 
     choices: list[Choice]
     stream: OutputStream
-    has_started: bool = False  # a choice has a token
 
     @property
     def is_waiting(self) -> bool:
@@ -166,8 +156,8 @@ class Completion:
     @property
     def seconds_to_first_token(self) -> float | None:
         """The seconds from arrival to the first token; None before it."""
-        times = [choice.sequence.times for choice in self.choices]
-        waits = (t.first_token - t.arrived for t in times if t.first_token is not None)
+        sequences = [choice.sequence for choice in self.choices]
+        waits = (s.first_token_at - s.arrived_at for s in sequences if s.first_token_at is not None)
         return min(waits, default=None)
 
     async def deltas(self, max_silence: float | None = None) -> AsyncIterator[list[Delta]]:
@@ -208,7 +198,6 @@ class Completion:
         self._raise_failure(choice, output)
         reason, offset, text = output.finish_reason, choice.text.n_chars, ""
         if output.token_id is not None:
-            self.has_started = True
             choice.n_tokens += 1
             if output.token_id not in choice.sequence.ending_ids:  # which are not part of the text
                 text = choice.text.push(output.token_id)
@@ -237,7 +226,7 @@ class Completion:
             raise EngineError("the engine failed")
         if reason is FinishReason.ABORT:
             raise UnavailableError("the server is shutting down; try again", retry_after=1)
-        if reason is FinishReason.TIMEOUT and not self.has_started:
+        if reason is FinishReason.TIMEOUT and not self.n_completion_tokens:
             raise DeadlineExceededError(
                 "the deadline passed before the first token; allow more time, or try later"
             )

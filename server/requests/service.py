@@ -13,8 +13,9 @@ from time import time
 
 from model.bundle import CHAT_TEMPLATE_FILE, ModelBundle
 from model.chat_template import ChatTemplate, ChatTemplateError
+from model.tokenizer import keep_spaces_in_offsets
 from server.engine.engine import Engine
-from server.errors import DeadlineExceededError, StartupError, UnavailableError
+from server.errors import DeadlineExceededError, StartupError
 from server.requests.admission import Admission, Phase, check_length
 from server.requests.async_engine import AsyncEngine
 from server.requests.builder import RequestBuilder
@@ -39,6 +40,7 @@ class Service:
         self.on_load_failure: Callable[[Exception], None] = partial(
             logger.error, "the model could not be loaded: %s"
         )
+        keep_spaces_in_offsets(bundle.tokenizer)
         added = bundle.tokenizer.get_added_tokens_decoder()
         self.added_ids = {token.content: i for i, token in added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -88,38 +90,32 @@ class Service:
             self.engine.give_up()
 
     async def _is_empty_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self.admission.wait_until_empty()
-        except TimeoutError:
-            return False
-        return True
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.admission.empty.wait(), seconds)
+        return not self.admission.n_inside
 
     @asynccontextmanager
     async def complete(self, request: CompletionRequest) -> AsyncIterator[Completion]:
         """Run a request until the block is left. Raises the errors of admission."""
         self.admission.check_open()
         engine = self.engine.engine
-        if engine is None:  # shut down while loading
-            raise UnavailableError(Phase.LOADING.value)
+        assert engine is not None
         for prompt in request.prompts:
             check_length(len(prompt.ids), request.params.max_tokens, engine)
-        constraint, demand = None, request.demand
-        if request.grammar is not None and demand.work.seconds_left > 0:
-            self.admission.check(demand, self.engine.snapshot())  # before a grammar is compiled
+        constraint, work = None, request.work
+        if request.grammar is not None and work.seconds_left > 0:
+            self.admission.check(request, work, self.engine.snapshot())
             constraint = await self.grammars.constraint(request)
-            demand = request.demand
-        if demand.work.seconds_left <= 0:
+            work = request.work
+        if work.seconds_left <= 0:
             raise DeadlineExceededError(
                 "the deadline passed while the prompt was read; allow more time, or try later"
             )
-        with self.admission.admit(demand, self.engine.snapshot()) as max_wait:
-            first_id = self.engine.new_ids(request.n_sequences)
-            eos_ids = self.bundle.config.eos_token_ids
-            choices = make_choices(request, self.bundle.tokenizer, first_id, eos_ids, constraint)
+        with self.admission.admit(request, work, self.engine.snapshot()) as max_wait:
+            choices = make_choices(request, self.bundle.tokenizer, self.engine.ids, constraint)
             stream = self.engine.submit([choice.sequence for choice in choices])
             completion = Completion(choices, stream)
-            timers = start_timers(completion, max_wait, demand.work.seconds_left)
+            timers = start_timers(completion, max_wait, work.seconds_left)
             try:
                 yield completion
             finally:

@@ -141,7 +141,7 @@ class Metrics:
                 self._inter_token.observe(now - previous)
         elif sequence.n_computed >= len(sequence.prompt_ids):
             self._prompt_tokens.inc(len(sequence.prompt_ids))
-            self._first_token.observe(now - sequence.times.arrived)
+            self._first_token.observe(now - sequence.arrived_at)
 
     def finished(self, sequence: Sequence, reason: FinishReason, *, wasted: bool) -> None:
         """Record the end of a sequence; its tokens are wasted if its client has disconnected."""
@@ -151,15 +151,17 @@ class Metrics:
         self._output_size.observe(n_generated)
         if wasted:
             self._wasted.inc(n_generated)
-        times, end, n_later = sequence.times, sequence.times.finished, n_generated - 1
+        scheduled, end, n_later = sequence.scheduled_at, sequence.finished_at, n_generated - 1
         if end is None:
             return
-        arrived = times.arrived
-        first = times.first_token or end  # where no token was wanted, the end counts as the first
+        arrived = sequence.arrived_at
+        first = (
+            sequence.first_token_at or end
+        )  # where no token was wanted, the end counts as the first
         self._e2e.observe(end - arrived)
-        self._queue.observe((times.scheduled or end) - arrived)
-        if times.scheduled is not None and times.first_token is not None:
-            self._prefill.observe(first - times.scheduled)
+        self._queue.observe((scheduled or end) - arrived)
+        if scheduled is not None and sequence.first_token_at is not None:
+            self._prefill.observe(first - scheduled)
             self._decode.observe(end - first)
             if n_later > 0:
                 self._per_token.observe((end - first) / n_later)

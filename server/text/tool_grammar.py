@@ -8,8 +8,7 @@ from collections.abc import Container, Mapping
 from functools import partial
 from typing import Any
 
-from server.engine.grammar.constraints import JSON_OPTIONS
-from server.engine.grammar.json_schemas import enforceable_schema
+from server.engine.grammar.constraints import JSON_OPTIONS, enforceable_schema
 from server.text.tool_calls import ToolCallFormat
 
 Schema = Mapping[str, Any]

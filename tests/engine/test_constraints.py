@@ -16,12 +16,13 @@ from tokenizers import AddedToken, Tokenizer
 from server.engine.engine import Engine
 from server.engine.grammar import constraints
 from server.engine.grammar.constraints import (
+    FORMATS,
     MAX_GRAMMAR_CHARS,
     Grammar,
     GrammarCompiler,
     GrammarError,
+    enforceable_schema,
 )
-from server.engine.grammar.json_schemas import FORMATS, enforceable_schema
 from server.engine.grammar.trial import GrammarTrial
 from server.engine.sampling import SamplingParams, token_logprobs
 from server.engine.sequence import FinishReason, Sequence

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from server.engine import sampling
 from server.engine.sampling import Floats, SamplingParams, token_logprobs
-from server.engine.sequence import Sequence, SequenceTimes
+from server.engine.sequence import Sequence
 
 VOCAB = 700  # more than two of the sampler's blocks, and not a whole number of them
 
@@ -21,7 +21,7 @@ VOCAB = 700  # more than two of the sampler's blocks, and not a whole number of 
 def make_sequence(
     params: SamplingParams, output_ids: list[int] | None = None, ending: set[int] | None = None
 ) -> Sequence:
-    sequence = Sequence(0, [1, 2, 3], params, frozenset(ending or ()), SequenceTimes(0.0))
+    sequence = Sequence(0, [1, 2, 3], params, frozenset(ending or ()), 0.0)
     sequence.output_ids = list(output_ids or [])
     return sequence
 

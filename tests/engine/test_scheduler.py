@@ -161,7 +161,7 @@ def test_a_row_in_prefill_is_no_decode_and_an_abort_frees_it() -> None:
 def oldest(waiting: list[Sequence], now: float) -> Sequence:
     """The oracle: the lowest priority value after aging; ties by id."""
     return min(
-        waiting, key=lambda s: (s.priority - (now - s.times.arrived) / PRIORITY_LEVEL_SECONDS, s.id)
+        waiting, key=lambda s: (s.priority - (now - s.arrived_at) / PRIORITY_LEVEL_SECONDS, s.id)
     )
 
 
@@ -175,7 +175,7 @@ def test_priorities_age_whatever_the_moment(seed: int) -> None:
     for sequence_id in range(300):
         now += chance.choice([0.0, 0.5, 4.0]) * PRIORITY_LEVEL_SECONDS
         sequence = make_sequence(sequence_id, [1, 2], SamplingParams(max_tokens=9))
-        sequence.priority, sequence.times.arrived = chance.randint(-3, 3), now
+        sequence.priority, sequence.arrived_at = chance.randint(-3, 3), now
         waiting.append(sequence)
         scheduler.add(sequence)
         if chance.random() < 0.3:

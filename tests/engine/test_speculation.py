@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from server.engine.sampling import SamplingParams, sample
 from server.engine.sequence import Sequence
-from server.engine.speculation import NGRAM_SIZES, PromptLookup, Speculation, draft_length, verify
+from server.engine.speculation import NGRAM_SIZES, Speculation, draft_length, verify
 from tests.engine_driver import make_sequence
 
 VOCAB = 12
@@ -97,7 +97,7 @@ def test_proposals_equal_a_search_of_the_whole_text(
     token_ids: list[int], lengths: list[int], n_draft: int
 ) -> None:
     """Would catch an index that misses tokens between calls, or finds the n-gram itself."""
-    lookup = PromptLookup()
+    lookup = Speculation()
     for n in [*sorted(lengths), len(token_ids), len(token_ids)]:
         if n <= len(token_ids):
             assert lookup.propose(token_ids[:n], n_draft) == propose_by_definition(

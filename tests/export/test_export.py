@@ -24,7 +24,7 @@ from model.bundle import GenerationDefaults, cache_names, load_bundle
 from model.checkpoint import CheckpointError, save_checkpoint
 from model.tokenizer import train_tokenizer
 from model.training.data import Corpus, write_tokens
-from server.engine.engine import Engine
+from server.engine.engine import Engine, warm_up
 from server.engine.runner import OnnxRunner
 from server.engine.sampling import SamplingParams
 from tests.engine_driver import make_sequence, run_to_end
@@ -82,7 +82,7 @@ def test_the_graph_has_the_contracts_names_and_no_path_of_this_machine(exported:
 def test_the_engine_serves_it(exported: Path) -> None:
     bundle = load_bundle(exported)
     runner = OnnxRunner(bundle.graph_path, bundle.config, max_num_seqs=2, threads=1)
-    runner.warm_up()
+    warm_up(runner)
     assert runner.kv.reserved_tokens == 0
     prompt_ids = bundle.tokenizer.encode("the 7th").ids
     result = run_to_end(

@@ -13,6 +13,7 @@ from tests.faults.damage import damaged_models
 from tests.faults.disconnects import disconnects
 from tests.faults.ends import kills, terminations
 from tests.faults.full_disk import full_disk
+from tests.faults.hostile_grammars import hostile_grammars
 from tests.faults.malformed import malformed_bodies
 from tests.faults.overload import overload
 from tests.faults.raw_http import malformed_http
@@ -31,6 +32,7 @@ FAULTS = {
     overload: (16_000, 320),
     full_disk: (50, 1),
     damaged_models: (100, 2),
+    hostile_grammars: (300, 2),
     malformed_bodies: (20_000, 800),
     malformed_http: (5000, 100),
     unfinished_bodies: (200, 40),

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from kvasir import app
 from model.checkpoint import load_checkpoint, load_state
-from model.training.distributed import DistributedError, PeerError, Processes, one_process
+from model.training.distributed import PeerError, Processes, one_process
 
 ROOT = Path(__file__).parents[2]
 SHAPE = ("n_layer=2", "d_model=32", "d_ff=48", "n_head=2", "n_kv_head=1", "head_dim=16")
@@ -209,7 +209,7 @@ def test_shards_need_several_processes(tmp_path: Path) -> None:
 def test_a_batch_that_cannot_be_split_evenly_is_refused(batch_size: int, size: int) -> None:
     processes = Processes(0, size, torch.device("cpu"))
     with pytest.raises(
-        DistributedError,
+        ValueError,
         match=f"^a batch of {batch_size} cannot be split evenly over {size} processes",
     ):
         processes.rows_per_process(batch_size)

@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from kvasir import app
-from model.importing.huggingface import HuggingFaceError, import_checkpoint
+from model.importing.huggingface import import_checkpoint
+from model.importing.weights import UnsupportedError
 from tests.huggingface_checkpoints import make_model, save_checkpoint
 
 WEIGHTS = "model.safetensors"
@@ -86,7 +87,7 @@ REFUSALS: dict[str, tuple[Break, str]] = {
     "config that is no JSON": (write("config.json", "{"), r"config\.json is not JSON"),
     "config that is no object": (
         write("config.json", "[]"),
-        r"config\.json does not hold an object",
+        r"config\.json must hold a JSON object",
     ),
     "another model": (
         set_values("config.json", model_type="bloom", architectures=["BloomForCausalLM"]),
@@ -111,7 +112,7 @@ REFUSALS: dict[str, tuple[Break, str]] = {
     "broken tokenizer": (write("tokenizer.json", "{}"), r"tokenizer\.json is not a tokenizer"),
     "more tokens than embeddings": (
         set_values("config.json", vocab_size=280),
-        r"tokenizer\.json has token ids up to 301, but the decoder has 280 tokens",
+        r"tokenizer\.json has token ids up to 301, but the model only 280 tokens",
     ),
     "chat template that is no text": (
         lambda folder: (
@@ -205,7 +206,7 @@ def test_a_folder_is_refused_in_one_line_and_nothing_is_written(
 ) -> None:
     break_it, message = REFUSALS[name]
     break_it(folder)
-    with pytest.raises(HuggingFaceError, match=message) as caught:
+    with pytest.raises(UnsupportedError, match=message) as caught:
         import_checkpoint(folder, tmp_path / "not" / "yet")
     assert "\n" not in str(caught.value)
     assert str(folder) in str(caught.value)
@@ -238,7 +239,7 @@ def test_whatever_a_file_holds_ends_in_a_checkpoint_or_in_one_line(
             path.write_text(json.dumps({**known, "do_sample": True, key: wrong}))
             try:
                 import_checkpoint(folder, tmp_path / key / str(number))
-            except HuggingFaceError as error:
+            except UnsupportedError as error:
                 assert "\n" not in str(error)  # noqa: PT017
 
 

@@ -8,8 +8,10 @@ import math
 import pytest
 
 from server.engine.engine import Engine, StepStats
+from server.engine.sampling import SamplingParams
 from server.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
-from server.requests.admission import SLACK, Admission, Demand, Phase, check_length
+from server.requests.admission import SLACK, Admission, Phase, check_length
+from server.requests.completion import CompletionRequest, Prompt
 from server.requests.forecast import LEAST_SHARE, Forecast, Snapshot, Work
 from tests.fake_runner import FakeRunner
 
@@ -24,8 +26,10 @@ def opened(max_queue: int = 1) -> Admission:
 
 def demand(
     n_sequences: int = 1, n_prompt: int = 1, n_new: int = 1, left: float = math.inf
-) -> Demand:
-    return Demand(n_sequences, n_prompt, Work(n_prompt, n_new, seconds_left=left))
+) -> tuple[CompletionRequest, Work]:
+    prompts, params = [Prompt([5] * n_prompt, "")], SamplingParams(max_tokens=n_new)
+    request = CompletionRequest(prompts=prompts, params=params, n=n_sequences)
+    return request, Work(n_prompt, n_new, seconds_left=left)
 
 
 def measured(seconds_held: float, seconds_a_step: float = 0.0) -> Forecast:
@@ -42,26 +46,26 @@ def busy(rates: Forecast, running: list[Work], *waiting: Work, n_tokens: int = 0
 
 async def test_capacity_bounds_the_sequences_inside_and_ends_make_room() -> None:
     admission = opened()
-    with admission.admit(demand(1), IDLE):
-        with admission.admit(demand(2), IDLE):
+    with admission.admit(*demand(1), IDLE):
+        with admission.admit(*demand(2), IDLE):
             with pytest.raises(OverloadedError, match=r"3 .* of at most 3") as caught:
-                admission.check(demand(1), IDLE)
+                admission.check(*demand(1), IDLE)
             assert (caught.value.retry_after, caught.value.reason) == (1, "overloaded")
-        with admission.admit(demand(2), IDLE):
+        with admission.admit(*demand(2), IDLE):
             pass
 
 
 async def test_places_are_given_back_when_a_request_fails() -> None:
     admission = opened()
-    with pytest.raises(ZeroDivisionError), admission.admit(demand(3), IDLE):
+    with pytest.raises(ZeroDivisionError), admission.admit(*demand(3), IDLE):
         raise ZeroDivisionError
     assert admission.n_inside == 0
-    await asyncio.wait_for(admission.wait_until_empty(), 1)
+    await asyncio.wait_for(admission.empty.wait(), 1)
 
 
 async def test_a_request_too_big_for_an_idle_server_is_invalid() -> None:
     with pytest.raises(InvalidRequestError, match="4 sequences; at most 3"):
-        opened().check(demand(4), IDLE)
+        opened().check(*demand(4), IDLE)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +86,10 @@ async def test_the_prompt_tokens_that_wait_are_bounded(
     admission = opened(max_queue=9)
     admission.n_inside = n_inside
     if not is_refused:
-        admission.check(demand(1, n_prompt), snapshot)
+        admission.check(*demand(1, n_prompt), snapshot)
         return
     with pytest.raises(OverloadedError, match=f"{n_waiting} .* {n_prompt} .* 100") as caught:
-        admission.check(demand(1, n_prompt), snapshot)
+        admission.check(*demand(1, n_prompt), snapshot)
     assert caught.value.reason == "overloaded_tokens"
     assert caught.value.retry_after == 4  # one of the three has to end: a slot every 4 seconds
 
@@ -95,10 +99,10 @@ async def test_a_deadline_that_cannot_be_met_is_refused_with_both_times() -> Non
     running, waiting = [Work(0, 20, seconds_held=1.0)] * 2, Work(0, 20)
     snapshot, admission = busy(measured(30.0, 0.5), running, waiting), opened()
     at_least = LEAST_SHARE * (10.0 + 4 * 0.5)
-    assert admission.check(demand(n_new=4), snapshot) == math.inf
-    admission.check(demand(n_new=4, left=at_least), snapshot)
+    assert admission.check(*demand(n_new=4), snapshot) == math.inf
+    admission.check(*demand(n_new=4, left=at_least), snapshot)
     with pytest.raises(OverloadedError, match=r" 9\.0 seconds, .* 6\.5") as caught:
-        admission.check(demand(n_new=4, left=6.5), snapshot)
+        admission.check(*demand(n_new=4, left=6.5), snapshot)
     assert caught.value.reason == "overloaded_deadline"
     assert caught.value.retry_after == math.ceil(at_least - 6.5)
 
@@ -110,7 +114,7 @@ async def test_a_request_may_wait_until_it_would_be_late(left: float, run: float
     """No request is admitted only to be shed at once."""
     n_ended = 20 if left > 10 else 1
     snapshot = busy(measured(30.0, 0.5), [Work(0, n_ended)])
-    wait = opened().check(demand(n_new=4, left=left), snapshot)
+    wait = opened().check(*demand(n_new=4, left=left), snapshot)
     assert wait == pytest.approx(left - run * 4 * 0.5)
     assert wait >= LEAST_SHARE * n_ended * 0.5
 
@@ -121,15 +125,15 @@ async def test_sure_tokens_count_whatever_was_usual() -> None:
     snapshot = busy(measured(0.1, 0.5), running, *[Work(0, 100, n_sure=20)] * 3)
     admission = opened()
     with pytest.raises(OverloadedError, match="at least 45"):
-        admission.check(demand(left=20.0), snapshot)
+        admission.check(*demand(left=20.0), snapshot)
     assert [admission.retry_after(n, snapshot) for n in (1, 2, 3, 4)] == [34, 38, 42, 45]
 
 
 async def test_a_deadline_is_not_refused_without_a_measurement_or_a_wait() -> None:
     unmeasured = busy(Forecast(), [Work(50, 20)] * 2, *[Work(50, 20)] * 5)
-    assert opened().check(demand(left=0.001), unmeasured) == 0.001
+    assert opened().check(*demand(left=0.001), unmeasured) == 0.001
     free = Snapshot(measured(30.0, 0.5), 2, (Work(0, 20),))
-    assert opened().check(demand(n_new=99, left=0.1), free) == 0.1
+    assert opened().check(*demand(n_new=99, left=0.1), free) == 0.1
 
 
 @pytest.mark.parametrize("phase", [Phase.LOADING, Phase.DRAINING])
@@ -137,7 +141,7 @@ async def test_no_request_is_admitted_while_loading_or_draining(phase: Phase) ->
     admission = opened()
     admission.phase = phase
     with pytest.raises(UnavailableError) as caught:
-        admission.check(demand(), IDLE)
+        admission.check(*demand(), IDLE)
     assert caught.value.retry_after
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from server.engine.engine import Engine, TokenOutput
 from server.engine.sampling import SamplingParams
-from server.engine.sequence import PRIORITY_LEVEL_SECONDS, FinishReason, Sequence, SequenceTimes
+from server.engine.sequence import PRIORITY_LEVEL_SECONDS, FinishReason, Sequence
 from server.errors import EngineError
 from server.requests.async_engine import AsyncEngine, OutputStream
 from tests.fake_runner import FakeRunner
@@ -45,11 +45,10 @@ async def held(max_num_seqs: int = 1) -> AsyncIterator[tuple[FakeRunner, AsyncEn
 
 
 def sequences(engine: AsyncEngine, *prompts: list[int], max_tokens: int = 4) -> list[Sequence]:
-    first = engine.new_ids(len(prompts))
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     return [
-        Sequence(first + i, prompt, params, frozenset(), SequenceTimes(perf_counter()))
-        for i, prompt in enumerate(prompts)
+        Sequence(next(engine.ids), prompt, params, frozenset(), perf_counter())
+        for prompt in prompts
     ]
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import count
 
 import pytest
 
 from server.engine.sampling import SamplingParams
 from server.engine.sequence import FinishReason
 from server.errors import EngineError
-from server.requests.completion import CompletionRequest, Delta, make_choices
+from server.requests.builder import RequestOptions
+from server.requests.completion import CompletionRequest, Delta, RequestState, make_choices
 from server.requests.service import Service
 from tests.serving import EOS, serving, small_tokenizer
 
@@ -17,9 +19,15 @@ from tests.serving import EOS, serving, small_tokenizer
 async def request(
     service: Service, *, n: int = 1, seed: int = 0, ignore_eos: bool = False
 ) -> CompletionRequest:
-    wanted = SamplingParams(max_tokens=3, seed=seed, ignore_eos=ignore_eos)
-    prompts = await service.builder.tokenize([[5]])
-    return CompletionRequest(prompts=prompts, params=wanted, n=n)
+    options = RequestOptions(
+        prompts=[[5]],
+        params=SamplingParams(max_tokens=1, ignore_eos=ignore_eos),
+        max_tokens=3,
+        default_max_tokens=3,
+        seed=seed,
+        n=n,
+    )
+    return await service.builder.build(options, RequestState("", 0.0))
 
 
 async def test_silence_is_reported_after_the_first_output() -> None:
@@ -76,14 +84,14 @@ async def test_samples_share_the_prompt_and_the_seed_and_differ_in_their_index()
     async with serving() as served:
         wanted = await request(served.service, n=2, seed=9)
         ignoring = await request(served.service, ignore_eos=True)
-    choices = make_choices(wanted, small_tokenizer(), 40, [EOS])
+    choices = make_choices(wanted, small_tokenizer(), count(40))
     assert [choice.sequence.id for choice in choices] == [40, 41]
     assert [(c.sequence.params.seed, c.sequence.params.sample_index) for c in choices] == [
         (9, 0),
         (9, 1),
     ]
     assert choices[0].sequence.ending_ids == {EOS}
-    assert make_choices(ignoring, small_tokenizer(), 0, [EOS])[0].sequence.ending_ids == frozenset()
+    assert make_choices(ignoring, small_tokenizer(), count())[0].sequence.ending_ids == frozenset()
 
 
 async def test_samples_of_a_prompt_share_its_prefill() -> None:

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.engine.engine import StepKind
 from server.engine.sampling import SamplingParams
-from server.engine.sequence import FinishReason, Sequence, SequenceTimes
+from server.engine.sequence import FinishReason, Sequence
 from server.telemetry.metrics import Metrics
 from tests.fake_runner import FakeRunner
 from tests.serving import VOCAB_SIZE, Served, serving, small_tokenizer
@@ -93,8 +93,8 @@ def test_ends_and_steps_begin_with_zero() -> None:
 def ended(n_tokens: int, *times: float | None) -> Sequence:
     """A sequence with the times at which it was scheduled, got its first token, and ended."""
     params = SamplingParams(max_tokens=99)
-    sequence = Sequence(0, [1], params, frozenset(), SequenceTimes(100.0, *times))
-    sequence.output_ids = [1] * n_tokens
+    sequence = Sequence(0, [1], params, frozenset(), 100.0, output_ids=[1] * n_tokens)
+    sequence.scheduled_at, sequence.first_token_at, sequence.finished_at = times
     return sequence
 
 

@@ -1,21 +1,28 @@
-"""OpenAI's chat: POST /v1/chat/completions."""
+"""OpenAI's chat: POST /v1/chat/completions, whose messages have content and tool calls."""
 
 from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from model.chat_template import ChatTemplateError
 from server.api.openai.answers import Chat, ChatEvent
-from server.api.openai.chat_formatter import ChatFormatter
-from server.api.openai.chat_schemas import ChatBody, Conversation, Tool
+from server.api.openai.chat_schemas import ChatBody, Conversation
+from server.api.openai.formatting import JSON, OpenAIFormatter, join
 from server.api.openai.tools import ToolUse
-from server.api.responses import respond, service_of, state_of, streamed
+from server.api.responses import finite, respond, service_of, state_of, streamed
 from server.api.schemas import BodyRoute
+from server.engine.sequence import FinishReason
 from server.errors import ContextLengthError, InvalidRequestError
 from server.requests.builder import in_thread_if_long
+from server.requests.completion import Delta
 from server.requests.service import Service
 from server.text.chat_format import ChatFormat
+from server.text.detokenizer import token_bytes, token_text
+from server.text.tool_calls import Piece, ToolCallParser
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -24,9 +31,10 @@ router = APIRouter(route_class=BodyRoute)
 async def chat_completions(request: Request, body: ChatBody) -> Response:
     """Answer in a conversation, as OpenAI does."""
     service, state = service_of(request), state_of(request.scope)
-    tools = ToolUse.of(body, chat_format(service), service)
+    chat, text = await render(request, body)
+    tools = ToolUse.of(body, chat, service)
     options = body.options(
-        [await render(request, body, body.usable_tools)],
+        [text],
         service.bundle.generation,
         default_max_tokens=service.builder.max_model_len,
         logprobs=body.top_logprobs if body.logprobs else None,
@@ -42,33 +50,113 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     return await respond(request, wanted, formatter, stream=body.stream)
 
 
-def chat_format(service: Service) -> ChatFormat:
-    """Return the model's chat format. Raises InvalidRequestError if it has no chat template."""
-    if service.chat is None:
+async def render(request: Request, conversation: Conversation) -> tuple[ChatFormat, str]:
+    """Return the model's chat format, and the text that it makes. Raises InvalidRequestError."""
+    size, chat = len(await request.body()), service_of(request).chat
+    if chat is None:
         raise InvalidRequestError(
             "this model has no chat template: export a checkpoint with chat_template.jinja, "
             "or send the text itself to /v1/completions"
         )
-    return service.chat
-
-
-async def render(request: Request, conversation: Conversation, tools: list[Tool]) -> str:
-    """Return the text of a conversation that shows tools, with special tokens such as BOS."""
-    size, chat = len(await request.body()), chat_format(service_of(request))
     add_generation_prompt = conversation.add_generation_prompt
     if add_generation_prompt is None:
         add_generation_prompt = not conversation.continue_final_message
 
     def work() -> str:
         return chat.render(
-            [message.for_template() for message in conversation.messages],
-            tools=[tool.given for tool in tools] or None,
+            [message.model_dump(exclude_none=True) for message in conversation.messages],
+            tools=[tool.given for tool in conversation.tools] or None,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=conversation.continue_final_message,
             **conversation.chat_template_kwargs,
         )
 
     try:
-        return await in_thread_if_long(size, work)
+        return chat, await in_thread_if_long(size, work)
     except ChatTemplateError as error:
         raise InvalidRequestError(f"messages: {error}", param="messages") from None
+
+
+class ChatFormatter(OpenAIFormatter):
+    """The form of a chat's response."""
+
+    def __init__(self, service: Service, body: ChatBody, request_id: str, tools: ToolUse) -> None:
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(service, body, f"chatcmpl-{request_id}", kind)
+        self._tools = tools
+        self._with_logprobs = body.logprobs
+        self._hidden_ids = service.special_ids - tools.kept_ids
+        self._parsers: dict[int, ToolCallParser | None] = {}  # by choice
+
+    def parts(self, delta: Delta) -> Iterator[JSON]:
+        """Yield the new parts of a message, the first with the role."""
+        index, reason = delta.choice.index, delta.finish_reason
+        part: JSON = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
+        if index not in self._parsers:
+            self._parsers[index] = self._tools.parser()
+            yield part | {"delta": {"role": "assistant", "content": ""}}
+        parser = self._parsers[index]
+        part["finish_reason"] = reason
+        if parser is not None:
+            if parser.is_over:  # the calls are complete; the rest of the text is not shown
+                return
+            pieces = parser.push(delta.text)
+            if parser.is_over:
+                self.completion.stop(delta.choice)
+                reason = part["finish_reason"] = FinishReason.STOP
+            if reason is not None:
+                pieces += parser.flush()
+                # A stop string or token may have cut the last call short.
+                if reason is FinishReason.STOP and parser.n_calls and not parser.is_in_call:
+                    part["finish_reason"] = "tool_calls"
+            part["delta"] = _changes(pieces)
+        elif delta.text:
+            part["delta"] = {"content": delta.text}
+        if logprobs := self._logprobs(delta):
+            part["logprobs"] = {"content": logprobs}
+        if part["delta"] or logprobs or reason is not None:
+            yield part
+
+    def finished(self, choice: JSON) -> JSON:
+        """Return a whole choice: a message instead of a delta, with its calls joined."""
+        message = {"refusal": None} | choice.pop("delta")
+        calls: dict[int, JSON] = {}
+        for call in message.pop("tool_calls", ()):
+            index = call.pop("index")
+            calls[index] = join(calls.get(index), call)
+        if calls:
+            message |= {"content": message["content"] or None, "tool_calls": list(calls.values())}
+        if self._with_logprobs and choice["logprobs"] is None:
+            choice["logprobs"] = {"content": []}
+        return choice | {"message": message}
+
+    def _logprobs(self, delta: Delta) -> list[JSON]:
+        scored = delta.logprobs
+        if scored is None or not self._with_logprobs:
+            return []
+        top = [self._entry(token_id, logprob) for token_id, logprob in scored.top]
+        return [{**self._entry(scored.token_id, scored.logprob), "top_logprobs": top}]
+
+    def _entry(self, token_id: int, logprob: float) -> JSON:
+        is_text = token_id not in self._hidden_ids
+        return {
+            "token": token_text(self.tokenizer, token_id),
+            "logprob": finite(logprob),
+            "bytes": list(token_bytes(self.tokenizer, token_id)) if is_text else None,
+        }
+
+
+def _changes(pieces: list[Piece]) -> JSON:
+    """Return the additions to a message: its content, and its calls by index."""
+    changes: JSON = {}
+    calls: dict[int, JSON] = {}
+    for piece in pieces:
+        if isinstance(piece, str):
+            join(changes, {"content": piece})
+            continue
+        call: JSON = {"index": piece.index, "function": {"arguments": piece.arguments}}
+        if piece.name is not None:
+            call |= {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
+            call["function"]["name"] = piece.name
+        calls[piece.index] = join(calls.get(piece.index), call)
+    return changes | ({"tool_calls": list(calls.values())} if calls else {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
 from pydantic import ValidatorFunctionWrapHandler as Validate
 from pydantic_core import from_json
 
@@ -47,13 +47,14 @@ class PastFunction(RequestBody):
     arguments: str
     parsed_arguments: AnswerOnly = None
 
-    def values(self) -> dict[str, Any] | str:
+    @field_serializer("arguments")
+    def _for_template(self, arguments: str) -> dict[str, Any] | str:
         """Return the mapping that templates expect; arguments that are no object stay as text."""
         with suppress(ValueError):
-            values = from_json(self.arguments.strip() or "{}", allow_inf_nan=False)
+            values = from_json(arguments.strip() or "{}", allow_inf_nan=False)
             if isinstance(values, dict):
                 return values
-        return self.arguments
+        return arguments
 
 
 class PastCall(RequestBody):
@@ -71,7 +72,7 @@ class Message(RequestBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[TextPart] | str | None, BeforeValidator(_check_content)] = None
     name: str | None = None
-    tool_calls: list[PastCall] = Field(default_factory=list)
+    tool_calls: list[PastCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -88,16 +89,8 @@ class Message(RequestBody):
                     raise ValueError(f"{name} belongs to the role assistant, not {self.role}")
         if self.role != "tool" and self.tool_call_id is not None:
             raise ValueError(f"tool_call_id belongs to the role tool, not {self.role}")
+        self.tool_calls = self.tool_calls or None
         return self
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the message in plain values, with the arguments of calls as mappings."""
-        message = self.model_dump(exclude_none=True)
-        for call, shown in zip(self.tool_calls, message["tool_calls"], strict=True):
-            shown["function"]["arguments"] = call.function.values()
-        if not self.tool_calls:
-            del message["tool_calls"]
-        return message
 
 
 class Function(RequestBody):
@@ -130,7 +123,7 @@ class Tool(RequestBody):
 
     type: Literal["function"]
     function: Function
-    _given: dict[str, Any] = PrivateAttr()
+    _given: dict[str, Any]
 
     @model_validator(mode="wrap")
     @classmethod
@@ -231,19 +224,11 @@ class ChatBody(OpenAIBody, Conversation):
             raise InvalidRequestError(
                 "tool_choice is required, but there are no tools", param="tool_choice"
             )
+        if self.tool_choice == "none":
+            self.tools = []  # so the template shows none
         return self
 
     @property
     def named_function(self) -> str | None:
         """The function that `tool_choice` names."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
-
-    @property
-    def usable_tools(self) -> list[Tool]:
-        """The tools that the template shows."""
-        return [] if self.tool_choice == "none" else self.tools
-
-    @property
-    def must_call(self) -> bool:
-        """True if the answer must be a call."""
-        return self.tool_choice not in ("none", "auto")

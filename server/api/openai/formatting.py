@@ -19,6 +19,7 @@ class OpenAIFormatter(Formatter):
     """The form of a response around its choices. A stream shows the parts that `whole` joins."""
 
     end = DONE
+    encoded = staticmethod(compact)  # a part as JSON
 
     def __init__(self, service: Service, body: OpenAIBody, response_id: str, kind: str) -> None:
         super().__init__(service)
@@ -34,10 +35,6 @@ class OpenAIFormatter(Formatter):
     @abstractmethod
     def parts(self, delta: Delta) -> Iterator[JSON]:
         """Yield the new parts of a choice, if a delta has anything to show."""
-
-    def encoded(self, part: JSON) -> str:
-        """Return a part as JSON."""
-        return compact(part)
 
     def finished(self, choice: JSON) -> JSON:
         """Return a whole choice, given all its parts as one."""

@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, ValidationError, WrapValidator, model_validator
+from pydantic import ValidatorFunctionWrapHandler as Validate
 
 from model.bundle import GenerationDefaults
-from server.api.schemas import (
-    AddSpecialTokens,
-    Count,
-    KeepLast,
-    ModelName,
-    RequestBody,
-    SamplingFields,
-    TGIFormat,
-    tgi_grammar,
-)
+from server.api import schemas
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import MAX_LOGPROBS
 from server.requests.builder import RequestOptions
@@ -30,7 +22,7 @@ _Prompts = (
 )
 
 
-class StreamOptions(RequestBody):
+class StreamOptions(schemas.RequestBody):
     """Options of a stream."""
 
     include_usage: bool = Field(False, description="Send the usage in a last event.")
@@ -46,7 +38,7 @@ class StreamOptions(RequestBody):
         return self
 
 
-class JSONSchema(RequestBody):
+class JSONSchema(schemas.RequestBody):
     """A named schema. `strict` and `description` have no effect: every answer follows it."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
@@ -55,7 +47,7 @@ class JSONSchema(RequestBody):
     description: str | None = None
 
 
-class ResponseFormat(RequestBody):
+class ResponseFormat(schemas.RequestBody):
     """OpenAI's `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -69,14 +61,14 @@ class ResponseFormat(RequestBody):
 
 
 AnyFormat = Annotated[
-    Annotated[ResponseFormat, Tag("openai")] | Annotated[TGIFormat, Tag("tgi")],
+    Annotated[ResponseFormat, Tag("openai")] | Annotated[schemas.TGIFormat, Tag("tgi")],
     Discriminator(
         lambda it: "tgi" if isinstance(it, dict) and it.get("value") is not None else "openai"
     ),
 ]
 
 
-class StructuredFields(RequestBody):
+class StructuredFields(schemas.RequestBody):
     """The fields that constrain the text."""
 
     response_format: AnyFormat | None = Field(
@@ -108,24 +100,26 @@ class StructuredFields(RequestBody):
         if form is None or form.type == "text":
             return None
         if not isinstance(form, ResponseFormat):
-            return tgi_grammar(form, "response_format")
+            return schemas.tgi_grammar(form, "response_format")
         if form.json_schema is not None:
             return Grammar.json_schema(form.json_schema.schema_)
         return Grammar.json_schema({"type": "object"})
 
 
-class OpenAIBody(SamplingFields, StructuredFields):
+class OpenAIBody(schemas.SamplingFields, StructuredFields):
     """The fields that OpenAI's routes share."""
 
-    model: ModelName = None
-    max_tokens: Count | None = Field(None, description="Maximum number of new tokens.")
-    max_completion_tokens: Count | None = Field(None, description="Another name for `max_tokens`.")
+    model: schemas.ModelName = None
+    max_tokens: schemas.Count | None = Field(None, description="Maximum number of new tokens.")
+    max_completion_tokens: schemas.Count | None = Field(
+        None, description="Another name for `max_tokens`."
+    )
     n: int = Field(1, ge=1, le=16, description="Number of answers to each prompt.")
     stream: bool = Field(False, description="Answer with server-sent events.")
     stream_options: StreamOptions | None = Field(
         None, description="`include_usage`: send the usage in a last event."
     )
-    truncate_prompt_tokens: KeepLast = None
+    truncate_prompt_tokens: schemas.KeepLast = None
 
     @model_validator(mode="after")
     def _check_fields_agree(self) -> Self:
@@ -151,24 +145,21 @@ class OpenAIBody(SamplingFields, StructuredFields):
         )
 
 
-def _as_prompts(value: object) -> object:
+def _as_prompts(value: object, validate: Validate) -> object:
     """Return a list of texts, or of lists of token ids, for any of OpenAI's four forms."""
-    items: list[object] = value if isinstance(value, list) else [value]
-    if isinstance(value, list) and all(type(item) is int for item in items):
-        items = [items]
-    texts = all(isinstance(item, str) for item in items)
-    if items and (
-        texts or all(isinstance(item, list) and all(type(i) is int for i in item) for item in items)
-    ):
-        return items
-    raise ValueError("must be a string, a list of strings, token ids, or a list of token-id lists")
+    is_ids = isinstance(value, list) and all(type(item) is int for item in value[:1])
+    try:
+        return validate([value] if is_ids or isinstance(value, str) else value)
+    except ValidationError:
+        forms = "a string, a list of strings, token ids, or a list of token-id lists"
+        raise ValueError(f"must be {forms}") from None
 
 
 class CompletionsBody(OpenAIBody):
     """The body of POST /v1/completions."""
 
     prompt: Annotated[
-        list[str] | list[list[int]], BeforeValidator(_as_prompts, json_schema_input_type=_Prompts)
+        list[str] | list[list[int]], WrapValidator(_as_prompts, json_schema_input_type=_Prompts)
     ] = Field(description="Text, token ids, or a list of either.")
     logprobs: int | None = Field(
         None,
@@ -179,4 +170,4 @@ class CompletionsBody(OpenAIBody):
     echo: bool = Field(
         False, description="Begin the text and its log-probabilities with the prompt."
     )
-    add_special_tokens: AddSpecialTokens = True
+    add_special_tokens: schemas.AddSpecialTokens = True

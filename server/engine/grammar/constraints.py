@@ -19,13 +19,12 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
-from server.engine.grammar.json_schemas import enforceable_schema
-
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 MAX_GRAMMAR_CHARS = 2**16
 
+_VALUES_ARE_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _STUCK = "no text that begins like this one satisfies it"
 # By default llguidance forces the token whose name comes next in a text, even one that ends it or
 # has no text.
@@ -51,6 +50,12 @@ JSON_OPTIONS: JsonCompileOptions = {
     "coerce_one_of": False,
     "lenient": False,
 }
+
+
+# The formats of strings that llguidance can enforce. It refuses others, which schemas made from
+# types often have.
+_FORMATS = "date date-time time duration email hostname ipv4 ipv6 uri uuid"
+FORMATS = _FORMATS.split()
 
 
 class GrammarError(ValueError):
@@ -83,7 +88,7 @@ class Constraint:
 
     matcher: LLMatcher
     param: str  # the field of the request that holds the grammar
-    penalty: NDArray[np.float32] | None = None  # [vocab], added to logits: 0 or -inf
+    penalty: NDArray[np.float32] = field(init=False)  # [vocab], added to logits: 0 or -inf
     error: str | None = None  # set once no token may come next
 
     @property
@@ -175,6 +180,25 @@ class TokenMasks:
                 constraint.set_mask(mask, self._vocab_size, ending_ids)
 
         return finish
+
+
+def enforceable_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a JSON schema without other formats than FORMATS: these only annotate a string."""
+    copy: dict[str, Any] = json.loads(json.dumps(schema))
+    pending: list[Any] = [copy]
+    while pending:  # no recursion: schemas may be as deep as JSON may
+        part = pending.pop()
+        if isinstance(part, list):
+            pending += part
+        elif isinstance(part, dict):
+            if isinstance(part.get("format"), str) and part["format"] not in FORMATS:
+                del part["format"]
+            for key, value in part.items():
+                if key in _VALUES_ARE_SCHEMAS and isinstance(value, dict):
+                    pending += value.values()
+                elif key not in ("const", "enum"):
+                    pending.append(value)
+    return copy
 
 
 def _translate(grammar: Grammar) -> str:

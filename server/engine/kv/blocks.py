@@ -99,11 +99,9 @@ class KVBlocks:
             raise ValueError(f"row {row} is free already")
         for block in reversed(self._held.pop(row)):
             self._n_holders[block] -= 1
-            if self._n_holders[block]:
-                continue
-            if block in self._names:
+            if not self._n_holders[block] and block in self._names:
                 self._idle[block] = None
-            else:
+            elif not self._n_holders[block]:
                 self._free.append(block)
         self.free_rows.add(row)
 

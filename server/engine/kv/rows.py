@@ -64,10 +64,6 @@ class RowMemory:
         self.array: NDArray[Any] = np.frombuffer(self._memory, dtype=self.dtype)
         self.array = self.array.reshape(n_blocks, n_rows, *self.row_shape)
 
-    def address(self, block: int, row: int) -> int:
-        """Return the address of row `row` of block `block`."""
-        return int(self.array[block, row].ctypes.data)
-
     def reserve(self, row: int, n_tokens: int) -> None:
         """Change a row's reservation; its pages stay if it shrinks."""
         self.reserved[row] = n_tokens
