@@ -42,8 +42,7 @@ STATUSES = {
     429: "Too many requests wait or run already, or the deadline cannot be met.",
     431: "The URL and the headers, or the trailers of a chunked body, exceed `max_header_bytes`.",
     500: "The engine failed.",
-    503: "The model loads, the server shuts down, a grammar takes too long, or connections or memory "
-    "run out.",
+    503: "The server loads, shuts down, or lacks connections, memory or time for the request.",
     504: "The deadline passed before the first token, or came too near while the request waited.",
 }
 
