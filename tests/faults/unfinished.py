@@ -28,7 +28,7 @@ def unfinished_bodies(n: int, _seed: int = 0) -> Report:
     """Send half of the largest body on each of n connections, more than there is memory for."""
     report = Report("unfinished bodies", n)
     with errors_logged() as errors, live(FakeRunner(VOCAB_SIZE), max_body_bytes=_MOST) as served:
-        asyncio.run(_send_halves(served, _KEPT + 8, report))
+        asyncio.run(_send_halves(served, n, report))
         before = held(served)
         asyncio.run(_send_halves(served, n, report))
         check_nothing_leaked(report, before, held(served))
