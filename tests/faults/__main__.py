@@ -35,7 +35,7 @@ FAULTS = {
     hostile_grammars: (300, 2),
     malformed_bodies: (20_000, 800),
     malformed_http: (5000, 100),
-    unfinished_bodies: (200, 40),
+    unfinished_bodies: (100, 40),
     slow_senders: (1000, 40),
 }
 
