@@ -87,7 +87,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after", "x-should-retry"],
         )
-    app.add_middleware(request_context)
     if provider is not None:
         app.add_middleware(tracing.request_spans, provider=provider, model=settings.model_name)
+    app.add_middleware(request_context)
     return app
