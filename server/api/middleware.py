@@ -19,13 +19,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.keys import ApiKeys
 from server.api.responses import error_response, path_of, state_of
-from server.errors import AuthenticationError, OverloadedError, RequestTooLargeError
+from server.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestTooLargeError,
+)
 from server.requests.completion import RequestState
 
 logger = logging.getLogger("kvasir")
 
 _HEALTH_PATHS = ("/health", "/health/live", "/health/ready", "/health/startup")
-_PROBED_PATHS = frozenset((*_HEALTH_PATHS, "/metrics", "/metrics/router"))
+PROBED_PATHS = frozenset((*_HEALTH_PATHS, "/metrics", "/metrics/router"))
+_LENGTH_DIGITS = 20  # of 2**64, beyond which HTTP's parser refuses
 _CLIENT_DISCONNECTED = 499  # nginx's status for the log: no response was sent
 
 
@@ -90,7 +96,7 @@ def key_check(app: ASGIApp, keys: ApiKeys, max_in_flight: int | None) -> ASGIApp
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         path = path_of(scope)
-        is_public = path in _PROBED_PATHS or path == "/" or path.startswith("/static/")
+        is_public = path in PROBED_PATHS or path == "/" or path.startswith("/static/")
         is_read = scope.get("method") in ("GET", "HEAD")
         if scope["type"] != "http" or keys.is_open or (is_public and is_read):
             await app(scope, receive, send)
@@ -121,7 +127,10 @@ def key_check(app: ASGIApp, keys: ApiKeys, max_in_flight: int | None) -> ASGIApp
 
 
 def body_limit(app: ASGIApp, max_bytes: int) -> ASGIApp:
-    """Answer 413 once a body is known to exceed `max_bytes`: when announced, or as it arrives."""
+    """Answer 413 once a body is known to exceed `max_bytes`: when announced, or as it arrives.
+
+    Answer 400 to an encoding that is not known, and to a length that is no plain number.
+    """
 
     def check(n_bytes: int) -> None:
         if n_bytes > max_bytes:
@@ -138,7 +147,15 @@ def body_limit(app: ASGIApp, max_bytes: int) -> ASGIApp:
             return message
 
         if scope["type"] == "http":
-            announced = Headers(scope=scope).get("content-length", "0")
+            headers = Headers(scope=scope)
+            encoding = ", ".join(headers.getlist("transfer-encoding")).strip()
+            if encoding.lower() not in ("", "chunked"):
+                cause = f"transfer-encoding {encoding!r} is not supported"
+                raise InvalidRequestError(f"{cause}; use chunked alone")
+            announced = headers.get("content-length", "0").strip()
+            if len(announced) > _LENGTH_DIGITS:
+                cause = f"content-length has {len(announced)} digits"
+                raise InvalidRequestError(f"{cause}; send it without leading zeros")
             check(int(announced) if announced.isdecimal() else 0)
         await app(scope, receive_and_count, send)
 
@@ -171,5 +188,5 @@ def log_request(scope: Scope, status: int, seconds: float) -> None:
             "finish_reason": [choice.finish_reason for choice in completion.choices],
             "ttft_ms": None if first is None else round(first * 1000, 3),
         }
-    is_routine = path_of(scope) in _PROBED_PATHS and 200 <= status < 400
+    is_routine = path_of(scope) in PROBED_PATHS and 200 <= status < 400
     logger.log(logging.DEBUG if is_routine else logging.INFO, "request", extra={"fields": fields})

@@ -42,7 +42,7 @@ STATUSES = {
     429: "Too many requests wait or run already, or the deadline cannot be met.",
     431: "The URL and the headers, or the trailers of a chunked body, exceed `max_header_bytes`.",
     500: "The engine failed.",
-    503: "The model loads, the server shuts down, or a grammar takes too long.",
+    503: "The server loads, shuts down, or lacks connections, memory or time for the request.",
     504: "The deadline passed before the first token, or came too near while the request waited.",
 }
 
@@ -51,14 +51,14 @@ compact = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the `responses` of a route with these errors; `routes.document` adds their bodies."""
-    return {status: {"description": STATUSES[status]} for status in (*statuses, 431, 500)}
+    return {status: {"description": STATUSES[status]} for status in (*statuses, 431, 500, 503)}
 
 
 # The options of a route that needs no API key.
 OPEN: dict[str, Any] = {"responses": errors(), "openapi_extra": {"security": []}}
 READ_ERRORS = errors(401, 429)
 BODY_ERRORS = errors(400, 401, 404, 413, 429)
-GENERATE_ERRORS = errors(400, 401, 404, 413, 429, 503, 504)
+GENERATE_ERRORS = errors(400, 401, 404, 413, 429, 504)
 
 
 def streamed(event: type[BaseModel]) -> dict[int | str, dict[str, Any]]:

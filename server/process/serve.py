@@ -18,7 +18,7 @@ from model.bundle import BundleError, ModelBundle, load_bundle
 from server.engine.cuda.runtime import NoDeviceError
 from server.errors import StartupError
 from server.process.app import create_app
-from server.process.connection import BoundedConnection, ConnectionLimit, max_connections
+from server.process.connection import BoundedConnection, SharedLimits, max_connections
 from server.requests.service import Service, onnxruntime_version
 from server.settings import Settings
 from server.telemetry.logs import log_to_stderr
@@ -28,6 +28,7 @@ logger = logging.getLogger("kvasir")
 
 # Seconds; longer than proxies' and clients', or they may reuse a connection that is being closed.
 _KEEP_ALIVE = 75
+_BODIES = 16  # bodies of `max_body_bytes` that the unfinished ones may add up to
 _LAST_READ = 5  # seconds for clients to read what is written, once every request has ended
 _LAST_TASKS = 2  # seconds for the requests of those cut off to end
 
@@ -134,7 +135,7 @@ def configure(app: FastAPI) -> uvicorn.Config:
     class Connection(BoundedConnection):
         fastapi = app
         settings = known
-        limit = ConnectionLimit(max_connections())
+        shared = SharedLimits(max_connections(), _BODIES * known.max_body_bytes)
 
     return uvicorn.Config(
         app,

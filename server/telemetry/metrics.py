@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics import disable_created_metrics
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from server.engine.engine import StepKind, StepStats
 from server.engine.sequence import FinishReason, Sequence
@@ -172,11 +173,15 @@ class Metrics:
         """Record a request that was answered with an error."""
         self._rejected.labels(reason).inc()
 
-    def render(self) -> bytes:
-        """Return all metrics in Prometheus's text format."""
-        return generate_latest(self.registry)
+    def render(self, accept: str, *, only_load: bool = False) -> tuple[bytes, str]:
+        """Return metrics and their type: OpenMetrics where `accept` has it, else Prometheus's text.
 
-    def render_load(self) -> bytes:
-        """Return the gauges that a router balances by: cheap enough for 20 scrapes a second."""
-        names = [f"kvasir_{name}" for name in _LOAD]
-        return generate_latest(self.registry.restricted_registry(names))
+        only_load: the gauges that a router balances by, cheap enough for 20 scrapes a second.
+        """
+        registry: Any = self.registry
+        if only_load:
+            registry = registry.restricted_registry([f"kvasir_{name}" for name in _LOAD])
+        if "application/openmetrics-text" in accept.lower():
+            content = openmetrics.generate_latest(registry)  # type: ignore[no-untyped-call]
+            return content, openmetrics.CONTENT_TYPE_LATEST
+        return generate_latest(registry), CONTENT_TYPE

@@ -157,6 +157,16 @@ async def test_a_large_body_is_refused_announced_or_not() -> None:
     assert "100 bytes" in counted.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "header", [("content-length", "0" * 5000), ("transfer-encoding", "gzip, chunked")]
+)
+async def test_a_body_of_doubtful_length_is_refused(header: tuple[str, str]) -> None:
+    async with serving() as served:
+        answer = await served.client.post("/v1/completions", headers=[header])
+    assert answer.status_code == 400
+    assert header[0] in answer.json()["error"]["message"]
+
+
 async def test_one_log_line_for_each_request_without_its_content(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -20,6 +20,7 @@ from tests.faults.overload import overload
 from tests.faults.raw_http import malformed_http
 from tests.faults.slow_readers import slow_readers
 from tests.faults.step_exceptions import step_exceptions
+from tests.faults.unfinished import slow_senders, unfinished_bodies
 
 # The number of times for this command, and for tests/test_faults.py.
 FAULTS = {
@@ -35,6 +36,8 @@ FAULTS = {
     hostile_grammars: (300, 2),
     malformed_bodies: (20_000, 800),
     malformed_http: (5000, 100),
+    unfinished_bodies: (100, 40),
+    slow_senders: (1000, 40),
 }
 
 
