@@ -60,6 +60,10 @@ class AuthenticationError(KvasirError, status=401, error_type="authentication_er
         self.headers["www-authenticate"] = "Bearer"
 
 
+class ForbiddenError(KvasirError, status=403, error_type="permission_error"):
+    """A request of a web page that may not call this server, or to a name that is not its own."""
+
+
 class NotFoundError(KvasirError, status=404, code="not_found"):
     """A path that does not exist."""
 

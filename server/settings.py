@@ -34,6 +34,7 @@ def _split(value: object) -> object:
 
 # As browsers send it: no path, no slash.
 Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s,]+)$")]
+Host = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9_-][A-Za-z0-9._-]*)$")]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -103,6 +104,8 @@ class Settings(BaseSettings):
     """File of keys, one a line, read when it changes; if missing or empty, old keys stay valid."""
     cors_origins: Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_split)] | None = None
     """Origins whose pages may call from browsers, comma-separated; * is all. Default: none."""
+    allowed_hosts: Annotated[tuple[Host, ...], NoDecode, BeforeValidator(_split)] | None = None
+    """Names that a server without keys answers to, beside localhost; *.a.org is a domain, * any."""
     tool_call_format: Literal["auto", "hermes", "llama", "none"] = Field(
         "auto",
         description="Format of the model's function calls: hermes is <tool_call>{…}</tool_call>, "
@@ -114,6 +117,11 @@ class Settings(BaseSettings):
     """Path prefix that a proxy in front removes, such as /llm."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log line shown."""
+
+    @property
+    def has_keys(self) -> bool:
+        """True if clients must send a key."""
+        return self.api_key is not None or self.api_key_file is not None
 
     @property
     def queue_limit(self) -> int:
@@ -154,7 +162,7 @@ def load_settings(**options: Any) -> Settings:
         settings = Settings(**{name: value for name, value in options.items() if value is not None})
     except ValidationError as error:
         raise StartupError(_refusal(error)) from None
-    if settings.max_concurrency_per_key and not (settings.api_key or settings.api_key_file):
+    if settings.max_concurrency_per_key and not settings.has_keys:
         message = "setting max_concurrency_per_key needs keys; set api_key_file or api_key too"
         raise StartupError(message)
     return settings

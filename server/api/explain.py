@@ -107,7 +107,10 @@ class Explanations:
             self._n_inside -= 1
 
 
-@router.post("/explain", response_model=Explanation, responses=errors(400, 401, 404, 413, 429, 503))
+_ERRORS = errors(400, 401, 403, 404, 413, 429, 503)
+
+
+@router.post("/explain", response_model=Explanation, responses=_ERRORS)
 async def explain(request: Request, body: ExplainBody) -> Response:
     """Return the attention in a text, and the likeliest next tokens."""
     service = service_of(request)

@@ -41,11 +41,6 @@ class ApiKeys:
         except (OSError, ValueError) as error:
             raise StartupError(f"{source}: {error}") from None
 
-    @property
-    def is_open(self) -> bool:
-        """True if there are no keys, and none is needed."""
-        return not self._known
-
     async def find(self, key: bytes) -> bytes | None:
         """Return a known key's digest; None for an unknown key. A changed file is read first."""
         if self._path is not None and (stamp := _current_stamp(self._path)) != self._stamp:

@@ -1,14 +1,17 @@
-"""Around every request: its id, its line in the log, errors, the API key, the limit on the body.
+"""Around every request: its id, its line in the log, errors, who may ask, the limit on the body.
 
-From the outside in: tracing if wanted, request_context, CORS if wanted, error_responses, key_check,
-body_limit. A browser shows a page only what CORS's headers allow, even of errors, so those are
-answered inside; a preflight request has no key.
+From the outside in: tracing if wanted, request_context, CORS if wanted, error_responses, key_check
+(without keys page_check), body_limit. A browser shows a page only what CORS's headers allow, even
+of errors, so those are answered inside; a preflight request has no key.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
+from collections.abc import Container
+from ipaddress import ip_address
 from time import perf_counter
 from typing import Any
 from uuid import uuid4
@@ -19,8 +22,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.keys import ApiKeys
 from server.api.responses import error_response, path_of, state_of
-from server.errors import AuthenticationError, OverloadedError, RequestTooLargeError
+from server.errors import (
+    AuthenticationError,
+    ForbiddenError,
+    OverloadedError,
+    RequestTooLargeError,
+)
 from server.requests.completion import RequestState
+from server.settings import Settings
 
 logger = logging.getLogger("kvasir")
 
@@ -82,25 +91,25 @@ def error_responses(app: ASGIApp) -> ASGIApp:
 
 
 def key_check(app: ASGIApp, keys: ApiKeys, max_in_flight: int | None) -> ASGIApp:
-    """Answer 401 without a known key, except to health, metrics and the page; no keys, all open.
+    """Answer 401 without a known key, except to health, metrics and the page.
 
     max_in_flight: requests that each key may have in flight; one more is a 429. None is any number.
     """
     in_flight = Counter[bytes]()
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        path = path_of(scope)
-        is_public = path in _PROBED_PATHS or path == "/" or path.startswith("/static/")
-        is_read = scope.get("method") in ("GET", "HEAD")
-        if scope["type"] != "http" or keys.is_open or (is_public and is_read):
+        if scope["type"] != "http" or _reads_probe(scope) or _reads_page(scope):
             await app(scope, receive, send)
             return
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        key = None
-        if scheme.lower() == "bearer":
-            key = await keys.find(given.strip(" \t").encode("latin-1"))
+        headers = Headers(scope=scope)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")
+        key = await keys.find(given.strip(" \t").encode("latin-1"))
         if key is None:
-            raise AuthenticationError("no valid API key; send one as: Authorization: Bearer KEY")
+            raise AuthenticationError(
+                "no valid API key; send one as: Authorization: Bearer KEY, or x-api-key: KEY"
+            )
         if max_in_flight is not None and in_flight[key] >= max_in_flight:
             service = scope["app"].state.service
             raise OverloadedError(
@@ -118,6 +127,66 @@ def key_check(app: ASGIApp, keys: ApiKeys, max_in_flight: int | None) -> ASGIApp
                 del in_flight[key]
 
     return run
+
+
+def page_check(app: ASGIApp, settings: Settings) -> ASGIApp:
+    """Answer 403 to web pages of other origins, and under names that others could point here.
+
+    For a server without keys, which a page could otherwise use through its reader's browser, and
+    by DNS rebinding even read from. Health and metrics answer under any name.
+    """
+    names = {"localhost", settings.host.lower(), *map(str.lower, settings.allowed_hosts or ())}
+    origins = settings.cors_origins or ()
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not _reads_probe(scope):
+            headers = Headers(scope=scope)
+            _check_host(headers.get("host", ""), names)
+            if "*" not in origins and not _reads_page(scope):
+                _check_origin(headers, origins)
+        await app(scope, receive, send)
+
+    return run
+
+
+def _check_host(host: str, names: set[str]) -> None:
+    """Raise ForbiddenError for a name that is not allowed. DNS cannot rebind an IP address."""
+    name = re.sub(r":\d*$", "", host).strip("[]").rstrip(".").lower()
+    if not name:  # HTTP/1.0, no browser
+        return
+    if any(name == one or (one[0] == "*" and name.endswith(one[1:])) for one in names):
+        return
+    try:
+        ip_address(name)
+    except ValueError:
+        raise ForbiddenError(
+            f"without API keys the server does not answer as {host[:100]!r}; name it in the "
+            "setting allowed_hosts, or set api_key_file"
+        ) from None
+
+
+def _check_origin(headers: Headers, origins: Container[str]) -> None:
+    """Raise ForbiddenError for another origin's page, which the browser's headers tell."""
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    is_own = site in ("same-origin", "none")
+    if site is None:  # old browsers, and those that do not trust the connection
+        is_own = origin is None or origin.partition("://")[2] == headers.get("host")
+    if not is_own and origin not in origins:
+        shown = "another site" if origin is None else repr(origin[:100])
+        raise ForbiddenError(
+            f"without API keys the server does not answer pages of {shown}; name their origin in "
+            "the setting cors_origins, or set api_key_file"
+        )
+
+
+def _reads_probe(scope: Scope) -> bool:
+    return path_of(scope) in _PROBED_PATHS and scope.get("method") in ("GET", "HEAD")
+
+
+def _reads_page(scope: Scope) -> bool:
+    path = path_of(scope)
+    is_page = path == "/" or path.startswith("/static/")
+    return is_page and scope.get("method") in ("GET", "HEAD")
 
 
 def body_limit(app: ASGIApp, max_bytes: int) -> ASGIApp:

@@ -14,7 +14,13 @@ from starlette.middleware.cors import CORSMiddleware
 from model.bundle import ModelBundle
 from server.api.explain import Explanations
 from server.api.keys import ApiKeys
-from server.api.middleware import body_limit, error_responses, key_check, request_context
+from server.api.middleware import (
+    body_limit,
+    error_responses,
+    key_check,
+    page_check,
+    request_context,
+)
 from server.api.routes import add_routes
 from server.engine.engine import Engine
 from server.errors import StartupError
@@ -75,7 +81,10 @@ def create_app(
     add_routes(app)
     # Middleware runs in reverse order: the last one added is the outermost.
     app.add_middleware(body_limit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(key_check, keys=keys, max_in_flight=settings.max_concurrency_per_key)
+    if settings.has_keys:
+        app.add_middleware(key_check, keys=keys, max_in_flight=settings.max_concurrency_per_key)
+    else:
+        app.add_middleware(page_check, settings=settings)
     app.add_middleware(error_responses)
     if settings.cors_origins:
         app.add_middleware(

@@ -34,14 +34,9 @@ async def known(keys: ApiKeys, *candidates: str) -> list[str]:
 async def test_keys_come_from_the_setting_and_from_a_file(path: Path) -> None:
     write(path, "# for the team\ntwo\n\n  three \r\n#four\n\u00fcnf\n")
     keys = ApiKeys("one", path)
-    assert not keys.is_open
     others = ("four", "#four", "tw", "twoo", "", "# for the team", "TWO")
     candidates = ("one", "two", "three", "\u00fcnf", *others)
     assert await known(keys, *candidates) == ["one", "two", "three", "\u00fcnf"]
-
-
-def test_without_keys_it_is_open() -> None:
-    assert ApiKeys().is_open
 
 
 async def test_keys_are_told_apart_and_not_shown(path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -57,6 +58,48 @@ async def test_without_a_valid_key_only_health_and_metrics_answer(
             assert response.headers["www-authenticate"] == "Bearer"
         for path in PROBED:
             assert (await served.client.get(path, headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("authorization", [None, "Basic proxy"])
+async def test_a_key_may_come_as_anthropics_clients_send_it(authorization: str | None) -> None:
+    headers = {} if authorization is None else {"authorization": authorization}
+    async with serving(api_key="one") as served:
+        for key, status in (("one", 200), ("two", 401), ("", 401)):
+            answer = await served.client.get("/version", headers=headers | {"x-api-key": key})
+            assert answer.status_code == status
+        wrong = {"authorization": "Bearer two", "x-api-key": "one"}
+        assert (await served.client.get("/version", headers=wrong)).status_code == 401
+
+
+async def test_probes_answer_under_any_name_and_a_link_may_open_the_page() -> None:
+    foreign = {"host": "evil.example", "origin": "https://evil.example"}
+    link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    async with serving() as served:
+        for path in PROBED:
+            assert (await served.client.get(path, headers=foreign | link)).status_code == 200
+        assert (await served.client.get("/", headers=link)).status_code == 200
+        refused = await served.client.get("/", headers=foreign)
+        assert refused.status_code == 403
+        assert "'evil.example'; name it in the setting allowed_hosts" in refused.text
+        refused = await served.client.post("/generate", headers=link)
+        assert refused.json()["error_type"] == "permission_error"
+        assert "cors_origins" in refused.text
+
+
+@pytest.mark.parametrize("settings", [{"api_key": "one"}, {"allowed_hosts": "*"}])
+async def test_other_names_answer_with_keys_or_where_all_are_allowed(
+    settings: dict[str, Any],
+) -> None:
+    headers = {"host": "any.example", "authorization": "Bearer one"}
+    async with serving(**settings) as served:
+        assert (await served.client.get("/version", headers=headers)).status_code == 200
+
+
+async def test_the_name_to_listen_on_answers_and_all_origins_may_be_allowed() -> None:
+    async with serving(host="Llm.lan", cors_origins="*") as served:
+        for origin in ("null", "https://evil.example"):
+            headers = {"host": "llm.LAN:8000", "origin": origin, "sec-fetch-site": "cross-site"}
+            assert (await served.client.get("/version", headers=headers)).status_code == 200
 
 
 def complete(served: Served, key: str, **fields: object) -> asyncio.Task[httpx.Response]:

@@ -175,7 +175,7 @@ async def test_the_api_over_blocks_is_the_same_api(exported: tuple[Decoder, Path
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
     ):
         body = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
         answers = await asyncio.gather(

@@ -12,6 +12,7 @@ from tests.faults.clock_jumps import clock_jumps
 from tests.faults.damage import damaged_models
 from tests.faults.disconnects import disconnects
 from tests.faults.ends import kills, terminations
+from tests.faults.foreign_pages import foreign_pages
 from tests.faults.full_disk import full_disk
 from tests.faults.malformed import malformed_bodies
 from tests.faults.overload import overload
@@ -32,6 +33,7 @@ FAULTS = {
     damaged_models: (100, 2),
     malformed_bodies: (20_000, 800),
     malformed_http: (5000, 100),
+    foreign_pages: (5000, 150),
 }
 
 
