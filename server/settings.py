@@ -72,6 +72,8 @@ class Settings(BaseSettings):
         "0 keeps none. Default: a tenth of kv_cache_memory. On a GPU prefixes stay in free blocks "
         "of the KV cache; 0 shares none.",
     )
+    share_prefix_cache: bool = False
+    """Share prefixes between API keys, which then learn what prompts of others begin with."""
     speculate: bool = False
     """Draft repeated text while few sequences run; rounding, so answers, then depend on load."""
     threads: int | None = Field(None, ge=1)

@@ -90,11 +90,14 @@ def error_responses(app: ASGIApp) -> ASGIApp:
     return run
 
 
-def key_check(app: ASGIApp, keys: ApiKeys, max_in_flight: int | None) -> ASGIApp:
+def key_check(app: ASGIApp, keys: ApiKeys, settings: Settings) -> ASGIApp:
     """Answer 401 without a known key, except to health, metrics and the page.
 
-    max_in_flight: requests that each key may have in flight; one more is a 429. None is any number.
+    A key with `max_concurrency_per_key` requests in flight gets a 429 for one more. Each key has a
+    prefix cache of its own unless `share_prefix_cache`: the time of an answer, and `cached_tokens`,
+    would tell what the prompts of others begin with.
     """
+    max_in_flight = settings.max_concurrency_per_key
     in_flight = Counter[bytes]()
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
@@ -118,6 +121,8 @@ def key_check(app: ASGIApp, keys: ApiKeys, max_in_flight: int | None) -> ASGIApp
                 retry_after=service.admission.retry_after(1, service.engine.snapshot()),
                 limit="key",
             )
+        if not settings.share_prefix_cache:
+            state_of(scope).cache_salt = key
         in_flight[key] += 1
         try:
             await app(scope, receive, send)

@@ -82,7 +82,7 @@ def create_app(
     # Middleware runs in reverse order: the last one added is the outermost.
     app.add_middleware(body_limit, max_bytes=settings.max_body_bytes)
     if settings.has_keys:
-        app.add_middleware(key_check, keys=keys, max_in_flight=settings.max_concurrency_per_key)
+        app.add_middleware(key_check, keys=keys, settings=settings)
     else:
         app.add_middleware(page_check, settings=settings)
     app.add_middleware(error_responses)

@@ -48,6 +48,7 @@ class CompletionRequest:
     stops: tuple[str, ...] = ()
     deadline: float = math.inf  # in seconds of `perf_counter`
     priority: int = 0  # lower is earlier
+    cache_salt: bytes = b""  # only prompts of the same salt share the prefix cache
     grammar: Grammar | None = None
     kept_ids: frozenset[int] = frozenset()  # special tokens that are shown in the text
 
@@ -113,7 +114,7 @@ def make_choices(
         prompt = request.prompts[index // request.n]
         params = replace(request.params, sample_index=index % request.n)
         sequence = Sequence(next(ids), prompt.ids, params, request.ending_ids, arrived)
-        sequence.request_id = request.request_id
+        sequence.request_id, sequence.cache_salt = request.request_id, request.cache_salt
         sequence.priority, sequence.n_sure = request.priority, request.n_sure
         sequence.deadline = request.deadline
         sequence.constraint = constraint.copy() if constraint else None
@@ -234,8 +235,12 @@ class Completion:
 
 @dataclass(slots=True)
 class RequestState:
-    """An HTTP request's id, its arrival in seconds of `perf_counter`, and its completion if any."""
+    """An HTTP request's id, its arrival in seconds of `perf_counter`, and its completion if any.
+
+    cache_salt: separates the prefix caches of API keys.
+    """
 
     id: str
     arrived: float
+    cache_salt: bytes = b""
     completion: Completion | None = None
