@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal, get_args
 
-OverloadLimit = Literal["tokens", "deadline", "key"]
+OverloadLimit = Literal["tokens", "deadline", "key", "key_tokens"]
 
 
 class KvasirError(Exception):

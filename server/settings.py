@@ -86,6 +86,8 @@ class Settings(BaseSettings):
     """Prompt tokens that may wait; a lone prompt may be longer. Default: 4096 x max_queue."""
     max_concurrency_per_key: int | None = Field(None, ge=1)
     """Requests that each API key may have in flight. Default: no limit."""
+    max_tokens_per_minute_per_key: int | None = Field(None, ge=1)
+    """Tokens of prompts and answers that each API key may use in a minute. Default: no limit."""
     max_header_bytes: ByteSize = Field(ByteSize(32 * 2**10), ge=1024)
     """Maximum size of a request's head: its URL and headers."""
     max_body_bytes: ByteSize = Field(ByteSize(4 * 2**20), gt=0)
@@ -102,8 +104,11 @@ class Settings(BaseSettings):
     """Seconds of silence before a stream gets a comment line."""
     api_key: SecretStr | None = Field(None, min_length=1)
     """The key that clients must send."""
-    api_key_file: Path | None = None
-    """File of keys, one a line, read when it changes; if missing or empty, old keys stay valid."""
+    api_key_file: Path | None = Field(
+        None,
+        description="File of keys, one a line, read when it changes; if missing or empty, old keys "
+        "stay valid. Before a key may stand name=N, concurrency=N and tokens_per_minute=N.",
+    )
     cors_origins: Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_split)] | None = None
     """Origins whose pages may call from browsers, comma-separated; * is all. Default: none."""
     allowed_hosts: Annotated[tuple[Host, ...], NoDecode, BeforeValidator(_split)] | None = None
@@ -164,9 +169,9 @@ def load_settings(**options: Any) -> Settings:
         settings = Settings(**{name: value for name, value in options.items() if value is not None})
     except ValidationError as error:
         raise StartupError(_refusal(error)) from None
-    if settings.max_concurrency_per_key and not settings.has_keys:
-        message = "setting max_concurrency_per_key needs keys; set api_key_file or api_key too"
-        raise StartupError(message)
+    for name in ("max_concurrency_per_key", "max_tokens_per_minute_per_key"):
+        if getattr(settings, name) and not settings.has_keys:
+            raise StartupError(f"setting {name} needs keys; set api_key_file or api_key too")
     return settings
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections import Counter
 from collections.abc import Container
 from ipaddress import ip_address
 from time import perf_counter
@@ -90,15 +89,11 @@ def error_responses(app: ASGIApp) -> ASGIApp:
     return run
 
 
-def key_check(app: ASGIApp, keys: ApiKeys, settings: Settings) -> ASGIApp:
+def key_check(app: ASGIApp, keys: ApiKeys) -> ASGIApp:
     """Answer 401 without a known key, except to health, metrics and the page.
 
-    A key with `max_concurrency_per_key` requests in flight gets a 429 for one more. Each key has a
-    prefix cache of its own unless `share_prefix_cache`: the time of an answer, and `cached_tokens`,
-    would tell what the prompts of others begin with.
+    A key that has as many requests in flight as it may gets a 429 for one more.
     """
-    max_in_flight = settings.max_concurrency_per_key
-    in_flight = Counter[bytes]()
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or _reads_probe(scope) or _reads_page(scope):
@@ -108,28 +103,26 @@ def key_check(app: ASGIApp, keys: ApiKeys, settings: Settings) -> ASGIApp:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             given = headers.get("x-api-key", "")
-        key = await keys.find(given.strip(" \t").encode("latin-1"))
-        if key is None:
+        caller = await keys.find(given.strip(" \t").encode("latin-1"))
+        if caller is None:
             raise AuthenticationError(
                 "no valid API key; send one as: Authorization: Bearer KEY, or x-api-key: KEY"
             )
-        if max_in_flight is not None and in_flight[key] >= max_in_flight:
-            service = scope["app"].state.service
+        state_of(scope).caller = caller
+        service = scope["app"].state.service
+        service.metrics.asked(caller.name)
+        if caller.concurrency is not None and caller.n_in_flight >= caller.concurrency:
             raise OverloadedError(
-                f"{max_in_flight} requests with this API key are in flight, which is its limit; "
-                "wait for one to end",
+                f"{caller.concurrency} requests with this API key are in flight, which is its "
+                "limit; wait for one to end",
                 retry_after=service.admission.retry_after(1, service.engine.snapshot()),
                 limit="key",
             )
-        if not settings.share_prefix_cache:
-            state_of(scope).cache_salt = key
-        in_flight[key] += 1
+        caller.n_in_flight += 1
         try:
             await app(scope, receive, send)
         finally:
-            in_flight[key] -= 1
-            if not in_flight[key]:
-                del in_flight[key]
+            caller.n_in_flight -= 1
 
     return run
 
@@ -235,6 +228,8 @@ def log_request(scope: Scope, status: int, seconds: float) -> None:
         "status": status,
         "duration_ms": round(seconds * 1000, 3),
     }
+    if state.caller.name:
+        fields["key"] = state.caller.name
     if (completion := state.completion) is not None:
         first = completion.seconds_to_first_token
         fields |= {

@@ -40,7 +40,7 @@ STATUSES = {
     404: "There is no such model, or no such path.",
     405: "The path does not take this method.",
     413: "The body is larger than `max_body_bytes`.",
-    429: "Too many requests wait or run already, or the deadline cannot be met.",
+    429: "Too much waits or runs, the key has used its limit, or the deadline cannot be met.",
     431: "The URL and the headers, or the trailers of a chunked body, exceed `max_header_bytes`.",
     500: "The engine failed.",
     503: "The model is loading, or the server is shutting down.",

@@ -74,6 +74,7 @@ def _send_span(tracer: Tracer, model: str, scope: Scope, status: int | None) -> 
         "gen_ai.latency.e2e": seconds,
         "gen_ai.latency.time_in_queue": min(queued, default=None),
         "gen_ai.latency.time_to_first_token": completion.seconds_to_first_token,
+        "enduser.id": state.caller.name or None,
         "http.route": scope["path"],
         "http.response.status_code": status,
     }

@@ -114,7 +114,10 @@ class RequestBuilder:
             stops=tuple(options.stops),
             deadline=state.arrived + milliseconds / 1000,
             priority=options.priority,
-            cache_salt=_salt(state.cache_salt, options.cache_salt),
+            caller=state.caller,
+            cache_salt=_salt(
+                b"" if self.settings.share_prefix_cache else state.caller.salt, options.cache_salt
+            ),
             grammar=options.grammar,
             kept_ids=options.kept_ids,
         )
@@ -178,11 +181,11 @@ async def in_thread_if_long(size: int, work: Callable[[], T]) -> T:
     return work() if size <= _SHORT else await asyncio.to_thread(work)
 
 
-def _salt(of_key: bytes, of_request: str) -> bytes:
+def _salt(of_caller: bytes, of_request: str) -> bytes:
     """Return a salt of 128 bits for both together, or none for none."""
     if not of_request:
-        return of_key
-    return blake2b(of_request.encode(), key=of_key, digest_size=16).digest()
+        return of_caller
+    return blake2b(of_request.encode(), key=of_caller, digest_size=16).digest()
 
 
 def _starts(encoding: Encoding) -> list[int]:

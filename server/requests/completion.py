@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from tokenizers import Tokenizer
@@ -23,6 +23,7 @@ from server.errors import (
     UnavailableError,
 )
 from server.requests.async_engine import OutputStream
+from server.requests.callers import Caller
 from server.requests.forecast import Work
 from server.text.detokenizer import Detokenizer, StopChecker
 
@@ -43,6 +44,7 @@ class CompletionRequest:
     prompts: list[Prompt]
     params: SamplingParams
     request_id: str = ""
+    caller: Caller = field(default_factory=Caller)
     n: int = 1
     ending_ids: frozenset[int] = frozenset()  # its stop tokens, and the model's unless ignored
     stops: tuple[str, ...] = ()
@@ -73,6 +75,12 @@ class CompletionRequest:
     def n_sequences(self) -> int:
         """The number of sequences: prompts times samples."""
         return len(self.prompts) * self.n
+
+    @property
+    def most_tokens(self) -> int:
+        """The maximum number of tokens that it uses: each prompt once, and all that may follow."""
+        n_prompt = sum(len(prompt.ids) for prompt in self.prompts)
+        return n_prompt + self.n_sequences * self.params.max_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -155,6 +163,11 @@ class Completion:
         return sum(choice.n_tokens for choice in self.choices)
 
     @property
+    def n_generated(self) -> int:
+        """The number of tokens that the engine has generated, also for clients that do not read."""
+        return sum(len(choice.sequence.output_ids) for choice in self.choices)
+
+    @property
     def seconds_to_first_token(self) -> float | None:
         """The seconds from arrival to the first token; None before it."""
         sequences = [choice.sequence for choice in self.choices]
@@ -235,12 +248,9 @@ class Completion:
 
 @dataclass(slots=True)
 class RequestState:
-    """An HTTP request's id, its arrival in seconds of `perf_counter`, and its completion if any.
-
-    cache_salt: separates the prefix caches of API keys.
-    """
+    """An HTTP request's id, arrival in seconds of `perf_counter`, sender, and completion if any."""
 
     id: str
     arrived: float
-    cache_salt: bytes = b""
+    caller: Caller = field(default_factory=Caller)
     completion: Completion | None = None

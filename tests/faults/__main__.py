@@ -15,6 +15,7 @@ from tests.faults.ends import kills, terminations
 from tests.faults.foreign_pages import foreign_pages
 from tests.faults.full_disk import full_disk
 from tests.faults.malformed import malformed_bodies
+from tests.faults.neighbours import neighbours
 from tests.faults.overload import overload
 from tests.faults.raw_http import malformed_http
 from tests.faults.slow_readers import slow_readers
@@ -34,6 +35,7 @@ FAULTS = {
     malformed_bodies: (20_000, 800),
     malformed_http: (5000, 100),
     foreign_pages: (5000, 150),
+    neighbours: (3000, 60),
 }
 
 

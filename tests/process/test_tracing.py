@@ -46,7 +46,8 @@ async def test_a_request_is_a_span_below_its_callers(
 ) -> None:
     body = {"prompt": [5] * 9, "n": 2, "max_tokens": 6, "ignore_eos": True, "stream": stream}
     headers = {"traceparent": PARENT, "x-request-id": "mine"}
-    async with serving(otlp_endpoint=ENDPOINT) as served:
+    headers["x-api-key"] = "secret"
+    async with serving(otlp_endpoint=ENDPOINT, api_key="secret") as served:
         response = await served.client.post("/v1/completions", json=body, headers=headers)
     assert response.status_code == 200
     span = only_span(exporter)
@@ -68,6 +69,7 @@ async def test_a_request_is_a_span_below_its_callers(
         "gen_ai.usage.input_tokens": 9,
         "gen_ai.usage.output_tokens": 12,
         "gen_ai.response.finish_reasons": ("length", "length"),
+        "enduser.id": "default",
         "http.route": "/v1/completions",
         "http.response.status_code": 200,
     }
