@@ -101,7 +101,7 @@ class HeadTooLargeError(KvasirError, status=431, code="request_head_too_large"):
 
 
 class UnavailableError(KvasirError, status=503, error_type="unavailable"):
-    """A server that is loading its model or shutting down."""
+    """A server that loads its model, shuts down, or cannot compile a grammar in time."""
 
 
 class DeadlineExceededError(KvasirError, status=504, error_type="deadline_exceeded"):

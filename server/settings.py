@@ -118,6 +118,8 @@ class Settings(BaseSettings):
         description="Format of the model's function calls: hermes is <tool_call>{…}</tool_call>, "
         "llama is bare JSON, none finds no calls. Default: that of its chat template.",
     )
+    explain: bool = True
+    """Serve POST /explain, whose requests cost a pass over their text in a second session."""
     otlp_endpoint: str | None = Field(None, pattern=r"^https?://.+")
     """URL for OpenTelemetry spans (OTLP over HTTP), such as http://collector:4318/v1/traces."""
     root_path: str = Field("", pattern=r"^(/[^/]+)*$")

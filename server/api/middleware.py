@@ -1,6 +1,6 @@
 """Around every request: its id, its line in the log, errors, who may ask, the limit on the body.
 
-From the outside in: tracing if wanted, request_context, CORS if wanted, error_responses, key_check
+From the outside in: request_context, tracing if wanted, CORS if wanted, error_responses, key_check
 (without keys page_check), body_limit. A browser shows a page only what CORS's headers allow, even
 of errors, so those are answered inside; a preflight request has no key.
 """
@@ -230,6 +230,8 @@ def log_request(scope: Scope, status: int, seconds: float) -> None:
     }
     if state.caller.name:
         fields["key"] = state.caller.name
+    if state.trace_id is not None:
+        fields["trace_id"] = state.trace_id
     if (completion := state.completion) is not None:
         first = completion.seconds_to_first_token
         fields |= {

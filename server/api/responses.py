@@ -43,7 +43,7 @@ STATUSES = {
     429: "Too much waits or runs, the key has used its limit, or the deadline cannot be met.",
     431: "The URL and the headers, or the trailers of a chunked body, exceed `max_header_bytes`.",
     500: "The engine failed.",
-    503: "The model is loading, or the server is shutting down.",
+    503: "The model loads, the server shuts down, or a grammar takes too long.",
     504: "The deadline passed before the first token, or came too near while the request waited.",
 }
 
@@ -97,6 +97,7 @@ def error_body(scope: Scope, error: Exception) -> tuple[KvasirError, dict[str, A
     if not isinstance(error, KvasirError):
         logger.error("request %s failed", state_of(scope).id, exc_info=error)
         error = EngineError("internal error")
+    state_of(scope).error = error.reason
     message = error.message
     if error.status == 500:
         message = f"{message}; request id {state_of(scope).id}"  # to be found in the log

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from server.api import explain, health, models, playground, tgi, tokenize
 from server.api.openai import chat, completions
 from server.api.openai.answers import ChatEvent, CompletionEvent
-from server.api.responses import READ_ERRORS, TGI_PATHS, error_response
+from server.api.responses import READ_ERRORS, TGI_PATHS, error_response, path_of
 from server.api.schemas import Error
 from server.api.tgi import GenerateError, GenerateEvent
 from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError
@@ -47,8 +47,10 @@ for route in ROUTES:
 
 def add_routes(app: FastAPI) -> None:
     """Add all routes, and the responses for paths and methods that have none."""
+    has_explain = app.state.service.settings.explain
     for one in ROUTERS:
-        app.include_router(one)
+        if has_explain or one is not explain.router:
+            app.include_router(one)
     app.mount("/static", playground.StaticPlayground(directory=playground.STATIC))
     app.add_exception_handler(HTTPException, _on_http_exception)
 
@@ -59,6 +61,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     known: KvasirError = InvalidRequestError(str(error.detail))
     if error.status_code == 404:
         known = NotFoundError(f"there is no {path} here")
+        if path_of(request.scope) == "/explain":
+            known = NotFoundError("/explain is switched off on this server (setting explain)")
     elif error.status_code == 405:
         known = MethodNotAllowedError(f"{path} does not take {request.method}")
         methods = sorted(x for one in ROUTES if one.path == path for x in one.methods or ())

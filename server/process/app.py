@@ -65,6 +65,8 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         clock.lap("application")
+        if engine is None:
+            service.grammars.warm_up()
         loading = asyncio.create_task(
             service.start(lambda: engine or build_engine(settings, bundle, clock), clock)
         )
@@ -98,7 +100,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after", "x-should-retry"],
         )
-    app.add_middleware(request_context)
     if provider is not None:
         app.add_middleware(tracing.request_spans, provider=provider, model=settings.model_name)
+    app.add_middleware(request_context)
     return app

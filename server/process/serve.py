@@ -128,8 +128,9 @@ def serve(settings: Settings) -> None:
     if server.failure is not None:
         reason = " ".join(str(server.failure).split())
         raise StartupError(f"{settings.model} cannot be served: {reason}")
-    if server.service.engine.is_running:  # still loading, or hanging
-        _exit_now(int(server.service.engine.failed))
+    engine = server.service.engine
+    if engine.is_running or engine.failed:  # a thread that still runs loads the model, or hangs
+        _exit_now(int(engine.failed))
 
 
 def configure(app: FastAPI) -> uvicorn.Config:

@@ -56,13 +56,13 @@ class CompletionRequest:
 
     @property
     def work(self) -> Work:
-        """The sure work of its first sequence, if the request were submitted now."""
-        now, n_sure = perf_counter(), self.n_sure
+        """The certain work of its first sequence, if the request were submitted now."""
+        now, n = perf_counter(), self.n_certain
         left, place = self.deadline - now, queue_time(now, self.priority)
-        return Work(len(self.prompts[0].ids), n_sure, n_sure, seconds_left=left, queue_time=place)
+        return Work(len(self.prompts[0].ids), n, n, seconds_left=left, queue_time=place)
 
     @property
-    def n_sure(self) -> int:
+    def n_certain(self) -> int:
         """The minimum number of new tokens of each sequence."""
         params = self.params
         may_end_early = (
@@ -94,6 +94,7 @@ class Choice:
     stops: StopChecker
     n_tokens: int = 0
     finish_reason: FinishReason | None = None
+    shown_reason: str | None = None  # if its protocol has another word for finish_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def make_choices(
         params = replace(request.params, sample_index=index % request.n)
         sequence = Sequence(next(ids), prompt.ids, params, request.ending_ids, arrived)
         sequence.request_id, sequence.cache_salt = request.request_id, request.cache_salt
-        sequence.priority, sequence.n_sure = request.priority, request.n_sure
+        sequence.priority, sequence.n_certain = request.priority, request.n_certain
         sequence.deadline = request.deadline
         sequence.constraint = constraint.copy() if constraint else None
         text = Detokenizer(tokenizer, prompt.ids, request.kept_ids)
@@ -248,9 +249,14 @@ class Completion:
 
 @dataclass(slots=True)
 class RequestState:
-    """An HTTP request's id, arrival in seconds of `perf_counter`, sender, and completion if any."""
+    """An HTTP request's id, arrival in seconds of `perf_counter`, sender, and completion if any.
+
+    error: the `reason` of the error that it ended in. trace_id: 32 hexadecimal digits.
+    """
 
     id: str
     arrived: float
     caller: Caller = field(default_factory=Caller)
     completion: Completion | None = None
+    error: str | None = None
+    trace_id: str | None = None

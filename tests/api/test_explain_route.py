@@ -104,6 +104,19 @@ async def test_a_bad_field_is_named(
     assert response.json()["error"]["param"] == param
 
 
+async def test_it_can_be_switched_off() -> None:
+    async with serving() as served:
+        assert "/explain" in (await served.client.get("/openapi.json")).json()["paths"]
+    async with serving(explain=False) as served:
+        for body in ({"text": "a"}, {"layers": "no list"}):
+            response = await served.client.post("/explain", json=body)
+            assert response.status_code == 404
+            assert "/explain is switched off" in response.json()["error"]["message"]
+        assert "/explain" not in (await served.client.get("/openapi.json")).json()["paths"]
+        card = (await served.client.get("/model")).json()
+    assert (card["has_attention"], card["explain_limits"]) == (False, None)
+
+
 async def test_a_model_without_the_graph_says_how_to_get_it() -> None:
     async with serving() as served:
         response = await served.client.post("/explain", json={"text": "a"})

@@ -14,6 +14,7 @@ from tests.faults.disconnects import disconnects
 from tests.faults.ends import kills, terminations
 from tests.faults.foreign_pages import foreign_pages
 from tests.faults.full_disk import full_disk
+from tests.faults.hostile_grammars import hostile_grammars
 from tests.faults.malformed import malformed_bodies
 from tests.faults.neighbours import neighbours
 from tests.faults.overload import overload
@@ -32,6 +33,7 @@ FAULTS = {
     overload: (16_000, 320),
     full_disk: (50, 1),
     damaged_models: (100, 2),
+    hostile_grammars: (300, 2),
     malformed_bodies: (20_000, 800),
     malformed_http: (5000, 100),
     foreign_pages: (5000, 150),

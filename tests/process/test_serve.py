@@ -199,6 +199,14 @@ def test_a_second_signal_ends_the_process_at_once(directory: Path) -> None:
         assert started.popen.wait() == 1
 
 
+def test_a_process_whose_engine_has_failed_ends_with_an_error_code(directory: Path) -> None:
+    with served(directory) as (started, client):
+        started.tell_runner("fail")
+        assert client.post("/v1/completions", json=BODY).status_code == 500
+        started.popen.send_signal(signal.SIGTERM)
+        assert started.popen.wait() == 1
+
+
 def test_a_process_that_loads_its_model_shows_its_page_and_ends_on_a_signal(
     directory: Path,
 ) -> None:
