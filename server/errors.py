@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal, get_args
 
-OverloadLimit = Literal["tokens", "deadline", "key"]
+OverloadLimit = Literal["tokens", "deadline", "key", "key_tokens"]
 
 
 class KvasirError(Exception):
@@ -58,6 +58,10 @@ class AuthenticationError(KvasirError, status=401, error_type="authentication_er
     def __init__(self, message: str) -> None:
         super().__init__(message)
         self.headers["www-authenticate"] = "Bearer"
+
+
+class ForbiddenError(KvasirError, status=403, error_type="permission_error"):
+    """A request of a web page that may not call this server, or to a name that is not its own."""
 
 
 class NotFoundError(KvasirError, status=404, code="not_found"):

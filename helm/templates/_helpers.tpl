@@ -69,6 +69,17 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
+{{/* Names of a server without keys: the Service's, those of the routes (all, if a route has none), and the setting's. */}}
+{{- define "kvasir.allowedHosts" -}}
+{{- $names := list (include "kvasir.fullname" .) }}
+{{- range list "" ".svc" ".svc.cluster.local" }}
+{{- $names = append $names (printf "%s.%s%s" (include "kvasir.fullname" $) $.Release.Namespace .) }}
+{{- end }}
+{{- if .Values.httpRoute.enabled }}{{ $names = concat $names (.Values.httpRoute.hostnames | default (list "*")) }}{{ end }}
+{{- if .Values.ingress.enabled }}{{ $names = concat $names .Values.ingress.hosts }}{{ end }}
+{{- join "," (concat $names (.Values.settings.allowed_hosts | default list)) }}
+{{- end }}
+
 {{/* Public paths; health, metrics and debugging stay internal. publishExplain adds /explain. */}}
 {{- define "kvasir.publicPaths" -}}
 prefixes: [/v1, /static]

@@ -90,7 +90,7 @@ async def models(request: Request) -> Models:
     return Models(data=[_listed(service_of(request))])
 
 
-@router.get("/v1/models/{model_id:path}", responses=errors(401, 404))
+@router.get("/v1/models/{model_id:path}", responses=errors(401, 403, 404))
 async def model(
     request: Request, model_id: Annotated[str, Path(json_schema_extra={"minLength": 1})]
 ) -> Model:

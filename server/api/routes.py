@@ -75,7 +75,6 @@ def document(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is not None:
         return app.openapi_schema
     settings = app.state.service.settings
-    has_keys = settings.api_key is not None or settings.api_key_file is not None
     made = get_openapi(
         title="Kvasir",
         version=version("kvasir-lm"),
@@ -87,16 +86,19 @@ def document(app: FastAPI) -> dict[str, Any]:
     _, more = models_json_schema([(one, "validation") for one in _UNDECLARED], ref_template=_REF)
     components["schemas"] |= more["$defs"]
     del components["schemas"]["HTTPValidationError"], components["schemas"]["ValidationError"]
-    if has_keys:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    security: list[dict[str, list[str]]] = []
+    if settings.has_keys:
+        header = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "x": header}
+        security = [{"key": []}, {"x": []}]
     for path, operations in made["paths"].items():
         for method, operation in operations.items():
             operation["operationId"] = re.sub(r"[{}]", "", f"{method} {path}").replace("/", "_")
             del operation["description"]
-            operation.setdefault("security", [{"key": []}] if has_keys else [])
+            operation.setdefault("security", security)
             error = GenerateError if path in TGI_PATHS and method == "post" else Error
             responses = operation["responses"]
-            for absent in ("422",) if has_keys else ("422", "401"):  # 422 is FastAPI's own
+            for absent in ("422", "403" if settings.has_keys else "401"):  # 422 is FastAPI's own
                 responses.pop(absent, None)
             for status, response in responses.items():
                 response["headers"] = {"x-request-id": _REQUEST_ID}

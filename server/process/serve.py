@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 from concurrent.futures import Future
+from ipaddress import ip_address
 from types import FrameType
 
 import uvicorn
@@ -52,6 +53,11 @@ class DrainingServer(uvicorn.Server):
         for listener in sockets or ():
             host, port, *_ = listener.getsockname()
             page = f"http://{_browsable(host)}:{port}/"
+            if not (ip_address(host).is_loopback or self.service.settings.has_keys):
+                warning = (
+                    "without API keys whoever reaches this address can use it; set api_key_file"
+                )
+                logger.warning(warning, extra={"fields": {"host": host}})
             fields = {"host": host, "port": port, "playground": page}
             logger.info("listening", extra={"fields": fields})
 

@@ -94,6 +94,7 @@ def _send_spans(tracer: trace.Tracer, scope: Scope, attributes: dict[str, Any]) 
         "gen_ai.request.id": state.id,
         "gen_ai.latency.e2e": now - state.arrived,
         "error.type": error,
+        "enduser.id": state.caller.name or None,
     }
 
     def ns(moment: float) -> int:

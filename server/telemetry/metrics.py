@@ -40,6 +40,8 @@ _LATENCY = (
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _BATCH = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 
+_MAX_KEYS = 1000  # with series of their own
+
 # The limits of a good request. The alerts use the first limit, too.
 _GOOD_ENDS = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 _GOOD_FIRST_TOKEN = 2.5  # seconds from its arrival
@@ -82,6 +84,11 @@ class Metrics:
         )
         self._rejected = counter(
             "requests_rejected", "Requests answered with an error, by reason.", ["reason"]
+        )
+        self._key_names: set[str] = set()
+        self._key_requests = counter("key_requests", "HTTP requests, by API key.", ["key"])
+        self._key_tokens = counter(
+            "key_tokens", "Tokens of accepted requests, by API key.", ["key", "kind"]
         )
         self._good = counter(
             "requests_good",
@@ -172,6 +179,23 @@ class Metrics:
     def rejected(self, reason: str) -> None:
         """Record a request that was answered with an error."""
         self._rejected.labels(reason).inc()
+
+    def asked(self, key: str) -> None:
+        """Record a request with a key of this name, before its answer."""
+        self._key_requests.labels(self._key_label(key)).inc()
+
+    def used(self, key: str, n_prompt: int, n_generated: int) -> None:
+        """Record the tokens of a request with a key of this name; there is none without keys."""
+        if key:
+            label = self._key_label(key)
+            self._key_tokens.labels(label, "prompt").inc(n_prompt)
+            self._key_tokens.labels(label, "completion").inc(n_generated)
+
+    def _key_label(self, key: str) -> str:
+        """Return the name, or `other` for one too many: files of keys may change without end."""
+        if len(self._key_names) < _MAX_KEYS:
+            self._key_names.add(key)
+        return key if key in self._key_names else "other"
 
     def render(self, accept: str, *, only_load: bool = False) -> tuple[bytes, str]:
         """Return metrics and their type: OpenMetrics where `accept` has it, else Prometheus's text.

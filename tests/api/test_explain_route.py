@@ -45,7 +45,7 @@ async def explaining(directory: Path) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://test") as c,
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as c,
     ):
         yield c
 

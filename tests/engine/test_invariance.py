@@ -34,7 +34,7 @@ compiler = GrammarCompiler(small_tokenizer().to_str(), VOCAB_SIZE, [])
 def make_request(model: RandomModel, i: int) -> Sequence:
     """Request i: prompts of one token, of a chunk and a token, and of anything; greedy and sampled.
 
-    Two of three begin like all those. Some have a grammar.
+    Two of three begin like all those. Half of them have a salt, some a grammar.
     """
     generator = np.random.default_rng(i)
     length = [1, 2, 33, 65, 129, *generator.integers(1, 150, size=3).tolist()][i % 8]
@@ -60,6 +60,7 @@ def make_request(model: RandomModel, i: int) -> Sequence:
         prompt_logprobs=2 if i % 5 == 0 else None,
     )
     sequence = make_sequence(i, prompt_ids, params)
+    sequence.cache_salt = [b"", b"salt"][i % 2]
     sequence.constraint = compiler.compile(CONSTRAINED[i]) if i in CONSTRAINED else None
     return sequence
 

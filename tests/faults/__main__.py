@@ -13,9 +13,11 @@ from tests.faults.clock_jumps import clock_jumps
 from tests.faults.damage import damaged_models
 from tests.faults.disconnects import disconnects
 from tests.faults.ends import kills, terminations
+from tests.faults.foreign_pages import foreign_pages
 from tests.faults.full_disk import full_disk
 from tests.faults.hostile_grammars import hostile_grammars
 from tests.faults.malformed import malformed_bodies
+from tests.faults.neighbours import neighbours
 from tests.faults.overload import overload
 from tests.faults.raw_http import malformed_http
 from tests.faults.slow_readers import slow_readers
@@ -38,6 +40,8 @@ FAULTS = {
     malformed_http: (5000, 100),
     unfinished_bodies: (100, 40),
     slow_senders: (1000, 40),
+    foreign_pages: (5000, 150),
+    neighbours: (3000, 60),
 }
 
 

@@ -77,7 +77,8 @@ async def test_a_request_is_a_span_below_its_callers(
     caplog.set_level(logging.INFO, "kvasir")
     body = {"prompt": [5] * 9, "n": 2, "max_tokens": 6, "ignore_eos": True, "stream": stream}
     headers = {"traceparent": PARENT, "x-request-id": "mine"}
-    async with serving(otlp_endpoint=ENDPOINT) as served:
+    headers["x-api-key"] = "secret"
+    async with serving(otlp_endpoint=ENDPOINT, api_key="secret") as served:
         response = await served.client.post("/v1/completions", json=body, headers=headers)
     assert response.status_code == 200
     span = only_span(exporter)
@@ -100,6 +101,7 @@ async def test_a_request_is_a_span_below_its_callers(
         "gen_ai.usage.output_tokens": 12,
         "gen_ai.usage.cache_read.input_tokens": 0,
         "gen_ai.response.finish_reasons": ("length", "length"),
+        "enduser.id": "default",
         **({"gen_ai.request.stream": True} if stream else {}),
         "http.route": "/v1/completions",
         "http.response.status_code": 200,
