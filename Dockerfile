@@ -1,5 +1,8 @@
 # `docker build .` builds the server for CPUs, `--target cuda` the server for GPUs, `--target load` the load test.
-ARG BASE=python:3.11-slim
+# `--build-arg BASE=IMAGE` replaces the stage "python", whose name Dependabot would not find in an argument.
+ARG BASE=python
+
+FROM python:3.11-slim AS python
 
 FROM ${BASE} AS packages
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
@@ -33,10 +36,13 @@ COPY --from=packages-load /opt/kvasir /opt/kvasir
 COPY loadtest ./loadtest
 USER 10001:10001
 ENTRYPOINT ["locust", "-f", "loadtest/locust/locustfile.py"]
+LABEL org.opencontainers.image.title=kvasir-load \
+    org.opencontainers.image.description="Load-test an OpenAI-compatible server with Locust" \
+    org.opencontainers.image.licenses=Apache-2.0
 
 FROM bare AS runtime
 ENV PATH=/opt/kvasir/bin:$PATH PYTHONPATH=/opt/kvasir/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
-    KVASIR_HOST=0.0.0.0 KVASIR_MODEL=/models/example
+    KVASIR_HOST=0.0.0.0 KVASIR_MODEL=/models/example ORT_DISABLE_TELEMETRY=1
 WORKDIR /opt/kvasir/app
 COPY examples/stdlib /models/example
 COPY kvasir.py ./
@@ -49,6 +55,9 @@ STOPSIGNAL SIGTERM
 USER 10001:10001
 ENTRYPOINT ["kvasir"]
 CMD ["serve"]
+LABEL org.opencontainers.image.title=kvasir \
+    org.opencontainers.image.description="Serve an exported ONNX decoder with continuous batching" \
+    org.opencontainers.image.licenses=Apache-2.0
 
 FROM runtime AS cuda
 COPY --from=packages-cuda /opt/kvasir /opt/kvasir

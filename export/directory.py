@@ -16,7 +16,7 @@ from export.attention_graph import write_attention_graph
 from export.graph import export_graph, load_decoder
 from export.kv_cache import sample_rows
 from export.paged_graph import KV_DTYPES, check_pageable, export_paged_graph
-from export.paged_session import PagedSession
+from export.paged_session import PagedSession, require_cuda
 from export.verify import MAX_PERPLEXITY_LOSS, SampleText, Verifier, check
 from model.bundle import (
     CONFIG_FILE,
@@ -42,12 +42,11 @@ from model.progress import Progress, unheard
 from model.tokenizer import leading_ids
 from model.training.data import DATA_FOLDER, open_tokens
 
+# The manifest's names for what a checkpoint notes of its training.
+_NOTES = {"step": "training_step", "seconds": "training_seconds"}
+_NOTES |= {name: name for name in ("train_tokens", "held_out_tokens", "held_out_loss")}
 _VERSIONS = ("torch", "onnx", "onnxruntime", "kvasir-lm")
 _PYDOC = f"Python {sys.version_info[0]}.{sys.version_info[1]}'s pydoc topics"
-
-
-class SourceMismatchError(Exception):
-    """A checkpoint that is not the one a model directory was made from."""
 
 
 def export_checkpoint(
@@ -72,9 +71,7 @@ def export_checkpoint(
     device or a decoder that cannot be used with the others.
     """
     precision = PRECISIONS[device][0] if precision is None else precision
-    if precision not in PRECISIONS[device]:
-        known = ", ".join(PRECISIONS[device])
-        raise ValueError(f"no precision {precision!r} for {device}; there are {known}")
+    check_precision(precision, device)
     if kv_cache is not None and (device != "cuda" or kv_cache not in KV_DTYPES):
         known = ", ".join(KV_DTYPES)
         raise ValueError(f"no kv cache {kv_cache!r} on {device}; on cuda there are {known}")
@@ -83,11 +80,16 @@ def export_checkpoint(
     decoder, config = checkpoint.decoder, checkpoint.decoder.config
     if device == "cuda":
         check_pageable(config)
-        PagedSession.require()
+        require_cuda()
     sample = sample_text(checkpoint, text, precision)
     rows = sample_rows(config, sample.token_ids, sample.prefix) if sample else None
     files = dict(checkpoint.extra_files)
-    if recommended := _recommended(checkpoint, generation):
+    try:
+        brought = GenerationDefaults.model_validate_json(files.get(GENERATION_FILE, b"{}"))
+    except ValidationError as error:
+        file = checkpoint.path / GENERATION_FILE
+        raise CheckpointError(f"{file}: {first_problem(error)}") from None
+    if recommended := brought.given() | (generation.given() if generation else {}):
         files[GENERATION_FILE] = json.dumps(recommended, indent=2).encode() + b"\n"
     with new_directory(out) as part:
         config.save(part / CONFIG_FILE)
@@ -100,12 +102,18 @@ def export_checkpoint(
         else:
             export_graph(decoder, graph, precision, rows, progress)
             write_attention_graph(part)
-        verification = _verifier(decoder, graph, sample, device).verify(progress)
-        check(verification, precision)
-        source_facts = _describe_source(checkpoint)
-        manifest = make_manifest(decoder, part, precision, source_facts, verification, device)
+        figures = _verify(decoder, graph, sample, device, precision, progress)
+        notes = _describe_source(checkpoint)
+        manifest = make_manifest(decoder, part, precision, notes, figures, device)
         manifest.save(part / MANIFEST_FILE)
     return manifest
+
+
+def check_precision(precision: str, device: Device) -> None:
+    """Raise ValueError for a precision that the device has not."""
+    if precision not in PRECISIONS[device]:
+        known = ", ".join(PRECISIONS[device])
+        raise ValueError(f"no precision {precision!r} for {device}; there are {known}")
 
 
 def verify_directory(
@@ -117,8 +125,8 @@ def verify_directory(
     """Check a model directory's hashes and measure its figures now.
 
     The reference is the checkpoint or else the decoder rebuilt from the graph's own weights;
-    figures are None where rounding has left neither. Raises BundleError, CheckpointError,
-    SourceMismatchError, VerificationError and ValueError.
+    figures are None where rounding has left neither. Raises BundleError, CheckpointError (also for
+    one that the directory was not made from), VerificationError and ValueError.
     """
     progress("reading the model", 0, 0)
     bundle = load_bundle(directory)
@@ -126,7 +134,7 @@ def verify_directory(
     if source is not None:
         checkpoint = load_checkpoint(source, bundle.config.max_model_len)
         if sha256(checkpoint.path / WEIGHTS_FILE) != manifest.source.get("sha256"):
-            raise SourceMismatchError(
+            raise CheckpointError(
                 f"{directory} was not exported from {checkpoint.path}: the hashes differ"
             )
     elif manifest.precision == "fp32":
@@ -139,18 +147,26 @@ def verify_directory(
         )
     else:
         return manifest, None
-    sample = sample_text(checkpoint, text, manifest.precision)
-    verifier = _verifier(checkpoint.decoder, bundle.graph_path, sample, manifest.device)
-    measured = verifier.verify(progress)
-    check(measured, manifest.precision)
-    return manifest, measured
+    decoder, device, precision = checkpoint.decoder, manifest.device, manifest.precision
+    sample = sample_text(checkpoint, text, precision)
+    return manifest, _verify(decoder, bundle.graph_path, sample, device, precision, progress)
 
 
-def _verifier(decoder: Decoder, path: Path, sample: SampleText | None, device: Device) -> Verifier:
-    if device == "cpu":
-        return Verifier(decoder, path, sample)
-    on_gpu = decoder.to("cuda") if torch.cuda.is_available() else decoder
-    return Verifier(on_gpu, path, sample, PagedSession.open(path, decoder.config))
+def _verify(
+    decoder: Decoder,
+    path: Path,
+    sample: SampleText | None,
+    device: Device,
+    precision: str,
+    progress: Progress,
+) -> Verification:
+    session = None
+    if device == "cuda":
+        decoder = decoder.to("cuda") if torch.cuda.is_available() else decoder
+        session = PagedSession.open(path, decoder.config)
+    figures = Verifier(decoder, path, sample, session).verify(progress)
+    check(figures, precision)
+    return figures
 
 
 def make_manifest(
@@ -208,27 +224,9 @@ def sample_text(checkpoint: Checkpoint, file: Path | None, precision: str) -> Sa
     return SampleText(name, np.array(token_ids, dtype=np.int64), prefix)
 
 
-def _recommended(checkpoint: Checkpoint, given: GenerationDefaults | None) -> dict[str, float]:
-    """Return recommended sampling: what is given, over what the checkpoint brings."""
-    content = checkpoint.extra_files.get(GENERATION_FILE, b"{}")
-    try:
-        brought = GenerationDefaults.model_validate_json(content)
-    except ValidationError as error:
-        file = checkpoint.path / GENERATION_FILE
-        raise CheckpointError(f"{file}: {first_problem(error)}") from None
-    return brought.given() | (given.given() if given else {})
-
-
 def _describe_source(checkpoint: Checkpoint) -> dict[str, str | int | float]:
     """Return which weights these are, and what their training noted: steps, tokens, hours."""
     progress, path = checkpoint.progress, checkpoint.path
-    notes = {
-        "training_step": "step",
-        "train_tokens": "train_tokens",
-        "held_out_tokens": "held_out_tokens",
-        "training_seconds": "seconds",
-        "held_out_loss": "held_out_loss",
-    }
-    known = {name: progress[key] for name, key in notes.items() if progress.get(key) is not None}
     name = path.parent.name if progress else path.name
+    known = {_NOTES[key]: progress[key] for key in _NOTES if progress.get(key) is not None}
     return {"name": name, "sha256": sha256(path / WEIGHTS_FILE), **known}

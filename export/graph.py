@@ -12,10 +12,11 @@ prompt_present.{i}.key, .value (export.kv_cache).
 
 from __future__ import annotations
 
+import copy
 import json
-from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from export.kv_cache import measure_scales, quantize_kv_cache, scale_kv_channels
 from export.quantize import quantize
-from export.rewrite import constant, contents
+from export.rewrite import contents
 from export.trace import TRANSPOSED, TensorSpec, name_weights, trace
 from model.bundle import WEIGHTS_FILE
 from model.config import DecoderConfig
@@ -55,25 +56,31 @@ def export_graph(
     keys and values get, where they are rounded; None is random tokens.
     """
     config = decoder.config
-    progress("tracing PyTorch", 0, 0)
-    rows: list[int | str] = ["batch", config.n_kv_head, "n_positions", config.head_dim]
-    model = trace(decoder, StepInputs, STEP_INPUTS, (torch.float32, rows))
-    names = name_weights(model.graph, decoder)
-    missing = dict(decoder.named_parameters()).keys() - names
-    assert not missing, f"parameters {sorted(missing)} are not in the graph"
-    _separate_head_norms(model.graph, names)
+    # A copy, whose attention alone has weights of its own, because they are scaled.
+    others: dict[int, Any] = {
+        id(weight): weight
+        for name, weight in decoder.named_parameters()
+        if ".attention." not in name
+    }
+    scaled = copy.deepcopy(decoder, others)
+    arrays = {name: weight.detach().numpy() for name, weight in scaled.named_parameters()}
     # Put attention's scale into the weights that make queries; the operator's own is 1. ONNX
     # Runtime's product of one query and the cached keys reads the keys in place only where there is
     # no scale to apply; otherwise it copies them first.
-    arrays = _writable_attention(model.graph, names)
-    queries = {id(arrays[name]): arrays[name] for name in _query_makers(config, arrays)}
-    for array in queries.values():
-        array[: config.n_head * config.head_dim] *= config.query_scale
+    for name in _query_makers(config, arrays):
+        arrays[name][: config.n_head * config.head_dim] *= config.query_scale
+    if precision != "fp32":
+        progress("measuring keys and values", 0, 0)
+        scale_kv_channels(arrays, config, measure_scales(decoder, sample))
+    progress("tracing PyTorch", 0, 0)
+    rows: list[int | str] = ["batch", config.n_kv_head, "n_positions", config.head_dim]
+    model = trace(scaled, StepInputs, STEP_INPUTS, (torch.float32, rows))
+    names = name_weights(model.graph, scaled)
+    missing = arrays.keys() - names
+    assert not missing, f"parameters {sorted(missing)} are not in the graph"
     if precision == "fp32":
         model.metadata_props[_PARAMETERS] = json.dumps(names)
     else:
-        progress("measuring keys and values", 0, 0)
-        scale_kv_channels(arrays, config, measure_scales(decoder, sample))
         progress(f"rounding weights to {precision}", 0, 0)
         quantize(model, precision)
         quantize_kv_cache(model, config)
@@ -106,35 +113,3 @@ def _query_makers(config: DecoderConfig, names: Iterable[str]) -> list[str]:
     """Return the parameters whose first n_head · head_dim rows make queries of their input."""
     part = ".attention.query_norm." if config.qk_norm else ".attention.qkv."
     return [name for name in names if part in name]
-
-
-def _writable_attention(
-    graph: onnx_ir.Graph, names: dict[str, str]
-) -> dict[str, NDArray[np.float32]]:
-    """Return attention's weights, in the decoder's names and layout; a write changes the graph."""
-    names = {name: initializer for name, initializer in names.items() if ".attention." in name}
-    arrays: dict[str, NDArray[np.float32]] = {}
-    for initializer in set(names.values()):
-        value = graph.initializers[initializer]
-        array = contents(value).copy()
-        value.const_value = onnx_ir.tensor(array, name=initializer)
-        arrays[initializer] = array.T if initializer.endswith(TRANSPOSED) else array
-    return {name: arrays[initializer] for name, initializer in names.items()}
-
-
-def _separate_head_norms(graph: onnx_ir.Graph, names: dict[str, str]) -> None:
-    """Give each layer's head norm a weight of its own: the exporter keeps one copy of equal ones.
-
-    Uses of one weight come in the order of the layers, as the names do.
-    """
-    shared = defaultdict[str, list[str]](list)
-    for name, initializer in names.items():
-        if name.endswith("_norm.weight") and ".attention." in name:
-            shared[initializer].append(name)
-    places = {node: place for place, node in enumerate(graph)}
-    for initializer, holders in shared.items():
-        value = graph.initializers[initializer]
-        uses = sorted(value.uses(), key=lambda use: places[use[0]])
-        for name, (node, index) in zip(holders[1:], uses[1:], strict=True):
-            node.replace_input_with(index, constant(graph, name, contents(value).copy()))
-            names[name] = name

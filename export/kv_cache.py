@@ -81,17 +81,8 @@ def scale_kv_channels(
 ) -> None:
     """Divide keys and values by their scales, and multiply what meets them: logits stay equal.
 
-    parameters: arrays [out, in] or [out] by the decoder's names, changed in place. Raises
-    ValueError for layers that share weights, which would be scaled twice.
+    parameters: arrays [out, in] or [out] by the decoder's names, changed in place.
     """
-    arrays = [
-        id(array) for name, array in parameters.items() if ".attention." in name and array.any()
-    ]
-    if len(set(arrays)) < len(arrays):
-        raise ValueError(
-            "layers that share attention weights cannot have int8 keys and values; "
-            "use --precision fp32"
-        )
     for layer in range(config.n_layer):
         keys, values = scales[2 * layer : 2 * layer + 2]  # [n_kv_head, head_dim]
         by_query, by_output = (of.repeat(config.n_groups, axis=0) for of in (keys, values))
@@ -130,11 +121,10 @@ def quantize_kv_cache(model: ir.Model, config: DecoderConfig) -> None:
             "else_branch": _branch(node, in_floats, False, config, f"prompt.{layer}"),
         }
         choice = ir.node("If", [decode], attributes=branches, num_outputs=5)
-        graph.insert_before(node, choice)
         for old, new in zip(node.outputs[1:], choice.outputs[3:], strict=True):
             new.name, new.shape, new.type = f"prompt_{old.name}", old.shape, old.type
             graph.outputs.append(new)
-        replace_node(graph, node, *choice.outputs[:3])
+        replace_node(graph, node, [choice], *choice.outputs[:3])
         for running in choice.outputs[1:3]:
             running.type = ir.TensorType(ir.DataType.INT8)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,9 @@ from numpy.typing import NDArray
 from model.bundle import KV_BLOCK_SIZE
 from model.config import DecoderConfig
 from server.engine.cuda.runner import PagedModel
+from server.engine.cuda.session import DeviceModel, open_cuda_session, require_cuda
+
+__all__ = ["PagedSession", "require_cuda"]
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -31,20 +35,10 @@ class PagedSession:
         self._make_model = make_model
         self._block_size = block_size
 
-    @staticmethod
-    def require() -> None:
-        """Raise NoDeviceError where there can be no GPU."""
-        from server.engine.cuda.session import require_cuda  # noqa: PLC0415  imports ONNX Runtime
-
-        require_cuda()
-
     @classmethod
     def open(cls, path: Path, config: DecoderConfig) -> PagedSession:
         """Load a graph onto the GPU. Raises NoDeviceError where there is none."""
-        from server.engine.cuda.session import DeviceModel, open_cuda_session  # noqa: PLC0415
-
-        session = open_cuda_session(path)
-        return cls(config, lambda n_blocks: DeviceModel(session, n_blocks))
+        return cls(config, partial(DeviceModel, open_cuda_session(path)))
 
     def clear(self, batch: int, n_positions: int) -> None:
         """Start with `batch` empty rows of `n_positions` positions."""

@@ -20,21 +20,17 @@ once for the head when it loads the graph.
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
+from onnx_ir.tape import Tape
 
-from export.rewrite import (
-    MICROSOFT,
-    constant,
-    contents,
-    is_constant,
-    remove_unused_constants,
-    replace_node,
-)
+from export.rewrite import MICROSOFT, constant, contents, remove_unused_constants, replace_node
 
 BLOCK = 32
-EMBEDDING, HEAD = "embedding.weight", "head.weight"  # the decoder's names, which the graph keeps
+_EMBEDDING = "embedding.weight"  # the decoder's name, which the graph keeps
 _SMALLEST_SCALE = np.float32(1e-12)  # for zeros
 
 
@@ -42,14 +38,14 @@ def quantize(model: ir.Model, precision: str) -> None:
     """Round products with constant matrices, and the embedding, for the CPU, to int8 or int4."""
     graph, quantizer = model.graph, _Int8(model.graph)
     gathers = [node for node in graph if node.op_type == "Gather"]
-    lookups = [node for node in gathers if node.inputs[0] and node.inputs[0].name == EMBEDDING]
     for node in _products(graph):
-        if precision == "int4" and not _is_head(node):
+        if precision == "int4" and node.op_type == "MatMul":  # the head is a Gemm
             _round_in_blocks(graph, node, bits=4, accuracy_level=4)  # activations in int8
         else:
             quantizer.replace_product(node)
-    for node in lookups:
-        quantizer.replace_lookup(node)
+    for node in gathers:
+        if node.inputs[0] is not None and node.inputs[0].name == _EMBEDDING:
+            quantizer.replace_lookup(node)
     remove_unused_constants(graph)
     model.opset_imports[MICROSOFT] = 1
 
@@ -88,21 +84,25 @@ def quantize_blocks(
     return packed, scales[..., 0]
 
 
+def _products(graph: ir.Graph) -> list[ir.Node]:
+    """Return the products x W with constant matrices, and x Wᵀ + b, which torch makes a Gemm."""
+    products = (node for node in graph if node.op_type in ("MatMul", "Gemm"))
+    return [node for node in products if node.inputs[1] and node.inputs[1].const_value is not None]
+
+
 def _round_in_blocks(graph: ir.Graph, node: ir.Node, bits: int, **attributes: int) -> None:
-    """Replace x W, or x Wᵀ + b where torch made it a Gemm, by MatMulNBits."""
-    x, weight, *bias = node.inputs
-    assert weight is not None
+    """Replace a product by MatMulNBits."""
+    x, weight, *bias = cast("tuple[ir.Value, ...]", node.inputs)
     values = contents(weight)
     matrix = (values.T if node.op_type == "Gemm" else values).astype(np.float32)
     packed, scales = quantize_blocks(matrix, bits)
     integers = constant(graph, f"{weight.name}.int{bits}", packed)
     inputs = [x, integers, constant(graph, f"{weight.name}.scales", scales.astype(values.dtype))]
     sizes = {"K": matrix.shape[0], "N": matrix.shape[1], "bits": bits, "block_size": BLOCK}
-    nodes = [ir.node("MatMulNBits", inputs, attributes=sizes | attributes, domain=MICROSOFT)]
-    if bias:
-        nodes.append(ir.node("Add", [nodes[0].outputs[0], *bias]))
-    graph.insert_before(node, nodes)
-    replace_node(graph, node, nodes[-1].outputs[0])
+    tape = Tape()
+    product = tape.op("MatMulNBits", inputs, sizes | attributes, domain=MICROSOFT)
+    result = tape.op("Add", [product, *bias]) if bias else product
+    replace_node(graph, node, tape.nodes, result)
 
 
 class _Int8:
@@ -114,57 +114,49 @@ class _Int8:
         self._activations: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
         self._deferred: dict[ir.Value, ir.Value] = {}  # factors of tokens still to be applied
         self._zero_points: dict[int, ir.Value] = {}  # by rank of the activations
-        self._step = constant(self._graph, "quantize.step", np.array(1.0 / 127.0, dtype=np.float32))
-        self._one = constant(self._graph, "quantize.one", np.array(1.0, dtype=np.float32))
-        self._zero_point = constant(
-            self._graph, "quantize.zero_point", np.array(128, dtype=np.uint8)
-        )
 
     def replace_product(self, node: ir.Node) -> None:
-        """Replace x W, or x Wᵀ where torch made it a Gemm, which is the head."""
-        x, weight = node.inputs  # the head has no bias
-        assert x is not None
-        assert weight is not None
-        is_gemm = node.op_type == "Gemm"
-        matrix, scales = self._matrix(weight, rows_are_outputs=is_gemm)
-        if is_gemm:
-            matrix = self._before(node, "Transpose", [matrix], perm=[1, 0])
-        width = contents(weight).shape[int(is_gemm)]
-        quantized, scale = self._quantized(node, x, width, rank=2 if _is_head(node) else 3)
-        inputs = [quantized, matrix, self._one, scales, self._zero_point]
-        product = self._before(node, "MatMulIntegerToFloat", inputs, domain=MICROSOFT)
-        split = _gate_split(node)
-        if split is None:
-            replace_node(self._graph, node, self._before(node, "Mul", [product, scale]))
+        """Replace a product without a bias. A Gemm is the head, with activations of rank 2."""
+        x, weight = cast("tuple[ir.Value, ...]", node.inputs)
+        tape, is_head = Tape(), node.op_type == "Gemm"
+        matrix, scales = self._matrix(weight, rows_are_outputs=is_head)
+        if is_head:
+            matrix = tape.op("Transpose", [matrix], {"perm": [1, 0]})
+        width = contents(weight).shape[int(is_head)]
+        quantized, scale = self._quantized(tape, x, width, rank=2 if is_head else 3)
+        one = constant(self._graph, "quantize.one", np.array(1.0, dtype=np.float32))
+        zero_point = constant(self._graph, "quantize.zero_point", np.array(128, dtype=np.uint8))
+        inputs = [quantized, matrix, one, scales, zero_point]
+        product = tape.op("MatMulIntegerToFloat", inputs, domain=MICROSOFT)
+        splits = [user for user, _ in node.outputs[0].uses() if user.op_type == "Split"]
+        if not splits or len(splits[0].outputs) != 2:
+            scaled = tape.op("Mul", [product, scale])
+            replace_node(self._graph, node, tape.nodes, scaled)
             return
         # Scale the gate only. act(s · gate) · up then lacks a factor s, to which the next layer's
         # quantisation is blind: it is applied afterwards.
-        split.replace_input_with(0, product)
-        gate, up = split.outputs
-        uses = gate.uses()
-        scaled = ir.node("Mul", [gate, scale])
-        self._graph.insert_after(split, scaled)
-        for user, position in uses:
-            user.replace_input_with(position, scaled.outputs[0])
+        gate, up = splits[0].outputs
+        multiply = ir.node("Mul", [gate, scale])
+        ir.convenience.replace_all_uses_with(gate, multiply.outputs[0])
+        multiply.replace_input_with(0, gate)
+        self._graph.insert_after(splits[0], multiply)
         ((gated, _),) = up.uses()
         self._deferred[gated.outputs[0]] = scale
-        self._graph.remove(node, safe=True)
+        replace_node(self._graph, node, tape.nodes, product)
 
     def replace_lookup(self, node: ir.Node) -> None:
         """Replace the embedding's Gather."""
-        table, ids = node.inputs
-        assert table is not None
-        assert ids is not None
+        table, ids = cast("tuple[ir.Value, ...]", node.inputs)
+        tape = Tape()
         matrix, scales = self._matrix(table, rows_are_outputs=True)
-        integers = self._before(node, "Gather", [matrix, ids], axis=0)
-        rows = self._before(node, "Cast", [integers], to=ir.DataType.FLOAT)
-        last = constant(self._graph, "quantize.axis_2", np.array([2], dtype=np.int64))
-        scale = self._before(node, "Gather", [scales, ids], axis=0)
-        scale = self._before(node, "Unsqueeze", [scale, last])
-        replace_node(self._graph, node, self._before(node, "Mul", [rows, scale]))
+        integers = tape.op("Gather", [matrix, ids], {"axis": 0})
+        rows = tape.op("Cast", [integers], {"to": ir.DataType.FLOAT})
+        scale = tape.op("Unsqueeze", [tape.op("Gather", [scales, ids], {"axis": 0}), self._axis(2)])
+        embedded = tape.op("Mul", [rows, scale])
+        replace_node(self._graph, node, tape.nodes, embedded)
 
     def _quantized(
-        self, node: ir.Node, x: ir.Value, width: int, rank: int
+        self, tape: Tape, x: ir.Value, width: int, rank: int
     ) -> tuple[ir.Value, ir.Value]:
         """Return x as uint8, and the scale that is to multiply each token's product.
 
@@ -172,27 +164,26 @@ class _Int8:
         over axis -1 of no rows keeps the axis, in ONNX Runtime 1.31.
         """
         if x not in self._activations:
-            axis = constant(
-                self._graph, f"quantize.axis_{rank - 1}", np.array([rank - 1], dtype=np.int64)
-            )
-            magnitude = self._before(node, "Abs", [x])
-            largest = self._before(node, "ReduceMax", [magnitude, axis], keepdims=1)
-            scale = self._before(node, "Mul", [largest, self._step])
+            axes = [tape.op("Abs", [x]), self._axis(rank - 1)]
+            largest = tape.op("ReduceMax", axes, {"keepdims": 1})
+            step = constant(self._graph, "quantize.step", np.array(1 / 127, dtype=np.float32))
+            scale = tape.op("Mul", [largest, step])
             if rank not in self._zero_points:
                 # 128 for each token: QuantizeLinear wants as many as there are scales.
-                tokens = self._before(node, "Shape", [x], end=-1)
-                one = constant(self._graph, "quantize.width", np.array([1], dtype=np.int64))
-                shape = self._before(node, "Concat", [tokens, one], axis=0)
-                fill = ir.tensor(np.array([128], dtype=np.uint8))
-                self._zero_points[rank] = self._before(node, "ConstantOfShape", [shape], value=fill)
+                shape = [tape.op("Shape", [x], {"end": -1}), self._axis(1)]
+                fill = {"value": ir.tensor(np.array([128], dtype=np.uint8))}
+                tokens = tape.op("Concat", shape, {"axis": 0})
+                self._zero_points[rank] = tape.op("ConstantOfShape", [tokens], fill)
             inputs = [x, scale, self._zero_points[rank]]
-            quantized = self._before(
-                node, "QuantizeLinear", inputs, axis=rank - 1, block_size=width
-            )
+            sizes = {"axis": rank - 1, "block_size": width}
+            quantized = tape.op("QuantizeLinear", inputs, sizes)
             if x in self._deferred:
-                scale = self._before(node, "Mul", [scale, self._deferred[x]])
+                scale = tape.op("Mul", [scale, self._deferred[x]])
             self._activations[x] = quantized, scale
         return self._activations[x]
+
+    def _axis(self, n: int) -> ir.Value:
+        return constant(self._graph, f"quantize.axis_{n}", np.array([n], dtype=np.int64))
 
     def _matrix(self, weight: ir.Value, rows_are_outputs: bool) -> tuple[ir.Value, ir.Value]:
         """Return int8 of a weight in its own layout, and a scale for each output; made once."""
@@ -204,42 +195,3 @@ class _Int8:
             constant(self._graph, names[0], rounded.T if rows_are_outputs else rounded)
             constant(self._graph, names[1], scales)
         return made[names[0]], made[names[1]]
-
-    def _before(
-        self,
-        node: ir.Node,
-        op_type: str,
-        inputs: list[ir.Value],
-        domain: str = "",
-        **attributes: int | ir.TensorProtocol | list[int],
-    ) -> ir.Value:
-        """Insert a node before another and return its output."""
-        added = ir.node(op_type, inputs, attributes=dict(attributes), domain=domain)
-        self._graph.insert_before(node, added)
-        return added.outputs[0]
-
-
-def _products(graph: ir.Graph) -> list[ir.Node]:
-    """Return the products with constant matrices; a Gemm's is transposed."""
-    return [
-        node for node in graph if node.op_type in ("MatMul", "Gemm") and is_constant(node.inputs[1])
-    ]
-
-
-def _gate_split(node: ir.Node) -> ir.Node | None:
-    """Return the Split of a gate and what it multiplies, if only products with constants follow."""
-    split = _only_user(node.outputs[0], "Split")
-    gated = _only_user(split.outputs[1], "Mul") if split and len(split.outputs) == 2 else None
-    users = [user for user, _ in gated.outputs[0].uses()] if gated else []
-    into_products = [of.op_type == "MatMul" and is_constant(of.inputs[1]) for of in users]
-    return split if users and all(into_products) else None
-
-
-def _only_user(value: ir.Value, op_type: str) -> ir.Node | None:
-    users = [user for user, _ in value.uses()]
-    return users[0] if len(users) == 1 and users[0].op_type == op_type else None
-
-
-def _is_head(node: ir.Node) -> bool:
-    weight = node.inputs[1]
-    return weight is not None and weight.name in (EMBEDDING, HEAD)

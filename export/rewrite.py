@@ -25,11 +25,6 @@ def contents(value: ir.Value) -> NDArray[np.float32]:
     return value.const_value.numpy()
 
 
-def is_constant(value: ir.Value | None) -> bool:
-    """Tell whether a node's input is an initializer."""
-    return value is not None and value.const_value is not None
-
-
 def copy_node(node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Node:
     """Return a node of the same kind, with other inputs and outputs of its own."""
     return ir.node(
@@ -41,11 +36,14 @@ def copy_node(node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Node:
     )
 
 
-def replace_node(graph: ir.Graph, node: ir.Node, *outputs: ir.Value) -> None:
-    """Remove a node and let `outputs` take the place and the names of its outputs."""
-    for old, new in zip(node.outputs, outputs, strict=True):
-        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
-        new.name, new.shape, new.type = old.name, old.shape, old.type
+def replace_node(
+    graph: ir.Graph, node: ir.Node, new: Sequence[ir.Node], *outputs: ir.Value
+) -> None:
+    """Put other nodes in a node's place; `outputs` take the place and names of its outputs."""
+    graph.insert_before(node, new)
+    for old, value in zip(node.outputs, outputs, strict=True):
+        ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
+        value.name, value.shape, value.type = old.name, old.shape, old.type
     graph.remove(node, safe=True)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir
 import torch
 from numpy.typing import NDArray
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from onnx_ir.tensor_adapters import TorchTensor
 from torch import Tensor, nn
 
@@ -87,11 +88,8 @@ def trace(
             verbose=False,
         )
     assert program is not None
+    ClearMetadataAndDocStringPass()(program.model)  # of stack traces, with this machine's paths
     graph = program.model.graph
-    graph.metadata_props.clear()
-    for node in graph.all_nodes():
-        node.metadata_props.clear()  # stack traces, with paths of this machine
-        node.doc_string = None
     # Replace the exporter's symbols (s72, …), one for each dimension it saw, by the contract's.
     shapes = {name: shape for name, (_, shape) in tensors.items()}
     shapes["logits"] = ["rows", decoder.config.vocab_size]

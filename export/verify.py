@@ -11,14 +11,14 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import onnxruntime
 import torch
 from numpy.typing import NDArray
 
-from export.paged_session import PagedSession
+from export.paged_session import Floats, Ids, PagedSession
 from model.bundle import CACHE_OUTPUTS, DECODE_INPUT, GRAPH_ENVIRONMENT, Verification, cache_names
 from model.config import DecoderConfig
 from model.network.decoder import Decoder
@@ -32,9 +32,6 @@ _CHUNK = 64
 _GREEDY_PROMPTS, _GREEDY_TOKENS = 4, 32
 _LONGEST = 2048  # tokens of a row that is run to its end
 _PERPLEXITY_ROWS, _PERPLEXITY_CONTEXT = 16, 1024
-
-Floats = NDArray[np.float32]
-Ids = NDArray[np.int64]
 
 
 class VerificationError(Exception):
@@ -95,11 +92,9 @@ class GraphSession:
         logits, *self._rows[used] = self._session.run(outputs, feeds)
         if used == "prompt_key_values":
             with np.errstate(invalid="ignore"):  # a NaN shows in the logits
-                self._rows["past_key_values"] = [
-                    np.clip(np.rint(rows), -127, 127).astype(np.int8) for rows in self._rows[used]
-                ]
-        shaped: Floats = logits.reshape(batch, -1, self._config.vocab_size)
-        return shaped
+                rounded = (np.clip(np.rint(rows), -127, 127) for rows in self._rows[used])
+                self._rows["past_key_values"] = [rows.astype(np.int8) for rows in rounded]
+        return cast("Floats", logits.reshape(batch, -1, self._config.vocab_size))
 
 
 class Verifier:
@@ -145,9 +140,9 @@ class Verifier:
             expected = self._reference(tokens)
             # The logits of a long row take much memory: chunks are compared as they come.
             chunks = zip(self._in_chunks(tokens, ends), np.split(expected, ends[:-1]), strict=True)
-            largest = _largest([np.abs(actual - wanted).max() for actual, wanted in chunks])
+            largest = np.max([np.abs(actual - wanted).max() for actual, wanted in chunks])
             errors.append(largest / _spread(expected))
-        return _largest([*errors, self._ragged_error()])
+        return float(np.max([*errors, self._ragged_error()]))  # max() passes over a later NaN
 
     def _ragged_error(self) -> float:
         """Measure rows of different lengths: a prompt padded on the right, then a token each."""
@@ -163,8 +158,8 @@ class Verifier:
             reference = self._reference(tokens[i, : length + 1])
             pairs = (prompt[i, :length], reference[:-1]), (decoded[i], reference[-1:])
             for actual, wanted in pairs:
-                errors.append(float(np.abs(actual - wanted).max()) / _spread(wanted))
-        return _largest(errors)
+                errors.append(np.abs(actual - wanted).max() / _spread(wanted))
+        return float(np.max(errors))
 
     def _greedy_agreement(self, progress: Progress) -> float:
         """Return the share of the oracle's greedy tokens that the graph chooses after its text."""
@@ -181,10 +176,9 @@ class Verifier:
         return equal / (_GREEDY_PROMPTS * n_tokens)
 
     def _rows(self, text: SampleText) -> tuple[Ids, int]:
-        """Return rows [rows, context + 1] of a text, and the length of their prefix.
+        """Return its first stretches [rows, context + 1], and the length of their prefix.
 
-        They are its first stretches, which overlap by one token; the prefix is cut to leave room
-        for one.
+        They overlap by one token. The prefix is cut to leave room for one.
         """
         longest = min(_PERPLEXITY_CONTEXT, self._config.max_model_len)
         prefix = np.array(text.prefix[: longest - 1], dtype=np.int64)
@@ -232,8 +226,7 @@ class Verifier:
     @torch.inference_mode()
     def _reference(self, tokens: Ids) -> Floats:
         ids = torch.from_numpy(tokens)[None].to(self._decoder.embedding.weight.device)
-        logits: Floats = self._decoder(ids)[0].cpu().numpy()
-        return logits
+        return cast("Floats", self._decoder(ids)[0].cpu().numpy())
 
     def _tokens(self, count: int) -> Ids:
         """Return a random stretch of the text after its prefix; random ids if it is too short."""
@@ -262,11 +255,6 @@ def check(verification: Verification, precision: str) -> None:
         raise VerificationError(
             f"the graph's {what} by {error:.2e}, more than {limit:.0e}; it must not be served"
         )
-
-
-def _largest(errors: Sequence[float]) -> float:
-    """Return the largest, or NaN if there is one; Python's max passes over a later NaN."""
-    return float(np.max(errors))
 
 
 def _spread(logits: Floats) -> float:

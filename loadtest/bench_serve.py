@@ -18,10 +18,6 @@ from loadtest.sse_client import StreamedCompletion, Target, complete
 from model.progress import Progress, followed, unheard
 
 
-class ServeBenchError(Exception):
-    """A server answered no request."""
-
-
 @dataclass(frozen=True, slots=True)
 class Server:
     """A server to measure."""
@@ -56,7 +52,7 @@ def bench_serve(
     """Measure one server or two.
 
     Raises ValueError for an invalid URL, ChildProcessError for a directory that cannot be served,
-    and ServeBenchError.
+    and ConnectionError for a server that answers no request.
     """
     with ExitStack() as stack:
         clients = {}
@@ -118,7 +114,7 @@ class _Client:
     ) -> list[StreamedCompletion]:
         """Send requests: in an open loop if there is a rate and a generator, else in a closed one.
 
-        Raises ServeBenchError if none succeeds: a hanging server would cost every timeout.
+        Raises ConnectionError if none succeeds: a hanging server would cost every timeout.
         """
         ask = partial(complete, self.target, limit=self.plan.timeout)
         if self.plan.rate is not None and generator is not None:
@@ -127,5 +123,5 @@ class _Client:
             answers = await closed_loop(ask, bodies, workload.concurrency)
         if answers and not good(answers):
             failed = f"{self.target.url} answered none of {len(answers)} requests"
-            raise ServeBenchError(f"{failed}: {answers[0].error}")
+            raise ConnectionError(f"{failed}: {answers[0].error}")
         return answers

@@ -39,9 +39,8 @@ _ABORTED = frozenset({3, 7})
 # Largest difference of logits from PyTorch's in float32, in standard deviations, and smallest share
 # of equal greedy tokens. Perplexity cannot test random weights: no attention at all would pass.
 _LIMITS = {"bf16": (0.25, 0.97), "fp16": (0.05, 0.99), "int8": (0.35, 0.95), "int4": (3.0, 0.5)}
-_MIN_EQUAL = (
-    0.9  # share of tokens as in a sequence's run alone; after one difference, all may differ
-)
+# Share of tokens as in a sequence's run alone. After one difference, all may differ.
+_MIN_EQUAL = 0.9
 
 
 def check_parity(folder: Path, name: str, precision: str) -> dict[str, float]:
@@ -91,16 +90,23 @@ def check_engine(folder: Path) -> float:
 def measure_engine(folder: Path, batch: int) -> float:
     """Return new tokens per second for `batch` simultaneous prompts, prefill included."""
     bundle = load_bundle(folder)
-    generator = np.random.default_rng(0)
     limits = {"max_num_seqs": batch, "max_model_len": _PROMPT + _NEW, "kv_cache_bytes": 2**32}
     runner = open_cuda_runner(bundle.graph_path, bundle.config, **limits, keep_prompts=False)
     engine = Engine(runner, chunk_size=2048)
+    return _speed(batch, runner.vocab_size, lambda prompts: _generate(engine, prompts, _NEW))
 
-    def generate() -> None:
-        prompts = generator.integers(bundle.config.vocab_size, size=(batch, _PROMPT)).tolist()
-        assert all(len(tokens) == _NEW for tokens in _generate(engine, prompts, _NEW))
 
-    return batch * _NEW / median_seconds(generate, _ROUNDS)
+def _speed(
+    batch: int, vocab_size: int, generate: Callable[[list[list[int]]], list[list[int]]]
+) -> float:
+    generator = np.random.default_rng(0)
+
+    def run() -> None:
+        prompts = generator.integers(vocab_size, size=(batch, _PROMPT)).tolist()
+        lengths = [len(tokens) for tokens in generate(prompts)]
+        assert lengths == [_NEW] * batch, "an answer ended early"
+
+    return batch * _NEW / median_seconds(run, _ROUNDS)
 
 
 def _generate(
@@ -139,37 +145,32 @@ class Peer:
         self._device = device
         self._model = cast("Any", transformers.LlamaForCausalLM(shape))
         self._model.to(device, torch.bfloat16).eval()
-        self._generator = np.random.default_rng(0)
         self._vocab_size = config.vocab_size
         self.attention = str(self._model.config._attn_implementation)
 
     def static(self, batch: int) -> float:
         """Return new tokens per second of `generate` with a static cache, prefill included."""
-        ids = torch.from_numpy(
-            self._generator.integers(self._vocab_size, size=(batch, _PROMPT))
-        ).to(self._device)
         options = {"cache_implementation": "static", "do_sample": False, "max_new_tokens": _NEW}
 
-        def generate() -> None:
+        def generate(prompts: list[list[int]]) -> list[list[int]]:
+            ids = torch.tensor(prompts, device=self._device)
             found = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-            assert found.shape[1] == _PROMPT + _NEW, "generate ended early"
+            return cast("list[list[int]]", found[:, _PROMPT:].tolist())
 
-        return batch * _NEW / median_seconds(generate, _ROUNDS)
+        return _speed(batch, self._vocab_size, generate)
 
     def continuous(self, batch: int) -> float:
         """Return new tokens per second of `generate_batch`, prefill included."""
-        prompts = self._generator.integers(self._vocab_size, size=(batch, _PROMPT)).tolist()
         config = transformers.GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=_NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
         options = {"generation_config": config, "progress_bar": False, "persistent_manager": True}
 
-        def generate() -> None:
-            found = self._model.generate_batch(inputs=prompts, **options)
-            lengths = [len(result.generated_tokens) for result in found.values()]
-            assert lengths == [_NEW] * batch, "generate_batch ended early"  # it hides its failures
+        def generate(prompts: list[list[int]]) -> list[list[int]]:
+            found = self._model.generate_batch(inputs=prompts, **options)  # hides its failures
+            return [result.generated_tokens for result in found.values()]
 
-        return batch * _NEW / median_seconds(generate, _ROUNDS)
+        return _speed(batch, self._vocab_size, generate)
 
 
 class FigureLog:

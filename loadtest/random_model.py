@@ -16,10 +16,10 @@ from tokenizers import Tokenizer, models
 
 import export
 import model.network
-from export.directory import export_checkpoint
-from model.bundle import MANIFEST_FILE, PRECISIONS, Device
+from export.directory import check_precision, export_checkpoint
+from model.bundle import MANIFEST_FILE, Device
 from model.checkpoint import save_checkpoint
-from model.config import ConfigError, DecoderConfig, preset
+from model.config import DecoderConfig, preset
 from model.network.decoder import Decoder
 from model.progress import Progress, unheard
 from model.tokenizer import train_tokenizer
@@ -32,12 +32,10 @@ def make_random_model(
 ) -> Path:
     """Write a preset's model directory to `out`, unless the present exporter has written it before.
 
-    Raises ConfigError for an unknown preset or precision, and FileExistsError if `out` holds
+    Raises ValueError for an unknown preset or precision, and FileExistsError if `out` holds
     anything else.
     """
-    if precision not in PRECISIONS[device]:
-        known = ", ".join(PRECISIONS[device])
-        raise ConfigError(f"no precision {precision!r} for {device}; there are {known}")
+    check_precision(precision, device)
     config = preset(name)
     source = f"{_PREFIX}-{name}-{device}-{precision}-{_fingerprint(config)}"
     manifest = out / MANIFEST_FILE

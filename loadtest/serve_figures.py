@@ -162,15 +162,12 @@ class ServeFigures:
         if any(row[RATIO] for row in rows.values()):
             notes.insert(0, "A/B: A is better if throughput is above 1 and times are below 1")
         names = dict.fromkeys(name for row in rows.values() for name in chain(*row.values()))
-        tables = [_table("throughput", [name for name in names if "_ms_" not in name], rows)]
+        parts: list[str | Table] = [f"{key}: {value}" for key, value in self.about.items() if value]
+        parts.append(_table("throughput", [name for name in names if "_ms_" not in name], rows))
         for pair in (("ttft", "itl"), ("tpot", "e2e")):
             latencies = [f"{name}_ms_p{p}" for name in pair for p in PERCENTILES]
-            tables.append(_table("milliseconds", latencies, rows))
-        return [
-            *(f"{name}: {value}" for name, value in self.about.items() if value),
-            *tables,
-            *notes,
-        ]
+            parts.append(_table("milliseconds", latencies, rows))
+        return parts + notes
 
 
 def _table(title: str, names: list[str], rows: dict[str, dict[str, dict[str, float]]]) -> Table:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal, get_args
 
-OverloadLimit = Literal["tokens", "deadline", "key", "texts"]
+OverloadLimit = Literal["tokens", "deadline", "key", "key_tokens", "texts"]
 
 _LONGEST = 2000  # characters of a message, which may quote what a client sent
 
@@ -64,6 +64,10 @@ class AuthenticationError(KvasirError, status=401, error_type="authentication_er
         self.headers["www-authenticate"] = "Bearer"
 
 
+class ForbiddenError(KvasirError, status=403, error_type="permission_error"):
+    """A request of a web page that may not call this server, or to a name that is not its own."""
+
+
 class NotFoundError(KvasirError, status=404, code="not_found"):
     """A path that does not exist."""
 
@@ -101,7 +105,7 @@ class HeadTooLargeError(KvasirError, status=431, code="request_head_too_large"):
 
 
 class UnavailableError(KvasirError, status=503, error_type="unavailable"):
-    """A server that is loading its model or shutting down."""
+    """A server that loads its model, shuts down, or lacks time, connections or memory."""
 
 
 class DeadlineExceededError(KvasirError, status=504, error_type="deadline_exceeded"):

@@ -9,8 +9,6 @@ unless the client disconnected before.
 A stream that runs when the time is over, or when its user stops, may end; one that still runs
 after `--stop-timeout` (here 30 s) has failed. `--slo` sets the exit code. `--requests-csv` writes a
 line a request, from which loadtest.locust.report draws.
-
-Runs in Locust's own environment, on gevent; imports nothing of the server.
 """
 
 from __future__ import annotations

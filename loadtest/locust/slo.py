@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 LATENCIES = ("ttft", "itl", "e2e")
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_LIMIT = re.compile(rf"(?:errors|({'|'.join(LATENCIES)}):p?{_NUMBER}):{_NUMBER}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,26 +23,15 @@ class Limit:
 
 
 def parse_slo(text: str) -> list[Limit]:
-    """Parse limits separated by spaces.
-
-    Raises ValueError, with the part that is wrong, for anything else.
-    """
+    """Parse limits separated by spaces. Raises ValueError with the part that is wrong."""
     return [_parse_limit(limit) for limit in text.split()]
 
 
 def _parse_limit(text: str) -> Limit:
-    kind, *numbers = text.split(":")
-    try:
-        if kind == "errors":
-            (most,) = map(float, numbers)
-            if 0 <= most <= 100:
-                return Limit(kind, 0.0, most)
-        elif kind in LATENCIES:
-            percentile, most = map(float, (numbers[0].removeprefix("p"), *numbers[1:]))
-            if 0 < percentile <= 100 and 0 <= most < math.inf:
-                return Limit(kind, percentile, most)
-    except (IndexError, ValueError):
-        pass
+    if match := _LIMIT.fullmatch(text):
+        kind, percentile, most = match[1] or "errors", float(match[2] or 0), float(match[3])
+        if most <= 100 if kind == "errors" else 0 < percentile <= 100:
+            return Limit(kind, percentile, most)
     form = f"{'|'.join(LATENCIES)}:p99:MILLISECONDS, or errors:PERCENT"
     raise ValueError(f"{text!r} is not a limit; write {form}")
 
@@ -64,9 +57,6 @@ def missed(
 
 def percentile(times: Mapping[int, int], percent: float) -> int | None:
     """Return the nearest-rank percentile of counted times, or None if there are none."""
-    rank = percent * sum(times.values()) / 100
-    for value in sorted(times):
-        rank -= times[value]
-        if rank < 1e-6:  # a rounding error is less than one request
-            return value
-    return None
+    values = sorted(Counter(times).elements())
+    rank = math.ceil(percent * len(values) / 100 - 1e-6)  # a rounding error is less than one value
+    return values[max(rank, 1) - 1] if values else None

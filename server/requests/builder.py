@@ -8,6 +8,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from hashlib import blake2b
 
 from tokenizers import Encoding
 
@@ -43,6 +44,7 @@ class RequestOptions:
     stops: Sequence[str] = ()
     timeout_ms: int | None = None
     priority: int = 0
+    cache_salt: str = ""
     grammar: Grammar | None = None
     kept_ids: frozenset[int] = frozenset()
     keep_last: int | None = None  # prompt tokens to keep
@@ -112,6 +114,10 @@ class RequestBuilder:
             stops=tuple(options.stops),
             deadline=state.arrived + milliseconds / 1000,
             priority=options.priority,
+            caller=state.caller,
+            cache_salt=_salt(
+                b"" if self.settings.share_prefix_cache else state.caller.salt, options.cache_salt
+            ),
             grammar=options.grammar,
             kept_ids=options.kept_ids,
         )
@@ -213,6 +219,13 @@ class RequestBuilder:
                 raise InvalidRequestError(
                     f"{param}: token id {token_id} is not in the vocabulary of {size}", param=param
                 )
+
+
+def _salt(of_caller: bytes, of_request: str) -> bytes:
+    """Return a salt of 128 bits for both together, or none for none."""
+    if not of_request:
+        return of_caller
+    return blake2b(of_request.encode(), key=of_caller, digest_size=16).digest()
 
 
 def _starts(encoding: Encoding) -> list[int]:

@@ -7,6 +7,7 @@ known one does not wait for that.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,16 +18,19 @@ from typing import TypeVar
 from model.bundle import ModelBundle
 from server.engine.grammar.constraints import Constraint, Grammar, GrammarCompiler, GrammarError
 from server.engine.grammar.trial import GrammarTrial
-from server.errors import DeadlineExceededError, InvalidRequestError, OverloadedError
+from server.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    OverloadedError,
+    UnavailableError,
+)
 from server.requests.completion import CompletionRequest
 
 T = TypeVar("T")
 
 _KNOWN = 64  # good grammars, and as many refused ones, that are remembered: clients repeat theirs
 _MOST_WAITING = 64  # requests that wait for a trial, and as many whose grammars are compiled
-# A trial is bounded by processor time: a full queue of the slowest takes a quarter of this. On a
-# busy machine a grammar that is too slow is still refused as such, and not as one too many.
-_WAIT_SECONDS = 120.0
+_WAIT_SECONDS = 60.0  # on an idle machine a full queue of the slowest trials takes half of it
 
 
 class Grammars:
@@ -41,11 +45,21 @@ class Grammars:
         self._good: OrderedDict[Grammar, str] = OrderedDict()
         self._refused: OrderedDict[Grammar, str] = OrderedDict()
 
+    def warm_up(self) -> None:
+        """Start to read the tokens, here and in the trials' process. The first grammar waits."""
+
+        def start() -> None:
+            self._trial.start()
+            self._compilations.submit(lambda: self._compiler.tokens)
+
+        self._trials.submit(start)
+
     async def constraint(self, request: CompletionRequest) -> Constraint | None:
         """Compile a request's grammar, to be copied for each of its texts; None without one.
 
         Raises InvalidRequestError for a grammar that cannot be compiled, OverloadedError when too
-        many wait, DeadlineExceededError when the request's deadline passes first.
+        many wait, UnavailableError when the server is too slow or the process of the trials ends,
+        and DeadlineExceededError when the request's deadline passes first.
         """
         grammar = request.grammar
         if grammar is None:
@@ -71,11 +85,16 @@ class Grammars:
             raise InvalidRequestError(f"{param}: {error}", param=param) from None
         except TimeoutError:
             if seconds_left > _WAIT_SECONDS:
-                raise _too_many() from None
+                raise UnavailableError(
+                    f"{param} was not compiled within {_WAIT_SECONDS:g} s; try again",
+                    retry_after=1,
+                ) from None
             raise DeadlineExceededError(
                 f"the deadline passed while the grammar of {param} waited; allow more time, or "
                 "try later"
             ) from None
+        except OSError as error:
+            raise UnavailableError(f"{param}: {error}; try again", retry_after=1) from None
 
     def close(self) -> None:
         """End the threads, and the process of the trials."""
@@ -95,7 +114,7 @@ class Grammars:
     # In the threads
 
     def _try(self, grammar: Grammar) -> str:
-        """Return a grammar's error, "" for a good one. Raises GrammarError without a verdict."""
+        """Return a grammar's error, "" for a good one. Raises OSError without a verdict."""
         error = self._known_error(grammar)  # an equal grammar may have been tried just before
         if error is None:
             error = self._trial.check(grammar)
@@ -109,8 +128,10 @@ class Grammars:
     @cached_property
     def _trial(self) -> GrammarTrial:
         config = self._bundle.config
-        tokenizer = self._bundle.tokenizer.to_str()
-        return GrammarTrial(tokenizer, config.vocab_size, config.eos_token_ids)
+        tokenizer = json.loads(self._bundle.tokenizer.to_str())
+        if "merges" in tokenizer["model"]:  # grammars need none; reading them takes half the time
+            tokenizer["model"]["merges"] = []
+        return GrammarTrial(json.dumps(tokenizer), config.vocab_size, config.eos_token_ids)
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:
@@ -125,13 +146,10 @@ class _Worker(ThreadPoolExecutor):
     async def call(self, work: Callable[[], T]) -> T:
         """Call work in the thread, unless cancelled before its turn comes."""
         if self._n_waiting >= _MOST_WAITING:
-            raise _too_many()
+            message = f"{_MOST_WAITING} grammars already wait to be compiled; try again"
+            raise OverloadedError(message, retry_after=1)
         self._n_waiting += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self, work)
         finally:
             self._n_waiting -= 1
-
-
-def _too_many() -> OverloadedError:
-    return OverloadedError("too many grammars are being compiled; try again", retry_after=1)

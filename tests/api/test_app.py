@@ -8,6 +8,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -33,6 +34,7 @@ async def test_it_answers_while_the_model_loads_and_serves_once_it_has(
 
     monkeypatch.setattr("server.process.app.build_engine", build)
     app = create_app(load_settings(model=Path(MODEL)), fake_bundle())
+    monkeypatch.setattr(app.state.service.grammars, "warm_up", warm_up := Mock())
     loaded = asyncio.Event()
     start = app.state.service.engine.start
 
@@ -44,10 +46,11 @@ async def test_it_answers_while_the_model_loads_and_serves_once_it_has(
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
     ):
         refused = await client.post("/v1/completions", json={"prompt": "a"})
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        warm_up.assert_called_once_with()
         assert (await client.get("/health/startup")).status_code == 503
         assert (await client.get("/v1/models")).json()["data"][0]["max_model_len"] == 64
         assert "kvasir_num_requests_running 0" in (await client.get("/metrics/router")).text

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from export.graph import export_graph
 from export.kv_cache import measure_scales, scale_kv_channels
+from export.verify import Verifier
 from model.network.attention import split_heads
 from model.network.decoder import Decoder
 from model.network.positions import rotary_table, rotate
@@ -80,19 +84,6 @@ def test_scaled_channels_leave_logits_as_they_were_and_fit_int8(qk_norm: bool) -
     assert (reach > 60).all()
 
 
-def test_layers_that_share_weights_are_refused() -> None:
-    """They would be scaled twice; zeros may be shared."""
-    config = make_config(qkv_bias=True, n_layer=2)
-    parameters = {name: p.detach().numpy() for name, p in make_decoder(config).named_parameters()}
-    scales = np.ones((4, config.n_kv_head, config.head_dim), dtype=np.float32)
-    parameters["blocks.1.attention.qkv.bias"] = parameters["blocks.0.attention.qkv.bias"]
-    parameters["blocks.0.attention.qkv.bias"][:] = 0.0
-    scale_kv_channels(parameters, config, scales)
-    parameters["blocks.0.attention.qkv.bias"][:] = 1.0
-    with pytest.raises(ValueError, match="share attention weights"):
-        scale_kv_channels(parameters, config, scales)
-
-
 def test_decoding_writes_and_reads_rows_of_int8(random_int8_model: RandomModel) -> None:
     """In place, in its own row, and nowhere else; and what it reads there matters."""
     runner = random_int8_model.runner(max_num_seqs=3)
@@ -115,3 +106,14 @@ def test_decoding_writes_and_reads_rows_of_int8(random_int8_model: RandomModel) 
     assert (rows == before).all()
     rows[0, 0, :, 1] = -rows[0, 0, :, 1]  # a key of the first layer
     assert (runner.run(decode) != logits).any()
+
+
+def test_layers_with_equal_attention_have_scales_of_their_own(tmp_path: Path) -> None:
+    """The exporter keeps one copy of equal weights, which must not be scaled twice."""
+    decoder = make_decoder(make_config(qk_norm=True))
+    first, second = (decoder.get_submodule(f"blocks.{i}.attention") for i in range(2))
+    second.load_state_dict(first.state_dict())
+    export_graph(decoder, tmp_path / "model.onnx", "int8")
+    figures = Verifier(decoder, tmp_path / "model.onnx", text=None).verify()
+    assert figures.max_logit_error < 0.5
+    assert figures.greedy_agreement > 0.9

@@ -15,10 +15,13 @@ from unittest.mock import Mock
 
 import httpx
 import jsonschema
+import numpy as np
 import pytest
+from llguidance import LLParserLimits
 from tokenizers import Tokenizer, models
 
-from server.engine.grammar.constraints import Grammar, GrammarError
+from server.engine.grammar import constraints
+from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import SamplingParams
 from server.errors import DeadlineExceededError
 from server.requests import grammars
@@ -28,6 +31,7 @@ from tests.random_schemas import random_schema
 from tests.serving import EOS, VOCAB_SIZE, Served, fake_bundle, serving, small_tokenizer
 
 tokenizer = small_tokenizer()
+ENDINGS = frozenset({EOS})
 CLOSING = {str(tokenizer.token_to_id(token)): 6.0 for token in '"]}'}
 # Its "{" can be continued in too many ways.
 WIDE = {"type": "object", "properties": {f"p{i}": {} for i in range(700)}}
@@ -167,16 +171,62 @@ async def test_a_model_whose_tokenizer_is_not_supported_serves_without_grammars(
     assert "this model's tokenizer" in refused.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("limit", ["_MOST_WAITING", "_WAIT_SECONDS"])
-async def test_too_many_grammars_at_once_are_refused(
-    limit: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("limit", "status", "message"),
+    [
+        ("_MOST_WAITING", 429, "0 grammars already wait to be compiled; try again"),
+        ("_WAIT_SECONDS", 503, "regex was not compiled within 0 s; try again"),
+    ],
+)
+async def test_many_grammars_are_an_overload_and_slow_ones_are_not(
+    limit: str, status: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammars, limit, 0)
     async with serving() as served:
         response = await post(served, regex="a", max_tokens=2)
         assert (await post(served, max_tokens=2)).status_code == 200
-    assert response.status_code == 429
+    assert (response.status_code, response.json()["error"]["message"]) == (status, message)
     assert response.headers["retry-after"] == "1"
+
+
+async def test_a_warm_server_has_read_its_tokens() -> None:
+    """Merges only cut texts into tokens, and reading them takes half of the time."""
+    async with serving() as served:
+        known = served.service.grammars
+        known.warm_up()
+        await known._trials.call(lambda: None)
+        await known._compilations.call(lambda: None)
+        process, tokens = known._trial._process, vars(known._compiler)["tokens"]
+        assert (await complete(served, regex="a", max_tokens=2))["choices"][0]["text"] == "a"
+        assert (known._trial._process, known._compiler.tokens) == (process, tokens)
+    assert json.loads(known._trial.model[0])["model"]["merges"] == []
+
+
+def asking(source: str) -> CompletionRequest:
+    return CompletionRequest(
+        prompts=[Prompt([5], "a")],
+        params=SamplingParams(max_tokens=2),
+        grammar=Grammar("regex", source, "regex"),
+    )
+
+
+async def test_a_text_that_uses_up_the_lexer_of_its_grammar_spoils_no_other_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(constraints, "_LIMITS", LLParserLimits(max_lexer_states=60))
+    async with serving() as served:
+        known, (letter,) = served.service.grammars, tokenizer.encode("a").ids
+        first, second = [await known.constraint(asking("a{200}")) for _ in range(2)]
+        assert first is not None
+        assert second is not None
+        for _ in range(200):
+            first.set_mask(np.frombuffer(first.matcher.compute_bitmask(), np.uint8), 300, ENDINGS)
+            if first.error:
+                break
+            first.advance(letter, ends=False)
+        assert "too many states" in (first.error or "")
+        second.advance(letter, ends=False)
+        assert second.error is None
 
 
 async def test_a_known_grammar_is_not_tried_again_and_the_process_ends() -> None:
@@ -262,8 +312,9 @@ async def test_a_refused_grammar_is_tried_once_and_displaces_no_good_one(
 
 async def test_a_trial_that_was_killed_gives_no_verdict() -> None:
     async with serving() as served:
-        ended = Mock(side_effect=[GrammarError("ended; try again"), ""])
+        ended = Mock(side_effect=[ChildProcessError("it was ended"), ""])
         served.service.grammars._trial.check = ended  # type: ignore[method-assign]
         refused = await post(served, regex="a", max_tokens=2)
         assert (await complete(served, regex="a", max_tokens=2))["choices"][0]["text"] == "a"
-    assert "ended; try again" in refused.json()["error"]["message"]
+    assert refused.status_code == 503
+    assert refused.json()["error"]["message"] == "regex: it was ended; try again"

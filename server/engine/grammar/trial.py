@@ -30,30 +30,30 @@ _ROOT = Path(__file__).parents[3]
 class GrammarTrial:
     """A process that compiles grammars for one model's tokens, for use by one thread.
 
-    It starts with the first grammar, and has to be closed. model: the arguments of GrammarCompiler.
+    It has to be closed. model: the arguments of GrammarCompiler.
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         self.model = (tokenizer, vocab_size, list(eos_token_ids))
         self._process: Popen[bytes] | None = None
 
-    def check(self, grammar: Grammar) -> str:
-        """Return a grammar's error, "" if it compiles. Raises GrammarError if the process ends."""
-        messages: list[object] = [(grammar.kind, grammar.source)]
+    def start(self) -> Popen[bytes]:
+        """Start the process unless it runs. It reads the tokens, which may take seconds."""
         if self._process is None or self._process.poll() is not None:
             self.close()
             command = [sys.executable, "-m", __name__]
             self._process = Popen(command, cwd=_ROOT, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)  # noqa: S603
-            messages.insert(0, self.model)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        with suppress(BrokenPipeError):  # then there is no answer either
-            for message in messages:
-                self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
-        answer = self._process.stdout.readline()
+            _send(self._process, self.model)
+        return self._process
+
+    def check(self, grammar: Grammar) -> str:
+        """Return a grammar's error, "" if it compiles. Raises OSError if the process ends."""
+        process = self.start()
+        _send(process, (grammar.kind, grammar.source))
+        assert process.stdout is not None
+        answer = process.stdout.readline()
         if not answer:
-            raise GrammarError("the process that tries grammars was ended; try again")
+            raise ChildProcessError("the process that tries grammars was ended")
         return str(json.loads(answer))
 
     def close(self) -> None:
@@ -64,10 +64,16 @@ class GrammarTrial:
             self._process = None
 
 
+def _send(process: Popen[bytes], message: object) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # then there is no answer either
+        process.stdin.write(json.dumps(message).encode() + b"\n")
+        process.stdin.flush()
+
+
 def _main() -> None:
     """Answer each grammar, a line of standard input, by a line: its error, or ""."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the server, too
-    os.nice(10)
     compiler = GrammarCompiler(*json.loads(sys.stdin.readline()))
     with suppress(GrammarError):
         compiler.tokens  # noqa: B018  before the first fork
@@ -82,6 +88,7 @@ def _main() -> None:
 def _try(compiler: GrammarCompiler, kind: Any, source: str) -> None:
     """Compile within the limits, and end this process; a signal ends it beyond them."""
     try:
+        os.nice(10)
         memory = psutil.Process().memory_info().vms + MEMORY_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
