@@ -42,12 +42,13 @@ from server.requests.text_worker import SHORT
 
 T = TypeVar("T")
 
-# A prompt has at most so many token ids, and tools so many schemas. A body at the limits of all
-# three is parsed in 50 ms; without them the largest body takes half a second.
+# A prompt has at most so many token ids, and a conversation so many messages and schemas. At any of
+# these limits no step of the work on a body holds the interpreter's lock for 50 ms.
 MOST_IN_BODY = (
-    ("quotation marks around strings", (b'"',), 2**17),
+    ("quotation marks around strings", (b'"',), 2**16),
     ("commas between values", (b",",), 2**18),
     ("objects and arrays", (b"{", b"["), 2**14),
+    ("fractions, exponents and booleans", (b".", b"e", b"E"), 2**15),
 )
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 MAX_NAMED_TOKENS = 1024  # in stop_token_ids and logit_bias: each costs time in every shared step

@@ -39,7 +39,7 @@ FAULTS = {
     damaged_models: (100, 2),
     hostile_grammars: (300, 2),
     malformed_bodies: (20_000, 800),
-    large_bodies: (1000, 16),
+    large_bodies: (1000, 12),
     abandoned_texts: (200, 10),
     malformed_http: (5000, 100),
     unfinished_bodies: (100, 40),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
 import json
 import random
 from collections.abc import Iterator
@@ -135,7 +134,6 @@ async def measured(app: FastAPI, path: str, body: bytes) -> tuple[int, float, fl
 
 def _reset_peak() -> int:
     """Let the peak of memory begin anew, and return the memory in use."""
-    gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # else a body may use what others have left
     Path("/proc/self/clear_refs").write_text("5")
     return _memory("VmRSS")
