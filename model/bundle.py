@@ -31,8 +31,6 @@ ATTENTION_GRAPH_FILE = "attention.onnx"  # the same weights; also returns attent
 REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
 EXTRA_FILES = (CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE, GENERATION_FILE)
 
-# Attention's flash path gives other bits for other ways of cutting a prompt into chunks.
-GRAPH_ENVIRONMENT = {"ORT_GQA_DISABLE_FLASH_ATTENTION": "1"}
 # Tokens, on CUDA: PagedAttention wants a multiple of this for heads of up to 64 channels.
 KV_BLOCK_SIZE = 256
 # A graph's keys and values: each input {name}.{layer}.key or .value is written to the output

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig
+from model.onnx_runtime import onnxruntime
 from server.engine.batch import Chunk, StepBatch
 from server.engine.engine import SCORING_LOGITS_BYTES, check_max_model_len
 from server.engine.kv.prefix_cache import BLOCK_SIZE, PrefixCache
 from server.engine.kv.rows import KVRows, KVShape, RowMemory
 from server.engine.machine import SPIN_MICROSECONDS, available_memory, usable_cpus
 from server.engine.sampling import Floats
-from server.engine.session import InferenceSession, kv_inputs, open_session
+from server.engine.session import kv_inputs, open_session
 from server.engine.speculation import MAX_DRAFT, MAX_SPECULATING
 
 MAX_PADDING = 1.25  # ratio of the tokens that a run of several prompts has to those it needs
@@ -164,7 +165,12 @@ class _Binding:
     """
 
     def __init__(
-        self, session: InferenceSession, memory: RowMemory, row: int, batch: int, capacity: int
+        self,
+        session: onnxruntime.InferenceSession,
+        memory: RowMemory,
+        row: int,
+        batch: int,
+        capacity: int,
     ) -> None:
         self._session = session
         self._n_positions = memory.n_positions
