@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 
 from model.config import DecoderConfig, first_problem
+from model.files import parse_object
 from model.tokenizer import load_tokenizer
 
 FORMAT_VERSION = 1
@@ -195,8 +195,8 @@ def _read_manifest(path: Path) -> Manifest:
             f"{path.parent} has no {path.name}, so it is not a model directory; see kvasir export"
         )
     try:
-        values = json.loads(path.read_bytes())
-        version = values.get("format_version") if isinstance(values, dict) else None
+        values = parse_object(path.read_bytes())
+        version = values.get("format_version")
         if isinstance(version, int) and version > FORMAT_VERSION:  # the rest may have changed, too
             raise BundleError(
                 f"{path} has format version {version}, newer than {FORMAT_VERSION}, "
@@ -229,9 +229,7 @@ def parse_template(files: Mapping[str, bytes]) -> tuple[str | None, dict[str, st
     try:
         template = files[name].decode() if name in files else None
         name = SPECIAL_TOKENS_FILE
-        values = json.loads(files.get(name, b"{}"))
-        if not isinstance(values, dict):
-            raise ValueError("must hold a JSON object")
+        values = parse_object(files.get(name, b"{}"))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     return template, token_texts(values)
