@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 
 from model.config import DecoderConfig, first_problem
+from model.external_data import external_files
 from model.files import parse_object
 from model.tokenizer import load_tokenizer
 
@@ -29,6 +30,7 @@ GRAPH_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
 ATTENTION_GRAPH_FILE = "attention.onnx"  # the same weights; also returns attention's weights
 REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
+_GRAPHS = frozenset({GRAPH_FILE, ATTENTION_GRAPH_FILE})
 EXTRA_FILES = (CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE, GENERATION_FILE)
 
 # Tokens, on CUDA: PagedAttention wants a multiple of this for heads of up to 64 channels.
@@ -176,6 +178,14 @@ def load_bundle(directory: Path) -> ModelBundle:
                 raise BundleError(f"{path} is missing; {remedy}")
             if sha256(path) != expected:
                 raise BundleError(f"{path} does not match its hash in {MANIFEST_FILE}; {remedy}")
+        for name in {*EXTRA_FILES, *_GRAPHS} - manifest.files.keys():
+            if (directory / name).exists():
+                raise BundleError(
+                    f"{directory / name} is not in {MANIFEST_FILE}; "
+                    "remove it, or export the model again with it"
+                )
+        for name in _GRAPHS & manifest.files.keys():
+            _check_external_data(directory / name, manifest)
         config, tokenizer = load_config_and_tokenizer(directory)
         files = read_extra_files(directory)
         generation = GenerationDefaults.parse(files)
@@ -187,6 +197,16 @@ def load_bundle(directory: Path) -> ModelBundle:
         reason = f"{directory} cannot be loaded: {error}"
         raise BundleError(f"{reason}; export the model again") from None
     return ModelBundle(directory, config, manifest, tokenizer, generation, template, special_tokens)
+
+
+def _check_external_data(graph: Path, manifest: Manifest) -> None:
+    """Raise ValueError for a graph whose weights are in a file without a hash."""
+    try:
+        others = external_files(graph.read_bytes()) - manifest.files.keys()
+    except ValueError as error:
+        raise ValueError(f"{graph.name} {error}") from None
+    if others:
+        raise ValueError(f"{graph.name} reads {min(others)!r}, which is not in {MANIFEST_FILE}")
 
 
 def _read_manifest(path: Path) -> Manifest:

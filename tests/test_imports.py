@@ -15,6 +15,7 @@ WITHOUT_TORCH = (
     "model.bundle",
     "model.chat_template",
     "model.config",
+    "model.external_data",
     "model.files",
     "model.onnx_runtime",
     "model.progress",

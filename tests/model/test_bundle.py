@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
 
 from model.bundle import BundleError, Manifest, Verification, hash_files, load_bundle
@@ -20,7 +21,7 @@ def directory(tmp_path: Path) -> Path:
     directory.mkdir()
     make_config().save(directory / "config.json")
     train_tokenizer(["some text"], 300).save(str(directory / "tokenizer.json"))
-    (directory / "model.onnx").write_bytes(b"graph")
+    (directory / "model.onnx").write_bytes(onnx.ModelProto().SerializeToString())
     (directory / "model.onnx.data").write_bytes(b"weights")
     write_manifest(directory)
     return directory
