@@ -9,10 +9,8 @@ _MESSAGES: dict[str, dict[int, str]] = {
     "Function": {7: "Node", 11: "Attribute"},
     "Graph": {1: "Node", 5: "Tensor", 15: "SparseTensor"},
     "Node": {5: "Attribute"},
-    "Attribute": {
-        **{5: "Tensor", 6: "Graph", 10: "Tensor", 11: "Graph"},
-        **{22: "SparseTensor", 23: "SparseTensor"},
-    },
+    "Attribute": {5: "Tensor", 6: "Graph", 10: "Tensor", 11: "Graph"}
+    | {22: "SparseTensor", 23: "SparseTensor"},
     "SparseTensor": {1: "Tensor", 2: "Tensor"},
     "Tensor": {13: "Entry"},
     "Entry": {},

@@ -35,7 +35,7 @@ def parse_object(content: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError("must hold a JSON object")  # noqa: TRY004
+        raise ValueError("must hold a JSON object")
     return values
 
 

@@ -19,6 +19,7 @@ WITHOUT_TORCH = (
     "model.files",
     "model.onnx_runtime",
     "model.progress",
+    "model.template_limits",
     "model.tokenizer",
 )
 

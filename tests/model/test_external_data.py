@@ -16,7 +16,7 @@ def fill(message: object, chance: random.Random, found: set[str], depth: int = 0
     descriptor = message.DESCRIPTOR  # type: ignore[attr-defined]
     for field in descriptor.fields:
         if field.message_type is None:
-            if field.name not in {"external_data"} and chance.random() < 0.2:
+            if field.name != "external_data" and chance.random() < 0.2:
                 value = "location" if field.type == field.TYPE_STRING else None
                 if value is not None and not field.is_repeated:
                     setattr(message, field.name, value)
