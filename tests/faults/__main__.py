@@ -9,7 +9,7 @@ from time import perf_counter
 from typer import echo
 
 from tests.faults.clock_jumps import clock_jumps
-from tests.faults.damage import damaged_models
+from tests.faults.damage import damaged_models, hostile_models
 from tests.faults.disconnects import disconnects
 from tests.faults.ends import kills, terminations
 from tests.faults.full_disk import full_disk
@@ -31,6 +31,7 @@ FAULTS = {
     overload: (16_000, 320),
     full_disk: (50, 1),
     damaged_models: (100, 2),
+    hostile_models: (31, 2),
     hostile_grammars: (300, 2),
     malformed_bodies: (20_000, 800),
     malformed_http: (5000, 100),

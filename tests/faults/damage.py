@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import resource
 import shutil
 import subprocess
 from itertools import product
@@ -10,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from loadtest.local_server import serve_command
-from model.bundle import MANIFEST_FILE
+from model.bundle import MANIFEST_FILE, hash_files
 from tests.fake_runner import TIMEOUT
 from tests.faults.probe import EXAMPLE
 from tests.faults.report import Report
@@ -30,6 +32,63 @@ def damaged_models(n: int, seed: int = 0) -> Report:
             wrong = _refusal(directory)
         report.check(wrong == "", f"{what}: {wrong}")
     return report
+
+
+def hostile_models(n: int, seed: int = 0) -> Report:
+    """Serve n model directories whose hashes are right and whose contents are an attack."""
+    report = Report("hostile model files")
+    cases = [(name, what) for name in sorted(_ATTACKS) for what in _ATTACKS[name]]
+    peak = 0
+    for name, what in random.Random(seed).sample(cases, min(n, len(cases))):
+        report.tried += 1
+        with TemporaryDirectory() as folder:
+            directory = shutil.copytree(EXAMPLE, Path(folder) / "model")
+            (directory / name).write_bytes(what)
+            if name != MANIFEST_FILE:
+                manifest = json.loads((directory / MANIFEST_FILE).read_bytes())
+                manifest["files"] = hash_files(directory)
+                (directory / MANIFEST_FILE).write_text(json.dumps(manifest))
+            wrong = _refusal(directory)
+        peak = max(peak, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+        report.check(wrong == "", f"{name}: {what[:60]!r}: {wrong}")
+    report.check(peak < _MOST_MEMORY, f"a server took {peak / 1024:.0f} MiB")
+    report.note = f"{peak / 1024:.0f} MiB at most"
+    return report
+
+
+def _graph(location: str) -> bytes:
+    """Return a graph whose weights are elsewhere: Model.graph.initializer.external_data."""
+    message = b"\x0a\x08location\x12" + bytes([len(location)]) + location.encode()
+    for tag in (b"\x6a", b"\x2a", b"\x3a"):
+        message = tag + bytes([len(message)]) + message
+    return message
+
+
+_DEEP = b"[" * 100_000
+_LISTS = "{% set n = namespace(x=(1,)) %}{% for i in range(60) %}{% set n.x = (n.x, n.x) %}"
+_TEMPLATES = (
+    "{% for i in range(10 ** 12) %}{% endfor %}{{ raise_exception('x') }}{{ messages",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 'x' * 10 ** 9 }}",
+    "{{ 'x' | center(10 ** 9) }}",
+    "{{ '%1000000000d' % 1 }}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "{% set n = namespace(x='xx') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    _LISTS + "{% endfor %}{{ n.x }}",
+    _LISTS + "{% endfor %}{{ {n.x: 1} | length }}",
+    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "x" * 300_000,
+)
+_ATTACKS: dict[str, list[bytes]] = {
+    "manifest.json": [_DEEP, b"[]", b'{"format_version": NaN}', b'{"files": ' + b"9" * 5000 + b"}"],
+    "config.json": [_DEEP, b'{"vocab_size": NaN}', b'{"vocab_size": "' + b"x" * 100_000 + b'"}'],
+    "tokenizer.json": [_DEEP, b"{}", b"\xff" * 100],
+    "special_tokens_map.json": [_DEEP, b"[]", b'{"bos_token": "\\ud800"}'],
+    "generation_config.json": [_DEEP, b'{"temperature": NaN}', b'{"top_k": 1e400}'],
+    "chat_template.jinja": [source.encode() for source in _TEMPLATES],
+    "model.onnx": [_graph("/etc/passwd"), _graph("../x"), _graph("*/_ORT_MEM_ADDR_/*"), b"\xff"],
+}
+_MOST_MEMORY = 600 * 1024  # KiB, of a server that refuses its model; it has 150 MiB without any
 
 
 def _refusal(directory: Path) -> str:

@@ -86,7 +86,7 @@ REFUSALS: dict[str, tuple[Break, str]] = {
     "no config": (remove("config.json"), r"it has no config\.json; name a folder"),
     "deep config": (write("config.json", "[" * 100_000), r"config\.json is nested too deeply"),
     "half a surrogate pair": (
-        set_values("tokenizer_config.json", bos_token="\ud800"),
+        set_values("tokenizer_config.json", extra="\ud800"),
         r"tokenizer_config\.json is not JSON: .*surrogates not allowed",
     ),
     "too many layers": (
