@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from model.config import DecoderConfig
 from model.onnx_runtime import onnxruntime
 
 _ELEMENT_TYPES = {  # numbers in onnx.TensorProto, and bytes
@@ -50,6 +51,17 @@ class KVInput:
     def bytes_per_item(self) -> int:
         """Bytes for each index of the first axis, if the graph fixes the others."""
         return self.itemsize * math.prod(map(int, self.shape))
+
+
+def check_shape(session: onnxruntime.InferenceSession, config: DecoderConfig) -> None:
+    """Raise ValueError unless the graph has the configuration's tokens and layers, as buffers do."""
+    sizes = {value.name: value.shape[-1] for value in session.get_outputs()}
+    found = sizes.get("logits"), 1 + max((kv.block // 2 for kv in kv_inputs(session)), default=-1)
+    if found != (config.vocab_size, config.n_layer):
+        raise ValueError(
+            f"the graph has {found[0]} tokens and {found[1]} layers, and config.json "
+            f"{config.vocab_size} and {config.n_layer}; export the model again"
+        )
 
 
 def kv_inputs(session: onnxruntime.InferenceSession) -> list[KVInput]:

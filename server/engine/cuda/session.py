@@ -19,7 +19,7 @@ from server.engine.cuda.runtime import DeviceBuffer, NoDeviceError, free_memory
 from server.engine.engine import check_max_model_len, warm_up
 from server.engine.kv.blocks import KVBlocks
 from server.engine.sampling import Floats
-from server.engine.session import kv_inputs
+from server.engine.session import check_shape, kv_inputs
 
 DEFAULT_CHUNK_SIZE = 2048  # prompt tokens in a step
 _MEMORY_SHARE = 0.9
@@ -121,6 +121,7 @@ def open_cuda_runner(
     """
     longest = check_max_model_len(max_model_len, config)
     session = open_cuda_session(graph)
+    check_shape(session, config)
 
     def make_runner(n_blocks: int, max_num_seqs: int) -> PagedRunner:
         blocks = KVBlocks(
