@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal, get_args
 
-OverloadLimit = Literal["tokens", "deadline", "key"]
+OverloadLimit = Literal["tokens", "deadline", "key", "key_tokens"]
 
 
 class KvasirError(Exception):
@@ -60,6 +60,10 @@ class AuthenticationError(KvasirError, status=401, error_type="authentication_er
         self.headers["www-authenticate"] = "Bearer"
 
 
+class ForbiddenError(KvasirError, status=403, error_type="permission_error"):
+    """A request of a web page that may not call this server, or to a name that is not its own."""
+
+
 class NotFoundError(KvasirError, status=404, code="not_found"):
     """A path that does not exist."""
 
@@ -97,7 +101,7 @@ class HeadTooLargeError(KvasirError, status=431, code="request_head_too_large"):
 
 
 class UnavailableError(KvasirError, status=503, error_type="unavailable"):
-    """A server that loads its model, shuts down, or cannot compile a grammar in time."""
+    """A server that loads its model, shuts down, or lacks time, connections or memory."""
 
 
 class DeadlineExceededError(KvasirError, status=504, error_type="deadline_exceeded"):

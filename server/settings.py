@@ -34,6 +34,7 @@ def _split(value: object) -> object:
 
 # As browsers send it: no path, no slash.
 Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s,]+)$")]
+Host = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9_-][A-Za-z0-9._-]*)$")]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -71,6 +72,8 @@ class Settings(BaseSettings):
         "0 keeps none. Default: a tenth of kv_cache_memory. On a GPU prefixes stay in free blocks "
         "of the KV cache; 0 shares none.",
     )
+    share_prefix_cache: bool = False
+    """Share prefixes between API keys, which then learn what prompts of others begin with."""
     speculate: bool = False
     """Draft repeated text while few sequences run; rounding, so answers, then depend on load."""
     threads: int | None = Field(None, ge=1)
@@ -83,10 +86,12 @@ class Settings(BaseSettings):
     """Prompt tokens that may wait; a lone prompt may be longer. Default: 4096 x max_queue."""
     max_concurrency_per_key: int | None = Field(None, ge=1)
     """Requests that each API key may have in flight. Default: no limit."""
+    max_tokens_per_minute_per_key: int | None = Field(None, ge=1)
+    """Tokens of prompts and answers that each API key may use in a minute. Default: no limit."""
     max_header_bytes: ByteSize = Field(ByteSize(32 * 2**10), ge=1024)
     """Maximum size of a request's head: its URL and headers."""
     max_body_bytes: ByteSize = Field(ByteSize(4 * 2**20), gt=0)
-    """Maximum size of a request's body, such as 4MiB."""
+    """Maximum size of a request's body; unfinished bodies together may have 16 times as much."""
     default_timeout_ms: int | None = Field(None, ge=1, le=86_400_000)
     """Deadline of a request that names none. Default: none."""
     drain_timeout: Seconds = 45.0
@@ -99,21 +104,33 @@ class Settings(BaseSettings):
     """Seconds of silence before a stream gets a comment line."""
     api_key: SecretStr | None = Field(None, min_length=1)
     """The key that clients must send."""
-    api_key_file: Path | None = None
-    """File of keys, one a line, read when it changes; if missing or empty, old keys stay valid."""
+    api_key_file: Path | None = Field(
+        None,
+        description="File of keys, one a line, read when it changes; if missing or empty, old keys "
+        "stay valid. Before a key may stand name=N, concurrency=N and tokens_per_minute=N.",
+    )
     cors_origins: Annotated[tuple[Origin, ...], NoDecode, BeforeValidator(_split)] | None = None
     """Origins whose pages may call from browsers, comma-separated; * is all. Default: none."""
+    allowed_hosts: Annotated[tuple[Host, ...], NoDecode, BeforeValidator(_split)] | None = None
+    """Names that a server without keys answers to, beside localhost; *.a.org is a domain, * any."""
     tool_call_format: Literal["auto", "hermes", "llama", "none"] = Field(
         "auto",
         description="Format of the model's function calls: hermes is <tool_call>{…}</tool_call>, "
         "llama is bare JSON, none finds no calls. Default: that of its chat template.",
     )
+    explain: bool = True
+    """Serve POST /explain, whose requests cost a pass over their text in a second session."""
     otlp_endpoint: str | None = Field(None, pattern=r"^https?://.+")
     """URL for OpenTelemetry spans (OTLP over HTTP), such as http://collector:4318/v1/traces."""
     root_path: str = Field("", pattern=r"^(/[^/]+)*$")
     """Path prefix that a proxy in front removes, such as /llm."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log line shown."""
+
+    @property
+    def has_keys(self) -> bool:
+        """True if clients must send a key."""
+        return self.api_key is not None or self.api_key_file is not None
 
     @property
     def queue_limit(self) -> int:
@@ -154,9 +171,9 @@ def load_settings(**options: Any) -> Settings:
         settings = Settings(**{name: value for name, value in options.items() if value is not None})
     except ValidationError as error:
         raise StartupError(_refusal(error)) from None
-    if settings.max_concurrency_per_key and not (settings.api_key or settings.api_key_file):
-        message = "setting max_concurrency_per_key needs keys; set api_key_file or api_key too"
-        raise StartupError(message)
+    for name in ("max_concurrency_per_key", "max_tokens_per_minute_per_key"):
+        if getattr(settings, name) and not settings.has_keys:
+            raise StartupError(f"setting {name} needs keys; set api_key_file or api_key too")
     return settings
 
 

@@ -78,6 +78,11 @@ class FakeRunner:
             self._permits = None
             self._changed.notify_all()
 
+    def fail(self) -> None:
+        """Let the next runs raise."""
+        self.error = RuntimeError("a kernel failed")
+        self.release()
+
     def wait_until_held(self) -> None:
         """Return when a run waits and no permit is left."""
         with self._changed:

@@ -32,7 +32,7 @@ class Live:
         self.submitted = threading.Semaphore(0)
         self.left = threading.Semaphore(0)
         self.freed = threading.Semaphore(0)
-        app = fake_app(runner, api_key=KEY, **settings)
+        app = fake_app(runner, **{"api_key": KEY} | settings)
         self.service: Service = app.state.service
         self._announce(self.service.engine)
         listener = bind("127.0.0.1", 0)

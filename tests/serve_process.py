@@ -1,9 +1,9 @@
 """A server process on a fake runner, for tests that send signals.
 
 Run it as python -m tests.serve_process OPTIONS_AS_JSON. The runner is held until a line on standard
-input tells it to `allow` one run or to `release` all of them. A line `submitted` on standard output
-reports each request that reaches the engine. The option `loading` is `works` or `hangs`; with
-`real` nothing is faked.
+input tells it to `allow` one run, to `release` all of them, or to `fail`. A line `submitted` on
+standard output reports each request that reaches the engine. The option `loading` is `works` or
+`hangs`; with `real` nothing is faked.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ async def serving(
     )
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://test") as c,
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as c,
     ):
         submitted = asyncio.Semaphore(0)
         announce_submissions(app, submitted)

@@ -10,7 +10,7 @@ url = os.environ["URL"]
 headers = {"content-type": "application/json"}
 if file := os.environ.get("KEY_FILE"):
     lines = pathlib.Path(file).read_text(encoding="utf-8-sig").split("\n")
-    keys = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+    keys = [line.split()[-1] for line in lines if line.strip() and not line.strip().startswith("#")]
     headers["authorization"] = f"Bearer {keys[0]}"
 urllib.request.urlopen(f"{url}/health/ready", timeout=10).close()
 body = json.dumps({"prompt": "Hello", "max_tokens": 4, "stream": True}).encode()

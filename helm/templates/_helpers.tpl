@@ -29,11 +29,18 @@ app.kubernetes.io/component: server
 app.kubernetes.io/component: test
 {{- end }}
 
-{{- define "kvasir.labels" -}}
+{{- define "kvasir.ownLabels" -}}
 {{ include "kvasir.selectorLabels" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
+{{- end }}
+
+{{- define "kvasir.labels" -}}
+{{ include "kvasir.ownLabels" . }}
+{{- with .Values.extraLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "kvasir.image" -}}
@@ -49,20 +56,6 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | quote }}
 {{- if .Values.apiKey.value }}{{ include "kvasir.fullname" . }}-keys{{ else }}{{ .Values.apiKey.secretName }}{{ end }}
 {{- end }}
 
-{{- define "kvasir.podSecurityContext" -}}
-runAsNonRoot: true
-runAsUser: 10001
-runAsGroup: 10001
-fsGroup: 10001
-seccompProfile: {type: RuntimeDefault}
-{{- end }}
-
-{{- define "kvasir.securityContext" -}}
-allowPrivilegeEscalation: false
-readOnlyRootFilesystem: {{ .Values.readOnlyRootFilesystem }}
-capabilities: {drop: [ALL]}
-{{- end }}
-
 {{/* Image pull secrets and placement of every pod of the release. */}}
 {{- define "kvasir.placement" -}}
 {{- with .Values.image.pullSecrets }}
@@ -76,10 +69,21 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
-{{/* Public paths; health, metrics and debugging stay internal. */}}
+{{/* Names of a server without keys: the Service's, those of the routes (all, if a route has none), and the setting's. */}}
+{{- define "kvasir.allowedHosts" -}}
+{{- $names := list (include "kvasir.fullname" .) }}
+{{- range list "" ".svc" ".svc.cluster.local" }}
+{{- $names = append $names (printf "%s.%s%s" (include "kvasir.fullname" $) $.Release.Namespace .) }}
+{{- end }}
+{{- if .Values.httpRoute.enabled }}{{ $names = concat $names (.Values.httpRoute.hostnames | default (list "*")) }}{{ end }}
+{{- if .Values.ingress.enabled }}{{ $names = concat $names .Values.ingress.hosts }}{{ end }}
+{{- join "," (concat $names (.Values.settings.allowed_hosts | default list)) }}
+{{- end }}
+
+{{/* Public paths; health, metrics and debugging stay internal. publishExplain adds /explain. */}}
 {{- define "kvasir.publicPaths" -}}
 prefixes: [/v1, /static]
-exact: [/, /model, /generate, /generate_stream, /info, /tokenize, /detokenize, /explain, /openapi.json, /version]
+exact: [/, /model, /generate, /generate_stream, /info, /tokenize, /detokenize, /openapi.json, /version]
 {{- end }}
 
 {{/* The sum for scaling: running and waiting requests of this Deployment's pods alone, in any job. */}}

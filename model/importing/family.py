@@ -98,8 +98,8 @@ class Family:
 
     title: str  # in messages
     architectures: tuple[str, ...]  # accepted values of "architectures"
-    # By module of ours, whose weight and bias it has: a name, or how they are stored otherwise. `*`
-    # stands for a layer.
+    # From our module to the one that holds its weight and bias in the checkpoint, or to a Source
+    # if they are stored differently. `*` stands for a layer.
     modules: Mapping[str, str | Source]
     shape: tuple[int | None, ...]  # defaults of vocab_size to max_position_embeddings in _SHAPE
     tokens: tuple[int | None, int | None]  # defaults of bos_token_id and eos_token_id

@@ -20,7 +20,7 @@ from starlette.responses import Response
 from model.bundle import ModelBundle
 from server import explain as explainer
 from server.api import schemas
-from server.api.responses import errors, json_response, service_of, unless_disconnected
+from server.api.responses import BODY_ERRORS, json_response, service_of, unless_disconnected
 from server.errors import InvalidRequestError, OverloadedError
 from server.explain import Explainer, NextToken, check_index, check_length
 
@@ -107,7 +107,7 @@ class Explanations:
             self._n_inside -= 1
 
 
-@router.post("/explain", response_model=Explanation, responses=errors(400, 401, 404, 413, 429, 503))
+@router.post("/explain", response_model=Explanation, responses=BODY_ERRORS)
 async def explain(request: Request, body: ExplainBody) -> Response:
     """Return the attention in a text, and the likeliest next tokens."""
     service = service_of(request)

@@ -60,7 +60,7 @@ class Batch(ResponseBody):
 
 
 class Metrics(Response):
-    """Metrics in Prometheus' text format."""
+    """Metrics in Prometheus' text format, or in OpenMetrics."""
 
     media_type = CONTENT_TYPE
 
@@ -69,7 +69,9 @@ _UNAVAILABLE = {503: {"description": "It is not.", "model": Health}}
 _PROBE = OPEN | {"response_model": Health, "responses": OPEN["responses"] | _UNAVAILABLE}
 
 
+@router.head("/health", **_PROBE)
 @router.get("/health", **_PROBE)
+@router.head("/health/ready", **_PROBE)
 @router.get("/health/ready", **_PROBE)
 async def ready(request: Request) -> Response:
     """Return 200 if requests are accepted, even with a full queue, which answers with 429."""
@@ -77,12 +79,14 @@ async def ready(request: Request) -> Response:
     return _health(service.admission.phase is Phase.READY and service.engine.is_healthy)
 
 
+@router.head("/health/live", **_PROBE)
 @router.get("/health/live", **_PROBE)
 async def live(request: Request) -> Response:
     """Return 200 unless the engine has failed or hangs; also while the model loads."""
     return _health(service_of(request).engine.is_healthy)
 
 
+@router.head("/health/startup", **_PROBE)
 @router.get("/health/startup", **_PROBE)
 async def startup(request: Request) -> Response:
     """Return 200 once the model has been loaded and warmed up."""
@@ -94,16 +98,24 @@ def _health(is_good: bool) -> Response:
     return JSONResponse({"status": status}, 200 if is_good else 503)
 
 
+@router.head("/metrics", response_class=Metrics, **OPEN)
 @router.get("/metrics", response_class=Metrics, **OPEN)
 async def metrics(request: Request) -> Metrics:
     """Return all metrics, for Prometheus."""
-    return Metrics(service_of(request).metrics.render())
+    return _metrics(request)
 
 
+@router.head("/metrics/router", response_class=Metrics, **OPEN)
 @router.get("/metrics/router", response_class=Metrics, **OPEN)
 async def router_metrics(request: Request) -> Metrics:
     """Return three gauges, for load balancers."""
-    return Metrics(service_of(request).metrics.render_load())
+    return _metrics(request, only_load=True)
+
+
+def _metrics(request: Request, *, only_load: bool = False) -> Metrics:
+    accept = request.headers.get("accept", "")
+    content, kind = service_of(request).metrics.render(accept, only_load=only_load)
+    return Metrics(content, headers={"content-type": kind, "vary": "accept"})
 
 
 @router.get("/version", responses=READ_ERRORS)

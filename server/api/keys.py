@@ -6,52 +6,80 @@ import asyncio
 import codecs
 import hashlib
 import logging
+import re
 import secrets
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from server.errors import StartupError
+from server.requests.callers import Caller
 
 logger = logging.getLogger("kvasir")
 
 LARGEST_FILE = 2**20  # bytes
 
+_NUMBER = "[1-9][0-9]{0,8}"
+_FIELDS = {
+    "name": "[A-Za-z0-9._@-]{1,64}",
+    "concurrency": _NUMBER,
+    "tokens_per_minute": _NUMBER,
+}
+
 Stamp = tuple[int, int, int]  # of a file's content: modification time in nanoseconds, inode, size
+
+
+class Limits(NamedTuple):
+    """What one caller may do at once, and in a minute; None is no limit."""
+
+    concurrency: int | None = None
+    tokens_per_minute: int | None = None
+
+
+_NO_LIMITS = Limits()
+
+
+class _Entry(NamedTuple):
+    """A key's digest, and its caller's id, name and limits."""
+
+    digest: bytes
+    id: bytes
+    name: str
+    limits: Limits
 
 
 class ApiKeys:
     """The known keys. Raises StartupError for a file without keys, and for a key nobody can send.
 
     Only digests are kept, keyed by a secret of this process: the time of a lookup says nothing
-    about any key, and a leaked digest reveals none.
+    about any key, and a leaked digest reveals none. Keys of one name are one caller; the setting's
+    is named `default`, and one without a name by its line. A caller outlives changes of the file.
     """
 
-    def __init__(self, key: str | None = None, path: Path | None = None) -> None:
+    def __init__(
+        self, key: str | None = None, path: Path | None = None, default: Limits = _NO_LIMITS
+    ) -> None:
         self._secret = secrets.token_bytes(32)
         self._path, self._stamp = path, _current_stamp(path)
+        self._default = default
         self._reloading = threading.Lock()
-        self._fixed = frozenset[bytes]()
+        self._fixed: list[_Entry] = []
+        self._known: dict[bytes, Caller] = {}  # by digest
         source = "api_key"
         try:
             if key is not None:
-                self._fixed = frozenset({self._digest(_stripped(key.encode()))})
+                self._fixed = [self._entry(_stripped(key.encode()), "default", default)]
             source = f"api_key_file {path}"
-            self._known = self._fixed | (frozenset() if path is None else self._read(path))
+            self._take([] if path is None else self._read(path))
         except (OSError, ValueError) as error:
             raise StartupError(f"{source}: {error}") from None
 
-    @property
-    def is_open(self) -> bool:
-        """True if there are no keys, and none is needed."""
-        return not self._known
-
-    async def find(self, key: bytes) -> bytes | None:
-        """Return a known key's digest; None for an unknown key. A changed file is read first."""
+    async def find(self, key: bytes) -> Caller | None:
+        """Return a known key's caller; None for an unknown key. A changed file is read first."""
         if self._path is not None and (stamp := _current_stamp(self._path)) != self._stamp:
             await asyncio.to_thread(self._reload, self._path, stamp)
-        digest = self._digest(key)
-        return digest if digest in self._known else None
+        return self._known.get(self._digest(key))
 
     def _reload(self, path: Path, stamp: Stamp | None) -> None:
         """Take the file's keys, if it has any. Concurrent callers wait for the first."""
@@ -59,7 +87,7 @@ class ApiKeys:
             if stamp == self._stamp:
                 return
             try:
-                self._known = self._fixed | self._read(path)
+                self._take(self._read(path))
             except (OSError, ValueError) as error:
                 logger.error("api_key_file %s: %s; the keys stay as they were", path, error)
             else:
@@ -67,19 +95,61 @@ class ApiKeys:
                 logger.info("api_key_file has changed", extra={"fields": fields})
             self._stamp = stamp
 
-    def _read(self, path: Path) -> frozenset[bytes]:
-        """Return digests of the file's keys. Raises OSError, or ValueError without its content."""
+    def _take(self, entries: list[_Entry]) -> None:
+        """Know these keys and the fixed one, with the callers that are known already."""
+        callers = {caller.salt: caller for caller in self._known.values()}
+        known = {}
+        for entry in (*self._fixed, *entries):
+            caller = callers.setdefault(entry.id, Caller(salt=entry.id))
+            caller.name = entry.name
+            caller.concurrency, caller.tokens_per_minute = entry.limits
+            known[entry.digest] = caller
+        self._known = known
+
+    def _read(self, path: Path) -> list[_Entry]:
+        """Return the file's keys. Raises OSError, or ValueError without its content."""
         if not path.is_file():
             raise ValueError("there is no such file")
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE + 1)
         if len(content) > LARGEST_FILE:
             raise ValueError(f"it has more than {LARGEST_FILE} bytes")
-        lines = [line.strip() for line in content.removeprefix(codecs.BOM_UTF8).splitlines()]
-        keys = {_stripped(line) for line in lines if line and not line.startswith(b"#")}
-        if not keys:
+        entries: list[_Entry] = []
+        limits: dict[bytes, Limits] = {}  # by the caller's id
+        lines = content.removeprefix(codecs.BOM_UTF8).splitlines()
+        for n, line in enumerate(map(bytes.strip, lines), 1):
+            if line and not line.startswith(b"#"):
+                entry = self._parse(line, n)
+                entries.append(entry)
+                if limits.setdefault(entry.id, entry.limits) != entry.limits:
+                    raise ValueError(f"line {n}: an earlier line gives this name other limits")
+        if not entries:
             raise ValueError("it holds no key; write one on each line")
-        return frozenset(map(self._digest, keys))
+        return entries
+
+    def _parse(self, line: bytes, n: int) -> _Entry:
+        """Return the key of line n, which may follow a name and limits. Raises ValueError."""
+        *fields, key = line.split()
+        given: dict[str, str] = {}
+        for field in fields:
+            name, _, value = field.decode("ascii", "replace").partition("=")
+            if name in given or name not in _FIELDS or not re.fullmatch(_FIELDS[name], value):
+                raise ValueError(
+                    f"line {n}: before a key may stand only name=N (letters, digits and ._@-), "
+                    "concurrency=N and tokens_per_minute=N; a key has no space in it"
+                )
+            given[name] = value
+        if key.partition(b"=")[0].decode("ascii", "replace") in _FIELDS:
+            raise ValueError(f"line {n}: there is no key after the name and the limits")
+        chosen = {name: int(given[name]) for name in Limits._fields if name in given}
+        limits = self._default._replace(**chosen)
+        return self._entry(_stripped(key), given.get("name"), limits, f"line-{n}")
+
+    def _entry(self, key: bytes, name: str | None, limits: Limits, place: str = "") -> _Entry:
+        digest = self._digest(key)
+        # No key has a space in it, so none has the digest of a name.
+        caller_id = self._digest(b"name " + name.encode()) if name else digest
+        return _Entry(digest, caller_id, name or place, limits)
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._secret, digest_size=16).digest()

@@ -1,14 +1,16 @@
-"""Around every request: its id, its line in the log, errors, the API key, the limit on the body.
+"""Around every request: its id, its line in the log, errors, who may ask, the limit on the body.
 
-From the outside in: tracing if wanted, request_context, CORS if wanted, error_responses, key_check,
-body_limit. A browser shows a page only what CORS's headers allow, even of errors, so those are
-answered inside; a preflight request has no key.
+From the outside in: request_context, tracing if wanted, CORS if wanted, error_responses, key_check
+(without keys page_check), body_limit. A browser shows a page only what CORS's headers allow, even
+of errors, so those are answered inside; a preflight request has no key.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import re
+from collections.abc import Container
+from ipaddress import ip_address
 from time import perf_counter
 from typing import Any
 from uuid import uuid4
@@ -19,13 +21,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.keys import ApiKeys
 from server.api.responses import error_response, path_of, state_of
-from server.errors import AuthenticationError, OverloadedError, RequestTooLargeError
+from server.errors import (
+    AuthenticationError,
+    ForbiddenError,
+    InvalidRequestError,
+    OverloadedError,
+    RequestTooLargeError,
+)
 from server.requests.completion import RequestState
+from server.settings import Settings
 
 logger = logging.getLogger("kvasir")
 
 _HEALTH_PATHS = ("/health", "/health/live", "/health/ready", "/health/startup")
-_PROBED_PATHS = frozenset((*_HEALTH_PATHS, "/metrics", "/metrics/router"))
+PROBED_PATHS = frozenset((*_HEALTH_PATHS, "/metrics", "/metrics/router"))
+_LENGTH_DIGITS = 20  # of 2**64, beyond which HTTP's parser refuses
 _CLIENT_DISCONNECTED = 499  # nginx's status for the log: no response was sent
 
 
@@ -81,47 +91,109 @@ def error_responses(app: ASGIApp) -> ASGIApp:
     return run
 
 
-def key_check(app: ASGIApp, keys: ApiKeys, max_in_flight: int | None) -> ASGIApp:
-    """Answer 401 without a known key, except to health, metrics and the page; no keys, all open.
+def key_check(app: ASGIApp, keys: ApiKeys) -> ASGIApp:
+    """Answer 401 without a known key, except to health, metrics and the page.
 
-    max_in_flight: requests that each key may have in flight; one more is a 429. None is any number.
+    A key that has as many requests in flight as it may gets a 429 for one more.
     """
-    in_flight = Counter[bytes]()
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        path = path_of(scope)
-        is_public = path in _PROBED_PATHS or path == "/" or path.startswith("/static/")
-        is_read = scope.get("method") in ("GET", "HEAD")
-        if scope["type"] != "http" or keys.is_open or (is_public and is_read):
+        if scope["type"] != "http" or _reads_probe(scope) or _reads_page(scope):
             await app(scope, receive, send)
             return
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        key = None
-        if scheme.lower() == "bearer":
-            key = await keys.find(given.strip(" \t").encode("latin-1"))
-        if key is None:
-            raise AuthenticationError("no valid API key; send one as: Authorization: Bearer KEY")
-        if max_in_flight is not None and in_flight[key] >= max_in_flight:
-            service = scope["app"].state.service
+        headers = Headers(scope=scope)
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")
+        caller = await keys.find(given.strip(" \t").encode("latin-1"))
+        if caller is None:
+            raise AuthenticationError(
+                "no valid API key; send one as: Authorization: Bearer KEY, or x-api-key: KEY"
+            )
+        state_of(scope).caller = caller
+        service = scope["app"].state.service
+        service.metrics.asked(caller.name)
+        if caller.concurrency is not None and caller.n_in_flight >= caller.concurrency:
             raise OverloadedError(
-                f"{max_in_flight} requests with this API key are in flight, which is its limit; "
-                "wait for one to end",
+                f"{caller.concurrency} requests with this API key are in flight, which is its "
+                "limit; wait for one to end",
                 retry_after=service.admission.retry_after(1, service.engine.snapshot()),
                 limit="key",
             )
-        in_flight[key] += 1
+        caller.n_in_flight += 1
         try:
             await app(scope, receive, send)
         finally:
-            in_flight[key] -= 1
-            if not in_flight[key]:
-                del in_flight[key]
+            caller.n_in_flight -= 1
 
     return run
 
 
+def page_check(app: ASGIApp, settings: Settings) -> ASGIApp:
+    """Answer 403 to web pages of other origins, and under names that others could point here.
+
+    For a server without keys, which a page could otherwise use through its reader's browser, and
+    by DNS rebinding even read from. Health and metrics answer under any name.
+    """
+    names = {"localhost", settings.host.lower(), *map(str.lower, settings.allowed_hosts or ())}
+    origins = settings.cors_origins or ()
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not _reads_probe(scope):
+            headers = Headers(scope=scope)
+            _check_host(headers.get("host", ""), names)
+            if "*" not in origins and not _reads_page(scope):
+                _check_origin(headers, origins)
+        await app(scope, receive, send)
+
+    return run
+
+
+def _check_host(host: str, names: set[str]) -> None:
+    """Raise ForbiddenError for a name that is not allowed. DNS cannot rebind an IP address."""
+    name = re.sub(r":\d*$", "", host).strip("[]").rstrip(".").lower()
+    if not name:  # HTTP/1.0, no browser
+        return
+    if any(name == one or (one[0] == "*" and name.endswith(one[1:])) for one in names):
+        return
+    try:
+        ip_address(name)
+    except ValueError:
+        raise ForbiddenError(
+            f"without API keys the server does not answer as {host[:100]!r}; name it in the "
+            "setting allowed_hosts, or set api_key_file"
+        ) from None
+
+
+def _check_origin(headers: Headers, origins: Container[str]) -> None:
+    """Raise ForbiddenError for another origin's page, which the browser's headers tell."""
+    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
+    is_own = site in ("same-origin", "none")
+    if site is None:  # old browsers, and those that do not trust the connection
+        is_own = origin is None or origin.partition("://")[2] == headers.get("host")
+    if not is_own and origin not in origins:
+        shown = "another site" if origin is None else repr(origin[:100])
+        raise ForbiddenError(
+            f"without API keys the server does not answer pages of {shown}; name their origin in "
+            "the setting cors_origins, or set api_key_file"
+        )
+
+
+def _reads_probe(scope: Scope) -> bool:
+    return path_of(scope) in PROBED_PATHS and scope.get("method") in ("GET", "HEAD")
+
+
+def _reads_page(scope: Scope) -> bool:
+    path = path_of(scope)
+    is_page = path == "/" or path.startswith("/static/")
+    return is_page and scope.get("method") in ("GET", "HEAD")
+
+
 def body_limit(app: ASGIApp, max_bytes: int) -> ASGIApp:
-    """Answer 413 once a body is known to exceed `max_bytes`: when announced, or as it arrives."""
+    """Answer 413 once a body is known to exceed `max_bytes`: when announced, or as it arrives.
+
+    Answer 400 to an encoding that is not known, and to a length that is no plain number.
+    """
 
     def check(n_bytes: int) -> None:
         if n_bytes > max_bytes:
@@ -138,7 +210,15 @@ def body_limit(app: ASGIApp, max_bytes: int) -> ASGIApp:
             return message
 
         if scope["type"] == "http":
-            announced = Headers(scope=scope).get("content-length", "0")
+            headers = Headers(scope=scope)
+            encoding = ", ".join(headers.getlist("transfer-encoding")).strip()
+            if encoding.lower() not in ("", "chunked"):
+                cause = f"transfer-encoding {encoding!r} is not supported"
+                raise InvalidRequestError(f"{cause}; use chunked alone")
+            announced = headers.get("content-length", "0").strip()
+            if len(announced) > _LENGTH_DIGITS:
+                cause = f"content-length has {len(announced)} digits"
+                raise InvalidRequestError(f"{cause}; send it without leading zeros")
             check(int(announced) if announced.isdecimal() else 0)
         await app(scope, receive_and_count, send)
 
@@ -161,6 +241,10 @@ def log_request(scope: Scope, status: int, seconds: float) -> None:
         "status": status,
         "duration_ms": round(seconds * 1000, 3),
     }
+    if state.caller.name:
+        fields["key"] = state.caller.name
+    if state.trace_id is not None:
+        fields["trace_id"] = state.trace_id
     if (completion := state.completion) is not None:
         first = completion.seconds_to_first_token
         fields |= {
@@ -169,5 +253,5 @@ def log_request(scope: Scope, status: int, seconds: float) -> None:
             "finish_reason": [choice.finish_reason for choice in completion.choices],
             "ttft_ms": None if first is None else round(first * 1000, 3),
         }
-    is_routine = path_of(scope) in _PROBED_PATHS and 200 <= status < 400
+    is_routine = path_of(scope) in PROBED_PATHS and 200 <= status < 400
     logger.log(logging.DEBUG if is_routine else logging.INFO, "request", extra={"fields": fields})

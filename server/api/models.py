@@ -73,7 +73,7 @@ class ModelCard(ResponseBody):
     kv_cache: KVCache | None = Field(description="null until the model is loaded.")
     has_chat_template: bool
     has_attention: bool = Field(description="Whether `/explain` is available.")
-    explain_limits: ExplainLimits
+    explain_limits: ExplainLimits | None = Field(description="null if `/explain` is switched off.")
     config: dict[str, Any] = Field(description="The decoder's shape: its config.json.")
     generation: dict[str, int | float] = Field(description="The model's recommended sampling.")
     verification: dict[str, Any] = Field(
@@ -90,7 +90,7 @@ async def models(request: Request) -> Models:
     return Models(data=[_listed(service_of(request))])
 
 
-@router.get("/v1/models/{model_id:path}", responses=errors(401, 404))
+@router.get("/v1/models/{model_id:path}", responses=errors(401, 403, 404))
 async def model(
     request: Request, model_id: Annotated[str, Path(json_schema_extra={"minLength": 1})]
 ) -> Model:
@@ -122,6 +122,10 @@ def model_card(request: Request) -> ModelCard:  # no coroutine: it asks the file
             prompt_bytes_per_token=rows.prompt_token_bytes,
             budget_tokens=rows.budget_tokens,
         )
+    explain_limits = None
+    if service.settings.explain:
+        most = most_tokens(bundle.config)
+        explain_limits = ExplainLimits(max_tokens=most, max_weights=MAX_WEIGHTS)
     files = [
         ModelFile(name=name, sha256=digest, bytes=_size(bundle.path / name))
         for name, digest in manifest.files.items()
@@ -133,10 +137,8 @@ def model_card(request: Request) -> ModelCard:  # no coroutine: it asks the file
         max_num_seqs=service.settings.max_num_seqs,
         kv_cache=kv_cache,
         has_chat_template=service.chat is not None,
-        has_attention=ATTENTION_GRAPH_FILE in manifest.files,
-        explain_limits=ExplainLimits(
-            max_tokens=most_tokens(bundle.config), max_weights=MAX_WEIGHTS
-        ),
+        has_attention=explain_limits is not None and ATTENTION_GRAPH_FILE in manifest.files,
+        explain_limits=explain_limits,
         config=asdict(bundle.config),
         generation=bundle.generation.given(),
         verification=manifest.verification.model_dump(),

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from server.api.responses import OPEN
+from server.api.responses import OPEN, errors
 
 STATIC = Path(__file__).parent.parent / "static"
 # The page loads nothing from other servers, runs no inline script, and cannot be framed.
@@ -25,10 +25,11 @@ HEADERS = {
 }
 
 router = APIRouter()
+_OPEN = OPEN | {"responses": errors(403)}
 
 
-@router.head("/", response_class=HTMLResponse, **OPEN)
-@router.get("/", response_class=HTMLResponse, **OPEN)
+@router.head("/", response_class=HTMLResponse, **_OPEN)
+@router.get("/", response_class=HTMLResponse, **_OPEN)
 async def page() -> Response:
     """Return the playground, or its headers."""
     return FileResponse(STATIC / "index.html", headers=HEADERS)

@@ -36,13 +36,14 @@ _TGI_TYPES = {"invalid_request_error": "validation", "internal_error": "generati
 STATUSES = {
     400: "The request is malformed, out of range, not supported, or too long for the model.",
     401: "No valid API key.",
+    403: "Without keys: a web page of another origin, or a host name that is not allowed.",
     404: "There is no such model, or no such path.",
     405: "The path does not take this method.",
     413: "The body is larger than `max_body_bytes`.",
-    429: "Too many requests wait or run already, or the deadline cannot be met.",
+    429: "Too much waits or runs, the key has used its limit, or the deadline cannot be met.",
     431: "The URL and the headers, or the trailers of a chunked body, exceed `max_header_bytes`.",
     500: "The engine failed.",
-    503: "The model loads, the server shuts down, or a grammar takes too long.",
+    503: "The server loads, shuts down, or lacks connections, memory or time for the request.",
     504: "The deadline passed before the first token, or came too near while the request waited.",
 }
 
@@ -51,14 +52,14 @@ compact = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 
 def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Return the `responses` of a route with these errors; `routes.document` adds their bodies."""
-    return {status: {"description": STATUSES[status]} for status in (*statuses, 431, 500)}
+    return {status: {"description": STATUSES[status]} for status in (*statuses, 431, 500, 503)}
 
 
 # The options of a route that needs no API key.
 OPEN: dict[str, Any] = {"responses": errors(), "openapi_extra": {"security": []}}
-READ_ERRORS = errors(401, 429)
-BODY_ERRORS = errors(400, 401, 404, 413, 429)
-GENERATE_ERRORS = errors(400, 401, 404, 413, 429, 503, 504)
+READ_ERRORS = errors(401, 403, 429)
+BODY_ERRORS = errors(400, 401, 403, 404, 413, 429)
+GENERATE_ERRORS = errors(400, 401, 403, 404, 413, 429, 504)
 
 
 def streamed(event: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
@@ -96,6 +97,7 @@ def error_body(scope: Scope, error: Exception) -> tuple[KvasirError, dict[str, A
     if not isinstance(error, KvasirError):
         logger.error("request %s failed", state_of(scope).id, exc_info=error)
         error = EngineError("internal error")
+    state_of(scope).error = error.reason
     message = error.message
     if error.status == 500:
         message = f"{message}; request id {state_of(scope).id}"  # to be found in the log

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from server.api import explain, health, models, playground, tgi, tokenize
 from server.api.openai import chat, completions
 from server.api.openai.answers import ChatEvent, CompletionEvent
-from server.api.responses import READ_ERRORS, TGI_PATHS, error_response
+from server.api.responses import READ_ERRORS, TGI_PATHS, error_response, path_of
 from server.api.schemas import Error
 from server.api.tgi import GenerateError, GenerateEvent
 from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError
@@ -47,8 +47,10 @@ for route in ROUTES:
 
 def add_routes(app: FastAPI) -> None:
     """Add all routes, and the responses for paths and methods that have none."""
+    has_explain = app.state.service.settings.explain
     for one in ROUTERS:
-        app.include_router(one)
+        if has_explain or one is not explain.router:
+            app.include_router(one)
     app.mount("/static", playground.StaticPlayground(directory=playground.STATIC))
     app.add_exception_handler(HTTPException, _on_http_exception)
 
@@ -59,6 +61,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     known: KvasirError = InvalidRequestError(str(error.detail))
     if error.status_code == 404:
         known = NotFoundError(f"there is no {path} here")
+        if path_of(request.scope) == "/explain":
+            known = NotFoundError("/explain is switched off on this server (setting explain)")
     elif error.status_code == 405:
         known = MethodNotAllowedError(f"{path} does not take {request.method}")
         methods = sorted(x for one in ROUTES if one.path == path for x in one.methods or ())
@@ -71,7 +75,6 @@ def document(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is not None:
         return app.openapi_schema
     settings = app.state.service.settings
-    has_keys = settings.api_key is not None or settings.api_key_file is not None
     made = get_openapi(
         title="Kvasir",
         version=version("kvasir-lm"),
@@ -83,16 +86,19 @@ def document(app: FastAPI) -> dict[str, Any]:
     _, more = models_json_schema([(one, "validation") for one in _UNDECLARED], ref_template=_REF)
     components["schemas"] |= more["$defs"]
     del components["schemas"]["HTTPValidationError"], components["schemas"]["ValidationError"]
-    if has_keys:
-        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    security: list[dict[str, list[str]]] = []
+    if settings.has_keys:
+        header = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}, "x": header}
+        security = [{"key": []}, {"x": []}]
     for path, operations in made["paths"].items():
         for method, operation in operations.items():
             operation["operationId"] = re.sub(r"[{}]", "", f"{method} {path}").replace("/", "_")
             del operation["description"]
-            operation.setdefault("security", [{"key": []}] if has_keys else [])
+            operation.setdefault("security", security)
             error = GenerateError if path in TGI_PATHS and method == "post" else Error
             responses = operation["responses"]
-            for absent in ("422",) if has_keys else ("422", "401"):  # 422 is FastAPI's own
+            for absent in ("422", "403" if settings.has_keys else "401"):  # 422 is FastAPI's own
                 responses.pop(absent, None)
             for status, response in responses.items():
                 response["headers"] = {"x-request-id": _REQUEST_ID}

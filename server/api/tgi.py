@@ -168,7 +168,7 @@ async def generate_stream(request: Request, body: GenerateBody) -> Response:
 
 @router.post("/", response_model=list[Generated], responses=streamed(GenerateEvent))
 async def generate_either(request: Request, body: CompatibleBody) -> Response:
-    """Do either, depending on `stream`, for TGI's clients that know a base URL."""
+    """Continue a text; stream if `stream` is true. For TGI's clients that know a base URL only."""
     return await _generate(request, body, stream=body.stream)
 
 
@@ -255,6 +255,7 @@ class GenerateFormatter(responses.Formatter):
             reason = "stop_sequence"
         elif choice.finish_reason is FinishReason.STOP:
             reason = "eos_token"
+        choice.shown_reason = reason
         details = {
             "finish_reason": reason,
             "generated_tokens": choice.n_tokens,

@@ -38,7 +38,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
-        sequence.block_names = self.kv.cache.names(sequence.prompt_ids)
+        sequence.block_names = self.kv.cache.names(sequence.prompt_ids, sequence.cache_salt)
         insort(self.waiting, sequence, key=lambda waiting: waiting.queue_key)
 
     def schedule(self) -> StepBatch:

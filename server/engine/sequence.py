@@ -45,10 +45,10 @@ class Sequence:
     """A prompt and its continuation, owned by the engine's thread once it has been added.
 
     ending_ids: its stop tokens, and the model's unless it ignores them. priority: lower is served
-    earlier. n_sure: fewest new tokens that it needs. deadline, …_at: of `time.perf_counter()`.
+    earlier. n_certain: fewest new tokens that it needs. deadline, …_at: of `time.perf_counter()`.
     n_computed: tokens whose keys and values are in its row; n_cached: those of them that came from
-    the prefix cache. block_names: see BlockCache. speculation: None is one token a step. scores:
-    log-probabilities of the prompt; None unless they were requested.
+    the prefix cache. cache_salt, block_names: see BlockCache.names. speculation: None is one token
+    a step. scores: log-probabilities of the prompt; None unless they were requested.
     """
 
     id: int
@@ -57,8 +57,9 @@ class Sequence:
     ending_ids: frozenset[int]
     arrived_at: float
     request_id: str = ""
+    cache_salt: bytes = b""
     priority: int = 0
-    n_sure: int = 0
+    n_certain: int = 0
     deadline: float = math.inf
     scheduled_at: float | None = None
     first_token_at: float | None = None

@@ -54,7 +54,7 @@ class KVInput:
 
 
 def check_shape(session: onnxruntime.InferenceSession, config: DecoderConfig) -> None:
-    """Raise ValueError unless the graph has the configuration's tokens and layers, as buffers do."""
+    """Raise ValueError unless graph and configuration, for which buffers are made, agree."""
     sizes = {value.name: value.shape[-1] for value in session.get_outputs()}
     found = sizes.get("logits"), 1 + max((kv.block // 2 for kv in kv_inputs(session)), default=-1)
     if found != (config.vocab_size, config.n_layer):

@@ -13,8 +13,14 @@ from starlette.middleware.cors import CORSMiddleware
 
 from model.bundle import ModelBundle
 from server.api.explain import Explanations
-from server.api.keys import ApiKeys
-from server.api.middleware import body_limit, error_responses, key_check, request_context
+from server.api.keys import ApiKeys, Limits
+from server.api.middleware import (
+    body_limit,
+    error_responses,
+    key_check,
+    page_check,
+    request_context,
+)
 from server.api.routes import add_routes
 from server.engine.engine import Engine
 from server.errors import StartupError
@@ -39,7 +45,11 @@ def create_app(
     file, or if packages for tracing are missing.
     """
     key = settings.api_key.get_secret_value() if settings.api_key else None
-    keys = ApiKeys(key, settings.api_key_file)
+    keys = ApiKeys(
+        key,
+        settings.api_key_file,
+        Limits(settings.max_concurrency_per_key, settings.max_tokens_per_minute_per_key),
+    )
     service = Service(settings, bundle)
     clock = clock or StartClock()
     provider = None
@@ -77,7 +87,10 @@ def create_app(
     add_routes(app)
     # Middleware runs in reverse order: the last one added is the outermost.
     app.add_middleware(body_limit, max_bytes=settings.max_body_bytes)
-    app.add_middleware(key_check, keys=keys, max_in_flight=settings.max_concurrency_per_key)
+    if settings.has_keys:
+        app.add_middleware(key_check, keys=keys)
+    else:
+        app.add_middleware(page_check, settings=settings)
     app.add_middleware(error_responses)
     if settings.cors_origins:
         app.add_middleware(
@@ -87,7 +100,7 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after", "x-should-retry"],
         )
-    app.add_middleware(request_context)
     if provider is not None:
         app.add_middleware(tracing.request_spans, provider=provider, model=settings.model_name)
+    app.add_middleware(request_context)
     return app

@@ -1,4 +1,4 @@
-"""Limits on connections that uvicorn lacks: on heads, slow senders, slow readers, and number."""
+"""Limits that uvicorn lacks: on heads, slow senders and readers, connections, unfinished bodies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 import resource
 from time import monotonic
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.datastructures import Headers
@@ -16,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from server.api.middleware import log_request, new_state
+from server.api.middleware import PROBED_PATHS, log_request, new_state
 from server.api.responses import error_response
 from server.errors import HeadTooLargeError, InvalidRequestError, KvasirError, UnavailableError
 from server.settings import Settings
@@ -26,6 +27,7 @@ logger = logging.getLogger("kvasir")
 MAX_HEADERS = 128
 MIN_BODY_RATE = 500  # bytes a second, as a mean over `receive_timeout`
 _RESERVED_FILES = 64  # open files beside connections, and newcomers until they are turned away
+_RESERVED_CONNECTIONS = 16  # connections left to probes; with few connections a quarter of them
 _LOG_INTERVAL = 10.0  # seconds between two log lines on too many connections
 _SLICE = 4096  # bytes: the parser holds an unfinished header of at most this length unseen
 _LINGER = 2  # seconds in which a client that is still sending can read why it was refused
@@ -37,30 +39,70 @@ def max_connections() -> int:
     return 2**20 if soft == resource.RLIM_INFINITY else max(soft - _RESERVED_FILES, soft // 2)
 
 
-class ConnectionLimit:
-    """A limit on open connections. A newcomer beyond it ends the one that has been idle longest."""
+class SharedLimits:
+    """Limits on all connections together: on their number, and on the bytes of unfinished bodies.
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        # Those without a request that is received or answered, the longest idle first.
-        self.idle: dict[BoundedConnection, None] = {}
-        self._n_aborted = 0
+    A newcomer beyond `most` ends the one that has waited longest. A few connections are left to
+    newcomers, for probes: beyond them a complete request is refused.
+    """
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._most_busy = most - min(_RESERVED_CONNECTIONS, most // 4)
+        # Those without a complete request, except probes; the one that has waited longest first.
+        self._waiting: dict[BoundedConnection, None] = {}
+        self._busy = set[BoundedConnection]()
+        # Bytes of unfinished bodies; the one that began first is the first.
+        self._held: dict[BoundedConnection, int] = {}
+        self._n_held = self._n_aborted = 0
         self._logged_at = -_LOG_INTERVAL
 
     def add(self, newcomer: BoundedConnection, n_connections: int) -> None:
         """Take in a connection; `n_connections` counts it."""
-        self.idle[newcomer] = None
-        if n_connections <= self._limit:
+        self.wait(newcomer)
+        if n_connections <= self._most:
             return
-        oldest = next(iter(self.idle))
-        del self.idle[oldest]
+        oldest = next(iter(self._waiting))
+        del self._waiting[oldest]
         oldest.transport.abort()
         self._n_aborted += 1
         if monotonic() - self._logged_at >= _LOG_INTERVAL:
-            fields = {"most": self._limit, "cut_off": self._n_aborted}
-            message = "more connections than open files allow: cut off idle or new ones"
+            fields = {"most": self._most, "cut_off": self._n_aborted}
+            message = "more connections than open files allow: cut off those that waited longest"
             logger.warning(message, extra={"fields": fields})
             self._logged_at, self._n_aborted = monotonic(), 0
+
+    def wait(self, connection: BoundedConnection) -> None:
+        """Note that a connection waits for a request, or for the rest of one."""
+        self._busy.discard(connection)
+        self._waiting.pop(connection, None)
+        self._waiting[connection] = None
+
+    def begin(self, connection: BoundedConnection) -> bool:
+        """Note that a connection has a complete request; return whether there is room for it."""
+        if connection not in self._busy and len(self._busy) >= self._most_busy:
+            return False
+        self._waiting.pop(connection, None)
+        self._busy.add(connection)
+        return True
+
+    def hold(self, connection: BoundedConnection, n_bytes: int) -> None:
+        """Count bytes of an unfinished body; beyond `most_bytes` refuse the one begun first."""
+        self._held[connection] = self._held.get(connection, 0) + n_bytes
+        self._n_held += n_bytes
+        while self._n_held > self._most_bytes:
+            message = f"unfinished bodies exceed {self._most_bytes} bytes; send this one again"
+            next(iter(self._held)).refuse(UnavailableError(message, retry_after=1))
+
+    def release(self, connection: BoundedConnection) -> None:
+        """Forget the bytes of a body."""
+        self._n_held -= self._held.pop(connection, 0)
+
+    def remove(self, connection: BoundedConnection) -> None:
+        """Forget a connection."""
+        self.release(connection)
+        self._waiting.pop(connection, None)
+        self._busy.discard(connection)
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -74,7 +116,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     fastapi: FastAPI
     settings: Settings
-    limit: ConnectionLimit
+    shared: SharedLimits
     url = b""
     # The last request whose answer was begun: `cycle`, unless the client has sent others early.
     _answering: RequestResponseCycle | None = None
@@ -89,7 +131,7 @@ class BoundedConnection(HttpToolsProtocol):
         """Give the client `receive_timeout` for its first byte."""
         super().connection_made(transport)
         self._close_if_idle_for(self.settings.receive_timeout)
-        self.limit.add(self, len(self.connections))
+        self.shared.add(self, len(self.connections))
 
     def data_received(self, data: bytes) -> None:
         """Parse in slices, so that what is neither a complete header nor body stays bounded."""
@@ -119,13 +161,15 @@ class BoundedConnection(HttpToolsProtocol):
         n_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if n_bytes > self.settings.max_header_bytes or len(self.headers) > MAX_HEADERS:
             self._refuse_head()
-            raise ValueError  # stops the parser
+            self._stop_if_refused()
         super().on_headers_complete()
         if self.parser.should_upgrade():  # answered in HTTP/1.1; what follows cannot be parsed
             self.cycle.keep_alive = False
+        if self.parser.get_http_version() < "1.1":
+            _end_by_close(self.cycle)
         if self._unanswered is None:
             self._answering = self.cycle
-        self.limit.idle.pop(self, None)
+            self.shared.wait(self)
         self._incoming, self._n_overhead = self.cycle, 0
 
     def on_body(self, body: bytes) -> None:
@@ -133,14 +177,26 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_body(body)
         self._n_body += len(body)
         self._n_overhead = 0
+        if not self.cycle.response_complete:
+            self.shared.hold(self, len(body))
+            self._stop_if_refused()
 
     def on_message_complete(self) -> None:
-        """Stop the clock of a request."""
+        """Stop the clock of a request, and refuse it if too many others are being answered."""
         super().on_message_complete()
         self._incoming, self._n_overhead = None, 0
         self._stop_receive_timer()
+        self.shared.release(self)
         if self.cycle.response_complete:  # data that came since has stopped uvicorn's timer
             self._close_if_idle_for(self.timeout_keep_alive)
+        elif self._path not in PROBED_PATHS and not self.shared.begin(self):
+            message = "too many connections have a request; try again"
+            self.refuse(UnavailableError(message, retry_after=1))
+            self._stop_if_refused()
+
+    def _stop_if_refused(self) -> None:
+        if self._is_refused:
+            raise ValueError  # stops the parser
 
     def _close_if_idle_for(self, seconds: float) -> None:
         handler = self.timeout_keep_alive_handler
@@ -170,11 +226,11 @@ class BoundedConnection(HttpToolsProtocol):
     def refuse_unfinished(self) -> None:
         """Answer 503 to a request that will not be complete before the server is down."""
         if self._receive_timer is not None and self._unanswered is self._incoming:
-            self._refuse(UnavailableError("the server is shutting down; try again", retry_after=1))
+            self.refuse(UnavailableError("the server is shutting down; try again", retry_after=1))
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is not HTTP as the API answers errors."""
-        self._refuse(InvalidRequestError(msg))
+        self.refuse(InvalidRequestError(msg))
 
     def _refuse_head(self) -> None:
         message = (
@@ -182,9 +238,9 @@ class BoundedConnection(HttpToolsProtocol):
             f"{self.settings.max_header_bytes} bytes, or there are more than {MAX_HEADERS} "
             "headers; send less"
         )
-        self._refuse(HeadTooLargeError(message))
+        self.refuse(HeadTooLargeError(message))
 
-    def _refuse(self, error: KvasirError) -> None:
+    def refuse(self, error: KvasirError) -> None:
         """Answer with an error unless another answer has begun, disconnect that one, then close.
 
         The connection lingers, so that a client that is still sending reads the answer.
@@ -193,6 +249,7 @@ class BoundedConnection(HttpToolsProtocol):
             return
         self._is_refused = True
         self._stop_receive_timer()
+        self.shared.release(self)
         self._disconnect_unanswered()
         if self._unanswered is not None and self._unanswered.response_started:
             self.transport.close()
@@ -209,7 +266,7 @@ class BoundedConnection(HttpToolsProtocol):
             "type": "http",
             "app": self.fastapi,
             "method": None,
-            "path": self.url.partition(b"?")[0][:200].decode("latin-1"),
+            "path": self._path[:200],
             "state": {"request": state},
         }
         response = error_response(scope, error)
@@ -222,9 +279,11 @@ class BoundedConnection(HttpToolsProtocol):
         """Note which request is answered next, if any."""
         if self.pipeline:
             self._answering = self.pipeline[-1][0]
+        else:
+            self.shared.release(self)
         super().on_response_complete()
-        if self._unanswered is None:
-            self.limit.idle[self] = None
+        if self._unanswered in (None, self._incoming):
+            self.shared.wait(self)
 
     def pause_writing(self) -> None:
         """Start the clock of a client that does not read."""
@@ -240,11 +299,15 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the application, and stop all clocks."""
-        self.limit.idle.pop(self, None)
+        self.shared.remove(self)
         self.resume_writing()
         self._stop_receive_timer()
         self._disconnect_unanswered()
         super().connection_lost(exc)
+
+    @property
+    def _path(self) -> str:
+        return self.url.partition(b"?")[0].decode("latin-1")
 
     @property
     def _unanswered(self) -> RequestResponseCycle | None:
@@ -267,3 +330,15 @@ class BoundedConnection(HttpToolsProtocol):
             self.pause_writing()
         else:
             self.cut_off()
+
+
+def _end_by_close(cycle: RequestResponseCycle) -> None:
+    """Send an answer as HTTP/1.0 knows it: without chunks, and ended by the connection's close."""
+    send = cycle.send
+
+    async def send_unframed(message: Any) -> None:
+        cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_unframed  # type: ignore[method-assign]
+    cycle.chunked_encoding = cycle.keep_alive = cycle.waiting_for_100_continue = False

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 from concurrent.futures import Future
+from ipaddress import ip_address
 from types import FrameType
 
 import uvicorn
@@ -18,7 +19,7 @@ from model.bundle import BundleError, ModelBundle, load_bundle
 from server.engine.cuda.runtime import NoDeviceError
 from server.errors import StartupError
 from server.process.app import create_app
-from server.process.connection import BoundedConnection, ConnectionLimit, max_connections
+from server.process.connection import BoundedConnection, SharedLimits, max_connections
 from server.requests.service import Service, onnxruntime_version
 from server.settings import Settings
 from server.telemetry.logs import log_to_stderr
@@ -28,6 +29,7 @@ logger = logging.getLogger("kvasir")
 
 # Seconds; longer than proxies' and clients', or they may reuse a connection that is being closed.
 _KEEP_ALIVE = 75
+_BODIES = 16  # bodies of `max_body_bytes` that the unfinished ones may add up to
 _LAST_READ = 5  # seconds for clients to read what is written, once every request has ended
 _LAST_TASKS = 2  # seconds for the requests of those cut off to end
 
@@ -51,6 +53,11 @@ class DrainingServer(uvicorn.Server):
         for listener in sockets or ():
             host, port, *_ = listener.getsockname()
             page = f"http://{_browsable(host)}:{port}/"
+            if not (ip_address(host).is_loopback or self.service.settings.has_keys):
+                warning = (
+                    "without API keys whoever reaches this address can use it; set api_key_file"
+                )
+                logger.warning(warning, extra={"fields": {"host": host}})
             fields = {"host": host, "port": port, "playground": page}
             logger.info("listening", extra={"fields": fields})
 
@@ -122,8 +129,9 @@ def serve(settings: Settings) -> None:
     if server.failure is not None:
         reason = " ".join(str(server.failure).split())
         raise StartupError(f"{settings.model} cannot be served: {reason}")
-    if server.service.engine.is_running:  # still loading, or hanging
-        _exit_now(int(server.service.engine.failed))
+    engine = server.service.engine
+    if engine.is_running or engine.failed:  # a thread that still runs loads the model, or hangs
+        _exit_now(int(engine.failed))
 
 
 def configure(app: FastAPI) -> uvicorn.Config:
@@ -133,7 +141,7 @@ def configure(app: FastAPI) -> uvicorn.Config:
     class Connection(BoundedConnection):
         fastapi = app
         settings = known
-        limit = ConnectionLimit(max_connections())
+        shared = SharedLimits(max_connections(), _BODIES * known.max_body_bytes)
 
     return uvicorn.Config(
         app,

@@ -1,93 +1,134 @@
-"""OpenTelemetry: a span for each accepted request, sent by OTLP.
+"""OpenTelemetry: the spans of each request for text, sent by OTLP.
 
-The SDK is imported only where an endpoint is set. A span is made when its request has ended, from
+The SDK is imported only where an endpoint is set. Spans are made when their request has ended, from
 the times that the request has recorded. Most names are those of OpenTelemetry's semantic
-conventions for generative AI and HTTP; `llm_request`, `gen_ai.request.id` and `gen_ai.latency.*`
-are vLLM's, whose spans are similar.
+conventions for generative AI and HTTP; `gen_ai.request.id` and `gen_ai.latency.*` are vLLM's.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import pairwise
 from time import monotonic, perf_counter, time_ns
+from typing import Any
 
+from opentelemetry import trace
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.trace import SpanKind, Status, StatusCode, Tracer, TraceState
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.api.responses import TGI_PATHS, path_of, state_of
 from server.engine.sequence import FinishReason
-from server.requests.completion import RequestState
+from server.requests.completion import Completion
 
+_Phase = tuple[str, float, float]  # its name, start and end, in seconds of `perf_counter`
 _LOG_SECONDS = 60.0  # between two lines of one kind about the collector
 _TRACE_CONTEXT = TraceContextTextMapPropagator()  # and no baggage: nothing here reads it
-_BAD_ENDS = frozenset({FinishReason.ABORT, FinishReason.ERROR})
+_OPERATIONS = dict.fromkeys(("/v1/completions", *TGI_PATHS), "text_completion")
+_OPERATIONS["/v1/chat/completions"] = "chat"
 
 
 def request_spans(app: ASGIApp, provider: TracerProvider, model: str) -> ASGIApp:
-    """Send the span of each accepted request when it ends.
+    """Send the spans of each request for text when it ends, and set its state's `trace_id`.
 
     A caller's `traceparent` header makes its span the parent (W3C Trace Context).
     """
     tracer = provider.get_tracer("kvasir")
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        status: int | None = None
+        operation = _OPERATIONS.get(path_of(scope))
+        if operation is None or scope.get("method") != "POST":
+            await app(scope, receive, send)
+            return
+        attributes: dict[str, Any] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "kvasir",
+            "gen_ai.request.model": model,
+            "http.route": scope["path"],
+        }
 
-        async def send_noting_status(message: Message) -> None:
-            nonlocal status
+        async def send_and_note(message: Message) -> None:
             if message["type"] == "http.response.start":
-                status = message["status"]
+                attributes["http.response.status_code"] = message["status"]
+                kind = Headers(raw=message["headers"]).get("content-type", "")
+                if kind.startswith("text/event-stream"):
+                    attributes["gen_ai.request.stream"] = True
             await send(message)
 
         try:
-            await app(scope, receive, send_noting_status)
+            await app(scope, receive, send_and_note)
         finally:
-            _send_span(tracer, model, scope, status)
+            _send_spans(tracer, scope, attributes)
 
     return run
 
 
-def _send_span(tracer: Tracer, model: str, scope: Scope, status: int | None) -> None:
-    """Send a request's span if it was accepted; status is None without a response."""
-    state: RequestState | None = scope.get("state", {}).get("request")
-    completion = state.completion if state else None
-    if state is None or completion is None:
-        return
-    seconds, ended = perf_counter() - state.arrived, time_ns()
-    is_chat = scope["path"].endswith("/chat/completions")
-    sequences = [choice.sequence for choice in completion.choices]
-    queued = [s.scheduled_at - s.arrived_at for s in sequences if s.scheduled_at is not None]
-    reasons = [choice.finish_reason or FinishReason.ABORT for choice in completion.choices]
-    attributes = {
-        "gen_ai.operation.name": "chat" if is_chat else "text_completion",
-        "gen_ai.provider.name": "kvasir",
-        "gen_ai.request.model": model,
+def _send_spans(tracer: trace.Tracer, scope: Scope, attributes: dict[str, Any]) -> None:
+    """Send a request's span, and below it those of its phases if it was accepted."""
+    state = state_of(scope)
+    status = attributes.get("http.response.status_code")
+    error, phases = state.error or ("abort" if status is None else None), list[_Phase]()
+    if (completion := state.completion) is not None:
+        phases = _phases(completion)
+        _, arrived, left_queue = phases[0]
+        reasons = [
+            choice.shown_reason or choice.finish_reason or FinishReason.ABORT
+            for choice in completion.choices
+        ]
+        if error is None and FinishReason.ABORT in reasons:
+            error = "abort"
+        attributes |= {
+            "gen_ai.usage.input_tokens": completion.n_prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": completion.n_cached_tokens,
+            "gen_ai.usage.output_tokens": completion.n_completion_tokens,
+            "gen_ai.response.finish_reasons": reasons,
+            "gen_ai.latency.time_in_queue": left_queue - arrived if phases[1:] else None,
+            "gen_ai.latency.time_to_first_token": completion.seconds_to_first_token,
+        }
+    now, now_ns = perf_counter(), time_ns()
+    attributes |= {
         "gen_ai.request.id": state.id,
-        "gen_ai.usage.input_tokens": completion.n_prompt_tokens,
-        "gen_ai.usage.output_tokens": completion.n_completion_tokens,
-        "gen_ai.response.finish_reasons": tuple(reasons),
-        "gen_ai.latency.e2e": seconds,
-        "gen_ai.latency.time_in_queue": min(queued, default=None),
-        "gen_ai.latency.time_to_first_token": completion.seconds_to_first_token,
-        "http.route": scope["path"],
-        "http.response.status_code": status,
+        "gen_ai.latency.e2e": now - state.arrived,
+        "error.type": error,
+        "enduser.id": state.caller.name or None,
     }
+
+    def ns(moment: float) -> int:
+        return now_ns - round((now - moment) * 1e9)
+
     span = tracer.start_span(
-        "llm_request",
+        f"{attributes['gen_ai.operation.name']} {attributes['gen_ai.request.model']}",
         _TRACE_CONTEXT.extract(Headers(scope=scope)),
-        kind=SpanKind.SERVER,
-        start_time=ended - round(seconds * 1e9),
+        kind=trace.SpanKind.SERVER,
+        start_time=ns(state.arrived),
         attributes={name: value for name, value in attributes.items() if value is not None},
     )
-    if failed := [reason for reason in reasons if reason in _BAD_ENDS or (status or 0) >= 500]:
-        span.set_attribute("error.type", failed[0])
-        span.set_status(Status(StatusCode.ERROR, "the request did not run to its end"))
-    span.end(ended)
+    state.trace_id = trace.format_trace_id(span.get_span_context().trace_id)
+    for name, start, end in phases:
+        phase = tracer.start_span(name, trace.set_span_in_context(span), start_time=ns(start))
+        phase.end(ns(end))
+    # Of a server's span HTTP's conventions say: a client's mistake is no error of the server.
+    if error is not None and not 400 <= (status or 0) < 500:
+        span.set_status(trace.StatusCode.ERROR, "the request did not run to its end")
+    span.end(now_ns)
+
+
+def _phases(completion: Completion) -> list[_Phase]:
+    """Return the phases that a request reached; the first of its sequences in each counts."""
+    sequences = [choice.sequence for choice in completion.choices]
+    moments: list[float] = []
+    for name in ("arrived_at", "scheduled_at", "first_token_at"):
+        known = [at for one in sequences if (at := getattr(one, name)) is not None]
+        if not known:  # the engine may still run what was aborted, so later ones may be known
+            break
+        moments.append(min(known))
+    moments.append(max(one.finished_at or perf_counter() for one in sequences))
+    names = ("queue", "prefill", "decode")
+    return [(name, *ends) for name, ends in zip(names, pairwise(moments), strict=False)]
 
 
 def _once_a_minute() -> Callable[[logging.LogRecord], bool]:
@@ -117,7 +158,7 @@ def make_provider(
         exporter = trace_exporter.OTLPSpanExporter(endpoint)
         logging.getLogger(trace_exporter.__name__).addFilter(_once_a_minute())
     # Its warnings quote what callers sent.
-    logging.getLogger(TraceState.__module__).setLevel(logging.ERROR)
+    logging.getLogger(trace.TraceState.__module__).setLevel(logging.ERROR)
     # Attributes given to create() would otherwise replace those of the environment.
     environment = OTELResourceDetector().detect().attributes
     service = {"service.name": "kvasir", "service.version": version}

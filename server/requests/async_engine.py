@@ -284,7 +284,7 @@ def _work(sequence: Sequence, now: float) -> Work:
     return Work(
         n_prompt=max(0, len(sequence.prompt_ids) - sequence.n_computed),
         n_new=sequence.params.max_tokens - n_output,
-        n_sure=max(0, sequence.n_sure - n_output),
+        n_certain=max(0, sequence.n_certain - n_output),
         seconds_held=0.0 if scheduled is None else now - scheduled,
         seconds_left=sequence.deadline - now,
         queue_time=sequence.queue_key[0],

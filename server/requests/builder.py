@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from typing import TypeVar
 
 from tokenizers import Encoding
@@ -44,6 +45,7 @@ class RequestOptions:
     stops: Sequence[str] = ()
     timeout_ms: int | None = None
     priority: int = 0
+    cache_salt: str = ""
     grammar: Grammar | None = None
     kept_ids: frozenset[int] = frozenset()
     keep_last: int | None = None  # prompt tokens to keep
@@ -112,6 +114,10 @@ class RequestBuilder:
             stops=tuple(options.stops),
             deadline=state.arrived + milliseconds / 1000,
             priority=options.priority,
+            caller=state.caller,
+            cache_salt=_salt(
+                b"" if self.settings.share_prefix_cache else state.caller.salt, options.cache_salt
+            ),
             grammar=options.grammar,
             kept_ids=options.kept_ids,
         )
@@ -173,6 +179,13 @@ class RequestBuilder:
 async def in_thread_if_long(size: int, work: Callable[[], T]) -> T:
     """Return the result of work on `size` characters or tokens, in a thread if they are many."""
     return work() if size <= _SHORT else await asyncio.to_thread(work)
+
+
+def _salt(of_caller: bytes, of_request: str) -> bytes:
+    """Return a salt of 128 bits for both together, or none for none."""
+    if not of_request:
+        return of_caller
+    return blake2b(of_request.encode(), key=of_caller, digest_size=16).digest()
 
 
 def _starts(encoding: Encoding) -> list[int]:

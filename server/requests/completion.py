@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from tokenizers import Tokenizer
@@ -23,6 +23,7 @@ from server.errors import (
     UnavailableError,
 )
 from server.requests.async_engine import OutputStream
+from server.requests.callers import Caller
 from server.requests.forecast import Work
 from server.text.detokenizer import Detokenizer, StopChecker
 
@@ -43,23 +44,25 @@ class CompletionRequest:
     prompts: list[Prompt]
     params: SamplingParams
     request_id: str = ""
+    caller: Caller = field(default_factory=Caller)
     n: int = 1
     ending_ids: frozenset[int] = frozenset()  # its stop tokens, and the model's unless ignored
     stops: tuple[str, ...] = ()
     deadline: float = math.inf  # in seconds of `perf_counter`
     priority: int = 0  # lower is earlier
+    cache_salt: bytes = b""  # only prompts of the same salt share the prefix cache
     grammar: Grammar | None = None
     kept_ids: frozenset[int] = frozenset()  # special tokens that are shown in the text
 
     @property
     def work(self) -> Work:
-        """The sure work of its first sequence, if the request were submitted now."""
-        now, n_sure = perf_counter(), self.n_sure
+        """The certain work of its first sequence, if the request were submitted now."""
+        now, n = perf_counter(), self.n_certain
         left, place = self.deadline - now, queue_time(now, self.priority)
-        return Work(len(self.prompts[0].ids), n_sure, n_sure, seconds_left=left, queue_time=place)
+        return Work(len(self.prompts[0].ids), n, n, seconds_left=left, queue_time=place)
 
     @property
-    def n_sure(self) -> int:
+    def n_certain(self) -> int:
         """The minimum number of new tokens of each sequence."""
         params = self.params
         may_end_early = (
@@ -73,6 +76,12 @@ class CompletionRequest:
         """The number of sequences: prompts times samples."""
         return len(self.prompts) * self.n
 
+    @property
+    def most_tokens(self) -> int:
+        """The maximum number of tokens that it uses: each prompt once, and all that may follow."""
+        n_prompt = sum(len(prompt.ids) for prompt in self.prompts)
+        return n_prompt + self.n_sequences * self.params.max_tokens
+
 
 @dataclass(slots=True, eq=False)
 class Choice:
@@ -85,6 +94,7 @@ class Choice:
     stops: StopChecker
     n_tokens: int = 0
     finish_reason: FinishReason | None = None
+    shown_reason: str | None = None  # if its protocol has another word for finish_reason
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +123,8 @@ def make_choices(
         prompt = request.prompts[index // request.n]
         params = replace(request.params, sample_index=index % request.n)
         sequence = Sequence(next(ids), prompt.ids, params, request.ending_ids, arrived)
-        sequence.request_id = request.request_id
-        sequence.priority, sequence.n_sure = request.priority, request.n_sure
+        sequence.request_id, sequence.cache_salt = request.request_id, request.cache_salt
+        sequence.priority, sequence.n_certain = request.priority, request.n_certain
         sequence.deadline = request.deadline
         sequence.constraint = constraint.copy() if constraint else None
         text = Detokenizer(tokenizer, prompt.ids, request.kept_ids)
@@ -152,6 +162,11 @@ class Completion:
     def n_completion_tokens(self) -> int:
         """The number of tokens generated so far."""
         return sum(choice.n_tokens for choice in self.choices)
+
+    @property
+    def n_generated(self) -> int:
+        """The number of tokens that the engine has generated, also for clients that do not read."""
+        return sum(len(choice.sequence.output_ids) for choice in self.choices)
 
     @property
     def seconds_to_first_token(self) -> float | None:
@@ -234,8 +249,14 @@ class Completion:
 
 @dataclass(slots=True)
 class RequestState:
-    """An HTTP request's id, its arrival in seconds of `perf_counter`, and its completion if any."""
+    """An HTTP request's id, arrival in seconds of `perf_counter`, sender, and completion if any.
+
+    error: the `reason` of the error that it ended in. trace_id: 32 hexadecimal digits.
+    """
 
     id: str
     arrived: float
+    caller: Caller = field(default_factory=Caller)
     completion: Completion | None = None
+    error: str | None = None
+    trace_id: str | None = None

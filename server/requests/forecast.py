@@ -14,7 +14,8 @@ from typing import NamedTuple, Self
 
 from server.engine.engine import StepStats
 
-# Of what was measured. The load may ease, and a request that could then be in time is admitted.
+# The share of a measured time to count on. The load may ease, and a request that could then be in
+# time is admitted.
 LEAST_SHARE = 0.75
 _STEPS = 64  # the last steps, which give the time of a new token
 _FULL_STEPS = 16  # the last steps that ran as many prompt tokens as fit
@@ -27,7 +28,7 @@ class Work(NamedTuple):
 
     n_prompt: int
     n_new: int  # at most
-    n_sure: int = 0  # new tokens that it needs however its text ends
+    n_certain: int = 0  # fewest new tokens, however its text ends
     seconds_held: float = 0.0  # since it got its slot
     seconds_left: float = math.inf  # until its deadline
     queue_time: float = 0.0  # the moment that orders the queue
@@ -106,8 +107,8 @@ class Snapshot:
         return max(free_at[0], computed_at)
 
     def _seconds_in_slot(self, work: Work) -> float:
-        """Return as long as the last ones held a slot, within the times of its tokens."""
+        """Estimate its seconds in a slot: the recent mean, within what its tokens can take."""
         usual = LEAST_SHARE * self.rates.slot - work.seconds_held
-        sure = self.rates.least_seconds_to_run(work.n_prompt, work.n_sure)
+        certain = self.rates.least_seconds_to_run(work.n_prompt, work.n_certain)
         longest = self.rates.least_seconds_to_run(work.n_prompt, work.n_new)
-        return min(max(usual, sure), longest, work.seconds_left)
+        return min(max(usual, certain), longest, work.seconds_left)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from time import time
+from time import perf_counter, time
 
 from model.bundle import CHAT_TEMPLATE_FILE, ModelBundle
 from model.chat_template import ChatTemplate, ChatTemplateError
@@ -98,6 +98,8 @@ class Service:
     async def complete(self, request: CompletionRequest) -> AsyncIterator[Completion]:
         """Run a request until the block is left. Raises the errors of admission."""
         self.admission.check_open()
+        caller = request.caller
+        caller.check_tokens(perf_counter())
         engine = self.engine.engine
         assert engine is not None
         for prompt in request.prompts:
@@ -111,10 +113,12 @@ class Service:
             raise DeadlineExceededError(
                 "the deadline passed while the prompt was read; allow more time, or try later"
             )
+        caller.check_tokens(perf_counter())  # others may have begun since
         with self.admission.admit(request, work, self.engine.snapshot()) as max_wait:
             choices = make_choices(request, self.bundle.tokenizer, self.engine.ids, constraint)
             stream = self.engine.submit([choice.sequence for choice in choices])
             completion = Completion(choices, stream)
+            caller.n_used += request.most_tokens
             timers = start_timers(completion, max_wait, work.seconds_left)
             try:
                 yield completion
@@ -122,6 +126,9 @@ class Service:
                 for timer in timers:
                     timer.cancel()
                 stream.close()
+                n_prompt, n_generated = completion.n_prompt_tokens, completion.n_generated
+                caller.n_used -= request.most_tokens - n_prompt - n_generated
+                self.metrics.used(caller.name, n_prompt, n_generated)
 
 
 def start_timers(

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.metrics import disable_created_metrics
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from server.engine.engine import StepKind, StepStats
 from server.engine.sequence import FinishReason, Sequence
@@ -38,6 +39,8 @@ _LATENCY = (
 )  # fmt: skip
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _BATCH = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
+
+_MAX_KEYS = 1000  # with series of their own
 
 # The limits of a good request. The alerts use the first limit, too.
 _GOOD_ENDS = frozenset({FinishReason.STOP, FinishReason.LENGTH})
@@ -81,6 +84,11 @@ class Metrics:
         )
         self._rejected = counter(
             "requests_rejected", "Requests answered with an error, by reason.", ["reason"]
+        )
+        self._key_names: set[str] = set()
+        self._key_requests = counter("key_requests", "HTTP requests, by API key.", ["key"])
+        self._key_tokens = counter(
+            "key_tokens", "Tokens of accepted requests, by API key.", ["key", "kind"]
         )
         self._good = counter(
             "requests_good",
@@ -172,11 +180,32 @@ class Metrics:
         """Record a request that was answered with an error."""
         self._rejected.labels(reason).inc()
 
-    def render(self) -> bytes:
-        """Return all metrics in Prometheus's text format."""
-        return generate_latest(self.registry)
+    def asked(self, key: str) -> None:
+        """Record a request with a key of this name, before its answer."""
+        self._key_requests.labels(self._key_label(key)).inc()
 
-    def render_load(self) -> bytes:
-        """Return the gauges that a router balances by: cheap enough for 20 scrapes a second."""
-        names = [f"kvasir_{name}" for name in _LOAD]
-        return generate_latest(self.registry.restricted_registry(names))
+    def used(self, key: str, n_prompt: int, n_generated: int) -> None:
+        """Record the tokens of a request with a key of this name; there is none without keys."""
+        if key:
+            label = self._key_label(key)
+            self._key_tokens.labels(label, "prompt").inc(n_prompt)
+            self._key_tokens.labels(label, "completion").inc(n_generated)
+
+    def _key_label(self, key: str) -> str:
+        """Return the name, or `other` for one too many: files of keys may change without end."""
+        if len(self._key_names) < _MAX_KEYS:
+            self._key_names.add(key)
+        return key if key in self._key_names else "other"
+
+    def render(self, accept: str, *, only_load: bool = False) -> tuple[bytes, str]:
+        """Return metrics and their type: OpenMetrics where `accept` has it, else Prometheus's text.
+
+        only_load: the gauges that a router balances by, cheap enough for 20 scrapes a second.
+        """
+        registry: Any = self.registry
+        if only_load:
+            registry = registry.restricted_registry([f"kvasir_{name}" for name in _LOAD])
+        if "application/openmetrics-text" in accept.lower():
+            content = openmetrics.generate_latest(registry)  # type: ignore[no-untyped-call]
+            return content, openmetrics.CONTENT_TYPE_LATEST
+        return generate_latest(registry), CONTENT_TYPE

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from server.api.keys import LARGEST_FILE, ApiKeys
+from server.api.keys import LARGEST_FILE, ApiKeys, Limits
 from server.errors import StartupError
+from server.requests.callers import Caller
 
 
 @pytest.fixture
@@ -31,17 +32,18 @@ async def known(keys: ApiKeys, *candidates: str) -> list[str]:
     return [key for key in candidates if await keys.find(key.encode()) is not None]
 
 
+async def caller(keys: ApiKeys, key: str) -> Caller:
+    found = await keys.find(key.encode())
+    assert found is not None
+    return found
+
+
 async def test_keys_come_from_the_setting_and_from_a_file(path: Path) -> None:
     write(path, "# for the team\ntwo\n\n  three \r\n#four\n\u00fcnf\n")
     keys = ApiKeys("one", path)
-    assert not keys.is_open
     others = ("four", "#four", "tw", "twoo", "", "# for the team", "TWO")
     candidates = ("one", "two", "three", "\u00fcnf", *others)
     assert await known(keys, *candidates) == ["one", "two", "three", "\u00fcnf"]
-
-
-def test_without_keys_it_is_open() -> None:
-    assert ApiKeys().is_open
 
 
 async def test_keys_are_told_apart_and_not_shown(path: Path) -> None:
@@ -50,7 +52,8 @@ async def test_keys_are_told_apart_and_not_shown(path: Path) -> None:
     names = [await keys.find(key) for key in (b"one", b"two", b"three", b"two")]
     assert names[1] == names[3]
     assert len(set(names)) == 3
-    assert await ApiKeys("one").find(b"one") != names[0]  # digests cannot be computed in advance
+    again = await caller(ApiKeys("one"), "one")  # digests cannot be computed in advance
+    assert again.salt != (await caller(keys, "one")).salt
     shown = str(vars(keys))
     assert not any(key in shown for key in ("'one'", "two", "three"))
 
@@ -59,7 +62,18 @@ async def test_keys_are_told_apart_and_not_shown(path: Path) -> None:
     ("content", "message"),
     [
         (b"\n# none\n", "no key"),
-        (b"one two\n", "a space"),
+        (b"one two\n", "line 1.* no space"),
+        (b"\nname=a tokens=3 one\n", "line 2.* tokens_per_minute=N"),
+        (b"name=a name=b one\n", "line 1"),
+        (b"name= one\n", "line 1"),
+        (b'name=a"} one\n', "line 1"),
+        (b"name=\xff one\n", "line 1"),
+        (b"concurrency=0 one\n", "line 1"),
+        (b"concurrency=-1 one\n", "line 1"),
+        (b"tokens_per_minute=1e9 one\n", "line 1"),
+        (b"tokens_per_minute=9999999999 one\n", "line 1"),
+        (b"name=a concurrency=2\n", "line 1: there is no key"),
+        (b"name=a concurrency=2 one\nname=a two\n", "line 2: an earlier line"),
         (b"one\0two\n", "a control character"),
         (b"x" * (LARGEST_FILE + 1), "more than 1048576"),
     ],
@@ -86,6 +100,44 @@ async def test_bom_and_space_around_keys_are_dropped(path: Path) -> None:
     write(path, "\ufefffirst\r\nsecond \t\n")
     keys = ("first", "second", "third")
     assert await known(ApiKeys(" third\n", path), *keys) == [*keys]
+
+
+async def test_keys_have_names_and_limits_that_never_show_a_key(path: Path) -> None:
+    """Keys of one name are one caller; a `=` in a key is part of it."""
+    lines = ["name=alice tokens_per_minute=500 one==", "#", "two", "", "concurrency=3 three"]
+    write(path, "\n".join([*lines, "tokens_per_minute=500  name=alice\tfour"]))
+    keys = ApiKeys("zero", path, Limits(concurrency=7))
+    found = [await caller(keys, key) for key in ("zero", "one==", "two", "three", "four")]
+    assert [(one.name, one.concurrency, one.tokens_per_minute) for one in found] == [
+        ("default", 7, None),
+        ("alice", 7, 500),
+        ("line-3", 7, None),
+        ("line-5", 3, None),
+        ("alice", 7, 500),
+    ]
+    assert found[1] is found[4]
+    assert len({one.salt for one in found}) == 4
+
+
+async def test_a_key_that_is_called_like_anothers_name_is_not_its_caller(path: Path) -> None:
+    write(path, "name=alice one\nalice\nname=line-2 two\n")
+    keys = ApiKeys(None, path)
+    assert len({(await caller(keys, key)).salt for key in ("one", "alice", "two")}) == 3
+
+
+async def test_a_caller_keeps_what_it_has_used_when_its_file_changes(path: Path) -> None:
+    """Its key may change, its line move, and its limits be others from then on."""
+    write(path, "name=alice tokens_per_minute=500 one\ntwo\n")
+    keys = ApiKeys(None, path)
+    alice, second = [await caller(keys, key) for key in ("one", "two")]
+    write(path, "# moved\ntwo\nname=alice concurrency=9 new-key\n")
+    assert await caller(keys, "two") is second
+    assert await caller(keys, "new-key") is alice
+    assert (second.name, alice.concurrency, alice.tokens_per_minute) == ("line-2", 9, None)
+    assert await known(keys, "one") == []
+    write(path, "name=alice concurrency=1 one\nname=alice concurrency=2 two-longer\n")
+    assert await known(keys, "one", "new-key") == ["new-key"]  # a bad file changes nothing
+    assert alice.concurrency == 9
 
 
 async def test_a_changed_file_counts_from_the_next_request_on(path: Path) -> None:

@@ -94,7 +94,7 @@ async def chatting(
         served.service.engine.submit = noting  # type: ignore[method-assign]
         http: Any = served.client
         client = openai.AsyncOpenAI(
-            base_url="http://test/v1", api_key="x", http_client=http, max_retries=0
+            base_url="http://localhost/v1", api_key="x", http_client=http, max_retries=0
         )
         yield served, client, prompts
 

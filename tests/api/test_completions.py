@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,37 @@ async def test_usage_tells_how_much_of_the_prompts_was_cached() -> None:
     assert cold["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
     assert warm["usage"]["prompt_tokens_details"] == {"cached_tokens": 20 + 0 + 4}
     assert events[-1]["usage"] == warm["usage"]
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+async def test_a_key_learns_nothing_of_anothers_prompts(tmp_path: Path, is_shared: bool) -> None:
+    """Unless that is set. A salt separates requests of one key too; all answers are the same."""
+    path = tmp_path / "keys"
+    path.write_text("one\ntwo\n")
+    body = {"prompt": [5] * 23, "max_tokens": 4, "temperature": 0}
+    chat = {"messages": [{"role": "user", "content": "a" * 9}], "max_tokens": 2}
+    asked = (("one", None), ("two", None), ("one", None), ("one", "a"), ("two", "a"), ("one", "a"))
+    texts, cached = set(), []
+
+    async with serving(
+        cache_bytes=2**20, api_key_file=path, share_prefix_cache=is_shared
+    ) as served:
+
+        async def ask(path: str, key: str, body: dict[str, Any]) -> tuple[str, int]:
+            headers = {"authorization": f"Bearer {key}"}
+            answer = (await served.client.post(path, json=body, headers=headers)).json()
+            usage = answer["usage"]["prompt_tokens_details"]
+            return str(answer["choices"]), usage["cached_tokens"]
+
+        for key, salt in asked:
+            text, n_cached = await ask("/v1/completions", key, body | {"cache_salt": salt})
+            texts.add(text)
+            cached.append(n_cached)
+        path_of_chat = "/v1/chat/completions"
+        chats = [(await ask(path_of_chat, "one", chat | {"cache_salt": s}))[1] for s in "aab"]
+    assert len(texts) == 1
+    assert cached == ([0, 20, 20, 0, 20, 20] if is_shared else [0, 0, 20, 0, 0, 20])
+    assert (chats[0], chats[1] > 0, chats[2]) == (0, True, 0)
 
 
 async def test_the_usage_so_far_is_in_every_event_of_a_stream_that_asks_for_it() -> None:

@@ -111,6 +111,11 @@ async def key_in_use(served: Served, post: Post) -> httpx.Response:
     return response
 
 
+async def key_has_used_its_tokens(_served: Served, post: Post) -> httpx.Response:
+    assert (await post(max_tokens=7)).status_code == 200
+    return await post()
+
+
 async def deadline(served: Served, post: Post) -> httpx.Response:
     """It waits in the queue until its time is over."""
     expired = asyncio.Event()
@@ -171,6 +176,7 @@ CASES: dict[str, tuple[Case, int, str, str | None]] = {
     "queue full of tokens": (queue_full_of_tokens, 429, "overloaded", None),
     "deadline out of reach": (deadline_out_of_reach, 429, "overloaded", None),
     "key in use": (key_in_use, 429, "overloaded", None),
+    "key has used its tokens": (key_has_used_its_tokens, 429, "overloaded", None),
     "deadline": (deadline, 504, "deadline_exceeded", None),
     "deadline at admission": (deadline_at_admission, 504, "deadline_exceeded", None),
     "loading": (in_phase(Phase.LOADING), 503, "unavailable", None),
@@ -183,6 +189,7 @@ REASONS = {  # in the metric, where several limits share a status
     "queue full of tokens": "overloaded_tokens",
     "deadline out of reach": "overloaded_deadline",
     "key in use": "overloaded_key",
+    "key has used its tokens": "overloaded_key_tokens",
 }
 TGI_TYPES = {"invalid_request_error": "validation", "internal_error": "generation"}
 
@@ -194,6 +201,8 @@ async def test_row(name: str, dialect: str, stream: bool, caplog: pytest.LogCapt
     runner = FakeRunner(VOCAB_SIZE, max_num_seqs=1, budget_tokens=40)
     caplog.set_level(logging.CRITICAL, logger="kvasir")
     limits: dict[str, Any] = {"max_queue": 1, "max_body_bytes": 2000, "max_concurrency_per_key": 3}
+    if name == "key has used its tokens":
+        limits["max_tokens_per_minute_per_key"] = 1
     async with serving(runner, **limits, api_key="right") as served:
         served.client.headers["authorization"] = "Bearer right"
         post = partial(poster(served, dialect), stream=stream)

@@ -45,7 +45,7 @@ async def explaining(directory: Path) -> AsyncIterator[httpx.AsyncClient]:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://test") as c,
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as c,
     ):
         yield c
 
@@ -102,6 +102,19 @@ async def test_a_bad_field_is_named(
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
     assert response.json()["error"]["param"] == param
+
+
+async def test_it_can_be_switched_off() -> None:
+    async with serving() as served:
+        assert "/explain" in (await served.client.get("/openapi.json")).json()["paths"]
+    async with serving(explain=False) as served:
+        for body in ({"text": "a"}, {"layers": "no list"}):
+            response = await served.client.post("/explain", json=body)
+            assert response.status_code == 404
+            assert "/explain is switched off" in response.json()["error"]["message"]
+        assert "/explain" not in (await served.client.get("/openapi.json")).json()["paths"]
+        card = (await served.client.get("/model")).json()
+    assert (card["has_attention"], card["explain_limits"]) == (False, None)
 
 
 async def test_a_model_without_the_graph_says_how_to_get_it() -> None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+from prometheus_client.openmetrics.parser import (
+    text_string_to_metric_families as openmetrics_families,
+)
 from prometheus_client.parser import text_string_to_metric_families
 
 from server.requests.admission import Phase
+from tests.api.test_middleware import PROBED
 from tests.fake_runner import FakeRunner
 from tests.serving import MODEL, VOCAB_SIZE, Served, serving
 
@@ -53,6 +58,45 @@ async def test_a_full_queue_is_ready_and_routers_see_it() -> None:
         "kvasir_kv_cache_usage_ratio": 0.5,
     }
     assert all(f"{name} {value}" in everything for name, value in seen.items())
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/metrics/router"])
+async def test_a_scraper_gets_the_format_that_it_asks_for(path: str) -> None:
+    """Prometheus asks as the last but one does."""
+    async with serving() as served:
+        families = []
+        for accept, is_open in (
+            (None, False),
+            ("text/plain; version=0.0.4", False),
+            ("application/openmetrics-text", True),
+            (
+                "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.3",
+                True,
+            ),
+            ("application/openmetrics-text;version=\xb2", True),
+        ):
+            headers = {} if accept is None else {b"accept": accept.encode("latin-1")}
+            response = await served.client.get(path, headers=headers)
+            kind = "application/openmetrics-text" if is_open else "text/plain"
+            assert response.headers["content-type"].startswith(f"{kind}; version=1.0.0; ")
+            assert response.headers["vary"] == "accept"
+            assert response.text.endswith("# EOF\n") == is_open
+            parse = openmetrics_families if is_open else text_string_to_metric_families
+            families.append({(one.name, one.type) for one in parse(response.text)})
+    assert families == [families[0]] * 5
+    assert ("kvasir_num_requests_running", "gauge") in families[0]
+
+
+async def test_a_probe_may_ask_for_the_headers_alone() -> None:
+    """RFC 9110: the same headers as for GET, without a body."""
+    async with serving(api_key="one") as served:
+        for phase in (Phase.READY, Phase.LOADING):
+            served.service.admission.phase = phase
+            for path in PROBED:
+                got, asked = [await served.client.request(one, path) for one in ("GET", "HEAD")]
+                assert (asked.status_code, asked.content) == (got.status_code, b"")
+                assert asked.headers.keys() == got.headers.keys()
+                assert asked.headers["content-type"] == got.headers["content-type"]
 
 
 async def test_the_version_says_what_runs() -> None:

@@ -6,11 +6,19 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
+from time import perf_counter
+from typing import Any
 
 import httpx
 import pytest
 
+from server.api.keys import ApiKeys
+from server.engine.sampling import SamplingParams
+from server.errors import OverloadedError
 from server.requests.admission import Phase
+from server.requests.builder import RequestOptions
+from server.requests.callers import Caller
+from server.requests.completion import RequestState
 from tests.serving import Served, serving
 
 HEALTH = ("/health", "/health/live", "/health/ready", "/health/startup")
@@ -59,6 +67,48 @@ async def test_without_a_valid_key_only_health_and_metrics_answer(
             assert (await served.client.get(path, headers=headers)).status_code == 200
 
 
+@pytest.mark.parametrize("authorization", [None, "Basic proxy"])
+async def test_a_key_may_come_as_anthropics_clients_send_it(authorization: str | None) -> None:
+    headers = {} if authorization is None else {"authorization": authorization}
+    async with serving(api_key="one") as served:
+        for key, status in (("one", 200), ("two", 401), ("", 401)):
+            answer = await served.client.get("/version", headers=headers | {"x-api-key": key})
+            assert answer.status_code == status
+        wrong = {"authorization": "Bearer two", "x-api-key": "one"}
+        assert (await served.client.get("/version", headers=wrong)).status_code == 401
+
+
+async def test_probes_answer_under_any_name_and_a_link_may_open_the_page() -> None:
+    foreign = {"host": "evil.example", "origin": "https://evil.example"}
+    link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    async with serving() as served:
+        for path in PROBED:
+            assert (await served.client.get(path, headers=foreign | link)).status_code == 200
+        assert (await served.client.get("/", headers=link)).status_code == 200
+        refused = await served.client.get("/", headers=foreign)
+        assert refused.status_code == 403
+        assert "'evil.example'; name it in the setting allowed_hosts" in refused.text
+        refused = await served.client.post("/generate", headers=link)
+        assert refused.json()["error_type"] == "permission_error"
+        assert "cors_origins" in refused.text
+
+
+@pytest.mark.parametrize("settings", [{"api_key": "one"}, {"allowed_hosts": "*"}])
+async def test_other_names_answer_with_keys_or_where_all_are_allowed(
+    settings: dict[str, Any],
+) -> None:
+    headers = {"host": "any.example", "authorization": "Bearer one"}
+    async with serving(**settings) as served:
+        assert (await served.client.get("/version", headers=headers)).status_code == 200
+
+
+async def test_the_name_to_listen_on_answers_and_all_origins_may_be_allowed() -> None:
+    async with serving(host="Llm.lan", cors_origins="*") as served:
+        for origin in ("null", "https://evil.example"):
+            headers = {"host": "llm.LAN:8000", "origin": origin, "sec-fetch-site": "cross-site"}
+            assert (await served.client.get("/version", headers=headers)).status_code == 200
+
+
 def complete(served: Served, key: str, **fields: object) -> asyncio.Task[httpx.Response]:
     body = {"prompt": "a"} | fields
     return asyncio.create_task(
@@ -94,6 +144,46 @@ async def test_each_key_has_so_many_requests_in_flight(tmp_path: Path, stream: b
             "kvasir_requests_rejected_total", {"reason": "overloaded_key"}
         )
     assert rejected == 1
+
+
+async def test_what_a_request_does_not_use_of_its_max_tokens_is_given_back(tmp_path: Path) -> None:
+    """Its reservation holds back the same key alone, and ends with it, whatever its end."""
+    path = tmp_path / "keys"
+    path.write_text("tokens_per_minute=6 one\ntokens_per_minute=6 two\n")
+    stop = {"max_tokens": 40, "stop_token_ids": [*range(300)]}
+    async with serving(api_key_file=path) as served:
+        assert (await complete(served, "one", **stop)).status_code == 200
+        served.runner.hold()
+        running = complete(served, "one", max_tokens=40)
+        await served.submitted.acquire()
+        refused = await complete(served, "one")
+        assert refused.status_code == 429
+        assert "6 tokens a minute" in refused.json()["error"]["message"]
+        assert 1 <= int(refused.headers["retry-after"]) <= 400
+        other = complete(served, "two")
+        await served.submitted.acquire()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        last = complete(served, "one", max_tokens=1)
+        await served.submitted.acquire()
+        served.runner.release()
+        assert [one.status_code for one in await asyncio.gather(other, last)] == [200, 200]
+
+
+async def test_a_client_that_does_not_read_uses_its_tokens_all_the_same() -> None:
+    async with serving(api_key="one", max_tokens_per_minute_per_key=2) as served:
+        state = RequestState("mine", 0.0, await ApiKeys("one").find(b"one") or Caller())
+        state.caller.tokens_per_minute = 2
+        builder, params = served.service.builder, SamplingParams(max_tokens=0, ignore_eos=True)
+        options = RequestOptions(
+            prompts=[[5] * 3], params=params, max_tokens=30, default_max_tokens=30, seed=1
+        )
+        async with served.service.complete(await builder.build(options, state)) as completion:
+            while completion.n_generated < 30:
+                await completion.stream.receive()
+        assert completion.n_completion_tokens == 0
+        with pytest.raises(OverloadedError, match="2 tokens a minute"):
+            state.caller.check_tokens(perf_counter())
 
 
 async def test_pages_of_other_origins_are_served_only_where_that_is_set() -> None:
@@ -157,6 +247,16 @@ async def test_a_large_body_is_refused_announced_or_not() -> None:
     assert "100 bytes" in counted.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "header", [("content-length", "0" * 5000), ("transfer-encoding", "gzip, chunked")]
+)
+async def test_a_body_of_doubtful_length_is_refused(header: tuple[str, str]) -> None:
+    async with serving() as served:
+        answer = await served.client.post("/v1/completions", headers=[header])
+    assert answer.status_code == 400
+    assert header[0] in answer.json()["error"]["message"]
+
+
 async def test_one_log_line_for_each_request_without_its_content(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -184,9 +284,24 @@ async def test_one_log_line_for_each_request_without_its_content(
         "completion_tokens": 6,
         "finish_reason": ["length", "length"],
     }
+    assert "key" not in first
     assert (second["status"], second["route"]) == (404, "/nothing")
     shown = str([record.__dict__ for record in caplog.records])
     assert not any(private in shown for private in ("secret", "hidden", "somebody"))
+
+
+async def test_the_log_names_the_key_and_never_shows_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="kvasir")
+    path = tmp_path / "keys"
+    path.write_text("name=alice s3cret\n")
+    async with serving(api_key_file=path) as served:
+        assert (await complete(served, "s3cret", max_tokens=1)).status_code == 200
+        assert (await complete(served, "s3cre")).status_code == 401
+    fields = [getattr(one, "fields", {}) for one in caplog.records if one.msg == "request"]
+    assert [one.get("key") for one in fields] == ["alice", None]
+    assert "s3cre" not in str([one.__dict__ for one in caplog.records])
 
 
 @pytest.mark.parametrize("root_path", ["", "/llm"])

@@ -28,7 +28,7 @@ def bundle_with_files(path: Path) -> ModelBundle:
 async def card_of(bundle: ModelBundle) -> ModelCard:
     app = create_app(load_settings(model=bundle.path), bundle)
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://kvasir"
+        transport=httpx.ASGITransport(app), base_url="http://localhost"
     ) as http:
         response = await http.get("/model")
     assert response.status_code == 200

@@ -30,7 +30,7 @@ def relative(name: str, in_html: str, in_js: str) -> str:
 
 def client(**settings: Any) -> httpx.AsyncClient:
     app: FastAPI = fake_app(FakeRunner(VOCAB_SIZE), **settings)
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://kvasir")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
 @pytest.mark.parametrize("path", ["/", *(f"/static/{name}" for name in FILES)])

@@ -297,6 +297,12 @@ def test_invalid_weights_are_reported(page: Page) -> None:
     expect(explorer.locator("#about-m")).to_be_empty()
 
 
+def test_the_view_has_no_link_where_explanations_are_switched_off(page: Page) -> None:
+    explorer = other_card(page, has_attention=False, explain_limits=None)
+    expect(explorer.locator("#attention-missing")).to_contain_text("switched off")
+    expect(explorer.locator("header a[href='#attention']")).to_be_hidden()
+
+
 def test_a_missing_attention_graph_is_reported(page: Page) -> None:
     explorer = other_card(page, has_attention=False)
     expect(explorer.locator("#attention-missing")).to_contain_text("attention.onnx")

@@ -25,7 +25,7 @@ from urllib.request import Request, urlopen
 
 from loadtest.sse_client import StreamedCompletion, Target, complete
 from tests.deploy.rolling_restart import free_port
-from tests.deploy.validate import CHART, ROOT, RULES, FailedError, SkippedError, load
+from tests.deploy.validate import ROOT, RULES, FailedError, SkippedError, load
 
 PROJECT = "kvasir-check"
 FOLDER = Path("build/compose-check")  # relative, as an engine may see the repository elsewhere
@@ -153,7 +153,7 @@ def completion_streams(stack: Stack, key: str | None = None) -> str:
 
 def prometheus_scrapes(stack: Stack) -> str:
     stack.start_if_available("prometheus")
-    rules = sum(len(group["rules"]) for group in load(RULES)["groups"])
+    rules = sum(len(group["rules"]) for group in load(ROOT / RULES)["groups"])
 
     def check() -> str:
         targets = get(stack.prometheus_port, "/api/v1/targets")["data"]["activeTargets"]
@@ -171,7 +171,9 @@ def prometheus_scrapes(stack: Stack) -> str:
 
 def grafana_has_the_dashboard(stack: Stack) -> str:
     stack.start_if_available("grafana")
-    expected = {json.loads(path.read_bytes())["title"] for path in CHART.glob("dashboards/*.json")}
+    expected = {
+        json.loads(path.read_bytes())["title"] for path in ROOT.glob("helm/dashboards/*.json")
+    }
 
     def check() -> str:
         titles = {one["title"] for one in get(stack.grafana_port, "/api/search?type=dash-db")}

@@ -23,7 +23,7 @@ import yaml
 
 from loadtest.sse_client import Target, complete
 from tests.deploy.rolling_restart import free_port
-from tests.deploy.validate import RULES, expressions
+from tests.deploy.validate import ROOT, RULES, expressions
 
 SCRAPE = 1  # seconds between scrapes
 JOB = "smoke/kvasir"  # as a PodMonitor names it
@@ -71,7 +71,7 @@ async def main(url: str, seconds: float) -> int:
     with tempfile.TemporaryDirectory() as folder:
         config: dict[str, Any] = {
             "global": {"scrape_interval": f"{SCRAPE}s", "evaluation_interval": f"{SCRAPE}s"},
-            "rule_files": [str(RULES)],
+            "rule_files": [str(ROOT / RULES)],
             "scrape_configs": scrapes(urlsplit(url).netloc),
         }
         path = Path(folder) / "prometheus.yml"
@@ -84,7 +84,7 @@ async def main(url: str, seconds: float) -> int:
         try:
             await asyncio.sleep(seconds)
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-                queries = list(expressions(job=JOB, **LABELS))
+                queries = list(expressions(ROOT, job=JOB, **LABELS))
                 empty = [one for one in queries if not await query(client, one[1])]
                 alerts = await query(client, "ALERTS")
                 broken = await broken_rules(client)

@@ -1,4 +1,4 @@
-"""Write the settings part of helm/values.schema.json from the server's own settings.
+"""Write the parts of helm/values.schema.json that follow from the server and from the alerts.
 
 python -m tests.deploy.helm_schema
 
@@ -9,13 +9,20 @@ form.
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from server.settings import Settings
+import yaml
 
-SCHEMA = Path(__file__).resolve().parents[2] / "helm/values.schema.json"
+from server.settings import Settings
+from server.telemetry.metrics import Metrics
+
+CHART = Path(__file__).resolve().parents[2] / "helm"
+SCHEMA = CHART / "values.schema.json"
 OF_THE_CHART = {
     "host", "port", "model", "served_model_name", "api_key", "api_key_file", "drain_timeout",
 }  # fmt: skip
@@ -43,10 +50,39 @@ def _value_schema(of: dict[str, Any]) -> dict[str, Any]:
     return described | {key: value for key, value in of.items() if key not in left_out}
 
 
+def open_parts(schema: dict[str, Any], values: Any, place: str = "values") -> Iterator[str]:
+    """Yield where a schema accepts anything, or unknown keys, or lacks a default value's key."""
+    if not {"type", "enum", "anyOf"} & schema.keys():
+        yield f"the schema accepts anything as {place}"
+    properties = schema.get("properties", {})
+    if properties and schema.get("additionalProperties") is not False:
+        yield f"the schema accepts unknown keys of {place}"
+    if properties and (missing := (values or {}).keys() - properties.keys()):
+        yield f"the schema lacks {sorted(missing)} of {place}"
+    for name, part in properties.items():
+        yield from open_parts(part, (values or {}).get(name), f"{place}.{name}")
+
+
+def generated(schema: dict[str, Any], chart: Path = CHART) -> dict[str, Any]:
+    """Return the schema with its generated parts as they should be."""
+    schema = deepcopy(schema)
+    schema["properties"]["settings"]["properties"] = settings_schema()
+    rules = schema["properties"]["prometheusRule"]["properties"]
+    text = (chart / "alerts/kvasir.rules.yaml").read_text(encoding="utf-8")
+    (group,) = yaml.safe_load(text)["groups"]
+    severities = {rule["alert"]: {"type": "string"} for rule in group["rules"] if "alert" in rule}
+    rules["severities"] = {
+        "type": "object", "additionalProperties": False, "properties": severities,
+    }  # fmt: skip
+    page = Metrics(lambda: (0, 0, 0.0)).render("")[0].decode()
+    buckets = re.findall(r'kvasir_time_to_first_token_seconds_bucket\{le="([0-9.]+)"', page)
+    rules["thresholds"]["properties"]["firstTokenSeconds"] = {"enum": buckets}
+    return schema
+
+
 def main() -> int:
     schema = json.loads(SCHEMA.read_text(encoding="utf-8"))
-    schema["properties"]["settings"]["properties"] = settings_schema()
-    SCHEMA.write_text(json.dumps(schema, indent=2) + "\n", encoding="utf-8")
+    SCHEMA.write_text(json.dumps(generated(schema), indent=2) + "\n", encoding="utf-8")
     return 0
 
 

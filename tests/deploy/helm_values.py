@@ -17,7 +17,8 @@ import yaml
 CHART = Path(__file__).resolve().parents[2] / "helm"
 HEAD = """# Kvasir's chart
 
-`helm install kvasir helm/` serves the example model in the image. Each file in `ci/` shows a
+`helm install kvasir helm/ --set image.repository=REGISTRY/kvasir` serves the example model in the
+image, which [you build and push](../docs/operations.md#install). Each file in `ci/` shows a
 feature, and `values-gpu.yaml` a GPU. `router-values.yaml` is for the chart of llm-d's router, and
 `adapter-values.yaml` for the chart of prometheus-adapter, which serves the metric of a
 HorizontalPodAutoscaler. [docs/api.md](../docs/api.md#limits) lists all settings.
@@ -64,13 +65,19 @@ def leaves(
             yield name, value
 
 
-def main() -> int:
-    text = (CHART / "values.yaml").read_text(encoding="utf-8")
+def document(values: Path) -> str:
+    """Return the text of README.md."""
+    text = values.read_text(encoding="utf-8")
     known = comments(text)
-    sys.stdout.write(HEAD)
+    lines = [HEAD]
     for name, value in leaves(yaml.safe_load(text), known):
         default = "" if value is None else f"`{json.dumps(value)}`"
-        sys.stdout.write(f"| `{name}` | {default} | {known.get(name, '')} |\n")
+        lines.append(f"| `{name}` | {default} | {known.get(name, '')} |\n")
+    return "".join(lines)
+
+
+def main() -> int:
+    sys.stdout.write(document(CHART / "values.yaml"))
     return 0
 
 

@@ -48,6 +48,7 @@ http {{
     listen 127.0.0.1:{port};
     location / {{
       proxy_pass http://kvasir;
+      proxy_set_header Host $http_host;
       proxy_http_version 1.1;
       proxy_buffering off;
       proxy_read_timeout 1h;

@@ -34,7 +34,7 @@ compiler = GrammarCompiler(small_tokenizer().to_str(), VOCAB_SIZE, [])
 def make_request(model: RandomModel, i: int) -> Sequence:
     """Request i: prompts of one token, of a chunk and a token, and of anything; greedy and sampled.
 
-    Two of three begin like all those. Some have a grammar.
+    Two of three begin like all those. Half of them have a salt, some a grammar.
     """
     generator = np.random.default_rng(i)
     length = [1, 2, 33, 65, 129, *generator.integers(1, 150, size=3).tolist()][i % 8]
@@ -46,13 +46,21 @@ def make_request(model: RandomModel, i: int) -> Sequence:
     params = SamplingParams(
         max_tokens=int(generator.integers(1, 40)),
         temperature=[0.0, 0.9][i % 2],
-        top_p=0.95,
+        top_k=[0, 20][i % 7 == 1],
+        top_p=[0.95, 1.0][i % 7 == 3],
+        min_p=[0.0, 0.02][i % 7 == 3],
+        typical_p=[1.0, 0.9][i % 7 == 5],
         repetition_penalty=[1.0, 1.2][i % 3 == 0],
+        frequency_penalty=[0.0, 0.3][i % 4 == 1],
+        presence_penalty=[0.0, 0.3][i % 4 == 3],
+        logit_bias={5: 2.0} if i % 5 == 1 else {},
+        min_tokens=i % 3,
         seed=i,
         logprobs=[3, 0][i % 2],
         prompt_logprobs=2 if i % 5 == 0 else None,
     )
     sequence = make_sequence(i, prompt_ids, params)
+    sequence.cache_salt = [b"", b"salt"][i % 2]
     sequence.constraint = compiler.compile(CONSTRAINED[i]) if i in CONSTRAINED else None
     return sequence
 

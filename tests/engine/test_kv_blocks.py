@@ -39,9 +39,10 @@ class BlocksMachine(RuleBasedStateMachine):
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20),
         max_tokens=st.integers(0, 20),
         reuse=st.booleans(),
+        salt=st.sampled_from([b"", b"a", b"b"]),
     )
-    def admit(self, prompt: list[int], max_tokens: int, reuse: bool) -> int | None:
-        names = self.blocks.cache.names(prompt)
+    def admit(self, prompt: list[int], max_tokens: int, reuse: bool, salt: bytes) -> int | None:
+        names = self.blocks.cache.names(prompt, salt)
         reusable = names[: max(0, len(prompt) - 2) // BLOCK] if reuse else []
         n_found = self.blocks.cache.count(reusable)
         admitted = self.blocks.admit(len(prompt), max_tokens, reusable)

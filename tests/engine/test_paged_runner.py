@@ -120,6 +120,20 @@ def test_every_sequence_gets_the_oracles_tokens(
     assert engine.runner.kv.reserved_tokens == 0
 
 
+def test_sequences_of_different_salts_share_no_block(exported: tuple[Decoder, Path]) -> None:
+    """The first with a salt computes the whole prompt; the answers are the same."""
+    engine, _ = make_engine(exported)
+    prompt, n_cached = list(range(30)), []
+    for i, salt in enumerate((b"", b"a", b"b", b"a", b"")):
+        params = SamplingParams(max_tokens=4, temperature=0.0)
+        sequence = make_sequence(i, prompt, params)
+        sequence.cache_salt = salt
+        result = run_to_end(engine, [sequence])[i]
+        assert result.token_ids == generate(exported[0], prompt, max_tokens=4)
+        n_cached.append(sequence.n_cached)
+    assert n_cached == [0, 0, 0, 24, 24]
+
+
 def test_sequences_wait_for_blocks_and_running_ones_keep_theirs(
     exported: tuple[Decoder, Path],
 ) -> None:
@@ -175,7 +189,7 @@ async def test_the_api_over_blocks_is_the_same_api(exported: tuple[Decoder, Path
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://test") as client,
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
     ):
         body = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
         answers = await asyncio.gather(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import combinations, count
 
 import numpy as np
 import pytest
@@ -92,6 +92,15 @@ def test_any_work_against_a_dictionary_of_prefixes(
         assert [cache.count(cache.names(ids)) for ids in PROMPTS] == [
             len(oracle.found(ids)) for ids in PROMPTS
         ]
+
+
+def test_prompts_of_different_salts_share_no_name() -> None:
+    """Not even where one prompt continues with what another begins with."""
+    cache = PrefixCache(50, BLOCK)
+    prompts = [[1] * 12, [1, 1, 2, 2, 1, 1, 1, 1]]
+    named = [set(cache.names(ids, salt)) for salt in (b"", b"a", b"b") for ids in prompts]
+    assert [len(one & other) for one, other in combinations(named, 2) if one & other] == [1] * 3
+    assert cache.names([1] * 12) == cache.names([1] * 12, b"")
 
 
 def test_a_block_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,17 +8,21 @@ from time import perf_counter
 
 from typer import echo
 
+from tests.faults.canary import canary
 from tests.faults.clock_jumps import clock_jumps
 from tests.faults.damage import damaged_models, hostile_models
 from tests.faults.disconnects import disconnects
 from tests.faults.ends import kills, terminations
+from tests.faults.foreign_pages import foreign_pages
 from tests.faults.full_disk import full_disk
 from tests.faults.hostile_grammars import hostile_grammars
 from tests.faults.malformed import malformed_bodies
+from tests.faults.neighbours import neighbours
 from tests.faults.overload import overload
 from tests.faults.raw_http import malformed_http
 from tests.faults.slow_readers import slow_readers
 from tests.faults.step_exceptions import step_exceptions
+from tests.faults.unfinished import slow_senders, unfinished_bodies
 
 # The number of times for this command, and for tests/test_faults.py.
 FAULTS = {
@@ -35,20 +39,31 @@ FAULTS = {
     hostile_grammars: (300, 2),
     malformed_bodies: (20_000, 800),
     malformed_http: (5000, 100),
+    unfinished_bodies: (100, 40),
+    slow_senders: (1000, 40),
+    foreign_pages: (5000, 150),
+    neighbours: (3000, 60),
 }
 
 
 def main(names: list[str]) -> int:
     logging.getLogger().addHandler(logging.NullHandler())  # the faults read the log themselves
     lost: list[str] = []
-    echo(f"{'fault':28} {'tried':>7} {'survived':>9} {'lost':>5} {'seconds':>8}")
+    echo(f"{'':60} {'stalls in ms':>17} {'memory':>6}")
+    echo(
+        f"{'fault':28} {'tried':>7} {'survived':>9} {'lost':>5} {'seconds':>8} {'p99':>8} "
+        f"{'longest':>8} {'MiB':>6}"
+    )
     for fault, (many, _) in FAULTS.items():
         if names and fault.__name__ not in names:
             continue
         started = perf_counter()
-        report = fault(many)
+        with canary() as watched:
+            report = fault(many)
         seconds = perf_counter() - started
-        figures = f"{report.tried:7} {report.survived:9} {len(report.lost):5} {seconds:8.1f}"
+        figures = (
+            f"{report.tried:7} {report.survived:9} {len(report.lost):5} {seconds:8.1f} {watched}"
+        )
         echo(f"{report.what:28} {figures}  {report.note}")
         lost += [f"{report.what}: {what}" for what in report.lost]
     echo("\n".join(lost))

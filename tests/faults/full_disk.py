@@ -15,7 +15,9 @@ from tests.faults.probe import EXAMPLE
 from tests.faults.report import Report
 from tests.faults.server_process import Stream, serving_example
 
-_LONG_PATH = f"GET /{'x' * 16_000} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
+_LONG_PATH = (
+    f"GET /{'x' * 16_000} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
+)
 
 
 def full_disk(n: int, _seed: int = 0) -> Report:

@@ -21,6 +21,7 @@ _HEAD = (
 _LENGTH = b"Content-Length: %d\r\n" % len(BODY)
 _CLOSE = b"Connection: close\r\n"
 _CHUNK = b"%x\r\n%s\r\n" % (len(BODY), BODY)
+_END = _CHUNK + b"0\r\n\r\n"
 _CHUNKED = b"Transfer-Encoding: chunked\r\n"
 
 
@@ -55,6 +56,13 @@ CASES: dict[str, tuple[bytes, list[int]]] = {
     ),
     "an id that is not ASCII": (_with(_LENGTH + b"X-Request-Id: \xff\x80\r\n"), [200]),
     "no length": (_with(b"", b""), [400]),
+    "a length with a sign": (_with(b"Content-Length: +%d\r\n" % len(BODY)), [400]),
+    "a length in base 16": (_with(b"Content-Length: %#x\r\n" % len(BODY)), [400]),
+    "a length twice": (_with(_LENGTH * 2), [400]),
+    "a list of lengths": (_with(b"Content-Length: %d, %d\r\n" % (len(BODY), len(BODY))), [400]),
+    "a length with a zero": (_with(b"Content-Length: 0%d\r\n" % len(BODY)), [200]),
+    "a length of 5,000 zeros": (_with(b"Content-Length: %b\r\n" % (b"0" * 5000), b""), [400]),
+    "a length after 5,000 zeros": (_with(b"Content-Length: %05000d\r\n" % len(BODY)), [400]),
     "a length below zero": (_with(b"Content-Length: -1\r\n"), [400]),
     "a length that is not a number": (_with(b"Content-Length: ten\r\n"), [400]),
     "two lengths": (_with(_LENGTH + b"Content-Length: 5\r\n"), [400]),
@@ -76,6 +84,10 @@ CASES: dict[str, tuple[bytes, list[int]]] = {
     "a trailer of 10 MB": (_with(_CHUNKED, _CHUNK + b"0\r\nX-A: " + b"x" * 10**7), [431]),
     "a million trailers": (_with(_CHUNKED, _CHUNK + b"0\r\n" + b"X-A: x\r\n" * 10**6), [431]),
     "an encoding that is unknown": (_with(b"Transfer-Encoding: gzip\r\n"), [400]),
+    "an unknown encoding in chunks": (_with(b"Transfer-Encoding: gzip, chunked\r\n", _END), [400]),
+    "two encodings": (_with(b"Transfer-Encoding: identity\r\n" + _CHUNKED, _END), [400]),
+    "chunks in chunks": (_with(b"Transfer-Encoding: chunked, chunked\r\n", _END), [400]),
+    "chunks, for HTTP/1.0": (_with(_CHUNKED, _END).replace(b"HTTP/1.1", b"HTTP/1.0"), [200]),
     "a body that is compressed": (_with(b"Content-Encoding: gzip\r\n" + _LENGTH), [200]),
     "a websocket": (
         _HEAD + b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n\r\n",

@@ -55,7 +55,7 @@ def serving_example(port: int = 0, *options: str, follows: bool = True) -> Itera
 def post_request(path: str, fields: dict[str, Any], *headers: str) -> bytes:
     """Return the bytes of a POST request."""
     body = json.dumps(fields).encode()
-    head = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *headers]
+    head = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}", *headers]
     return "\r\n".join([*head, "", ""]).encode() + body
 
 

@@ -11,6 +11,7 @@ import re
 import resource
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,12 +29,12 @@ from server.process.connection import (
     MAX_HEADERS,
     MIN_BODY_RATE,
     BoundedConnection,
-    ConnectionLimit,
+    SharedLimits,
     max_connections,
 )
 from server.process.serve import DrainingServer, configure
 from tests.fake_runner import TIMEOUT, FakeRunner
-from tests.live import KEY, Live, live
+from tests.live import KEY, Live, live, wait
 from tests.serving import VOCAB_SIZE, fake_app
 
 LIMIT = 2048
@@ -496,40 +497,131 @@ def served() -> Any:
 
 class Peer:
     def __init__(self) -> None:
-        self.is_idle, self.is_aborted = True, False
+        self.is_aborted = self.is_refused = False
         self.transport = self
 
     def abort(self) -> None:
         self.is_aborted = True
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_connection_that_is_idle_longest_makes_room(seed: int) -> None:
-    chance = random.Random(seed)
-    most = chance.randint(1, 8)
-    limit: Any = ConnectionLimit(most)
-    inside, n_aborted = list[Peer](), 0
+@pytest.mark.parametrize("most", [1, 4, 9])
+def test_the_connection_that_has_waited_longest_makes_room(most: int) -> None:
+    """A quarter of the connections never have a request, and so can make room for a probe."""
+    chance = random.Random(most)
+    shared: Any = SharedLimits(most, 0)
+    waiting, busy, n_aborted, n_full = list[Peer](), list[Peer](), 0, 0
     for _ in range(500):
-        peer = chance.choice(inside) if inside and chance.random() < 0.6 else None
-        if peer is None:  # connects
-            inside.append(peer := Peer())
-            expected = next(one for one in inside if one.is_idle) if len(inside) > most else None
-            limit.add(peer, len(inside))
-            assert [one for one in inside if one.is_aborted] == [expected] * bool(expected)
-            inside = [one for one in inside if not one.is_aborted]
-            n_aborted += expected is not None
-        elif chance.random() < 0.1:  # disconnects
-            limit.idle.pop(peer, None)
-            inside.remove(peer)
+        inside = waiting + busy
+        peer = chance.choice(inside) if inside and chance.random() < 0.6 else Peer()
+        if peer not in inside:  # connects
+            waiting.append(peer)
+            expected = waiting.pop(0) if len(inside) == most else None
+            shared.add(peer, len(inside) + 1)
+            aborted = [one for one in (*inside, peer) if one.is_aborted]
+            assert aborted == ([expected] if expected else [])
+            n_aborted += len(aborted)
+            continue
+        (waiting if peer in waiting else busy).remove(peer)
+        (action,) = chance.choices(["disconnects", "waits", "begins"], [1, 4, 8])
+        if action == "disconnects":
+            shared.remove(peer)
+        elif action == "waits":
+            shared.wait(peer)
+            waiting.append(peer)
         else:
-            peer.is_idle = not peer.is_idle
-            if peer.is_idle:
-                limit.idle[peer] = None
-            else:
-                limit.idle.pop(peer)
-            inside.remove(peer)
-            inside.append(peer)
-    assert n_aborted > 50
+            has_room = len(busy) < most - most // 4
+            assert shared.begin(peer) == has_room
+            n_full += not has_room
+            if not has_room:
+                shared.wait(peer)
+            (busy if has_room else waiting).append(peer)
+    assert n_aborted > 30
+    assert (n_full > 0) == (most >= 4)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_unfinished_bodies_are_bounded_together(seed: int) -> None:
+    """The one that began first is refused, even if it is the one that grows."""
+    chance = random.Random(seed)
+    shared: Any = SharedLimits(99, 100)
+    held: dict[Any, int] = {}
+    refused = list[Any]()
+
+    class Sender:
+        def refuse(self, error: Exception) -> None:
+            assert "100 bytes" in str(error)
+            refused.append(self)
+            shared.release(self)
+
+    for _ in range(500):
+        sender = chance.choice(list(held)) if held and chance.random() < 0.7 else Sender()
+        if chance.random() < 0.2:
+            shared.release(sender)
+            held.pop(sender, None)
+            continue
+        n_bytes = chance.randint(1, 60)
+        held[sender] = held.get(sender, 0) + n_bytes
+        expected = list[Any]()
+        while sum(held.values()) > 100:
+            expected.append(next(iter(held)))
+            del held[expected[-1]]
+        refused.clear()
+        shared.hold(sender, n_bytes)
+        assert refused == expected
+
+
+@pytest.mark.parametrize("end", ["complete", "early answer", "lost", "refused", "shutdown"])
+async def test_a_body_is_counted_until_it_is_complete_or_unwanted(end: str) -> None:
+    connection = Connection()
+    shared = connection.protocol.shared
+    if end == "early answer":
+        connection.protocol.app = refusing
+        await connection.receive(post(9))
+    await connection.receive(b"12345" if end == "early answer" else post(9) + b"12345")
+    assert sum(shared._held.values()) == shared._n_held == 5 * (end != "early answer")
+    if end == "complete":
+        await connection.receive(b"6789")
+    elif end == "lost":
+        connection.protocol.connection_lost(None)
+    elif end == "refused":
+        shared.hold(connection.protocol, 10**9)
+        assert connection.statuses == [503]
+        assert b"\r\nretry-after: 1\r\n" in connection.transport.written
+        await connection.receive(b"6789" + GET)
+        assert connection.statuses == [503]
+    elif end == "shutdown":
+        connection.protocol.refuse_unfinished()
+    assert shared._n_held == len(shared._held) == 0
+
+
+@pytest.mark.parametrize("begun", [post(9), post(9) + b"12345", GET[:-2], GET + post(9)])
+async def test_an_unfinished_request_makes_room(begun: bytes) -> None:
+    """But not a request that is being answered."""
+    connection = Connection()
+    shared = connection.protocol.shared
+    connection.may_answer.clear()
+    await connection.receive(GET)
+    assert connection.protocol not in shared._waiting
+    await connection.receive(begun)
+    assert connection.protocol not in shared._waiting
+    connection.may_answer.set()
+    await settle()
+    assert connection.protocol in shared._waiting
+
+
+@pytest.mark.parametrize("version", [b"1.0", b"0.9", b"1.1"])
+async def test_only_a_client_of_http_1_1_gets_chunks(version: bytes) -> None:
+    """Others get the bytes of the answer until the connection closes."""
+    connection = Connection()
+    head = b"POST /x HTTP/%s\r\nConnection: keep-alive\r\nExpect: 100-continue\r\n" % version
+    await connection.receive(head + b"Content-Length: 3\r\n\r\n")
+    await connection.receive(b"abc")
+    answer = connection.transport.written
+    is_new = version == b"1.1"
+    assert answer.startswith(b"HTTP/1.1 100 ") == is_new
+    assert (b"transfer-encoding" in answer) == is_new
+    assert answer.endswith(b"\r\n3\r\n<3>\r\n0\r\n\r\n" if is_new else b"\r\n\r\n<3>")
+    assert (b"connection: close" in answer) == connection.transport.is_closed == (not is_new)
 
 
 def test_there_are_fewer_connections_than_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -547,33 +639,40 @@ def is_open(connection: socket.socket) -> bool:
         return False
 
 
-def test_idle_connections_shut_nobody_out(
+def test_idle_and_slow_connections_shut_nobody_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Connections with a request stay: if all have one, a newcomer is cut off."""
+    """Those whose request is being answered stay; if all are, only probes get another answer."""
     monkeypatch.setattr("server.process.serve.max_connections", lambda: 4)
-    with live(FakeRunner(VOCAB_SIZE)) as served, caplog.at_level(logging.WARNING):
-        address = ("127.0.0.1", served.port)
-        idle = [socket.create_connection(address, TIMEOUT) for _ in range(10)]
+    with live(FakeRunner(VOCAB_SIZE)) as served, caplog.at_level(logging.WARNING), ExitStack() as s:
+
+        def connect() -> socket.socket:
+            return s.enter_context(socket.create_connection(("127.0.0.1", served.port), TIMEOUT))
+
+        idle = [connect() for _ in range(10)]
         for connection in idle[:6]:
             assert connection.recv(1) == b""
         assert all(map(is_open, idle[6:]))
-        busy = []
-        for _ in range(4):
-            busy.append(connection := socket.create_connection(address, TIMEOUT))
-            head = (
-                f"POST /v1/completions HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 9"
-            )
-            connection.sendall(f"{head}\r\nExpect: 100-continue\r\n\r\n".encode())
-            assert connection.recv(2**16).startswith(b"HTTP/1.1 100 ")
+        served.runner.hold()
+        answering = [s.enter_context(served.post_raw(max_tokens=1)) for _ in range(3)]
+        for _ in answering:
+            wait(served.submitted)
+        slow = connect()
+        head = f"POST /v1/completions HTTP/1.1\r\nAuthorization: Bearer {KEY}\r\n"
+        slow.sendall(f"{head}Content-Length: 9\r\nExpect: 100-continue\r\n\r\n".encode())
+        assert slow.recv(2**16).startswith(b"HTTP/1.1 100 ")
         assert not any(map(is_open, idle))
-        with socket.create_connection(address, TIMEOUT) as newcomer:
-            assert not is_open(newcomer)
-        for connection in busy:
-            connection.sendall(b"{invalid}")
-            assert connection.recv(2**16).startswith(b"HTTP/1.1 400 ")
-        for connection in (*idle, *busy):
-            connection.close()
+        for path in (b"/health/live", b"/metrics", b"/metrics/router?x"):
+            newcomer = connect()
+            newcomer.sendall(GET.replace(b"/x", path))
+            assert newcomer.recv(2**16).startswith(b"HTTP/1.1 200 ")
+        assert slow.recv(1) == b""
+        refused = s.enter_context(served.post_raw(max_tokens=1)).recv(2**16)
+        assert refused.startswith(b"HTTP/1.1 503 ")
+        assert b"\r\nretry-after: 1\r\n" in refused
+        served.runner.release()
+        for connection in answering:
+            assert connection.recv(2**16).startswith(b"HTTP/1.1 200 ")
     messages = [record.getMessage() for record in caplog.records]
     assert sum("more connections than open files allow" in one for one in messages) == 1
 
@@ -582,7 +681,7 @@ ATTRIBUTES = {
     HttpToolsProtocol: "headers cycle pipeline parser loop transport flow connections "
     "timeout_keep_alive timeout_keep_alive_task timeout_keep_alive_handler",
     RequestResponseCycle: "disconnected message_event keep_alive response_started "
-    "response_complete",
+    "response_complete send chunked_encoding expected_content_length waiting_for_100_continue",
     FlowControl: "read_paused write_paused resume_reading",
     uvicorn.Server: "server_state started should_exit",
 }
@@ -591,7 +690,7 @@ ATTRIBUTES = {
 async def test_uvicorn_is_as_our_connections_need_it() -> None:
     """The first failure to read when a new uvicorn breaks connections."""
     subclasses: list[tuple[type, type, set[str]]] = [
-        (BoundedConnection, HttpToolsProtocol, {"refuse_unfinished", "cut_off"}),
+        (BoundedConnection, HttpToolsProtocol, {"refuse", "refuse_unfinished", "cut_off"}),
         (DrainingServer, uvicorn.Server, set()),
     ]
     for ours, theirs, added in subclasses:

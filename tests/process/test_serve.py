@@ -123,7 +123,7 @@ def test_sigterm_sheds_the_queue_refuses_new_requests_and_lets_running_ones_fini
     directory: Path,
 ) -> None:
     """A stream that has begun finishes with all its choices; half an upload is answered."""
-    upload = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n"
+    upload = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n"
     with (
         served(directory) as (started, client),
         ThreadPoolExecutor() as pool,
@@ -166,9 +166,12 @@ def test_a_stream_that_outlasts_the_drain_ends_in_an_error_event(directory: Path
 def test_a_client_that_does_not_read_is_cut_off_when_the_drain_is_over(directory: Path) -> None:
     name = "x" * 100_000  # makes every event too large for the buffers on the way
     content = json.dumps(BODY | {"stream": True, "max_tokens": 60, "ignore_eos": True}).encode()
-    request = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (
-        len(content),
-        content,
+    request = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b"
+        % (
+            len(content),
+            content,
+        )
     )
     with (
         served(directory, served_model_name=name, drain_timeout=0.5) as (started, client),
@@ -196,11 +199,21 @@ def test_a_second_signal_ends_the_process_at_once(directory: Path) -> None:
         assert started.popen.wait() == 1
 
 
+def test_a_process_whose_engine_has_failed_ends_with_an_error_code(directory: Path) -> None:
+    with served(directory) as (started, client):
+        started.tell_runner("fail")
+        assert client.post("/v1/completions", json=BODY).status_code == 500
+        started.popen.send_signal(signal.SIGTERM)
+        assert started.popen.wait() == 1
+
+
 def test_a_process_that_loads_its_model_shows_its_page_and_ends_on_a_signal(
     directory: Path,
 ) -> None:
     options = {"model": str(directory), "loading": "hangs", "host": "0.0.0.0"}  # noqa: S104
     with process(options) as started:
+        warning = "without API keys whoever reaches this address can use it; set api_key_file"
+        assert started.log_until(warning)["level"] == "warning"
         page = started.log_until("listening")["playground"]
         assert httpx.get(page).headers["content-type"].startswith("text/html")
         started.popen.send_signal(signal.SIGTERM)

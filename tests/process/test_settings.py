@@ -46,6 +46,9 @@ def test_every_setting_is_documented() -> None:
         ("MAX_HEADER_BYTES", "10"),
         ("CORS_ORIGINS", "https://a.example/"),
         ("CORS_ORIGINS", "a.example"),
+        ("ALLOWED_HOSTS", "a.example:8000"),
+        ("ALLOWED_HOSTS", "http://a.example"),
+        ("ALLOWED_HOSTS", "a.*"),
         ("LOG_LEVEL", "loud"),
         ("ROOT_PATH", "llm/"),
     ],
@@ -84,8 +87,9 @@ def test_origins_are_separated_by_commas(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_limit_for_each_key_needs_keys() -> None:
     assert load_settings(model="m", api_key="one", max_concurrency_per_key=2)
-    with pytest.raises(StartupError, match="max_concurrency_per_key needs keys"):
-        load_settings(model="m", max_concurrency_per_key=2)
+    for name in ("max_concurrency_per_key", "max_tokens_per_minute_per_key"):
+        with pytest.raises(StartupError, match=f"{name} needs keys"):
+            load_settings(model="m", **{name: 2})
 
 
 def test_the_queues_bounds_follow_one_another() -> None:

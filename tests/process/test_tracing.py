@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from typing import Any
 
+import httpx
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.trace import StatusCode
+from opentelemetry.trace import SpanKind, StatusCode
 
 import server.process.tracing
 from server.engine.sequence import FinishReason
 from server.process.tracing import make_provider
 from tests.fake_runner import FakeRunner
-from tests.serving import MODEL, VOCAB_SIZE, serving
+from tests.serving import EOS, MODEL, VOCAB_SIZE, serving, small_tokenizer
 
 ENDPOINT = "http://collector.invalid:4318/v1/traces"
 BODY = {"prompt": "a", "max_tokens": 2, "ignore_eos": True}
@@ -35,22 +39,50 @@ def exporter(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     return kept
 
 
+def request_spans(exporter: InMemorySpanExporter) -> list[ReadableSpan]:
+    return [span for span in exporter.get_finished_spans() if span.kind is SpanKind.SERVER]
+
+
 def only_span(exporter: InMemorySpanExporter) -> ReadableSpan:
-    (span,) = exporter.get_finished_spans()
+    (span,) = request_spans(exporter)
     return span
+
+
+def phases(exporter: InMemorySpanExporter) -> list[str]:
+    """The names of the spans below the only request's, which follow each other without a gap."""
+    span = only_span(exporter)
+    below = [one for one in exporter.get_finished_spans() if one is not span]
+    assert span.context is not None
+    for one in below:
+        assert one.parent is not None
+        assert one.context is not None
+        assert one.parent.span_id == span.context.span_id
+        assert one.context.trace_id == span.context.trace_id
+    times = [(one.start_time or 0, one.end_time or 0) for one in below]
+    edges = [span.start_time or 0, *(at for pair in times for at in pair), span.end_time or 0]
+    assert edges == sorted(edges)
+    assert all(earlier[1] == later[0] for earlier, later in pairwise(times))
+    return [one.name for one in below]
+
+
+def trace_ids_logged(caplog: pytest.LogCaptureFixture) -> list[str | None]:
+    lines = [vars(one)["fields"] for one in caplog.records if one.getMessage() == "request"]
+    return [fields.get("trace_id") for fields in lines]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_is_a_span_below_its_callers(
-    exporter: InMemorySpanExporter, stream: bool
+    exporter: InMemorySpanExporter, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "kvasir")
     body = {"prompt": [5] * 9, "n": 2, "max_tokens": 6, "ignore_eos": True, "stream": stream}
     headers = {"traceparent": PARENT, "x-request-id": "mine"}
-    async with serving(otlp_endpoint=ENDPOINT) as served:
+    headers["x-api-key"] = "secret"
+    async with serving(otlp_endpoint=ENDPOINT, api_key="secret") as served:
         response = await served.client.post("/v1/completions", json=body, headers=headers)
     assert response.status_code == 200
     span = only_span(exporter)
-    assert span.name == "llm_request"
+    assert span.name == f"text_completion {MODEL}"
     assert span.parent is not None
     assert f"{span.parent.trace_id:032x}-{span.parent.span_id:016x}" == PARENT[3:-3]
     found: dict[str, Any] = dict(span.attributes or {})
@@ -67,11 +99,16 @@ async def test_a_request_is_a_span_below_its_callers(
         "gen_ai.request.id": "mine",
         "gen_ai.usage.input_tokens": 9,
         "gen_ai.usage.output_tokens": 12,
+        "gen_ai.usage.cache_read.input_tokens": 0,
         "gen_ai.response.finish_reasons": ("length", "length"),
+        "enduser.id": "default",
+        **({"gen_ai.request.stream": True} if stream else {}),
         "http.route": "/v1/completions",
         "http.response.status_code": 200,
     }
     assert span.status.status_code is StatusCode.UNSET
+    assert phases(exporter) == ["queue", "prefill", "decode"]
+    assert trace_ids_logged(caplog) == [PARENT.split("-")[1]]
 
 
 async def test_baggage_and_trace_state_are_not_read_and_not_logged(
@@ -86,23 +123,120 @@ async def test_baggage_and_trace_state_are_not_read_and_not_logged(
     assert "member" not in caplog.text
 
 
-async def test_only_accepted_and_sampled_requests_have_spans(
+async def test_unsampled_requests_and_other_routes_have_no_spans(
+    exporter: InMemorySpanExporter, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvasir")
+    headers = {"traceparent": PARENT[:-2] + "00"}
+    async with serving(otlp_endpoint=ENDPOINT) as served:
+        await served.client.get("/model", headers=headers)
+        await served.client.post("/tokenize", json={"prompt": "a"}, headers=headers)
+        await served.client.post("/v1/completions", json=BODY, headers=headers)
+    assert not exporter.get_finished_spans()
+    assert trace_ids_logged(caplog) == [None, None, PARENT.split("-")[1]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "body", "status", "error"),
+    [
+        ({}, "/v1/completions", {"prompt": "a", "n": 99}, 400, "invalid_request_error"),
+        ({}, "/generate", {"inputs": "a" * 999}, 400, "context_length_exceeded"),
+        ({}, "/v1/completions", {"prompt": "a", "model": "b"}, 404, "model_not_found"),
+        ({"max_body_bytes": 10}, "/", {"inputs": "a"}, 413, "request_too_large"),
+        ({"api_key": "k"}, "/v1/chat/completions", {}, 401, "authentication_error"),
+    ],
+)
+async def test_a_refused_request_has_a_span_with_the_reason(
+    exporter: InMemorySpanExporter,
+    caplog: pytest.LogCaptureFixture,
+    settings: dict[str, Any],
+    path: str,
+    body: dict[str, Any],
+    status: int,
+    error: str,
+) -> None:
+    caplog.set_level(logging.INFO, "kvasir")
+    async with serving(otlp_endpoint=ENDPOINT, **settings) as served:
+        await served.client.post(path, json=body, headers={"traceparent": "no trace context"})
+    span, operation = only_span(exporter), "chat" if "chat" in path else "text_completion"
+    assert (span.name, span.parent) == (f"{operation} {MODEL}", None)
+    found: dict[str, Any] = dict(span.attributes or {})
+    assert found.pop("gen_ai.latency.e2e") > 0
+    assert found.pop("gen_ai.request.id")
+    assert found == {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "kvasir",
+        "gen_ai.request.model": MODEL,
+        "http.route": path,
+        "http.response.status_code": status,
+        "error.type": error,
+    }
+    assert span.status.status_code is StatusCode.UNSET
+    assert phases(exporter) == []
+    assert span.context is not None
+    assert trace_ids_logged(caplog) == [f"{span.context.trace_id:032x}"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        PARENT.upper(),
+        PARENT.replace("-", " "),
+        "ff" + PARENT[2:],
+        f"00-{'0' * 32}-{'1' * 16}-01",
+        PARENT + "-" + "a" * 9000,
+        "\u00e9" * 55,
+    ],
+)
+async def test_a_callers_trace_is_believed_only_in_the_standards_form(
+    exporter: InMemorySpanExporter, caplog: pytest.LogCaptureFixture, given: str
+) -> None:
+    caplog.set_level(logging.INFO, "kvasir")
+    headers = httpx.Headers({"traceparent": given}, encoding="latin-1")
+    async with serving(otlp_endpoint=ENDPOINT) as served:
+        response = await served.client.post("/v1/completions", json=BODY, headers=headers)
+    assert response.status_code == 200
+    (logged,) = trace_ids_logged(caplog)
+    assert re.fullmatch("[0-9a-f]{32}", logged or "")
+    assert only_span(exporter).parent is None
+
+
+async def test_a_server_that_drains_refuses_with_an_error_in_the_span(
     exporter: InMemorySpanExporter,
 ) -> None:
     async with serving(otlp_endpoint=ENDPOINT) as served:
-        await served.client.post("/v1/completions", json={"prompt": "a", "n": 99})
-        await served.client.get("/health/ready")
-        for parent in (PARENT[:-2] + "00", PARENT):
-            headers = {"traceparent": parent}
-            await served.client.post("/v1/completions", json=BODY, headers=headers)
-    assert only_span(exporter).parent is not None
+        await served.service.drain()
+        await served.client.post("/v1/completions", json=BODY)
+    assert ending(only_span(exporter)) == (503, "unavailable", None)
 
 
-async def test_a_chat_has_an_operation_of_its_own(exporter: InMemorySpanExporter) -> None:
-    async with serving(otlp_endpoint=ENDPOINT) as served:
-        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-        assert (await served.client.post("/v1/chat/completions", json=body)).status_code == 200
-    assert (only_span(exporter).attributes or {})["gen_ai.operation.name"] == "chat"
+CALL = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_finish_reasons_are_the_protocols_words(
+    exporter: InMemorySpanExporter, stream: bool
+) -> None:
+    chat = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS, "stream": stream}
+    generate = "/generate_stream" if stream else "/generate"
+    n_prompt = 0
+    reply = [*small_tokenizer().encode(CALL).ids, EOS]
+
+    def next_token(prefix: list[int]) -> int:
+        nonlocal n_prompt
+        n_prompt = n_prompt or len(prefix)
+        return reply[min(len(prefix) - n_prompt, len(reply) - 1)]
+
+    runner = FakeRunner(VOCAB_SIZE, next_token=next_token, max_model_len=256)
+    async with serving(runner, otlp_endpoint=ENDPOINT) as served:
+        for path, body in (("/v1/chat/completions", chat), (generate, {"inputs": "a"})):
+            n_prompt = 0
+            assert (await served.client.post(path, json=body)).status_code == 200
+    found = [span.attributes or {} for span in request_spans(exporter)]
+    assert [one["gen_ai.operation.name"] for one in found] == ["chat", "text_completion"]
+    reasons = [one["gen_ai.response.finish_reasons"] for one in found]
+    assert reasons == [("tool_calls",), ("eos_token",)]
 
 
 def ending(span: ReadableSpan) -> tuple[Any, ...]:
@@ -122,7 +256,22 @@ async def test_a_failure_of_the_engine_ends_all_choices(
         runner.error = RuntimeError("gone")
         body = {"prompt": "a", "n": 2, "stream": stream}
         assert (await served.client.post("/v1/completions", json=body)).status_code == 500
-    assert ending(only_span(exporter)) == (500, "error", ("error", "error"))
+    assert ending(only_span(exporter)) == (500, "internal_error", ("error", "error"))
+
+
+async def test_a_stream_that_fails_after_its_first_token_is_an_error(
+    exporter: InMemorySpanExporter,
+) -> None:
+    def fail_after_three(prefix: list[int]) -> None:
+        if len(prefix) == 5 + 3:
+            runner.error = RuntimeError("gone")
+
+    runner = FakeRunner(VOCAB_SIZE, next_token=fail_after_three)
+    async with serving(runner, otlp_endpoint=ENDPOINT) as served:
+        body = {"prompt": [5] * 5, "ignore_eos": True, "stream": True}
+        assert (await served.client.post("/v1/completions", json=body)).status_code == 200
+    assert ending(only_span(exporter)) == (200, "internal_error", ("error",))
+    assert phases(exporter) == ["queue", "prefill", "decode"]
 
 
 async def test_a_deadline_that_passes_in_the_queue_is_a_timeout(
@@ -139,10 +288,10 @@ async def test_a_deadline_that_passes_in_the_queue_is_a_timeout(
         served.service.engine.abort([max(served.service.engine._live)], FinishReason.TIMEOUT)
         runner.release()
         assert ((await first).status_code, (await late).status_code) == (200, 504)
-    good, bad = sorted(
-        exporter.get_finished_spans(), key=lambda span: span.status.status_code.value
-    )
-    assert ending(bad) == (504, "timeout", ("timeout",))
+    good, bad = sorted(request_spans(exporter), key=lambda span: span.status.status_code.value)
+    assert ending(bad) == (504, "deadline_exceeded", ("timeout",))
+    below = [one for one in exporter.get_finished_spans() if one.parent == bad.context]
+    assert [one.name for one in below] == ["queue"]
     assert good.status.status_code is StatusCode.UNSET
 
 

@@ -38,9 +38,10 @@ async def test_spans_arrive_and_requests_do_not_wait_for_the_collector() -> None
         sent = [first]
         while not collector.batches.empty():
             sent.append(collector.batches.get()[1])
-    assert sum(len(one.scope_spans[0].spans) for one in sent) == 1 + n
-    (span,) = first.scope_spans[0].spans
-    assert (path, span.name) == ("/v1/traces", "llm_request")
+    spans = [span for one in sent for span in one.scope_spans[0].spans]
+    assert len(spans) == (1 + n) * 4
+    span = next(one for one in spans if one.kind == one.SPAN_KIND_SERVER)
+    assert (path, span.name) == ("/v1/traces", f"text_completion {MODEL}")
     assert f"00-{span.trace_id.hex()}-{span.parent_span_id.hex()}-01" == parent
     service = {one.key: one.value.string_value for one in first.resource.attributes}
     assert service["service.name"] == "kvasir"

@@ -121,8 +121,8 @@ async def test_a_request_may_wait_until_it_would_be_late(left: float, run: float
 
 async def test_sure_tokens_count_whatever_was_usual() -> None:
     """Short texts came before long ones that cannot end early."""
-    running = [Work(0, 100, n_sure=100), Work(0, 100, n_sure=90)]
-    snapshot = busy(measured(0.1, 0.5), running, *[Work(0, 100, n_sure=20)] * 3)
+    running = [Work(0, 100, n_certain=100), Work(0, 100, n_certain=90)]
+    snapshot = busy(measured(0.1, 0.5), running, *[Work(0, 100, n_certain=20)] * 3)
     admission = opened()
     with pytest.raises(OverloadedError, match="at least 45"):
         admission.check(*demand(left=20.0), snapshot)

@@ -211,7 +211,7 @@ def test_estimates_follow_from_the_work_ahead() -> None:
         return Snapshot(forecast, n_slots, tuple(running), waiting).seconds_to_slot()
 
     taken = [Work(0, 100, seconds_held=24.0), Work(0, 12)]  # 30 - 24 seconds, and 9
-    sure = [taken[0]._replace(n_sure=11), taken[1]]
+    sure = [taken[0]._replace(n_certain=11), taken[1]]
     assert seconds_to_slot(3, taken) == 0.0
     assert seconds_to_slot(2, taken) == 6.0
     assert seconds_to_slot(2, sure) == 8.25

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -20,7 +21,7 @@ NAMES = {
     "gauge": "num_requests_running num_requests_waiting kv_cache_usage_ratio build_info model_info",
     "counter": """prompt_tokens generation_tokens request_success requests_rejected requests_good
         tokens_wasted prefix_cache_queries prefix_cache_hits spec_decode_draft_tokens
-        spec_decode_accepted_tokens""",
+        spec_decode_accepted_tokens key_requests key_tokens""",
     "histogram": """time_to_first_token_seconds inter_token_latency_seconds
         e2e_request_latency_seconds request_queue_time_seconds request_prefill_time_seconds
         request_decode_time_seconds request_time_per_output_token_seconds engine_step_seconds
@@ -88,6 +89,34 @@ def test_ends_and_steps_begin_with_zero() -> None:
         assert value(metrics, "request_success_total", finished_reason=reason.value) == 0
     for kind in get_args(StepKind):
         assert value(metrics, "engine_step_seconds_count", kind=kind) == 0
+
+
+async def test_requests_and_tokens_are_counted_by_the_keys_name(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("name=alice one\nname=alice two\nthree\n")
+    async with serving(api_key_file=path) as served:
+        for key, n in (("one", 1), ("two", 2), ("three", 1), ("wrong", 1)):
+            served.client.headers["authorization"] = f"Bearer {key}"
+            await post(served, prompt=[5] * 9, n=n, max_tokens=6, ignore_eos=True)
+        await served.client.get("/nothing")
+        text = (await served.client.get("/metrics")).text
+    metrics = served.service.metrics
+    assert value(metrics, "key_requests_total", key="alice") == 2
+    assert value(metrics, "key_tokens_total", key="alice", kind="prompt") == 2 * 9
+    assert value(metrics, "key_tokens_total", key="alice", kind="completion") == 3 * 6
+    assert value(metrics, "key_requests_total", key="line-3") == 1
+    assert not any(f'"{key}"' in text for key in ("one", "two", "three", "wrong"))
+
+
+def test_keys_that_change_without_end_have_no_series_without_end() -> None:
+    metrics = Metrics(lambda: (0, 0, 0))
+    for n in range(3000):
+        metrics.asked(f"key-{n}")
+        metrics.used(f"key-{n}", 1, 2)
+    assert metrics.render().count(b"kvasir_key_requests_total{") == 1001
+    assert value(metrics, "key_requests_total", key="other") == 2000
+    metrics.asked("key-0")
+    assert value(metrics, "key_requests_total", key="key-0") == 2
 
 
 def ended(n_tokens: int, *times: float | None) -> Sequence:

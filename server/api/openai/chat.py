@@ -108,7 +108,7 @@ class ChatFormatter(OpenAIFormatter):
                 pieces += parser.flush()
                 # A stop string or token may have cut the last call short.
                 if reason is FinishReason.STOP and parser.n_calls and not parser.is_in_call:
-                    part["finish_reason"] = "tool_calls"
+                    part["finish_reason"] = delta.choice.shown_reason = "tool_calls"
             part["delta"] = _changes(pieces)
         elif delta.text:
             part["delta"] = {"content": delta.text}

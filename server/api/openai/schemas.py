@@ -120,6 +120,11 @@ class OpenAIBody(schemas.SamplingFields, StructuredFields):
         None, description="`include_usage`: send the usage in a last event."
     )
     truncate_prompt_tokens: schemas.KeepLast = None
+    cache_salt: str = Field(
+        "",
+        max_length=1024,
+        description="Only requests with the same salt share the prefix cache. Default: none.",
+    )
 
     @model_validator(mode="after")
     def _check_fields_agree(self) -> Self:
@@ -141,7 +146,11 @@ class OpenAIBody(schemas.SamplingFields, StructuredFields):
         if self.max_tokens is None:
             more["max_tokens"] = self.max_completion_tokens
         return self.model_copy(update=update).request_options(
-            prompts, n=self.n, keep_last=self.truncate_prompt_tokens, **more
+            prompts,
+            n=self.n,
+            keep_last=self.truncate_prompt_tokens,
+            cache_salt=self.cache_salt,
+            **more,
         )
 
 

@@ -27,17 +27,18 @@ class BlockCache(Generic[T]):
         self.block_size = block_size
         self.blocks: OrderedDict[bytes, T] = OrderedDict()
 
-    def names(self, prompt_ids: list[int]) -> list[bytes]:
+    def names(self, prompt_ids: list[int], salt: bytes = b"") -> list[bytes]:
         """Name the whole blocks of a prompt, as many as can be cached.
 
-        A name hashes the previous block's name and the block's tokens, so it stands for a whole
-        prefix. It has 128 bits, which makes collisions negligible.
+        A name hashes the previous block's name, or the salt, and the block's tokens, so it stands
+        for a whole prefix, and prompts of different salts share no block. It has 128 bits, which
+        makes collisions negligible.
         """
         n_blocks = min(len(prompt_ids) // self.block_size, self.capacity)
         tokens = np.array(prompt_ids[: n_blocks * self.block_size], dtype=np.int64)
         names: list[bytes] = []
         for block in tokens.reshape(n_blocks, self.block_size):
-            parent = names[-1] if names else b""
+            parent = names[-1] if names else salt
             names.append(blake2b(parent + block.tobytes(), digest_size=16).digest())
         return names
 

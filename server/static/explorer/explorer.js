@@ -54,10 +54,13 @@ export function show() {
 }
 
 function showUnavailable() {
+  const isOff = card.explain_limits === null;
+  document.querySelector("header a[href='#attention']").hidden = isOff;
   byId("explain-form").hidden = true;
   byId("attention-missing").hidden = false;
-  byId("attention-missing").textContent =
-    card.device === "cpu"
+  byId("attention-missing").textContent = isOff
+    ? "Explanations are switched off on this server."
+    : card.device === "cpu"
       ? "This model directory has no attention.onnx. Export the model again with kvasir export."
       : "Attention weights are available on CPU only: serve an export made with --device cpu.";
 }

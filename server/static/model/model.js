@@ -68,7 +68,11 @@ function generalFacts(card) {
     chat: card.has_chat_template
       ? "yes, with its chat template"
       : "no chat template: completions only",
-    attention: card.has_attention ? "yes" : "no: the model directory has no attention.onnx",
+    attention: card.has_attention
+      ? "yes"
+      : card.explain_limits
+        ? "no: the model directory has no attention.onnx"
+        : "no: switched off",
   };
 }
 

@@ -1,0 +1,95 @@
+"""The stages of the Dockerfile, and the files and environment that an image has."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+SERVE = """import kvasir, server.process.app, server.process.serve, sys
+files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
+rooms = {"commands", "export", "kvasir", "loadtest", "model", "server"}
+print(*{name.split(".")[0] for name in files if name.split(".")[0] in rooms
+        and not files[name].startswith(sys.argv[1])})
+"""
+
+
+@dataclass
+class Stage:
+    """A stage with what it inherits from the stages that it is made from."""
+
+    copies: dict[str, str] = field(default_factory=dict)  # source to destination
+    environment: dict[str, str] = field(default_factory=dict)
+    workdir: str = "/"
+
+
+def read_stages(dockerfile: Path) -> dict[str, Stage]:
+    """Return the stages by name."""
+    text = re.sub(r"\\\n", " ", dockerfile.read_text(encoding="utf-8"))
+    stages: dict[str, Stage] = {}
+    stage = Stage()
+    for word, rest in re.findall(r"^([A-Z]+) +(.+)$", text, re.MULTILINE):
+        if word == "FROM":
+            base, _, name = rest.split()
+            parent = stages.get(base, Stage())
+            stage = Stage(dict(parent.copies), dict(parent.environment), parent.workdir)
+            stages[name] = stage
+        elif word == "COPY":
+            *sources, target = rest.split()
+            origin = sources.pop(0) + ":" if sources[0].startswith("--from=") else ""
+            for source in sources:
+                stage.copies[origin + source] = target
+        elif word == "ENV":
+            stage.environment |= dict(pair.split("=", 1) for pair in shlex.split(rest))
+        elif word == "WORKDIR":
+            stage.workdir = rest
+    return stages
+
+
+def image_faults(root: Path) -> Iterator[str]:
+    """Yield what the images lack."""
+    stages = read_stages(root / "Dockerfile")
+    for name in ("cpu", "cuda"):
+        stage = stages[name]
+        model = stage.environment["KVASIR_MODEL"]
+        if model not in stage.copies.values():
+            yield f"{name}: KVASIR_MODEL is {model}, which no COPY makes"
+        if stage.environment["PYTHONPATH"] != stage.workdir:
+            yield f"{name}: the source is in {stage.workdir}, not in PYTHONPATH"
+        files = [(source, at) for source, at in stage.copies.items() if at.startswith("./")]
+        for fault in import_faults(tuple(((root / one).resolve(), at) for one, at in files)):
+            yield f"{name}: {fault}"
+    if "loadtest" not in stages["load"].copies:
+        yield "load: no COPY of loadtest"
+    for name in ("cpu", "cuda", "load"):
+        if f"--from=packages-{name}:/opt/kvasir" not in stages[name].copies:
+            yield f"{name}: no COPY of its packages"
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))
+    needed = {"pyproject.toml", "constraints.txt", project["project"]["readme"]}
+    needed |= {f"{module}.py" for module in project["tool"]["setuptools"]["py-modules"]}
+    needed |= set(project["project"]["license-files"])
+    if missing := needed - stages["packages"].copies.keys():
+        yield f"packages: no COPY of {sorted(missing)}"
+
+
+@cache
+def import_faults(copies: tuple[tuple[Path, str], ...]) -> list[str]:
+    """Import the server in a folder that has only what the image copies; return what it lacks."""
+    with tempfile.TemporaryDirectory() as folder:
+        for source, target in copies:
+            (Path(folder) / target / (source.name if target == "./" else "")).symlink_to(source)
+        command = [sys.executable, "-B", "-c", SERVE, folder]
+        done = subprocess.run(
+            command, cwd=folder, env={"PYTHONPATH": folder}, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+    if done.returncode:
+        return [done.stderr.strip().splitlines()[-1]]
+    return [f"no COPY of {room}" for room in done.stdout.split()]

@@ -1,0 +1,59 @@
+"""A container that runs the server, checked against the server's own routes and settings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import get_args
+from unittest.mock import patch
+
+from server.api.routes import ROUTES
+from server.errors import StartupError
+from server.settings import Settings, load_settings
+
+PATHS = {route.path for route in ROUTES} | {"/static"}
+PROBES = {
+    "startupProbe": "/health/startup", "readinessProbe": "/health/ready",
+    "livenessProbe": "/health/live", "healthcheck": "/health/ready",
+}  # fmt: skip
+EXIT_SECONDS = 12  # that the server may take beyond its drain timeout (docs/operations.md)
+FILES = [
+    name for name, of in Settings.model_fields.items()
+    if Path in (of.annotation, *get_args(of.annotation))
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ServerContainer:
+    """The facts of a container that the server has to agree with."""
+
+    environment: dict[str, str]
+    folders: list[str]  # where the image or a mount has files
+    ports: set[int]  # that others connect to
+    probes: dict[str, str]  # the path of each
+    grace_seconds: float  # from the signal to the kill
+
+    def faults(self) -> Iterator[str]:
+        """Yield each disagreement with the server."""
+        try:
+            with patch.dict(os.environ, self.environment, clear=True):
+                settings = load_settings()
+        except StartupError as error:
+            yield str(error)
+            return
+        if self.ports != {settings.port} or settings.host != "0.0.0.0":  # noqa: S104
+            yield f"it listens on {settings.host}:{settings.port}, others connect to {self.ports}"
+        for name, path in self.probes.items():
+            if path not in PATHS or path != PROBES[name]:
+                yield f"{name} asks {path} instead of {PROBES[name]}"
+        for name in FILES:
+            path = getattr(settings, name)
+            if path and not any(PurePosixPath(path).is_relative_to(at) for at in self.folders):
+                yield f"{name} is {path}, where nothing is mounted: {self.folders}"
+        if self.grace_seconds < settings.drain_timeout + EXIT_SECONDS:
+            yield (
+                f"it is killed after {self.grace_seconds} s, and needs up to "
+                f"{settings.drain_timeout + EXIT_SECONDS} s"
+            )

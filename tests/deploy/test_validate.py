@@ -1,0 +1,45 @@
+"""The checks that need no tool: they find the faults in files without templates."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.deploy import validate
+from tests.deploy.mutations import MUTATIONS, caught_by
+from tests.deploy.validate import FILE_CHECKS, ROOT
+
+PLAIN = re.compile(r"docker-compose.*|Dockerfile|helm/(Chart|values-gpu)\.yaml|.*\.schema\.json")
+OF_FILES = [mutation for mutation in MUTATIONS if PLAIN.fullmatch(mutation["file"])]
+
+
+@pytest.mark.parametrize("check", FILE_CHECKS, ids=lambda check: str(check.__name__))
+def test_the_files_pass(check: Callable[[Path], str]) -> None:
+    check(ROOT)
+
+
+@pytest.mark.parametrize("mutation", OF_FILES, ids=lambda mutation: str(mutation["name"]))
+def test_a_fault_is_found(mutation: dict[str, str]) -> None:
+    assert caught_by(mutation, FILE_CHECKS)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: str(mutation["name"]))
+def test_a_fault_fits_its_file(mutation: dict[str, str]) -> None:
+    text = (ROOT / mutation["file"]).read_text(encoding="utf-8")
+    assert mutation["old"] in text
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([], 0), (["--strict"], 1)])
+def test_a_skipped_check_fails_only_if_strict(
+    arguments: list[str], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(root: Path) -> str:
+        raise validate.SkippedError(f"nothing to check in {root}")
+
+    monkeypatch.setattr(validate, "CHECKS", [check])
+    monkeypatch.setattr(sys, "argv", ["validate", *arguments])
+    assert validate.main() == code
