@@ -232,7 +232,10 @@ def new_state(given_id: str | None) -> RequestState:
 
 
 def log_request(scope: Scope, status: int, seconds: float) -> None:
-    """Log a line for a request, without its content; probes that succeed, or wait for startup, are for debugging."""
+    """Log a line for a request, without its content.
+
+    Probes that succeed, or that wait for startup, are for debugging only.
+    """
     state = state_of(scope)
     fields: dict[str, Any] = {
         "request_id": state.id,
