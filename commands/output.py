@@ -23,6 +23,7 @@ from server.settings import describe_fault
 
 _OURS = frozenset({"commands", "export", "loadtest", "model", "server"})
 _NOT_IN_IMAGES = frozenset({"export", "loadtest"})  # the server's images leave them out
+_LONGEST_LINE = 1000
 # The extra that brings a package which partial installations lack.
 _EXTRAS = {"onnxruntime": "cpu", "tensorboard": "tensorboard"} | dict.fromkeys(
     ("torch", "onnx", "onnx_ir", "safetensors", "matplotlib"), "train"
@@ -83,8 +84,11 @@ def _missing(error: ModuleNotFoundError) -> str:
 
 
 def fail(error: object, *, exit_code: int = 1) -> NoReturn:
-    """End the command with one line on standard error."""
-    typer.echo(f"kvasir: {in_words(error)}", err=True)
+    """End the command with one line on standard error, without the middle of a very long one."""
+    line = " ".join(in_words(error).split())
+    if len(line) > _LONGEST_LINE:
+        line = f"{line[: _LONGEST_LINE // 2]} … {line[-_LONGEST_LINE // 2 :]}"
+    typer.echo(f"kvasir: {line}", err=True)
     raise typer.Exit(exit_code)
 
 

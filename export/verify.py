@@ -7,21 +7,20 @@ reference is the decoder's uncached forward.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-import onnxruntime
 import torch
 from numpy.typing import NDArray
 
 from export.paged_session import Floats, Ids, PagedSession
-from model.bundle import CACHE_OUTPUTS, DECODE_INPUT, GRAPH_ENVIRONMENT, Verification, cache_names
+from model.bundle import CACHE_OUTPUTS, DECODE_INPUT, Verification, cache_names
 from model.config import DecoderConfig
 from model.network.decoder import Decoder
+from model.onnx_runtime import onnxruntime
 from model.progress import Progress, followed, unheard
 from model.reference import generate
 
@@ -51,7 +50,6 @@ class GraphSession:
     """The exported graph on the CPU; rounds_cache: running sequences have rows of int8."""
 
     def __init__(self, path: Path, config: DecoderConfig) -> None:
-        os.environ.update(GRAPH_ENVIRONMENT)  # ONNX Runtime reads it when the session is built
         self._session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         self._config = config
         self.rounds_cache = any(value.name == DECODE_INPUT for value in self._session.get_inputs())

@@ -17,7 +17,6 @@ from statistics import median
 from time import perf_counter
 
 import numpy as np
-import onnxruntime
 import torch
 from rich.table import Column, Table
 
@@ -25,6 +24,7 @@ from loadtest.random_model import make_random_model
 from model.bundle import GRAPH_FILE, Device
 from model.config import DecoderConfig, preset
 from model.network.decoder import Decoder
+from model.onnx_runtime import onnxruntime
 from model.progress import Progress, followed, unheard
 from server.engine.cuda.runner import PagedRunner
 from server.engine.cuda.session import open_cuda_runner

@@ -17,7 +17,6 @@ from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
-import onnxruntime
 import torch
 import transformers
 from rich.console import Console
@@ -26,6 +25,7 @@ from loadtest.bench_engine import DECODE_BATCHES, bench_engine, median_seconds
 from loadtest.random_model import make_random_model
 from model.bundle import PRECISIONS, load_bundle
 from model.config import DecoderConfig, preset
+from model.onnx_runtime import onnxruntime
 from server.engine.cuda.session import open_cuda_runner
 from server.engine.engine import Engine
 from server.engine.sampling import SamplingParams

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 
 from model.config import DecoderConfig, first_problem
+from model.external_data import external_files
+from model.files import parse_object
 from model.tokenizer import load_tokenizer
 
 FORMAT_VERSION = 1
@@ -29,10 +30,9 @@ GRAPH_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
 ATTENTION_GRAPH_FILE = "attention.onnx"  # the same weights; also returns attention's weights
 REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
+_GRAPHS = frozenset({GRAPH_FILE, ATTENTION_GRAPH_FILE})
 EXTRA_FILES = (CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE, GENERATION_FILE)
 
-# Attention's flash path gives other bits for other ways of cutting a prompt into chunks.
-GRAPH_ENVIRONMENT = {"ORT_GQA_DISABLE_FLASH_ATTENTION": "1"}
 # Tokens, on CUDA: PagedAttention wants a multiple of this for heads of up to 64 channels.
 KV_BLOCK_SIZE = 256
 # A graph's keys and values: each input {name}.{layer}.key or .value is written to the output
@@ -53,7 +53,7 @@ class BundleError(Exception):
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Verification(_Record):
@@ -178,6 +178,14 @@ def load_bundle(directory: Path) -> ModelBundle:
                 raise BundleError(f"{path} is missing; {remedy}")
             if sha256(path) != expected:
                 raise BundleError(f"{path} does not match its hash in {MANIFEST_FILE}; {remedy}")
+        for name in {*EXTRA_FILES, *_GRAPHS} - manifest.files.keys():
+            if (directory / name).exists():
+                raise BundleError(
+                    f"{directory / name} is not in {MANIFEST_FILE}; "
+                    "remove it, or export the model again with it"
+                )
+        for name in _GRAPHS & manifest.files.keys():
+            _check_external_data(directory / name, manifest)
         config, tokenizer = load_config_and_tokenizer(directory)
         files = read_extra_files(directory)
         generation = GenerationDefaults.parse(files)
@@ -191,14 +199,24 @@ def load_bundle(directory: Path) -> ModelBundle:
     return ModelBundle(directory, config, manifest, tokenizer, generation, template, special_tokens)
 
 
+def _check_external_data(graph: Path, manifest: Manifest) -> None:
+    """Raise ValueError for a graph whose weights are in a file without a hash."""
+    try:
+        others = external_files(graph.read_bytes()) - manifest.files.keys()
+    except ValueError as error:
+        raise ValueError(f"{graph.name} {error}") from None
+    if others:
+        raise ValueError(f"{graph.name} reads {min(others)!r}, which is not in {MANIFEST_FILE}")
+
+
 def _read_manifest(path: Path) -> Manifest:
     if not path.is_file():
         raise BundleError(
             f"{path.parent} has no {path.name}, so it is not a model directory; see kvasir export"
         )
     try:
-        values = json.loads(path.read_bytes())
-        version = values.get("format_version") if isinstance(values, dict) else None
+        values = parse_object(path.read_bytes())
+        version = values.get("format_version")
         if isinstance(version, int) and version > FORMAT_VERSION:  # the rest may have changed, too
             raise BundleError(
                 f"{path} has format version {version}, newer than {FORMAT_VERSION}, "
@@ -231,9 +249,7 @@ def parse_template(files: Mapping[str, bytes]) -> tuple[str | None, dict[str, st
     try:
         template = files[name].decode() if name in files else None
         name = SPECIAL_TOKENS_FILE
-        values = json.loads(files.get(name, b"{}"))
-        if not isinstance(values, dict):
-            raise ValueError("must hold a JSON object")
+        values = parse_object(files.get(name, b"{}"))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
     return template, token_texts(values)

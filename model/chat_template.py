@@ -11,10 +11,16 @@ from jinja2 import TemplateError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from model.bundle import parse_template
+from model.template_limits import (
+    MAX_SOURCE,
+    Allowance,
+    LimitedEnvironment,
+    LimitError,
+    allowance,
+)
 
 # Names for a message's reasoning; transformers fills the first from the others.
 REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -24,15 +30,26 @@ class ChatTemplateError(ValueError):
     """An invalid template, or one that refuses these messages; has Jinja's or its own reason."""
 
 
+class ChatTemplateLimitError(ChatTemplateError):
+    """A template that takes too much time or memory for what it renders."""
+
+
 class ChatTemplate:
     """A sandboxed Jinja template with special tokens. Raises ChatTemplateError if invalid."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, Any] | None = None) -> None:
         self.source = source
         self.special_tokens = dict(special_tokens or {})
+        if len(source) > MAX_SOURCE:
+            raise ChatTemplateError(
+                f"the chat template is not valid: it has more than {MAX_SOURCE:,} characters"
+            )
+        allowance.set(Allowance({}))
         try:
             self._template = _environment().from_string(source)
-        except TemplateError as error:
+        except RecursionError:
+            raise ChatTemplateError("the chat template is not valid: it nests too deeply") from None
+        except Exception as error:  # Python's own limits too, as on nested blocks
             raise ChatTemplateError(f"the chat template is not valid: {error}") from None
 
     @classmethod
@@ -55,7 +72,8 @@ class ChatTemplate:
     ) -> str:
         """Return the text of messages, tools and variables, which hold plain JSON values only.
 
-        add_generation_prompt: end it where the assistant begins. Raises ChatTemplateError.
+        add_generation_prompt: end it where the assistant begins. Raises ChatTemplateError, and its
+        ChatTemplateLimitError if that takes too much time or memory.
         """
         if not messages:
             raise ChatTemplateError("the chat template cannot render this: there are no messages")
@@ -63,7 +81,12 @@ class ChatTemplate:
         known["messages"] = [_prepare(message) for message in messages]
         known["add_generation_prompt"] = add_generation_prompt
         try:
-            return self._template.render(known)
+            allowance.set(Allowance(known))
+            text = self._template.render(known)
+            text.encode()  # fails for half a surrogate pair, which no tokenizer takes
+            return text
+        except LimitError as error:
+            raise ChatTemplateLimitError(f"the chat template cannot render this: {error}") from None
         except Exception as error:  # a template is a program: it can fail in any way
             raise ChatTemplateError(f"the chat template cannot render this: {error}") from None
 
@@ -96,6 +119,9 @@ class _Namespace(Namespace):
             _refuse_private(name)
         Namespace.__init__(arguments[0], held)
 
+    def __repr__(self) -> str:
+        return "<Namespace>"  # what it holds can be of any size
+
     def __setitem__(self, name: str, value: Any) -> None:
         _refuse_private(name)
         super().__setitem__(name, value)
@@ -106,14 +132,15 @@ def _refuse_private(name: object) -> None:
         raise SecurityError(f"a namespace may not hold {name!r}")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> LimitedEnvironment:
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _raise, "namespace": _Namespace}
     # Local time, as templates expect it.
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)  # noqa: DTZ005
+    environment.limit_filters()
     return environment
 
 

@@ -116,6 +116,7 @@ def load_checkpoint(directory: Path, max_model_len: int | None = None) -> Checkp
         notes = path / PROGRESS_FILE
         progress = read_object(notes, CheckpointError) if notes.is_file() else {}
         extra_files = read_extra_files(path)
+        config.check_size(sum(tensor.numel() for tensor in weights.values()))
     except (ConfigError, TokenizerError, SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from None
     if max_model_len is not None:

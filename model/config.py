@@ -18,7 +18,7 @@ Position = Literal["rotary", "learned", "sinusoidal", "alibi", "relative", "none
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "both"]
 FeedForward = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu"]
-Size = Annotated[int, Field(strict=True, gt=0)]
+Size = Annotated[int, Field(strict=True, gt=0, le=2**31 - 1)]
 Positive = Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)]
 DropoutRate = Annotated[float, Field(strict=True, ge=0.0, lt=1.0)]
 T = TypeVar("T")
@@ -196,6 +196,19 @@ class DecoderConfig:
         require("bos_token_id", bos, allowed)
         eos = all(token_id in range(self.vocab_size) for token_id in self.eos_token_ids)
         require("eos_token_ids", eos, allowed)
+
+    def check_size(self, n_numbers: int) -> None:
+        """Raise ConfigError if `n_numbers` are too few for the weights, before memory is taken."""
+        matrices = 2 * (self.d_ff + self.n_head * self.head_dim) * self.n_layer
+        rows = self.vocab_size + self.max_model_len * (self.position == "learned")
+        least = (matrices + rows) * self.d_model
+        if self.position == "relative":
+            least += self.relative_buckets * self.n_head
+        if least > n_numbers:
+            raise ConfigError(
+                f"a decoder of this shape has at least {least:,} weights, and there are "
+                f"{n_numbers:,}; copy the files again"
+            )
 
     @property
     def n_groups(self) -> int:

@@ -25,15 +25,26 @@ def in_words(error: object) -> str:
     return reason
 
 
+def parse_object(content: bytes) -> dict[str, Any]:
+    """Return the JSON object in a file's content. Raises ValueError for anything else."""
+    try:
+        values = json.loads(content)
+        json.dumps(values, ensure_ascii=False).encode()  # fails for half a surrogate pair
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError("must hold a JSON object")
+    return values
+
+
 def read_object(path: Path, kind: type[Exception]) -> dict[str, Any]:
     """Return the JSON object in a file. Raises `kind` for other contents, and OSError."""
     try:
-        values = json.loads(path.read_bytes())
+        return parse_object(path.read_bytes())
     except ValueError as error:
-        raise kind(f"{path} is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise kind(f"{path} must hold a JSON object")
-    return values
+        raise kind(f"{path} {error}") from None
 
 
 @contextmanager

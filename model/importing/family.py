@@ -15,7 +15,7 @@ from model.config import DecoderConfig
 from model.importing.tensors import Source
 from model.importing.weights import UnsupportedError
 
-_LARGEST = 2**31 - 1
+_LARGEST, _MOST_LAYERS = 2**31 - 1, 10_000
 _GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh")
 _PLAIN = {"gelu": "gelu", "gelu_python": "gelu", **dict.fromkeys(_GELU_TANH, "gelu_tanh")}
 _PLAIN |= {"relu": "relu"}
@@ -70,12 +70,12 @@ class Options(dict[str, Any]):
         super().__init__(values)
         self.names = names  # the family's own names, which error messages use
 
-    def whole(self, key: str, least: int = 1) -> int:
+    def whole(self, key: str, least: int = 1, most: int = _LARGEST) -> int:
         """Return a whole number. Raises UnsupportedError for another value."""
         value: Any = self[key]
-        if type(value) is int and least <= value <= _LARGEST:
+        if type(value) is int and least <= value <= most:
             return value
-        raise self._wrong(key, f"a whole number from {least} to {_LARGEST}", value)
+        raise self._wrong(key, f"a whole number from {least} to {most}", value)
 
     def number(self, key: str, default: float | None = None) -> Any:
         """Return a positive number; null is the default. Raises UnsupportedError for another."""
@@ -127,6 +127,7 @@ class Family:
         Raises UnsupportedError for what the decoder does not compute, and ConfigError.
         """
         options = self.options(values)
+        options.whole("num_hidden_layers", most=_MOST_LAYERS)
         read = {self.names.get(key, key) for key in options}
         neutral = {key: (None, *allowed) for key, allowed in NEUTRAL.items() if key not in read}
         if values.get("use_sliding_window") is False:
@@ -186,6 +187,8 @@ def _rotary(options: Options, scalings: tuple[str, ...]) -> dict[str, Any]:
     head_dim, fraction = _head_dim(options), rope.number("partial_rotary_factor", 1.0)
     if "partial_rotary_factor" not in options and fraction != 1:
         raise refuse("partial_rotary_factor", fraction, "this family only with 1.0")
+    if fraction > 1:
+        raise refuse("partial_rotary_factor", fraction, "at most 1.0")
     turned = int(head_dim * fraction)
     return {
         "rope_theta": rope.number("rope_theta"),

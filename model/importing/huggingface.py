@@ -242,6 +242,7 @@ def _plan(
         if one is not other and not torch.equal(one.read(), other.read()):
             held[head] = other
             config = replace(config, tied_embeddings=False)
+    config.check_size(sum(torch.Size(tensor.shape).numel() for tensor in held.values()))
     shapes = parameter_shapes(config)
     weights = [_take(name, shape, family, config, held) for name, shape in shapes.items()]
     for tensor in held.values():

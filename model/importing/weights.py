@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from model.checkpoint import WEIGHTS_FILE
+from model.files import parse_object
 from model.progress import Progress, followed, unheard
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -80,7 +81,7 @@ def _files(folder: Path) -> list[Path]:
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER)"
         )
     try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        names = sorted(set(parse_object(index.read_bytes())["weight_map"].values()))
     except (ValueError, LookupError, TypeError, AttributeError):
         message = f"{INDEX_FILE} has no weight_map of tensors to files; copy it again"
         raise UnsupportedError(message) from None

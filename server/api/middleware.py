@@ -232,7 +232,10 @@ def new_state(given_id: str | None) -> RequestState:
 
 
 def log_request(scope: Scope, status: int, seconds: float) -> None:
-    """Log a line for a request, without its content; successful probes are for debugging only."""
+    """Log a line for a request, without its content.
+
+    Probes that succeed, or that wait for startup, are for debugging only.
+    """
     state = state_of(scope)
     fields: dict[str, Any] = {
         "request_id": state.id,
@@ -253,5 +256,6 @@ def log_request(scope: Scope, status: int, seconds: float) -> None:
             "finish_reason": [choice.finish_reason for choice in completion.choices],
             "ttft_ms": None if first is None else round(first * 1000, 3),
         }
-    is_routine = path_of(scope) in PROBED_PATHS and 200 <= status < 400
+    path = path_of(scope)
+    is_routine = path in PROBED_PATHS and (200 <= status < 400 or path == "/health/startup")
     logger.log(logging.DEBUG if is_routine else logging.INFO, "request", extra={"fields": fields})

@@ -16,13 +16,14 @@ from numpy.typing import NDArray
 
 from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig
+from model.onnx_runtime import onnxruntime
 from server.engine.batch import Chunk, StepBatch
 from server.engine.engine import SCORING_LOGITS_BYTES, check_max_model_len
 from server.engine.kv.prefix_cache import BLOCK_SIZE, PrefixCache
 from server.engine.kv.rows import KVRows, KVShape, RowMemory
 from server.engine.machine import SPIN_MICROSECONDS, available_memory, usable_cpus
 from server.engine.sampling import Floats
-from server.engine.session import InferenceSession, kv_inputs, open_session
+from server.engine.session import check_shape, kv_inputs, open_session
 from server.engine.speculation import MAX_DRAFT, MAX_SPECULATING
 
 MAX_PADDING = 1.25  # ratio of the tokens that a run of several prompts has to those it needs
@@ -53,6 +54,7 @@ class OnnxRunner:
         self.vocab_size = config.vocab_size
         self.model_seconds = 0.0  # spent in ONNX Runtime so far
         self._session = open_session(graph, threads or usable_cpus(), spin_microseconds)
+        check_shape(self._session, config)
         n_bytes = available_memory() // 2 if kv_cache_bytes is None else kv_cache_bytes
         shape = KVShape(config.n_layer, config.n_kv_head, config.head_dim)
         itemsize = min(kv.itemsize for kv in kv_inputs(self._session))
@@ -164,7 +166,12 @@ class _Binding:
     """
 
     def __init__(
-        self, session: InferenceSession, memory: RowMemory, row: int, batch: int, capacity: int
+        self,
+        session: onnxruntime.InferenceSession,
+        memory: RowMemory,
+        row: int,
+        batch: int,
+        capacity: int,
     ) -> None:
         self._session = session
         self._n_positions = memory.n_positions

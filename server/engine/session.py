@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import onnxruntime
-from onnxruntime import InferenceSession, SessionOptions
-
-from model.bundle import GRAPH_ENVIRONMENT
-
-__all__ = ["InferenceSession", "KVInput", "kv_inputs", "open_session"]
+from model.config import DecoderConfig
+from model.onnx_runtime import onnxruntime
 
 _ELEMENT_TYPES = {  # numbers in onnx.TensorProto, and bytes
     "tensor(float)": (1, 4),
@@ -23,13 +18,10 @@ _ELEMENT_TYPES = {  # numbers in onnx.TensorProto, and bytes
 }
 _PRESENT = {"past_key_values": "present", "prompt_key_values": "prompt_present"}
 
-onnxruntime.disable_telemetry_events()  # nobody else learns what is served, and where
 
-
-def open_session(graph: Path, threads: int, spin_microseconds: int) -> InferenceSession:
+def open_session(graph: Path, threads: int, spin_microseconds: int) -> onnxruntime.InferenceSession:
     """Open a session on the CPU. spin_microseconds: how long an idle thread keeps its processor."""
-    os.environ.update(GRAPH_ENVIRONMENT)  # ONNX Runtime reads it when the session is built
-    options = SessionOptions()
+    options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     for name, value in (
         ("session.intra_op.allow_spinning", int(spin_microseconds > 0)),
@@ -37,7 +29,7 @@ def open_session(graph: Path, threads: int, spin_microseconds: int) -> Inference
         ("session.force_spinning_stop", 1),  # no thread spins between two runs
     ):
         options.add_session_config_entry(name, str(value))
-    return InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +53,18 @@ class KVInput:
         return self.itemsize * math.prod(map(int, self.shape))
 
 
-def kv_inputs(session: InferenceSession) -> list[KVInput]:
+def check_shape(session: onnxruntime.InferenceSession, config: DecoderConfig) -> None:
+    """Raise ValueError unless graph and configuration, for which buffers are made, agree."""
+    sizes = {value.name: value.shape[-1] for value in session.get_outputs()}
+    found = sizes.get("logits"), 1 + max((kv.block // 2 for kv in kv_inputs(session)), default=-1)
+    if found != (config.vocab_size, config.n_layer):
+        raise ValueError(
+            f"the graph has {found[0]} tokens and {found[1]} layers, and config.json "
+            f"{config.vocab_size} and {config.n_layer}; export the model again"
+        )
+
+
+def kv_inputs(session: onnxruntime.InferenceSession) -> list[KVInput]:
     """Parse the KV cache inputs of a graph, such as `past_key_values.3.key`."""
     inputs = []
     for value in session.get_inputs():

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic_core import from_json
 
-from model.chat_template import ChatTemplate, ChatTemplateError
+from model.chat_template import ChatTemplate, ChatTemplateError, ChatTemplateLimitError
 from server.text.tool_calls import ToolCallFormat, ToolCallParser, ToolCallPiece
 
 Message = Mapping[str, Any]
@@ -35,7 +35,10 @@ _BEFORE: dict[str, list[dict[str, Any]]] = {
 
 
 class ChatFormat:
-    """A chat template, with the forms of content that each role takes, and its format of calls."""
+    """A chat template, with the forms of content that each role takes, and its format of calls.
+
+    Raises ChatTemplateLimitError for a template that cannot render even a probe in its limits.
+    """
 
     def __init__(self, template: ChatTemplate, tool_calls: ToolCallOption = "auto") -> None:
         self._template = template
@@ -98,10 +101,13 @@ class ChatFormat:
         if role == "tool":
             message["tool_call_id"] = "call00000"
         after = [_USER] if role == "system" else []
-        with suppress(ChatTemplateError):
+        try:
             text = self._template.render([*_BEFORE[role], message, *after])
-            return text if _WORD in text else None
-        return None
+        except ChatTemplateLimitError:
+            raise
+        except ChatTemplateError:
+            return None
+        return text if _WORD in text else None
 
 
 def _call_format(template: ChatTemplate) -> ToolCallFormat | None:
@@ -110,6 +116,8 @@ def _call_format(template: ChatTemplate) -> ToolCallFormat | None:
     try:
         prompt = template.render([_USER], tools=tools, add_generation_prompt=True)
         text = template.render([_USER, _CALLING], tools=tools)
+    except ChatTemplateLimitError:
+        raise
     except ChatTemplateError:
         return None
     answer = text[len(commonprefix([prompt, text])) :]  # noqa: RUF071  (no paths)

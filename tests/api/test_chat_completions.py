@@ -605,6 +605,10 @@ async def test_fields_that_ask_for_nothing_are_accepted() -> None:
     [
         ("{{ raise_exception('Roles must alternate') }}", "Roles must"),
         (None, "chat_template.jinja"),
+        (
+            "{{ 'x' * (10 ** 9 if messages[0].content == 'Weather?' else 1) }}",
+            "it makes texts of more than",
+        ),
     ],
 )
 async def test_a_template_that_refuses_or_is_missing_is_a_400(
@@ -616,6 +620,14 @@ async def test_a_template_that_refuses_or_is_missing_is_a_400(
     assert message in response.json()["error"]["message"]
 
 
-def test_a_template_that_is_none_ends_the_start() -> None:
-    with pytest.raises(StartupError, match=r"chat_template\.jinja: the chat template is not valid"):
-        create_app(load_settings(model=MODEL), with_template("{{ messages"))
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages", "is not valid"),
+        ("{{ 'x' * 10 ** 9 }}", "cannot render this: it makes texts of more than"),
+    ],
+)
+def test_a_template_that_is_none_or_has_no_end_ends_the_start(template: str, message: str) -> None:
+    expected = rf"chat_template\.jinja: the chat template {message}.*; mend it, and export"
+    with pytest.raises(StartupError, match=expected):
+        create_app(load_settings(model=MODEL), with_template(template))

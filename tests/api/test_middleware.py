@@ -312,10 +312,12 @@ async def test_probes_and_scrapes_are_in_the_log_where_they_fail_or_at_debug(
     async with serving(root_path=root_path) as served:
         for path in (*PROBED, "/version"):
             assert (await served.client.get(root_path + path)).status_code == 200
+        served.service.admission.phase = Phase.LOADING
+        assert (await served.client.get(f"{root_path}/health/startup")).status_code == 503
         served.service.admission.phase = Phase.DRAINING
         assert (await served.client.get(f"{root_path}/health/ready")).status_code == 503
     levels = [record.levelno for record in caplog.records if record.getMessage() == "request"]
-    assert levels == [logging.DEBUG] * 6 + [logging.INFO] * 2
+    assert levels == [logging.DEBUG] * 6 + [logging.INFO, logging.DEBUG, logging.INFO]
 
 
 async def test_a_bug_is_a_500_with_the_request_id_and_no_trace(

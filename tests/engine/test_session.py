@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
 from export.paged_graph import export_paged_graph
+from model.config import DecoderConfig
+from model.onnx_runtime import onnxruntime
 from server.engine.cuda import session as session_module
 from server.engine.cuda.runtime import NoDeviceError, free_memory
 from server.engine.cuda.session import DeviceModel, block_bytes, open_cuda_session
-from server.engine.session import open_session
+from server.engine.session import check_shape, open_session
 from tests.random_models import make_config, make_decoder
 
 
@@ -146,3 +149,16 @@ def test_the_extra_for_gpus_brings_what_onnxruntime_links_and_nothing_else() -> 
         *(brought for extra, brought in names.items() if extra not in {"cpu", "cuda"})
     )
     assert not {"onnxruntime", "onnxruntime-gpu"} & others
+
+
+@pytest.mark.parametrize("change", [{"vocab_size": 4096}, {"n_layer": 5}, {"vocab_size": 8}])
+def test_a_graph_of_another_shape_than_its_configuration_is_refused(
+    change: dict[str, Any],
+) -> None:
+    """Buffers have the configuration's shape, and a run writes to raw addresses."""
+    directory = Path(__file__).parents[2] / "examples/stdlib"
+    config = DecoderConfig.load(directory / "config.json")
+    session = open_session(directory / "model.onnx", threads=1, spin_microseconds=0)
+    check_shape(session, config)
+    with pytest.raises(ValueError, match=r"the graph has 2048 tokens and 4 layers, and config"):
+        check_shape(session, replace(config, **change, eos_token_ids=(), bos_token_id=None))

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from numpy.typing import NDArray
 
 from export.quantize import BLOCK, quantize, quantize_blocks, quantize_columns
 from export.verify import Verifier
+from model.onnx_runtime import onnxruntime
 from tests.random_models import RandomModel, export_random
 
 Floats = NDArray[np.float32]

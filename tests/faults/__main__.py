@@ -11,7 +11,7 @@ from typer import echo
 from tests.faults.abandoned_texts import abandoned_texts
 from tests.faults.canary import canary
 from tests.faults.clock_jumps import clock_jumps
-from tests.faults.damage import damaged_models
+from tests.faults.damage import damaged_models, hostile_models
 from tests.faults.disconnects import disconnects
 from tests.faults.ends import kills, terminations
 from tests.faults.foreign_pages import foreign_pages
@@ -37,6 +37,7 @@ FAULTS = {
     overload: (16_000, 320),
     full_disk: (50, 1),
     damaged_models: (100, 2),
+    hostile_models: (31, 2),
     hostile_grammars: (300, 2),
     malformed_bodies: (20_000, 800),
     large_bodies: (1000, 12),

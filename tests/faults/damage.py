@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from loadtest.local_server import serve_command
-from model.bundle import MANIFEST_FILE
+from model.bundle import MANIFEST_FILE, hash_files
 from tests.fake_runner import TIMEOUT
 from tests.faults.probe import EXAMPLE
 from tests.faults.report import Report
@@ -32,9 +33,64 @@ def damaged_models(n: int, seed: int = 0) -> Report:
     return report
 
 
+def hostile_models(n: int, seed: int = 0) -> Report:
+    """Serve n model directories whose hashes are right and whose contents are an attack."""
+    report = Report("hostile model files")
+    cases = [(name, what) for name in sorted(_ATTACKS) for what in _ATTACKS[name]]
+    for name, what in random.Random(seed).sample(cases, min(n, len(cases))):
+        report.tried += 1
+        with TemporaryDirectory() as folder:
+            directory = shutil.copytree(EXAMPLE, Path(folder) / "model")
+            (directory / name).write_bytes(what)
+            if name != MANIFEST_FILE:
+                manifest = json.loads((directory / MANIFEST_FILE).read_bytes())
+                manifest["files"] = hash_files(directory)
+                (directory / MANIFEST_FILE).write_text(json.dumps(manifest))
+            wrong = _refusal(directory)
+        report.check(wrong == "", f"{name}: {what[:60]!r}: {wrong}")
+    report.note = f"{_MOST_MEMORY // 1024} MiB of memory were enough"
+    return report
+
+
+def _graph(location: str) -> bytes:
+    """Return a graph whose weights are elsewhere: Model.graph.initializer.external_data."""
+    message = b"\x0a\x08location\x12" + bytes([len(location)]) + location.encode()
+    for tag in (b"\x6a", b"\x2a", b"\x3a"):
+        message = tag + bytes([len(message)]) + message
+    return message
+
+
+_DEEP = b"[" * 100_000
+_LISTS = "{% set n = namespace(x=(1,)) %}{% for i in range(60) %}{% set n.x = (n.x, n.x) %}"
+_TEMPLATES = (
+    "{% for i in range(10 ** 12) %}{% endfor %}{{ raise_exception('x') }}{{ messages",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{{ 'x' * 10 ** 9 }}",
+    "{{ 'x' | center(10 ** 9) }}",
+    "{{ '%1000000000d' % 1 }}",
+    "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(60) }}",
+    "{% set n = namespace(x='xx') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    _LISTS + "{% endfor %}{{ n.x }}",
+    _LISTS + "{% endfor %}{{ {n.x: 1} | length }}",
+    "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "x" * 300_000,
+)
+_ATTACKS: dict[str, list[bytes]] = {
+    "manifest.json": [_DEEP, b"[]", b'{"format_version": NaN}', b'{"files": ' + b"9" * 5000 + b"}"],
+    "config.json": [_DEEP, b'{"vocab_size": NaN}', b'{"vocab_size": "' + b"x" * 100_000 + b'"}'],
+    "tokenizer.json": [_DEEP, b"{}", b"\xff" * 100],
+    "special_tokens_map.json": [_DEEP, b"[]", b'{"bos_token": "\\ud800"}'],
+    "generation_config.json": [_DEEP, b'{"temperature": NaN}', b'{"top_k": 1e400}'],
+    "chat_template.jinja": [source.encode() for source in _TEMPLATES],
+    "model.onnx": [_graph("/etc/passwd"), _graph("../x"), _graph("*/_ORT_MEM_ADDR_/*"), b"\xff"],
+}
+_MOST_MEMORY = 600 * 1024  # KiB that a server may write to while it refuses its model
+
+
 def _refusal(directory: Path) -> str:
     """Return what is wrong with the server's refusal of the directory."""
-    command = serve_command(directory)
+    limited = ["sh", "-c", f'ulimit -d {_MOST_MEMORY}; OPENBLAS_NUM_THREADS=1 exec "$@"', "sh"]
+    command = [*limited, *serve_command(directory)]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
     except subprocess.TimeoutExpired:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import onnx
 import pytest
 
 from model.bundle import BundleError, Manifest, Verification, hash_files, load_bundle
@@ -20,7 +21,7 @@ def directory(tmp_path: Path) -> Path:
     directory.mkdir()
     make_config().save(directory / "config.json")
     train_tokenizer(["some text"], 300).save(str(directory / "tokenizer.json"))
-    (directory / "model.onnx").write_bytes(b"graph")
+    (directory / "model.onnx").write_bytes(onnx.ModelProto().SerializeToString())
     (directory / "model.onnx.data").write_bytes(b"weights")
     write_manifest(directory)
     return directory
@@ -61,6 +62,15 @@ def test_a_whole_directory_loads(directory: Path) -> None:
     }
 
 
+def point_graph(directory: Path, location: str) -> None:
+    """Let the graph read its weights from another place."""
+    tensor = onnx.TensorProto(data_location=onnx.TensorProto.EXTERNAL)
+    tensor.external_data.add(key="location", value=location)
+    model = onnx.ModelProto(graph=onnx.GraphProto(initializer=[tensor]))
+    (directory / "model.onnx").write_bytes(model.SerializeToString())
+    write_manifest(directory)
+
+
 def damage(name: str) -> Callable[[Path], object]:
     return lambda directory: (directory / name).write_bytes((directory / name).read_bytes() + b"x")
 
@@ -88,6 +98,22 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: edit_manifest(d, surprise=1), r"damaged: unknown field 'surprise'"),
     (lambda d: edit_manifest(d, device="tpu"), r"damaged: device must be"),
     (lambda d: edit_manifest(d, files={}), r"does not list config\.json"),
+    (
+        lambda d: (d / "manifest.json").write_text("[" * 100_000),
+        r"manifest\.json is damaged: is nested too deeply",
+    ),
+    (lambda d: (d / "manifest.json").write_text('{"a": "\\ud800"}'), r"manifest\.json is damaged"),
+    (
+        lambda d: (d / "chat_template.jinja").write_text("x"),
+        r"chat_template\.jinja is not in manifest\.json; remove it, or export the model again",
+    ),
+    (lambda d: (d / "attention.onnx").write_bytes(b""), r"attention\.onnx is not in manifest"),
+    (
+        lambda d: point_graph(d, "/etc/passwd"),
+        r"model\.onnx reads '/etc/passwd', which is not in manifest\.json; export",
+    ),
+    (lambda d: point_graph(d, "../x"), r"model\.onnx reads '\.\./x', which is not in"),
+    (lambda d: point_graph(d, "*/_ORT_MEM_ADDR_/*"), r"model\.onnx reads "),
     (
         lambda d: edit_manifest(d, files={**hash_files(d), "../secret": "0" * 64}),
         r"lists '\.\./secret', which is outside the directory",
@@ -141,6 +167,8 @@ def test_a_chat_template_and_the_tokens_it_names_travel_with_the_model(directory
         ("generation_config.json", b"{"),
         ("special_tokens_map.json", b"[]"),
         ("special_tokens_map.json", b"\xff"),
+        ("special_tokens_map.json", b"[" * 100_000),
+        ("generation_config.json", b"[" * 100_000),
     ],
 )
 def test_a_damaged_chat_file_is_named(directory: Path, name: str, content: bytes) -> None:

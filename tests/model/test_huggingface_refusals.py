@@ -84,6 +84,27 @@ def as_pytorch(folder: Path) -> None:
 
 REFUSALS: dict[str, tuple[Break, str]] = {
     "no config": (remove("config.json"), r"it has no config\.json; name a folder"),
+    "deep config": (write("config.json", "[" * 100_000), r"config\.json is nested too deeply"),
+    "half a surrogate pair": (
+        set_values("tokenizer_config.json", extra="\ud800"),
+        r"tokenizer_config\.json is not JSON: .*surrogates not allowed",
+    ),
+    "too many layers": (
+        set_values("config.json", num_hidden_layers=2**31 - 1),
+        r"num_hidden_layers must be a whole number from 1 to 10000, not 2147483647",
+    ),
+    "more layers than weights": (
+        set_values("config.json", num_hidden_layers=9999),
+        r"a decoder of this shape has at least [\d,]+ weights, and there are [\d,]+; copy",
+    ),
+    "a shape beyond memory": (
+        set_values("config.json", hidden_size=2**31 - 1, head_dim=16),
+        r"a decoder of this shape has at least",
+    ),
+    "rotary fraction": (
+        set_values("config.json", rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 9}),
+        r"partial_rotary_factor is 9",
+    ),
     "config that is no JSON": (write("config.json", "{"), r"config\.json is not JSON"),
     "config that is no object": (
         write("config.json", "[]"),

@@ -36,12 +36,12 @@ BODY = {"prompt": "a", "max_tokens": 8, "logit_bias": {"66": 100}}
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """A complete model directory, except that its graph is not one."""
+    """A complete model directory, except that its graph is empty."""
     bundle = fake_bundle(tmp_path / "bogus")
     bundle.path.mkdir()
     bundle.config.save(bundle.path / CONFIG_FILE)
     bundle.tokenizer.save(str(bundle.path / TOKENIZER_FILE))
-    (bundle.path / GRAPH_FILE).write_bytes(b"not a graph")
+    (bundle.path / GRAPH_FILE).write_bytes(b"")
     (bundle.path / WEIGHTS_FILE).write_bytes(b"weights")
     manifest = bundle.manifest.model_copy(update={"files": hash_files(bundle.path)})
     manifest.save(bundle.path / MANIFEST_FILE)

@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
-from onnxruntime import InferenceSession, SessionOptions
 
 from model.bundle import KV_BLOCK_SIZE
 from model.config import DecoderConfig
+from model.onnx_runtime import onnxruntime
 from server.engine.cuda.runner import Inputs, PagedRunner
 from server.engine.cuda.runtime import DeviceBuffer, NoDeviceError, free_memory
 from server.engine.engine import check_max_model_len, warm_up
 from server.engine.kv.blocks import KVBlocks
 from server.engine.sampling import Floats
-from server.engine.session import kv_inputs
+from server.engine.session import check_shape, kv_inputs
 
 DEFAULT_CHUNK_SIZE = 2048  # prompt tokens in a step
 _MEMORY_SHARE = 0.9
@@ -42,7 +41,7 @@ def require_cuda() -> None:
     free_memory()  # raises the error that says what is missing
 
 
-def open_cuda_session(graph: Path) -> InferenceSession:
+def open_cuda_session(graph: Path) -> onnxruntime.InferenceSession:
     """Open a session on the first NVIDIA GPU.
 
     Raises NoDeviceError if there is none; ONNX Runtime would try the graph on the CPU.
@@ -51,7 +50,9 @@ def open_cuda_session(graph: Path) -> InferenceSession:
     onnxruntime.set_default_logger_severity(_FATAL)  # the errors below say it in one line
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):
-            session = InferenceSession(graph, SessionOptions(), providers=[_CUDA, _CPU])
+            session = onnxruntime.InferenceSession(
+                graph, onnxruntime.SessionOptions(), providers=[_CUDA, _CPU]
+            )
     except Exception as error:  # ONNX Runtime's errors have no base class of their own
         raise NoDeviceError(
             f"ONNX Runtime cannot run the model on this GPU: {str(error).splitlines()[0]}"
@@ -74,7 +75,7 @@ class DeviceModel:
 
     def __init__(
         self,
-        session: InferenceSession,
+        session: onnxruntime.InferenceSession,
         n_blocks: int,
         device: str = "cuda",
         buffer: Callable[[int], Any] = DeviceBuffer,
@@ -99,7 +100,7 @@ class DeviceModel:
         return logits
 
 
-def block_bytes(session: InferenceSession) -> int:
+def block_bytes(session: onnxruntime.InferenceSession) -> int:
     """Return the size of one block's keys and values in all layers."""
     return sum(kv.bytes_per_item for kv in kv_inputs(session))
 
@@ -120,6 +121,7 @@ def open_cuda_runner(
     """
     longest = check_max_model_len(max_model_len, config)
     session = open_cuda_session(graph)
+    check_shape(session, config)
 
     def make_runner(n_blocks: int, max_num_seqs: int) -> PagedRunner:
         blocks = KVBlocks(
