@@ -120,7 +120,10 @@ class Verifier:
             in_torch, in_onnx = self._perplexities(rows, n_prefix, progress)
             text = f"{self._text.name}, {len(rows)} x {rows.shape[1] - 1} tokens"
             perplexity = {"perplexity_torch": in_torch, "perplexity_onnx": in_onnx, "text": text}
-        return Verification(max_logit_error=error, greedy_agreement=agreement, **perplexity)
+        # Not validated: `check` refuses a figure that is no number.
+        return Verification.model_construct(
+            max_logit_error=error, greedy_agreement=agreement, **perplexity
+        )
 
     def _logit_error(self, progress: Progress) -> float:
         longest = min(self._config.max_model_len, _LONGEST)

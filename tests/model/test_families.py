@@ -252,7 +252,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "original_max_position_embeddings must be a whole number from 1 to 2147483647, not 'x'",
     ),
     ("llama", {"num_local_experts": 8}, "num_local_experts is 8"),
-    ("llama", {"num_hidden_layers": "many"}, "n_layer must be a valid integer, not 'many'"),
+    ("llama", {"num_hidden_layers": "many"}, "num_hidden_layers must be a whole number"),
     (
         "llama",
         {"num_attention_heads": 0},
