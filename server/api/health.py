@@ -65,7 +65,7 @@ class Metrics(Response):
     media_type = CONTENT_TYPE
 
 
-_UNAVAILABLE = {503: {"description": "It is not.", "model": Health}}
+_UNAVAILABLE = {503: {"description": "The server is not in that state.", "model": Health}}
 _PROBE = OPEN | {"response_model": Health, "responses": OPEN["responses"] | _UNAVAILABLE}
 
 

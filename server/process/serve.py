@@ -31,7 +31,7 @@ logger = logging.getLogger("kvasir")
 _KEEP_ALIVE = 75
 _BODIES = 16  # bodies of `max_body_bytes` that the unfinished ones may add up to
 _LAST_READ = 5  # seconds for clients to read what is written, once every request has ended
-_LAST_TASKS = 2  # seconds for the requests of those cut off to end
+_LAST_TASKS = 2  # seconds for the handlers of connections that were cut off to end
 
 
 class DrainingServer(uvicorn.Server):

@@ -175,7 +175,7 @@ class CompletionsBody(OpenAIBody):
         None,
         ge=0,
         le=MAX_LOGPROBS,
-        description="Return each token's log-probability, and those of this many likelier tokens.",
+        description="Return each token's log-probability, and those of so many likeliest.",
     )
     echo: bool = Field(
         False, description="Begin the text and its log-probabilities with the prompt."
