@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,15 @@ def test_a_file_imports_only_what_its_room_may(path: Path) -> None:
         imported for imported in ours if not any(covers(one, imported) for one in (room, *allowed))
     }
     assert not forbidden, f"{name} may not import {sorted(forbidden)}"
+
+
+def test_no_files_import_each_other_even_for_types() -> None:
+    names = {module_name(path): imports(path) for path in FILES}
+    graph = {
+        name: {other for other in names for one in imported if covers(other, one)}
+        for name, imported in names.items()
+    }
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
 @pytest.mark.parametrize(("package", "owners"), ONLY_IMPORTERS.items())

@@ -39,10 +39,10 @@ class ExplainBody(schemas.RequestBody):
     model: schemas.ModelName = None
     text: str | None = Field(None, description="The text for the model to read.")
     prompt: str | None = Field(None, description="Another name for `text`.")
-    layers: schemas.TokenIds = Field(
+    layers: schemas.Counts = Field(
         [0], min_length=1, description="Layers whose attention to return, from 0."
     )
-    heads: schemas.TokenIds | None = Field(
+    heads: schemas.Counts | None = Field(
         None, min_length=1, description="Heads of these layers, from 0. Default: all."
     )
     top_k: int = Field(10, ge=0, le=1000, description="Number of the likeliest next tokens.")

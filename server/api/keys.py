@@ -31,7 +31,7 @@ Stamp = tuple[int, int, int]  # of a file's content: modification time in nanose
 
 
 class Limits(NamedTuple):
-    """What one caller may do at once, and in a minute; None is no limit."""
+    """One caller's limits: requests in flight, and tokens a minute. None is no limit."""
 
     concurrency: int | None = None
     tokens_per_minute: int | None = None

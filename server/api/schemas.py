@@ -134,7 +134,7 @@ LogitBias = Annotated[
     Field(max_length=MAX_NAMED_TOKENS, json_schema_extra=_TOKEN_IDS),
     BeforeValidator(_check_bias, json_schema_input_type=dict[str, _Bias]),
 ]
-TokenIds = Annotated[list[Count], Field(max_length=MAX_NAMED_TOKENS, fail_fast=True)]
+Counts = Annotated[list[Count], Field(max_length=MAX_NAMED_TOKENS, fail_fast=True)]
 
 
 class RequestBody(BaseModel):
@@ -231,7 +231,7 @@ class SamplingFields(RequestBody):
         None, description="The same seed gives the same text. Default: random."
     )
     stop: Stops = Field([], description="Strings that end the text, without being part of it.")
-    stop_token_ids: TokenIds = Field([], description="Tokens that end the text.")
+    stop_token_ids: Counts = Field([], description="Tokens that end the text.")
     min_tokens: Count = Field(0, description="Minimum number of new tokens.")
     ignore_eos: bool = Field(False, description="Continue after the model's end-of-text token.")
     timeout_ms: Milliseconds | None = Field(

@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from server.engine.sequence import Sequence
+from server.engine.grammar.constraints import Constraint
 
 MAX_LOGPROBS = 20
 _BLOCK = 256  # weights that are summed at once
@@ -95,7 +94,23 @@ class Occurrences:
         self._n_counted = len(output_ids)
 
 
-def sample(row: Floats, sequence: Sequence) -> int | None:
+class SampledSequence(Protocol):
+    """The state of a sequence that sampling and speculation need."""
+
+    params: SamplingParams
+    prompt_ids: list[int]
+    output_ids: list[int]
+    ending_ids: frozenset[int]
+    generator: np.random.Generator
+    occurrences: Occurrences | None
+    constraint: Constraint | None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt and the output."""
+
+
+def sample(row: Floats, sequence: SampledSequence) -> int | None:
     """Choose a token after `row`, logits [vocab], which stays unchanged.
 
     None if there is none: the model gave no finite logits, or every token is banned.
@@ -128,7 +143,7 @@ def token_logprobs(row: Floats, token_id: int, alternatives: int) -> TokenLogpro
     return TokenLogprobs(token_id, float(row[token_id]) - log_total, top)
 
 
-def _adjust(row: Floats, sequence: Sequence) -> None:
+def _adjust(row: Floats, sequence: SampledSequence) -> None:
     """Apply penalties and bias; ban tokens that end it too early or violate its grammar."""
     params = sequence.params
     if params.penalises:

@@ -8,12 +8,8 @@ Decoding"). All its tokens are checked in one run, as in speculative sampling (L
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-from server.engine.sampling import Floats, sample
-
-if TYPE_CHECKING:
-    from server.engine.sequence import Sequence
+from server.engine.sampling import Floats, SampledSequence, sample
 
 MAX_SPECULATING = 4  # running sequences above which there are no drafts
 MAX_DRAFT = 8  # tokens
@@ -29,7 +25,7 @@ _HALF_LIFE = 128  # tokens in which half of the knowledge of the hit rate is for
 _NEWEST_WEIGHT = 0.25  # of the newest draft token in the hit rate
 
 
-def verify(logits: Floats, sequence: Sequence, draft: list[int]) -> list[int | None]:
+def verify(logits: Floats, sequence: SampledSequence, draft: list[int]) -> list[int | None]:
     """Return the 1 to n_draft + 1 tokens that a draft yields; the last may be None, see `sample`.
 
     logits: [n_draft + 1, vocab]; row i follows the sequence's tokens and the first i of the draft.
@@ -82,7 +78,7 @@ class Speculation:
         self._hit_rate = _UNTRIED_HIT_RATE  # when the sequence had _n_output new tokens
         self._n_output = 0
 
-    def draft(self, sequence: Sequence, n_running: int) -> list[int]:
+    def draft(self, sequence: SampledSequence, n_running: int) -> list[int]:
         """Return tokens to check in this step of `n_running` sequences; empty if none pay."""
         room = sequence.params.max_tokens - len(sequence.output_ids) - 1  # a token follows a draft
         hit_rate = self._expected(len(sequence.output_ids))
@@ -107,7 +103,7 @@ class Speculation:
                 return [token_ids[end + i % (n - end)] for i in range(n_draft)]
         return []
 
-    def record(self, sequence: Sequence, draft: list[int], tokens: list[int | None]) -> None:
+    def record(self, sequence: SampledSequence, draft: list[int], tokens: list[int | None]) -> None:
         """Note which `tokens` a draft yielded."""
         n_output = len(sequence.output_ids)
         hit_rate = self._expected(n_output)

@@ -184,11 +184,8 @@ class RequestBuilder:
         """
         if len(text) <= SHORT:  # cheap, and the error has the number of tokens
             return
-        n_bytes, most = (
-            len(text.encode()),
-            max(MOST_BYTES, MOST_BYTES_PER_TOKEN * self.max_model_len),
-        )
-        if n_bytes > most:
+        most = max(MOST_BYTES, MOST_BYTES_PER_TOKEN * self.max_model_len)
+        if (n_bytes := len(text.encode())) > most:
             raise ContextLengthError(
                 f"{param}: the text has {n_bytes} bytes, but at most {most} are tokenised; "
                 "shorten it",
