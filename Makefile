@@ -62,7 +62,7 @@ image-check: $(VENV)/.serve  ## Build the images with buildah, as root, and test
 	$(BIN)/python -m tests.deploy.image_check $(ARGS)
 
 compose-check: $(VENV)/.serve  ## Run the stack on this machine's Docker Engine and test it
-	$(BIN)/python -m tests.deploy.compose_check
+	$(BIN)/python -m tests.deploy.compose_check $(ARGS)
 
 faults: $(VENV)/.dev  ## Inject faults into servers; ARGS=kills selects one
 	$(BIN)/python -m tests.faults $(ARGS)

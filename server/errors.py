@@ -96,7 +96,7 @@ class OverloadedError(KvasirError, status=429, error_type="overloaded"):
 
     @classmethod
     def reasons(cls) -> Iterator[str]:
-        """Yield the reason of each limit but the queue's."""
+        """Yield the reason of each named limit; that of the others is the type."""
         yield from (f"{cls.type}_{limit}" for limit in get_args(OverloadLimit))
 
 

@@ -49,6 +49,7 @@ OF_REQUESTS = (
     "max_tokens_per_minute_per_key", "max_body_bytes", "max_header_bytes", "default_timeout_ms",
     "receive_timeout", "send_timeout", "keep_alive_interval", "tool_call_format", "api_key",
     "api_key_file", "share_prefix_cache", "cors_origins", "allowed_hosts", "root_path",
+    "explain",
 )  # fmt: skip
 EVENTS = {kind.__name__: kind for kind in (CompletionEvent, ChatEvent, tgi.GenerateEvent)}
 

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from argparse import ArgumentParser
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -251,22 +252,27 @@ def say(name: str, word: str, text: str) -> None:
     print(f"{name:28} {word:8} {text}", flush=True)  # noqa: T201
 
 
-def run_checks(stack: Stack) -> int:
+def run_checks(stack: Stack, *, strict: bool) -> int:
+    result = 0
     for check in CHECKS:
         name = check.__name__.replace("_", " ")
         try:
             say(name, "ok", check(stack))
         except SkippedError as error:
             say(name, "skipped", str(error))
+            result = int(strict)
         except (FailedError, OSError) as error:
             say(name, "FAILED", str(error)[-2000:])
             with suppress(FailedError):
                 say("last lines of the logs", "", stack.compose("logs", "--no-color", "--tail=10"))
             return 1
-    return 0
+    return result
 
 
 def main() -> int:
+    parser = ArgumentParser()
+    parser.add_argument("--strict", action="store_true", help="a skipped check fails")
+    strict = parser.parse_args().strict
     stack = Stack()
     try:
         stack.docker("info")
@@ -279,7 +285,7 @@ def main() -> int:
     down = ("--profile=load", "down", "--volumes", "--remove-orphans")
     stack.compose(*down)  # of a run that was killed
     try:
-        return run_checks(stack)
+        return run_checks(stack, strict=strict)
     finally:
         stack.compose(*down)
 

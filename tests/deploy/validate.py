@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -344,7 +345,9 @@ CHECKS: list[Callable[[Path], str]] = [
 
 
 def main() -> int:
-    bad = {"FAILED"} | ({"skipped"} if "--strict" in sys.argv else set())
+    parser = ArgumentParser()
+    parser.add_argument("--strict", action="store_true", help="a skipped check fails")
+    bad = {"FAILED"} | ({"skipped"} if parser.parse_args().strict else set())
     words = set()
     for check in CHECKS:
         try:
