@@ -10,7 +10,7 @@ import pytest
 from server.engine.batch import Chunk, StepBatch
 from server.engine.engine import Engine
 from server.engine.runner import OnnxRunner
-from server.engine.sampling import SamplingParams
+from server.engine.sampling import SampledSequence, SamplingParams
 from server.engine.sequence import Sequence
 from server.engine.speculation import Speculation
 from tests.engine_driver import Collector, Result, make_sequence
@@ -112,7 +112,7 @@ class _Foreknowing(Speculation):
         self._token_ids = token_ids
         self._random = np.random.default_rng(seed)
 
-    def draft(self, sequence: Sequence, n_running: int) -> list[int]:  # noqa: ARG002
+    def draft(self, sequence: SampledSequence, n_running: int) -> list[int]:  # noqa: ARG002
         done = len(sequence.output_ids)
         n = (
             min(int(self._random.integers(9)), len(self._token_ids) - done - 1)
