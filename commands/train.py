@@ -139,7 +139,7 @@ def _prepare_run(options: dict[str, Any], given: dict[str, str], lines: Console)
         refused += [f"--set {name}" for name in changes if name not in _WITH_INIT]
         _refuse("--init brings the checkpoint's own shape and tokenizer", refused)
         checkpoint = load_checkpoint(options["init"])
-        config = DecoderConfig(**(asdict(checkpoint.decoder.config) | changes))
+        config = DecoderConfig(**(asdict(checkpoint.config) | changes))
     chosen = {name: value for name, value in options.items() if value not in (None, [])}
     corpus, settings = (
         {one.name: chosen[one.name] for one in fields(kind) if one.name in chosen}

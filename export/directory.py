@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from pydantic import ValidationError
 
 from export.attention_graph import write_attention_graph
-from export.graph import export_graph, load_decoder
+from export.graph import export_graph, load_weights
 from export.kv_cache import sample_rows
 from export.paged_graph import KV_DTYPES, check_pageable, export_paged_graph
 from export.paged_session import PagedSession, require_cuda
@@ -34,11 +35,12 @@ from model.bundle import (
     load_bundle,
     sha256,
 )
-from model.checkpoint import WEIGHTS_FILE, Checkpoint, CheckpointError, load_checkpoint
-from model.config import first_problem
+from model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from model.config import DecoderConfig, first_problem
 from model.files import new_directory
-from model.network.decoder import Decoder
+from model.network.skeleton import parameter_shapes
 from model.progress import Progress, unheard
+from model.tensor_files import WEIGHTS_FILE
 from model.tokenizer import leading_ids
 from model.training.data import DATA_FOLDER, open_tokens
 
@@ -77,7 +79,7 @@ def export_checkpoint(
         raise ValueError(f"no kv cache {kv_cache!r} on {device}; on cuda there are {known}")
     progress("reading the checkpoint", 0, 0)
     checkpoint = load_checkpoint(source, max_model_len)
-    decoder, config = checkpoint.decoder, checkpoint.decoder.config
+    config, weights = checkpoint.config, checkpoint.weights
     if device == "cuda":
         check_pageable(config)
         require_cuda()
@@ -98,13 +100,13 @@ def export_checkpoint(
             (part / name).write_bytes(content)
         graph = part / GRAPH_FILE
         if device == "cuda":
-            export_paged_graph(decoder, graph, precision, kv_cache, rows, progress)
+            export_paged_graph(config, weights, graph, precision, kv_cache, rows, progress)
         else:
-            export_graph(decoder, graph, precision, rows, progress)
+            export_graph(config, weights, graph, precision, rows, progress)
             write_attention_graph(part)
-        figures = _verify(decoder, graph, sample, device, precision, progress)
+        figures = _verify(checkpoint, graph, sample, device, precision, progress)
         notes = _describe_source(checkpoint)
-        manifest = make_manifest(decoder, part, precision, notes, figures, device)
+        manifest = make_manifest(config, part, precision, notes, figures, device)
         manifest.save(part / MANIFEST_FILE)
     return manifest
 
@@ -138,8 +140,8 @@ def verify_directory(
                 f"{directory} was not exported from {checkpoint.path}: the hashes differ"
             )
     elif manifest.precision == "fp32":
-        rebuilt = load_decoder(bundle.config, bundle.graph_path)
-        checkpoint = Checkpoint(directory, rebuilt, bundle.tokenizer, {})
+        weights = load_weights(bundle.config, bundle.graph_path)
+        checkpoint = Checkpoint(directory, bundle.config, weights, bundle.tokenizer, {})
     elif text is not None:
         raise ValueError(
             f"perplexity on {text} is measured against the weights before rounding: "
@@ -147,20 +149,20 @@ def verify_directory(
         )
     else:
         return manifest, None
-    decoder, device, precision = checkpoint.decoder, manifest.device, manifest.precision
+    device, precision = manifest.device, manifest.precision
     sample = sample_text(checkpoint, text, precision)
-    return manifest, _verify(decoder, bundle.graph_path, sample, device, precision, progress)
+    return manifest, _verify(checkpoint, bundle.graph_path, sample, device, precision, progress)
 
 
 def _verify(
-    decoder: Decoder,
+    checkpoint: Checkpoint,
     path: Path,
     sample: SampleText | None,
     device: Device,
     precision: str,
     progress: Progress,
 ) -> Verification:
-    session = None
+    session, decoder = None, checkpoint.decoder
     if device == "cuda":
         decoder = decoder.to("cuda") if torch.cuda.is_available() else decoder
         session = PagedSession.open(path, decoder.config)
@@ -170,7 +172,7 @@ def _verify(
 
 
 def make_manifest(
-    decoder: Decoder,
+    config: DecoderConfig,
     directory: Path,
     precision: str,
     source: dict[str, str | int | float],
@@ -182,10 +184,10 @@ def make_manifest(
     return Manifest(
         format_version=FORMAT_VERSION,
         architecture="kvasir-decoder",
-        parameters=decoder.n_parameters,
+        parameters=sum(map(math.prod, parameter_shapes(config).values())),
         device=device,
         precision=precision,
-        max_model_len=decoder.config.max_model_len,
+        max_model_len=config.max_model_len,
         graph_inputs=[str(value.name) for value in graph.inputs],
         graph_outputs=[str(value.name) for value in graph.outputs],
         versions={name: version(name) for name in _VERSIONS},

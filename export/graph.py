@@ -12,26 +12,27 @@ prompt_present.{i}.key, .value (export.kv_cache).
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from export.kv_cache import measure_scales, quantize_kv_cache, scale_kv_channels
 from export.quantize import quantize
-from export.rewrite import contents
-from export.trace import TRANSPOSED, TensorSpec, name_weights, trace
-from model.bundle import WEIGHTS_FILE
+from export.rewrite import contents, save
+from export.trace import TRANSPOSED, TensorSpec, trace
+from export.weights import Weights
 from model.config import DecoderConfig
 from model.network.attention import StepInputs
-from model.network.decoder import Decoder
+from model.network.skeleton import make_skeleton, parameter_shapes
 from model.progress import Progress, unheard
+from model.tensor_files import LazyWeights
 
 STEP_INPUTS: dict[str, TensorSpec] = {
     "input_ids": (torch.int64, ["batch", "sequence"]),
@@ -44,7 +45,8 @@ _PARAMETERS = "kvasir.parameters"  # metadata: {decoder's parameter: graph's ini
 
 
 def export_graph(
-    decoder: Decoder,
+    config: DecoderConfig,
+    weights: Mapping[str, Tensor],
     path: Path,
     precision: str = "fp32",
     sample: NDArray[np.int64] | None = None,
@@ -52,64 +54,63 @@ def export_graph(
 ) -> None:
     """Write the graph to `path` and its weights beside it, as external data.
 
-    precision: one of PRECISIONS for the CPU. sample: [rows, tokens] of a text that shows how large
-    keys and values get, where they are rounded; None is random tokens.
+    weights: the decoder's parameters, each read when it is written. precision: one of PRECISIONS
+    for the CPU. sample: [rows, tokens] of a text that shows how large keys and values get, where
+    they are rounded; None is random tokens.
     """
-    config = decoder.config
-    # A copy, whose attention alone has weights of its own, because they are scaled.
-    others: dict[int, Any] = {
-        id(weight): weight
-        for name, weight in decoder.named_parameters()
-        if ".attention." not in name
-    }
-    scaled = copy.deepcopy(decoder, others)
-    arrays = {name: weight.detach().numpy() for name, weight in scaled.named_parameters()}
+    scaled = Weights(weights)
     # Put attention's scale into the weights that make queries; the operator's own is 1. ONNX
     # Runtime's product of one query and the cached keys reads the keys in place only where there is
     # no scale to apply; otherwise it copies them first.
-    for name in _query_makers(config, arrays):
-        arrays[name][: config.n_head * config.head_dim] *= config.query_scale
+    for name, factors in _query_scales(config, parameter_shapes(config)).items():
+        scaled.scale(name, factors)
     if precision != "fp32":
-        progress("measuring keys and values", 0, 0)
-        scale_kv_channels(arrays, config, measure_scales(decoder, sample))
+        scale_kv_channels(scaled, config, measure_scales(config, weights, sample, progress))
     progress("tracing PyTorch", 0, 0)
     rows: list[int | str] = ["batch", config.n_kv_head, "n_positions", config.head_dim]
-    model = trace(scaled, StepInputs, STEP_INPUTS, (torch.float32, rows))
-    names = name_weights(model.graph, scaled)
-    missing = arrays.keys() - names
-    assert not missing, f"parameters {sorted(missing)} are not in the graph"
+    decoder, cache = make_skeleton(config), (torch.float32, rows)
+    model = trace(decoder, scaled, StepInputs, STEP_INPUTS, cache)
     if precision == "fp32":
-        model.metadata_props[_PARAMETERS] = json.dumps(names)
+        names = {name.removesuffix(TRANSPOSED): name for name in model.graph.initializers}
+        of_parameters = {name: names[name] for name in decoder.state_dict()}
+        model.metadata_props[_PARAMETERS] = json.dumps(of_parameters)
     else:
-        progress(f"rounding weights to {precision}", 0, 0)
-        quantize(model, precision)
+        quantize(model, scaled, precision)
         quantize_kv_cache(model, config)
-    progress("writing the graph", 0, 0)
-    onnx_ir.save(model, path, external_data=WEIGHTS_FILE)
+    save(model, path, progress)
 
 
-def load_decoder(config: DecoderConfig, path: Path) -> Decoder:
-    """Rebuild the decoder of an fp32 graph; raise ValueError for a quantised one."""
+def load_weights(config: DecoderConfig, path: Path) -> Mapping[str, Tensor]:
+    """Return the parameters that an fp32 graph was made from, each read when it is looked up.
+
+    Raises ValueError for a quantised graph.
+    """
     model = onnx_ir.load(path)
     if _PARAMETERS not in model.metadata_props:
         raise ValueError(
             f"{path} is quantised and no longer holds the decoder's weights; "
             "name its source: --checkpoint"
         )
-    decoder = Decoder(config).eval()
-    parameters = dict(decoder.named_parameters())
-    with torch.no_grad():
-        for name, initializer in json.loads(model.metadata_props[_PARAMETERS]).items():
-            values = torch.from_numpy(contents(model.graph.initializers[initializer]).copy())
-            parameters[name].copy_(values.T if initializer.endswith(TRANSPOSED) else values)
-        attentions = (node for node in model.graph if node.op_type == "GroupQueryAttention")
-        if any(node.attributes["scale"].as_float() == 1.0 for node in attentions):
-            for name in _query_makers(config, parameters):
-                parameters[name][: config.n_head * config.head_dim] /= config.query_scale
-    return decoder
+    names, initializers = json.loads(model.metadata_props[_PARAMETERS]), model.graph.initializers
+    attentions = (node for node in model.graph if node.op_type == "GroupQueryAttention")
+    is_scaled = any(node.attributes["scale"].as_float() == 1.0 for node in attentions)
+    scales = _query_scales(config, names) if is_scaled else {}
+
+    def read(name: str, initializer: str) -> Tensor:
+        values = torch.from_numpy(contents(initializers[initializer]).copy())
+        values = values.t() if initializer.endswith(TRANSPOSED) else values
+        return values / torch.from_numpy(scales[name]) if name in scales else values
+
+    return LazyWeights({name: partial(read, name, of) for name, of in names.items()})
 
 
-def _query_makers(config: DecoderConfig, names: Iterable[str]) -> list[str]:
-    """Return the parameters whose first n_head · head_dim rows make queries of their input."""
+def _query_scales(config: DecoderConfig, names: Iterable[str]) -> dict[str, NDArray[np.float32]]:
+    """Return factors that give queries attention's scale, for the rows of parameters by name."""
     part = ".attention.query_norm." if config.qk_norm else ".attention.qkv."
-    return [name for name in names if part in name]
+    n_heads = config.n_head + 2 * config.n_kv_head
+    n_rows = config.n_head if config.qk_norm else n_heads * config.head_dim
+    factors = np.ones(n_rows, dtype=np.float32)
+    factors[: config.n_head * config.head_dim] = config.query_scale
+    # [rows, 1] for matrices
+    shaped = {"weight": factors[:, None], "bias": factors}
+    return {name: shaped[name.rpartition(".")[2]] for name in names if part in name}

@@ -20,12 +20,15 @@ import numpy as np
 import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from export.rewrite import constant, copy_node, replace_node
+from export.weights import Weights
 from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig
 from model.network.attention import LayerCache, StepInputs
 from model.network.decoder import Decoder
+from model.progress import Progress, unheard
 
 _SAMPLE = (8, 512)  # rows, tokens
 _SMALLEST_SCALE = 1e-8  # for a channel of zeros
@@ -49,12 +52,18 @@ def sample_rows(config: DecoderConfig, token_ids: Ids, prefix: Sequence[int]) ->
 
 
 @torch.inference_mode()
-def measure_scales(decoder: Decoder, sample: Ids | None) -> Floats:
+def measure_scales(
+    config: DecoderConfig,
+    weights: Mapping[str, Tensor],
+    sample: Ids | None,
+    progress: Progress = unheard,
+) -> Floats:
     """Return the worth of an int8 step of each layer's keys, then values.
 
     float [2 * n_layer, n_kv_head, head_dim]. sample: of `sample_rows`; None is random tokens.
     """
-    config = decoder.config
+    decoder = Decoder(config)
+    decoder.load_state_dict(weights)
     if sample is None:
         shape = (_SAMPLE[0], min(_SAMPLE[1], config.max_model_len))
         sample = np.random.default_rng(0).integers(config.vocab_size, size=shape)
@@ -76,26 +85,21 @@ def measure_scales(decoder: Decoder, sample: Ids | None) -> Floats:
     return (torch.stack(largest) / 127.0).clamp(min=_SMALLEST_SCALE).numpy().astype(np.float32)
 
 
-def scale_kv_channels(
-    parameters: Mapping[str, NDArray[np.float32]], config: DecoderConfig, scales: Floats
-) -> None:
-    """Divide keys and values by their scales, and multiply what meets them: logits stay equal.
-
-    parameters: arrays [out, in] or [out] by the decoder's names, changed in place.
-    """
+def scale_kv_channels(weights: Weights, config: DecoderConfig, scales: Floats) -> None:
+    """Divide keys and values by their scales, and multiply what meets them: logits stay equal."""
     for layer in range(config.n_layer):
         keys, values = scales[2 * layer : 2 * layer + 2]  # [n_kv_head, head_dim]
         by_query, by_output = (of.repeat(config.n_groups, axis=0) for of in (keys, values))
         prefix = f"blocks.{layer}.attention"
         if config.qk_norm:
-            parameters[f"{prefix}.query_norm.weight"][:] *= by_query
-            parameters[f"{prefix}.key_norm.weight"][:] /= keys
+            weights.scale(f"{prefix}.query_norm.weight", by_query)
+            weights.scale(f"{prefix}.key_norm.weight", 1 / keys)
             keys, by_query = np.ones_like(keys), np.ones_like(by_query)
         factors = np.concatenate([by_query.ravel(), 1 / keys.ravel(), 1 / values.ravel()])
-        parameters[f"{prefix}.qkv.weight"][:] *= factors[:, None]
+        weights.scale(f"{prefix}.qkv.weight", factors[:, None])
         if config.qkv_bias:
-            parameters[f"{prefix}.qkv.bias"][:] *= factors
-        parameters[f"{prefix}.output.weight"][:] *= by_output.ravel()
+            weights.scale(f"{prefix}.qkv.bias", factors)
+        weights.scale(f"{prefix}.output.weight", by_output.reshape(1, -1))
 
 
 def quantize_kv_cache(model: ir.Model, config: DecoderConfig) -> None:

@@ -9,21 +9,23 @@ which are aliased with the past.
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-import onnx_ir
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from export.kv_cache import measure_scales, scale_kv_channels
 from export.quantize import quantize_in_blocks
-from export.trace import TensorSpec, name_weights, trace
-from model.bundle import KV_BLOCK_SIZE, WEIGHTS_FILE
+from export.rewrite import save
+from export.trace import TensorSpec, trace
+from export.weights import Weights
+from model.bundle import KV_BLOCK_SIZE
 from model.config import ConfigError, DecoderConfig
 from model.network.attention import Attention, PagedInputs
-from model.network.decoder import Decoder
+from model.network.skeleton import make_skeleton
 from model.progress import Progress, unheard
 
 # By precision: the type of activations, keys and values. int8 and int4 round weights as well.
@@ -53,7 +55,8 @@ def check_pageable(config: DecoderConfig) -> None:
 
 
 def export_paged_graph(
-    decoder: Decoder,
+    config: DecoderConfig,
+    weights: Mapping[str, Tensor],
     path: Path,
     precision: str = "bf16",
     kv_cache: str | None = None,
@@ -62,28 +65,23 @@ def export_paged_graph(
 ) -> None:
     """Write the graph to `path` and its weights beside it, as external data.
 
-    precision: one of DTYPES. kv_cache: one of KV_DTYPES; None is the activations' own type. sample:
-    see `export.graph.export_graph`. Raises ConfigError as `check_pageable`.
+    precision: one of DTYPES. kv_cache: one of KV_DTYPES; None is the activations' own type. weights
+    and sample: see `export.graph.export_graph`. Raises ConfigError as `check_pageable`.
     """
-    config, dtype = decoder.config, DTYPES[precision]
+    dtype = DTYPES[precision]
     check_pageable(config)
-    rounded = copy.deepcopy(decoder).eval()
+    rounded = Weights(weights, dtype)
     if kv_cache is not None:
-        progress("measuring keys and values", 0, 0)
-        arrays = {name: weight.detach().numpy() for name, weight in rounded.named_parameters()}
-        scale_kv_channels(arrays, config, measure_scales(decoder, sample))
-    rounded = rounded.to(dtype)
-    for module in rounded.modules():
-        if isinstance(module, Attention) and config.qk_norm:
-            weights = (module.query_norm.weight, module.key_norm.weight)
-            module.norms_in_operator = all(bool((of == of[0]).all()) for of in weights)
+        scale_kv_channels(rounded, config, measure_scales(config, weights, sample, progress))
     progress("tracing PyTorch", 0, 0)
+    decoder = make_skeleton(config, dtype)
+    for name, module in decoder.named_modules():
+        if isinstance(module, Attention) and config.qk_norm:
+            norms = (rounded.read(f"{name}.{of}_norm.weight") for of in ("query", "key"))
+            module.norms_in_operator = all(bool((of == of[0]).all()) for of in norms)
     kv_dtype = dtype if kv_cache is None else KV_DTYPES[kv_cache]
     blocks: list[int | str] = ["num_blocks", KV_BLOCK_SIZE, config.n_kv_head, config.head_dim]
-    model = trace(rounded, PagedInputs, RUN_INPUTS, (kv_dtype, blocks))
-    name_weights(model.graph, rounded)
+    model = trace(decoder, rounded, PagedInputs, RUN_INPUTS, (kv_dtype, blocks))
     if precision in ("int8", "int4"):
-        progress(f"rounding weights to {precision}", 0, 0)
-        quantize_in_blocks(model, bits=8 if precision == "int8" else 4)
-    progress("writing the graph", 0, 0)
-    onnx_ir.save(model, path, external_data=WEIGHTS_FILE)
+        quantize_in_blocks(model, rounded, bits=8 if precision == "int8" else 4)
+    save(model, path, progress)

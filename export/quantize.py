@@ -20,27 +20,40 @@ once for the head when it loads the graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import cast
 
 import numpy as np
 import onnx_ir as ir
-from numpy.typing import NDArray
+import torch
 from onnx_ir.tape import Tape
+from torch import Tensor
+from torch.nn import functional
 
-from export.rewrite import MICROSOFT, constant, contents, remove_unused_constants, replace_node
+from export.rewrite import (
+    MICROSOFT,
+    constant,
+    lazy_constant,
+    remove_unused_constants,
+    replace_node,
+)
+from export.trace import TRANSPOSED
+from export.weights import Weights
 
 BLOCK = 32
 _EMBEDDING = "embedding.weight"  # the decoder's name, which the graph keeps
-_SMALLEST_SCALE = np.float32(1e-12)  # for zeros
+_SMALLEST_SCALE = 1e-12  # for zeros
 
 
-def quantize(model: ir.Model, precision: str) -> None:
+def quantize(model: ir.Model, weights: Weights, precision: str) -> None:
     """Round products with constant matrices, and the embedding, for the CPU, to int8 or int4."""
-    graph, quantizer = model.graph, _Int8(model.graph)
+    graph, quantizer = model.graph, _Int8(model.graph, weights)
     gathers = [node for node in graph if node.op_type == "Gather"]
     for node in _products(graph):
         if precision == "int4" and node.op_type == "MatMul":  # the head is a Gemm
-            _round_in_blocks(graph, node, bits=4, accuracy_level=4)  # activations in int8
+            # Activations in int8.
+            _round_in_blocks(graph, weights, node, bits=4, accuracy_level=4)
         else:
             quantizer.replace_product(node)
     for node in gathers:
@@ -50,36 +63,36 @@ def quantize(model: ir.Model, precision: str) -> None:
     model.opset_imports[MICROSOFT] = 1
 
 
-def quantize_in_blocks(model: ir.Model, bits: int) -> None:
+def quantize_in_blocks(model: ir.Model, weights: Weights, bits: int) -> None:
     """Round products with constant matrices, for CUDA; the embedding stays as it is."""
     for node in _products(model.graph):
-        _round_in_blocks(model.graph, node, bits)
+        _round_in_blocks(model.graph, weights, node, bits)
     remove_unused_constants(model.graph)
     model.opset_imports[MICROSOFT] = 1
 
 
-def quantize_columns(matrix: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Round columns of a matrix [in, out], which is nearly int8 [in, out] · scales [out]."""
-    scales = np.maximum(np.abs(matrix).max(axis=0) / 127.0, _SMALLEST_SCALE).astype(np.float32)
-    return np.rint(matrix / scales).astype(np.int8), scales
+def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows of a matrix [out, in], which is nearly int8 [out, in] · scales [out].
 
-
-def quantize_blocks(
-    matrix: NDArray[np.float32], bits: int = 4
-) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Round blocks of BLOCK rows of each column to symmetric integers, as MatMulNBits stores them.
-
-    matrix [in, out] → uint8 [out, blocks, BLOCK · bits / 8], of two halves the lower first, each
-    2^(bits - 1) more than its integer; and scales [out, blocks]. bits: 4 or 8. A block's value of
-    largest magnitude becomes -2^(bits - 1): the side that reaches further.
+    The matrix is overwritten.
     """
-    n_in, n_out = matrix.shape
+    least, most = matrix.aminmax(dim=1)
+    scales = (torch.maximum(most, -least) / 127.0).clamp(min=_SMALLEST_SCALE)
+    return matrix.div_(scales[:, None]).round_().to(torch.int8), scales
+
+
+def quantize_blocks(matrix: Tensor, bits: int = 4) -> tuple[Tensor, Tensor]:
+    """Round blocks of BLOCK numbers of each row to symmetric integers, as MatMulNBits stores them.
+
+    matrix [out, in] → uint8 [out, blocks, BLOCK · bits / 8], of two halves the lower first, each
+    2^(bits - 1) more than its integer; and scales [out, blocks]. bits: 4 or 8. A block's value of
+    largest magnitude, the first of equals, becomes -2^(bits - 1): the side that reaches further.
+    """
     reach = 2 ** (bits - 1)
-    padded = np.pad(matrix, ((0, -n_in % BLOCK), (0, 0)))
-    blocks = padded.T.reshape(n_out, -1, BLOCK)
-    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1)[..., None], axis=-1)
-    scales = np.where(largest == 0.0, _SMALLEST_SCALE, largest / -reach).astype(np.float32)
-    integers = (np.clip(np.rint(blocks / scales), -reach, reach - 1) + reach).astype(np.uint8)
+    blocks = functional.pad(matrix, (0, -matrix.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
+    largest = blocks.gather(2, blocks.abs().argmax(dim=2, keepdim=True))
+    scales = (largest / -reach).masked_fill_(largest == 0.0, _SMALLEST_SCALE)
+    integers = (blocks / scales).round_().clamp_(-reach, reach - 1).add_(reach).to(torch.uint8)
     packed = integers if bits == 8 else integers[..., ::2] | integers[..., 1::2] << 4
     return packed, scales[..., 0]
 
@@ -90,26 +103,67 @@ def _products(graph: ir.Graph) -> list[ir.Node]:
     return [node for node in products if node.inputs[1] and node.inputs[1].const_value is not None]
 
 
-def _round_in_blocks(graph: ir.Graph, node: ir.Node, bits: int, **attributes: int) -> None:
+def _round_in_blocks(
+    graph: ir.Graph, weights: Weights, node: ir.Node, bits: int, **attributes: int
+) -> None:
     """Replace a product by MatMulNBits."""
     x, weight, *bias = cast("tuple[ir.Value, ...]", node.inputs)
-    values = contents(weight)
-    matrix = (values.T if node.op_type == "Gemm" else values).astype(np.float32)
-    packed, scales = quantize_blocks(matrix, bits)
-    integers = constant(graph, f"{weight.name}.int{bits}", packed)
-    inputs = [x, integers, constant(graph, f"{weight.name}.scales", scales.astype(values.dtype))]
-    sizes = {"K": matrix.shape[0], "N": matrix.shape[1], "bits": bits, "block_size": BLOCK}
+    rounder = partial(quantize_blocks, bits=bits)
+    n_in, n_out = _sizes(weight)
+    n_blocks = -(-n_in // BLOCK)
+    shapes = (n_out, n_blocks, BLOCK * bits // 8), (n_out, n_blocks)
+    integers, scales = _rounded(graph, weights, weight, f"int{bits}", rounder, torch.uint8, shapes)
+    sizes = {"K": n_in, "N": n_out, "bits": bits, "block_size": BLOCK}
     tape = Tape()
-    product = tape.op("MatMulNBits", inputs, sizes | attributes, domain=MICROSOFT)
+    product = tape.op("MatMulNBits", [x, integers, scales], sizes | attributes, domain=MICROSOFT)
     result = tape.op("Add", [product, *bias]) if bias else product
     replace_node(graph, node, tape.nodes, result)
+
+
+def _sizes(weight: ir.Value) -> tuple[int, int]:
+    """Return a linear layer's inputs and outputs."""
+    assert weight.shape is not None
+    n_out, n_in = (int(size) for size in weight.shape)
+    return (n_out, n_in) if str(weight.name).endswith(TRANSPOSED) else (n_in, n_out)
+
+
+def _rounded(
+    graph: ir.Graph,
+    weights: Weights,
+    weight: ir.Value,
+    kind: str,
+    rounder: Callable[[Tensor], tuple[Tensor, Tensor]],
+    dtype: torch.dtype,
+    shapes: tuple[Sequence[int], Sequence[int]],
+) -> tuple[ir.Value, ir.Value]:
+    """Return initializers of a weight's integers and scales.
+
+    One is written right after the other, so a weight is rounded once for both.
+    """
+    name, kept = str(weight.name).removesuffix(TRANSPOSED), list[Tensor]()
+
+    def make_integers() -> Tensor:
+        parts = zip(*map(rounder, weights.slices(name)), strict=True)
+        integers, scales = (torch.cat(part) for part in parts)
+        kept[:] = [scales.to(weights.dtype)]
+        return integers if list(integers.shape) == list(shapes[0]) else integers.t().contiguous()
+
+    def make_scales() -> Tensor:
+        if not kept:
+            make_integers()
+        return kept.pop()
+
+    return (
+        lazy_constant(graph, f"{weight.name}.{kind}", make_integers, dtype, shapes[0]),
+        lazy_constant(graph, f"{weight.name}.scales", make_scales, weights.dtype, shapes[1]),
+    )
 
 
 class _Int8:
     """Products and lookups in int8; what layers share is made once."""
 
-    def __init__(self, graph: ir.Graph) -> None:
-        self._graph = graph
+    def __init__(self, graph: ir.Graph, weights: Weights) -> None:
+        self._graph, self._weights = graph, weights
         # By the float activations: uint8, and the scale of each token.
         self._activations: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
         self._deferred: dict[ir.Value, ir.Value] = {}  # factors of tokens still to be applied
@@ -119,11 +173,11 @@ class _Int8:
         """Replace a product without a bias. A Gemm is the head, with activations of rank 2."""
         x, weight = cast("tuple[ir.Value, ...]", node.inputs)
         tape, is_head = Tape(), node.op_type == "Gemm"
-        matrix, scales = self._matrix(weight, rows_are_outputs=is_head)
+        matrix, scales = self._matrix(weight)
         if is_head:
             matrix = tape.op("Transpose", [matrix], {"perm": [1, 0]})
-        width = contents(weight).shape[int(is_head)]
-        quantized, scale = self._quantized(tape, x, width, rank=2 if is_head else 3)
+        rank = 2 if is_head else 3
+        quantized, scale = self._quantized(tape, x, _sizes(weight)[0], rank)
         one = constant(self._graph, "quantize.one", np.array(1.0, dtype=np.float32))
         zero_point = constant(self._graph, "quantize.zero_point", np.array(128, dtype=np.uint8))
         inputs = [quantized, matrix, one, scales, zero_point]
@@ -148,7 +202,7 @@ class _Int8:
         """Replace the embedding's Gather."""
         table, ids = cast("tuple[ir.Value, ...]", node.inputs)
         tape = Tape()
-        matrix, scales = self._matrix(table, rows_are_outputs=True)
+        matrix, scales = self._matrix(table)
         integers = tape.op("Gather", [matrix, ids], {"axis": 0})
         rows = tape.op("Cast", [integers], {"to": ir.DataType.FLOAT})
         scale = tape.op("Unsqueeze", [tape.op("Gather", [scales, ids], {"axis": 0}), self._axis(2)])
@@ -185,13 +239,9 @@ class _Int8:
     def _axis(self, n: int) -> ir.Value:
         return constant(self._graph, f"quantize.axis_{n}", np.array([n], dtype=np.int64))
 
-    def _matrix(self, weight: ir.Value, rows_are_outputs: bool) -> tuple[ir.Value, ir.Value]:
+    def _matrix(self, weight: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Return int8 of a weight in its own layout, and a scale for each output; made once."""
-        names = f"{weight.name}.int8", f"{weight.name}.scales"
-        made = self._graph.initializers
-        if names[0] not in made:
-            values = contents(weight)
-            rounded, scales = quantize_columns(values.T if rows_are_outputs else values)
-            constant(self._graph, names[0], rounded.T if rows_are_outputs else rounded)
-            constant(self._graph, names[1], scales)
-        return made[names[0]], made[names[1]]
+        assert weight.shape is not None
+        shapes = [int(size) for size in weight.shape], [_sizes(weight)[1]]
+        of = self._graph, self._weights, weight
+        return _rounded(*of, "int8", quantize_rows, torch.int8, shapes)

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import torch
 from numpy.typing import NDArray
+from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
+from torch import Tensor
+
+from model.bundle import WEIGHTS_FILE
+from model.progress import Progress
 
 MICROSOFT = "com.microsoft"  # the domain of ONNX Runtime's own operators
 
@@ -15,6 +22,20 @@ def constant(graph: ir.Graph, name: str, array: NDArray[np.generic]) -> ir.Value
     """Return the initializer of this name, made of `array` unless it is there already."""
     if name not in graph.initializers:
         tensor = ir.tensor(np.ascontiguousarray(array), name=name)
+        graph.register_initializer(ir.val(name, const_value=tensor))
+    return graph.initializers[name]
+
+
+def lazy_constant(
+    graph: ir.Graph, name: str, make: Callable[[], Tensor], dtype: torch.dtype, shape: Sequence[int]
+) -> ir.Value:
+    """Return the initializer of this name, made when the graph is saved unless it is there already.
+
+    make: returns a contiguous tensor of this type and shape; nothing keeps it.
+    """
+    if name not in graph.initializers:
+        kind, sizes = from_torch_dtype(dtype), ir.Shape(shape)
+        tensor = ir.LazyTensor(lambda: TorchTensor(make()), kind, sizes, name=name)
         graph.register_initializer(ir.val(name, const_value=tensor))
     return graph.initializers[name]
 
@@ -51,3 +72,12 @@ def remove_unused_constants(graph: ir.Graph) -> None:
     """Remove initializers that nothing reads."""
     for name in [name for name, value in graph.initializers.items() if not value.uses()]:
         del graph.initializers[name]
+
+
+def save(model: ir.Model, path: Path, progress: Progress) -> None:
+    """Write a graph and, beside it, its initializers, of which one at a time is in memory."""
+
+    def report(_: ir.TensorProtocol, info: ir.external_data.CallbackInfo) -> None:
+        progress("writing weights", info.index, info.total)
+
+    ir.save(model, path, external_data=WEIGHTS_FILE, callback=report)

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-import numpy as np
 import onnx_ir
 import torch
-from numpy.typing import NDArray
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
-from onnx_ir.tensor_adapters import TorchTensor
 from torch import Tensor, nn
 
-from export.rewrite import contents
+from export.rewrite import lazy_constant
+from export.weights import Weights
 from model.bundle import cache_names
 from model.network.attention import LayerCache, RunInputs
 from model.network.decoder import Decoder
@@ -53,13 +50,16 @@ class StepGraph(nn.Module):
 
 def trace(
     decoder: Decoder,
+    weights: Weights,
     make_inputs: Callable[..., RunInputs],
     inputs: Mapping[str, TensorSpec],
     cache: TensorSpec,
 ) -> onnx_ir.Model:
     """Return the graph of `Decoder.step`; cache: the keys, or the values, of a layer.
 
-    make_inputs: takes the tensors of `inputs` by name, except input_ids and logits_indices.
+    decoder: a skeleton, whose weights are not looked at. weights: those that the graph gets, which
+    are read when it is saved. make_inputs: takes the tensors of `inputs` by name, except input_ids
+    and logits_indices. A linear layer's weight may be transposed; its name then ends in TRANSPOSED.
     """
     n_layer = decoder.config.n_layer
     past, present = cache_names("past_key_values", n_layer), cache_names("present", n_layer)
@@ -86,10 +86,24 @@ def trace(
             input_names=list(tensors),
             output_names=["logits", *present],
             verbose=False,
+            optimize=False,
         )
     assert program is not None
-    ClearMetadataAndDocStringPass()(program.model)  # of stack traces, with this machine's paths
+    # As inputs of the graph, parameters keep their names, and the optimizer neither reads them nor
+    # merges equal ones.
     graph = program.model.graph
+    parameters = {f"decoder.{name}": name for name in decoder.state_dict()}
+    values = [graph.initializers.pop(name) for name in parameters]
+    for value in values:
+        value.const_value = None
+    n_inputs = len(graph.inputs)
+    graph.inputs.extend(values)
+    program.optimize()
+    graph = program.model.graph
+    del graph.inputs[n_inputs:]
+    for value in values:
+        _place(graph, value, parameters[str(value.name)], weights)
+    ClearMetadataAndDocStringPass()(program.model)  # of stack traces, with this machine's paths
     # Replace the exporter's symbols (s72, …), one for each dimension it saw, by the contract's.
     shapes = {name: shape for name, (_, shape) in tensors.items()}
     shapes["logits"] = ["rows", decoder.config.vocab_size]
@@ -103,25 +117,15 @@ def trace(
     return program.model
 
 
-def name_weights(graph: onnx_ir.Graph, module: nn.Module) -> dict[str, str]:
-    """Name initializers after their parameters, with TRANSPOSED if so; return names by parameter.
-
-    The exporter transposes linear layers' weights, numbers them, and keeps one copy of equal ones.
-    """
-    by_content = defaultdict[bytes, list[str]](list)
-    for name, parameter in module.named_parameters():
-        by_content[_fingerprint(TorchTensor(parameter.detach()).numpy())].append(name)
-    names: dict[str, str] = {}
-    for value in list(graph.initializers.values()):
-        array = contents(value)
-        for layout, suffix in ((array, ""), (array.T, TRANSPOSED)):
-            if held := by_content.get(_fingerprint(layout)):
-                value.name = held[0] + suffix
-                names |= dict.fromkeys(held, value.name)
-                break
-    return names
-
-
-def _fingerprint(array: NDArray[np.generic]) -> bytes:
-    content = str(array.shape).encode() + np.ascontiguousarray(array).tobytes()
-    return hashlib.sha256(content).digest()
+def _place(graph: onnx_ir.Graph, value: onnx_ir.Value, name: str, weights: Weights) -> None:
+    """Make a parameter an initializer, and one for its transpose in place of nodes that make it."""
+    assert value.shape is not None
+    shape = [int(size) for size in value.shape]
+    for node in [user for user, _ in value.uses() if user.op_type == "Transpose"]:
+        make = partial(weights.read, name, transposed=True)
+        transpose = lazy_constant(graph, name + TRANSPOSED, make, weights.dtype, shape[::-1])
+        onnx_ir.convenience.replace_all_uses_with(node.outputs[0], transpose)
+        graph.remove(node, safe=True)
+    if value.uses():
+        whole = lazy_constant(graph, name, partial(weights.read, name), weights.dtype, shape)
+        onnx_ir.convenience.replace_all_uses_with(value, whole)

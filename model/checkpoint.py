@@ -12,6 +12,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,18 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from model.bundle import CONFIG_FILE, TOKENIZER_FILE, load_config_and_tokenizer, read_extra_files
-from model.config import ConfigError
+from model.config import ConfigError, DecoderConfig
 from model.files import new_directory, read_object
 from model.network.decoder import Decoder
+from model.network.skeleton import build_decoder, parameter_shapes
+from model.tensor_files import (
+    WEIGHTS_FILE,
+    LazyWeights,
+    TensorFileError,
+    list_tensors,
+)
 from model.tokenizer import TokenizerError
 
-WEIGHTS_FILE = "model.safetensors"
 STATE_FILE = "training.safetensors"
 STATE_FOLDER = "training"  # in place of the file
 PROGRESS_FILE = "training.json"
@@ -38,15 +45,25 @@ class CheckpointError(Exception):
     """A checkpoint that cannot be loaded; one line with the file and the remedy."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Checkpoint:
-    """A decoder in evaluation mode, its tokenizer, training's notes, and EXTRA_FILES' contents."""
+    """A decoder's parameters, its tokenizer, training's notes, and EXTRA_FILES' contents.
+
+    weights: by the names of `Decoder.state_dict`, in their stored types; each is read when it is
+    looked up, and not kept.
+    """
 
     path: Path
-    decoder: Decoder
+    config: DecoderConfig
+    weights: Mapping[str, Tensor]
     tokenizer: Tokenizer
     progress: dict[str, Any]
     extra_files: dict[str, bytes] = field(default_factory=dict)
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """The whole decoder in float32 and evaluation mode, which is loaded once."""
+        return build_decoder(self.config, self.weights)
 
 
 def find_checkpoint(directory: Path) -> Path:
@@ -105,41 +122,40 @@ def save_checkpoint(
 
 
 def load_checkpoint(directory: Path, max_model_len: int | None = None) -> Checkpoint:
-    """Load a checkpoint, or a run's newest, in float32. Raises CheckpointError.
+    """Open a checkpoint, or a run's newest, and check its headers. Raises CheckpointError.
 
     max_model_len: the longest row to prepare for; None is the checkpoint's own.
     """
     path = find_checkpoint(directory)
     try:
         config, tokenizer = load_config_and_tokenizer(path)
-        weights = load_file(path / WEIGHTS_FILE)
+        stored = {tensor.name: tensor for tensor in list_tensors(path)}
         notes = path / PROGRESS_FILE
         progress = read_object(notes, CheckpointError) if notes.is_file() else {}
         extra_files = read_extra_files(path)
-        config.check_size(sum(tensor.numel() for tensor in weights.values()))
-    except (ConfigError, TokenizerError, SafetensorError, OSError) as error:
+        config.check_size(sum(torch.Size(tensor.shape).numel() for tensor in stored.values()))
+    except (ConfigError, TokenizerError, TensorFileError, SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from None
+    shapes = parameter_shapes(config)
+    for name in sorted(shapes.keys() ^ stored.keys()):
+        kind = "lacks" if name in shapes else "holds the unknown"
+        raise CheckpointError(f"{path / WEIGHTS_FILE} {kind} tensor {name!r} for its {CONFIG_FILE}")
+    for name, tensor in stored.items():
+        found, wanted = list(tensor.shape), list(shapes[name])
+        if found != wanted:
+            raise CheckpointError(
+                f"tensor {name!r} in {tensor.file} has shape {found}, not {wanted}"
+            )
+    makers = {name: stored[name].read for name in shapes}
     if max_model_len is not None:
         if not 2 <= max_model_len <= config.max_model_len:
             raise CheckpointError(
                 f"max_model_len must be from 2 to the model's own {config.max_model_len}"
             )
-        if config.position == "learned" and _POSITIONS in weights:
-            weights[_POSITIONS] = weights[_POSITIONS][
-                : max_model_len - config.max_model_len or None
-            ]
         config = dataclasses.replace(config, max_model_len=max_model_len)
-    decoder = Decoder(config).eval()
-    expected, file = decoder.state_dict(), path / WEIGHTS_FILE
-    for name in sorted(expected.keys() ^ weights.keys()):
-        kind = "lacks" if name in expected else "holds the unknown"
-        raise CheckpointError(f"{file} {kind} tensor {name!r} for its {CONFIG_FILE}")
-    for name, tensor in weights.items():
-        found, wanted = list(tensor.shape), list(expected[name].shape)
-        if found != wanted:
-            raise CheckpointError(f"tensor {name!r} in {file} has shape {found}, not {wanted}")
-    decoder.load_state_dict(weights)
-    return Checkpoint(path, decoder, tokenizer, progress, extra_files)
+        if config.position == "learned":
+            makers[_POSITIONS] = lambda: stored[_POSITIONS].read()[:max_model_len]
+    return Checkpoint(path, config, LazyWeights(makers), tokenizer, progress, extra_files)
 
 
 def load_state(path: Path) -> dict[str, Tensor]:

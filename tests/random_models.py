@@ -61,5 +61,5 @@ def make_decoder(config: DecoderConfig, seed: int = 0) -> Decoder:
 def export_random(folder: Path, precision: str = "fp32", **changes: Any) -> RandomModel:
     decoder = make_decoder(make_config(**changes))
     folder.mkdir(parents=True, exist_ok=True)
-    export_graph(decoder, folder / GRAPH_FILE, precision)
+    export_graph(decoder.config, decoder.state_dict(), folder / GRAPH_FILE, precision)
     return RandomModel(decoder, folder / GRAPH_FILE)

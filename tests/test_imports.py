@@ -29,7 +29,7 @@ SHARED = (*WITHOUT_TORCH, "server.errors")
 RULES = {
     "model.network": ("model.config",),
     "model.training": ("model",),
-    "model.importing": ("model.network", "model.checkpoint", *WITHOUT_TORCH),
+    "model.importing": ("model.network", "model.tensor_files", *WITHOUT_TORCH),
     "model": ("model.network",),
     "export.paged_session": ("model", "server.engine"),  # verifies a graph as it is served
     "export": ("model",),

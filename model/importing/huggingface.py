@@ -30,21 +30,15 @@ from model.bundle import (
     GenerationDefaults,
     token_texts,
 )
-from model.checkpoint import WEIGHTS_FILE
 from model.config import ConfigError, DecoderConfig
 from model.files import new_directory, read_object
 from model.importing.families import FAMILIES
 from model.importing.family import Family
-from model.importing.tensors import parameter_shapes, reorder_rotary_pairs
-from model.importing.weights import (
-    PlannedTensor,
-    Shape,
-    StoredTensor,
-    UnsupportedError,
-    list_tensors,
-    write_safetensors,
-)
+from model.importing.tensors import reorder_rotary_pairs
+from model.importing.weights import PlannedTensor, UnsupportedError, write_safetensors
+from model.network.skeleton import parameter_shapes
 from model.progress import Progress, unheard
+from model.tensor_files import WEIGHTS_FILE, Shape, StoredTensor, TensorFileError, list_tensors
 from model.tokenizer import TokenizerError, load_tokenizer
 
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -88,7 +82,10 @@ def import_checkpoint(source: Path, out: Path, progress: Progress = unheard) -> 
             GENERATION_FILE: _generation_defaults(source, notes),
         }
         config, weights = _plan(family, config, list_tensors(source, _BUFFERS))
-    except (ConfigError, SafetensorError, TokenizerError, UnsupportedError) as error:
+    except (
+        *(ConfigError, SafetensorError),
+        *(TensorFileError, TokenizerError, UnsupportedError),
+    ) as error:
         raise UnsupportedError(f"{source} cannot be imported: {error}") from None
     with new_directory(out) as part:
         config.save(part / CONFIG_FILE)

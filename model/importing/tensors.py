@@ -7,16 +7,13 @@ decide about a whole checkpoint, and makes the parameter from the tensors of the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from model.config import DecoderConfig
-from model.importing.weights import Shape
-from model.network.decoder import Decoder
+from model.tensor_files import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,26 +76,6 @@ def plus_one(module: str) -> Source:
 def repeated_for_heads(module: str) -> Source:
     """Return the source of a norm over head_dim whose weight all heads share."""
     return Source((module,), lambda shape, _: [shape[1:]])
-
-
-class _Uninitialised(TorchFunctionMode):
-    """A mode without random initialisation: memory of weights is reserved and never touched.
-
-    The meta device reserves nothing, but loads 80 MB of torch with its first random number.
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in {"normal_", "uniform_", "kaiming_uniform_"}:
-            return args[0] if args else kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
-
-
-def parameter_shapes(config: DecoderConfig) -> dict[str, Shape]:
-    """Return the shape of every parameter of a decoder by name."""
-    if config.position != "learned":  # only learned positions are parameters
-        config = replace(config, max_model_len=2)
-    with _Uninitialised():
-        return {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
 
 
 def reorder_rotary_pairs(qkv: Tensor, config: DecoderConfig) -> Tensor:

@@ -1,47 +1,23 @@
-"""The safetensors files of a checkpoint folder, read and written one tensor at a time."""
+"""A safetensors file that is written one tensor at a time."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from model.checkpoint import WEIGHTS_FILE
-from model.files import parse_object
 from model.progress import Progress, followed, unheard
+from model.tensor_files import DTYPES, Shape
 
-INDEX_FILE = "model.safetensors.index.json"
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-
-Shape = tuple[int, ...]
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class UnsupportedError(ValueError):
     """A checkpoint that cannot be imported; one line with the file, key or tensor, and the fix."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor of a file, not read yet."""
-
-    file: Path
-    name: str
-    shape: Shape
-    dtype: torch.dtype
-
-    def read(self) -> Tensor:
-        """Return the tensor's values."""
-        # An open file's tensors count as memory of this process, so it is opened for each tensor.
-        with safe_open(self.file, framework="pt") as file:
-            return cast("Tensor", file.get_tensor(self.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,44 +28,6 @@ class PlannedTensor:
     shape: Shape
     dtype: torch.dtype
     make: Callable[[], Tensor]
-
-
-def list_tensors(folder: Path, ignored: re.Pattern[str]) -> Iterator[StoredTensor]:
-    """Yield every tensor in the headers of a checkpoint's files, except ignored names."""
-    for path in _files(folder):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                if ignored.search(name):
-                    continue
-                tensor = file.get_slice(name)
-                if (dtype := tensor.get_dtype()) not in _DTYPES:
-                    place = f"tensor {name!r} in {path.name}"
-                    raise UnsupportedError(
-                        f"{place} is {dtype}; supported are {', '.join(_DTYPES)}"
-                    )
-                yield StoredTensor(path, name, tuple(tensor.get_shape()), _DTYPES[dtype])
-
-
-def _files(folder: Path) -> list[Path]:
-    if (single := folder / WEIGHTS_FILE).is_file():
-        return [single]
-    index = folder / INDEX_FILE
-    if not index.is_file():
-        raise UnsupportedError(
-            f"it has neither {WEIGHTS_FILE} nor {INDEX_FILE}; where it has a pytorch_model.bin, "
-            "save that as safetensors with transformers: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER)"
-        )
-    try:
-        names = sorted(set(parse_object(index.read_bytes())["weight_map"].values()))
-    except (ValueError, LookupError, TypeError, AttributeError):
-        message = f"{INDEX_FILE} has no weight_map of tensors to files; copy it again"
-        raise UnsupportedError(message) from None
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
-            message = f"{INDEX_FILE} names {name!r}, which is not in the folder; copy it again"
-            raise UnsupportedError(message)
-    return [folder / name for name in names]
 
 
 def write_safetensors(

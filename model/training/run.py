@@ -142,7 +142,7 @@ def _extra_files(corpus: CorpusSettings, init: Checkpoint | None) -> dict[str, b
         files[CHAT_TEMPLATE_FILE] = corpus.chat_template.read_bytes()
         names: dict[str, str | None] = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
         if init is not None:
-            bos, *ends = init.decoder.config.bos_token_id, *init.decoder.config.eos_token_ids
+            bos, *ends = init.config.bos_token_id, *init.config.eos_token_ids
             ids = {"bos_token": bos, "eos_token": next(iter(ends), None)}
             names = {
                 name: init.tokenizer.id_to_token(i) for name, i in ids.items() if i is not None

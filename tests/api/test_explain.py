@@ -46,10 +46,10 @@ def make_directory(folder: Path, precision: str, **changes: Any) -> tuple[Decode
     folder.mkdir(parents=True)
     decoder.config.save(folder / "config.json")
     tokenizer.save(str(folder / "tokenizer.json"))
-    export_graph(decoder, folder / GRAPH_FILE, precision)
+    export_graph(decoder.config, decoder.state_dict(), folder / GRAPH_FILE, precision)
     write_attention_graph(folder)
     figures = Verification(max_logit_error=0.0, greedy_agreement=1.0)
-    make_manifest(decoder, folder, precision, {}, figures).save(folder / "manifest.json")
+    make_manifest(decoder.config, folder, precision, {}, figures).save(folder / "manifest.json")
     return decoder, load_bundle(folder)
 
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
-from export.graph import load_decoder
+from export.graph import load_weights
 from model.bundle import load_bundle
 from model.network.decoder import Decoder
+from model.network.skeleton import build_decoder
 from tests.conformance.server import CAPACITY, Conformed, Server
 
 LM_EVAL_ERROR = 1e-3  # of a log-likelihood; both sides use fp32
@@ -119,7 +120,9 @@ class _Oracle:
 
     def __init__(self, model: Path) -> None:
         bundle = load_bundle(model)
-        self._decoder: Decoder = load_decoder(bundle.config, bundle.graph_path)
+        self._decoder: Decoder = build_decoder(
+            bundle.config, load_weights(bundle.config, bundle.graph_path)
+        )
         self._tokenizer: Tokenizer = bundle.tokenizer
         self._first_id = bundle.config.eos_token_ids[0]  # lm_eval puts it before a document
 

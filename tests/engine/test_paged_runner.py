@@ -59,7 +59,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Path]:
     path = tmp_path_factory.mktemp("paged") / "model.onnx"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(paged_graph.DTYPES, "fp32", torch.float32)
-        export_paged_graph(decoder, path, "fp32")
+        export_paged_graph(decoder.config, decoder.state_dict(), path, "fp32")
     return decoder, path
 
 

@@ -94,7 +94,8 @@ def test_no_gpu_is_said_and_not_replaced_by_the_cpu(
     The graph is a real one, for which the CPU has no kernels.
     """
     graph = tmp_path / "model.onnx"
-    export_paged_graph(make_decoder(make_config(n_layer=1)), graph, "bf16")
+    decoder = make_decoder(make_config(n_layer=1))
+    export_paged_graph(decoder.config, decoder.state_dict(), graph, "bf16")
     with pytest.raises(
         NoDeviceError, match="is the one for the CPU; install the extra cuda in its place"
     ):

@@ -22,6 +22,7 @@ from export.verify import VerificationError, Verifier
 from kvasir import app
 from model.bundle import GenerationDefaults, cache_names, load_bundle
 from model.checkpoint import CheckpointError, save_checkpoint
+from model.config import DecoderConfig
 from model.tokenizer import train_tokenizer
 from model.training.data import Corpus, write_tokens
 from server.engine.engine import Engine, warm_up
@@ -112,9 +113,9 @@ def test_a_wrong_graph_fails_the_export_and_leaves_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def export_something_else(
-        decoder: torch.nn.Module, path: Path, precision: str, *_: object
+        config: DecoderConfig, weights: object, path: Path, precision: str, *_: object
     ) -> None:
-        export_graph(make_decoder(decoder.config, seed=1), path, precision)  # type: ignore[arg-type]
+        export_graph(config, make_decoder(config, seed=1).state_dict(), path, precision)
 
     monkeypatch.setattr(export_directory, "export_graph", export_something_else)
     with pytest.raises(VerificationError, match=r"logits differ from PyTorch's, .* 1e-03"):

@@ -91,7 +91,7 @@ def test_the_graph_computes_what_pytorch_does(name: str, precision: str, tmp_pat
     """A prompt beside a chunk, then a decode beside the rest, in blocks that are not in order."""
     decoder = make_decoder(make_config(**VARIANTS[name], max_model_len=300))
     path = tmp_path / "model.onnx"
-    export_paged_graph(decoder, path, precision)
+    export_paged_graph(decoder.config, decoder.state_dict(), path, precision)
     generator = np.random.default_rng(1)
     short, long = (
         generator.integers(decoder.config.vocab_size, size=n).tolist() for n in (12, 262)
@@ -119,7 +119,7 @@ def test_keys_and_values_of_8_bits_stay_near(
     """Scales are in the weights: nothing overflows, and what is rounded is far from lost."""
     decoder = make_decoder(make_config(**changes, max_model_len=64))
     path = tmp_path / "model.onnx"
-    export_paged_graph(decoder, path, "fp16", kv_cache)
+    export_paged_graph(decoder.config, decoder.state_dict(), path, "fp16", kv_cache)
     ids = np.random.default_rng(1).integers(300, size=40).tolist()
     caches = make_caches(path, 1)
     assert {cache.dtype.itemsize for cache in caches.values()} == {1}
@@ -145,7 +145,7 @@ def test_head_norms_that_all_heads_share_go_into_the_operator(tmp_path: Path) ->
                         parameter.copy_(parameter[:1].expand_as(parameter).clone())
         path = tmp_path / str(shared) / "model.onnx"
         path.parent.mkdir()
-        export_paged_graph(decoder, path, "fp16")
+        export_paged_graph(decoder.config, decoder.state_dict(), path, "fp16")
         operators = [node.op_type for node in onnx_ir.load(path).graph]
         assert operators.count("RMSNormalization") == (5 if shared else 9)
         with torch.inference_mode():
@@ -158,14 +158,14 @@ def test_head_norms_that_all_heads_share_go_into_the_operator(tmp_path: Path) ->
 def test_biased_scores_are_refused(position: str, tmp_path: Path) -> None:
     decoder = make_decoder(make_config(position=position))
     with pytest.raises(ConfigError, match=f"{position} positions bias scores"):
-        export_paged_graph(decoder, tmp_path / "model.onnx", "bf16")
+        export_paged_graph(decoder.config, decoder.state_dict(), tmp_path / "model.onnx", "bf16")
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_blocks_of_either_width_unpack_to_what_they_were(bits: int) -> None:
     matrix = np.random.default_rng(2).standard_normal((70, 5), dtype=np.float32)
-    packed, scales = quantize_blocks(matrix, bits)
+    packed, scales = (of.numpy() for of in quantize_blocks(torch.from_numpy(matrix.T), bits))
     assert packed.shape == (5, 3, BLOCK * bits // 8)
     unpacked = paged_reference.unpack(packed, scales, bits)[:70]
     steps = np.abs(scales).reshape(5, -1).repeat(BLOCK, axis=1)[:, :70].T

@@ -28,7 +28,7 @@ def test_a_graph_for_cuda_is_verified_as_one_for_the_cpu(
     decoder = make_decoder(make_config(n_layer=1, max_model_len=48))
     monkeypatch.setitem(paged_graph.DTYPES, "fp32", torch.float32)
     path = tmp_path / "model.onnx"
-    export_paged_graph(decoder, path, "fp32")
+    export_paged_graph(decoder.config, decoder.state_dict(), path, "fp32")
     session = PagedSession(
         decoder.config, lambda n_blocks: NumpyModel(path, n_blocks), block_size=BLOCK
     )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from export.graph import export_graph, load_decoder
+from export.graph import export_graph, load_weights
 from export.verify import VerificationError, Verifier, check
 from model.reference import generate
 from server.engine.engine import Engine
@@ -53,7 +53,7 @@ def test_the_graph_computes_what_pytorch_does(changes: dict[str, Any], tmp_path:
 
     # The graph carries its decoder, though the exporter keeps one copy of equal weights.
     expected = model.decoder.state_dict()
-    loaded = load_decoder(model.config, model.graph).state_dict()
+    loaded = load_weights(model.config, model.graph)
     assert loaded.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(loaded[key], value, rtol=2e-7, atol=0.0)
@@ -65,7 +65,7 @@ def test_a_logit_that_is_no_number_fails_wherever_it_is(precision: str, tmp_path
     decoder = make_decoder(make_config(position="learned", n_layer=1))
     with torch.no_grad():
         decoder.position_embedding.weight[-1] = torch.nan
-    export_graph(decoder, tmp_path / "model.onnx", precision)
+    export_graph(decoder.config, decoder.state_dict(), tmp_path / "model.onnx", precision)
     figures = Verifier(decoder, tmp_path / "model.onnx", text=None).verify()
     assert np.isnan(figures.max_logit_error)
     perplexities = {"perplexity_torch": 5.0, "perplexity_onnx": 5.0}
@@ -75,7 +75,7 @@ def test_a_logit_that_is_no_number_fails_wherever_it_is(precision: str, tmp_path
 
 def test_a_quantised_graph_has_lost_its_decoder(random_int8_model: RandomModel) -> None:
     with pytest.raises(ValueError, match=r"quantised .* name its source"):
-        load_decoder(random_int8_model.config, random_int8_model.graph)
+        load_weights(random_int8_model.config, random_int8_model.graph)
 
 
 def test_verification_notices_a_wrong_weight(random_model: RandomModel) -> None:

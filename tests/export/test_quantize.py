@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
+import torch
 from numpy.typing import NDArray
 
-from export.quantize import BLOCK, quantize, quantize_blocks, quantize_columns
+from export.quantize import BLOCK, quantize, quantize_blocks, quantize_rows
 from export.verify import Verifier
+from export.weights import Weights
 from model.onnx_runtime import onnxruntime
 from tests.random_models import RandomModel, export_random
 
@@ -42,7 +44,7 @@ def small_model(table: Floats, weight: Floats, folder: Path) -> onnxruntime.Infe
         name="ids", shape=ir.Shape(["batch", "sequence"]), type=ir.TensorType(ir.DataType.INT64)
     )
     rows = ir.Value(name="rows", shape=ir.Shape(["rows"]), type=ir.TensorType(ir.DataType.INT64))
-    embedding, matrix = value("embedding.weight", table), value("matrix", weight)
+    embedding, matrix = value("embedding.weight", table), value("matrix.T", weight)
     flat = value("flat", np.array([-1, d_model]))
     looked_up = ir.node("Gather", [embedding, ids])
     product = ir.node("MatMul", [looked_up.outputs[0], matrix])
@@ -60,7 +62,9 @@ def small_model(table: Floats, weight: Floats, folder: Path) -> onnxruntime.Infe
         name="small",
     )
     model = ir.Model(graph, ir_version=10)
-    quantize(model, "int8")
+    tensors = {"embedding.weight": table, "matrix": weight.T}
+    weights = Weights({name: torch.tensor(tensor) for name, tensor in tensors.items()})
+    quantize(model, weights, "int8")
     ir.save(model, folder / "small.onnx")
     return onnxruntime.InferenceSession(folder / "small.onnx", providers=["CPUExecutionProvider"])
 
@@ -78,8 +82,8 @@ def test_a_quantised_graph_is_its_definition(tmp_path: Path, n_rows: int) -> Non
     ids = np.array([[3, 5, 0, 7], [39, 5, 3, 1]])
     rows = generator.integers(8, size=n_rows)
     hidden, logits = session.run(["hidden", "logits"], {"ids": ids, "rows": rows})
-    steps, scales = quantize_columns(table.T)
-    embedded = (steps.T * scales[:, None])[ids].astype(np.float32)
+    steps, scales = (of.numpy() for of in quantize_rows(torch.tensor(table)))
+    embedded = (steps * scales[:, None])[ids].astype(np.float32)
     expected = quantized_product(embedded, weight)
     assert np.allclose(hidden, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
     assert logits.shape == (n_rows, 40)
@@ -106,13 +110,13 @@ def test_the_tied_matrix_is_stored_once(
     assert sizes[0] < 0.35 * sizes[1]
 
 
-def test_columns_are_symmetric_and_within_half_a_step() -> None:
-    matrix = np.random.default_rng(1).standard_normal((50, 20), dtype=np.float32)
-    matrix[:, 4] = 0.0
-    steps, scales = quantize_columns(matrix)
+def test_rows_are_symmetric_and_within_half_a_step() -> None:
+    matrix = np.random.default_rng(1).standard_normal((20, 50), dtype=np.float32)
+    matrix[4] = 0.0
+    steps, scales = (of.numpy() for of in quantize_rows(torch.tensor(matrix)))
     assert steps.dtype == np.int8
-    assert (np.abs(steps).max(axis=0) == [0 if i == 4 else 127 for i in range(20)]).all()
-    assert (np.abs(steps * scales - matrix) <= scales / 2 * 1.001).all()
+    assert (np.abs(steps).max(axis=1) == [0 if i == 4 else 127 for i in range(20)]).all()
+    assert (np.abs(steps * scales[:, None] - matrix) <= scales[:, None] / 2 * 1.001).all()
 
 
 @pytest.mark.parametrize(
@@ -144,7 +148,7 @@ def test_blocks_are_what_matmulnbits_unpacks(n_in: int, n_out: int) -> None:
     """Against ONNX Runtime on the unit matrix; with zeros, and a short last block."""
     matrix = np.random.default_rng(2).standard_normal((n_in, n_out), dtype=np.float32)
     matrix[:32, 0] = 0.0
-    packed, scales = quantize_blocks(matrix)
+    packed, scales = (of.numpy() for of in quantize_blocks(torch.from_numpy(matrix.T)))
     x = ir.Value(name="x", shape=ir.Shape(["rows", n_in]), type=ir.TensorType(ir.DataType.FLOAT))
     inputs = [x, value("packed", packed), value("scales", scales)]
     sizes = {"K": n_in, "N": n_out, "bits": 4, "block_size": BLOCK}

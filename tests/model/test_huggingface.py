@@ -47,7 +47,7 @@ def test_family(name: str, tmp_path: Path) -> None:
     )
     expected = generated[0, prompt.shape[1] :].tolist()
     assert len(set(expected)) >= 12  # a text of few tokens would hide mistakes
-    export_graph(decoder, tmp_path / "model.onnx")
+    export_graph(decoder.config, decoder.state_dict(), tmp_path / "model.onnx")
     engine = Engine(
         RandomModel(decoder, tmp_path / "model.onnx").runner(max_num_seqs=1, threads=1),
         chunk_size=16,

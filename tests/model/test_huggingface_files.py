@@ -23,7 +23,7 @@ from model.chat_template import ChatTemplate
 from model.checkpoint import load_checkpoint
 from model.config import DecoderConfig
 from model.importing.huggingface import Imported, import_checkpoint
-from model.importing.weights import StoredTensor
+from model.tensor_files import StoredTensor
 from tests.huggingface_checkpoints import (
     BOS,
     CHAT_TEMPLATE,

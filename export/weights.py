@@ -1,0 +1,52 @@
+"""A decoder's parameters as a graph stores them: read, scaled and converted, one at a time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_SLICE = 2**21  # numbers in memory as float32 at once
+
+
+class Weights:
+    """A decoder's parameters in the graph's type, made from stored ones whenever they are read.
+
+    stored: by the decoder's names, of any type of floats. dtype: the type of the graph.
+    """
+
+    def __init__(self, stored: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
+        self._stored = stored
+        self._factors = defaultdict[str, list[Tensor]](list)
+
+    def scale(self, name: str, factors: NDArray[np.float32]) -> None:
+        """Multiply a parameter by factors that broadcast to it."""
+        self._factors[name].append(torch.from_numpy(factors))
+
+    def slices(self, name: str) -> Iterator[Tensor]:
+        """Yield some rows after others in float32, which may be overwritten."""
+        stored, n_rows = self._stored[name], len(self._stored[name])
+        step = max(1, _SLICE * n_rows // max(1, stored.numel()))
+        factors = [of.expand(n_rows, *of.shape[1:]) for of in self._factors[name]]
+        for start in range(0, n_rows, step):
+            rows = stored[start : start + step].to(torch.float32, copy=True)
+            for of in factors:
+                rows *= of[start : start + step]
+            yield rows if self.dtype == torch.float32 else rows.to(self.dtype).float()
+
+    def read(self, name: str, *, transposed: bool = False) -> Tensor:
+        """Return a parameter, contiguous in memory."""
+        stored = self._stored[name]
+        if stored.dtype == self.dtype and not self._factors[name] and not transposed:
+            return stored.contiguous()
+        result = torch.empty(stored.shape[::-1] if transposed else stored.shape, dtype=self.dtype)
+        rows_of_result, start = result.t() if transposed else result, 0
+        for rows in self.slices(name):
+            rows_of_result[start : start + len(rows)] = rows
+            start += len(rows)
+        return result

@@ -1,0 +1,52 @@
+"""Decoders whose weights have shapes and no values: they take address space, and no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from model.config import DecoderConfig
+from model.network.decoder import Decoder
+
+
+class _Uninitialised(TorchFunctionMode):
+    """A mode without random initialisation: memory of weights is reserved and never touched.
+
+    The meta device reserves nothing, but loads 80 MB of torch with its first random number.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in {"normal_", "uniform_", "kaiming_uniform_"}:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def make_skeleton(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> Decoder:
+    """Make a decoder in evaluation mode, whose matrices are to be filled or only to be traced."""
+    with _Uninitialised():
+        decoder = Decoder(config).eval()
+    if dtype != torch.float32:
+        for parameter in decoder.parameters():  # conversion would read and write their memory
+            parameter.data = torch.empty(parameter.shape, dtype=dtype)
+    return decoder.to(dtype)  # tables of positions
+
+
+def build_decoder(config: DecoderConfig, weights: Mapping[str, Tensor]) -> Decoder:
+    """Return the decoder of these weights, by the names of its parameters, in float32."""
+    decoder = make_skeleton(config)
+    for name, tensor in decoder.state_dict().items():
+        tensor.copy_(weights[name])
+    return decoder
+
+
+def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every parameter of a decoder by name."""
+    if config.position != "learned":  # only learned positions are parameters
+        config = replace(config, max_model_len=2)
+    skeleton = make_skeleton(config)
+    return {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}

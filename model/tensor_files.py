@@ -1,0 +1,97 @@
+"""The tensors of safetensors files, and of other places, each read when it is asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from model.files import parse_object
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"  # of a checkpoint in several files
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+Shape = tuple[int, ...]
+
+
+class TensorFileError(ValueError):
+    """A file of tensors that cannot be used; one line with its name and the remedy."""
+
+
+class LazyWeights(Mapping[str, Tensor]):
+    """Tensors by name, each made anew whenever it is looked up, and not kept."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Tensor]]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of a file, not read yet."""
+
+    file: Path
+    name: str
+    shape: Shape
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        """Return the tensor's values, which may be memory of the file."""
+        # An open file's tensors count as memory of this process, so it is opened for each tensor.
+        with safe_open(self.file, framework="pt") as file:
+            return cast("Tensor", file.get_tensor(self.name))
+
+
+def list_tensors(folder: Path, ignored: re.Pattern[str] | None = None) -> Iterator[StoredTensor]:
+    """Yield every tensor in the headers of a folder's files, except ignored names.
+
+    Raises TensorFileError, SafetensorError and OSError.
+    """
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                if ignored is not None and ignored.search(name):
+                    continue
+                tensor = file.get_slice(name)
+                if (dtype := tensor.get_dtype()) not in DTYPES:
+                    place = f"tensor {name!r} in {path.name}"
+                    raise TensorFileError(f"{place} is {dtype}; supported are {', '.join(DTYPES)}")
+                yield StoredTensor(path, name, tuple(tensor.get_shape()), DTYPES[dtype])
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return a checkpoint's files of weights: one, or those of its index."""
+    if (single := folder / WEIGHTS_FILE).is_file():
+        return [single]
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        raise TensorFileError(
+            f"it has neither {WEIGHTS_FILE} nor {INDEX_FILE}; where it has a pytorch_model.bin, "
+            "save that as safetensors with transformers: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER)"
+        )
+    try:
+        names = sorted(set(parse_object(index.read_bytes())["weight_map"].values()))
+    except (ValueError, LookupError, TypeError, AttributeError):
+        message = f"{INDEX_FILE} has no weight_map of tensors to files; copy it again"
+        raise TensorFileError(message) from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not (folder / name).is_file():
+            message = f"{INDEX_FILE} names {name!r}, which is not in the folder; copy it again"
+            raise TensorFileError(message)
+    return [folder / name for name in names]
