@@ -70,8 +70,8 @@ def export_graph(
     for name in _query_makers(config, arrays):
         arrays[name][: config.n_head * config.head_dim] *= config.query_scale
     if precision != "fp32":
-        progress("measuring keys and values", 0, 0)
-        scale_kv_channels(arrays, config, measure_scales(decoder, sample))
+        scales = measure_scales(config, decoder.state_dict(), sample, progress)
+        scale_kv_channels(arrays, config, scales)
     progress("tracing PyTorch", 0, 0)
     rows: list[int | str] = ["batch", config.n_kv_head, "n_positions", config.head_dim]
     model = trace(scaled, StepInputs, STEP_INPUTS, (torch.float32, rows))

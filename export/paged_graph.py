@@ -69,9 +69,9 @@ def export_paged_graph(
     check_pageable(config)
     rounded = copy.deepcopy(decoder).eval()
     if kv_cache is not None:
-        progress("measuring keys and values", 0, 0)
         arrays = {name: weight.detach().numpy() for name, weight in rounded.named_parameters()}
-        scale_kv_channels(arrays, config, measure_scales(decoder, sample))
+        scales = measure_scales(config, decoder.state_dict(), sample, progress)
+        scale_kv_channels(arrays, config, scales)
     rounded = rounded.to(dtype)
     for module in rounded.modules():
         if isinstance(module, Attention) and config.qk_norm:
