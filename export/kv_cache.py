@@ -22,12 +22,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from export.layers import LayeredDecoder
 from export.rewrite import constant, copy_node, replace_node
 from export.weights import Weights
 from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig
-from model.network.attention import LayerCache, StepInputs
-from model.network.decoder import Decoder
+from model.network.attention import LayerCache
 from model.progress import Progress, unheard
 
 _SAMPLE = (8, 512)  # rows, tokens
@@ -51,7 +51,6 @@ def sample_rows(config: DecoderConfig, token_ids: Ids, prefix: Sequence[int]) ->
     return np.hstack((np.tile(first, (n_rows, 1)), token_ids[-n_end:].reshape(n_rows, -1)))
 
 
-@torch.inference_mode()
 def measure_scales(
     config: DecoderConfig,
     weights: Mapping[str, Tensor],
@@ -60,29 +59,26 @@ def measure_scales(
 ) -> Floats:
     """Return the worth of an int8 step of each layer's keys, then values.
 
-    float [2 * n_layer, n_kv_head, head_dim]. sample: of `sample_rows`; None is random tokens.
+    float [2 * n_layer, n_kv_head, head_dim]. weights: of `LayeredDecoder`. sample: of
+    `sample_rows`; None is random tokens.
     """
-    decoder = Decoder(config)
-    decoder.load_state_dict(weights)
     if sample is None:
         shape = (_SAMPLE[0], min(_SAMPLE[1], config.max_model_len))
         sample = np.random.default_rng(0).integers(config.vocab_size, size=shape)
-    n_rows, n_tokens = sample.shape
-    empty = torch.zeros(n_rows, config.n_kv_head, n_tokens, config.head_dim)
-    lengths = torch.full((n_rows,), n_tokens, dtype=torch.int32)
-    inputs = StepInputs(lengths - 1, lengths.max(), torch.arange(n_tokens).expand(n_rows, -1))
-    caches = [LayerCache(empty, empty) for _ in range(config.n_layer)]
-    _, presents = decoder.eval().step(torch.from_numpy(sample), inputs, torch.arange(1), caches)
-    largest = []
-    for present in presents:
+    largest = torch.zeros(config.n_layer, 2, config.n_kv_head, config.head_dim)
+
+    def hear(layer: int, present: LayerCache) -> None:
         keys = present.key
         if config.position == "rotary":  # sqrt(x_c² + x_c'²) for both channels of every pair
             left, right = keys.chunk(2, dim=-1)
             keys = torch.hypot(left, right).repeat(1, 1, 1, 2)
         # A NaN or an infinity is for verification to find.
-        magnitudes = (rows.abs().nan_to_num(0.0, 0.0) for rows in (keys, present.value))
-        largest += [rows.amax(dim=(0, 2)) for rows in magnitudes]
-    return (torch.stack(largest) / 127.0).clamp(min=_SMALLEST_SCALE).numpy().astype(np.float32)
+        magnitudes = [rows.abs().nan_to_num(0.0, 0.0) for rows in (keys, present.value)]
+        seen = torch.stack([rows.amax(dim=(0, 2)) for rows in magnitudes])
+        largest[layer] = torch.maximum(largest[layer], seen)
+
+    LayeredDecoder(config, weights).run(list(sample), progress, "measuring keys and values", hear)
+    return (largest.flatten(0, 1) / 127.0).clamp(min=_SMALLEST_SCALE).numpy().astype(np.float32)
 
 
 def scale_kv_channels(weights: Weights, config: DecoderConfig, scales: Floats) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -69,8 +68,27 @@ class Block(nn.Module):
         return after
 
 
+def position_tables(config: DecoderConfig) -> dict[str, Tensor]:
+    """Return the decoder's constants about positions, by the names of its buffers."""
+    if config.position == "sinusoidal":
+        return {"sinusoids": sinusoidal_table(config)}
+    if config.position == "alibi":
+        return {"alibi": alibi_table(config)}
+    if config.position == "relative":
+        return {"buckets": relative_buckets(config)}
+    if config.position == "rotary":
+        return dict(zip(("rotary_cos", "rotary_sin"), rotary_table(config), strict=True))
+    return {}
+
+
 class Decoder(nn.Module):
     """Token ids to next-token logits. Weights start as in GPT-2, with narrower projections."""
+
+    sinusoids: Tensor
+    alibi: Tensor
+    buckets: Tensor
+    rotary_cos: Tensor
+    rotary_sin: Tensor
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -82,18 +100,12 @@ class Decoder(nn.Module):
         self.head = None
         if not config.tied_embeddings:
             self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
-        buffer = partial(nn.Buffer, persistent=False)
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.max_model_len, config.d_model)
-        elif config.position == "sinusoidal":
-            self.sinusoids = buffer(sinusoidal_table(config))
-        elif config.position == "alibi":
-            self.alibi = buffer(alibi_table(config))
         elif config.position == "relative":
             self.relative_bias = nn.Embedding(config.relative_buckets, config.n_head)
-            self.buckets = buffer(relative_buckets(config))
-        elif config.position == "rotary":
-            self.rotary_cos, self.rotary_sin = map(buffer, rotary_table(config))
+        for name, table in position_tables(config).items():
+            self.register_buffer(name, table, persistent=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -113,8 +125,8 @@ class Decoder(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return logits [batch, sequence, vocab] of whole sequences; also serving's oracle."""
         place = torch.arange(input_ids.shape[1], device=input_ids.device)
-        x = self._embed(input_ids, place[None])
-        positions = self._positions(place[None], lambda: place)
+        x = self.embed(input_ids, place[None])
+        positions = self.positions(place[None], lambda: place)
         for block in self.blocks:
             x = block(x, positions)
         return self._logits(x)
@@ -128,8 +140,8 @@ class Decoder(nn.Module):
         [rows], the tokens that want logits. Returns logits [rows, vocab] and the caches with the
         new keys and values.
         """
-        x = self._embed(input_ids, inputs.position_ids)
-        positions = self._positions(inputs.position_ids, lambda: inputs.key_positions(caches[0]))
+        x = self.embed(input_ids, inputs.position_ids)
+        positions = self.positions(inputs.position_ids, lambda: inputs.key_positions(caches[0]))
         presents = []
         for block, cache in zip(self.blocks, caches, strict=True):
             assert isinstance(block, Block)
@@ -137,7 +149,7 @@ class Decoder(nn.Module):
             presents.append(present)
         return self._logits(x.flatten(0, -2).index_select(0, logits_indices)), presents
 
-    def _positions(self, of_queries: Tensor, of_keys: Callable[[], Tensor]) -> Positions:
+    def positions(self, of_queries: Tensor, of_keys: Callable[[], Tensor]) -> Positions:
         """Return what attention has to know of positions.
 
         of_queries: [batch, sequence]. of_keys: returns [n_keys]; it is called for biases only.
@@ -153,7 +165,8 @@ class Decoder(nn.Module):
             return Positions(bias=learned.permute(0, 3, 1, 2))
         return Positions()
 
-    def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+    def embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Return the first block's input [..., d_model]."""
         x: Tensor = self.embedding(input_ids)
         if self.config.embedding_scale != 1.0:
             x = x * self.config.embedding_scale
@@ -166,7 +179,11 @@ class Decoder(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         weight = self.embedding.weight if self.head is None else self.head.weight
-        logits = functional.linear(self.norm(x), weight)
+        return self.project(self.norm(x), weight)
+
+    def project(self, normed: Tensor, weight: Tensor) -> Tensor:
+        """Return the logits of tokens that have these rows [tokens, d_model] in the head."""
+        logits = functional.linear(normed, weight)
         if cap := self.config.logit_softcap:
             logits = cap * (logits / cap).tanh()
         return logits

@@ -54,7 +54,7 @@ def test_a_scale_reaches_as_far_as_the_sample(changes: dict[str, object]) -> Non
     config = make_config(**changes, max_model_len=32)
     decoder = make_decoder(config)
     ids = np.random.default_rng(3).integers(config.vocab_size, size=(8, 32))
-    scales = measure_scales(decoder, ids)
+    scales = measure_scales(config, decoder.state_dict(), ids)
     assert scales.shape == (2 * config.n_layer, config.n_kv_head, config.head_dim)
     seen = keys_and_values(decoder, torch.from_numpy(ids))
     for block, tensor in enumerate(seen):
@@ -76,7 +76,7 @@ def test_scaled_channels_leave_logits_as_they_were_and_fit_int8(qk_norm: bool) -
     ids = torch.from_numpy(np.random.default_rng(3).integers(config.vocab_size, size=(8, 32)))
     with torch.inference_mode():
         before = decoder(ids)
-        scales = measure_scales(decoder, ids.numpy())
+        scales = measure_scales(config, decoder.state_dict(), ids.numpy())
         scaled = Weights(copy.deepcopy(decoder.state_dict()))
         scale_kv_channels(scaled, config, scales)
         decoder.load_state_dict({name: scaled.read(name) for name in decoder.state_dict()})
