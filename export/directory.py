@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir
-import torch
 from pydantic import ValidationError
 
 from export.attention_graph import write_attention_graph
@@ -162,9 +161,9 @@ def _verify(
 ) -> Verification:
     session = None
     if device == "cuda":
-        decoder = decoder.to("cuda") if torch.cuda.is_available() else decoder
         session = PagedSession.open(path, decoder.config)
-    figures = Verifier(decoder, path, sample, session).verify(progress)
+    weights = decoder.state_dict()
+    figures = Verifier(decoder.config, weights, path, sample, session).verify(progress)
     check(figures, precision)
     return figures
 
