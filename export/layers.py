@@ -17,7 +17,7 @@ from model.network.attention import LayerCache, StepInputs
 from model.network.decoder import Block, Decoder, position_tables
 from model.progress import Progress, followed, unheard
 
-_BUDGET = 3e11  # tokens · parameters
+_BUDGET = 2e11  # tokens · parameters
 _TOKENS = 512  # of short rows, computed together
 _WEIGHTS = 2**24  # of the head in float32 at a time
 

@@ -47,7 +47,8 @@ class Step(NamedTuple):
     def positions(self) -> Ids:
         """The positions of its tokens [batch, sequence]."""
         starts = np.maximum(np.array(self.lengths) - self.sequence, 0)
-        return starts[:, None] + np.arange(self.sequence)
+        positions: Ids = starts[:, None] + np.arange(self.sequence)
+        return positions
 
     def inputs(self, rows: Ids) -> Arrays:
         """Return the graph's inputs, without keys and values; rows: of the step's case."""
