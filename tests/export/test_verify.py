@@ -16,7 +16,7 @@ from export.kv_cache import sample_rows
 from export.verify import SampleText, Verifier
 from model.checkpoint import Checkpoint
 from model.tokenizer import train_tokenizer
-from tests.random_models import RandomModel, make_config, make_decoder
+from tests.random_models import RandomModel, make_config
 
 TEXT = np.random.default_rng(5).integers(10, 300, size=500)
 
