@@ -61,15 +61,13 @@ class StepBatch:
     """The chunks of one step. A sequence with a draft is not among the decodes.
 
     window: the holder of each row from 0 to the last that decodes, None for a free row. Every
-    prefill except the last completes its prompt and wants at most one logit. token_budget: prompt
-    tokens that would have filled the step.
+    prefill except the last completes its prompt and wants at most one logit.
     """
 
     decodes: list[Chunk] = field(default_factory=list)
     window: list[Sequence | None] = field(default_factory=list)
     prefills: list[Chunk] = field(default_factory=list)
     drafts: list[Chunk] = field(default_factory=list)
-    token_budget: int = 0
 
     @property
     def chunks(self) -> list[Chunk]:

@@ -15,6 +15,7 @@ from server.engine.sampling import Floats, SamplingParams, TokenLogprobs, sample
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from server.engine.speculation import Speculation, verify
+from server.engine.token_budget import TokenBudget
 
 StepKind = Literal["decode", "mixed", "prefill"]
 
@@ -121,9 +122,8 @@ class Engine:
         self.kv = runner.kv
         self.max_model_len = runner.max_model_len
         self.speculate = speculate
-        self.scheduler = Scheduler(
-            self.kv, chunk_size=chunk_size, scoring_chunk_size=scoring, itl_target=itl_target
-        )
+        budget = TokenBudget(chunk_size, itl_target)
+        self.scheduler = Scheduler(self.kv, budget, scoring_chunk_size=scoring)
         self._clock = clock
         self._masks = TokenMasks(runner.vocab_size)
         self._sequences: dict[int, Sequence] = {}
@@ -175,7 +175,7 @@ class Engine:
         return outputs, StepStats(
             n_decode=len(batch.decodes) + len(batch.drafts),
             n_prefill_tokens=sum(chunk.count for chunk in batch.prefills),
-            token_budget=batch.token_budget,
+            token_budget=self.scheduler.token_budget,
             n_queried=sum(len(sequence.prompt_ids) for sequence in looked_up),
             n_cached=sum(sequence.n_cached for sequence in looked_up),
             n_drafted=sum(len(chunk.draft) for chunk in batch.drafts),

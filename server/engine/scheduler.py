@@ -21,21 +21,14 @@ _MIN_PREFILL = 2  # tokens of a prompt that run even where the prefix cache has 
 class Scheduler:
     """The waiting, prefilling and running sequences, and their rows of the KV cache.
 
-    chunk_size: most prompt tokens in a step; scoring_chunk_size: of a prompt whose every position
-    wants logits, as their buffer is bounded. itl_target: see TokenBudget.
+    budget: of prompt tokens in a step. scoring_chunk_size: most of a prompt whose every position
+    wants logits, as their buffer is bounded. token_budget: of the step that was scheduled last.
     """
 
-    def __init__(
-        self,
-        kv: KVStore,
-        *,
-        chunk_size: int,
-        scoring_chunk_size: int,
-        itl_target: float | None = 0.0,
-    ) -> None:
+    def __init__(self, kv: KVStore, budget: TokenBudget, *, scoring_chunk_size: int) -> None:
         self.kv = kv
-        self.budget = TokenBudget(chunk_size, itl_target)
-        self.chunk_size = chunk_size
+        self.budget = budget
+        self.chunk_size = self.token_budget = budget.chunk_size
         self.scoring_chunk_size = scoring_chunk_size
         self.waiting: list[Sequence] = []  # in the order of their queue keys
         self._window: list[Sequence | None] = []  # the holder of each row
@@ -52,7 +45,7 @@ class Scheduler:
 
     def schedule(self) -> StepBatch:
         """Choose the chunks of the next step, and admit sequences for them."""
-        token_budget, prefills = self._schedule_prefills()
+        prefills = self._schedule_prefills()
         if not self.waiting:
             self._fill_hole()
         running = [s for s in self.held if s.status is SequenceStatus.RUNNING]
@@ -65,7 +58,7 @@ class Scheduler:
             chunk = Chunk(sequence, sequence.n_computed, count, count, draft)
             (drafts if draft else decodes).append(chunk)
         window = self._window[: decodes[-1].row + 1] if decodes else []
-        return StepBatch(decodes, window, prefills, drafts, token_budget)
+        return StepBatch(decodes, window, prefills, drafts)
 
     def record(self, chunk: Chunk, n_tokens: int) -> None:
         """Note that the first `n_tokens` of a chunk are computed and valid."""
@@ -93,20 +86,17 @@ class Scheduler:
         sequence.status = SequenceStatus.FINISHED
         sequence.finished_at = perf_counter()
 
-    def _schedule_prefills(self) -> tuple[int, list[Chunk]]:
-        """Cut chunks from prompts in order until the step is full; a scored prompt ends it.
-
-        Returns the tokens that fill the step, too.
-        """
+    def _schedule_prefills(self) -> list[Chunk]:
+        """Cut chunks from prompts in order until the step is full; a scored prompt ends it."""
         chunks: list[Chunk] = []
-        token_budget = self.chunk_size
+        budget = self.chunk_size
         has_streams = any(s.status is SequenceStatus.RUNNING for s in self.held)
         # At most one sequence has an unfinished prompt between two steps.
         sequence = next((s for s in self.held if s.status is SequenceStatus.PREFILLING), None)
-        sequence = sequence or self._admit(token_budget, chunks)
+        sequence = sequence or self._admit(budget, chunks)
         if sequence is not None and has_streams:
-            token_budget = self.budget.beside_streams(sequence.n_computed)
-        budget = token_budget
+            budget = self.budget.beside_streams(sequence.n_computed)
+        self.token_budget = budget
         while sequence is not None:
             limit = min(budget, self.scoring_chunk_size) if sequence.is_scored else budget
             end = min(sequence.n_computed + limit, len(sequence.prompt_ids))
@@ -120,7 +110,7 @@ class Scheduler:
                 break
             budget -= self._cost(chunk)
             sequence = self._admit(budget, chunks)
-        return token_budget, chunks
+        return chunks
 
     def _cost(self, chunk: Chunk) -> int:
         """Return the share of a step that a chunk takes, in tokens."""

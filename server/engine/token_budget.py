@@ -55,11 +55,11 @@ class TokenBudget:
         """
         if decode_seconds:
             self._decodes.append(decode_seconds)
-        n_tokens = sum(count for count, _ in prompts)
-        if not n_tokens or (n_decode and not self._decodes):
-            return
-        if n_decode and not decode_seconds:
+        elif n_decode and self._decodes:
             decode_seconds = median(self._decodes)
+        n_tokens = sum(count for count, _ in prompts)
+        if not n_tokens:
+            return
         past = sum(count * before for count, before in prompts) / n_tokens / 1024
         found = max(0.0, seconds - decode_seconds) / n_tokens
         expected = self._first + self._later * past
