@@ -229,6 +229,13 @@ def test_only_requests_earlier_in_the_queue_are_ahead() -> None:
     assert [work.n_prompt for work in snapshot.ahead_of(4.0).waiting] == [1, 3]
 
 
+def test_a_step_is_full_by_the_budget_that_it_had() -> None:
+    """Beside streams steps take fewer tokens; without them no prompt's rate would be known."""
+    forecast = Forecast()
+    forecast.step(StepStats(2, 32, 32, 0, 0, 0, 0, 0.5))
+    assert forecast.seconds_to_run(Work(64, 0)) == 1.0
+
+
 def test_cached_tokens_and_accepted_drafts_save_time() -> None:
     cached, drafted = Forecast(), Forecast()
     cached.step(StepStats(0, 32, CHUNK, 1056, 1024, 0, 0, 0.5))
