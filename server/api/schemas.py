@@ -32,7 +32,7 @@ from pydantic_core import CoreSchema, from_json
 from starlette.responses import Response
 
 from model.bundle import MinP, RepetitionPenalty, Temperature, TopP
-from server.api.responses import unless_disconnected
+from server.api.responses import service_of, state_of, unless_disconnected
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import SamplingParams
 from server.errors import InvalidRequestError, ModelNotFoundError
@@ -338,14 +338,16 @@ class BodyRoute(APIRoute):
         adapter: TypeAdapter[Any] = TypeAdapter(kind)
 
         async def answer(request: Request, raw: bytes) -> Response:
-            service: Service = request.app.state.service
+            service = service_of(request)
             body = await service.text_worker.call(len(raw), partial(parse, adapter, raw))
             check_model(service, getattr(body, "model", None))
             response: Response = await self.endpoint(request, body)
             return response
 
         async def handle(request: Request) -> Response:
-            raw = await request.body()
+            # `request.body()` would keep the bytes until the answer has ended.
+            raw = b"".join([piece async for piece in request.stream()])
+            state_of(request.scope).body_size = len(raw)
             work = answer(request, raw)
             return await (work if len(raw) <= SHORT else unless_disconnected(request.receive, work))
 
