@@ -26,6 +26,8 @@ from tests.faults.report import Report
 
 Arguments = ParamSpec("Arguments")
 
+_PAUSE = 0.05  # seconds after a request that was refused
+
 
 @contextmanager
 def canary(
@@ -114,7 +116,9 @@ class _Canary:
                     self.gaps += answer.gaps
                     if not answer.ended:
                         self.gaps.append(perf_counter() - answer.event_times[-1])
-            if answer.event_times and not answer.ended:
+            if not answer.event_times:
+                await asyncio.sleep(_PAUSE)
+            elif not answer.ended:
                 self.errors.append(f"its stream broke off: {answer.error}")
 
     async def _read(self, answer: StreamedCompletion) -> None:
