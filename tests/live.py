@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
@@ -39,6 +40,7 @@ class Live:
         self.port: int = listener.getsockname()[1]
         self.server = uvicorn.Server(configure(app))
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
+        gc.freeze()  # as `serve` does
         self.thread.start()
 
     def _announce(self, engine: AsyncEngine) -> None:
@@ -97,6 +99,7 @@ class Live:
         self.runner.release()
         self.server.should_exit = True
         self.thread.join(TIMEOUT)
+        gc.unfreeze()
         assert not self.thread.is_alive()
 
 
