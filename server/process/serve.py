@@ -91,8 +91,10 @@ class DrainingServer(uvicorn.Server):
 
     def _cut_off(self, only_stalled: bool) -> None:
         for connection in self._connections():
-            if connection.flow.write_paused or not only_stalled:
+            if connection.flow.write_paused:
                 connection.cut_off()
+            elif not only_stalled:
+                connection.cut_off("cut off a client whose connection outlasts the shutdown")
 
     def _connections(self) -> list[BoundedConnection]:
         return [one for one in self.server_state.connections if isinstance(one, BoundedConnection)]

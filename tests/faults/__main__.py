@@ -1,4 +1,8 @@
-"""Inject every fault many times: python -m tests.faults [NAME...]. Exit code 1 if any is lost."""
+"""Inject every fault many times: python -m tests.faults [NAME...]. Exit code 1 if any is lost.
+
+The stalls are the gaps between the tokens of a client's stream beside the fault, from a process of
+its own, and the memory is the growth of the server's process; - is explained in the fault's file.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,7 @@ from tests.faults.raw_http import malformed_http
 from tests.faults.slow_readers import slow_readers
 from tests.faults.step_exceptions import step_exceptions
 from tests.faults.unfinished import slow_senders, unfinished_bodies
+from tests.faults.waiting_bodies import waiting_bodies
 
 # The number of times for this command, and for tests/test_faults.py.
 FAULTS = {
@@ -42,6 +47,7 @@ FAULTS = {
     hostile_grammars: (300, 2),
     malformed_bodies: (20_000, 800),
     large_bodies: (1000, 12),
+    waiting_bodies: (60, 16),
     abandoned_texts: (200, 10),
     malformed_http: (5000, 100),
     unfinished_bodies: (100, 40),

@@ -38,6 +38,7 @@ def canary(
     pid: of the server; by default it is in this process.
     """
     pid = pid or os.getpid()
+    _attackers().submit(int).result()  # they start before, so that this delays no stream
     command = [sys.executable, "-m", __name__, str(port), str(tokens), *([key] if key else ())]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
