@@ -19,12 +19,10 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Concatenate, ParamSpec
+from typing import Any
 
 from loadtest.sse_client import StreamedCompletion, Target
 from tests.faults.report import Report
-
-Arguments = ParamSpec("Arguments")
 
 _PAUSE = 0.05  # seconds after a request that was refused
 
@@ -69,23 +67,17 @@ def memory(pid: int, name: str) -> int:
 
 
 def apart(
-    report: Report,
-    attack: Callable[Concatenate[Report, Arguments], Coroutine[Any, Any, None]],
-    *arguments: Arguments.args,
-    **named: Arguments.kwargs,
+    report: Report, attack: Callable[..., Coroutine[Any, Any, None]], *arguments: object
 ) -> None:
     """Run an attack in another process, so that attackers and server share no interpreter."""
-    told = _attackers().submit(_run, report, attack, *arguments, **named).result()
+    told = _attackers().submit(_run, report, attack, *arguments).result()
     report.tried, report.lost, report.note = told.tried, told.lost, told.note
 
 
 def _run(
-    report: Report,
-    attack: Callable[Concatenate[Report, Arguments], Coroutine[Any, Any, None]],
-    *arguments: Arguments.args,
-    **named: Arguments.kwargs,
+    report: Report, attack: Callable[..., Coroutine[Any, Any, None]], *arguments: object
 ) -> Report:
-    asyncio.run(attack(report, *arguments, **named))
+    asyncio.run(attack(report, *arguments))
     return report
 
 

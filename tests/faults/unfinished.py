@@ -14,16 +14,17 @@ from tests.faults.canary import apart, canary
 from tests.faults.leaks import check_nothing_leaked, held
 from tests.faults.paced_runner import PacedRunner
 from tests.faults.report import Report, errors_logged
+from tests.faults.server_process import post_request
 from tests.live import KEY, Live, live
 
 _MOST = 2**22  # bytes of a body
 _KEPT = 32  # halves of such bodies that a server holds at once: 64 MiB
 _CONNECTIONS = 32  # with `ulimit -n 64`
 _ANSWERED = 24  # requests that such a server answers at once; the rest is for probes
-_KEY = f"Authorization: Bearer {KEY}\r\n"
+_KEY = f"Authorization: Bearer {KEY}"
 _PROBES = ("/health/live", "/health/ready", "/metrics", "/metrics/router")
 _BEGUN = b"POST /v1/completions HTTP/1.1\r\n"
-_VALID = b'{"prompt": "a", "max_tokens": 1}'
+_VALID = post_request("/v1/completions", {"prompt": "a", "max_tokens": 1}, _KEY)
 
 
 def unfinished_bodies(n: int, _seed: int = 0) -> Report:
@@ -45,7 +46,7 @@ async def _send_halves(report: Report, port: int, n: int) -> None:
     statuses = list[int]()
 
     async def send() -> None:
-        async with _upload(port, _MOST) as (reader, writer):
+        async with _sent(port, _head(_MOST)) as (reader, writer):
             writer.write(bytes(_MOST // 2 - len(_VALID)))
             statuses.append(await _status(reader))
             refused.release()
@@ -109,25 +110,24 @@ async def _probe(served: Live, path: str, report: Report) -> None:
 
 def _head(n_body: int) -> bytes:
     return (
-        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{_KEY}Content-Length: {n_body}\r\n\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{_KEY}\r\nContent-Length: {n_body}\r\n\r\n"
     ).encode()
 
 
 @asynccontextmanager
-async def _upload(
-    port: int, n_body: int
+async def _sent(
+    port: int, begun: bytes
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
-        writer.write(_head(n_body))
+        writer.write(begun)
         yield reader, writer
     finally:
         writer.close()
 
 
 async def _ask(port: int) -> int:
-    async with _upload(port, len(_VALID)) as (reader, writer):
-        writer.write(_VALID)
+    async with _sent(port, _VALID) as (reader, _):
         return await _status(reader)
 
 
