@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -86,7 +87,9 @@ def large_bodies(n: int, seed: int = 0) -> Report:
     """
     report = Report("large bodies")
     with errors_logged() as errors:
+        gc.freeze()  # as `serve` does
         asyncio.run(_measure_all(n, seed, report))
+        gc.unfreeze()
         with (
             live(PacedRunner(max_model_len=400)) as served,
             canary(report, served.port, tokens=390, key=KEY),
