@@ -71,7 +71,8 @@ def quantize_blocks(
 
     matrix [in, out] → uint8 [out, blocks, BLOCK · bits / 8], of two halves the lower first, each
     2^(bits - 1) more than its integer; and scales [out, blocks]. bits: 4 or 8. A block's value of
-    largest magnitude becomes -2^(bits - 1): the side that reaches further.
+    largest magnitude becomes -2^(bits - 1): the side that reaches further. A block that was rounded
+    to 4 bits before gets its integers and its scale again (`_earlier_scales`).
     """
     n_in, n_out = matrix.shape
     reach = 2 ** (bits - 1)
@@ -79,9 +80,37 @@ def quantize_blocks(
     blocks = padded.T.reshape(n_out, -1, BLOCK)
     largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=-1)[..., None], axis=-1)
     scales = np.where(largest == 0.0, _SMALLEST_SCALE, largest / -reach).astype(np.float32)
+    if bits == 4:
+        sizes, some = np.abs(largest), slice(None, None, -(-n_out // 16))
+        found = _earlier_scales(blocks[some], sizes[some], scales[some])
+        if (found != scales[some]).any():  # a matrix was rounded as a whole, or not at all
+            scales = _earlier_scales(blocks, sizes, scales)
     integers = (np.clip(np.rint(blocks / scales), -reach, reach - 1) + reach).astype(np.uint8)
     packed = integers if bits == 8 else integers[..., ::2] | integers[..., 1::2] << 4
     return packed, scales[..., 0]
+
+
+def _earlier_scales(
+    blocks: NDArray[np.float32], largest: NDArray[np.float32], scales: NDArray[np.float32]
+) -> NDArray[np.float32]:
+    """Return scales [out, blocks, 1] of which a block's values are multiples, where there are any.
+
+    Such a block was rounded before, to symmetric integers of which the largest need not be -8: GPTQ
+    often has 7. The scale is then largest / n for that n from 8 to 1. In float32 a product of four
+    bits and a scale of at most 20 is exact, and so is the quotient.
+    """
+    found, scales = np.zeros(scales.shape, dtype=bool), scales.copy()
+    for n in range(8, 0, -1):
+        scale = scales if n == 8 else np.maximum(largest / np.float32(n), _SMALLEST_SCALE)
+        exact = ~found
+        for part in (slice(0, 4), slice(4, None)):  # few blocks get past the first
+            rows = np.flatnonzero(exact)
+            values, of = blocks.reshape(-1, BLOCK)[rows, part], scale.reshape(-1, 1)[rows]
+            integers = np.clip(np.rint(values / of), -8, 7)
+            exact.flat[rows] = (integers * of == values).all(axis=-1)
+        scales[exact] = scale[exact]
+        found |= exact
+    return scales
 
 
 def _products(graph: ir.Graph) -> list[ir.Node]:

@@ -35,6 +35,7 @@ from model.config import ConfigError, DecoderConfig
 from model.files import new_directory, read_object
 from model.importing.families import FAMILIES
 from model.importing.family import Family
+from model.importing.quantized import restore
 from model.importing.tensors import parameter_shapes, reorder_rotary_pairs
 from model.importing.weights import (
     PlannedTensor,
@@ -75,8 +76,9 @@ class Imported:
 def import_checkpoint(source: Path, out: Path, progress: Progress = unheard) -> Imported:
     """Write the checkpoint directory `out` from config.json, *.safetensors and tokenizer.json.
 
-    Weights keep their types, and one parameter at a time is in memory. Raises UnsupportedError
-    before anything is written, and FileExistsError when `out` is in use.
+    Weights keep their types, or get those that `model.importing.quantized` gives them, and one
+    parameter at a time is in memory. Raises UnsupportedError before anything is written, and
+    FileExistsError when `out` is in use.
     """
     notes: list[str] = []
     try:
@@ -87,7 +89,8 @@ def import_checkpoint(source: Path, out: Path, progress: Progress = unheard) -> 
             SPECIAL_TOKENS_FILE: _special_tokens(source),
             GENERATION_FILE: _generation_defaults(source, notes),
         }
-        config, weights = _plan(family, config, list_tensors(source, _BUFFERS))
+        stored = restore(list_tensors(source, _BUFFERS), _read_object(source / CONFIG_FILE), notes)
+        config, weights = _plan(family, config, stored)
     except (ConfigError, SafetensorError, TokenizerError, UnsupportedError) as error:
         raise UnsupportedError(f"{source} cannot be imported: {error}") from None
     with new_directory(out) as part:
@@ -126,6 +129,7 @@ def _read_config(source: Path) -> tuple[Family, DecoderConfig]:
             f"{CONFIG_FILE} describes {' '.join(names) or 'a model'} of model_type {kind!r}; "
             f"supported are {supported}"
         )
+    values.pop("quantization_config", None)  # of the weights alone
     options = family.options(values)
     bos, eos = (
         options[key] if generation.get(key) is None else generation[key]

@@ -22,8 +22,8 @@ from model.bundle import load_bundle
 from model.chat_template import ChatTemplate
 from model.checkpoint import load_checkpoint
 from model.config import DecoderConfig
+from model.importing import weights
 from model.importing.huggingface import Imported, import_checkpoint
-from model.importing.weights import StoredTensor
 from tests.huggingface_checkpoints import (
     BOS,
     CHAT_TEMPLATE,
@@ -184,16 +184,16 @@ def test_a_failure_in_the_middle_leaves_nothing(
     folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, reads = folders("llama"), 0
-    read = StoredTensor.read
+    read = weights._read
 
-    def run_out(stored: StoredTensor) -> Tensor:
+    def run_out(path: Path, name: str) -> Tensor:
         nonlocal reads
         reads += 1
         if reads > 5:
             raise OSError("No space left on device")
-        return read(stored)
+        return read(path, name)
 
-    monkeypatch.setattr(StoredTensor, "read", run_out)
+    monkeypatch.setattr(weights, "_read", run_out)
     with pytest.raises(OSError, match="No space left"):
         import_checkpoint(folder, tmp_path / "not" / "yet" / "there")
     assert not list(tmp_path.iterdir())
