@@ -43,7 +43,7 @@ _QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layer
 _GEMMA = _GROUPED | {"head_dim": 32}
 
 
-def _rope(kind: str, **more: Any) -> dict[str, Any]:
+def rope(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
@@ -55,7 +55,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTNeoX",
         _SHAPE
         | {"intermediate_size": 96, "use_parallel_residual": False, "attention_bias": False}
-        | _rope("linear", factor=2.0, partial_rotary_factor=0.5),
+        | rope("linear", factor=2.0, partial_rotary_factor=0.5),
     ),
     "opt": ("OPT", _SHAPE | {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "llama": ("Llama", _GROUPED | {"tie_word_embeddings": False}),
@@ -63,7 +63,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         _GROUPED
         | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 32}
-        | _rope(
+        | rope(
             "llama3",
             factor=8.0,
             low_freq_factor=1.0,
@@ -74,12 +74,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": (
         "Llama",
         _GROUPED
-        | _rope("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=1.5, mscale=1.5),
+        | rope("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=1.5, mscale=1.5),
     ),
     "yarn with two weights": (
         "Llama",
         _GROUPED
-        | _rope(
+        | rope(
             "yarn",
             factor=4.0,
             original_max_position_embeddings=32,
@@ -99,7 +99,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["full_attention", "sliding_attention"]},
     ),
     "phi3": ("Phi3", _GROUPED | {"sliding_window": WINDOW}),
-    "phi3 partial": ("Phi3", _GROUPED | _rope("default", partial_rotary_factor=0.75)),
+    "phi3 partial": ("Phi3", _GROUPED | rope("default", partial_rotary_factor=0.75)),
     "gemma": ("Gemma", _GEMMA),
     "gemma2": (
         "Gemma2",

@@ -1,16 +1,15 @@
-"""The import of a Hugging Face checkpoint folder as a checkpoint directory, whole or not at all.
+"""The import of a published checkpoint as a checkpoint directory, whole or not at all.
 
-The folder is checked before anything is written: its configuration, its tokenizer, and the shapes
-in the headers of its weights. `model.importing.families` has the tables.
+A Hugging Face folder, or a GGUF file, is checked before anything is written: its configuration, its
+tokenizer, and the shapes in the headers of its weights. `model.importing.families` has the tables.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -35,6 +34,9 @@ from model.config import ConfigError, DecoderConfig
 from model.files import new_directory, read_object
 from model.importing.families import FAMILIES
 from model.importing.family import Family
+from model.importing.gguf import read_gguf
+from model.importing.gguf_family import read_family
+from model.importing.gguf_tokenizer import read_tokenizer
 from model.importing.quantized import restore
 from model.importing.tensors import parameter_shapes, reorder_rotary_pairs
 from model.importing.weights import (
@@ -54,6 +56,9 @@ _TEMPLATES = TypeAdapter(dict[str, str])
 _SPECIAL_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
 # Tensors that are computed, not learned.
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias))$")
+# The recommended sampling parameters in a GGUF file.
+_SAMPLING = {name: name for name in ("top_k", "top_p", "min_p")}
+_SAMPLING |= {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 _LAYER = re.compile(r"(?<=^blocks\.)\d+")
 _REWRITE_TOKENIZER = (
     "write one from its other tokenizer files with transformers: "
@@ -74,28 +79,21 @@ class Imported:
 
 
 def import_checkpoint(source: Path, out: Path, progress: Progress = unheard) -> Imported:
-    """Write the checkpoint directory `out` from config.json, *.safetensors and tokenizer.json.
+    """Write the checkpoint directory `out` from a Hugging Face folder or a GGUF file.
 
     Weights keep their types, or get those that `model.importing.quantized` gives them, and one
     parameter at a time is in memory. Raises UnsupportedError before anything is written, and
     FileExistsError when `out` is in use.
     """
     notes: list[str] = []
+    read = _read_gguf if source.suffix == ".gguf" else _read_folder
     try:
-        family, config = _read_config(source)
-        _check_tokenizer(source, config)
-        texts = {
-            CHAT_TEMPLATE_FILE: _chat_template(source, notes),
-            SPECIAL_TOKENS_FILE: _special_tokens(source),
-            GENERATION_FILE: _generation_defaults(source, notes),
-        }
-        stored = restore(list_tensors(source, _BUFFERS), _read_object(source / CONFIG_FILE), notes)
+        family, config, texts, stored = read(source, notes)
         config, weights = _plan(family, config, stored)
     except (ConfigError, SafetensorError, TokenizerError, UnsupportedError) as error:
         raise UnsupportedError(f"{source} cannot be imported: {error}") from None
     with new_directory(out) as part:
         config.save(part / CONFIG_FILE)
-        shutil.copyfile(source / TOKENIZER_FILE, part / TOKENIZER_FILE)
         for name, text in texts.items():
             if text is not None:
                 (part / name).write_text(text, encoding="utf-8")
@@ -113,10 +111,62 @@ def _read_object(path: Path) -> dict[str, Any]:
     return read_object(path, UnsupportedError) if path.is_file() else {}
 
 
+_Read = tuple[Family, DecoderConfig, dict[str, str | None], list[StoredTensor]]
+
+
+def _read_folder(source: Path, notes: list[str]) -> _Read:
+    """Return a folder's family, configuration, texts by file name, and tensors."""
+    family, config = _read_config(source)
+    _check_tokenizer(source, config)
+    texts = {
+        TOKENIZER_FILE: (source / TOKENIZER_FILE).read_text(encoding="utf-8"),
+        CHAT_TEMPLATE_FILE: _chat_template(source, notes),
+        SPECIAL_TOKENS_FILE: _special_tokens(source),
+        GENERATION_FILE: _generation_defaults(_read_object(source / GENERATION_FILE), notes),
+    }
+    stored = restore(list_tensors(source, _BUFFERS), _read_object(source / CONFIG_FILE), notes)
+    return family, config, texts, stored
+
+
+def _read_gguf(source: Path, notes: list[str]) -> _Read:
+    """Return the same of a GGUF file."""
+    gguf = read_gguf(source)
+    tokenizer = read_tokenizer(gguf.values)
+    family, config, stored = read_family(gguf, tokenizer.bos, tokenizer.ends)
+    if tokenizer.size > config.vocab_size:
+        raise UnsupportedError(
+            f"its tokenizer has token ids up to {tokenizer.size - 1}, but the model only "
+            f"{config.vocab_size} tokens"
+        )
+    template = gguf.values.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise UnsupportedError("its key tokenizer.chat_template is not a text")
+    if others := sorted(key for key in gguf.values if key.startswith("tokenizer.chat_template.")):
+        notes.append(f"chat templates left out: {', '.join(others)}")
+    if gguf.rounded:
+        kinds = ", ".join(sorted(set(gguf.rounded.values())))
+        notes.append(
+            f"{len(gguf.rounded)} weights were rounded before ({kinds}); export rounds them again"
+        )
+    sampling = {name: gguf.values.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
+    texts = {
+        TOKENIZER_FILE: tokenizer.text,
+        CHAT_TEMPLATE_FILE: template,
+        SPECIAL_TOKENS_FILE: _json(tokenizer.special_tokens),
+        GENERATION_FILE: _generation_defaults(sampling | {"do_sample": True}, notes),
+    }
+    return family, config, texts, stored
+
+
+def _json(values: Mapping[str, object]) -> str | None:
+    return json.dumps(values, indent=2, ensure_ascii=False) + "\n" if values else None
+
+
 def _read_config(source: Path) -> tuple[Family, DecoderConfig]:
     if not (source / CONFIG_FILE).is_file():
         raise UnsupportedError(
-            f"it has no {CONFIG_FILE}; name a folder with that, *.safetensors and {TOKENIZER_FILE}"
+            f"it has no {CONFIG_FILE}; name a folder with that, *.safetensors and "
+            f"{TOKENIZER_FILE}, or a .gguf file"
         )
     values, generation = _read_object(source / CONFIG_FILE), _read_object(source / GENERATION_FILE)
     kind, names = values.get("model_type"), values.get("architectures") or []
@@ -205,16 +255,14 @@ def _special_tokens(source: Path) -> str | None:
     tokens = {name: token for name, token in every.items() if name.endswith("_token")}
     for extra in (values.get("extra_special_tokens"), older.get("extra_special_tokens")):
         tokens |= extra if isinstance(extra, dict) else {}  # a list gives no names
-    texts = token_texts(tokens)
-    return json.dumps(texts, indent=2, ensure_ascii=False) + "\n" if texts else None
+    return _json(token_texts(tokens))
 
 
-def _generation_defaults(source: Path, notes: list[str]) -> str | None:
+def _generation_defaults(given: Mapping[str, Any], notes: list[str]) -> str | None:
     """Return generation_config.json: the recommended sampling parameters that the API has.
 
     Without do_sample only the repetition penalty has a meaning.
     """
-    given = _read_object(source / GENERATION_FILE)
     names = GenerationDefaults.model_fields if given.get("do_sample") else ["repetition_penalty"]
     defaults: dict[str, float] = {}
     for name in names:
@@ -223,7 +271,7 @@ def _generation_defaults(source: Path, notes: list[str]) -> str | None:
         except ValidationError as error:
             reason = error.errors()[0]["msg"]
             notes.append(f"{GENERATION_FILE}'s {name} is left out: {given[name]!r}: {reason}")
-    return json.dumps(defaults, indent=2) + "\n" if defaults else None
+    return _json(defaults)
 
 
 def _plan(
@@ -251,7 +299,7 @@ def _plan(
     weights = [_take(name, shape, family, config, held) for name, shape in shapes.items()]
     for tensor in held.values():
         unknown = f"the unknown tensor {tensor.name!r}"
-        raise UnsupportedError(f"{tensor.file.name} holds {unknown} for its {CONFIG_FILE}")
+        raise UnsupportedError(f"{tensor.file.name} holds {unknown} for its configuration")
     return config, weights
 
 
@@ -267,7 +315,7 @@ def _take(
         wanted = f"{theirs.replace('*', layer)}.{kind}"
         if wanted not in held:
             missing = f"the tensor {wanted!r} of {list(expected)}"
-            raise UnsupportedError(f"it lacks {missing} for its {CONFIG_FILE}")
+            raise UnsupportedError(f"it lacks {missing} for its configuration")
         tensor = held.pop(wanted)
         if tensor.shape != expected:
             raise UnsupportedError(
