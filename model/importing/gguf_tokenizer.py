@@ -119,7 +119,8 @@ def read_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer:
     try:
         size = vocabulary_size(Tokenizer.from_str(text))
     except Exception as error:  # tokenizers raises bare Exception
-        raise UnsupportedError(f"its tokenizer cannot be built: {error}") from None
+        reason = " ".join(str(error).split())
+        raise UnsupportedError(f"its tokenizer cannot be built: {reason}") from None
     last = [ids[name] for name in ("eos", "eot", "eom")]
     last += [vocabulary.get(token, -1) for token in _ENDS]
     return GgufTokenizer(
