@@ -168,7 +168,7 @@ def _head_dim(kind: str, values: Mapping[str, Any]) -> int:
             f"its key {kind}.attention.value_length is {length!r}, and the decoder computes only "
             f"the key_length, {given!r}"
         )
-    return given or width // heads
+    return int(given or width // heads)
 
 
 def _rope(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def _rope(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
         )
     if type(base) is not float or not base > 1.0:
         raise UnsupportedError(f"its key {kind}.rope.freq_base is {base!r}, not more than 1.0")
-    rope = {"rope_theta": base}
+    rope: dict[str, Any] = {"rope_theta": base}
     if turned < head_dim:  # the product with head_dim is rounded down again
         rope["partial_rotary_factor"] = math.nextafter(turned / head_dim, 1.0)
     if scaling.get("type") not in (None, "none"):

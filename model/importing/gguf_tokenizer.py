@@ -95,7 +95,7 @@ def read_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer:
                 f"its key tokenizer.ggml.{key} is {ids[name]}, and it has {len(tokens)} tokens"
             )
     build = _byte_level if model == "gpt2" else _sentencepiece
-    document = {"version": "1.0", "truncation": None, "padding": None}
+    document: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None}
     document |= build(values, vocabulary, tokens[ids["unknown"]] if ids["unknown"] >= 0 else None)
     phi3 = values.get("general.architecture") == "phi3"
     document["added_tokens"] = [
@@ -134,15 +134,15 @@ def read_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer:
 
 def _get(values: Mapping[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
     """Return a key of the tokenizer. Raises UnsupportedError for none, and one of another type."""
-    value = values.get(f"tokenizer.ggml.{name}", default)
-    if type(value) is kind and (kind is not list or all(type(one) is str for one in value)):
+    value: Any = values.get(f"tokenizer.ggml.{name}", default)
+    if type(value) is kind and (type(value) is not list or all(type(v) is str for v in value)):
         return value
     found = "missing" if value is None else f"of type {type(value).__name__}"
     raise UnsupportedError(f"its key tokenizer.ggml.{name} is {found}; convert the model again")
 
 
 def _numbers(values: Mapping[str, Any], name: str, length: int) -> list[Any]:
-    numbers = values.get(f"tokenizer.ggml.{name}")
+    numbers: Any = values.get(f"tokenizer.ggml.{name}")
     numbers = numbers.tolist() if hasattr(numbers, "tolist") else numbers
     if not isinstance(numbers, list) or len(numbers) != length:
         raise UnsupportedError(

@@ -126,15 +126,17 @@ def _restored(
 ) -> StoredTensor | None:
     """Return the weight of which `tensor` holds the integers; its parts are taken from `held`."""
     module, dot, kind = tensor.name.rpartition(".")
-    stem, name, make = module + dot, f"{module}{dot}weight", None
+    stem, name = module + dot, f"{module}{dot}weight"
+    make: Callable[[_Parts, Scheme], _Made] | None = None
     if kind == "qweight":
-        make = _awq if scheme.quant_method == "awq" else _gptq
+        make = {"awq": _awq}.get(scheme.quant_method, _gptq)
     elif kind == "weight_packed":
         make = _packed
     elif kind == "weight" and tensor.dtype in (torch.int8, *_FP8):
         make = _scaled
     elif kind.endswith("_blocks") and tensor.dtype == torch.uint8:
-        stem, name, make = tensor.name[: -len("blocks")], tensor.name[: -len("_blocks")], _mxfp4
+        stem, name = tensor.name[: -len("blocks")], tensor.name[: -len("_blocks")]
+        make = _mxfp4
     if make is None:
         return None
     del held[tensor.name]
@@ -230,7 +232,8 @@ def _gptq(parts: _Parts, scheme: Scheme) -> _Made:
         if scheme.checkpoint_format == "gptq":  # its first version stores one less
             zeros = (zeros + 1) & (2**bits - 1)
         integers = _unpack(qweight.read(), bits, 0) - zeros[of]
-        return (integers * scales.read().float()[of]).t()
+        weight: Tensor = integers * scales.read().float()[of]
+        return weight.t()
 
     return (n_out, n_in), torch.float32 if parts.exact else scales.dtype, read
 
@@ -251,7 +254,8 @@ def _awq(parts: _Parts, scheme: Scheme) -> _Made:
     def read() -> Tensor:
         of = torch.arange(n_in) // group
         centred = integers(parts.first) - integers(qzeros)[of]
-        return (centred * scales.read().float()[of]).t()
+        weight: Tensor = centred * scales.read().float()[of]
+        return weight.t()
 
     return (8 * words, n_in), scales.dtype, read
 
@@ -277,9 +281,9 @@ def _packed(parts: _Parts, _: Scheme) -> _Made:
 
     def read() -> Tensor:
         of = parts.groups_of(order, n_in, group)
-        integers = _unpack(words.read(), bits, 1)[:, :n_in] - middle
+        integers: Tensor = _unpack(words.read(), bits, 1)[:, :n_in] - middle
         if zeros is not None:
-            integers = integers - (_unpack(zeros.read(), bits, 0)[:n_out] - middle)[:, of]
+            integers -= (_unpack(zeros.read(), bits, 0)[:n_out] - middle)[:, of]
         return integers * scales.read().float()[:, of]
 
     return (n_out, n_in), torch.float32 if parts.exact else scales.dtype, read
