@@ -33,7 +33,7 @@ from model.bundle import (
 from model.checkpoint import WEIGHTS_FILE
 from model.config import ConfigError, DecoderConfig
 from model.files import new_directory, read_object
-from model.importing.families import FAMILIES
+from model.importing.families import FAMILIES, WITH_VISION
 from model.importing.family import Family
 from model.importing.tensors import parameter_shapes, reorder_rotary_pairs
 from model.importing.weights import (
@@ -51,8 +51,12 @@ _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _CHAT_TEMPLATES = "additional_chat_templates"
 _TEMPLATES = TypeAdapter(dict[str, str])
 _SPECIAL_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
-# Tensors that are computed, not learned.
-_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias))$")
+# Tensors that are computed, not learned, and those that only see images.
+_IGNORED = re.compile(
+    r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias))$"
+    r"|^(model\.)?(vision_tower|multi_modal_projector)\."
+)
+_OF_BOTH = ("quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id")
 _LAYER = re.compile(r"(?<=^blocks\.)\d+")
 _REWRITE_TOKENIZER = (
     "write one from its other tokenizer files with transformers: "
@@ -80,14 +84,14 @@ def import_checkpoint(source: Path, out: Path, progress: Progress = unheard) -> 
     """
     notes: list[str] = []
     try:
-        family, config = _read_config(source)
+        family, config = _read_config(source, notes)
         _check_tokenizer(source, config)
         texts = {
             CHAT_TEMPLATE_FILE: _chat_template(source, notes),
             SPECIAL_TOKENS_FILE: _special_tokens(source),
             GENERATION_FILE: _generation_defaults(source, notes),
         }
-        config, weights = _plan(family, config, list_tensors(source, _BUFFERS))
+        config, weights = _plan(family, config, list_tensors(source, _IGNORED))
     except (ConfigError, SafetensorError, TokenizerError, UnsupportedError) as error:
         raise UnsupportedError(f"{source} cannot be imported: {error}") from None
     with new_directory(out) as part:
@@ -110,7 +114,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     return read_object(path, UnsupportedError) if path.is_file() else {}
 
 
-def _read_config(source: Path) -> tuple[Family, DecoderConfig]:
+def _read_config(source: Path, notes: list[str]) -> tuple[Family, DecoderConfig]:
     if not (source / CONFIG_FILE).is_file():
         raise UnsupportedError(
             f"it has no {CONFIG_FILE}; name a folder with that, *.safetensors and {TOKENIZER_FILE}"
@@ -119,9 +123,16 @@ def _read_config(source: Path) -> tuple[Family, DecoderConfig]:
     kind, names = values.get("model_type"), values.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UnsupportedError(f"{CONFIG_FILE}'s architectures is {names!r}, not a list of names")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None or not set(names) <= set(family.architectures):
-        supported = ", ".join(f"{one.architectures[0]} ({key})" for key, one in FAMILIES.items())
+    accepted = {key: family.architectures for key, family in FAMILIES.items()} | WITH_VISION
+    family = None
+    if isinstance(kind, str) and set(names) <= set(accepted.get(kind, ())):
+        if kind in WITH_VISION:
+            values = _text_part(values)
+            notes.append("only the part for text is imported: the model sees no images")
+        text_kind = values["model_type"]
+        family = FAMILIES.get(text_kind) if isinstance(text_kind, str) else None
+    if family is None:
+        supported = ", ".join(f"{one[0]} ({key})" for key, one in accepted.items())
         raise UnsupportedError(
             f"{CONFIG_FILE} describes {' '.join(names) or 'a model'} of model_type {kind!r}; "
             f"supported are {supported}"
@@ -132,7 +143,17 @@ def _read_config(source: Path) -> tuple[Family, DecoderConfig]:
         for key in ("bos_token_id", "eos_token_id")
     )
     ends = eos if isinstance(eos, list) else [eos] * (eos is not None)
-    return family, family.config(values, bos_token_id=bos, eos_token_ids=ends)
+    config = family.config(values, bos_token_id=bos, eos_token_ids=ends)
+    return family.scaled(values), config
+
+
+def _text_part(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the decoder's values in the config.json of a model that also sees images."""
+    text = values.get("text_config") or {}
+    if not isinstance(text, dict):
+        raise UnsupportedError(f"{CONFIG_FILE}'s text_config is {text!r}, not an object")
+    usual = {"model_type": WITH_VISION[values["model_type"]][1], "tie_word_embeddings": True}
+    return usual | {key: values[key] for key in _OF_BOTH if key in values} | text
 
 
 def _check_tokenizer(source: Path, config: DecoderConfig) -> None:
@@ -244,27 +265,37 @@ def _plan(
             config = replace(config, tied_embeddings=False)
     config.check_size(sum(torch.Size(tensor.shape).numel() for tensor in held.values()))
     shapes = parameter_shapes(config)
-    weights = [_take(name, shape, family, config, held) for name, shape in shapes.items()]
-    for tensor in held.values():
+    taken: set[str] = set()
+    weights = [_take(name, shape, family, config, held, taken) for name, shape in shapes.items()]
+    for name in held.keys() - taken:
+        tensor = held[name]
         unknown = f"the unknown tensor {tensor.name!r}"
         raise UnsupportedError(f"{tensor.file.name} holds {unknown} for its {CONFIG_FILE}")
     return config, weights
 
 
 def _take(
-    name: str, shape: Shape, family: Family, config: DecoderConfig, held: dict[str, StoredTensor]
+    name: str,
+    shape: Shape,
+    family: Family,
+    config: DecoderConfig,
+    held: dict[str, StoredTensor],
+    taken: set[str],
 ) -> PlannedTensor:
-    """Return the plan of a parameter; its tensors are removed from `held`."""
+    """Return the plan of a parameter; the names of its tensors are added to `taken`."""
     layer = (_LAYER.search(name) or ("",))[0]
     module, _, kind = _LAYER.sub("*", name).rpartition(".")
     source = family.source(module)
     tensors = []
     for theirs, expected in zip(source.modules, source.shapes(shape, config), strict=True):
-        wanted = f"{theirs.replace('*', layer)}.{kind}"
+        places = theirs.replace("*", layer).split("|")[: 2 if config.parallel_residual else 1]
+        names = [f"{place}.{kind}" for place in places]
+        wanted = next((name for name in names if name in held), names[0])
         if wanted not in held:
             missing = f"the tensor {wanted!r} of {list(expected)}"
             raise UnsupportedError(f"it lacks {missing} for its {CONFIG_FILE}")
-        tensor = held.pop(wanted)
+        taken.add(wanted)
+        tensor = held[wanted]
         if tensor.shape != expected:
             raise UnsupportedError(
                 f"tensor {tensor.name!r} in {tensor.file.name} has shape {list(tensor.shape)}, "
