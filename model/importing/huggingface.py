@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from model.bundle import (
@@ -45,7 +45,7 @@ from model.importing.weights import (
     write_safetensors,
 )
 from model.progress import Progress, unheard
-from model.tokenizer import TokenizerError, load_tokenizer
+from model.tokenizer import TokenizerError, check_tokenizer, load_tokenizer
 
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _CHAT_TEMPLATES = "additional_chat_templates"
@@ -57,10 +57,13 @@ _IGNORED = re.compile(
     r"|^(model\.)?(vision_tower|multi_modal_projector)\."
 )
 _OF_BOTH = ("quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id")
+# Families whose tokenizer_class transformers does not believe.
+_AS_IN_THE_FILE = ("phi3", "qwen2")
 _LAYER = re.compile(r"(?<=^blocks\.)\d+")
 _REWRITE_TOKENIZER = (
     "write one from its other tokenizer files with transformers: "
-    "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), which for a tokenizer.model "
+    "needs the packages sentencepiece and protobuf, or tiktoken"
 )
 
 
@@ -85,8 +88,8 @@ def import_checkpoint(source: Path, out: Path, progress: Progress = unheard) -> 
     notes: list[str] = []
     try:
         family, config = _read_config(source, notes)
-        _check_tokenizer(source, config)
         texts = {
+            TOKENIZER_FILE: _tokenizer(source, config, notes),
             CHAT_TEMPLATE_FILE: _chat_template(source, notes),
             SPECIAL_TOKENS_FILE: _special_tokens(source),
             GENERATION_FILE: _generation_defaults(source, notes),
@@ -96,7 +99,6 @@ def import_checkpoint(source: Path, out: Path, progress: Progress = unheard) -> 
         raise UnsupportedError(f"{source} cannot be imported: {error}") from None
     with new_directory(out) as part:
         config.save(part / CONFIG_FILE)
-        shutil.copyfile(source / TOKENIZER_FILE, part / TOKENIZER_FILE)
         for name, text in texts.items():
             if text is not None:
                 (part / name).write_text(text, encoding="utf-8")
@@ -143,7 +145,20 @@ def _read_config(source: Path, notes: list[str]) -> tuple[Family, DecoderConfig]
         for key in ("bos_token_id", "eos_token_id")
     )
     ends = eos if isinstance(eos, list) else [eos] * (eos is not None)
-    config = family.config(values, bos_token_id=bos, eos_token_ids=ends)
+    config = family.config(values, bos_token_id=None, eos_token_ids=[])
+    given = [end for end in ends if type(end) is not int or 0 <= end < config.vocab_size]
+    if ends and not given:
+        raise UnsupportedError(
+            f"eos_token_id is {eos!r}, which is beyond the vocabulary of {config.vocab_size}; name "
+            f"the token that ends a text as eos_token_id in {GENERATION_FILE}"
+        )
+    if given != ends:
+        beyond = ", ".join(str(end) for end in ends if end not in given)
+        notes.append(
+            f"end-of-text token {beyond} is left out: it is beyond the vocabulary of "
+            f"{config.vocab_size}, so the model never produces it"
+        )
+    config = family.config(values, bos_token_id=bos, eos_token_ids=given)
     return family.scaled(values), config
 
 
@@ -156,15 +171,40 @@ def _text_part(values: dict[str, Any]) -> dict[str, Any]:
     return usual | {key: values[key] for key in _OF_BOTH if key in values} | text
 
 
-def _check_tokenizer(source: Path, config: DecoderConfig) -> None:
-    if not (source / TOKENIZER_FILE).is_file():
+def _tokenizer(source: Path, config: DecoderConfig, notes: list[str]) -> str:
+    """Return tokenizer.json, without a token for padding that the model has no embedding for."""
+    path, size = source / TOKENIZER_FILE, config.vocab_size
+    if not path.is_file():
         raise UnsupportedError(f"it has no {TOKENIZER_FILE}; {_REWRITE_TOKENIZER}")
-    tokenizer = load_tokenizer(source / TOKENIZER_FILE, config.vocab_size)
+    tokenizer = load_tokenizer(path)
+    added = {str(i): token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
+    padding = _named_tokens(source).get("pad_token")
+    beyond = {i: content for i, content in added.items() if int(i) >= size}
+    text = path.read_text(encoding="utf-8")
+    state = json.loads(text)
+    if left_out := [i for i, content in beyond.items() if content == padding]:
+        kept = [token for token in state["added_tokens"] if str(token["id"]) not in left_out]
+        state["added_tokens"] = kept
+        notes.append(
+            f"the token {padding!r} is left out: its id, {left_out[0]}, is beyond the model's "
+            f"vocabulary of {size}, and it only pads batches"
+        )
+    elif beyond and max(tokenizer.get_vocab(with_added_tokens=False).values(), default=0) < size:
+        token_id, content = next(iter(beyond.items()))
+        raise UnsupportedError(
+            f"{TOKENIZER_FILE} adds the token {content!r} as {token_id}, but the model has only "
+            f"{size} tokens; if it was never trained, delete it from {TOKENIZER_FILE}'s "
+            f"added_tokens and from {_TOKENIZER_CONFIG_FILE}, else save the model that it was "
+            "trained with"
+        )
+    if _mark_spaces(state, source) or left_out:
+        text = json.dumps(state, ensure_ascii=False)
+        tokenizer = Tokenizer.from_str(text)
+    check_tokenizer(tokenizer, path, size)
     key = "added_tokens_decoder"
     wanted = _read_object(source / _TOKENIZER_CONFIG_FILE).get(key, {})
     if not isinstance(wanted, dict):
         raise UnsupportedError(f"{_TOKENIZER_CONFIG_FILE}'s {key} is {wanted!r}, not an object")
-    added = {str(i): token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
     for token_id, token in wanted.items():  # transformers adds those that are missing
         content = token.get("content") if isinstance(token, dict) else token
         if added.get(token_id) != content:
@@ -172,6 +212,31 @@ def _check_tokenizer(source: Path, config: DecoderConfig) -> None:
                 f"{_TOKENIZER_CONFIG_FILE} adds the token {content!r} as {token_id}, which "
                 f"{TOKENIZER_FILE} does not have; {_REWRITE_TOKENIZER}"
             )
+    return text
+
+
+def _mark_spaces(state: dict[str, Any], source: Path) -> bool:
+    """Make a Llama's tokenizer.json mark spaces as transformers 5 does; tell whether it changed.
+
+    Files converted from SentencePiece put a space before each text between special tokens, and
+    LlamaTokenizer only before the first, unless tokenizer_config.json says `legacy`.
+    """
+    values = _read_object(source / _TOKENIZER_CONFIG_FILE)
+    kind, family = values.get("tokenizer_class"), _read_object(source / CONFIG_FILE)["model_type"]
+    if kind not in ("LlamaTokenizer", "LlamaTokenizerFast") or family in _AS_IN_THE_FILE:
+        return False
+    if '"ByteLevel"' in json.dumps([state.get("pre_tokenizer"), state.get("decoder")]):
+        return False
+    with_space = values.get("add_prefix_space") is not False
+    always = "always" if values.get("legacy") else "first"
+    state["normalizer"] = None
+    state["pre_tokenizer"] = {
+        "type": "Metaspace",
+        "replacement": "▁",
+        "prepend_scheme": always if with_space else "never",
+        "split": False,
+    }
+    return True
 
 
 def _chat_template(source: Path, notes: list[str]) -> str | None:
@@ -207,7 +272,13 @@ def _chat_template(source: Path, notes: list[str]) -> str | None:
 
 
 def _special_tokens(source: Path) -> str | None:
-    """Return special_tokens_map.json: the texts of tokens that a chat template may name.
+    """Return special_tokens_map.json: the texts of tokens that a chat template may name."""
+    texts = _named_tokens(source)
+    return json.dumps(texts, indent=2, ensure_ascii=False) + "\n" if texts else None
+
+
+def _named_tokens(source: Path) -> dict[str, Any]:
+    """Return special tokens by name.
 
     They are found as transformers finds them. The source's own special_tokens_map.json is of an
     older form, and counts where tokenizer_config.json lacks added_tokens_decoder: it overrides the
@@ -222,8 +293,7 @@ def _special_tokens(source: Path) -> str | None:
     tokens = {name: token for name, token in every.items() if name.endswith("_token")}
     for extra in (values.get("extra_special_tokens"), older.get("extra_special_tokens")):
         tokens |= extra if isinstance(extra, dict) else {}  # a list gives no names
-    texts = token_texts(tokens)
-    return json.dumps(texts, indent=2, ensure_ascii=False) + "\n" if texts else None
+    return token_texts(tokens)
 
 
 def _generation_defaults(source: Path, notes: list[str]) -> str | None:

@@ -92,12 +92,12 @@ class Attention(nn.Module):
     def project(self, x: Tensor, positions: Positions) -> Tensor:
         """Return queries, keys and values of x: [..., (n_head + 2 n_kv_head) · head_dim]."""
         qkv: Tensor = self.qkv(x)
-        if (scale := positions.query_scale) is not None:
-            query, others = qkv.split([self.widths[0], sum(self.widths[1:])], dim=-1)
-            qkv = torch.cat((query * scale[..., None], others), dim=-1)
-        if not self.config.qk_norm or self.norms_in_operator:
+        scale, norms = positions.query_scale, self.config.qk_norm and not self.norms_in_operator
+        if scale is None and not norms:
             return qkv
         query, key, value = qkv.split(self.widths, dim=-1)
+        if scale is not None:
+            return torch.cat((query * scale[..., None], key, value), dim=-1)
         return torch.cat((self.query_norm(query), self.key_norm(key), value), dim=-1)
 
     def emit(

@@ -162,6 +162,9 @@ IGNORED = {
         # Mistral has no such switch.
         ("mistral", {"sliding_window": 64, "use_sliding_window": False}, {"sliding_window": 64}),
         ("llama", IGNORED, {}),
+        # As transformers 4.47 saves it, under its own name and the usual one.
+        ("gpt_neox", {"rotary_pct": 0.5, "partial_rotary_factor": 0.5}, {"rotary_dim": 48}),
+        ("gpt_neox", {"partial_rotary_factor": 0.5}, {"rotary_dim": 48}),
     ],
 )
 def test_a_key_changes_what_it_should(
@@ -210,6 +213,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "add_cross_attention is True, and the decoder computes GPT-2 without it",
     ),
     ("gpt_neox", {"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'"),
+    (
+        "gpt_neox",
+        {"rotary_pct": 0.5, "partial_rotary_factor": 0.25},
+        "partial_rotary_factor is 0.25",
+    ),
     ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before is False, .* only True"),
     (
         "opt",
