@@ -74,7 +74,7 @@ def export_paged_graph(
         scale_kv_channels(arrays, config, measure_scales(decoder, sample))
     rounded = rounded.to(dtype)
     for module in rounded.modules():
-        if isinstance(module, Attention) and config.qk_norm:
+        if isinstance(module, Attention) and config.qk_norm and not config.qk_norm_across_heads:
             weights = (module.query_norm.weight, module.key_norm.weight)
             module.norms_in_operator = all(bool((of == of[0]).all()) for of in weights)
     progress("tracing PyTorch", 0, 0)

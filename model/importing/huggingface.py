@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from model.bundle import (
@@ -32,7 +33,7 @@ from model.bundle import (
 from model.checkpoint import WEIGHTS_FILE
 from model.config import ConfigError, DecoderConfig
 from model.files import new_directory, read_object
-from model.importing.families import FAMILIES
+from model.importing.families import FAMILIES, WITH_VISION
 from model.importing.family import Family
 from model.importing.gguf import read_gguf
 from model.importing.gguf_family import read_family
@@ -48,21 +49,28 @@ from model.importing.weights import (
     write_safetensors,
 )
 from model.progress import Progress, unheard
-from model.tokenizer import TokenizerError, load_tokenizer
+from model.tokenizer import TokenizerError, check_tokenizer, load_tokenizer
 
 _TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _CHAT_TEMPLATES = "additional_chat_templates"
 _TEMPLATES = TypeAdapter(dict[str, str])
 _SPECIAL_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
-# Tensors that are computed, not learned.
-_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias))$")
+# Tensors that are computed, not learned, and those that only see images.
+_IGNORED = re.compile(
+    r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias))$"
+    r"|^(model\.)?(vision_tower|multi_modal_projector)\."
+)
+_OF_BOTH = ("quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id")
+# Families whose tokenizer_class transformers does not believe.
+_AS_IN_THE_FILE = ("phi3", "qwen2")
 # The recommended sampling parameters in a GGUF file.
 _SAMPLING = {name: name for name in ("top_k", "top_p", "min_p")}
 _SAMPLING |= {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
 _LAYER = re.compile(r"(?<=^blocks\.)\d+")
 _REWRITE_TOKENIZER = (
     "write one from its other tokenizer files with transformers: "
-    "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+    "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), which for a tokenizer.model "
+    "needs the packages sentencepiece and protobuf, or tiktoken"
 )
 
 
@@ -116,15 +124,14 @@ _Read = tuple[Family, DecoderConfig, dict[str, str | None], list[StoredTensor]]
 
 def _read_folder(source: Path, notes: list[str]) -> _Read:
     """Return a folder's family, configuration, texts by file name, and tensors."""
-    family, config = _read_config(source)
-    _check_tokenizer(source, config)
+    family, config = _read_config(source, notes)
     texts = {
-        TOKENIZER_FILE: (source / TOKENIZER_FILE).read_text(encoding="utf-8"),
+        TOKENIZER_FILE: _tokenizer(source, config, notes),
         CHAT_TEMPLATE_FILE: _chat_template(source, notes),
         SPECIAL_TOKENS_FILE: _special_tokens(source),
         GENERATION_FILE: _generation_defaults(_read_object(source / GENERATION_FILE), notes),
     }
-    stored = restore(list_tensors(source, _BUFFERS), _read_object(source / CONFIG_FILE), notes)
+    stored = restore(list_tensors(source, _IGNORED), _read_object(source / CONFIG_FILE), notes)
     return family, config, texts, stored
 
 
@@ -162,7 +169,7 @@ def _json(values: Mapping[str, object]) -> str | None:
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n" if values else None
 
 
-def _read_config(source: Path) -> tuple[Family, DecoderConfig]:
+def _read_config(source: Path, notes: list[str]) -> tuple[Family, DecoderConfig]:
     if not (source / CONFIG_FILE).is_file():
         raise UnsupportedError(
             f"it has no {CONFIG_FILE}; name a folder with that, *.safetensors and "
@@ -172,9 +179,16 @@ def _read_config(source: Path) -> tuple[Family, DecoderConfig]:
     kind, names = values.get("model_type"), values.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UnsupportedError(f"{CONFIG_FILE}'s architectures is {names!r}, not a list of names")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None or not set(names) <= set(family.architectures):
-        supported = ", ".join(f"{one.architectures[0]} ({key})" for key, one in FAMILIES.items())
+    accepted = {key: family.architectures for key, family in FAMILIES.items()} | WITH_VISION
+    family = None
+    if isinstance(kind, str) and set(names) <= set(accepted.get(kind, ())):
+        if kind in WITH_VISION:
+            values = _text_part(values)
+            notes.append("only the part for text is imported: the model sees no images")
+        text_kind = values["model_type"]
+        family = FAMILIES.get(text_kind) if isinstance(text_kind, str) else None
+    if family is None:
+        supported = ", ".join(f"{one[0]} ({key})" for key, one in accepted.items())
         raise UnsupportedError(
             f"{CONFIG_FILE} describes {' '.join(names) or 'a model'} of model_type {kind!r}; "
             f"supported are {supported}"
@@ -186,18 +200,66 @@ def _read_config(source: Path) -> tuple[Family, DecoderConfig]:
         for key in ("bos_token_id", "eos_token_id")
     )
     ends = eos if isinstance(eos, list) else [eos] * (eos is not None)
-    return family, family.config(values, bos_token_id=bos, eos_token_ids=ends)
+    config = family.config(values, bos_token_id=None, eos_token_ids=[])
+    given = [end for end in ends if type(end) is not int or 0 <= end < config.vocab_size]
+    if ends and not given:
+        raise UnsupportedError(
+            f"eos_token_id is {eos!r}, which is beyond the vocabulary of {config.vocab_size}; name "
+            f"the token that ends a text as eos_token_id in {GENERATION_FILE}"
+        )
+    if given != ends:
+        beyond = ", ".join(str(end) for end in ends if end not in given)
+        notes.append(
+            f"end-of-text token {beyond} is left out: it is beyond the vocabulary of "
+            f"{config.vocab_size}, so the model never produces it"
+        )
+    config = family.config(values, bos_token_id=bos, eos_token_ids=given)
+    return family.scaled(values), config
 
 
-def _check_tokenizer(source: Path, config: DecoderConfig) -> None:
-    if not (source / TOKENIZER_FILE).is_file():
+def _text_part(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the decoder's values in the config.json of a model that also sees images."""
+    text = values.get("text_config") or {}
+    if not isinstance(text, dict):
+        raise UnsupportedError(f"{CONFIG_FILE}'s text_config is {text!r}, not an object")
+    usual = {"model_type": WITH_VISION[values["model_type"]][1], "tie_word_embeddings": True}
+    return usual | {key: values[key] for key in _OF_BOTH if key in values} | text
+
+
+def _tokenizer(source: Path, config: DecoderConfig, notes: list[str]) -> str:
+    """Return tokenizer.json, without a token for padding that the model has no embedding for."""
+    path, size = source / TOKENIZER_FILE, config.vocab_size
+    if not path.is_file():
         raise UnsupportedError(f"it has no {TOKENIZER_FILE}; {_REWRITE_TOKENIZER}")
-    tokenizer = load_tokenizer(source / TOKENIZER_FILE, config.vocab_size)
+    tokenizer = load_tokenizer(path)
+    added = {str(i): token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
+    padding = _named_tokens(source).get("pad_token")
+    beyond = {i: content for i, content in added.items() if int(i) >= size}
+    text = path.read_text(encoding="utf-8")
+    state = json.loads(text)
+    if left_out := [i for i, content in beyond.items() if content == padding]:
+        kept = [token for token in state["added_tokens"] if str(token["id"]) not in left_out]
+        state["added_tokens"] = kept
+        notes.append(
+            f"the token {padding!r} is left out: its id, {left_out[0]}, is beyond the model's "
+            f"vocabulary of {size}, and it only pads batches"
+        )
+    elif beyond and max(tokenizer.get_vocab(with_added_tokens=False).values(), default=0) < size:
+        token_id, content = next(iter(beyond.items()))
+        raise UnsupportedError(
+            f"{TOKENIZER_FILE} adds the token {content!r} as {token_id}, but the model has only "
+            f"{size} tokens; if it was never trained, delete it from {TOKENIZER_FILE}'s "
+            f"added_tokens and from {_TOKENIZER_CONFIG_FILE}, else save the model that it was "
+            "trained with"
+        )
+    if _mark_spaces(state, source) or left_out:
+        text = json.dumps(state, ensure_ascii=False)
+        tokenizer = Tokenizer.from_str(text)
+    check_tokenizer(tokenizer, path, size)
     key = "added_tokens_decoder"
     wanted = _read_object(source / _TOKENIZER_CONFIG_FILE).get(key, {})
     if not isinstance(wanted, dict):
         raise UnsupportedError(f"{_TOKENIZER_CONFIG_FILE}'s {key} is {wanted!r}, not an object")
-    added = {str(i): token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
     for token_id, token in wanted.items():  # transformers adds those that are missing
         content = token.get("content") if isinstance(token, dict) else token
         if added.get(token_id) != content:
@@ -205,6 +267,31 @@ def _check_tokenizer(source: Path, config: DecoderConfig) -> None:
                 f"{_TOKENIZER_CONFIG_FILE} adds the token {content!r} as {token_id}, which "
                 f"{TOKENIZER_FILE} does not have; {_REWRITE_TOKENIZER}"
             )
+    return text
+
+
+def _mark_spaces(state: dict[str, Any], source: Path) -> bool:
+    """Make a Llama's tokenizer.json mark spaces as transformers 5 does; tell whether it changed.
+
+    Files converted from SentencePiece put a space before each text between special tokens, and
+    LlamaTokenizer only before the first, unless tokenizer_config.json says `legacy`.
+    """
+    values = _read_object(source / _TOKENIZER_CONFIG_FILE)
+    kind, family = values.get("tokenizer_class"), _read_object(source / CONFIG_FILE)["model_type"]
+    if kind not in ("LlamaTokenizer", "LlamaTokenizerFast") or family in _AS_IN_THE_FILE:
+        return False
+    if '"ByteLevel"' in json.dumps([state.get("pre_tokenizer"), state.get("decoder")]):
+        return False
+    with_space = values.get("add_prefix_space") is not False
+    always = "always" if values.get("legacy") else "first"
+    state["normalizer"] = None
+    state["pre_tokenizer"] = {
+        "type": "Metaspace",
+        "replacement": "▁",
+        "prepend_scheme": always if with_space else "never",
+        "split": False,
+    }
+    return True
 
 
 def _chat_template(source: Path, notes: list[str]) -> str | None:
@@ -240,7 +327,12 @@ def _chat_template(source: Path, notes: list[str]) -> str | None:
 
 
 def _special_tokens(source: Path) -> str | None:
-    """Return special_tokens_map.json: the texts of tokens that a chat template may name.
+    """Return special_tokens_map.json: the texts of tokens that a chat template may name."""
+    return _json(_named_tokens(source))
+
+
+def _named_tokens(source: Path) -> dict[str, Any]:
+    """Return special tokens by name.
 
     They are found as transformers finds them. The source's own special_tokens_map.json is of an
     older form, and counts where tokenizer_config.json lacks added_tokens_decoder: it overrides the
@@ -255,7 +347,7 @@ def _special_tokens(source: Path) -> str | None:
     tokens = {name: token for name, token in every.items() if name.endswith("_token")}
     for extra in (values.get("extra_special_tokens"), older.get("extra_special_tokens")):
         tokens |= extra if isinstance(extra, dict) else {}  # a list gives no names
-    return _json(token_texts(tokens))
+    return token_texts(tokens)
 
 
 def _generation_defaults(given: Mapping[str, Any], notes: list[str]) -> str | None:
@@ -296,27 +388,37 @@ def _plan(
             config = replace(config, tied_embeddings=False)
     config.check_size(sum(torch.Size(tensor.shape).numel() for tensor in held.values()))
     shapes = parameter_shapes(config)
-    weights = [_take(name, shape, family, config, held) for name, shape in shapes.items()]
-    for tensor in held.values():
+    taken: set[str] = set()
+    weights = [_take(name, shape, family, config, held, taken) for name, shape in shapes.items()]
+    for name in held.keys() - taken:
+        tensor = held[name]
         unknown = f"the unknown tensor {tensor.name!r}"
         raise UnsupportedError(f"{tensor.file.name} holds {unknown} for its configuration")
     return config, weights
 
 
 def _take(
-    name: str, shape: Shape, family: Family, config: DecoderConfig, held: dict[str, StoredTensor]
+    name: str,
+    shape: Shape,
+    family: Family,
+    config: DecoderConfig,
+    held: dict[str, StoredTensor],
+    taken: set[str],
 ) -> PlannedTensor:
-    """Return the plan of a parameter; its tensors are removed from `held`."""
+    """Return the plan of a parameter; the names of its tensors are added to `taken`."""
     layer = (_LAYER.search(name) or ("",))[0]
     module, _, kind = _LAYER.sub("*", name).rpartition(".")
     source = family.source(module)
     tensors = []
     for theirs, expected in zip(source.modules, source.shapes(shape, config), strict=True):
-        wanted = f"{theirs.replace('*', layer)}.{kind}"
+        places = theirs.replace("*", layer).split("|")[: 2 if config.parallel_residual else 1]
+        names = [f"{place}.{kind}" for place in places]
+        wanted = next((name for name in names if name in held), names[0])
         if wanted not in held:
             missing = f"the tensor {wanted!r} of {list(expected)}"
             raise UnsupportedError(f"it lacks {missing} for its configuration")
-        tensor = held.pop(wanted)
+        taken.add(wanted)
+        tensor = held[wanted]
         if tensor.shape != expected:
             raise UnsupportedError(
                 f"tensor {tensor.name!r} in {tensor.file.name} has shape {list(tensor.shape)}, "

@@ -147,7 +147,11 @@ def _restored(
     if dtype not in FLOATS:
         raise UnsupportedError(f"the scales of {tensor.name!r} are {dtype_name(dtype)}, not floats")
     if dtype == torch.float32 and not parts.exact:
-        named = str(config.get("dtype") or config.get("torch_dtype"))
+        text = config.get("text_config")  # of a model that also sees images
+        parts_of = [config, text] if isinstance(text, dict) else [config]
+        named = next(
+            (str(c[k]) for c in parts_of for k in ("dtype", "torch_dtype") if c.get(k)), ""
+        )
         dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(named, dtype)
 
     def restored() -> Tensor:

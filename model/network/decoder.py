@@ -19,6 +19,7 @@ from model.network.positions import (
     RotaryTable,
     alibi_table,
     distances,
+    query_scale_table,
     relative_buckets,
     rotary_table,
     sinusoidal_table,
@@ -32,13 +33,13 @@ class Block(nn.Module):
         super().__init__()
         self.placement = config.norm_placement
         self.parallel = config.parallel_residual
-        self.attention_norm = make_norm(config)
+        before, after = self.placement != "output", self.placement in ("both", "output")
+        self.attention_norm = make_norm(config) if before else nn.Identity()
         self.attention = Attention(config, layer)
-        self.feed_forward_norm = make_norm(config)
+        self.feed_forward_norm = make_norm(config) if before else nn.Identity()
         self.feed_forward = FeedForward(config)
-        both = self.placement == "both"
-        self.attention_output_norm = make_norm(config) if both else nn.Identity()
-        self.feed_forward_output_norm = make_norm(config) if both else nn.Identity()
+        self.attention_output_norm = make_norm(config) if after else nn.Identity()
+        self.feed_forward_output_norm = make_norm(config) if after else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
@@ -76,12 +77,13 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.embedding_norm = make_norm(config) if config.embedding_norm else nn.Identity()
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.Identity() if config.norm_placement == "post" else make_norm(config)
         self.dropout = nn.Dropout(config.dropout)
         self.head = None
         if not config.tied_embeddings:
-            self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+            self.head = nn.Linear(config.d_model, config.vocab_size, bias=config.head_bias)
         buffer = partial(nn.Buffer, persistent=False)
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.max_model_len, config.d_model)
@@ -94,6 +96,11 @@ class Decoder(nn.Module):
             self.buckets = buffer(relative_buckets(config))
         elif config.position == "rotary":
             self.rotary_cos, self.rotary_sin = map(buffer, rotary_table(config))
+            if config.sliding_window_rope_theta is not None:
+                in_windows = rotary_table(config, in_windows=True)
+                self.window_cos, self.window_sin = map(buffer, in_windows)
+            if (query_scales := query_scale_table(config)) is not None:
+                self.query_scales = buffer(query_scales)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)
@@ -144,7 +151,11 @@ class Decoder(nn.Module):
         """
         position = self.config.position
         if position == "rotary":
-            return Positions(RotaryTable(self.rotary_cos, self.rotary_sin))
+            windowed = hasattr(self, "window_cos")
+            own = RotaryTable(self.window_cos, self.window_sin) if windowed else None
+            scale = self.query_scales[of_queries] if hasattr(self, "query_scales") else None
+            rotary = RotaryTable(self.rotary_cos, self.rotary_sin)
+            return Positions(rotary, rotary_in_windows=own, query_scale=scale)
         if position == "alibi":
             by_head = self.alibi[:, distances(of_queries, of_keys())]
             return Positions(bias=by_head.transpose(0, 1))
@@ -157,6 +168,7 @@ class Decoder(nn.Module):
         x: Tensor = self.embedding(input_ids)
         if self.config.embedding_scale != 1.0:
             x = x * self.config.embedding_scale
+        x = self.embedding_norm(x)
         if self.config.position == "learned":
             x = x + self.position_embedding(position_ids)
         elif self.config.position == "sinusoidal":
@@ -167,6 +179,8 @@ class Decoder(nn.Module):
     def _logits(self, x: Tensor) -> Tensor:
         weight = self.embedding.weight if self.head is None else self.head.weight
         logits = functional.linear(self.norm(x), weight)
+        if self.head is not None and self.head.bias is not None:
+            logits = logits + self.head.bias
         if cap := self.config.logit_softcap:
             logits = cap * (logits / cap).tanh()
         return logits
