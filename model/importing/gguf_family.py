@@ -107,10 +107,16 @@ def read_family(
     if factors is not None:
         values["rope_parameters"] |= _llama3(values, family, factors)
     names = {key: f"{kind}.{name}" for key, name in (_REQUIRED | _OPTIONAL).items()}
+    neutral = {f"{kind}.{key}": (None, *allowed) for key, allowed in _NEUTRAL.items()}
+    read = family.options({})
+    neutral |= {names[key]: (None, 0) for key in _OPTIONAL if key not in read}
+    if "head_dim" not in read:
+        usual = _head_dim(kind, values | {names["head_dim"]: None})
+        neutral |= {names["head_dim"]: (None, usual)}
     family = replace(
         family,
         names=names,
-        only={f"{kind}.{key}": (None, *allowed) for key, allowed in _NEUTRAL.items()},
+        only=neutral,
         modules={module: _source(family, module, kind) for module in family.modules},
         prefixes=(),
         former_names={},

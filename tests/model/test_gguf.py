@@ -230,6 +230,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"tokenizer__ggml__bos_token_id": 999},
         r"tokenizer\.ggml\.bos_token_id is 999, and it has 302 tokens",
     ),
+    "windows": (
+        {"llama__attention__sliding_window": 64},
+        r"llama\.attention\.sliding_window is 64, and the decoder computes only None or 0",
+    ),
     "width of values": (
         {"llama__attention__key_length": 16, "llama__attention__value_length": 32},
         r"attention\.value_length is 32, and the decoder computes only the key_length, 16",
