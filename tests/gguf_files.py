@@ -28,6 +28,12 @@ ARCHITECTURES = {
     "phi3": gguf.MODEL_ARCH.PHI3,
     "gemma": gguf.MODEL_ARCH.GEMMA,
     "gemma2": gguf.MODEL_ARCH.GEMMA2,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "granite": gguf.MODEL_ARCH.GRANITE,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "phi": gguf.MODEL_ARCH.PHI2,
+    "stablelm": gguf.MODEL_ARCH.STABLELM,
+    "starcoder2": gguf.MODEL_ARCH.STARCODER2,
 }
 
 
@@ -74,6 +80,9 @@ def write_gguf(
 def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     heads, kind = config.num_attention_heads, config.model_type
     rope = getattr(config, "rope_parameters", None) or {}
+    if "full_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -86,8 +95,8 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
-        named = "layer_norm_epsilon" if kind == "gpt2" else "layer_norm_eps"
-        writer.add_layer_norm_eps(getattr(config, named))
+        named = {"gpt2": "layer_norm_epsilon", "starcoder2": "norm_epsilon"}
+        writer.add_layer_norm_eps(getattr(config, named.get(kind, "layer_norm_eps")))
     if getattr(config, "head_dim", None):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
@@ -100,9 +109,33 @@ def _write_config(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if kind == "gpt_neox":
+    if hasattr(config, "use_parallel_residual"):
         writer.add_parallel_residual(config.use_parallel_residual)
-    if kind in ("phi3", "gemma2"):
+    _write_own(writer, config)
+
+
+def _write_own(writer: gguf.GGUFWriter, config: Any) -> None:
+    """Write the keys of single architectures."""
+    kind = config.model_type
+    if kind == "granite":
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        stretch = config.max_position_embeddings / config.original_max_position_embeddings
+        ratio = np.log(stretch) / np.log(config.original_max_position_embeddings)
+        writer.add_rope_scaling_attn_factors(float(np.sqrt(1 + ratio)))
+        for length in ("short", "long"):
+            factors = np.array(rope[f"{length}_factor"], dtype=np.float32)
+            writer.add_tensor(f"rope_factors_{length}.weight", factors)
+    if kind == "gemma3_text":
+        writer.add_sliding_window_pattern(
+            [layer == "sliding_attention" for layer in config.layer_types]
+        )
+    if kind in ("phi3", "gemma2", "gemma3_text"):
         writer.add_sliding_window(config.sliding_window or 0)
     if kind == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
@@ -135,11 +168,13 @@ def _converted(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         tensor = given
         if name == "lm_head.weight" and tied:
             continue
-        if kind in ("llama", "mistral", "smollm3") and ("q_proj" in name or "k_proj" in name):
+        if kind in ("llama", "mistral", "smollm3", "granite") and (
+            "q_proj" in name or "k_proj" in name
+        ):
             n = heads if "q_proj" in name else config.num_key_value_heads
             halves = tensor.unflatten(0, (n, 2, -1))
             tensor = halves.transpose(1, 2).flatten(0, 2)
-        if kind in ("gemma", "gemma2") and name.endswith("norm.weight"):
+        if kind in ("gemma", "gemma2", "gemma3_text") and name.endswith("norm.weight"):
             tensor = tensor + 1.0
         if kind == "gpt2" and name.endswith(
             ("c_attn.weight", "c_proj.weight", "c_fc.weight", "c_proj.weight")

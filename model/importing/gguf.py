@@ -114,7 +114,8 @@ class _Header:
         if kind == _STRING:
             return self.string(key)
         if kind != _ARRAY:
-            return _shortest(self.numbers(_SCALARS[kind])[0], kind)
+            (value,) = self.numbers(_SCALARS[kind])
+            return shortest(value) if _SCALARS[kind] == "f" else value
         of = self._kind(key)
         length = self.number("Q", f"the length of {key}", _LONGEST_ARRAY)
         if of == _ARRAY:
@@ -140,9 +141,9 @@ class _Header:
         return UnsupportedError(f"{self._file} is broken, copy it again: {problem}")
 
 
-def _shortest(value: Any, kind: int) -> Any:
-    """Return a number; of float32 that with the fewest digits: 1e-05 and not 9.99999974e-06."""
-    return float(str(np.float32(value))) if _SCALARS[kind] == "f" else value
+def shortest(value: float) -> float:
+    """Return a float32 number with the fewest digits: 1e-05 and not 9.999999747e-06."""
+    return float(str(np.float32(value)))
 
 
 def _read_part(path: Path) -> Gguf:

@@ -19,18 +19,19 @@ from torch import Tensor
 from model.config import DecoderConfig
 from model.importing.families import FAMILIES
 from model.importing.family import Family
-from model.importing.gguf import Gguf
+from model.importing.gguf import Gguf, shortest
 from model.importing.tensors import Source, stacked
 from model.importing.weights import StoredTensor, UnsupportedError
 
 _ARCHITECTURES = {  # general.architecture: the model_type of its config.json
     **{name: name for name in ("llama", "smollm3", "qwen2", "qwen3", "phi3", "gpt2")},
-    "gemma": "gemma",
-    "gemma2": "gemma2",
+    **{name: name for name in ("gemma", "gemma2", "granite", "olmo2", "stablelm", "starcoder2")},
+    "gemma3": "gemma3_text",
     "gptneox": "gpt_neox",
+    "phi2": "phi",
 }
 # Whose converter makes neighbours of the two channels of a rotary pair.
-_NEIGHBOURS = {"llama", "smollm3"}
+_NEIGHBOURS = {"llama", "smollm3", "granite"}
 _REQUIRED = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -46,6 +47,13 @@ _OPTIONAL = {
     "final_logit_softcapping": "final_logit_softcapping",
     "use_parallel_residual": "use_parallel_residual",
 }
+_OF_SOME = {  # keys whose defaults are those of their families
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "rope_local_base_freq": "rope.freq_base_swa",
+}
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
 # Keys that change what is computed, and the values that do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -54,16 +62,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "nextn_predict_layers": (0,),
     "attention.clamp_kqv": (0.0,),
     "attention.max_alibi_bias": (0.0,),
-    "logit_scale": (0.0,),
     "rope.scaling.attn_factor": (1.0,),
     "rope.scaling.yarn_attn_factor": (1.0,),
     "rope.scaling.yarn_ext_factor": (1.0,),
     "rope.scaling.yarn_log_multiplier": (0.0,),
     "rope.scaling.alpha": (0.0,),
     "attention.temperature_length": (0,),
-    "embedding_scale": (0.0, 1.0),
-    "residual_scale": (0.0, 1.0),
-    "attention.scale": (0.0,),
+    "attention.key_length_swa": (),
+    "rope.dimension_sections": (),
 }
 _MODULES: dict[str, tuple[str, ...]] = {  # our module: tensors, where there is one, and several
     "embedding": ("token_embd",),
@@ -81,8 +87,10 @@ _MODULES: dict[str, tuple[str, ...]] = {  # our module: tensors, where there is 
     "blocks.*.feed_forward.down": ("ffn_down",),
     "blocks.*.feed_forward_output_norm": ("post_ffw_norm",),
 }
+_FIRST_NORM, _SECOND_NORM = "blocks.*.attention_norm", "blocks.*.feed_forward_norm"
 _FACTORS = "rope_freqs.weight"
-_GEMMA2_27B = 46  # layers: the only Gemma 2 that scales scores by the width of a head
+_LONGROPE = ("rope_factors_short.weight", "rope_factors_long.weight")
+_GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers: these scale scores by d_model / n_head
 
 
 def read_family(
@@ -103,13 +111,19 @@ def read_family(
     family = FAMILIES[_ARCHITECTURES[kind]]
     tensors = {tensor.name: tensor for tensor in gguf.tensors}
     values = _values(kind, gguf.values, tensors)
+    longrope = [tensors.pop(name, None) for name in _LONGROPE]
+    if all(longrope):
+        short, long = ([shortest(n) for n in one.read().flatten()] for one in longrope if one)
+        rope = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+        rope["attention_factor"] = values.pop(f"{kind}.rope.scaling.attn_factor", None)
+        values["rope_parameters"] |= rope
     factors = tensors.pop(_FACTORS, None)
     if factors is not None:
         values["rope_parameters"] |= _llama3(values, family, factors)
-    names = {key: f"{kind}.{name}" for key, name in (_REQUIRED | _OPTIONAL).items()}
+    names = {key: f"{kind}.{name}" for key, name in (_REQUIRED | _OPTIONAL | _OF_SOME).items()}
     neutral = {f"{kind}.{key}": (None, *allowed) for key, allowed in _NEUTRAL.items()}
     read = family.options({})
-    neutral |= {names[key]: (None, 0) for key in _OPTIONAL if key not in read}
+    neutral |= {names[key]: (None, 0) for key in (*_OPTIONAL, *_OF_SOME) if key not in read}
     if "head_dim" not in read:
         usual = _head_dim(kind, values | {names["head_dim"]: None})
         neutral |= {names["head_dim"]: (None, usual)}
@@ -125,7 +139,7 @@ def read_family(
         config = family.config(values, bos_token_id=bos, eos_token_ids=ends)
     except UnsupportedError as error:
         raise UnsupportedError(str(error).replace("config.json's", "its key")) from None
-    return family, config, list(tensors.values())
+    return family.scaled(values), config, list(tensors.values())
 
 
 def _values(kind: str, given: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,18 +156,23 @@ def _values(kind: str, given: Mapping[str, Any], tensors: Mapping[str, Any]) -> 
     values |= {
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors or kind == "gpt2",
-        "attention_bias": "blk.0.attn_output.bias" in tensors,
+        "attention_bias": f"blk.0.attn_{'q' if kind == 'stablelm' else 'output'}.bias" in tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in tensors,
         "rms_norm_eps": next((one for one in epsilons if one is not None), None),
         "rope_parameters": _rope(kind, values),
     }
     if values[f"{kind}.attention.sliding_window"] == 0:
         values[f"{kind}.attention.sliding_window"] = None
-    if kind == "gemma2":
-        values["query_pre_attn_scalar"] = _head_dim(kind, values)
-        if values["gemma2.block_count"] == _GEMMA2_27B:
-            width, heads = values["gemma2.embedding_length"], values["gemma2.attention.head_count"]
-            values["query_pre_attn_scalar"] = width // heads
+    if kind in _GEMMA_27B:
+        largest = values[f"{kind}.block_count"] == _GEMMA_27B[kind]
+        length = {f"{kind}.attention.key_length": None} if largest else {}
+        values["query_pre_attn_scalar"] = _head_dim(kind, values | length)
+        pattern = values.get(f"{kind}.attention.sliding_window_pattern")
+        if isinstance(pattern, list):
+            kinds = ("full_attention", "sliding_attention")
+            values["layer_types"] = [kinds[bool(slides)] for slides in pattern]
+        elif type(pattern) is int:
+            values["sliding_window_pattern"] = pattern
     return values
 
 
@@ -169,7 +188,8 @@ def _head_dim(kind: str, values: Mapping[str, Any]) -> int:
     for name, one in zip(names, (given, width, heads), strict=True):
         if not (type(one) is int and one > 0) and not (one is None and one is given):
             raise UnsupportedError(f"its key {kind}.{name} must be a positive number, not {one!r}")
-    if (length := values.get(f"{kind}.attention.value_length", given)) != given:
+    length = values.get(f"{kind}.attention.value_length", given)
+    if given is not None and length != given:
         raise UnsupportedError(
             f"its key {kind}.attention.value_length is {length!r}, and the decoder computes only "
             f"the key_length, {given!r}"
@@ -196,11 +216,11 @@ def _rope(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_theta": base}
     if turned < head_dim:  # the product with head_dim is rounded down again
         rope["partial_rotary_factor"] = math.nextafter(turned / head_dim, 1.0)
+    rope["original_max_position_embeddings"] = scaling.get("original_context_length")
     if scaling.get("type") not in (None, "none"):
         rope |= {
             "rope_type": scaling["type"],
             "factor": scaling.get("factor"),
-            "original_max_position_embeddings": scaling.get("original_context_length"),
             "beta_fast": scaling.get("yarn_beta_fast"),
             "beta_slow": scaling.get("yarn_beta_slow"),
         }
@@ -233,7 +253,13 @@ def _source(family: Family, module: str, kind: str) -> Source:
     source, names = family.source(module), _MODULES[module]
     names = names[1:] if len(source.modules) > 1 else names[:1]
     places = tuple(f"blk.*.{name}" if module.startswith("blocks.") else name for name in names)
+    if module == _SECOND_NORM:  # one norm may serve both sublayers
+        first, own = family.source(_FIRST_NORM).modules[0], source.modules[0].split("|")
+        shared = ["blk.*.attn_norm"] if first in own else []
+        return Source(("|".join([*places, *shared][own[0] == first :]),))
     if module.endswith(("query_norm", "key_norm")):
+        if source.in_float32:  # 1 is added already
+            return Source(places, source.shapes)
         return replace(source, modules=places)
     if len(places) == 1:
         return Source(places)
