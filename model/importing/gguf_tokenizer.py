@@ -135,7 +135,8 @@ def read_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer:
 def _get(values: Mapping[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
     """Return a key of the tokenizer. Raises UnsupportedError for none, and one of another type."""
     value: Any = values.get(f"tokenizer.ggml.{name}", default)
-    if type(value) is kind and (type(value) is not list or all(type(v) is str for v in value)):
+    texts = not isinstance(value, list) or all(type(one) is str for one in value)
+    if type(value) is kind and texts:
         return value
     found = "missing" if value is None else f"of type {type(value).__name__}"
     raise UnsupportedError(f"its key tokenizer.ggml.{name} is {found}; convert the model again")

@@ -215,7 +215,7 @@ def _unpack(words: Tensor, bits: int, axis: int) -> Tensor:
     """Return the unsigned integers in words of 32 bits, the lowest bits first along an axis."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     parts = words.unsqueeze(axis + 1) >> shifts.reshape(-1, *[1] * (words.dim() - axis - 1))
-    return (parts & (2**bits - 1)).flatten(axis, axis + 1)
+    return torch.flatten(parts & (2**bits - 1), axis, axis + 1)
 
 
 def _gptq(parts: _Parts, scheme: Scheme) -> _Made:
@@ -236,8 +236,7 @@ def _gptq(parts: _Parts, scheme: Scheme) -> _Made:
         if scheme.checkpoint_format == "gptq":  # its first version stores one less
             zeros = (zeros + 1) & (2**bits - 1)
         integers = _unpack(qweight.read(), bits, 0) - zeros[of]
-        weight: Tensor = integers * scales.read().float()[of]
-        return weight.t()
+        return torch.t(integers * scales.read().float()[of])
 
     return (n_out, n_in), torch.float32 if parts.exact else scales.dtype, read
 
@@ -253,13 +252,13 @@ def _awq(parts: _Parts, scheme: Scheme) -> _Made:
     scales = parts.take("scales", shape=(groups, 8 * words))
 
     def integers(tensor: StoredTensor) -> Tensor:
-        return _unpack(tensor.read(), 4, 1).unflatten(1, (words, 8))[..., columns].flatten(1)
+        wide: Tensor = _unpack(tensor.read(), 4, 1).unflatten(1, (words, 8))
+        return wide[..., columns].flatten(1)
 
     def read() -> Tensor:
         of = torch.arange(n_in) // group
         centred = integers(parts.first) - integers(qzeros)[of]
-        weight: Tensor = centred * scales.read().float()[of]
-        return weight.t()
+        return torch.t(centred * scales.read().float()[of])
 
     return (8 * words, n_in), scales.dtype, read
 
