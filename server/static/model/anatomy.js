@@ -82,8 +82,8 @@ function attentionStep(config) {
     ...positionNotes(config),
     scale === null ? `scores / √${n(channels)}` : `scores × ${round(scale)}`,
   ];
-  if (config.qk_norm)
-    notes.push(`RMSNorm on ${config.qk_norm_across_heads ? "all heads" : "every head"} of queries and keys`);
+  const normed = config.qk_norm_across_heads ? "all heads together" : "every head";
+  if (config.qk_norm) notes.push(`RMSNorm on ${normed} of queries and keys`);
   if (config.attention_softcap !== null)
     notes.push(`scores capped at ±${round(config.attention_softcap)} by tanh`);
   if (config.sliding_window !== null) notes.push(windowNote(config));
