@@ -101,6 +101,8 @@ class RopeScaling:
             raise ConfigError(
                 f"rope_scaling {self.kind} needs original_max_model_len, a positive whole number"
             )
+        if self.query_growth is not None and self.original_max_model_len is None:
+            raise ConfigError("rope_scaling.query_growth needs original_max_model_len")
         if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ConfigError(
                 f"rope_scaling.low_freq_factor ({self.low_freq_factor}) must be less than its "

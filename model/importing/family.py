@@ -197,7 +197,8 @@ def _head_dim(options: Options) -> int:
 def _rotary(options: Options, scalings: tuple[str, ...]) -> dict[str, Any]:
     """Return the rotary fields from either style: one object, or rope_theta beside rope_scaling."""
     key = "rope_scaling" if options["rope_scaling"] else "rope_parameters"
-    given, in_windows = options[key] or {}, {}
+    given: Any = options[key] or {}
+    in_windows: Any = {}
     if not isinstance(given, dict):
         raise refuse(key, given, "an object")
     by_layer_type = "rope_local_base_freq" in options

@@ -245,9 +245,9 @@ def _tokenizer(source: Path, config: DecoderConfig, notes: list[str]) -> str:
             f"vocabulary of {size}, and it only pads batches"
         )
     elif beyond and max(tokenizer.get_vocab(with_added_tokens=False).values(), default=0) < size:
-        token_id, content = next(iter(beyond.items()))
+        first = next(iter(beyond))
         raise UnsupportedError(
-            f"{TOKENIZER_FILE} adds the token {content!r} as {token_id}, but the model has only "
+            f"{TOKENIZER_FILE} adds the token {beyond[first]!r} as {first}, but the model has only "
             f"{size} tokens; if it was never trained, delete it from {TOKENIZER_FILE}'s "
             f"added_tokens and from {_TOKENIZER_CONFIG_FILE}, else save the model that it was "
             "trained with"
