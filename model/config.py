@@ -16,7 +16,7 @@ from model.files import read_object
 
 Position = Literal["rotary", "learned", "sinusoidal", "alibi", "relative", "none"]
 Norm = Literal["rmsnorm", "layernorm"]
-NormPlacement = Literal["pre", "post", "both"]
+NormPlacement = Literal["pre", "post", "both", "output"]
 FeedForward = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu"]
 Size = Annotated[int, Field(strict=True, gt=0, le=2**31 - 1)]
 Positive = Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)]
@@ -73,12 +73,17 @@ class RopeScaling:
     kind: "linear" divides positions by `factor` (Chen et al. 2023); "llama3" divides low
     frequencies, and blends between two wavelengths (Llama 3.1); "yarn" divides the pairs that turn
     less than `beta_slow` times in `original_max_model_len` positions, keeps those that turn more
-    than `beta_fast` times, and blends between (Peng et al. 2023). yarn multiplies cos and sin by
-    `attention_factor`; None is 0.1 ln(factor) + 1. truncate: yarn rounds the pairs between which it
-    blends outwards to whole ones.
+    than `beta_fast` times, and blends between (Peng et al. 2023). truncate: yarn rounds the pairs
+    between which it blends outwards to whole ones. "longrope" divides each pair by its own number,
+    of `short_factors` while max_model_len is at most `original_max_model_len` and of `long_factors`
+    beyond (Ding et al. 2024). yarn and longrope multiply cos and sin by `attention_factor`; None is
+    0.1 ln(factor) + 1 for yarn, and 1 for longrope.
+
+    query_growth: queries at position p are multiplied by
+    1 + query_growth · ln(1 + ⌊p / original_max_model_len⌋) (Llama 4, 2025).
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
     factor: Positive
     original_max_model_len: Size | None = None
     low_freq_factor: Positive = 1.0
@@ -87,12 +92,17 @@ class RopeScaling:
     beta_slow: Positive = 1.0
     attention_factor: Positive | None = None
     truncate: StrictBool = True
+    short_factors: tuple[Positive, ...] = ()
+    long_factors: tuple[Positive, ...] = ()
+    query_growth: Positive | None = None
 
     def __post_init__(self) -> None:
         if self.kind != "linear" and self.original_max_model_len is None:
             raise ConfigError(
                 f"rope_scaling {self.kind} needs original_max_model_len, a positive whole number"
             )
+        if self.query_growth is not None and self.original_max_model_len is None:
+            raise ConfigError("rope_scaling.query_growth needs original_max_model_len")
         if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ConfigError(
                 f"rope_scaling.low_freq_factor ({self.low_freq_factor}) must be less than its "
@@ -107,21 +117,25 @@ class DecoderConfig:
 
     n_kv_head: n_head of them is multi-head attention, 1 is multi-query (Shazeer 2019), a number
     between is grouped-query (Ainslie et al. 2023). qk_norm: RMSNorm over each head of queries and
-    keys (Henry et al. 2020). attention_scale multiplies query · key; None is 1 / sqrt(head_dim).
+    keys (Henry et al. 2020), or, with `qk_norm_across_heads`, over all of a token's heads together
+    (OLMo 2, 2025). attention_scale multiplies query · key; None is 1 / sqrt(head_dim).
     attention_softcap, logit_softcap: c in c · tanh(x / c), on scores and on logits (Gemma 2, 2024).
     sliding_window: the number of positions, its own included, that a token sees in the layers of
     `sliding_window_layers` (None: in all; Beltagy et al. 2020).
 
     position: "rotary" (Su et al. 2021), on `rotary_dim` channels of a head (None: all), except in
-    the layers of `layers_without_rotary`; "learned" or "sinusoidal" embeddings; a bias on scores by
-    distance: "alibi" (Press et al. 2022) or "relative", learned for `relative_buckets` of distances
-    up to `relative_max_distance` (Raffel et al. 2020); or "none".
+    the layers of `layers_without_rotary`; layers with a sliding window turn by
+    `sliding_window_rope_theta`, unscaled, if there is one (Gemma 3, 2025); "learned" or
+    "sinusoidal" embeddings; a bias on scores by distance: "alibi" (Press et al. 2022) or
+    "relative", learned for `relative_buckets` of distances up to `relative_max_distance` (Raffel
+    et al. 2020); or "none".
 
     norm_placement: "pre" normalises each sublayer's input (and the final output); "post" the sum of
-    its input and output, as the original did; "both" its input and its output (and the final one).
+    its input and output, as the original did; "both" its input and its output, "output" its output
+    alone (and the final one). embedding_norm: token embeddings are normalised too (BLOOM, 2022).
     parallel_residual: both sublayers read the block's input (Wang & Komatsuzaki 2021).
     feed_forward: an activation, or a gated one (Shazeer 2020); _tanh is GELU's approximation.
-    qkv_bias, output_bias, feed_forward_bias: a bias on the linear layers of that name.
+    qkv_bias, output_bias, feed_forward_bias, head_bias: a bias on the linear layers of that name.
     embedding_scale multiplies token embeddings. dropout (of residuals and embeddings) and
     attention_dropout act in training only. The constructor raises ConfigError.
     """
@@ -143,7 +157,9 @@ class DecoderConfig:
     relative_max_distance: Size = 128
     sliding_window: Size | None = None
     sliding_window_layers: tuple[StrictInt, ...] | None = None
+    sliding_window_rope_theta: Positive | None = None
     qk_norm: StrictBool = False
+    qk_norm_across_heads: StrictBool = False
     attention_scale: Positive | None = None
     attention_softcap: Positive | None = None
     logit_softcap: Positive | None = None
@@ -151,11 +167,13 @@ class DecoderConfig:
     norm: Norm = "rmsnorm"
     norm_eps: Positive = 1e-5
     norm_placement: NormPlacement = "pre"
+    embedding_norm: StrictBool = False
     parallel_residual: StrictBool = False
     feed_forward: FeedForward = "swiglu"
     qkv_bias: StrictBool = False
     output_bias: StrictBool = False
     feed_forward_bias: StrictBool = False
+    head_bias: StrictBool = False
     tied_embeddings: StrictBool = True
     dropout: DropoutRate = 0.0
     attention_dropout: DropoutRate = 0.0
@@ -177,11 +195,27 @@ class DecoderConfig:
         allowed = f"at most head_dim, {self.head_dim}"
         require("rotary_dim", (self.rotary_dim or 0) <= self.head_dim, allowed)
         if self.position != "rotary":
-            for name in ("rope_scaling", "rotary_dim", "layers_without_rotary"):
+            of_rotary = ("rope_scaling", "rotary_dim", "layers_without_rotary")
+            for name in (*of_rotary, "sliding_window_rope_theta"):
                 require(name, not getattr(self, name), f"left out with {self.position} positions")
         if self.sliding_window is None:
-            everywhere = self.sliding_window_layers is None
-            require("sliding_window_layers", everywhere, "left out without a sliding_window")
+            for name in ("sliding_window_layers", "sliding_window_rope_theta"):
+                without = getattr(self, name) is None
+                require(name, without, "left out without a sliding_window")
+        if self.rope_scaling is not None and self.rope_scaling.kind == "longrope":
+            n_pairs = (self.rotary_dim or self.head_dim) // 2
+            for name in ("short_factors", "long_factors"):
+                if (given := len(getattr(self.rope_scaling, name))) != n_pairs:
+                    raise ConfigError(
+                        f"rope_scaling.{name} must have a number for each of {n_pairs} rotary "
+                        f"pairs, not {given}"
+                    )
+        if self.rope_scaling is not None and self.rope_scaling.query_growth is not None:
+            require("qk_norm", not self.qk_norm, "left out with a query_growth")
+        across = self.qk_norm or not self.qk_norm_across_heads
+        require("qk_norm_across_heads", across, "left out without qk_norm")
+        untied = not (self.head_bias and self.tied_embeddings)
+        require("head_bias", untied, "left out with tied_embeddings")
         for name in ("layers_without_rotary", "sliding_window_layers"):
             exist = all(layer in range(self.n_layer) for layer in getattr(self, name) or ())
             require(name, exist, f"layers from 0 to {self.n_layer - 1}")

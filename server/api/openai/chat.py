@@ -39,6 +39,7 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
         logprobs=body.top_logprobs if body.logprobs else None,
         grammar=tools.grammar,
         kept_ids=tools.kept_ids,
+        begins_text=not body.continue_final_message,
         add_special_tokens=body.add_special_tokens,
     )
     try:
