@@ -57,8 +57,6 @@ _IGNORED = re.compile(
     r"|^(model\.)?(vision_tower|multi_modal_projector)\."
 )
 _OF_BOTH = ("quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id")
-# Families whose tokenizer_class transformers does not believe.
-_AS_IN_THE_FILE = ("phi3", "qwen2")
 _LAYER = re.compile(r"(?<=^blocks\.)\d+")
 _REWRITE_TOKENIZER = (
     "write one from its other tokenizer files with transformers: "
@@ -219,11 +217,12 @@ def _mark_spaces(state: dict[str, Any], source: Path) -> bool:
     """Make a Llama's tokenizer.json mark spaces as transformers 5 does; tell whether it changed.
 
     Files converted from SentencePiece put a space before each text between special tokens, and
-    LlamaTokenizer only before the first, unless tokenizer_config.json says `legacy`.
+    LlamaTokenizer only before the first, unless tokenizer_config.json says `legacy`. With other
+    families that name this class, as Mistral and Phi-3, transformers believes the file.
     """
     values = _read_object(source / _TOKENIZER_CONFIG_FILE)
     kind, family = values.get("tokenizer_class"), _read_object(source / CONFIG_FILE)["model_type"]
-    if kind not in ("LlamaTokenizer", "LlamaTokenizerFast") or family in _AS_IN_THE_FILE:
+    if kind not in ("LlamaTokenizer", "LlamaTokenizerFast") or family != "llama":
         return False
     if '"ByteLevel"' in json.dumps([state.get("pre_tokenizer"), state.get("decoder")]):
         return False

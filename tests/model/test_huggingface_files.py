@@ -571,15 +571,21 @@ TINY_LLAMA = (
 
 
 @pytest.mark.parametrize(
-    "values",
-    [{}, {"legacy": False}, {"legacy": True}, {"add_prefix_space": False}],
-    ids=str,
+    ("family", "values"),
+    [
+        ("llama", {}),
+        ("llama", {"legacy": False}),
+        ("llama", {"legacy": True}),
+        ("llama", {"add_prefix_space": False}),
+        ("mistral", {"legacy": False}),
+    ],
 )
 def test_a_llamas_chats_are_the_tokens_of_transformers(
-    values: dict[str, object], folders: Folders, tmp_path: Path
+    family: str, values: dict[str, object], folders: Folders, tmp_path: Path
 ) -> None:
     """Though tokenizer.json itself says otherwise of spaces after special tokens."""
-    folder = shutil.copytree(folders("llama"), tmp_path / "copy")
+    kind: dict[str, Any] = {"model_type": family, "architectures": None}
+    folder = with_values(folders("llama"), tmp_path / "copy", "config.json", **kind)
     (folder / "chat_template.jinja").write_text(TINY_LLAMA)
     sentence_pieces().save(str(folder / "tokenizer.json"))
     values = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **values}
