@@ -187,13 +187,13 @@ def _tokenizer(source: Path, config: DecoderConfig, template: str | None, notes:
         check_tokenizer(tokenizer, path, size)
     if beyond:
         known = _named_tokens(source).items()
-        for token_id, content in beyond.items():
-            names = {content, *(name for name, text in known if text == content)}
+        for place, one in beyond.items():
+            names = {one, *(name for name, text in known if text == one)}
             written = any(name in (template or "") for name in names)
-            if written or int(token_id) in tokenizer.encode("").ids:
+            if written or int(place) in tokenizer.encode("").ids:
                 raise UnsupportedError(
-                    f"prompts need the token {content!r}, which {TOKENIZER_FILE} adds as "
-                    f"{token_id}, but the model has only {size} tokens; import the model that was "
+                    f"prompts need the token {one!r}, which {TOKENIZER_FILE} adds as "
+                    f"{place}, but the model has only {size} tokens; import the model that was "
                     "trained with it"
                 )
         kept = [token for token in state["added_tokens"] if str(token["id"]) not in beyond]
