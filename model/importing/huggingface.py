@@ -55,8 +55,6 @@ _IGNORED = re.compile(
     r"|^(model\.)?(vision_tower|multi_modal_projector)\."
 )
 _OF_BOTH = ("quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id")
-# Families whose tokenizer_class transformers does not believe.
-_AS_IN_THE_FILE = ("phi3", "qwen2")
 # The recommended sampling parameters in a GGUF file.
 _SAMPLING = {name: name for name in ("top_k", "top_p", "min_p")}
 _SAMPLING |= {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
@@ -122,9 +120,10 @@ _Read = tuple[Family, DecoderConfig, dict[str, str | None], list[StoredTensor]]
 def _read_folder(source: Path, notes: list[str]) -> _Read:
     """Return a folder's family, configuration, texts by file name, and tensors."""
     family, config = _read_config(source, notes)
+    template = _chat_template(source, notes)
     texts = {
-        TOKENIZER_FILE: _tokenizer(source, config, notes),
-        CHAT_TEMPLATE_FILE: _chat_template(source, notes),
+        TOKENIZER_FILE: _tokenizer(source, config, template, notes),
+        CHAT_TEMPLATE_FILE: template,
         SPECIAL_TOKENS_FILE: _special_tokens(source),
         GENERATION_FILE: _generation_defaults(_read_object(source / GENERATION_FILE), notes),
     }
@@ -223,33 +222,39 @@ def _text_part(values: dict[str, Any]) -> dict[str, Any]:
     return usual | {key: values[key] for key in _OF_BOTH if key in values} | text
 
 
-def _tokenizer(source: Path, config: DecoderConfig, notes: list[str]) -> str:
-    """Return tokenizer.json, without a token for padding that the model has no embedding for."""
+def _tokenizer(source: Path, config: DecoderConfig, template: str | None, notes: list[str]) -> str:
+    """Return tokenizer.json, without added tokens that the model has no embeddings for.
+
+    Such a token pads batches, or stands for an image. The chat template must not write it.
+    """
     path, size = source / TOKENIZER_FILE, config.vocab_size
     if not path.is_file():
         raise UnsupportedError(f"it has no {TOKENIZER_FILE}; {_REWRITE_TOKENIZER}")
     tokenizer = load_tokenizer(path)
     added = {str(i): token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
-    padding = _named_tokens(source).get("pad_token")
     beyond = {i: content for i, content in added.items() if int(i) >= size}
     text = path.read_text(encoding="utf-8")
     state = json.loads(text)
-    if left_out := [i for i, content in beyond.items() if content == padding]:
-        kept = [token for token in state["added_tokens"] if str(token["id"]) not in left_out]
+    if max(tokenizer.get_vocab(with_added_tokens=False).values(), default=0) >= size:
+        check_tokenizer(tokenizer, path, size)
+    if beyond:
+        known = _named_tokens(source).items()
+        for place, one in beyond.items():
+            names = {one, *(name for name, text in known if text == one)}
+            written = any(name in (template or "") for name in names)
+            if written or int(place) in tokenizer.encode("").ids:
+                raise UnsupportedError(
+                    f"prompts need the token {one!r}, which {TOKENIZER_FILE} adds as "
+                    f"{place}, but the model has only {size} tokens; import the model that was "
+                    "trained with it"
+                )
+        kept = [token for token in state["added_tokens"] if str(token["id"]) not in beyond]
         state["added_tokens"] = kept
         notes.append(
-            f"the token {padding!r} is left out: its id, {left_out[0]}, is beyond the model's "
-            f"vocabulary of {size}, and it only pads batches"
+            f"tokens that the model has no embeddings for, beyond its vocabulary of {size}, are "
+            f"left out: {', '.join(map(repr, beyond.values()))}"
         )
-    elif beyond and max(tokenizer.get_vocab(with_added_tokens=False).values(), default=0) < size:
-        first = next(iter(beyond))
-        raise UnsupportedError(
-            f"{TOKENIZER_FILE} adds the token {beyond[first]!r} as {first}, but the model has only "
-            f"{size} tokens; if it was never trained, delete it from {TOKENIZER_FILE}'s "
-            f"added_tokens and from {_TOKENIZER_CONFIG_FILE}, else save the model that it was "
-            "trained with"
-        )
-    if _mark_spaces(state, source) or left_out:
+    if _mark_spaces(state, source) or beyond:
         text = json.dumps(state, ensure_ascii=False)
         tokenizer = Tokenizer.from_str(text)
     check_tokenizer(tokenizer, path, size)
@@ -271,11 +276,12 @@ def _mark_spaces(state: dict[str, Any], source: Path) -> bool:
     """Make a Llama's tokenizer.json mark spaces as transformers 5 does; tell whether it changed.
 
     Files converted from SentencePiece put a space before each text between special tokens, and
-    LlamaTokenizer only before the first, unless tokenizer_config.json says `legacy`.
+    LlamaTokenizer only before the first, unless tokenizer_config.json says `legacy`. With other
+    families that name this class, as Mistral and Phi-3, transformers believes the file.
     """
     values = _read_object(source / _TOKENIZER_CONFIG_FILE)
     kind, family = values.get("tokenizer_class"), _read_object(source / CONFIG_FILE)["model_type"]
-    if kind not in ("LlamaTokenizer", "LlamaTokenizerFast") or family in _AS_IN_THE_FILE:
+    if kind not in ("LlamaTokenizer", "LlamaTokenizerFast") or family != "llama":
         return False
     if '"ByteLevel"' in json.dumps([state.get("pre_tokenizer"), state.get("decoder")]):
         return False

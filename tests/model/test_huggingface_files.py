@@ -510,21 +510,22 @@ def test_the_decoder_of_a_model_that_sees_images_is_imported_alone(
         import_checkpoint(quantised, tmp_path / "never")
 
 
-def test_a_token_that_only_pads_may_be_beyond_the_vocabulary(
+def test_tokens_that_prompts_do_not_need_may_be_beyond_the_vocabulary(
     folders: Folders, tmp_path: Path
 ) -> None:
+    """As a token for padding, or Gemma 3's for images where the model sees none."""
     folder = shutil.copytree(folders("llama"), tmp_path / "theirs")
     tokenizer = Tokenizer.from_str(make_tokenizer().to_str())
     tokenizer.add_special_tokens([f"<{i}>" for i in range(320 - tokenizer.get_vocab_size())])
     known = tokenizer.get_vocab()
-    tokenizer.add_special_tokens(["[PAD]"])
+    tokenizer.add_special_tokens(["[PAD]", "<image>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     decoder = {"320": {"content": "[PAD]", "special": True}}
     values = {"pad_token": "[PAD]", "added_tokens_decoder": decoder}
     folder = with_values(folder, tmp_path / "padded", "tokenizer_config.json", **values)
     imported = import_checkpoint(folder, tmp_path / "ours")
     (note,) = imported.notes
-    assert note.startswith("the token '[PAD]' is left out: its id, 320, is beyond")
+    assert note.endswith("beyond its vocabulary of 320, are left out: '[PAD]', '<image>'")
     ours = load_checkpoint(tmp_path / "ours").tokenizer
     assert ours.get_vocab() == known
 
@@ -572,15 +573,21 @@ TINY_LLAMA = (
 
 
 @pytest.mark.parametrize(
-    "values",
-    [{}, {"legacy": False}, {"legacy": True}, {"add_prefix_space": False}],
-    ids=str,
+    ("family", "values"),
+    [
+        ("llama", {}),
+        ("llama", {"legacy": False}),
+        ("llama", {"legacy": True}),
+        ("llama", {"add_prefix_space": False}),
+        ("mistral", {"legacy": False}),
+    ],
 )
 def test_a_llamas_chats_are_the_tokens_of_transformers(
-    values: dict[str, object], folders: Folders, tmp_path: Path
+    family: str, values: dict[str, object], folders: Folders, tmp_path: Path
 ) -> None:
     """Though tokenizer.json itself says otherwise of spaces after special tokens."""
-    folder = shutil.copytree(folders("llama"), tmp_path / "copy")
+    kind: dict[str, Any] = {"model_type": family, "architectures": None}
+    folder = with_values(folders("llama"), tmp_path / "copy", "config.json", **kind)
     (folder / "chat_template.jinja").write_text(TINY_LLAMA)
     sentence_pieces().save(str(folder / "tokenizer.json"))
     values = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **values}

@@ -239,7 +239,7 @@ def test_an_int4_export_repeats_the_integers_and_scales(
     integers = torch.stack(parts, dim=-1).flatten(1)
     matrix = ours["blocks.0.feed_forward.down.weight"]
     assert matrix.dtype == torch.float32
-    again, scales_again = quantize_blocks(matrix.t().numpy())
+    again, scales_again = quantize_blocks(matrix)
     assert np.array_equal(again, blocks_of(integers))
     assert np.array_equal(scales_again, scales.float().numpy())
 
