@@ -256,8 +256,9 @@ def _take(
     module, _, kind = _LAYER.sub("*", name).rpartition(".")
     source = family.source(module)
     tensors = []
-    for theirs, expected in zip(source.modules, source.shapes(shape, config), strict=True):
-        wanted = f"{theirs.replace('*', layer)}.{kind}"
+    names = source.names(layer, config)
+    for theirs, expected in zip(names, source.shapes(shape, config), strict=True):
+        wanted = f"{theirs}.{kind}"
         if wanted not in held:
             missing = f"the tensor {wanted!r} of {list(expected)}"
             raise UnsupportedError(f"it lacks {missing} for its {CONFIG_FILE}")

@@ -18,7 +18,10 @@ from model.tensor_files import Shape
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The modules of a file that hold one module of ours; `*` in their names is the layer."""
+    """The modules of a file that hold one module of ours.
+
+    `*` in their names is the layer, and `#` each expert in turn.
+    """
 
     modules: tuple[str, ...]
     # Returns the shapes in the file for our shape.
@@ -26,6 +29,14 @@ class Source:
     # Makes our tensor, or one that broadcasts to it, from those in the file.
     join: Callable[[list[Tensor], DecoderConfig], Tensor] = lambda tensors, _: tensors[0]
     in_float32: bool = False  # the result is float32 whatever the file's type
+
+    def names(self, layer: str, config: DecoderConfig) -> list[str]:
+        """Return the file's modules for a layer; with experts, all of one before the next."""
+        names = [module.replace("*", layer) for module in self.modules]
+        if not any("#" in name for name in names):
+            return names
+        experts = range(config.n_experts or 0)
+        return [name.replace("#", str(expert)) for expert in experts for name in names]
 
 
 def transposed(module: str) -> Source:
@@ -44,6 +55,31 @@ def stacked(*modules: str) -> Source:
         return [(n, *shape[1:]) for n in rows]
 
     return Source(modules, shapes, lambda tensors, _: torch.cat(tensors))
+
+
+def of_experts(*modules: str) -> Source:
+    """Return the source of all experts' matrices, each alone in the file.
+
+    Rows of a gate and of what it gates alternate.
+    """
+
+    def shapes(shape: Shape, _: DecoderConfig) -> list[Shape]:
+        return [(shape[1] // len(modules), *shape[2:])] * (shape[0] * len(modules))
+
+    def join(tensors: list[Tensor], _: DecoderConfig) -> Tensor:
+        by_expert: Tensor = torch.stack(tensors).unflatten(0, (-1, len(modules)))
+        return by_expert.transpose(1, 2).flatten(1, 2)
+
+    return Source(modules, shapes, join)
+
+
+def transposed_experts(module: str) -> Source:
+    """Return the source of experts' matrices [experts, in, out]; their biases are as ours."""
+    return Source(
+        (module,),
+        lambda shape, _: [shape if len(shape) == 2 else (shape[0], shape[2], shape[1])],
+        lambda tensors, _: tensors[0] if tensors[0].dim() == 2 else tensors[0].transpose(1, 2),
+    )
 
 
 def interleaved_by_head(module: str) -> Source:
