@@ -217,8 +217,8 @@ class DecoderConfig:
             require("n_experts_per_token", chosen, f"from 1 to n_experts, {self.n_experts}")
             allowed = f"a multiple of {_EXPERT_MULTIPLE} with experts"
             for name in ("d_expert", "d_model"):
-                size = getattr(self, name) or 1
-                require(name, size % _EXPERT_MULTIPLE == 0, allowed)
+                size = getattr(self, name)
+                require(name, size is not None and size % _EXPERT_MULTIPLE == 0, allowed)
             gated = ("swiglu",) if self.dense_layers else ("swiglu", "swiglu_clamped")
             allowed = f"{' or '.join(gated)} with these experts"
             require("feed_forward", self.feed_forward in gated, allowed)
