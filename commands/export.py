@@ -22,6 +22,7 @@ _FORMATS = {
     "greedy_agreement": ".1%",
     "perplexity_torch": ".4f",
     "perplexity_onnx": ".4f",
+    "positions": ",",
 }
 
 
@@ -46,7 +47,7 @@ def export(
         from export.directory import export_checkpoint
 
     started = time.monotonic()
-    with one_line_errors(), ProgressBar(quiet=as_json) as progress:
+    with one_line_errors(), ProgressBar(quiet=as_json, writes=True) as progress:
         manifest = export_checkpoint(
             checkpoint,
             out,
@@ -79,7 +80,7 @@ def verify(
     with loading(quiet=as_json):
         from export.directory import verify_directory
 
-    with one_line_errors(), ProgressBar(quiet=as_json) as progress:
+    with one_line_errors(), ProgressBar(quiet=as_json, writes=True) as progress:
         manifest, measured = verify_directory(directory, checkpoint, text, progress)
     columns = {"manifest": manifest.verification} | ({"measured": measured} if measured else {})
     parts = _tables(directory.name, **columns)

@@ -25,7 +25,7 @@ def import_(
         from model.importing.huggingface import import_checkpoint
 
     started = time.monotonic()
-    with one_line_errors(), ProgressBar(quiet=as_json) as progress:
+    with one_line_errors(), ProgressBar(quiet=as_json, writes=True) as progress:
         imported = import_checkpoint(folder, out, progress)
     (cost, took), config = cost_since(started), imported.config
     rows = {

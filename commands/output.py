@@ -34,7 +34,7 @@ class CommandGroup(TyperGroup):
     """Typer's group with errors in one line instead of a box, and no escape codes under NO_COLOR.
 
     Exit codes: 0; 1 for a failure; 2 for a command line or setting that cannot be read; 130 for
-    Ctrl-C, except in `serve`, which drains and exits with 0.
+    Ctrl-C and 143 for SIGTERM, except in `serve`, which drains and exits with 0.
     """
 
     def main(self, *args: Any, standalone_mode: bool = True, **options: Any) -> Any:

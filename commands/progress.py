@@ -1,4 +1,4 @@
-"""Progress bars of long work on a terminal, which vanish when it is done; and Ctrl-C meanwhile.
+"""Progress of long work: bars on a terminal, which vanish when it is done; and signals meanwhile.
 
 `kvasir` imports this first, so it imports packages only when a bar is made.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Timer
@@ -17,15 +18,23 @@ _DELAY = 0.5  # seconds: shorter work shows no bar
 
 
 @contextmanager
-def on_interrupt(handle: Callable[..., None] | signal.Handlers) -> Iterator[None]:
-    """Handle Ctrl-C with `handle` in this block, unless the process was started to ignore it."""
-    previous: Any = signal.getsignal(signal.SIGINT)
-    if previous != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, handle)
+def on_interrupt(
+    handle: Callable[..., None] | signal.Handlers, *others: signal.Signals
+) -> Iterator[None]:
+    """Handle Ctrl-C, and other signals, with `handle` in this block.
+
+    Those that the process was started to ignore stay ignored.
+    """
+    numbers = (signal.SIGINT, *others)
+    previous: dict[signal.Signals, Any] = {number: signal.getsignal(number) for number in numbers}
+    for number, handler in previous.items():
+        if handler != signal.SIG_IGN:
+            signal.signal(number, handle)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 class ProgressBar:
@@ -34,9 +43,12 @@ class ProgressBar:
     It draws on standard error if that is a terminal and `quiet` is not set. Ctrl-C ends the block
     as KeyboardInterrupt, at the next report at the latest: PyTorch swallows some of them, or turns
     them into other errors.
+
+    writes: the work writes for minutes. Then SIGTERM ends the block as SystemExit, so that nothing
+    half written stays; and where there is no terminal, each stage is a line as it begins.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    def __init__(self, *, quiet: bool = False, writes: bool = False) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         from commands.output import console
@@ -54,8 +66,10 @@ class ProgressBar:
         )
         self._timer = Timer(_DELAY, self._bar.start)
         self._timer.daemon = True
-        self._interrupted = False
-        self._handling = on_interrupt(self._interrupt)
+        self._prints = writes and not quiet and not sys.stderr.isatty()
+        self._started, self._stage = time.monotonic(), ""
+        self._end: BaseException | None = None
+        self._handling = on_interrupt(self._interrupt, *[signal.SIGTERM] * writes)
 
     def __enter__(self) -> ProgressBar:
         self._handling.__enter__()
@@ -65,8 +79,8 @@ class ProgressBar:
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         self._handling.__exit__(None, None, None)
         self.close()
-        if self._interrupted and kind is not KeyboardInterrupt:
-            raise KeyboardInterrupt from None
+        if self._end and kind is not type(self._end):
+            raise self._end from None
 
     def close(self) -> None:
         """Remove the bars."""
@@ -75,14 +89,19 @@ class ProgressBar:
         if self._bar.live.is_started:
             self._bar.stop()
 
-    def _interrupt(self, *_: object) -> None:
-        self._interrupted = True
-        raise KeyboardInterrupt
+    def _interrupt(self, number: int, _: object) -> None:
+        ends = number == signal.SIGTERM
+        self._end = SystemExit(128 + number) if ends else KeyboardInterrupt()
+        raise self._end
 
     def __call__(self, what: str, done: int, total: int, note: str = "") -> None:
         """Report how much of a stage is done; a total of 0 is unknown."""
-        if self._interrupted:
-            raise KeyboardInterrupt
+        if self._end:
+            raise self._end
+        if self._prints and what != self._stage:
+            self._stage = what
+            sys.stderr.write(f"{time.monotonic() - self._started:6.1f} s  {what}\n")
+            sys.stderr.flush()
         stages = self._bar.tasks
         if not stages or stages[-1].description != what:
             if stages:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir
-import torch
 from pydantic import ValidationError
 
 from export.attention_graph import write_attention_graph
@@ -162,11 +161,10 @@ def _verify(
     precision: str,
     progress: Progress,
 ) -> Verification:
-    session, decoder = None, checkpoint.decoder
+    config, session = checkpoint.config, None
     if device == "cuda":
-        decoder = decoder.to("cuda") if torch.cuda.is_available() else decoder
-        session = PagedSession.open(path, decoder.config)
-    figures = Verifier(decoder, path, sample, session).verify(progress)
+        session = PagedSession.open(path, config)
+    figures = Verifier(config, checkpoint.weights, path, sample, session).verify(progress)
     check(figures, precision)
     return figures
 

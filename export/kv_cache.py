@@ -22,15 +22,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from export.layers import LayeredDecoder
+from export.layers import LayeredDecoder, affordable_tokens
 from export.rewrite import constant, copy_node, replace_node
 from export.weights import Weights
 from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig
 from model.network.attention import LayerCache
+from model.network.decoder import Decoder
 from model.progress import Progress, unheard
 
-_SAMPLE = (8, 512)  # rows, tokens
+_SAMPLE_ROWS = 8
+_FEWEST, _MOST = 512, 4096  # tokens of the sample
 _SMALLEST_SCALE = 1e-8  # for a channel of zeros
 _N_INPUTS = 14  # of GroupQueryAttention; the last two are the scales of keys and values
 
@@ -38,12 +40,19 @@ Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
 
+def sample_shape(config: DecoderConfig) -> tuple[int, int]:
+    """Return the rows and the tokens of each in a sample that can be afforded."""
+    with torch.device("meta"):
+        n_tokens = affordable_tokens(Decoder(config).n_parameters, _FEWEST, _MOST)
+    return _SAMPLE_ROWS, min(n_tokens // _SAMPLE_ROWS, config.max_model_len)
+
+
 def sample_rows(config: DecoderConfig, token_ids: Ids, prefix: Sequence[int]) -> Ids | None:
     """Return [rows, tokens] of a text's end, each after the prefix; None where it is too short.
 
     Verification measures on its beginning. Keys of opening tokens can be many times larger.
     """
-    n_rows, n_tokens = _SAMPLE[0], min(_SAMPLE[1], config.max_model_len)
+    n_rows, n_tokens = sample_shape(config)
     first = np.array(prefix[: n_tokens - 1], dtype=np.int64)
     n_end = n_rows * (n_tokens - len(first))
     if len(token_ids) < n_end:
@@ -63,7 +72,7 @@ def measure_scales(
     `sample_rows`; None is random tokens.
     """
     if sample is None:
-        shape = (_SAMPLE[0], min(_SAMPLE[1], config.max_model_len))
+        shape = sample_shape(config)
         sample = np.random.default_rng(0).integers(config.vocab_size, size=shape)
     largest = torch.zeros(config.n_layer, 2, config.n_kv_head, config.head_dim)
 

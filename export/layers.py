@@ -17,11 +17,17 @@ from model.network.attention import LayerCache, StepInputs
 from model.network.decoder import Block, Decoder, position_tables
 from model.progress import Progress, followed, unheard
 
+_BUDGET = 2e11  # tokens · parameters
 _TOKENS = 512  # of short rows, computed together
 _WEIGHTS = 2**24  # of the head in float32 at a time
 
 Ids = NDArray[np.int64]
 Hear = Callable[[int, LayerCache], None]
+
+
+def affordable_tokens(n_parameters: int, fewest: int, most: int) -> int:
+    """Return how many tokens to compute: seconds of a small model, minutes of a large one."""
+    return max(fewest, min(most, int(_BUDGET / n_parameters)))
 
 
 class LayeredDecoder:
@@ -34,6 +40,7 @@ class LayeredDecoder:
         self._weights, self._device = weights, device
         with torch.device("meta"):
             self._decoder = Decoder(config).eval()
+        self.n_parameters = self._decoder.n_parameters
         for name, table in position_tables(config).items():
             self._decoder.register_buffer(name, table.to(device), persistent=False)
         for name in ("position_embedding", "relative_bias", "norm"):

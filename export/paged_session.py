@@ -23,8 +23,6 @@ Ids = NDArray[np.int64]
 class PagedSession:
     """Rows for `export.verify`; make_model: returns the graph with so many blocks."""
 
-    rounds_cache = False
-
     def __init__(
         self,
         config: DecoderConfig,
@@ -46,11 +44,11 @@ class PagedSession:
         self._model = self._make_model(batch * n_each)
         self._table = np.arange(batch * n_each, dtype=np.int32).reshape(batch, n_each)[::-1]
 
-    def run(
-        self, tokens: Ids, lengths: Sequence[int], *, decode: bool = False, with_logits: bool = True
-    ) -> Floats:
-        """Append tokens as `GraphSession.run` does; padding on the right has logits of 0."""
-        del decode
+    def run(self, tokens: Ids, lengths: Sequence[int], *, with_logits: bool = True) -> Floats:
+        """Append tokens [batch, sequence]; row b then holds lengths[b].
+
+        Returns the logits of all; padding on the right has logits of 0.
+        """
         sequence, size = tokens.shape[1], self._block_size
         starts = np.maximum(np.array(lengths) - sequence, 0)
         counts = np.array(lengths) - starts

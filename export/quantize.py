@@ -145,12 +145,13 @@ def rounded(
     One is written right after the other, so a weight is rounded once for both.
     """
     name, kept = str(weight.name).removesuffix(TRANSPOSED), list[Tensor]()
+    in_columns = len(shapes[0]) == 2 and name != weight.name  # blocks are always in rows
 
     def make_integers() -> Tensor:
         parts = zip(*map(rounder, weights.slices(name)), strict=True)
         integers, scales = (torch.cat(part) for part in parts)
         kept[:] = [scales.to(weights.dtype)]
-        return integers if list(integers.shape) == list(shapes[0]) else integers.t().contiguous()
+        return integers.t().contiguous() if in_columns else integers
 
     def make_scales() -> Tensor:
         if not kept:

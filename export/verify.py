@@ -1,36 +1,39 @@
 """ONNX Runtime against PyTorch, in every way the server runs the graph: the manifest's figures.
 
-Deliberately plain: separate past and present arrays, one run at a time, nothing cached. The
-reference is the decoder's uncached forward.
+Both compute a layer at a time over the same given tokens; on a GPU the graph runs whole. The number
+of tokens follows from the number of parameters, which bounds the time for a large model.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
 
-from export.paged_session import Floats, Ids, PagedSession
-from model.bundle import CACHE_OUTPUTS, DECODE_INPUT, Verification, cache_names
+from export.layers import LayeredDecoder, affordable_tokens
+from export.paged_session import PagedSession
+from export.segments import Case, Floats, Ids, SegmentedGraph, Step
+from model.bundle import Verification
 from model.config import DecoderConfig
-from model.network.decoder import Decoder
-from model.onnx_runtime import onnxruntime
-from model.progress import Progress, followed, unheard
-from model.reference import generate
+from model.progress import Progress, unheard
 
 MAX_LOGIT_ERROR = 1e-3  # fp32, relative to the standard deviation of the logits
 MAX_PERPLEXITY_LOSS = {"bf16": 0.01, "fp16": 0.01, "int8": 0.01, "int4": 0.05}  # relative
-_PROMPT = 37
-_CHUNK = 64
-_GREEDY_PROMPTS, _GREEDY_TOKENS = 4, 32
-_LONGEST = 2048  # tokens of a row that is run to its end
-_PERPLEXITY_ROWS, _PERPLEXITY_CONTEXT = 16, 1024
+# Tokens of the long row and of text. Of the fewest, more than 500 are decoded for perplexity.
+_FEWEST, _MOST = 1024, 4096
+_LONGEST, _LONG_SHARE = 2048, 4  # a quarter of the tokens is in one long row
+_CHUNK, _WANTED, _DECODES = 192, 8, 8  # of the long row; the wanted are of each chunk
+_CONTEXTS, _PROMPT_SHARE = (64, 128), 4  # of rows of text, a quarter of which is their prompt
+_SHORT = 37  # tokens of a short prompt
+_NO_LABEL = -100
+_LOGITS = 2**24  # numbers at a time, in PyTorch and in ONNX Runtime each
 
 
 class VerificationError(Exception):
@@ -46,196 +49,154 @@ class SampleText:
     prefix: tuple[int, ...] = ()
 
 
-class GraphSession:
-    """The exported graph on the CPU; rounds_cache: running sequences have rows of int8."""
+class _Test(NamedTuple):
+    """A case, its rows' places among the reference's, and whether it is for perplexity."""
 
-    def __init__(self, path: Path, config: DecoderConfig) -> None:
-        self._session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        self._config = config
-        self.rounds_cache = any(value.name == DECODE_INPUT for value in self._session.get_inputs())
-        self._rows: dict[str, list[NDArray[Any]]] = {}  # by the inputs' name, of CACHE_OUTPUTS
+    case: Case
+    places: Sequence[int]
+    for_perplexity: bool = False
 
-    def clear(self, batch: int, n_positions: int) -> None:
-        """Start with `batch` empty rows of `n_positions` positions."""
-        shape = (batch, self._config.n_kv_head, n_positions, self._config.head_dim)
-        n_blocks, empty = 2 * self._config.n_layer, np.zeros(shape, dtype=np.float32)
-        self._rows = {"past_key_values": [empty] * n_blocks}
-        if self.rounds_cache:
-            self._rows["prompt_key_values"] = self._rows["past_key_values"]
-            self._rows["past_key_values"] = [empty.astype(np.int8)] * n_blocks
-
-    def run(
-        self, tokens: Ids, lengths: Sequence[int], *, decode: bool = False, with_logits: bool = True
-    ) -> Floats:
-        """Append tokens [batch, sequence]; row b then holds lengths[b]. Returns logits of all.
-
-        decode: use the rows of running sequences, where prompts have rows of their own.
-        """
-        batch, sequence = tokens.shape
-        starts = np.maximum(np.array(lengths) - sequence, 0)
-        feeds: dict[str, NDArray[Any]] = {
-            "input_ids": tokens,
-            "seqlens_k": np.array(lengths, dtype=np.int32) - 1,
-            "total_sequence_length": np.array(max(lengths), dtype=np.int32),
-            "position_ids": starts[:, None] + np.arange(sequence),
-            "logits_indices": np.arange(batch * sequence if with_logits else 0),
-        }
-        n_layer = self._config.n_layer
-        for name, rows in self._rows.items():
-            feeds |= zip(cache_names(name, n_layer), rows, strict=True)
-        if self.rounds_cache:
-            feeds[DECODE_INPUT] = np.array(decode)
-        used = "prompt_key_values" if self.rounds_cache and not decode else "past_key_values"
-        outputs = ["logits", *cache_names(CACHE_OUTPUTS[used], n_layer)]
-        logits, *self._rows[used] = self._session.run(outputs, feeds)
-        if used == "prompt_key_values":
-            with np.errstate(invalid="ignore"):  # a NaN shows in the logits
-                rounded = (np.clip(np.rint(rows), -127, 127) for rows in self._rows[used])
-                self._rows["past_key_values"] = [rows.astype(np.int8) for rows in rounded]
-        return cast("Floats", logits.reshape(batch, -1, self._config.vocab_size))
+    def wanted(self, step: Step) -> list[tuple[int, int]]:
+        """Return the place of the row, and the position in it, of each wanted token."""
+        indices, positions = np.array(step.wanted, dtype=np.int64), step.positions
+        rows, offsets = np.divmod(indices, step.sequence)
+        return [(self.places[i], int(positions[i, j])) for i, j in zip(rows, offsets, strict=True)]
 
 
 class Verifier:
-    """A comparison of an exported graph with its decoder; session: None is the CPU's."""
+    """A comparison of an exported graph with its decoder.
+
+    weights: of `LayeredDecoder`. session: a graph on a GPU; None is one on the CPU.
+    """
 
     def __init__(
         self,
-        decoder: Decoder,
+        config: DecoderConfig,
+        weights: Mapping[str, Tensor],
         path: Path,
         text: SampleText | None,
         session: PagedSession | None = None,
     ) -> None:
-        self._decoder = decoder.eval()
-        self._config = decoder.config
-        self._session = session or GraphSession(path, decoder.config)
-        self._text = text
+        self._config, self._path, self._text, self._session = config, path, text, session
+        on_gpu = session is not None and torch.cuda.is_available()
+        self._decoder = LayeredDecoder(config, weights, "cuda" if on_gpu else "cpu")
         self._generator = np.random.default_rng(0)
 
     def verify(self, progress: Progress = unheard) -> Verification:
         """Measure everything; see `Verification` for the figures' meaning."""
-        error, agreement = self._logit_error(progress), self._greedy_agreement(progress)
-        perplexity: dict[str, Any] = {}
+        tests, rows = self._plan()
+        cases = [test.case for test in tests]
+        hidden = self._decoder.run([row[:-1] for row in rows], progress)
+        if self._session is None:
+            found = SegmentedGraph(self._path, self._config).logits(cases, progress)
+        else:
+            found = _run_whole(self._session, cases)
+        runs = [(test, step) for test in tests for step in test.case.steps]
+        tally, outputs, labels, logits = _Tally(), list[Tensor](), list[int](), list[Tensor]()
+        for done, ((test, step), of_step) in enumerate(zip(runs, found, strict=True), 1):
+            wanted = test.wanted(step)
+            outputs += [hidden[place][position] for place, position in wanted]
+            labelled = test.for_perplexity
+            labels += [int(rows[at][i + 1]) if labelled else _NO_LABEL for at, i in wanted]
+            logits.append(torch.from_numpy(of_step))
+            # Many tokens at a time, for each of which the head's weights are converted.
+            if len(outputs) * self._config.vocab_size >= _LOGITS or done == len(runs):
+                expected = self._decoder.logits(torch.stack(outputs)).cpu()
+                tally.add(expected, torch.cat(logits), torch.tensor(labels))
+                for pending in (outputs, labels, logits):
+                    pending.clear()
+            progress("comparing logits", done, len(runs))
+        figures: dict[str, Any] = tally.figures()
         if self._text is not None:
-            rows, n_prefix = self._rows(self._text)
-            in_torch, in_onnx = self._perplexities(rows, n_prefix, progress)
-            text = f"{self._text.name}, {len(rows)} x {rows.shape[1] - 1} tokens"
-            perplexity = {"perplexity_torch": in_torch, "perplexity_onnx": in_onnx, "text": text}
+            texts = next(test.case.rows for test in tests if test.for_perplexity)
+            figures["text"] = f"{self._text.name}, {len(texts)} x {texts.shape[1]} tokens"
         # Not validated: `check` refuses a figure that is no number.
-        return Verification.model_construct(
-            max_logit_error=error, greedy_agreement=agreement, **perplexity
-        )
+        return Verification.model_construct(**figures)
 
-    def _logit_error(self, progress: Progress) -> float:
-        longest = min(self._config.max_model_len, _LONGEST)
-        short = min(_PROMPT, longest)
-        prompt, full = self._tokens(short), self._tokens(longest)
+    def _plan(self) -> tuple[list[_Test], list[Ids]]:
+        """Return the tests and the reference's rows, each with one token more than is run."""
+        n_tokens = affordable_tokens(self._decoder.n_parameters, _FEWEST, _MOST)
+        longest = min(self._config.max_model_len, _LONGEST, n_tokens // _LONG_SHARE)
+        short = min(_SHORT, self._config.max_model_len - 1)
         odd = sorted({end for end in (short // 3, short // 3 + 2, short) if 0 < end <= short})
-        cuts = [
-            (prompt, [short]),  # the whole prompt at once
-            (prompt, odd),  # chunks at odd boundaries
-            (prompt[:1], [1]),
-            (full, [*range(_CHUNK, longest, _CHUNK), longest]),  # to the row's last position
+        prompts = [self._stretch(short + 2) for _ in range(3)]
+        rows = [*prompts, self._stretch(longest + 1)]
+        tests = [
+            _Test(_in_chunks(prompts[0][:short], [short]), [0]),
+            _Test(_in_chunks(prompts[0][:short], odd), [0]),
+            _Test(_in_chunks(prompts[0][:1], [1]), [0]),
+            _Test(_ragged(np.stack(prompts)[:, :-1]), range(3)),
+            _Test(_long(rows[3][:-1]), [3]),
         ]
-        errors = []
-        for tokens, ends in followed(cuts, "comparing logits", progress):
-            expected = self._reference(tokens)
-            # The logits of a long row take much memory: chunks are compared as they come.
-            chunks = zip(self._in_chunks(tokens, ends), np.split(expected, ends[:-1]), strict=True)
-            largest = np.max([np.abs(actual - wanted).max() for actual, wanted in chunks])
-            errors.append(largest / _spread(expected))
-        return float(np.max([*errors, self._ragged_error()]))  # max() passes over a later NaN
+        if self._text is not None:
+            stretches, n_given = self._text_rows(self._text, n_tokens - longest)
+            tests.append(
+                _Test(_decoded(stretches[:, :-1], n_given), range(4, 4 + len(stretches)), True)
+            )
+            rows += list(stretches)
+        return tests, rows
 
-    def _ragged_error(self) -> float:
-        """Measure rows of different lengths: a prompt padded on the right, then a token each."""
-        longest = min(_PROMPT, self._config.max_model_len - 1)
-        lengths = [longest, max(1, longest // 2), min(3, longest)]
-        tokens = np.stack([self._tokens(longest + 1) for _ in lengths])
-        self._session.clear(len(lengths), longest + 1)
-        prompt = self._session.run(tokens[:, :longest], lengths)
-        new, ends = tokens[range(len(lengths)), lengths][:, None], [n + 1 for n in lengths]
-        decoded = self._session.run(new, ends, decode=True)
-        errors = []
-        for i, length in enumerate(lengths):
-            reference = self._reference(tokens[i, : length + 1])
-            pairs = (prompt[i, :length], reference[:-1]), (decoded[i], reference[-1:])
-            for actual, wanted in pairs:
-                errors.append(np.abs(actual - wanted).max() / _spread(wanted))
-        return float(np.max(errors))
-
-    def _greedy_agreement(self, progress: Progress) -> float:
-        """Return the share of the oracle's greedy tokens that the graph chooses after its text."""
-        equal = 0
-        n_tokens = min(_GREEDY_TOKENS, self._config.max_model_len // 2)
-        for _ in followed(range(_GREEDY_PROMPTS), "comparing greedy tokens", progress):
-            prompt = self._tokens(min(16, self._config.max_model_len - n_tokens))
-            expected = generate(self._decoder, prompt.tolist(), max_tokens=n_tokens)
-            self._session.clear(1, len(prompt) + n_tokens)
-            logits = self._session.run(prompt[None], [len(prompt)])
-            for i, token in enumerate(expected):
-                equal += int(logits[0, -1].argmax()) == token
-                logits = self._session.run(np.array([[token]]), [len(prompt) + i + 1], decode=True)
-        return equal / (_GREEDY_PROMPTS * n_tokens)
-
-    def _rows(self, text: SampleText) -> tuple[Ids, int]:
-        """Return its first stretches [rows, context + 1], and the length of their prefix.
+    def _text_rows(self, text: SampleText, n_tokens: int) -> tuple[Ids, int]:
+        """Return the text's first stretches [rows, context + 1], and the length of their prompts.
 
         They overlap by one token. The prefix is cut to leave room for one.
         """
-        longest = min(_PERPLEXITY_CONTEXT, self._config.max_model_len)
-        prefix = np.array(text.prefix[: longest - 1], dtype=np.int64)
-        token_ids, step = text.token_ids, min(longest - len(prefix), len(text.token_ids) - 1)
-        n_rows = min(_PERPLEXITY_ROWS, (len(token_ids) - 1) // step)
+        context = int(np.clip(n_tokens // 16, *_CONTEXTS))
+        context = min(context, self._config.max_model_len)
+        prefix, token_ids = np.array(text.prefix[: context - 1], dtype=np.int64), text.token_ids
+        step = min(context - len(prefix), len(token_ids) - 1)
+        n_rows = min(n_tokens // context, (len(token_ids) - 1) // step)
         stretches = (token_ids[i * step : (i + 1) * step + 1] for i in range(n_rows))
-        return np.stack([np.concatenate((prefix, stretch)) for stretch in stretches]), len(prefix)
+        rows = np.stack([np.concatenate((prefix, stretch)) for stretch in stretches])
+        return rows, max((rows.shape[1] - 1) // _PROMPT_SHARE, len(prefix))
 
-    def _perplexities(self, rows: Ids, n_prefix: int, progress: Progress) -> tuple[float, float]:
-        """Return exp of the mean next-token cross-entropy in PyTorch and in ONNX Runtime.
-
-        Neither the prefix nor the token after it is measured. Over rows of int8 the first half of
-        each row is a prompt, and the second is measured.
-        """
-        batch, context, label = len(rows), rows.shape[1] - 1, "perplexity in ONNX Runtime"
-        n_given = max(context // 2 if self._session.rounds_cache else 0, n_prefix)
-
-        def loss(logits: Floats, row: Ids) -> float:
-            return _cross_entropy(logits[n_given:], row[n_given + 1 :])
-
-        in_torch = [
-            loss(self._reference(row[:-1]), row)
-            for row in followed(list(rows), "perplexity in PyTorch", progress)
-        ]
-        if self._session.rounds_cache and context > 1:
-            self._session.clear(batch, context)
-            self._session.run(rows[:, :n_given], [n_given] * batch, with_logits=False)
-            in_onnx = []
-            for i in followed(range(n_given, context), label, progress):
-                logits = self._session.run(rows[:, i : i + 1], [i + 1] * batch, decode=True)
-                in_onnx.append(_cross_entropy(logits[:, 0], rows[:, i + 1]))
-        else:
-            in_onnx = [
-                loss(next(self._in_chunks(row[:-1], [context])), row)
-                for row in followed(list(rows), label, progress)
-            ]
-        return float(np.exp(np.mean(in_torch))), float(np.exp(np.mean(in_onnx)))
-
-    def _in_chunks(self, tokens: Ids, ends: Sequence[int]) -> Iterator[Floats]:
-        """Run one row from empty, cut at `ends`, and yield each chunk's logits [tokens, vocab]."""
-        self._session.clear(1, len(tokens))
-        for start, end in zip([0, *ends[:-1]], ends, strict=True):
-            yield self._session.run(tokens[None, start:end], [end])[0]
-
-    @torch.inference_mode()
-    def _reference(self, tokens: Ids) -> Floats:
-        ids = torch.from_numpy(tokens)[None].to(self._decoder.embedding.weight.device)
-        return cast("Floats", self._decoder(ids)[0].cpu().numpy())
-
-    def _tokens(self, count: int) -> Ids:
+    def _stretch(self, count: int) -> Ids:
         """Return a random stretch of the text after its prefix; random ids if it is too short."""
         if self._text is None or len(self._text.token_ids) < count:
             return self._generator.integers(self._config.vocab_size, size=count)
         start = self._generator.integers(len(self._text.token_ids) - count + 1)
         stretch = self._text.token_ids[start : start + count]
         return np.concatenate((np.array(self._text.prefix, dtype=np.int64), stretch))[:count]
+
+
+class _Tally:
+    """Sums over compared tokens."""
+
+    def __init__(self) -> None:
+        self.n_tokens = self.n_equal = self.n_labels = 0
+        self.largest_error = 0.0
+        self.n_logits, self.sums = 0, np.zeros(2)  # of the reference's logits, and of squares
+        self.losses = np.zeros(2)  # in PyTorch and in ONNX Runtime
+
+    def add(self, expected: Tensor, actual: Tensor, labels: Tensor) -> None:
+        """Add logits [tokens, vocab]; labels: [tokens], each the next token or _NO_LABEL."""
+        self.n_tokens += len(labels)
+        self.n_equal += int((expected.argmax(dim=1) == actual.argmax(dim=1)).sum())
+        self.n_labels += int((labels != _NO_LABEL).sum())
+        variance, mean = (of.item() for of in torch.var_mean(expected, correction=0))
+        self.n_logits += expected.numel()
+        self.sums += expected.numel() * np.array([mean, variance + mean**2])
+        for i, logits in enumerate((expected, actual)):
+            losses = functional.cross_entropy(
+                logits, labels, ignore_index=_NO_LABEL, reduction="none"
+            )
+            self.losses[i] += losses.double().sum().item()
+        error = (actual - expected).abs_().max().item()
+        self.largest_error = float(np.maximum(self.largest_error, error))  # max() may pass a NaN
+
+    def figures(self) -> dict[str, Any]:
+        """Return the fields of `Verification`, without the text."""
+        mean, square = self.sums / self.n_logits
+        deviation = math.sqrt(max(square - mean**2, 0.0)) or math.nan  # where all logits are equal
+        figures: dict[str, Any] = {
+            "max_logit_error": self.largest_error / deviation,
+            "greedy_agreement": self.n_equal / self.n_tokens,
+            "positions": self.n_tokens,
+        }
+        if self.n_labels:
+            in_torch, in_onnx = np.exp(self.losses / self.n_labels).tolist()
+            figures |= {"perplexity_torch": in_torch, "perplexity_onnx": in_onnx}
+        return figures
 
 
 def check(verification: Verification, precision: str) -> None:
@@ -258,11 +219,49 @@ def check(verification: Verification, precision: str) -> None:
         )
 
 
-def _spread(logits: Floats) -> float:
-    """Return the standard deviation, or NaN where all are equal; numpy's makes large copies."""
-    return torch.from_numpy(logits).std(correction=0).item() or math.nan
+def _in_chunks(row: Ids, ends: Sequence[int]) -> Case:
+    """Compute one row, cut at `ends`, with the logits of all its tokens."""
+    sizes = np.diff([0, *ends]).tolist()
+    steps = [Step(size, [end], range(size)) for size, end in zip(sizes, ends, strict=True)]
+    return Case(row[None], steps)
 
 
-def _cross_entropy(logits: Floats, targets: Ids) -> float:
-    wide = torch.from_numpy(logits.astype(np.float64))
-    return torch.nn.functional.cross_entropy(wide, torch.from_numpy(targets)).item()
+def _ragged(rows: Ids) -> Case:
+    """Compute prompts of different lengths, padded on the right, and then a token of each."""
+    longest = rows.shape[1] - 1
+    lengths = [longest, max(1, longest // 2), min(3, longest)]
+    wanted = [i * longest + j for i, length in enumerate(lengths) for j in range(length)]
+    decode = Step(1, [length + 1 for length in lengths], range(len(lengths)), decode=True)
+    return Case(rows, [Step(longest, lengths, wanted), decode])
+
+
+def _long(row: Ids) -> Case:
+    """Compute a long row in chunks, with the logits of some tokens, and decode its last ones."""
+    n_decodes = min(_DECODES, len(row) // 2)
+    n_given = len(row) - n_decodes
+    steps = []
+    for start in range(0, n_given, _CHUNK):
+        size = min(_CHUNK, n_given - start)
+        wanted = np.unique(np.linspace(0, size - 1, _WANTED, dtype=np.int64)).tolist()
+        steps.append(Step(size, [start + size], wanted))
+    steps += [Step(1, [i + 1], [0], decode=True) for i in range(n_given, len(row))]
+    return Case(row[None], steps)
+
+
+def _decoded(rows: Ids, n_given: int) -> Case:
+    """Compute the rows' first tokens without logits, and decode the others."""
+    batch, context = rows.shape
+    steps = [Step(n_given, [n_given] * batch)] if n_given else []
+    for i in range(n_given, context):
+        steps.append(Step(1, [i + 1] * batch, range(batch), decode=i > 0))  # noqa: PERF401
+    return Case(rows, steps)
+
+
+def _run_whole(session: PagedSession, cases: Sequence[Case]) -> Iterator[Floats]:
+    """Yield the logits of each step's wanted tokens, as `SegmentedGraph.logits`."""
+    for case in cases:
+        session.clear(*case.rows.shape)
+        for step in case.steps:
+            tokens = step.inputs(case.rows)["input_ids"]
+            logits = session.run(tokens, step.lengths, with_logits=bool(len(step.wanted)))
+            yield logits.reshape(-1, logits.shape[-1])[np.array(step.wanted, dtype=np.int64)]

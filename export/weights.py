@@ -29,8 +29,11 @@ class Weights:
         self._factors[name].append(torch.from_numpy(factors))
 
     def slices(self, name: str) -> Iterator[Tensor]:
-        """Yield some rows after others in float32, which may be overwritten."""
-        stored, n_rows = self._stored[name], len(self._stored[name])
+        """Return some rows after others in float32, which may be overwritten."""
+        return self._slices(name, self._stored[name])
+
+    def _slices(self, name: str, stored: Tensor) -> Iterator[Tensor]:
+        n_rows = len(stored)
         step = max(1, _SLICE * n_rows // max(1, stored.numel()))
         factors = [of.expand(n_rows, *of.shape[1:]) for of in self._factors[name]]
         for start in range(0, n_rows, step):
@@ -46,7 +49,7 @@ class Weights:
             return stored.contiguous()
         result = torch.empty(stored.shape[::-1] if transposed else stored.shape, dtype=self.dtype)
         rows_of_result, start = result.t() if transposed else result, 0
-        for rows in self.slices(name):
+        for rows in self._slices(name, stored):
             rows_of_result[start : start + len(rows)] = rows
             start += len(rows)
         return result

@@ -57,11 +57,11 @@ class _Record(BaseModel):
 
 
 class Verification(_Record):
-    """Figures that `export` measured: ONNX Runtime against PyTorch.
+    """Figures that `export` measured: ONNX Runtime against PyTorch, over the same given tokens.
 
     max_logit_error: the largest absolute difference, relative to the logits' standard deviation.
-    greedy_agreement: the share of PyTorch's greedy tokens that the graph would choose too, given
-    the text so far. The perplexities are on `text`.
+    greedy_agreement: the share of positions where both hold the same token the likeliest. Both are
+    of `positions` tokens. The perplexities are on `text`, of the tokens after each row's prompt.
     """
 
     max_logit_error: float
@@ -69,6 +69,7 @@ class Verification(_Record):
     perplexity_torch: float | None = None
     perplexity_onnx: float | None = None
     text: str | None = None
+    positions: int | None = None
 
 
 # Ranges of sampling parameters, for models' defaults and for requests.

@@ -63,6 +63,14 @@ class Settings(BaseSettings):
     """Maximum tokens of a prompt and its completion. Default: the model's own limit."""
     chunk_size: int | None = Field(None, ge=2)
     """Maximum prompt tokens in a step. Default: 256; on a GPU 2048."""
+    itl_target_ms: int | None = Field(
+        None,
+        ge=0,
+        le=3_600_000,
+        description="Milliseconds to which steps beside streams keep by running fewer prompt "
+        "tokens, but at least 32 and an eighth of chunk_size; 0 is no limit. Default: three "
+        "measured decode steps, but at least half of chunk_size.",
+    )
     kv_cache_memory: ByteSize | None = Field(None, gt=0)
     """Memory for the KV cache, such as 2GiB. Default: half of what is free; on a GPU 90 %."""
     prefix_cache_memory: ByteSize | None = Field(

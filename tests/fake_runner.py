@@ -52,6 +52,7 @@ class FakeRunner:
             budget_tokens=budget_tokens,
             dtype=np.int8 if int8 else np.float32,
         )
+        self.decode_seconds = 0.0
         self.next_token = next_token
         self.error: BaseException | None = None
         # (decodes and drafts, prefill tokens) of every run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Literal, Protocol
@@ -14,6 +15,7 @@ from server.engine.sampling import Floats, SamplingParams, TokenLogprobs, sample
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from server.engine.speculation import Speculation, verify
+from server.engine.token_budget import TokenBudget
 
 StepKind = Literal["decode", "mixed", "prefill"]
 
@@ -35,6 +37,7 @@ class Runner(Protocol):
 
     max_model_len: int
     vocab_size: int
+    decode_seconds: float  # spent so far in runs of decodes and drafts, without prompts
 
     @property
     def kv(self) -> KVStore:
@@ -79,6 +82,7 @@ class StepStats:
 
     n_decode: int  # sequences that were continued
     n_prefill_tokens: int
+    token_budget: int  # prompt tokens that would have filled the step
     n_queried: int  # tokens of the prompts that were looked up in the prefix cache
     n_cached: int  # those that it had
     n_drafted: int
@@ -96,11 +100,20 @@ class StepStats:
 class Engine:
     """Continuous batching over one model.
 
-    chunk_size: most prompt tokens in a step. speculate: draft tokens while few sequences run;
-    rounding then depends on the load. Raises ValueError for a chunk_size below 2.
+    chunk_size: most prompt tokens in a step. itl_target: seconds of a step with streams, which runs
+    fewer prompt tokens for it; see TokenBudget. speculate: draft tokens while few sequences run;
+    rounding then depends on the load. clock: seconds. Raises ValueError for a chunk_size below 2.
     """
 
-    def __init__(self, runner: Runner, *, chunk_size: int, speculate: bool = False) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        chunk_size: int,
+        itl_target: float | None = 0.0,
+        speculate: bool = False,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
         if chunk_size < 2:
             why = "runs of one token round differently"
             raise ValueError(f"chunk_size must be at least 2, not {chunk_size}: {why}")
@@ -109,7 +122,9 @@ class Engine:
         self.kv = runner.kv
         self.max_model_len = runner.max_model_len
         self.speculate = speculate
-        self.scheduler = Scheduler(self.kv, chunk_size=chunk_size, scoring_chunk_size=scoring)
+        budget = TokenBudget(chunk_size, itl_target)
+        self.scheduler = Scheduler(self.kv, budget, scoring_chunk_size=scoring)
+        self._clock = clock
         self._masks = TokenMasks(runner.vocab_size)
         self._sequences: dict[int, Sequence] = {}
 
@@ -138,7 +153,7 @@ class Engine:
 
     def step(self) -> tuple[list[TokenOutput], StepStats]:
         """Advance every running sequence by a token, or more after a draft, and some prompts."""
-        started = perf_counter()
+        started, decoded = self._clock(), self.runner.decode_seconds
         batch = self.scheduler.schedule()
         constrained = [
             (chunk.sequence.constraint, chunk.sequence.ending_ids)
@@ -153,16 +168,19 @@ class Engine:
         for chunk in batch.chunks:
             outputs += self._update(chunk, logits[n_done : n_done + chunk.n_logits])
             n_done += chunk.n_logits
+        seconds = self._clock() - started
+        self.scheduler.record_step(batch, seconds, self.runner.decode_seconds - decoded)
         begun = [c.sequence for c in batch.prefills if c.begins_prompt and not c.sequence.is_scored]
         looked_up = begun if self.kv.cache.capacity else []
         return outputs, StepStats(
             n_decode=len(batch.decodes) + len(batch.drafts),
             n_prefill_tokens=sum(chunk.count for chunk in batch.prefills),
+            token_budget=self.scheduler.token_budget,
             n_queried=sum(len(sequence.prompt_ids) for sequence in looked_up),
             n_cached=sum(sequence.n_cached for sequence in looked_up),
             n_drafted=sum(len(chunk.draft) for chunk in batch.drafts),
             n_accepted=sum(c.sequence.n_computed - c.start - 1 for c in batch.drafts),
-            seconds=perf_counter() - started,
+            seconds=seconds,
         )
 
     def _update(self, chunk: Chunk, logits: Floats) -> list[TokenOutput]:

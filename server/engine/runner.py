@@ -53,6 +53,7 @@ class OnnxRunner:
         self.max_model_len = check_max_model_len(max_model_len, config)
         self.vocab_size = config.vocab_size
         self.model_seconds = 0.0  # spent in ONNX Runtime so far
+        self.decode_seconds = 0.0
         self._session = open_session(graph, threads or usable_cpus(), spin_microseconds)
         check_shape(self._session, config)
         n_bytes = available_memory() // 2 if kv_cache_bytes is None else kv_cache_bytes
@@ -124,7 +125,9 @@ class OnnxRunner:
         binding.input_ids[: len(ids)] = ids
         binding.position_ids[: len(ids)] = positions
         ends = [start + len(tokens) for tokens, start, _ in work]
-        self.model_seconds += binding.run(ends, longest, indices, self._logits, first_logit)
+        seconds = binding.run(ends, longest, indices, self._logits, first_logit)
+        self.model_seconds += seconds
+        self.decode_seconds += seconds if memory is self.kv.running else 0.0
         return len(indices)
 
     def _group(self, chunks: list[Chunk]) -> list[list[Chunk]]:

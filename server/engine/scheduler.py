@@ -13,6 +13,7 @@ from time import perf_counter
 from server.engine.batch import Chunk, StepBatch
 from server.engine.kv.store import KVStore
 from server.engine.sequence import Sequence, SequenceStatus
+from server.engine.token_budget import TokenBudget
 
 _MIN_PREFILL = 2  # tokens of a prompt that run even where the prefix cache has all
 
@@ -20,13 +21,14 @@ _MIN_PREFILL = 2  # tokens of a prompt that run even where the prefix cache has 
 class Scheduler:
     """The waiting, prefilling and running sequences, and their rows of the KV cache.
 
-    chunk_size: most prompt tokens in a step; scoring_chunk_size: of a prompt whose every position
-    wants logits, as their buffer is bounded.
+    budget: of prompt tokens in a step. scoring_chunk_size: most of a prompt whose every position
+    wants logits, as their buffer is bounded. token_budget: of the step that was scheduled last.
     """
 
-    def __init__(self, kv: KVStore, *, chunk_size: int, scoring_chunk_size: int) -> None:
+    def __init__(self, kv: KVStore, budget: TokenBudget, *, scoring_chunk_size: int) -> None:
         self.kv = kv
-        self.chunk_size = chunk_size
+        self.budget = budget
+        self.chunk_size = self.token_budget = budget.chunk_size
         self.scoring_chunk_size = scoring_chunk_size
         self.waiting: list[Sequence] = []  # in the order of their queue keys
         self._window: list[Sequence | None] = []  # the holder of each row
@@ -67,6 +69,12 @@ class Scheduler:
             if chunk.completes_prompt:
                 sequence.status = SequenceStatus.RUNNING
 
+    def record_step(self, batch: StepBatch, seconds: float, decode_seconds: float) -> None:
+        """Note the seconds of a step, and of its decodes if they ran alone, else 0."""
+        n_decode = len(batch.decodes) + len(batch.drafts)
+        prompts = [(self._cost(chunk), chunk.start) for chunk in batch.prefills]
+        self.budget.record(seconds, n_decode, decode_seconds, prompts)
+
     def finish(self, sequence: Sequence) -> None:
         """End a sequence in any state; its row, if it has one, is free at once."""
         if sequence.status is SequenceStatus.WAITING:
@@ -82,9 +90,13 @@ class Scheduler:
         """Cut chunks from prompts in order until the step is full; a scored prompt ends it."""
         chunks: list[Chunk] = []
         budget = self.chunk_size
+        has_streams = any(s.status is SequenceStatus.RUNNING for s in self.held)
         # At most one sequence has an unfinished prompt between two steps.
         sequence = next((s for s in self.held if s.status is SequenceStatus.PREFILLING), None)
         sequence = sequence or self._admit(budget, chunks)
+        if sequence is not None and has_streams:
+            budget = self.budget.beside_streams(sequence.n_computed)
+        self.token_budget = budget
         while sequence is not None:
             limit = min(budget, self.scoring_chunk_size) if sequence.is_scored else budget
             end = min(sequence.n_computed + limit, len(sequence.prompt_ids))
@@ -96,10 +108,14 @@ class Scheduler:
             chunks.append(chunk)
             if sequence.is_scored or not is_last:
                 break
-            n_copied = sequence.n_cached if chunk.begins_prompt else 0
-            budget -= self.kv.chunk_cost(count, n_copied, self.chunk_size)
+            budget -= self._cost(chunk)
             sequence = self._admit(budget, chunks)
         return chunks
+
+    def _cost(self, chunk: Chunk) -> int:
+        """Return the share of a step that a chunk takes, in tokens."""
+        n_copied = chunk.sequence.n_cached if chunk.begins_prompt else 0
+        return self.kv.chunk_cost(chunk.count, n_copied, self.chunk_size)
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> Sequence | None:
         """Admit the next sequence of the queue; None if it has to wait.

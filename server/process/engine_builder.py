@@ -54,4 +54,10 @@ def build_engine(
         clock.lap("session")
         warm_up(runner)
         clock.lap("warm_up")
-    return Engine(runner, chunk_size=chunk_size, speculate=settings.speculate)
+    target = settings.itl_target_ms
+    return Engine(
+        runner,
+        chunk_size=chunk_size,
+        itl_target=None if target is None else target / 1e3,
+        speculate=settings.speculate,
+    )

@@ -255,9 +255,8 @@ class AsyncEngine:
 
     def _hand_out(self, outputs: list[TokenOutput], stats: StepStats | None) -> None:
         if stats is not None:
-            assert self.engine is not None
             self.metrics.step(stats)
-            self.forecast.step(stats, self.engine.scheduler.chunk_size)
+            self.forecast.step(stats)
         now = perf_counter()
         for output in outputs:
             live, reason = self._live[output.sequence_id], output.finish_reason

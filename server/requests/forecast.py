@@ -47,8 +47,8 @@ class Forecast:
         self._full_steps: deque[float] = deque(maxlen=_FULL_STEPS)  # seconds per prompt token
         self._ends: deque[float] = deque(maxlen=_ENDS)  # seconds in a slot
 
-    def step(self, stats: StepStats, chunk_size: int) -> None:
-        """Record a step; `chunk_size` is the number of prompt tokens that fill one."""
+    def step(self, stats: StepStats) -> None:
+        """Record a step."""
         if stats.n_decode:
             seconds = stats.seconds * stats.n_decode / (stats.n_decode + stats.n_accepted)
             self._steps.append(seconds)
@@ -56,7 +56,7 @@ class Forecast:
                 self._bare_steps.append(seconds)
             self.token = fmean(self._steps)
             self.token_alone = min(self.token, fmean(self._bare_steps or self._steps))
-        if stats.n_prefill_tokens + stats.n_cached / _COPIES >= 0.9 * chunk_size:
+        if stats.n_prefill_tokens + stats.n_cached / _COPIES >= 0.9 * stats.token_budget:
             self._full_steps.append(stats.seconds / (stats.n_prefill_tokens + stats.n_cached))
             self.prompt_token = min(self._full_steps)
 

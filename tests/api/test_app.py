@@ -86,6 +86,15 @@ def test_speculation_reaches_the_engine_and_the_log(
     assert ("speculation is on" in caplog.text) is speculate
 
 
+@pytest.mark.parametrize(("milliseconds", "target"), [(None, None), (0, 0.0), (40, 0.04)])
+def test_the_latency_target_reaches_the_scheduler(
+    random_model: RandomModel, milliseconds: int | None, target: float | None
+) -> None:
+    bundle = replace(fake_bundle(random_model.graph.parent), config=random_model.config)
+    settings = load_settings(model=bundle.path, itl_target_ms=milliseconds, threads=1)
+    assert build_engine(settings, bundle).scheduler.budget.target == target
+
+
 @pytest.mark.parametrize(
     ("size", "n_bytes"),
     [(None, 2**24 // 10), ("0", 0), ("3MiB", 3 * 2**20)],

@@ -95,7 +95,7 @@ async def queue_full_of_tokens(served: Served, post: Post) -> httpx.Response:
 async def deadline_out_of_reach(served: Served, post: Post) -> httpx.Response:
     """The row is estimated to be held for an hour."""
     served.service.engine.forecast.ended(3600.0)
-    served.service.engine.forecast.step(StepStats(1, 0, 0, 0, 0, 0, 3600.0), 256)
+    served.service.engine.forecast.step(StepStats(1, 0, 256, 0, 0, 0, 0, 3600.0))
     async with occupied(served, post):
         return await post(timeout_ms=60_000)
 
@@ -237,7 +237,7 @@ async def test_a_deadline_that_has_passed_is_no_matter_of_the_load(fields: dict[
     async with serving(FakeRunner(VOCAB_SIZE, max_num_seqs=1)) as served:
         post = poster(served, "openai")
         served.service.engine.forecast.ended(3600.0)
-        served.service.engine.forecast.step(StepStats(1, 0, 0, 0, 0, 0, 3600.0), 256)
+        served.service.engine.forecast.step(StepStats(1, 0, 256, 0, 0, 0, 0, 3600.0))
         async with occupied(served, post):
             early = await post(timeout_ms=60_000, **fields)
             with pytest.MonkeyPatch.context() as patch:

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from export.attention_graph import write_attention_graph
 from export.directory import make_manifest
 from export.graph import export_graph
-from export.verify import GraphSession
 from kvasir import app
 from model.bundle import GRAPH_FILE, ModelBundle, Verification, load_bundle
 from model.config import RopeScaling
@@ -27,6 +26,7 @@ from model.tokenizer import train_tokenizer
 from server.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from server.explain import Explainer
 from tests.random_models import make_config, make_decoder
+from tests.whole_graph import GraphSession
 
 TEXT = "The studious student graduated with honors."
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -120,6 +120,20 @@ def test_every_sequence_gets_the_oracles_tokens(
     assert engine.runner.kv.reserved_tokens == 0
 
 
+def test_only_decodes_without_prompts_are_timed_apart(exported: tuple[Decoder, Path]) -> None:
+    engine, _ = make_engine(exported)
+    engine.add(make_sequence(0, [1] * 9, SamplingParams(max_tokens=9)))
+    before = engine.runner.decode_seconds
+    engine.step()
+    assert engine.runner.decode_seconds == before
+    engine.step()
+    engine.add(make_sequence(1, [1] * 9, SamplingParams(max_tokens=9)))
+    decoded = engine.runner.decode_seconds
+    assert decoded > before
+    engine.step()
+    assert engine.runner.decode_seconds == decoded
+
+
 def test_sequences_of_different_salts_share_no_block(exported: tuple[Decoder, Path]) -> None:
     """The first with a salt computes the whole prompt; the answers are the same."""
     engine, _ = make_engine(exported)

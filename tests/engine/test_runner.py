@@ -160,6 +160,21 @@ def test_drafts_beside_decodes_give_the_same_tokens_but_for_rounding(
             assert math.isclose(one.logprob, other.logprob, abs_tol=error)
 
 
+def test_decodes_are_timed_apart_from_prompts(random_model: RandomModel) -> None:
+    runner = random_model.runner()
+    engine = Engine(runner, chunk_size=32)
+    engine.add(make_sequence(0, [1] * 9, SamplingParams(max_tokens=9)))
+    engine.step()
+    assert runner.decode_seconds == 0.0 < runner.model_seconds
+    prompts = runner.model_seconds
+    engine.step()
+    assert runner.decode_seconds == pytest.approx(runner.model_seconds - prompts)
+    engine.add(make_sequence(1, [1] * 9, SamplingParams(max_tokens=9)))
+    decodes = runner.decode_seconds
+    engine.step()
+    assert decodes < runner.decode_seconds < runner.model_seconds - prompts
+
+
 def test_a_run_beyond_the_end_of_a_row_is_refused(random_model: RandomModel) -> None:
     """ONNX Runtime would write to the next row without a word."""
     runner = random_model.runner(max_num_seqs=1)

@@ -106,7 +106,12 @@ def test_models_of_any_length_can_be_verified(tmp_path: Path) -> None:
     model = export_random(tmp_path, n_layer=1, position="none")
     for max_model_len in (2, 3, 5, 36, 37, 38):
         model.decoder.config = replace(model.config, max_model_len=max_model_len)
-        assert Verifier(model.decoder, model.graph, text=None).verify().max_logit_error < 1e-4
+        assert (
+            Verifier(model.config, model.decoder.state_dict(), model.graph, text=None)
+            .verify()
+            .max_logit_error
+            < 1e-4
+        )
 
 
 def test_a_wrong_graph_fails_the_export_and_leaves_nothing(
@@ -201,7 +206,8 @@ def test_a_checkpoint_of_ones_own_is_exported_as_it_is(tmp_path: Path) -> None:
     advised = GenerationDefaults(temperature=0.3, top_p=0.9)
     manifest = export_checkpoint(checkpoint, out, generation=advised, max_model_len=40)
     python = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
-    assert manifest.verification.text == f"{python}'s pydoc topics, 16 x 40 tokens"
+    text = manifest.verification.text or ""
+    assert re.fullmatch(rf"{python}'s pydoc topics, \d+ x 40 tokens", text)
     bundle = load_bundle(out)
     assert bundle.config.max_model_len == bundle.manifest.max_model_len == 40
     assert bundle.chat_template == "{{ bos_token }}"

@@ -116,6 +116,8 @@ def test_layers_with_equal_attention_have_scales_of_their_own(tmp_path: Path) ->
     first, second = (decoder.get_submodule(f"blocks.{i}.attention") for i in range(2))
     second.load_state_dict(first.state_dict())
     export_graph(decoder.config, decoder.state_dict(), tmp_path / "model.onnx", "int8")
-    figures = Verifier(decoder, tmp_path / "model.onnx", text=None).verify()
+    figures = Verifier(
+        decoder.config, decoder.state_dict(), tmp_path / "model.onnx", text=None
+    ).verify()
     assert figures.max_logit_error < 0.5
     assert figures.greedy_agreement > 0.9

@@ -24,7 +24,7 @@ from tests.random_models import RandomModel, export_random, make_config, make_de
 def test_the_graph_computes_what_pytorch_does(changes: dict[str, Any], tmp_path: Path) -> None:
     """Prefill, chunks, ragged decode, a full row; then the engine against uncached generation."""
     model = export_random(tmp_path, **changes)
-    figures = Verifier(model.decoder, model.graph, text=None).verify()
+    figures = Verifier(model.config, model.decoder.state_dict(), model.graph, text=None).verify()
     assert figures.max_logit_error < 2e-5
     assert figures.greedy_agreement == 1.0
 
@@ -66,7 +66,9 @@ def test_a_logit_that_is_no_number_fails_wherever_it_is(precision: str, tmp_path
     with torch.no_grad():
         decoder.position_embedding.weight[-1] = torch.nan
     export_graph(decoder.config, decoder.state_dict(), tmp_path / "model.onnx", precision)
-    figures = Verifier(decoder, tmp_path / "model.onnx", text=None).verify()
+    figures = Verifier(
+        decoder.config, decoder.state_dict(), tmp_path / "model.onnx", text=None
+    ).verify()
     assert np.isnan(figures.max_logit_error)
     perplexities = {"perplexity_torch": 5.0, "perplexity_onnx": 5.0}
     with pytest.raises(VerificationError, match="nan"):
@@ -83,5 +85,5 @@ def test_verification_notices_a_wrong_weight(random_model: RandomModel) -> None:
     decoder = copy.deepcopy(random_model.decoder)
     with torch.no_grad():
         decoder.get_parameter("blocks.1.attention.qkv.weight")[3, 5] += 0.5
-    figures = Verifier(decoder, random_model.graph, text=None).verify()
+    figures = Verifier(decoder.config, decoder.state_dict(), random_model.graph, text=None).verify()
     assert figures.max_logit_error > 1e-3

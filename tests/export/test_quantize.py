@@ -138,7 +138,7 @@ def test_rows_are_symmetric_and_within_half_a_step() -> None:
 def test_every_kind_of_decoder_can_be_quantised(changes: dict[str, object], tmp_path: Path) -> None:
     """No float matrix is left but positions, and the logits stay near PyTorch's."""
     model = export_random(tmp_path, "int8", n_layer=1, **changes)
-    figures = Verifier(model.decoder, model.graph, text=None).verify()
+    figures = Verifier(model.config, model.decoder.state_dict(), model.graph, text=None).verify()
     assert figures.max_logit_error < 0.5
     assert figures.greedy_agreement > 0.8
     operators = {node.op_type for node in ir.load(model.graph).graph}
@@ -197,7 +197,7 @@ def test_experts_are_those_of_the_rounded_weights(
     assert min(steps) > 0
     router = graph.initializers["blocks.1.feed_forward.router.weight.T"]
     assert router.dtype == ir.DataType.FLOAT
-    figures = Verifier(model.decoder, model.graph, text=None).verify()
+    figures = Verifier(model.config, model.decoder.state_dict(), model.graph, text=None).verify()
     assert figures.max_logit_error < (0.5 if bits == 8 else 1.5)
     assert figures.greedy_agreement > (0.8 if bits == 8 else 0.6)
 
@@ -207,6 +207,6 @@ def test_int4_stays_near_and_keeps_the_head_in_int8(tmp_path: Path) -> None:
     operators = [node.op_type for node in ir.load(model.graph).graph]
     assert operators.count("MatMulIntegerToFloat") == 1
     assert operators.count("MatMulNBits") == 4 * model.config.n_layer
-    figures = Verifier(model.decoder, model.graph, text=None).verify()
+    figures = Verifier(model.config, model.decoder.state_dict(), model.graph, text=None).verify()
     assert 0.01 < figures.max_logit_error < 1.5
     assert figures.greedy_agreement > 0.6

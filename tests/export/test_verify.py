@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,29 +13,12 @@ from tokenizers import processors
 
 from export.directory import sample_text
 from export.kv_cache import sample_rows
-from export.verify import GraphSession, SampleText, Verifier
+from export.verify import SampleText, Verifier
 from model.checkpoint import Checkpoint
 from model.tokenizer import train_tokenizer
-from tests.random_models import RandomModel, make_config, make_decoder
+from tests.random_models import RandomModel, make_config
 
 TEXT = np.random.default_rng(5).integers(10, 300, size=500)
-
-
-class Recorded(GraphSession):
-    """Keeps the first tokens of every row that is run from empty."""
-
-    begun: list[np.ndarray[Any, Any]]
-
-    def clear(self, batch: int, n_positions: int) -> None:
-        super().clear(batch, n_positions)
-        self._empty = True
-        self.begun = getattr(self, "begun", [])
-
-    def run(self, tokens: Any, *arguments: Any, **options: Any) -> Any:
-        if self._empty:
-            self.begun += list(tokens)
-        self._empty = False
-        return super().run(tokens, *arguments, **options)
 
 
 def perplexity(model: RandomModel, rows: list[list[int]], first: int) -> float:
@@ -58,24 +41,49 @@ def test_every_row_begins_with_what_the_tokenizer_puts_before_a_text(
 ) -> None:
     """A row from the middle has no BOS, unlike the texts that a decoder is trained and used on."""
     model: RandomModel = request.getfixturevalue(name)
-    session: Any = Recorded(model.graph, model.config)
     text = SampleText("text", TEXT, prefix)
-    figures = Verifier(model.decoder, model.graph, text, session).verify()
-    assert len(session.begun) > 8
-    for row in session.begun:
-        assert row.tolist()[: len(prefix)] == list(prefix)[: len(row)]
-    step = 200 - len(prefix)
-    rows = [[*prefix, *TEXT[i * step : (i + 1) * step + 1]] for i in range(2)]
-    first = max(len(prefix), 100 if name == "random_int8_model" else 0) + 1
-    assert figures.perplexity_torch == pytest.approx(perplexity(model, rows, first), rel=1e-4)
+    verifier = Verifier(model.config, model.decoder.state_dict(), model.graph, text)
+    tests, rows = verifier._plan()
+    for row in rows:
+        assert row.tolist()[: len(prefix)] == list(prefix)
+    for test in tests:
+        for place, run in zip(test.places, test.case.rows, strict=True):
+            assert (rows[place][: len(run)] == run).all()
+    figures = verifier.verify()
+    step = 128 - len(prefix)
+    n_rows = 499 // step
+    rows_of_text = [[*prefix, *TEXT[i * step : (i + 1) * step + 1]] for i in range(n_rows)]
+    expected = perplexity(model, rows_of_text, first=33)
+    assert figures.text == f"text, {n_rows} x 128 tokens"
+    assert figures.perplexity_torch == pytest.approx(expected, rel=1e-4)
     assert figures.perplexity_onnx == pytest.approx(
-        figures.perplexity_torch, rel=1e-4 if first < 50 else 0.1
+        figures.perplexity_torch, rel=1e-4 if name == "random_model" else 0.1
     )
+    wanted = sum(len(step.wanted) for test in tests for step in test.case.steps)
+    assert figures.positions == wanted > 96 * n_rows
+
+
+@pytest.mark.parametrize("n_parameters", [10**6, 135 * 10**6, 8 * 10**9])
+def test_the_tokens_of_a_large_model_are_few_and_still_enough(
+    n_parameters: int, random_model: RandomModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = dataclasses.replace(random_model.config, max_model_len=4096)
+    text = SampleText("text", np.resize(TEXT, 10_000))
+    verifier = Verifier(config, random_model.decoder.state_dict(), random_model.graph, text)
+    monkeypatch.setattr(verifier._decoder, "n_parameters", n_parameters)
+    tests, rows = verifier._plan()
+    n_tokens = sum(len(row) - 1 for row in rows)
+    assert n_tokens * n_parameters < max(4e11, 1200 * n_parameters)
+    assert max(map(len, rows)) > 256  # a long row
+    decoded = [step for step in tests[-1].case.steps if step.decode]
+    assert sum(len(step.wanted) for step in decoded) > 500
 
 
 def test_a_prefix_is_cut_where_a_row_cannot_hold_it(random_model: RandomModel) -> None:
     text = SampleText("text", TEXT[:2], tuple(range(300)))
-    figures = Verifier(random_model.decoder, random_model.graph, text).verify()
+    figures = Verifier(
+        random_model.config, random_model.decoder.state_dict(), random_model.graph, text
+    ).verify()
     assert figures.perplexity_torch is not None
 
 
@@ -99,7 +107,7 @@ def test_the_prefix_is_found_in_the_tokenizer(template: str, tmp_path: Path) -> 
         single=template, special_tokens=special
     )
     (tmp_path / "text.txt").write_text(content)
-    checkpoint = Checkpoint(tmp_path, make_decoder(make_config()), tokenizer, {})
+    checkpoint = Checkpoint(tmp_path, make_config(), {}, tokenizer, {})
     sample = sample_text(checkpoint, tmp_path / "text.txt", "int8")
     assert sample is not None
     assert sample.token_ids.tolist() == plain

@@ -35,7 +35,7 @@ def demand(
 def measured(seconds_held: float, seconds_a_step: float = 0.0) -> Forecast:
     forecast = Forecast()
     forecast.ended(seconds_held)
-    forecast.step(StepStats(1, 0, 0, 0, 0, 0, seconds_a_step), 100)
+    forecast.step(StepStats(1, 0, 100, 0, 0, 0, 0, seconds_a_step))
     return forecast
 
 

@@ -89,8 +89,8 @@ class Simulation:
         self.now += seconds
         for request in decoding:
             request.n_got += 1
-        stats = StepStats(len(decoding), n_prefill, 0, 0, 0, 0, seconds)
-        self.forecast.step(stats, CHUNK)
+        stats = StepStats(len(decoding), n_prefill, CHUNK, 0, 0, 0, 0, seconds)
+        self.forecast.step(stats)
         for request in list(self.running):
             is_late = self.now > request.deadline
             if is_late or request.n_got == request.n_new:
@@ -201,8 +201,8 @@ def test_overload_does_not_lower_the_rate_of_answers_in_time(kind: str, slack: f
 def test_estimates_follow_from_the_work_ahead() -> None:
     """Lower bounds are three quarters of the measured times."""
     forecast = Forecast()
-    forecast.step(StepStats(2, 64, 0, 0, 0, 0, 1.0), CHUNK)  # 1 s a token, 64 prompt tokens a s
-    forecast.step(StepStats(2, 10, 0, 0, 0, 0, 1.0), CHUNK)  # not full: gives no prompt rate
+    forecast.step(StepStats(2, 64, CHUNK, 0, 0, 0, 0, 1.0))  # 1 s a token, 64 prompt tokens a s
+    forecast.step(StepStats(2, 10, CHUNK, 0, 0, 0, 0, 1.0))  # not full: gives no prompt rate
     forecast.ended(40.0)
     assert forecast.seconds_to_run(Work(64, 3)) == 1.0 + 3.0
     assert forecast.least_seconds_to_run(64, 3) == 3.0
@@ -218,7 +218,7 @@ def test_estimates_follow_from_the_work_ahead() -> None:
     assert seconds_to_slot(2, taken, Work(0, 1)) == 6.75
     assert seconds_to_slot(2, taken, Work(0, 99, seconds_left=9.0)) == 6.0  # it will be shed
     assert seconds_to_slot(9, [Work(128, 1)], Work(192, 1)) == 3.75
-    forecast.step(StepStats(2, 0, 0, 0, 0, 0, 0.5), CHUNK)  # a step without prompts
+    forecast.step(StepStats(2, 0, CHUNK, 0, 0, 0, 0, 0.5))  # a step without prompts
     assert forecast.least_seconds_to_run(64, 3) == LEAST_SHARE * (1.0 + 3 * 0.5)
 
 
@@ -229,9 +229,16 @@ def test_only_requests_earlier_in_the_queue_are_ahead() -> None:
     assert [work.n_prompt for work in snapshot.ahead_of(4.0).waiting] == [1, 3]
 
 
+def test_a_step_is_full_by_the_budget_that_it_had() -> None:
+    """Beside streams steps take fewer tokens; without them no prompt's rate would be known."""
+    forecast = Forecast()
+    forecast.step(StepStats(2, 32, 32, 0, 0, 0, 0, 0.5))
+    assert forecast.seconds_to_run(Work(64, 0)) == 1.0
+
+
 def test_cached_tokens_and_accepted_drafts_save_time() -> None:
     cached, drafted = Forecast(), Forecast()
-    cached.step(StepStats(0, 32, 1056, 1024, 0, 0, 0.5), CHUNK)
-    drafted.step(StepStats(2, 0, 0, 0, 4, 2, 0.5), CHUNK)
+    cached.step(StepStats(0, 32, CHUNK, 1056, 1024, 0, 0, 0.5))
+    drafted.step(StepStats(2, 0, CHUNK, 0, 0, 4, 2, 0.5))
     assert cached.seconds_to_run(Work(1056, 0)) == 0.5
     assert drafted.seconds_to_run(Work(0, 4)) == 1.0

@@ -33,6 +33,7 @@ class PagedRunner:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.model_seconds = 0.0  # spent in ONNX Runtime so far
+        self.decode_seconds = 0.0
         self._model = model
 
     def run(self, batch: StepBatch) -> Floats:
@@ -64,5 +65,7 @@ class PagedRunner:
         }
         started = perf_counter()
         logits = self._model.run(inputs)
-        self.model_seconds += perf_counter() - started
+        seconds = perf_counter() - started
+        self.model_seconds += seconds
+        self.decode_seconds += 0.0 if batch.prefills else seconds
         return logits

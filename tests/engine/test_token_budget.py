@@ -1,0 +1,201 @@
+"""Prompt chunks beside streams, on a simulated machine whose steps take exactly what they cost."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import pytest
+
+from server.engine.batch import StepBatch
+from server.engine.engine import Engine
+from server.engine.sampling import Floats, SamplingParams
+from server.engine.token_budget import TokenBudget
+from tests.engine_driver import Collector, make_sequence
+from tests.fake_runner import FakeRunner
+
+CHUNK = 256
+LEAST, LEAST_BY_DEFAULT = 32, 128
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds of a step's parts."""
+
+    decode: float = 0.007  # of a decode run
+    row: float = 0.0006  # of each of its rows
+    run: float = 0.004  # of each chunk, however short
+    token: float = 0.0003
+    past: float = 0.0  # of each token for each one before it
+    other: float = 0.0005  # sampling
+    noise: float = 0.0
+    one_run: bool = False  # decodes and prompts run together, as on a GPU
+
+    def slower(self, factor: float) -> Machine:
+        names = ("decode", "row", "run", "token", "past", "other")
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
+
+
+class SimulatedRunner(FakeRunner):
+    """A clock moves by what each run costs."""
+
+    def __init__(self, machine: Machine) -> None:
+        super().__init__(50, max_model_len=4096, max_num_seqs=16)
+        self.machine, self.now, self._chance = machine, 0.0, random.Random(0)
+
+    def clock(self) -> float:
+        return self.now
+
+    def run(self, batch: StepBatch) -> Floats:
+        machine, n = self.machine, len(batch.decodes)
+        decode = (machine.decode + machine.row * n) if n else 0.0
+        decode *= self._chance.uniform(1 - machine.noise, 1 + machine.noise)
+        prompts = sum(
+            machine.run * (not (machine.one_run and n))
+            + c.count * (machine.token + machine.past * (c.start + c.count / 2))
+            for c in batch.prefills
+        )
+        prompts *= self._chance.uniform(1 - machine.noise, 1 + machine.noise)
+        self.now += decode + prompts + machine.other
+        if not (machine.one_run and batch.prefills):
+            self.decode_seconds += decode
+        return super().run(batch)
+
+
+@dataclass
+class Step:
+    n_decode: int
+    n_prefill: int
+    seconds: float
+
+
+class Load:
+    """Streams, prompts that come beside them, and what each step took."""
+
+    def __init__(self, machine: Machine, target: float | None) -> None:
+        self.runner = SimulatedRunner(machine)
+        self.engine = Engine(
+            self.runner, chunk_size=CHUNK, itl_target=target, clock=self.runner.clock
+        )
+        self.collector, self.prompts = Collector(), list[list[int]]()
+
+    def add(self, n_prompt: int, max_tokens: int) -> None:
+        i = len(self.prompts)
+        self.prompts.append(prompt_ids := [(i + 7 * n) % 50 for n in range(n_prompt)])
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        self.engine.add(make_sequence(i, prompt_ids, params))
+
+    def step(self) -> Step:
+        outputs, stats = self.engine.step()
+        self.collector.take(outputs)
+        return Step(stats.n_decode, stats.n_prefill_tokens, stats.seconds)
+
+    def serve(self, *prompts: int, new: int = 2) -> list[Step]:
+        """Send prompts one after the other, each when the one before has ended; its steps."""
+        steps = []
+        for n_prompt in prompts:
+            result = self.collector.results[len(self.prompts)]
+            self.add(n_prompt, new)
+            while not result.finish_reasons:
+                steps.append(self.step())
+        return steps
+
+
+def with_streams(machine: Machine, target: float | None, n_streams: int = 4) -> Load:
+    """A server that has measured a prompt and a few steps, and runs endless streams."""
+    load = Load(machine, target)
+    for _ in range(n_streams):
+        load.add(20, 3000)
+    load.serve(300)
+    return load
+
+
+MACHINES = {
+    "plain": Machine(),
+    "noisy": Machine(noise=0.05),
+    "long context": Machine(past=3e-7),
+    "slow decodes": Machine(decode=0.03),
+    "one run": Machine(decode=0.1, token=0.001, one_run=True),
+    "large model": Machine(decode=0.2, row=0.003, run=0.15, token=0.006, past=1e-7, other=0.001),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+@pytest.mark.parametrize("n_decodes", [None, 2.5, 6.0])
+def test_steps_with_streams_keep_to_the_target(name: str, n_decodes: float | None) -> None:
+    """Would catch a budget without the decodes, the cost of a past, or the default target."""
+    machine = MACHINES[name]
+    decode = machine.decode + 4 * machine.row
+    load = with_streams(machine, n_decodes and n_decodes * decode)
+    load.serve(900)  # the first chunks after long ones may be too large
+    target, least = (n_decodes or 3.0) * decode, LEAST if n_decodes else LEAST_BY_DEFAULT
+    steps = [step for step in load.serve(1500, 40, 2500, 700) if step.n_prefill and step.n_decode]
+    assert all(step.seconds <= target for step in steps if step.n_prefill > least)
+    mean = sum(step.n_prefill for step in steps) / len(steps)
+    affordable = (0.75 * target - decode - machine.run) / (machine.token + machine.past * 1500)
+    assert mean >= min(0.9 * CHUNK, max(0.9 * least, affordable)), "the target is not used"
+    for i in range(4, 10):
+        sequence = load.prompts[i]
+        assert load.collector.results[i].token_ids == load.runner.greedy(sequence, 2)
+
+
+@pytest.mark.parametrize("target", [None, 1e-6, 0.03])
+def test_prompts_without_streams_run_in_whole_chunks(target: float | None) -> None:
+    """Would catch a time to first token that pays for streams that do not exist."""
+    load = with_streams(Machine(), target)
+    for i in range(4):
+        load.engine.abort(i)
+    assert [step.n_prefill for step in load.serve(600)] == [CHUNK, CHUNK, 88, 0]
+
+
+def test_no_target_leaves_chunks_as_they_are() -> None:
+    load = with_streams(Machine(), 0.0)
+    assert [step.n_prefill for step in load.serve(600)] == [CHUNK, CHUNK, 88, 0]
+
+
+def test_a_target_that_cannot_be_met_still_lets_prompts_end() -> None:
+    load = with_streams(Machine(), 1e-6)
+    assert [step.n_prefill for step in load.serve(80)] == [LEAST, LEAST, 16, 0]
+
+
+@pytest.mark.parametrize("target", [None, 0.12])
+def test_budgets_follow_a_machine_that_changes_speed(target: float | None) -> None:
+    machine = MACHINES["slow decodes"]
+    load = with_streams(machine, target)
+    load.serve(2000)
+    for factor in (2.0, 1.0):
+        load.runner.machine = now = machine.slower(factor)
+        steps = load.serve(4000, new=1)[12:]
+        goal = target or 3 * (now.decode + 4 * now.row)
+        assert all(step.seconds <= goal for step in steps if step.n_prefill > LEAST)
+        assert max(step.seconds for step in steps) >= 0.75 * goal
+
+
+def test_a_hiccup_does_not_stop_prompts() -> None:
+    load = with_streams(Machine(), 0.06)
+    load.serve(900)
+    load.add(2000, 2)
+    before = load.step().n_prefill
+    load.runner.machine = Machine().slower(100)
+    load.step()
+    load.runner.machine = Machine()
+    assert load.step().n_prefill >= 0.7 * before
+
+
+def test_short_prompts_share_a_step_as_far_as_they_fit() -> None:
+    load = with_streams(Machine(), 0.05)
+    load.serve(900)
+    for _ in range(8):
+        load.add(20, 2)
+    steps = [load.step() for _ in range(8)]
+    assert 2 * 20 <= max(step.n_prefill for step in steps) <= 5 * 20
+    assert all(step.seconds <= 0.05 for step in steps)
+    assert sum(step.n_prefill for step in steps) == 8 * 20
+
+
+def test_larger_chunks_have_a_larger_least_size() -> None:
+    budget = TokenBudget(2048, 0.001)
+    budget.record(1.0, 1, 0.5, [(100, 0)])
+    assert budget.beside_streams(0) == 256
+    budget.target = None
+    assert budget.beside_streams(0) == 1024

@@ -1,0 +1,49 @@
+"""The graph a layer at a time against the graph in one session."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from export.segments import Case, SegmentedGraph, Step
+from tests.random_models import RandomModel
+from tests.whole_graph import GraphSession
+
+
+def make_cases(vocab_size: int, longest: int) -> list[Case]:
+    """Whole prompts, odd chunks, ragged rows, decoding, and runs that want no logits."""
+    tokens = np.random.default_rng(0).integers(vocab_size, size=(3, longest))
+    whole = Case(tokens[:1, :37], [Step(37, [37], range(37))])
+    odd = Case(tokens[:1, :37], [Step(12, [12], [5]), Step(2, [14]), Step(23, [37], [22])])
+    ragged = Case(
+        tokens[:, :38],
+        [
+            Step(37, [37, 18, 3], [*range(37), *range(37, 55), 74, 75, 76]),
+            Step(1, [38, 19, 4], range(3), decode=True),
+            Step(1, [38, 20, 5], [2], decode=True),
+        ],
+    )
+    steps = [Step(1, [n] * 3, range(3), decode=True) for n in range(longest - 4, longest + 1)]
+    full = Case(tokens, [Step(longest - 5, [longest - 5] * 3), *steps])
+    return [whole, odd, Case(tokens[:1, :1], [Step(1, [1], [0])]), ragged, full]
+
+
+def check_segments(model: RandomModel) -> None:
+    """Would catch a cut that runs another computation, or keeps another step's values."""
+    cases = make_cases(model.config.vocab_size, model.config.max_model_len)
+    whole = GraphSession(model.graph, model.config)
+    segmented = SegmentedGraph(model.graph, model.config)
+    assert len(segmented._segments) == model.config.n_layer + 2
+    steps = [step for case in cases for step in case.steps]
+    expected = [logits for case in cases for logits in whole.run_case(case)]
+    for step, logits, wanted in zip(steps, segmented.logits(cases), expected, strict=True):
+        assert logits.shape == (len(step.wanted), model.config.vocab_size)
+        assert np.array_equal(logits, wanted)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model", "int8_model", "int4_model", "windowed_model", "biased_model"],
+)
+def test_segments_compute_the_same_bits(name: str, request: pytest.FixtureRequest) -> None:
+    check_segments(request.getfixturevalue(f"random_{name}"))
