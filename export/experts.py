@@ -55,7 +55,7 @@ def _round(
 ) -> tuple[ir.Value, ir.Value]:
     """Return initializers of the integers and scales of weights [n_experts, n_out, n_in]."""
     assert weight.shape is not None
-    n_experts, n_out, n_in = (int(size) for size in weight.shape)
+    n_experts, n_out, n_in = weight.shape.numpy()
 
     def rounder(experts: Tensor) -> tuple[Tensor, Tensor]:
         packed, scales = quantize_blocks(experts.flatten(0, 1), bits)

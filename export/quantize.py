@@ -103,8 +103,12 @@ def _products(graph: ir.Graph) -> list[ir.Node]:
     The routers of mixtures are left out: a rounded one would choose other experts.
     """
     products = (node for node in graph if node.op_type in ("MatMul", "Gemm"))
-    constant = (node for node in products if node.inputs[1] and node.inputs[1].const_value)
-    return [node for node in constant if ".router." not in str(node.inputs[1].name)]
+    by_weight = ((node, node.inputs[1]) for node in products)
+    return [
+        node
+        for node, weight in by_weight
+        if weight and weight.const_value is not None and ".router." not in str(weight.name)
+    ]
 
 
 def _round_in_blocks(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +119,7 @@ class Mixture(nn.Module):
         """
         rows = x[..., None, :].expand(*chosen.shape, x.shape[-1]).flatten(0, -2)
         routes = (chosen.flatten()[:, None] == torch.arange(self.router.out_features)).to(x.dtype)
-        attributes: dict[str, int | float | str] = {
+        attributes: dict[str, Any] = {
             "k": 1,
             "normalize_routing_weights": 1,
             "activation_type": "swiglu",

@@ -198,7 +198,7 @@ def test_experts_are_those_of_the_rounded_weights(
     router = graph.initializers["blocks.1.feed_forward.router.weight.T"]
     assert router.dtype == ir.DataType.FLOAT
     figures = Verifier(model.config, model.decoder.state_dict(), model.graph, text=None).verify()
-    assert figures.max_logit_error < (0.5 if bits == 8 else 1.5)
+    assert figures.max_logit_error < (0.5 if bits == 8 else 2.5)
     assert figures.greedy_agreement > (0.8 if bits == 8 else 0.6)
 
 
