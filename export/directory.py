@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -32,14 +31,13 @@ from model.bundle import (
     Verification,
     hash_files,
     load_bundle,
-    sha256,
 )
 from model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from model.config import DecoderConfig, first_problem
 from model.files import new_directory
-from model.network.skeleton import parameter_shapes
+from model.network.skeleton import count_parameters
 from model.progress import Progress, unheard
-from model.tensor_files import WEIGHTS_FILE
+from model.tensor_files import hash_weights
 from model.tokenizer import leading_ids
 from model.training.data import DATA_FOLDER, open_tokens
 
@@ -134,7 +132,7 @@ def verify_directory(
     manifest = bundle.manifest
     if source is not None:
         checkpoint = load_checkpoint(source, bundle.config.max_model_len)
-        if sha256(checkpoint.path / WEIGHTS_FILE) != manifest.source.get("sha256"):
+        if hash_weights(checkpoint.path) != manifest.source.get("sha256"):
             raise CheckpointError(
                 f"{directory} was not exported from {checkpoint.path}: the hashes differ"
             )
@@ -182,7 +180,7 @@ def make_manifest(
     return Manifest(
         format_version=FORMAT_VERSION,
         architecture="kvasir-decoder",
-        parameters=sum(map(math.prod, parameter_shapes(config).values())),
+        parameters=count_parameters(config),
         device=device,
         precision=precision,
         max_model_len=config.max_model_len,
@@ -229,4 +227,4 @@ def _describe_source(checkpoint: Checkpoint) -> dict[str, str | int | float]:
     progress, path = checkpoint.progress, checkpoint.path
     name = path.parent.name if progress else path.name
     known = {_NOTES[key]: progress[key] for key in _NOTES if progress.get(key) is not None}
-    return {"name": name, "sha256": sha256(path / WEIGHTS_FILE), **known}
+    return {"name": name, "sha256": hash_weights(path), **known}

@@ -28,7 +28,7 @@ from export.weights import Weights
 from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig
 from model.network.attention import LayerCache
-from model.network.decoder import Decoder
+from model.network.skeleton import count_parameters
 from model.progress import Progress, unheard
 
 _SAMPLE_ROWS = 8
@@ -42,8 +42,7 @@ Ids = NDArray[np.int64]
 
 def sample_shape(config: DecoderConfig) -> tuple[int, int]:
     """Return the rows and the tokens of each in a sample that can be afforded."""
-    with torch.device("meta"):
-        n_tokens = affordable_tokens(Decoder(config).n_parameters, _FEWEST, _MOST)
+    n_tokens = affordable_tokens(count_parameters(config), _FEWEST, _MOST)
     return _SAMPLE_ROWS, min(n_tokens // _SAMPLE_ROWS, config.max_model_len)
 
 

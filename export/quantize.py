@@ -131,7 +131,7 @@ def _round_in_blocks(
 def _sizes(weight: ir.Value) -> tuple[int, int]:
     """Return a linear layer's inputs and outputs."""
     assert weight.shape is not None
-    n_out, n_in = (int(size) for size in weight.shape)
+    n_out, n_in = weight.shape.numpy()
     return (n_out, n_in) if str(weight.name).endswith(TRANSPOSED) else (n_in, n_out)
 
 
@@ -251,6 +251,6 @@ class _Int8:
     def _matrix(self, weight: ir.Value) -> tuple[ir.Value, ir.Value]:
         """Return int8 of a weight in its own layout, and a scale for each output; made once."""
         assert weight.shape is not None
-        shapes = [int(size) for size in weight.shape], [_sizes(weight)[1]]
+        shapes = weight.shape.numpy(), [_sizes(weight)[1]]
         of = self._graph, self._weights, weight
         return rounded(*of, "int8", quantize_rows, torch.int8, shapes)

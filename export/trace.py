@@ -13,7 +13,7 @@ import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import Tensor, nn
 
-from export.rewrite import lazy_constant
+from export.rewrite import lazy_constant, remove_unused_constants
 from export.weights import Weights
 from model.bundle import cache_names
 from model.network.attention import LayerCache, RunInputs
@@ -103,6 +103,7 @@ def trace(
     del graph.inputs[n_inputs:]
     for value in values:
         _place(graph, value, parameters[str(value.name)], weights)
+    remove_unused_constants(graph)
     ClearMetadataAndDocStringPass()(program.model)  # of stack traces, with this machine's paths
     # Replace the exporter's symbols (s72, …), one for each dimension it saw, by the contract's.
     shapes = {name: shape for name, (_, shape) in tensors.items()}
@@ -118,14 +119,25 @@ def trace(
 
 
 def _place(graph: onnx_ir.Graph, value: onnx_ir.Value, name: str, weights: Weights) -> None:
-    """Make a parameter an initializer, and one for its transpose in place of nodes that make it."""
+    """Make a parameter an initializer, and its transpose or a row in place of nodes' outputs."""
     assert value.shape is not None
-    shape = [int(size) for size in value.shape]
-    for node in [user for user, _ in value.uses() if user.op_type == "Transpose"]:
-        make = partial(weights.read, name, transposed=True)
-        transpose = lazy_constant(graph, name + TRANSPOSED, make, weights.dtype, shape[::-1])
-        onnx_ir.convenience.replace_all_uses_with(node.outputs[0], transpose)
+    shape = value.shape.numpy()
+    for node, _ in tuple(value.uses()):
+        if node.op_type == "Transpose":
+            make = partial(weights.read, name, transposed=True)
+            made = lazy_constant(graph, name + TRANSPOSED, make, weights.dtype, shape[::-1])
+        elif node.op_type == "Gather" and (chosen := node.inputs[1]) and chosen.const_value:
+            row = int(chosen.const_value.numpy())  # of head norms that are all alike
+            make = partial(_read_row, weights, name, row)
+            made = lazy_constant(graph, f"{name}.{row}", make, weights.dtype, shape[1:])
+        else:
+            continue
+        onnx_ir.convenience.replace_all_uses_with(node.outputs[0], made)
         graph.remove(node, safe=True)
     if value.uses():
         whole = lazy_constant(graph, name, partial(weights.read, name), weights.dtype, shape)
         onnx_ir.convenience.replace_all_uses_with(value, whole)
+
+
+def _read_row(weights: Weights, name: str, row: int) -> Tensor:
+    return weights.read(name)[row]

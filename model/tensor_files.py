@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from model.bundle import sha256
 from model.files import parse_object
 
 WEIGHTS_FILE = "model.safetensors"
@@ -72,6 +74,12 @@ def list_tensors(folder: Path, ignored: re.Pattern[str] | None = None) -> Iterat
                     place = f"tensor {name!r} in {path.name}"
                     raise TensorFileError(f"{place} is {dtype}; supported are {', '.join(DTYPES)}")
                 yield StoredTensor(path, name, tuple(tensor.get_shape()), DTYPES[dtype])
+
+
+def hash_weights(folder: Path) -> str:
+    """Return the SHA-256, in hex, of a checkpoint's file of weights or, of several, of theirs."""
+    hashes = [sha256(file) for file in weight_files(folder)]
+    return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def weight_files(folder: Path) -> list[Path]:

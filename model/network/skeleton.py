@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -34,6 +35,11 @@ def make_skeleton(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> 
         for parameter in decoder.parameters():  # conversion would read and write their memory
             parameter.data = torch.empty(parameter.shape, dtype=dtype)
     return decoder.to(dtype)  # tables of positions
+
+
+def count_parameters(config: DecoderConfig) -> int:
+    """Return the number of a decoder's parameters, tied ones counted once."""
+    return sum(map(math.prod, parameter_shapes(config).values()))
 
 
 def build_decoder(config: DecoderConfig, weights: Mapping[str, Tensor]) -> Decoder:
