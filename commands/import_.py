@@ -1,4 +1,4 @@
-"""kvasir import: a Hugging Face checkpoint becomes a checkpoint directory."""
+"""kvasir import: a published checkpoint becomes a checkpoint directory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from commands.options import Json
 from commands.output import cost_since, make_table, one_line_errors, show
 from commands.progress import ProgressBar, loading
 
-_FOLDER = "A Hugging Face checkpoint: config.json, *.safetensors, tokenizer.json."
+_SOURCE = "A folder with config.json, *.safetensors and tokenizer.json, or a .gguf file."
 
 
 def import_(
-    folder: Path = Argument(help=_FOLDER),
+    source: Path = Argument(help=_SOURCE),
     out: Path = Option(help="The checkpoint directory to write."),
     as_json: Json = False,
 ) -> None:
-    """Convert a Hugging Face checkpoint to a checkpoint directory."""
+    """Convert a Hugging Face checkpoint or a GGUF file to a checkpoint directory."""
     with loading(quiet=as_json):
         from model.importing.huggingface import import_checkpoint
 
     started = time.monotonic()
     with one_line_errors(), ProgressBar(quiet=as_json, writes=True) as progress:
-        imported = import_checkpoint(folder, out, progress)
+        imported = import_checkpoint(source, out, progress)
     (cost, took), config = cost_since(started), imported.config
     rows = {
         "family": imported.family,

@@ -26,7 +26,7 @@ _NOT_IN_IMAGES = frozenset({"export", "loadtest"})  # the server's images leave 
 _LONGEST_LINE = 1000
 # The extra that brings a package which partial installations lack.
 _EXTRAS = {"onnxruntime": "cpu", "tensorboard": "tensorboard"} | dict.fromkeys(
-    ("torch", "onnx", "onnx_ir", "safetensors", "matplotlib"), "train"
+    ("torch", "gguf", "onnx", "onnx_ir", "safetensors", "matplotlib"), "train"
 )
 
 

@@ -43,7 +43,7 @@ class LayeredDecoder:
         self.n_parameters = self._decoder.n_parameters
         for name, table in position_tables(config).items():
             self._decoder.register_buffer(name, table.to(device), persistent=False)
-        for name in ("position_embedding", "relative_bias", "norm"):
+        for name in ("embedding_norm", "position_embedding", "relative_bias", "norm"):
             if isinstance(module := getattr(self._decoder, name, None), torch.nn.Module):
                 self._load(module, name)
 
@@ -82,12 +82,14 @@ class LayeredDecoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [tokens, vocab] of last outputs [tokens, d_model]."""
         head = self._weights["embedding.weight" if self.config.tied_embeddings else "head.weight"]
+        bias = self._weights["head.bias"] if self.config.head_bias else None
         normed = self._decoder.norm(hidden)
         logits = torch.empty(len(hidden), self.config.vocab_size, device=self._device)
         step = max(1, _WEIGHTS // self.config.d_model)
         for start in range(0, len(head), step):
             part = self._float(head[start : start + step])
-            logits[:, start : start + step] = self._decoder.project(normed, part)
+            of = None if bias is None else self._float(bias[start : start + step])
+            logits[:, start : start + step] = self._decoder.project(normed, part, of)
         return logits
 
     def _embed(self, input_ids: Tensor) -> Tensor:

@@ -79,7 +79,7 @@ def export_paged_graph(
     progress("tracing PyTorch", 0, 0)
     decoder = make_skeleton(config, dtype)
     for name, module in decoder.named_modules():
-        if isinstance(module, Attention) and config.qk_norm:
+        if isinstance(module, Attention) and config.qk_norm and not config.qk_norm_across_heads:
             norms = (rounded.read(f"{name}.{of}_norm.weight") for of in ("query", "key"))
             module.norms_in_operator = all(bool((of == of[0]).all()) for of in norms)
     kv_dtype = dtype if kv_cache is None else KV_DTYPES[kv_cache]

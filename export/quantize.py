@@ -87,14 +87,43 @@ def quantize_blocks(matrix: Tensor, bits: int = 4) -> tuple[Tensor, Tensor]:
     matrix [out, in] → uint8 [out, blocks, BLOCK · bits / 8], of two halves the lower first, each
     2^(bits - 1) more than its integer; and scales [out, blocks]. bits: 4 or 8. A block's value of
     largest magnitude, the first of equals, becomes -2^(bits - 1): the side that reaches further.
+    A block that was rounded to 4 bits before gets its integers and its scale again
+    (`_earlier_scales`).
     """
     reach = 2 ** (bits - 1)
     blocks = functional.pad(matrix, (0, -matrix.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     largest = blocks.gather(2, blocks.abs().argmax(dim=2, keepdim=True))
     scales = (largest / -reach).masked_fill_(largest == 0.0, _SMALLEST_SCALE)
+    if bits == 4:
+        sizes, some = largest.abs(), slice(None, None, -(-len(blocks) // 16))
+        found = _earlier_scales(blocks[some], sizes[some], scales[some])
+        if not torch.equal(found, scales[some]):  # a matrix was rounded as a whole, or not at all
+            scales = _earlier_scales(blocks, sizes, scales)
     integers = (blocks / scales).round_().clamp_(-reach, reach - 1).add_(reach).to(torch.uint8)
     packed = integers if bits == 8 else integers[..., ::2] | integers[..., 1::2] << 4
     return packed, scales[..., 0]
+
+
+def _earlier_scales(blocks: Tensor, largest: Tensor, scales: Tensor) -> Tensor:
+    """Return scales [out, blocks, 1] of which a block's values are multiples, where there are any.
+
+    Such a block was rounded before, to symmetric integers of which the largest need not be -8: GPTQ
+    often has 7. The scale is then largest / n for that n from 8 to 1. In float32 a product of four
+    bits and a scale of at most 20 is exact, and so is the quotient.
+    """
+    found, scales = torch.zeros(scales.numel(), dtype=torch.bool), scales.clone()
+    rows, flat = blocks.reshape(-1, BLOCK), scales.view(-1)
+    for n in range(8, 0, -1):
+        scale = flat if n == 8 else (largest / n).clamp(min=_SMALLEST_SCALE).view(-1)
+        exact = ~found
+        for part in (slice(0, 4), slice(4, None)):  # few blocks get past the first
+            chosen = exact.nonzero()[:, 0]
+            values, of = rows[chosen, part], scale[chosen, None]
+            integers = (values / of).round_().clamp_(-8, 7)
+            exact[chosen] = (integers * of == values).all(dim=1)
+        flat[exact] = scale[exact]
+        found |= exact
+    return scales
 
 
 def _products(graph: ir.Graph) -> list[ir.Node]:

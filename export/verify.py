@@ -252,8 +252,7 @@ def _decoded(rows: Ids, n_given: int) -> Case:
     """Compute the rows' first tokens without logits, and decode the others."""
     batch, context = rows.shape
     steps = [Step(n_given, [n_given] * batch)] if n_given else []
-    for i in range(n_given, context):
-        steps.append(Step(1, [i + 1] * batch, range(batch), decode=i > 0))  # noqa: PERF401
+    steps += [Step(1, [i + 1] * batch, range(batch), decode=i > 0) for i in range(n_given, context)]
     return Case(rows, steps)
 
 

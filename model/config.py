@@ -16,7 +16,7 @@ from model.files import read_object
 
 Position = Literal["rotary", "learned", "sinusoidal", "alibi", "relative", "none"]
 Norm = Literal["rmsnorm", "layernorm"]
-NormPlacement = Literal["pre", "post", "both"]
+NormPlacement = Literal["pre", "post", "both", "output"]
 FeedForward = Literal[
     "swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu", "swiglu_clamped"
 ]
@@ -76,12 +76,17 @@ class RopeScaling:
     kind: "linear" divides positions by `factor` (Chen et al. 2023); "llama3" divides low
     frequencies, and blends between two wavelengths (Llama 3.1); "yarn" divides the pairs that turn
     less than `beta_slow` times in `original_max_model_len` positions, keeps those that turn more
-    than `beta_fast` times, and blends between (Peng et al. 2023). yarn multiplies cos and sin by
-    `attention_factor`; None is 0.1 ln(factor) + 1. truncate: yarn rounds the pairs between which it
-    blends outwards to whole ones.
+    than `beta_fast` times, and blends between (Peng et al. 2023). truncate: yarn rounds the pairs
+    between which it blends outwards to whole ones. "longrope" divides each pair by its own number,
+    of `short_factors` while max_model_len is at most `original_max_model_len` and of `long_factors`
+    beyond (Ding et al. 2024). yarn and longrope multiply cos and sin by `attention_factor`; None is
+    0.1 ln(factor) + 1 for yarn, and 1 for longrope.
+
+    query_growth: queries at position p are multiplied by
+    1 + query_growth · ln(1 + ⌊p / original_max_model_len⌋) (Llama 4, 2025).
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
     factor: Positive
     original_max_model_len: Size | None = None
     low_freq_factor: Positive = 1.0
@@ -90,12 +95,17 @@ class RopeScaling:
     beta_slow: Positive = 1.0
     attention_factor: Positive | None = None
     truncate: StrictBool = True
+    short_factors: tuple[Positive, ...] = ()
+    long_factors: tuple[Positive, ...] = ()
+    query_growth: Positive | None = None
 
     def __post_init__(self) -> None:
         if self.kind != "linear" and self.original_max_model_len is None:
             raise ConfigError(
                 f"rope_scaling {self.kind} needs original_max_model_len, a positive whole number"
             )
+        if self.query_growth is not None and self.original_max_model_len is None:
+            raise ConfigError("rope_scaling.query_growth needs original_max_model_len")
         if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
             raise ConfigError(
                 f"rope_scaling.low_freq_factor ({self.low_freq_factor}) must be less than its "
@@ -110,7 +120,8 @@ class DecoderConfig:
 
     n_kv_head: n_head of them is multi-head attention, 1 is multi-query (Shazeer 2019), a number
     between is grouped-query (Ainslie et al. 2023). qk_norm: RMSNorm over each head of queries and
-    keys (Henry et al. 2020). attention_scale multiplies query · key; None is 1 / sqrt(head_dim).
+    keys (Henry et al. 2020), or, with `qk_norm_across_heads`, over all of a token's heads together
+    (OLMo 2, 2025). attention_scale multiplies query · key; None is 1 / sqrt(head_dim).
     attention_softcap, logit_softcap: c in c · tanh(x / c), on scores and on logits (Gemma 2, 2024).
     sliding_window: the number of positions, its own included, that a token sees in the layers of
     `sliding_window_layers` (None: in all; Beltagy et al. 2020). attention_sinks: each head has a
@@ -118,12 +129,15 @@ class DecoderConfig:
     (gpt-oss, 2025).
 
     position: "rotary" (Su et al. 2021), on `rotary_dim` channels of a head (None: all), except in
-    the layers of `layers_without_rotary`; "learned" or "sinusoidal" embeddings; a bias on scores by
-    distance: "alibi" (Press et al. 2022) or "relative", learned for `relative_buckets` of distances
-    up to `relative_max_distance` (Raffel et al. 2020); or "none".
+    the layers of `layers_without_rotary`; layers with a sliding window turn by
+    `sliding_window_rope_theta`, unscaled, if there is one (Gemma 3, 2025); "learned" or
+    "sinusoidal" embeddings; a bias on scores by distance: "alibi" (Press et al. 2022) or
+    "relative", learned for `relative_buckets` of distances up to `relative_max_distance` (Raffel
+    et al. 2020); or "none".
 
     norm_placement: "pre" normalises each sublayer's input (and the final output); "post" the sum of
-    its input and output, as the original did; "both" its input and its output (and the final one).
+    its input and output, as the original did; "both" its input and its output, "output" its output
+    alone (and the final one). embedding_norm: token embeddings are normalised too (BLOOM, 2022).
     parallel_residual: both sublayers read the block's input (Wang & Komatsuzaki 2021).
     feed_forward: an activation, or a gated one (Shazeer 2020); _tanh is GELU's approximation.
     "swiglu_clamped" is gpt-oss's, for experts only: (up + 1) · gate · sigmoid(1.702 gate), with the
@@ -132,7 +146,7 @@ class DecoderConfig:
     router chooses `n_experts_per_token` for each token (Shazeer et al. 2017), except in the layers
     of `dense_layers`, whose feed-forward is `d_ff` wide. The experts' shares are their softmax over
     all experts or, with `normalize_expert_shares`, over those that were chosen.
-    qkv_bias, output_bias, feed_forward_bias: a bias on the linear layers of that name.
+    qkv_bias, output_bias, feed_forward_bias, head_bias: a bias on the linear layers of that name.
     embedding_scale multiplies token embeddings. dropout (of residuals and embeddings) and
     attention_dropout act in training only. The constructor raises ConfigError.
     """
@@ -154,7 +168,9 @@ class DecoderConfig:
     relative_max_distance: Size = 128
     sliding_window: Size | None = None
     sliding_window_layers: tuple[StrictInt, ...] | None = None
+    sliding_window_rope_theta: Positive | None = None
     qk_norm: StrictBool = False
+    qk_norm_across_heads: StrictBool = False
     attention_sinks: StrictBool = False
     attention_scale: Positive | None = None
     attention_softcap: Positive | None = None
@@ -163,6 +179,7 @@ class DecoderConfig:
     norm: Norm = "rmsnorm"
     norm_eps: Positive = 1e-5
     norm_placement: NormPlacement = "pre"
+    embedding_norm: StrictBool = False
     parallel_residual: StrictBool = False
     feed_forward: FeedForward = "swiglu"
     n_experts: Size | None = None
@@ -173,6 +190,7 @@ class DecoderConfig:
     qkv_bias: StrictBool = False
     output_bias: StrictBool = False
     feed_forward_bias: StrictBool = False
+    head_bias: StrictBool = False
     tied_embeddings: StrictBool = True
     dropout: DropoutRate = 0.0
     attention_dropout: DropoutRate = 0.0
@@ -181,11 +199,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         """Check what depends on more than one field."""
-
-        def require(name: str, valid: bool, allowed: str) -> None:
-            if not valid:
-                raise ConfigError(f"{name} must be {allowed}, not {getattr(self, name)!r}")
-
+        require = self._require
         allowed = f"a multiple of n_kv_head, {self.n_kv_head}"
         require("n_head", self.n_head % self.n_kv_head == 0, allowed)
         multiple = 16 if self.position == "rotary" else 8  # GroupQueryAttention takes no other
@@ -194,11 +208,27 @@ class DecoderConfig:
         allowed = f"at most head_dim, {self.head_dim}"
         require("rotary_dim", (self.rotary_dim or 0) <= self.head_dim, allowed)
         if self.position != "rotary":
-            for name in ("rope_scaling", "rotary_dim", "layers_without_rotary"):
+            of_rotary = ("rope_scaling", "rotary_dim", "layers_without_rotary")
+            for name in (*of_rotary, "sliding_window_rope_theta"):
                 require(name, not getattr(self, name), f"left out with {self.position} positions")
         if self.sliding_window is None:
-            everywhere = self.sliding_window_layers is None
-            require("sliding_window_layers", everywhere, "left out without a sliding_window")
+            for name in ("sliding_window_layers", "sliding_window_rope_theta"):
+                without = getattr(self, name) is None
+                require(name, without, "left out without a sliding_window")
+        if self.rope_scaling is not None and self.rope_scaling.kind == "longrope":
+            n_pairs = (self.rotary_dim or self.head_dim) // 2
+            for name in ("short_factors", "long_factors"):
+                if (given := len(getattr(self.rope_scaling, name))) != n_pairs:
+                    raise ConfigError(
+                        f"rope_scaling.{name} must have a number for each of {n_pairs} rotary "
+                        f"pairs, not {given}"
+                    )
+        if self.rope_scaling is not None and self.rope_scaling.query_growth is not None:
+            require("qk_norm", not self.qk_norm, "left out with a query_growth")
+        across = self.qk_norm or not self.qk_norm_across_heads
+        require("qk_norm_across_heads", across, "left out without qk_norm")
+        untied = not (self.head_bias and self.tied_embeddings)
+        require("head_bias", untied, "left out with tied_embeddings")
         for name in ("layers_without_rotary", "sliding_window_layers", "dense_layers"):
             exist = all(layer in range(self.n_layer) for layer in getattr(self, name) or ())
             require(name, exist, f"layers from 0 to {self.n_layer - 1}")
@@ -206,6 +236,21 @@ class DecoderConfig:
             single = self.relative_buckets // 2
             allowed = f"more than half of relative_buckets, {single}"
             require("relative_max_distance", self.relative_max_distance > single, allowed)
+        self._check_experts()
+        pre = not self.parallel_residual or self.norm_placement == "pre"
+        require("norm_placement", pre, "pre with parallel_residual")
+        allowed = f"in the vocabulary of {self.vocab_size}"
+        bos = self.bos_token_id is None or self.bos_token_id in range(self.vocab_size)
+        require("bos_token_id", bos, allowed)
+        eos = all(token_id in range(self.vocab_size) for token_id in self.eos_token_ids)
+        require("eos_token_ids", eos, allowed)
+
+    def _require(self, name: str, valid: bool, allowed: str) -> None:
+        if not valid:
+            raise ConfigError(f"{name} must be {allowed}, not {getattr(self, name)!r}")
+
+    def _check_experts(self) -> None:
+        require = self._require
         of_mixtures = ("n_experts_per_token", "d_expert", "normalize_expert_shares", "dense_layers")
         if self.n_experts is None:
             for name in of_mixtures:
@@ -222,13 +267,6 @@ class DecoderConfig:
             gated = ("swiglu",) if self.dense_layers else ("swiglu", "swiglu_clamped")
             allowed = f"{' or '.join(gated)} with these experts"
             require("feed_forward", self.feed_forward in gated, allowed)
-        pre = not self.parallel_residual or self.norm_placement == "pre"
-        require("norm_placement", pre, "pre with parallel_residual")
-        allowed = f"in the vocabulary of {self.vocab_size}"
-        bos = self.bos_token_id is None or self.bos_token_id in range(self.vocab_size)
-        require("bos_token_id", bos, allowed)
-        eos = all(token_id in range(self.vocab_size) for token_id in self.eos_token_ids)
-        require("eos_token_ids", eos, allowed)
 
     def check_size(self, n_numbers: int) -> None:
         """Raise ConfigError if `n_numbers` are too few for the weights, before memory is taken."""

@@ -6,6 +6,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -18,7 +19,16 @@ from model.files import parse_object
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"  # of a checkpoint in several files
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # the types of weights that are written
+# fmt: off
+_DTYPES = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8,
+    "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F64": torch.float64,
+    "BOOL": torch.bool,
+}
+# fmt: on
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 Shape = tuple[int, ...]
 
@@ -45,18 +55,18 @@ class LazyWeights(Mapping[str, Tensor]):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a file, not read yet."""
+    """A tensor of a file, or one made of several; `read` returns its values."""
 
     file: Path
     name: str
     shape: Shape
     dtype: torch.dtype
+    read: Callable[[], Tensor]
 
-    def read(self) -> Tensor:
-        """Return the tensor's values, which may be memory of the file."""
-        # An open file's tensors count as memory of this process, so it is opened for each tensor.
-        with safe_open(self.file, framework="pt") as file:
-            return cast("Tensor", file.get_tensor(self.name))
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a type's name in safetensors."""
+    return _DTYPE_NAMES[dtype]
 
 
 def list_tensors(folder: Path, ignored: re.Pattern[str] | None = None) -> Iterator[StoredTensor]:
@@ -70,10 +80,19 @@ def list_tensors(folder: Path, ignored: re.Pattern[str] | None = None) -> Iterat
                 if ignored is not None and ignored.search(name):
                     continue
                 tensor = file.get_slice(name)
-                if (dtype := tensor.get_dtype()) not in DTYPES:
+                shape = tuple(tensor.get_shape())
+                if (dtype := tensor.get_dtype()) not in _DTYPES:
                     place = f"tensor {name!r} in {path.name}"
-                    raise TensorFileError(f"{place} is {dtype}; supported are {', '.join(DTYPES)}")
-                yield StoredTensor(path, name, tuple(tensor.get_shape()), DTYPES[dtype])
+                    supported = ", ".join(map(dtype_name, FLOATS))
+                    raise TensorFileError(f"{place} is {dtype}; supported are {supported}")
+                read = partial(_read, path, name)
+                yield StoredTensor(path, name, shape, _DTYPES[dtype], read)
+
+
+def _read(path: Path, name: str) -> Tensor:
+    # An open file's tensors count as memory of this process, so it is opened for each tensor.
+    with safe_open(path, framework="pt") as file:
+        return cast("Tensor", file.get_tensor(name))
 
 
 def hash_weights(folder: Path) -> str:

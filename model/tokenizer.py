@@ -67,11 +67,17 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
         raise TokenizerError(f"{path} is not a tokenizer: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    if vocab_size is not None and (known := vocabulary_size(tokenizer)) > vocab_size:
+    if vocab_size is not None:
+        check_tokenizer(tokenizer, path, vocab_size)
+    return tokenizer
+
+
+def check_tokenizer(tokenizer: Tokenizer, path: Path, vocab_size: int) -> None:
+    """Raise TokenizerError if a tokenizer has more than `vocab_size` ids."""
+    if (known := vocabulary_size(tokenizer)) > vocab_size:
         raise TokenizerError(
             f"{path} has token ids up to {known - 1}, but the model only {vocab_size} tokens"
         )
-    return tokenizer
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:

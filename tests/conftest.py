@@ -57,11 +57,13 @@ def random_windowed_model(tmp_path_factory: pytest.TempPathFactory) -> RandomMod
         "sliding_window": 40,
         "sliding_window_layers": (0, 2),
         "layers_without_rotary": (1,),
+        "sliding_window_rope_theta": 100.0,
     }
     changes |= {
         "attention_softcap": 20.0,
         "logit_softcap": 30.0,
         "qk_norm": True,
+        "qk_norm_across_heads": True,
         "norm_placement": "both",
     }
     return export_random(
@@ -108,5 +110,8 @@ def random_biased_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel
         "parallel_residual": True,
         "norm": "layernorm",
         "feed_forward": "geglu_tanh",
+        "embedding_norm": True,
+        "tied_embeddings": False,
+        "head_bias": True,
     }
     return export_random(tmp_path_factory.mktemp("random_biased_model"), "int8", **SHAPE, **changes)

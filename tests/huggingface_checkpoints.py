@@ -44,9 +44,15 @@ _MIXTURE = _GROUPED | {"tie_word_embeddings": False}
 _GEMMA = _GROUPED | {"head_dim": 32}
 
 
-def _rope(kind: str, **more: Any) -> dict[str, Any]:
+def rope(kind: str, **more: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
+
+def _rope_by_layer_type(**kinds: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_parameters": kinds}
+
+
+_CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
 
 # Name: architecture, configuration.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -56,7 +62,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTNeoX",
         _SHAPE
         | {"intermediate_size": 96, "use_parallel_residual": False, "attention_bias": False}
-        | _rope("linear", factor=2.0, partial_rotary_factor=0.5),
+        | rope("linear", factor=2.0, partial_rotary_factor=0.5),
     ),
     "opt": ("OPT", _SHAPE | {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "llama": ("Llama", _GROUPED | {"tie_word_embeddings": False}),
@@ -64,7 +70,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         _GROUPED
         | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 32}
-        | _rope(
+        | rope(
             "llama3",
             factor=8.0,
             low_freq_factor=1.0,
@@ -75,12 +81,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": (
         "Llama",
         _GROUPED
-        | _rope("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=1.5, mscale=1.5),
+        | rope("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=1.5, mscale=1.5),
     ),
     "yarn with two weights": (
         "Llama",
         _GROUPED
-        | _rope(
+        | rope(
             "yarn",
             factor=4.0,
             original_max_position_embeddings=32,
@@ -100,7 +106,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"layer_types": ["full_attention", "sliding_attention"]},
     ),
     "phi3": ("Phi3", _GROUPED | {"sliding_window": WINDOW}),
-    "phi3 partial": ("Phi3", _GROUPED | _rope("default", partial_rotary_factor=0.75)),
+    "phi3 partial": ("Phi3", _GROUPED | rope("default", partial_rotary_factor=0.75)),
     "gemma": ("Gemma", _GEMMA),
     "gemma2": (
         "Gemma2",
@@ -108,6 +114,96 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"query_pre_attn_scalar": 24, "sliding_window": WINDOW}
         | {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 12.0},
     ),
+    "gemma3": (
+        "Gemma3Text",
+        _GEMMA
+        | {"query_pre_attn_scalar": 24, "sliding_window": WINDOW}
+        | {"layer_types": ["sliding_attention", "full_attention"]}
+        | _rope_by_layer_type(
+            full_attention={"rope_type": "linear", "rope_theta": 50000.0, "factor": 4.0},
+            sliding_attention={"rope_type": "default", "rope_theta": 100.0},
+        ),
+    ),
+    "longrope": (
+        "Phi3",
+        _GROUPED
+        | {"original_max_position_embeddings": 16}
+        | rope(
+            "longrope",
+            short_factor=[1.0 + i / 8 for i in range(6)],
+            long_factor=[2.0 + i for i in range(6)],
+            partial_rotary_factor=0.75,
+        ),
+    ),
+    "granite": (
+        "Granite",
+        _GROUPED
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.3}
+        | {"residual_multiplier": 0.7, "logits_scaling": 4.0, "attention_bias": True},
+    ),
+    "granite4": (
+        "GraniteMoeHybrid",
+        _GROUPED
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "logits_scaling": 4.0}
+        | {"residual_multiplier": 0.7, "num_local_experts": 0, "shared_intermediate_size": 96}
+        | {"layer_types": ["full_attention"] * 2, "position_embedding_type": "rope"},
+    ),
+    "olmo2": ("Olmo2", _GROUPED),
+    "olmo3": (
+        "Olmo3",
+        _GROUPED
+        | {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+        | _rope_by_layer_type(
+            full_attention={"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0}
+            | {"original_max_position_embeddings": 24},
+            sliding_attention={"rope_type": "default", "rope_theta": 500.0},
+        ),
+    ),
+    "phi": ("Phi", _GROUPED | rope("default", partial_rotary_factor=0.5)),
+    "stablelm": (
+        "StableLm",
+        _GROUPED | {"use_qkv_bias": True} | rope("default", partial_rotary_factor=0.25),
+    ),
+    "stablelm parallel": (
+        "StableLm",
+        _GROUPED | {"use_parallel_residual": True} | rope("default", partial_rotary_factor=0.25),
+    ),
+    "starcoder2": ("Starcoder2", _GROUPED | {"sliding_window": WINDOW}),
+    "ministral": (
+        "Ministral",
+        _GROUPED
+        | {
+            "head_dim": 16,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "ministral3": (
+        "Ministral3",
+        _GROUPED
+        | {"head_dim": 32}
+        | rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=24,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.5,
+        ),
+    ),
+    "falcon": ("Falcon", _SHAPE),
+    "falcon with groups": (
+        "Falcon",
+        _SHAPE | {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 96},
+    ),
+    "falcon with one norm": (
+        "Falcon",
+        _SHAPE
+        | {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}
+        | {"bias": True},
+    ),
+    "bloom": ("Bloom", _SHAPE),
+    "gptj": ("GPTJ", _SHAPE | {"rotary_dim": 8}),
     "qwen3_moe": (
         "Qwen3Moe",
         _MIXTURE
@@ -123,7 +219,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         _MIXTURE
         | {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32}
         | {"sliding_window": WINDOW}
-        | _rope("yarn", factor=4.0, original_max_position_embeddings=32, truncate=False),
+        | rope("yarn", factor=4.0, original_max_position_embeddings=32, truncate=False),
     ),
 }
 
@@ -131,21 +227,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 def make_model(name: str, **changes: Any) -> nn.Module:
     """Return a model with uneven weights, norms and biases, so that mistakes show in the logits.
 
-    Embeddings are narrower: with wide ones, above all tied ones, a token would predict itself.
+    Embeddings are narrower: with wide ones, above all tied ones, a token would predict itself, and
+    so it would with Gemma 3's, which are multiplied, and BLOOM's, which are normalised.
     """
     architecture, values = FAMILIES[name]
     config = getattr(transformers, f"{architecture}Config")(**(values | changes))
     torch.manual_seed(0)
-    kind = {"GPT2": "GPT2LMHeadModel"}.get(architecture, f"{architecture}ForCausalLM")
+    kind = _CLASSES.get(architecture, f"{architecture}ForCausalLM")
     model: nn.Module = (
         getattr(transformers, kind)._from_config(config, attn_implementation="eager").eval()
     )
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(std=0.07 if _EMBEDDING.search(parameter_name) else 0.22)
+                narrow = 0.02 if architecture == "Gemma3Text" else 0.07
+                parameter.normal_(std=narrow if _EMBEDDING.search(parameter_name) else 0.22)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
+            if "embeddings_layernorm" in parameter_name:
+                parameter.mul_(0.1)
     return model
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import socket
 import threading
@@ -39,6 +40,7 @@ class Live:
         self.port: int = listener.getsockname()[1]
         self.server = uvicorn.Server(configure(app))
         self.thread = threading.Thread(target=self.server.run, kwargs={"sockets": [listener]})
+        gc.freeze()  # as `serve` does
         self.thread.start()
 
     def _announce(self, engine: AsyncEngine) -> None:
@@ -78,10 +80,10 @@ class Live:
             base_url=self.url, headers={"authorization": f"Bearer {KEY}"}, timeout=TIMEOUT
         )
 
-    def post_raw(self, **body: Any) -> socket.socket:
+    def post_raw(self, path: str = "/v1/completions", **body: Any) -> socket.socket:
         """Send a request on a socket of its own, which the test may close at any time."""
         content = json.dumps({"prompt": "a", "logit_bias": {"66": 100}} | body).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\n"
         head += f"Authorization: Bearer {KEY}\r\nContent-Length: {len(content)}"
         connection = socket.socket()
         connection.settimeout(TIMEOUT)
@@ -97,6 +99,7 @@ class Live:
         self.runner.release()
         self.server.should_exit = True
         self.thread.join(TIMEOUT)
+        gc.unfreeze()
         assert not self.thread.is_alive()
 
 

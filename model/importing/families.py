@@ -7,6 +7,7 @@ names are those of Hugging Face transformers.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from model.importing.family import Family, Options, layers_without_rotary, refuse
@@ -14,8 +15,10 @@ from model.importing.tensors import (
     Source,
     interleaved_by_head,
     of_experts,
+    pairs_apart,
     plus_one,
     repeated_for_heads,
+    split_by_head,
     stacked,
     transposed,
     transposed_experts,
@@ -41,6 +44,8 @@ _LLAMA_MODULES: dict[str, str | Source] = {
     "blocks.*.feed_forward.down": "layers.*.mlp.down_proj",
 }
 
+# Of tensors, alone or within a model that also sees images.
+_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.")
 _WINDOWS = {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
 _QWEN = _LLAMA | _WINDOWS | {"sliding_window": 4096, "max_window_layers": 28}
 _GEMMA = _LLAMA | {"head_dim": 256, "tie_word_embeddings": True, "attention_bias": False}
@@ -52,14 +57,79 @@ _GEMMA_MODULES = _LLAMA_MODULES | {
     "blocks.*.attention_norm": plus_one("layers.*.input_layernorm"),
     "blocks.*.feed_forward_norm": plus_one("layers.*.post_attention_layernorm"),
 }
+_GEMMA2_MODULES = _GEMMA_MODULES | {
+    "blocks.*.attention_output_norm": plus_one("layers.*.post_attention_layernorm"),
+    "blocks.*.feed_forward_norm": plus_one("layers.*.pre_feedforward_layernorm"),
+    "blocks.*.feed_forward_output_norm": plus_one("layers.*.post_feedforward_layernorm"),
+}
 _GEMMA_GELU = ("gelu", "gelu_pytorch_tanh", None)  # in Gemma's files "gelu" means the approximation
+
+
+_GRANITE = {
+    "embedding_multiplier": 1.0,
+    "attention_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+_GRANITE_FIELDS: dict[str, Any] = {
+    "embedding_scale": lambda options: options.number("embedding_multiplier"),
+    "attention_scale": lambda options: options.number("attention_multiplier"),
+}
+_GRANITE_SCALES: dict[str, Callable[[Options], float]] = {
+    "blocks.*.attention.output": lambda options: options.number("residual_multiplier"),
+    "blocks.*.feed_forward.down": lambda options: options.number("residual_multiplier"),
+    "norm": lambda options: 1.0 / options.number("logits_scaling"),
+}
+_OLMO_FIELDS = {"norm_placement": "output", "qk_norm": True, "qk_norm_across_heads": True}
+_OLMO_MODULES = {
+    name: source for name, source in _LLAMA_MODULES.items() if not name.endswith("_norm")
+} | {
+    "blocks.*.attention.query_norm": split_by_head("layers.*.self_attn.q_norm"),
+    "blocks.*.attention.key_norm": split_by_head("layers.*.self_attn.k_norm"),
+    "blocks.*.attention_output_norm": "layers.*.post_attention_layernorm",
+    "blocks.*.feed_forward_output_norm": "layers.*.post_feedforward_layernorm",
+}
 
 
 def _qwen_windows(options: Options) -> range:
     return range(options.whole("max_window_layers", least=0), options.whole("num_hidden_layers"))
 
 
-def _gpt2_inner(options: Options) -> Any:
+def _granite_position(options: Options) -> str:
+    """Return the positions of a dense Granite 4; refuse its other layers."""
+    if options["num_local_experts"] != 0:
+        raise refuse("num_local_experts", options["num_local_experts"], "only 0")
+    kinds = options["layer_types"]
+    if not isinstance(kinds, list) or not all(
+        kind in ("attention", "full_attention") for kind in kinds
+    ):
+        raise refuse("layer_types", kinds, "only layers of attention")
+    if options["position_embedding_type"] not in ("rope", "nope", None):
+        raise refuse("position_embedding_type", options["position_embedding_type"], "only 'rope'")
+    return "rotary" if options["position_embedding_type"] == "rope" else "none"
+
+
+def _falcon_kv_heads(options: Options) -> int:
+    if options["multi_query"] and not options["new_decoder_architecture"]:
+        return 1
+    grouped = options["num_key_value_heads"] is not None
+    return options.whole(f"num_{'key_value' if grouped else 'attention'}_heads")
+
+
+def _gptj_rotary_dim(options: Options) -> int | None:
+    turned = options.whole("rotary_dim")
+    head_dim = options.whole("hidden_size") // options.whole("num_attention_heads")
+    return None if turned == head_dim else turned
+
+
+def _gemma3_windows(options: Options) -> list[int]:
+    pattern = options["_sliding_window_pattern"] or options["sliding_window_pattern"] or 6
+    options["sliding_window_pattern"] = pattern
+    every = options.whole("sliding_window_pattern")
+    return [i for i in range(options.whole("num_hidden_layers")) if (i + 1) % every]
+
+
+def _four_times(options: Options) -> Any:
     inner = options["intermediate_size"]
     return 4 * options.whole("hidden_size") if inner is None else inner
 
@@ -97,7 +167,7 @@ FAMILIES: dict[str, Family] = {
                "rms_norm_eps": "layer_norm_epsilon"},
         only={"scale_attn_by_inverse_layer_idx": (False,)},
         fields=_ALL_BIASES | {
-            "position": "learned", "norm": "layernorm", "d_ff": _gpt2_inner,
+            "position": "learned", "norm": "layernorm", "d_ff": _four_times,
             "attention_scale": lambda options: None if options["scale_attn_weights"] else 1.0},
         gated=False, prefixes=("transformer.",),
         modules={
@@ -173,6 +243,7 @@ FAMILIES: dict[str, Family] = {
         title="Mistral", architectures=("MistralForCausalLM", "MistralModel"),
         shape=(32000, 4096, 14336, 32, 32, 8, 131072), tokens=(1, 2),
         defaults=_LLAMA | {"sliding_window": 4096},
+        prefixes=_PREFIXES,
         modules=_LLAMA_MODULES,
     ),
     "qwen2": Family(
@@ -199,7 +270,7 @@ FAMILIES: dict[str, Family] = {
         shape=(32064, 3072, 8192, 32, 32, None, 4096), tokens=(1, 32000),
         defaults=_LLAMA | {
             "rms_norm_eps": 1e-5, "partial_rotary_factor": 1.0, "sliding_window": None},
-        scalings=(),
+        scalings=("longrope",),
         modules=_LLAMA_MODULES | {
             "blocks.*.attention.qkv": "layers.*.self_attn.qkv_proj",
             "blocks.*.feed_forward.up": "layers.*.mlp.gate_up_proj",
@@ -225,10 +296,197 @@ FAMILIES: dict[str, Family] = {
             "norm_placement": "both",
             "attention_scale": lambda options: options.number("query_pre_attn_scalar") ** -0.5},
         windowed=lambda options: range(0, options.whole("num_hidden_layers"), 2),
-        modules=_GEMMA_MODULES | {
-            "blocks.*.attention_output_norm": plus_one("layers.*.post_attention_layernorm"),
-            "blocks.*.feed_forward_norm": plus_one("layers.*.pre_feedforward_layernorm"),
-            "blocks.*.feed_forward_output_norm": plus_one("layers.*.post_feedforward_layernorm"),
+        modules=_GEMMA2_MODULES,
+    ),
+    "gemma3_text": Family(
+        title="Gemma 3", architectures=("Gemma3ForCausalLM", "Gemma3TextModel"),
+        shape=(262208, 2304, 9216, 26, 8, 4, 131072), tokens=(2, 1),
+        defaults=_GEMMA | {
+            "hidden_act": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+            "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
+            "sliding_window": 4096, "layer_types": None,
+            "sliding_window_pattern": None, "_sliding_window_pattern": None,
+            "final_logit_softcapping": None, "attn_logit_softcapping": None},
+        names={"hidden_act": "hidden_activation"},
+        fields=_GEMMA_FIELDS | {
+            "norm_placement": "both", "qk_norm": True,
+            "attention_scale": lambda options: options.number("query_pre_attn_scalar") ** -0.5},
+        windowed=_gemma3_windows,
+        prefixes=_PREFIXES,
+        modules=_GEMMA2_MODULES | {
+            "blocks.*.attention.query_norm":
+                repeated_for_heads(plus_one("layers.*.self_attn.q_norm")),
+            "blocks.*.attention.key_norm":
+                repeated_for_heads(plus_one("layers.*.self_attn.k_norm")),
+        },
+    ),
+    "granite": Family(
+        title="Granite", architectures=("GraniteForCausalLM", "GraniteModel"),
+        shape=(32000, 4096, 11008, 32, 32, None, 2048), tokens=(1, 2),
+        defaults=_LLAMA | _BIASES | _GRANITE,
+        fields=_GRANITE_FIELDS, scales=_GRANITE_SCALES,
+        modules=_LLAMA_MODULES,
+    ),
+    "granitemoehybrid": Family(
+        title="Granite 4 without experts",
+        architectures=("GraniteMoeHybridForCausalLM", "GraniteMoeHybridModel"),
+        shape=(32000, 4096, 1024, 32, 32, None, 2048), tokens=(1, 2),
+        defaults=_LLAMA | _GRANITE | {
+            "attention_bias": False, "position_embedding_type": None,
+            "num_local_experts": 8, "layer_types": None},
+        names={"intermediate_size": "shared_intermediate_size"},
+        fields=_GRANITE_FIELDS | {"position": _granite_position}, scales=_GRANITE_SCALES,
+        modules=_LLAMA_MODULES | {
+            "blocks.*.feed_forward.up": "layers.*.shared_mlp.input_linear",
+            "blocks.*.feed_forward.down": "layers.*.shared_mlp.output_linear",
+        },
+    ),
+    "olmo2": Family(
+        title="OLMo 2", architectures=("Olmo2ForCausalLM", "Olmo2Model"),
+        shape=(50304, 4096, 11008, 32, 32, None, 2048), tokens=(None, 50279),
+        defaults=_LLAMA | {"rms_norm_eps": 1e-5, "attention_bias": False},
+        fields=_OLMO_FIELDS,
+        modules=_OLMO_MODULES,
+    ),
+    "olmo3": Family(
+        title="OLMo 3", architectures=("Olmo3ForCausalLM", "Olmo3Model"),
+        shape=(50304, 4096, 11008, 32, 32, None, 2048), tokens=(None, 50279),
+        defaults=_LLAMA | {
+            "rms_norm_eps": 1e-5, "attention_bias": False, "rope_theta": 500000.0,
+            "rope_local_base_freq": None, "sliding_window": 4096, "layer_types": None},
+        fields=_OLMO_FIELDS,
+        windowed=lambda options: [
+            layer for layer in range(options.whole("num_hidden_layers")) if (layer + 1) % 4],
+        modules=_OLMO_MODULES,
+    ),
+    "phi": Family(
+        title="Phi", architectures=("PhiForCausalLM", "PhiModel"),
+        shape=(51200, 2048, 8192, 24, 32, None, 2048), tokens=(1, 2),
+        defaults=_ROPE | {"hidden_act": "gelu_new", "rms_norm_eps": 1e-5,
+                          "partial_rotary_factor": 0.5, "tie_word_embeddings": False},
+        names={"rms_norm_eps": "layer_norm_eps"},
+        fields=_ALL_BIASES | {"norm": "layernorm", "parallel_residual": True, "head_bias": True},
+        gated=False,
+        modules=_LLAMA_MODULES | {
+            "norm": "final_layernorm",
+            "blocks.*.attention.output": "layers.*.self_attn.dense",
+            "blocks.*.feed_forward_norm": "layers.*.input_layernorm",
+            "blocks.*.feed_forward.up": "layers.*.mlp.fc1",
+            "blocks.*.feed_forward.down": "layers.*.mlp.fc2",
+        },
+    ),
+    "stablelm": Family(
+        title="StableLM", architectures=("StableLmForCausalLM", "StableLmModel"),
+        shape=(50304, 2560, 6912, 32, 32, 32, 4096), tokens=(0, 0),
+        defaults=_LLAMA | {"rms_norm_eps": 1e-5, "attention_bias": False,
+                           "use_parallel_residual": False, "partial_rotary_factor": 0.25},
+        names={"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
+        fields={"norm": "layernorm", "output_bias": False},
+        modules=_LLAMA_MODULES | {
+            "blocks.*.feed_forward_norm":
+                "layers.*.post_attention_layernorm|layers.*.input_layernorm",
+        },
+    ),
+    "starcoder2": Family(
+        title="StarCoder2", architectures=("Starcoder2ForCausalLM", "Starcoder2Model"),
+        shape=(49152, 3072, 12288, 30, 24, 2, 4096), tokens=(50256, 50256),
+        defaults=_ROPE | {"hidden_act": "gelu_pytorch_tanh", "rms_norm_eps": 1e-5,
+                          "attention_bias": True, "mlp_bias": True, "sliding_window": None,
+                          "tie_word_embeddings": True},
+        names={"rms_norm_eps": "norm_epsilon", "attention_bias": "use_bias",
+               "mlp_bias": "use_bias"},
+        fields={"norm": "layernorm"},
+        gated=False,
+        modules=_LLAMA_MODULES | {
+            "blocks.*.feed_forward.up": "layers.*.mlp.c_fc",
+            "blocks.*.feed_forward.down": "layers.*.mlp.c_proj",
+        },
+    ),
+    "ministral": Family(
+        title="Ministral", architectures=("MinistralForCausalLM", "MinistralModel"),
+        shape=(32000, 4096, 14336, 32, 32, 8, 131072), tokens=(1, 2),
+        defaults=_LLAMA | {"sliding_window": 4096, "layer_types": None},
+        windowed=lambda options: range(options.whole("num_hidden_layers")),
+        modules=_LLAMA_MODULES,
+    ),
+    "ministral3": Family(
+        title="Ministral 3", architectures=("Ministral3ForCausalLM", "Ministral3Model"),
+        shape=(131072, 4096, 14336, 34, 32, 8, 262144), tokens=(1, 2),
+        defaults=_LLAMA | {
+            "head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None,
+            "llama_4_scaling_beta": None, "rope_theta": 1000000.0,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 16384,
+                "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
+        prefixes=_PREFIXES,
+        modules=_LLAMA_MODULES,
+    ),
+    "falcon": Family(
+        title="Falcon", architectures=("FalconForCausalLM", "FalconModel"),
+        shape=(65024, 4544, None, 32, 71, None, 2048), tokens=(11, 11),
+        defaults=_ROPE | {"hidden_act": "gelu", "rms_norm_eps": 1e-5, "attention_bias": False,
+                          "mlp_bias": False, "tie_word_embeddings": True, "multi_query": True,
+                          "new_decoder_architecture": False},
+        names={"hidden_act": "activation", "rms_norm_eps": "layer_norm_epsilon",
+               "attention_bias": "bias", "mlp_bias": "bias", "hidden_size": "n_embed",
+               "num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"},
+        only={"parallel_attn": (True,)},
+        fields={"norm": "layernorm", "parallel_residual": True, "d_ff": _four_times,
+                "n_kv_head": _falcon_kv_heads},
+        gated=False, prefixes=("transformer.",),
+        modules={
+            "embedding": "word_embeddings", "norm": "ln_f", "head": "lm_head",
+            "blocks.*.attention_norm": "h.*.ln_attn|h.*.input_layernorm",
+            "blocks.*.feed_forward_norm": "h.*.ln_mlp|h.*.input_layernorm",
+            "blocks.*.attention.qkv": interleaved_by_head("h.*.self_attention.query_key_value"),
+            "blocks.*.attention.output": "h.*.self_attention.dense",
+            "blocks.*.feed_forward.up": "h.*.mlp.dense_h_to_4h",
+            "blocks.*.feed_forward.down": "h.*.mlp.dense_4h_to_h",
+        },
+    ),
+    "bloom": Family(
+        title="BLOOM", architectures=("BloomForCausalLM", "BloomModel"),
+        shape=(250880, 64, None, 2, 8, None, 2048), tokens=(1, 2),
+        defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+        names={"hidden_size": "n_embed", "num_hidden_layers": "n_layer",
+               "num_attention_heads": "n_head", "rms_norm_eps": "layer_norm_epsilon",
+               "max_position_embeddings": "seq_length"},
+        only={"apply_residual_connection_post_layernorm": (False,)},
+        fields=_ALL_BIASES | {"position": "alibi", "norm": "layernorm", "embedding_norm": True,
+                              "d_ff": lambda options: 4 * options.whole("hidden_size"),
+                              "feed_forward": "gelu_tanh"},
+        prefixes=("transformer.",),
+        modules={
+            "embedding": "word_embeddings", "embedding_norm": "word_embeddings_layernorm",
+            "norm": "ln_f", "head": "lm_head",
+            "blocks.*.attention_norm": "h.*.input_layernorm",
+            "blocks.*.feed_forward_norm": "h.*.post_attention_layernorm",
+            "blocks.*.attention.qkv": interleaved_by_head("h.*.self_attention.query_key_value"),
+            "blocks.*.attention.output": "h.*.self_attention.dense",
+            "blocks.*.feed_forward.up": "h.*.mlp.dense_h_to_4h",
+            "blocks.*.feed_forward.down": "h.*.mlp.dense_4h_to_h",
+        },
+    ),
+    "gptj": Family(
+        title="GPT-J", architectures=("GPTJForCausalLM", "GPTJModel"),
+        shape=(50400, 4096, None, 28, 16, None, 2048), tokens=(50256, 50256),
+        defaults={"hidden_act": "gelu_new", "rms_norm_eps": 1e-5, "rotary_dim": 64,
+                  "tie_word_embeddings": False},
+        names={"hidden_size": "n_embd", "intermediate_size": "n_inner",
+               "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
+               "max_position_embeddings": "n_positions", "hidden_act": "activation_function",
+               "rms_norm_eps": "layer_norm_epsilon"},
+        fields={"norm": "layernorm", "parallel_residual": True, "feed_forward_bias": True,
+                "head_bias": True, "d_ff": _four_times, "rotary_dim": _gptj_rotary_dim},
+        gated=False, prefixes=("transformer.",),
+        modules={
+            "embedding": "wte", "norm": "ln_f", "head": "lm_head",
+            "blocks.*.attention_norm": "h.*.ln_1", "blocks.*.feed_forward_norm": "h.*.ln_1",
+            "blocks.*.attention.qkv":
+                pairs_apart(stacked(*(f"h.*.attn.{part}_proj" for part in "qkv"))),
+            "blocks.*.attention.output": "h.*.attn.out_proj",
+            "blocks.*.feed_forward.up": "h.*.mlp.fc_in",
+            "blocks.*.feed_forward.down": "h.*.mlp.fc_out",
         },
     ),
     "qwen3_moe": Family(
@@ -278,5 +536,10 @@ FAMILIES: dict[str, Family] = {
                 transposed_experts("layers.*.mlp.experts.down_proj"),
         },
     ),
+}
+# Models that also see images: their architecture, and the usual model_type of their text part.
+WITH_VISION: dict[str, tuple[str, str]] = {
+    "gemma3": ("Gemma3ForConditionalGeneration", "gemma3_text"),
+    "mistral3": ("Mistral3ForConditionalGeneration", "mistral"),
 }
 # fmt: on

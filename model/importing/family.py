@@ -9,11 +9,11 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from model.config import DecoderConfig
-from model.importing.tensors import Source
+from model.importing.tensors import Source, scaled
 from model.importing.weights import UnsupportedError
 
 _LARGEST, _MOST_LAYERS = 2**31 - 1, 10_000
@@ -115,14 +115,26 @@ class Family:
     scalings: tuple[str, ...] = ("linear", "llama3", "yarn")  # of rotary positions
     # Returns the layers with a sliding window, where layer_types does not list them.
     windowed: Callable[[Options], Iterable[int]] | None = None
+    # By our module: a factor of its weight and bias, which are then float32.
+    scales: Mapping[str, Callable[[Options], float]] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ("model.",)  # of tensor names; a file has one or none
     former_names: Mapping[str, str] = field(default_factory=dict)  # of modules: the present name
 
     def options(self, values: Mapping[str, Any]) -> Options:
         """Return the keys that the family reads from a config.json."""
         defaults = dict(zip(_SHAPE, self.shape + self.tokens, strict=True)) | self.defaults
-        read = {key: values.get(self.names.get(key, key), value) for key, value in defaults.items()}
+        read = {
+            key: values.get(self.names.get(key, key), values.get(key, default))
+            for key, default in defaults.items()
+        }
         return Options(read, self.names)
+
+    def scaled(self, values: Mapping[str, Any]) -> Family:
+        """Return the family with the factors of a config.json in the sources of its modules."""
+        options = self.options(values)
+        factors = {module: factor(options) for module, factor in self.scales.items()}
+        sources = {m: scaled(self.source(m), by) for m, by in factors.items() if by != 1.0}
+        return replace(self, modules={**self.modules, **sources})
 
     def config(self, values: Mapping[str, Any], **tokens: Any) -> DecoderConfig:
         """Return the DecoderConfig for a config.json, with bos_token_id and eos_token_ids.
@@ -132,7 +144,12 @@ class Family:
         options = self.options(values)
         options.whole("num_hidden_layers", most=_MOST_LAYERS)
         read = {self.names.get(key, key) for key in options}
-        neutral = {key: (None, *allowed) for key, allowed in NEUTRAL.items() if key not in read}
+        # Beside the family's own name the usual one may say the same.
+        neutral = {
+            key: (None, *allowed, *([options[key]] if key in options else ()))
+            for key, allowed in NEUTRAL.items()
+            if key not in read
+        }
         if values.get("use_sliding_window") is False:
             neutral.pop("sliding_window", None)
         for key, allowed in {**neutral, **self.only}.items():
@@ -144,6 +161,8 @@ class Family:
             fields |= _rotary(options, self.scalings)
         if self.windowed is not None:
             fields |= _windows(options, self.windowed)
+            if fields["sliding_window"] is None:
+                fields.pop("sliding_window_rope_theta", None)
         grouped = options["num_key_value_heads"] is not None
         fields["n_kv_head"] = options.whole(f"num_{'key_value' if grouped else 'attention'}_heads")
         fields["head_dim"] = _head_dim(options)
@@ -182,11 +201,18 @@ def _head_dim(options: Options) -> int:
 def _rotary(options: Options, scalings: tuple[str, ...]) -> dict[str, Any]:
     """Return the rotary fields from either style: one object, or rope_theta beside rope_scaling."""
     key = "rope_scaling" if options["rope_scaling"] else "rope_parameters"
-    given = options[key] or {}
+    given: Any = options[key] or {}
+    in_windows: Any = {}
     if not isinstance(given, dict):
         raise refuse(key, given, "an object")
-    if unknown := given.keys() - _ROPE_KEYS:
-        raise refuse(key, given, "no " + ", ".join(sorted(unknown)))
+    by_layer_type = "rope_local_base_freq" in options
+    if by_layer_type and given.keys() & set(_LAYER_TYPES):
+        given, in_windows = (given.get(kind) or {} for kind in _LAYER_TYPES)
+    for of_some in (given, in_windows):
+        if not isinstance(of_some, dict):
+            raise refuse(key, of_some, "objects")
+        if unknown := of_some.keys() - _ROPE_KEYS - options.keys():
+            raise refuse(key, of_some, "no " + ", ".join(sorted(unknown)))
     rope = Options({**options, **given}, {})
     head_dim, fraction = _head_dim(options), rope.number("partial_rotary_factor", 1.0)
     if "partial_rotary_factor" not in options and fraction != 1:
@@ -194,17 +220,28 @@ def _rotary(options: Options, scalings: tuple[str, ...]) -> dict[str, Any]:
     if fraction > 1:
         raise refuse("partial_rotary_factor", fraction, "at most 1.0")
     turned = int(head_dim * fraction)
-    return {
+    fields = {
         "rope_theta": rope.number("rope_theta"),
         "rope_scaling": _rope_scaling(options, rope, scalings),
         "rotary_dim": None if turned == head_dim else turned,
     }
+    if by_layer_type:
+        if (kind := in_windows.get("rope_type") or "default") != "default":
+            raise refuse(f"{key} of sliding_attention", kind, "only 'default'")
+        theta = Options({"rope_local_base_freq": in_windows.get("rope_theta")}, {})
+        if theta["rope_local_base_freq"] is None:
+            theta["rope_local_base_freq"] = options["rope_local_base_freq"]
+        own = theta.number("rope_local_base_freq", fields["rope_theta"])
+        if fields["rope_scaling"] is not None or own != fields["rope_theta"]:
+            fields["sliding_window_rope_theta"] = own
+    return fields
 
 
 def _rope_scaling(
     options: Options, rope: Options, scalings: tuple[str, ...]
 ) -> dict[str, Any] | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
+    kind = "longrope" if kind == "su" else kind  # its former name
     if kind == "default":
         return None
     if kind not in scalings:
@@ -219,6 +256,16 @@ def _rope_scaling(
         names = ("factor", "low_freq_factor", "high_freq_factor")
         return scaling | {name: rope.number(name) for name in names}
     factor = rope.number("factor", options.whole("max_position_embeddings") / length)
+    if kind == "longrope":
+        if length == 1:
+            raise refuse(key, length, "at least 2 with longrope")
+        stretched = math.log(max(factor, 1.0)) / math.log(length)
+        return scaling | {
+            "factor": factor,
+            "attention_factor": rope.number("attention_factor", math.sqrt(1.0 + stretched)),
+            "short_factors": rope.get("short_factor"),
+            "long_factors": rope.get("long_factor"),
+        }
     # cos and sin are multiplied by 0.1 m ln(factor) + 1 for one or both of two weights m
     # (DeepSeek-V2), unless the factor is given.
     logarithm = 0.1 * math.log(max(factor, 1.0))
@@ -232,6 +279,7 @@ def _rope_scaling(
         "beta_slow": rope.number("beta_slow", 1.0),
         "attention_factor": rope.number("attention_factor", attention_factor),
         "truncate": bool(rope.get("truncate", True)),
+        "query_growth": rope.get("llama_4_scaling_beta") or None,
     }
 
 

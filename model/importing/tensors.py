@@ -7,7 +7,7 @@ decide about a whole checkpoint, and makes the parameter from the tensors of the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,9 +18,10 @@ from model.tensor_files import Shape
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The modules of a file that hold one module of ours.
+    """The modules of a file that hold one module of ours; `*` in their names is the layer.
 
-    `*` in their names is the layer, and `#` each expert in turn.
+    `#` is each expert in turn. "a|b" is b where there is no a: one norm for both sublayers of a
+    parallel residual.
     """
 
     modules: tuple[str, ...]
@@ -30,13 +31,12 @@ class Source:
     join: Callable[[list[Tensor], DecoderConfig], Tensor] = lambda tensors, _: tensors[0]
     in_float32: bool = False  # the result is float32 whatever the file's type
 
-    def names(self, layer: str, config: DecoderConfig) -> list[str]:
-        """Return the file's modules for a layer; with experts, all of one before the next."""
-        names = [module.replace("*", layer) for module in self.modules]
-        if not any("#" in name for name in names):
-            return names
+    def names(self, config: DecoderConfig) -> list[str]:
+        """Return the modules; with experts, all of one before the next."""
+        if not any("#" in module for module in self.modules):
+            return list(self.modules)
         experts = range(config.n_experts or 0)
-        return [name.replace("#", str(expert)) for expert in experts for name in names]
+        return [one.replace("#", str(expert)) for expert in experts for one in self.modules]
 
 
 def transposed(module: str) -> Source:
@@ -83,13 +83,35 @@ def transposed_experts(module: str) -> Source:
 
 
 def interleaved_by_head(module: str) -> Source:
-    """Return the source of rows in which each head's query, key and value follow one another."""
+    """Return the source of rows in which a key and value head follow the queries that share them.
+
+    Without sharing they are each head's query, key and value.
+    """
 
     def join(tensors: list[Tensor], config: DecoderConfig) -> Tensor:
-        heads: Tensor = tensors[0].unflatten(0, (config.n_head, 3, config.head_dim))
-        return heads.transpose(0, 1).flatten(0, 2)
+        groups = tensors[0].unflatten(0, (config.n_kv_head, config.n_groups + 2, config.head_dim))
+        parts = groups.split([config.n_groups, 1, 1], dim=1)
+        return torch.cat([part.flatten(0, 2) for part in parts])
 
     return Source((module,), join=join)
+
+
+def pairs_apart(source: Source) -> Source:
+    """Return the source of queries, keys and values that rotate pairs of channels (2i, 2i + 1).
+
+    The pairs become (i, i + rotary_dim / 2), as other published decoders have them.
+    """
+
+    def join(tensors: list[Tensor], config: DecoderConfig) -> Tensor:
+        qkv = source.join(tensors, config)
+        heads, values = qkv.tensor_split([(config.n_head + config.n_kv_head) * config.head_dim])
+        rotary_dim = config.rotary_dim or config.head_dim
+        channels = torch.arange(config.head_dim)
+        channels[:rotary_dim] = channels[:rotary_dim].view(-1, 2).t().flatten()
+        heads = heads.unflatten(0, (-1, config.head_dim))[:, channels]
+        return torch.cat((heads.flatten(0, 1), values))
+
+    return replace(source, join=join)
 
 
 def without_rows(module: str, count: int) -> Source:
@@ -109,9 +131,25 @@ def plus_one(module: str) -> Source:
     return Source((module,), join=lambda tensors, _: tensors[0].float() + 1.0, in_float32=True)
 
 
-def repeated_for_heads(module: str) -> Source:
+def scaled(source: Source, factor: float) -> Source:
+    """Return the source of a module that is multiplied, in float32 so that no bits are lost."""
+    join = source.join
+    return replace(source, join=lambda t, config: join(t, config).float() * factor, in_float32=True)
+
+
+def repeated_for_heads(place: str | Source) -> Source:
     """Return the source of a norm over head_dim whose weight all heads share."""
-    return Source((module,), lambda shape, _: [shape[1:]])
+    source = Source((place,)) if isinstance(place, str) else place
+    return replace(source, shapes=lambda shape, _: [shape[1:]])
+
+
+def split_by_head(module: str) -> Source:
+    """Return the source of a norm over all heads together."""
+    return Source(
+        (module,),
+        lambda shape, _: [(shape[0] * shape[1],)],
+        lambda tensors, config: tensors[0].unflatten(0, (-1, config.head_dim)),
+    )
 
 
 def reorder_rotary_pairs(qkv: Tensor, config: DecoderConfig) -> Tensor:

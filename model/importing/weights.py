@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from model.progress import Progress, followed, unheard
-from model.tensor_files import DTYPES, Shape
-
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+from model.tensor_files import Shape, dtype_name
 
 
 class UnsupportedError(ValueError):
@@ -43,7 +41,7 @@ def write_safetensors(
     end = 0
     for tensor in ordered:
         start, end = end, end + tensor.dtype.itemsize * torch.Size(tensor.shape).numel()
-        kind, offsets = _DTYPE_NAMES[tensor.dtype], (start, end)
+        kind, offsets = dtype_name(tensor.dtype), (start, end)
         header[tensor.name] = {"dtype": kind, "shape": tensor.shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

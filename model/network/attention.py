@@ -38,11 +38,12 @@ class Attention(nn.Module):
         self.config = config
         self.rotates = config.rotates(layer)
         self.window = config.window_of(layer)
+        self.has_own_theta = self.window is not None and bool(config.sliding_window_rope_theta)
         self.widths = [n * config.head_dim for n in (config.n_head, *[config.n_kv_head] * 2)]
         self.qkv = nn.Linear(config.d_model, sum(self.widths), bias=config.qkv_bias)
         if config.qk_norm:
-            self.query_norm = HeadNorm(config.n_head, config.head_dim, config.norm_eps)
-            self.key_norm = HeadNorm(config.n_kv_head, config.head_dim, config.norm_eps)
+            self.query_norm = HeadNorm(config.n_head, config)
+            self.key_norm = HeadNorm(config.n_kv_head, config)
         self.sinks = nn.Parameter(torch.zeros(config.n_head)) if config.attention_sinks else None
         # The exporter for CUDA sets this where each norm has one weight for all heads, as
         # published models do: the operator then normalises heads itself.
@@ -51,9 +52,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """Attend over all of x [batch, sequence, d_model] at positions 0, 1, …, causally."""
-        query, key, value = split_heads(self.project(x), self.config)
+        positions = self._own(positions)
+        query, key, value = split_heads(self.project(x, positions), self.config)
         place = torch.arange(x.shape[1], device=x.device)
-        if self.rotates and (table := positions.rotary):
+        if table := positions.rotary:
             query, key = rotate(query, table, place[None]), rotate(key, table, place[None])
         dropout = self.config.attention_dropout if self.training else 0.0
         capped = self.config.attention_softcap is not None
@@ -80,17 +82,26 @@ class Attention(nn.Module):
         self, x: Tensor, positions: Positions, inputs: RunInputs, cache: LayerCache
     ) -> tuple[Tensor, LayerCache]:
         """Append x [..., d_model] to `cache` and attend over it."""
-        if not self.rotates:
-            positions = Positions(None, positions.bias)
-        attended, present = inputs.attend(self, self.project(x), positions, cache)
+        positions = self._own(positions)
+        attended, present = inputs.attend(self, self.project(x, positions), positions, cache)
         return self.output(attended), present
 
-    def project(self, x: Tensor) -> Tensor:
+    def _own(self, positions: Positions) -> Positions:
+        """Return what this layer has to know of positions."""
+        if not self.rotates:
+            return positions._replace(rotary=None)
+        own = positions.rotary_in_windows if self.has_own_theta else positions.rotary
+        return positions._replace(rotary=own)
+
+    def project(self, x: Tensor, positions: Positions) -> Tensor:
         """Return queries, keys and values of x: [..., (n_head + 2 n_kv_head) · head_dim]."""
         qkv: Tensor = self.qkv(x)
-        if not self.config.qk_norm or self.norms_in_operator:
+        scale, norms = positions.query_scale, self.config.qk_norm and not self.norms_in_operator
+        if scale is None and not norms:
             return qkv
         query, key, value = qkv.split(self.widths, dim=-1)
+        if scale is not None:
+            return torch.cat((query * scale[..., None], key, value), dim=-1)
         return torch.cat((self.query_norm(query), self.key_norm(key), value), dim=-1)
 
     def emit(

@@ -18,6 +18,7 @@ from model.network.positions import (
     RotaryTable,
     alibi_table,
     distances,
+    query_scale_table,
     relative_buckets,
     rotary_table,
     sinusoidal_table,
@@ -31,13 +32,13 @@ class Block(nn.Module):
         super().__init__()
         self.placement = config.norm_placement
         self.parallel = config.parallel_residual
-        self.attention_norm = make_norm(config)
+        before, after = self.placement != "output", self.placement in ("both", "output")
+        self.attention_norm = make_norm(config) if before else nn.Identity()
         self.attention = Attention(config, layer)
-        self.feed_forward_norm = make_norm(config)
+        self.feed_forward_norm = make_norm(config) if before else nn.Identity()
         self.feed_forward = Mixture(config) if config.has_experts(layer) else FeedForward(config)
-        both = self.placement == "both"
-        self.attention_output_norm = make_norm(config) if both else nn.Identity()
-        self.feed_forward_output_norm = make_norm(config) if both else nn.Identity()
+        self.attention_output_norm = make_norm(config) if after else nn.Identity()
+        self.feed_forward_output_norm = make_norm(config) if after else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
@@ -77,7 +78,13 @@ def position_tables(config: DecoderConfig) -> dict[str, Tensor]:
     if config.position == "relative":
         return {"buckets": relative_buckets(config)}
     if config.position == "rotary":
-        return dict(zip(("rotary_cos", "rotary_sin"), rotary_table(config), strict=True))
+        tables = dict(zip(("rotary_cos", "rotary_sin"), rotary_table(config), strict=True))
+        if config.sliding_window_rope_theta is not None:
+            in_windows = rotary_table(config, in_windows=True)
+            tables |= zip(("window_cos", "window_sin"), in_windows, strict=True)
+        if (query_scales := query_scale_table(config)) is not None:
+            tables["query_scales"] = query_scales
+        return tables
     return {}
 
 
@@ -89,17 +96,21 @@ class Decoder(nn.Module):
     buckets: Tensor
     rotary_cos: Tensor
     rotary_sin: Tensor
+    window_cos: Tensor
+    window_sin: Tensor
+    query_scales: Tensor
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self.embedding_norm = make_norm(config) if config.embedding_norm else nn.Identity()
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.Identity() if config.norm_placement == "post" else make_norm(config)
         self.dropout = nn.Dropout(config.dropout)
         self.head = None
         if not config.tied_embeddings:
-            self.head = nn.Linear(config.d_model, config.vocab_size, bias=False)
+            self.head = nn.Linear(config.d_model, config.vocab_size, bias=config.head_bias)
         if config.position == "learned":
             self.position_embedding = nn.Embedding(config.max_model_len, config.d_model)
         elif config.position == "relative":
@@ -155,7 +166,11 @@ class Decoder(nn.Module):
         """
         position = self.config.position
         if position == "rotary":
-            return Positions(RotaryTable(self.rotary_cos, self.rotary_sin))
+            windowed = hasattr(self, "window_cos")
+            own = RotaryTable(self.window_cos, self.window_sin) if windowed else None
+            scale = self.query_scales[of_queries] if hasattr(self, "query_scales") else None
+            rotary = RotaryTable(self.rotary_cos, self.rotary_sin)
+            return Positions(rotary, rotary_in_windows=own, query_scale=scale)
         if position == "alibi":
             by_head = self.alibi[:, distances(of_queries, of_keys())]
             return Positions(bias=by_head.transpose(0, 1))
@@ -169,6 +184,7 @@ class Decoder(nn.Module):
         x: Tensor = self.embedding(input_ids)
         if self.config.embedding_scale != 1.0:
             x = x * self.config.embedding_scale
+        x = self.embedding_norm(x)
         if self.config.position == "learned":
             x = x + self.position_embedding(position_ids)
         elif self.config.position == "sinusoidal":
@@ -178,11 +194,14 @@ class Decoder(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         weight = self.embedding.weight if self.head is None else self.head.weight
-        return self.project(self.norm(x), weight)
+        bias = None if self.head is None else self.head.bias
+        return self.project(self.norm(x), weight, bias)
 
-    def project(self, normed: Tensor, weight: Tensor) -> Tensor:
+    def project(self, normed: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the logits of tokens that have these rows [tokens, d_model] in the head."""
         logits = functional.linear(normed, weight)
+        if bias is not None:
+            logits = logits + bias
         if cap := self.config.logit_softcap:
             logits = cap * (logits / cap).tanh()
         return logits

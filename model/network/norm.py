@@ -10,19 +10,19 @@ from model.config import DecoderConfig
 
 
 class HeadNorm(nn.Module):
-    """RMSNorm over each head of queries or keys (Henry et al. 2020)."""
+    """RMSNorm over each head of queries or keys (Henry et al. 2020), or over all at once."""
 
-    def __init__(self, n_heads: int, head_dim: int, eps: float) -> None:
+    def __init__(self, n_heads: int, config: DecoderConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(n_heads, head_dim))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(n_heads, config.head_dim))
+        self.across, self.eps = config.qk_norm_across_heads, config.norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise each head of x [..., n_heads · head_dim]."""
-        heads = x.unflatten(-1, self.weight.shape)
-        ones = torch.ones(self.weight.shape[1], dtype=x.dtype, device=x.device)
+        """Normalise x [..., n_heads · head_dim]."""
+        heads = x if self.across else x.unflatten(-1, self.weight.shape)
+        ones = torch.ones(heads.shape[-1], dtype=x.dtype, device=x.device)
         normed = functional.rms_norm(heads, ones.shape, ones, self.eps)
-        return (normed * self.weight).flatten(-2)
+        return (normed.view(*x.shape[:-1], *self.weight.shape) * self.weight).flatten(-2)
 
 
 def make_norm(config: DecoderConfig) -> nn.Module:

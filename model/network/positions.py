@@ -19,23 +19,39 @@ class RotaryTable(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """Angles to turn queries and keys by, and a bias [batch or 1, n_head, sequence, n_keys]."""
+    """What attention has to know of positions.
+
+    rotary: angles to turn queries and keys by; rotary_in_windows: those of layers with a sliding
+    window, where they have their own. bias: [batch or 1, n_head, sequence, n_keys], on scores.
+    query_scale: [..., sequence], factors of queries.
+    """
 
     rotary: RotaryTable | None = None
     bias: Tensor | None = None
+    rotary_in_windows: RotaryTable | None = None
+    query_scale: Tensor | None = None
 
 
-def rotary_table(config: DecoderConfig) -> RotaryTable:
+def rotary_table(config: DecoderConfig, *, in_windows: bool = False) -> RotaryTable:
     """Return angles p · θ^(-2i/d) for every position p and pair i, scaled as the model wants.
 
-    Su et al. 2021, section 3.2.2. The pairs beyond `rotary_dim` do not turn.
+    Su et al. 2021, section 3.2.2. The pairs beyond `rotary_dim` do not turn. in_windows: those by
+    `sliding_window_rope_theta`.
     """
     rotary_dim = config.rotary_dim or config.head_dim
     pairs = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
-    frequencies = config.rope_theta**-pairs
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if in_windows:
+        theta, scaling = config.sliding_window_rope_theta or theta, None
+    frequencies = theta**-pairs
     amplitude = 1.0
-    if scaling := config.rope_scaling:
-        frequencies = _scale_frequencies(frequencies, scaling, config.rope_theta)
+    if scaling and scaling.kind == "longrope":
+        beyond = config.max_model_len > (scaling.original_max_model_len or 0)
+        factors = scaling.long_factors if beyond else scaling.short_factors
+        frequencies = frequencies / torch.tensor(factors, dtype=torch.float64)
+        amplitude = scaling.attention_factor or 1.0
+    elif scaling:
+        frequencies = _scale_frequencies(frequencies, scaling, theta)
         if scaling.kind == "yarn":
             amplitude = scaling.attention_factor or 0.1 * math.log(scaling.factor) + 1.0
     angles = torch.outer(torch.arange(config.max_model_len, dtype=torch.float64), frequencies)
@@ -67,6 +83,17 @@ def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling, theta: float) 
         blend = (torch.arange(len(frequencies)) - low) / max(high - low, 0.001)
         kept = 1.0 - blend.clamp(0.0, 1.0)
     return kept * frequencies + (1.0 - kept) * stretched
+
+
+def query_scale_table(config: DecoderConfig) -> Tensor | None:
+    """Return the factor of queries at each position [max_model_len]; None where all are 1."""
+    scaling = config.rope_scaling
+    if scaling is None or scaling.query_growth is None or scaling.original_max_model_len is None:
+        return None
+    if config.max_model_len <= scaling.original_max_model_len:
+        return None
+    steps = torch.arange(config.max_model_len) // scaling.original_max_model_len
+    return 1.0 + scaling.query_growth * torch.log1p(steps.float())
 
 
 def rotate(x: Tensor, table: RotaryTable, position_ids: Tensor) -> Tensor:

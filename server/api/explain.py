@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
-from time import sleep
+from time import perf_counter, sleep
 from typing import Annotated
 
 from fastapi import APIRouter, Request
@@ -20,9 +20,16 @@ from starlette.responses import Response
 from model.bundle import ModelBundle
 from server import explain as explainer
 from server.api import schemas
-from server.api.responses import BODY_ERRORS, json_response, service_of, unless_disconnected
+from server.api.responses import (
+    BODY_ERRORS,
+    json_response,
+    service_of,
+    state_of,
+    unless_disconnected,
+)
 from server.errors import InvalidRequestError, OverloadedError
 from server.explain import Explainer, NextToken, check_index, check_length
+from server.requests.callers import Caller
 
 router = APIRouter(route_class=schemas.BodyRoute)
 
@@ -88,11 +95,16 @@ class Explanations:
         self._n_inside = 0
 
     async def explain(
-        self, token_ids: list[int], layers: list[int], heads: list[int], top_k: int
+        self, token_ids: list[int], layers: list[int], heads: list[int], top_k: int, caller: Caller
     ) -> bytes:
-        """Return an explanation as JSON. Raises OverloadedError if others wait already."""
+        """Return an explanation as JSON; the text's tokens count as used by the caller.
+
+        Raises OverloadedError if others wait already, or if the caller's tokens are used.
+        """
+        caller.check_tokens(perf_counter())
         if self._n_inside >= _MAX_INSIDE:
             raise OverloadedError("other texts are being explained; try again", retry_after=1)
+        caller.n_used += len(token_ids)
 
         def work() -> bytes:
             if self._explainer is None:
@@ -131,8 +143,11 @@ async def explain(request: Request, body: ExplainBody) -> Response:
             param="heads",
         )
     explanations: Explanations = request.app.state.explanations
-    work = explanations.explain(prompt.ids, layers, heads, body.top_k)
-    return json_response(await unless_disconnected(request.receive, work))
+    caller = state_of(request.scope).caller
+    work = explanations.explain(prompt.ids, layers, heads, body.top_k, caller)
+    response = json_response(await unless_disconnected(request.receive, work))
+    service.metrics.used(caller.name, n_tokens, 0)
+    return response
 
 
 def _json(explanation: explainer.Explanation, heads: list[int]) -> Iterator[bytes]:

@@ -181,21 +181,25 @@ class Formatter(ABC):
         return self.end
 
 
-async def respond(
+def respond(
     request: Request, wanted: CompletionRequest, formatter: Formatter, *, stream: bool
 ) -> Response:
-    """Run a request, and return its response, whole or as a stream."""
+    """Return the response to a request, whole or as a stream.
+
+    The request runs when the response is sent: nothing holds its body any more, which is larger.
+    """
+    state = state_of(request.scope)
     if stream:
-        return EventStream(_events(request, wanted, formatter), end=formatter.end)
-    return await unless_disconnected(request.receive, _whole(request, wanted, formatter))
+        return EventStream(_events(state, wanted, formatter), end=formatter.end)
+    return _Whole(state, wanted, formatter)
 
 
 async def _events(
-    request: Request, wanted: CompletionRequest, formatter: Formatter
+    state: RequestState, wanted: CompletionRequest, formatter: Formatter
 ) -> AsyncGenerator[bytes, None]:
     service = formatter.service
     async with service.complete(wanted) as completion:
-        state_of(request.scope).completion = formatter.completion = completion
+        state.completion = formatter.completion = completion
         async for deltas in completion.deltas(service.settings.keep_alive_interval):
             if chunk := b"".join(formatter.chunk(delta) for delta in deltas):
                 yield chunk
@@ -205,13 +209,25 @@ async def _events(
             yield tail
 
 
-async def _whole(request: Request, wanted: CompletionRequest, formatter: Formatter) -> Response:
-    async with formatter.service.complete(wanted) as completion:
-        state_of(request.scope).completion = formatter.completion = completion
-        async for deltas in completion.deltas():
-            for delta in deltas:
-                formatter.add(delta)
-    return JSONResponse(formatter.whole())
+class _Whole(Response):
+    def __init__(
+        self, state: RequestState, wanted: CompletionRequest, formatter: Formatter
+    ) -> None:
+        self._request = state, wanted, formatter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await unless_disconnected(receive, self._complete(*self._request))
+        await response(scope, receive, send)
+
+    async def _complete(
+        self, state: RequestState, wanted: CompletionRequest, formatter: Formatter
+    ) -> Response:
+        async with formatter.service.complete(wanted) as completion:
+            state.completion = formatter.completion = completion
+            async for deltas in completion.deltas():
+                for delta in deltas:
+                    formatter.add(delta)
+        return JSONResponse(formatter.whole())
 
 
 def event(data: str) -> bytes:

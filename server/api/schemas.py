@@ -32,7 +32,7 @@ from pydantic_core import CoreSchema, from_json
 from starlette.responses import Response
 
 from model.bundle import MinP, RepetitionPenalty, Temperature, TopP
-from server.api.responses import unless_disconnected
+from server.api.responses import service_of, state_of, unless_disconnected
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import SamplingParams
 from server.errors import InvalidRequestError, ModelNotFoundError
@@ -50,6 +50,9 @@ MOST_IN_BODY = (
     ("objects and arrays", (b"{", b"["), 2**14),
     ("fractions, exponents and booleans", (b".", b"e", b"E"), 2**15),
 )
+_MOST_DIGITS = 400  # of a number: reading a whole one takes time by their square
+_DIGITS_AS_ZEROS = bytes(ord("0") if chr(i) in "0123456789" else 32 for i in range(256))
+_LONG_NUMBER = b"0" * (_MOST_DIGITS + 1)
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 MAX_NAMED_TOKENS = 1024  # in stop_token_ids and logit_bias: each costs time in every shared step
 # Any client may take the first priority: a head start of a minute.
@@ -338,14 +341,16 @@ class BodyRoute(APIRoute):
         adapter: TypeAdapter[Any] = TypeAdapter(kind)
 
         async def answer(request: Request, raw: bytes) -> Response:
-            service: Service = request.app.state.service
+            service = service_of(request)
             body = await service.text_worker.call(len(raw), partial(parse, adapter, raw))
             check_model(service, getattr(body, "model", None))
             response: Response = await self.endpoint(request, body)
             return response
 
         async def handle(request: Request) -> Response:
-            raw = await request.body()
+            # `request.body()` would keep the bytes until the answer has ended.
+            raw = b"".join([piece async for piece in request.stream()])
+            state_of(request.scope).body_size = len(raw)
             work = answer(request, raw)
             return await (work if len(raw) <= SHORT else unless_disconnected(request.receive, work))
 
@@ -354,14 +359,22 @@ class BodyRoute(APIRoute):
 
 def check_amount(raw: bytes) -> None:
     """Raise InvalidRequestError for a JSON text that would take too long to parse."""
-    if not _excess(raw, *MOST_IN_BODY):
+    if not (_excess(raw, *MOST_IN_BODY) or _has_long_number(raw)):
         return
     # Count again outside strings. Without escapes, every quotation mark begins or ends a string.
     marks = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     excess = _excess(marks, MOST_IN_BODY[0])
-    excess = excess or _excess(b"".join(marks.split(b'"')[::2]), *MOST_IN_BODY[1:])
+    if not excess:
+        outside = b"".join(marks.split(b'"')[::2])
+        excess = _excess(outside, *MOST_IN_BODY[1:])
+        if _has_long_number(outside):
+            excess = f"a number of more than {_MOST_DIGITS} digits"
     if excess:
         raise InvalidRequestError(f"the body has {excess}; send less at once")
+
+
+def _has_long_number(text: bytes) -> bool:
+    return _LONG_NUMBER in text.translate(_DIGITS_AS_ZEROS)
 
 
 def _excess(text: bytes, *limits: tuple[str, tuple[bytes, ...], int]) -> str | None:

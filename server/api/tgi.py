@@ -179,11 +179,11 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
         raise InvalidRequestError(
             "decoder_input_details is not available on a stream; use /generate", param="parameters"
         )
-    service = responses.service_of(request)
+    service, state = responses.service_of(request), responses.state_of(request.scope)
     grammar, form = None, parameters.grammar
     if form is not None:
         work = partial(schemas.tgi_grammar, form, "parameters.grammar")
-        grammar = await service.text_worker.call(len(await request.body()), work)
+        grammar = await service.text_worker.call(state.body_size, work)
     changes = {} if parameters.samples else {"temperature": 0.0}
     options = parameters.model_copy(update=changes).request_options(
         [body.inputs],
@@ -195,9 +195,9 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
         keep_last=parameters.truncate,
         field_prefix="parameters.",
     )
-    wanted = await service.builder.build(options, responses.state_of(request.scope))
+    wanted = await service.builder.build(options, state)
     formatter = GenerateFormatter(service, body)
-    return await responses.respond(request, wanted, formatter, stream=stream)
+    return responses.respond(request, wanted, formatter, stream=stream)
 
 
 class GenerateFormatter(responses.Formatter):

@@ -47,6 +47,7 @@ class RequestOptions:
     cache_salt: str = ""
     grammar: Grammar | None = None
     kept_ids: frozenset[int] = frozenset()
+    begins_text: bool = False
     keep_last: int | None = None  # prompt tokens to keep
     add_special_tokens: bool = True  # such as BOS
     with_offsets: bool = False  # compute Prompt.offsets
@@ -120,6 +121,7 @@ class RequestBuilder:
             ),
             grammar=options.grammar,
             kept_ids=options.kept_ids,
+            begins_text=options.begins_text,
         )
 
     async def tokenize(

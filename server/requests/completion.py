@@ -53,6 +53,7 @@ class CompletionRequest:
     cache_salt: bytes = b""  # only prompts of the same salt share the prefix cache
     grammar: Grammar | None = None
     kept_ids: frozenset[int] = frozenset()  # special tokens that are shown in the text
+    begins_text: bool = False  # the text begins with the first new token; else with the prompt
 
     @property
     def work(self) -> Work:
@@ -127,7 +128,8 @@ def make_choices(
         sequence.priority, sequence.n_certain = request.priority, request.n_certain
         sequence.deadline = request.deadline
         sequence.constraint = constraint.copy() if constraint else None
-        text = Detokenizer(tokenizer, prompt.ids, request.kept_ids)
+        before = () if request.begins_text else prompt.ids
+        text = Detokenizer(tokenizer, before, request.kept_ids)
         choices.append(Choice(index, prompt, sequence, text, StopChecker(request.stops)))
     return choices
 
@@ -251,12 +253,14 @@ class Completion:
 class RequestState:
     """An HTTP request's id, arrival in seconds of `perf_counter`, sender, and completion if any.
 
-    error: the `reason` of the error that it ended in. trace_id: 32 hexadecimal digits.
+    body_size: in bytes, once it is read. error: the `reason` of the error that it ended in.
+    trace_id: 32 hexadecimal digits.
     """
 
     id: str
     arrived: float
     caller: Caller = field(default_factory=Caller)
+    body_size: int = 0
     completion: Completion | None = None
     error: str | None = None
     trace_id: str | None = None

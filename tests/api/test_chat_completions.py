@@ -36,6 +36,7 @@ from tests.serving import (
     serving,
     small_tokenizer,
 )
+from tests.text.test_detokenizer import PIECES
 
 tokenizer = small_tokenizer()
 USER: Any = [{"role": "user", "content": "Weather?"}]
@@ -328,6 +329,22 @@ async def test_the_template_alone_writes_special_tokens() -> None:
 
 
 # The answer
+
+
+@pytest.mark.parametrize("continues", [False, True])
+async def test_an_answer_begins_a_text(continues: bool) -> None:
+    """As decoders of SentencePiece have it: without the space before its first word."""
+    bundle = replace(fake_bundle(max_model_len=LONG), tokenizer=PIECES)
+    ids = PIECES.encode("a bad bed").ids
+    messages = [*USER, {"role": "assistant", "content": "abed"}] if continues else USER
+    body = {"messages": messages, "continue_final_message": continues}
+    expected = " a bad bed" if continues else PIECES.decode(ids)
+    async with chatting(ids, bundle=bundle) as (served, _, _):
+        answer = await post(served, **body)
+        streamed = await events(served, **body)
+    assert answer["choices"][0]["message"]["content"] == expected
+    deltas = [event["choices"][0]["delta"].get("content") or "" for event in streamed]
+    assert "".join(deltas) == expected
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def eager_weights(decoder: Decoder, token_ids: list[int]) -> list[torch.Tensor]:
     def listen(attention: Attention, inputs: tuple[torch.Tensor, Positions]) -> None:
         x, positions = inputs
         place = torch.arange(x.shape[1])
-        query, key, _ = split_heads(attention.project(x), attention.config)
+        query, key, _ = split_heads(attention.project(x, positions), attention.config)
         if attention.rotates:
             assert positions.rotary is not None
             query, key = (rotate(part, positions.rotary, place[None]) for part in (query, key))

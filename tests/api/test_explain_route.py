@@ -35,10 +35,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def explaining(directory: Path) -> AsyncIterator[httpx.AsyncClient]:
+async def explaining(directory: Path, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     bundle = load_bundle(directory)
     app = create_app(
-        load_settings(model=directory),
+        load_settings(model=directory, **settings),
         bundle,
         Engine(FakeRunner(bundle.config.vocab_size), chunk_size=8),
     )
@@ -102,6 +102,19 @@ async def test_a_bad_field_is_named(
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
     assert response.json()["error"]["param"] == param
+
+
+async def test_its_tokens_are_of_the_keys_tokens_a_minute(directory: Path) -> None:
+    headers = {"authorization": "Bearer a"}
+    async with explaining(directory, api_key="a", max_tokens_per_minute_per_key=1) as client:
+        first, second = [
+            await client.post("/explain", json={"text": TEXT}, headers=headers) for _ in range(2)
+        ]
+        metrics = (await client.get("/metrics")).text
+    n = len(first.json()["tokens"])
+    assert f'kvasir_key_tokens_total{{key="default",kind="prompt"}} {n}.0' in metrics
+    assert (first.status_code, second.status_code) == (200, 429)
+    assert "1 tokens a minute" in second.json()["error"]["message"]
 
 
 async def test_it_can_be_switched_off() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from time import perf_counter
@@ -19,6 +20,8 @@ from server.requests.admission import Phase
 from server.requests.builder import RequestOptions
 from server.requests.callers import Caller
 from server.requests.completion import RequestState
+from server.requests.text_worker import THREADS
+from tests.fake_runner import TIMEOUT
 from tests.serving import Served, serving
 
 HEALTH = ("/health", "/health/live", "/health/ready", "/health/startup")
@@ -144,6 +147,26 @@ async def test_each_key_has_so_many_requests_in_flight(tmp_path: Path, stream: b
             "kvasir_requests_rejected_total", {"reason": "overloaded_key"}
         )
     assert rejected == 1
+
+
+async def test_texts_to_tokenise_take_places_of_their_key_and_no_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("concurrency=1 tokens_per_minute=1 one\n")
+    go, text = threading.Event(), "a" * 5000
+    async with serving(api_key_file=path) as served:
+
+        def post(path: str, **body: object) -> asyncio.Task[httpx.Response]:
+            headers = {"authorization": "Bearer one"}
+            return asyncio.create_task(served.client.post(path, json=body, headers=headers))
+
+        for _ in range(THREADS):
+            served.service.text_worker.submit(go.wait, TIMEOUT)
+        first = post("/tokenize", prompt=text)
+        others = [await post("/tokenize", prompt=text), await post("/detokenize", tokens=[1])]
+        go.set()
+        assert [one.status_code for one in (await first, *others)] == [200, 429, 429]
+        assert (await post("/detokenize", tokens=[1] * 5000)).status_code == 200
+        assert (await post("/v1/completions", prompt="a", max_tokens=1)).status_code == 200
 
 
 async def test_what_a_request_does_not_use_of_its_max_tokens_is_given_back(tmp_path: Path) -> None:

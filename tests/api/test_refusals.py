@@ -277,6 +277,14 @@ def test_what_a_body_holds_is_counted_outside_strings(
                 schemas.check_amount(raw)
 
 
+def test_long_numbers_are_refused_outside_strings() -> None:
+    for text in ("1" * 400, '"' + "1" * 5000 + '"', '"\\"' + "1" * 401 + '"'):
+        schemas.check_amount(f'{{"a": [{text}, 1.5]}}'.encode())
+    for text in ("1" * 401, "-" + "1" * 5000, "0." + "1" * 401, '"1", ' + "1" * 401):
+        with pytest.raises(InvalidRequestError, match="has a number of more than 400 digits;"):
+            schemas.check_amount(f'{{"a": [{text}]}}'.encode())
+
+
 async def test_a_message_quotes_little_of_a_body() -> None:
     async with serving() as served:
         for body in ({"prompt": "a", "x" * 50_000: 1}, {"prompt": "a", "model": "y" * 50_000}):

@@ -100,6 +100,8 @@ def test_a_wrong_number_of_parameters_is_reported(open_page: Callable[..., Page]
         ({"norm_placement": "pre"}, 2, 3),
         ({"norm_placement": "post"}, 2, 2),
         ({"norm_placement": "both"}, 2, 5),
+        ({"norm_placement": "output"}, 2, 3),
+        ({"embedding_norm": True}, 2, 4),
         ({"parallel_residual": True}, 1, 3),
     ],
 )

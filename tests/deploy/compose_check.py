@@ -24,8 +24,8 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from loadtest.sse_client import StreamedCompletion, Target, complete
-from tests.deploy.rolling_restart import free_port
+from loadtest.sse_client import StreamedCompletion, Target
+from tests.deploy.rolling_restart import free_port, stream_tokens
 from tests.deploy.validate import ROOT, RULES, FailedError, SkippedError, load
 
 PROJECT = "kvasir-check"
@@ -99,13 +99,8 @@ class Stack:
 
     def stream(self, n_tokens: int, key: str | None = None) -> StreamedCompletion:
         """Return a completion, which fails unless it has exactly so many tokens."""
-        body = {"prompt": "def main():\n", "max_tokens": n_tokens, "ignore_eos": True}
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
         target = Target(f"http://127.0.0.1:{self.port}", key)
-        answer = asyncio.run(complete(target, json.dumps(body).encode(), limit=120))
-        if answer.error is None and answer.n_tokens != n_tokens:
-            answer.fail(f"{answer.n_tokens} tokens instead of {n_tokens}")
-        return answer
+        return asyncio.run(stream_tokens(target, n_tokens))
 
 
 def get(port: int, path: str, key: str | None = None) -> Any:

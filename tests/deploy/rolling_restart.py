@@ -88,6 +88,16 @@ class Server:
         return self._process.popen.wait()
 
 
+async def stream_tokens(target: Target, n_tokens: int, **fields: int) -> StreamedCompletion:
+    """Return a completion, which fails unless it has exactly so many tokens."""
+    body = {"prompt": "def read(path):\n", "max_tokens": n_tokens, "ignore_eos": True, **fields}
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    answer = await complete(target, json.dumps(body).encode(), limit=120)
+    if answer.error is None and answer.n_tokens != n_tokens:
+        answer.fail(f"{answer.n_tokens} tokens instead of {n_tokens}")
+    return answer
+
+
 class Load:
     """Clients that each send a request when their last one has ended."""
 
@@ -102,11 +112,7 @@ class Load:
         while not self.is_stopping:
             seed = next(self._seeds)
             max_tokens = MAX_TOKENS[seed % len(MAX_TOKENS)]
-            body = {"prompt": "def read(path):\n", "max_tokens": max_tokens, "ignore_eos": True}
-            body |= {"seed": seed, "stream": True, "stream_options": {"include_usage": True}}
-            answer = await complete(self._target, json.dumps(body).encode(), limit=120)
-            if answer.error is None and answer.n_tokens != max_tokens:
-                answer.fail(f"{answer.n_tokens} tokens instead of {max_tokens}")
+            answer = await stream_tokens(self._target, max_tokens, seed=seed)
             async with self._ended:
                 self.answers.append(answer)
                 self._ended.notify_all()

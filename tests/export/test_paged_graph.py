@@ -13,7 +13,7 @@ import torch
 from export.paged_graph import DTYPES, RUN_INPUTS, export_paged_graph
 from export.quantize import BLOCK, quantize_blocks
 from model.bundle import KV_BLOCK_SIZE, PRECISIONS
-from model.config import ConfigError
+from model.config import ConfigError, RopeScaling
 from tests import paged_reference
 from tests.random_models import make_config, make_decoder
 
@@ -37,9 +37,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "untied": {
         "tied_embeddings": False,
+        "head_bias": True,
         "layers_without_rotary": (1,),
         "parallel_residual": True,
         "rotary_dim": 8,
+    },
+    "olmo3": {
+        "norm_placement": "output",
+        "qk_norm": True,
+        "qk_norm_across_heads": True,
+        "sliding_window": 5,
+        "sliding_window_layers": (0,),
+        "sliding_window_rope_theta": 50.0,
+    },
+    "ministral3": {
+        "rope_scaling": RopeScaling(
+            kind="yarn", factor=4.0, original_max_model_len=12, query_growth=0.5
+        ),
     },
 }
 

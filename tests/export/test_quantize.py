@@ -133,11 +133,12 @@ def test_rows_are_symmetric_and_within_half_a_step() -> None:
         },
         {"position": "learned", "norm": "layernorm", "n_kv_head": 4},
         {"position": "sinusoidal", "norm_placement": "post", "feed_forward": "relu"},
+        *(VARIANTS[name] | {"n_layer": 1} for name in ("gemma3", "olmo2", "phi", "ministral3")),
     ],
 )
 def test_every_kind_of_decoder_can_be_quantised(changes: dict[str, object], tmp_path: Path) -> None:
     """No float matrix is left but positions, and the logits stay near PyTorch's."""
-    model = export_random(tmp_path, "int8", n_layer=1, **changes)
+    model = export_random(tmp_path, "int8", **{"n_layer": 1, **changes})
     figures = Verifier(model.config, model.decoder.state_dict(), model.graph, text=None).verify()
     assert figures.max_logit_error < 0.5
     assert figures.greedy_agreement > 0.8

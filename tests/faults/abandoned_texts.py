@@ -10,10 +10,11 @@ from typing import TypeVar
 import httpx
 
 from server.requests.text_worker import MOST_WAITING, SHORT, THREADS, TextWorker
-from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.fake_runner import TIMEOUT
+from tests.faults.canary import canary
+from tests.faults.paced_runner import PacedRunner
 from tests.faults.report import Report, errors_logged
 from tests.live import KEY, Live, live, wait
-from tests.serving import VOCAB_SIZE
 
 T = TypeVar("T")
 
@@ -47,10 +48,11 @@ class _Watched:
 def abandoned_texts(n: int) -> Report:
     """Let n clients send long texts while the worker is busy; those that may wait then leave."""
     report = Report("abandoned texts")
-    with errors_logged() as errors, live(FakeRunner(VOCAB_SIZE)) as served:
+    with errors_logged() as errors, live(PacedRunner()) as served:
         watched = _Watched(served.service.text_worker)
-        for _ in range(-(-n // _AT_ONCE)):
-            asyncio.run(_round(served, watched, report))
+        with canary(report, served.port, tokens=50, key=KEY):
+            for _ in range(-(-n // _AT_ONCE)):
+                asyncio.run(_round(served, watched, report))
         refused = served.value("requests_rejected_total", reason="overloaded_texts")
         report.note = f"{refused:.0f} refused, {report.tried - refused:.0f} left, none of them read"
     report.lost += errors

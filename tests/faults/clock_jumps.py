@@ -1,4 +1,7 @@
-"""Jumps of the wall clock by a year: no answer changes except for its date."""
+"""Jumps of the wall clock by a year: no answer changes except for its date.
+
+The clock jumps in this process alone, so no canary in another could tell.
+"""
 
 from __future__ import annotations
 

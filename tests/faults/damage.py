@@ -1,4 +1,7 @@
-"""Damaged model directories: one line on standard error, exit code 1, nothing is served."""
+"""Damaged model directories: one line on standard error, exit code 1, nothing is served.
+
+So there is no stream to time; the memory of a hostile one is limited.
+"""
 
 from __future__ import annotations
 

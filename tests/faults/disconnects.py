@@ -8,12 +8,12 @@ import socket
 import struct
 from typing import Any
 
-from tests.fake_runner import FakeRunner
+from tests.faults.canary import apart, canary
 from tests.faults.leaks import check_nothing_leaked, held
+from tests.faults.paced_runner import PacedRunner
 from tests.faults.report import Report, errors_logged
 from tests.faults.server_process import post_request
 from tests.live import KEY, live
-from tests.serving import VOCAB_SIZE
 
 _AT_ONCE = 50
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER that closes with a reset
@@ -22,19 +22,19 @@ _RESET = struct.pack("ii", 1, 0)  # SO_LINGER that closes with a reset
 def disconnects(n: int, seed: int = 0) -> Report:
     """Disconnect n clients connecting, uploading, queued, before the first token, in mid-stream."""
     report = Report("clients that disconnect", n)
-    runner = FakeRunner(VOCAB_SIZE, max_num_seqs=4)
+    runner = PacedRunner(max_num_seqs=5)
     with errors_logged() as errors, live(runner, max_queue=1000) as served:
-        chance = random.Random(seed)
-        asyncio.run(_disconnect_all(served.port, chance, n // 4))  # fills the pools that stay
+        apart(report, _disconnect_all, served.port, n // 4, seed)  # fills the pools that stay
         before = held(served)
-        asyncio.run(_disconnect_all(served.port, chance, n))
+        with canary(report, served.port, tokens=50, key=KEY):
+            apart(report, _disconnect_all, served.port, n, seed + 1)
         check_nothing_leaked(report, before, held(served))
         report.lost += errors
     return report
 
 
-async def _disconnect_all(port: int, chance: random.Random, n: int) -> None:
-    places = asyncio.Semaphore(_AT_ONCE)
+async def _disconnect_all(_report: Report, port: int, n: int, seed: int) -> None:
+    places, chance = asyncio.Semaphore(_AT_ONCE), random.Random(seed)
 
     async def client() -> None:
         async with places:

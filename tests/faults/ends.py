@@ -1,4 +1,7 @@
-"""Servers killed or terminated while clients stream: no client hangs, and the next server works."""
+"""Servers killed or terminated while clients stream: no client hangs, and the next server works.
+
+There is no canary: its stream would end with the server, as those of the clients do.
+"""
 
 from __future__ import annotations
 

@@ -7,11 +7,12 @@ import random
 
 import httpx
 
-from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.fake_runner import TIMEOUT
 from tests.faults.bodies import VALID
+from tests.faults.canary import apart, canary
+from tests.faults.paced_runner import PacedRunner
 from tests.faults.report import Report, errors_logged
 from tests.live import Live, live
-from tests.serving import VOCAB_SIZE
 
 _READS = ("/debug/batch", "/version", "/v1/models", "/model", "/info", "/openapi.json", "/nothing")
 _NAMES = (
@@ -34,16 +35,15 @@ _SETTINGS = {
 def foreign_pages(n: int, seed: int = 0) -> Report:
     """Send n requests as browsers would for hostile pages: all are refused, and nothing runs."""
     report = Report("foreign pages")
-    chance = random.Random(seed)
     with (
         errors_logged() as errors,
-        live(FakeRunner(VOCAB_SIZE, max_model_len=400), api_key=None, **_SETTINGS) as served,
+        live(PacedRunner(max_model_len=400), api_key=None, **_SETTINGS) as served,
         httpx.Client(base_url=served.url, timeout=TIMEOUT) as client,
     ):
-        for _ in range(n):
-            report.tried += 1
-            _attack(client, chance, report)
-        report.check(served.runner.batches == [], "a hostile page made the model run")
+        with canary(report, served.port, tokens=390):
+            apart(report, _attack_all, served.url, n, seed)
+        is_canary = all(one in ((0, 1), (1, 0)) for one in served.runner.batches)
+        report.check(is_canary, "a hostile page made the model run")
         for headers in _welcome(served):
             answer = client.post("/v1/completions", json=VALID["/v1/completions"], headers=headers)
             report.check(answer.status_code == 200, f"{headers} got {answer.status_code}")
@@ -54,7 +54,15 @@ def foreign_pages(n: int, seed: int = 0) -> Report:
     return report
 
 
-def _attack(client: httpx.Client, chance: random.Random, report: Report) -> None:
+async def _attack_all(report: Report, url: str, n: int, seed: int) -> None:
+    chance = random.Random(seed)
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT) as client:
+        for _ in range(n):
+            report.tried += 1
+            await _attack(client, chance, report)
+
+
+async def _attack(client: httpx.AsyncClient, chance: random.Random, report: Report) -> None:
     headers = {"content-type": "text/plain"}
     path = chance.choice(list(VALID))
     if is_rebound := chance.random() < 0.5:  # under a name that points here: the same origin
@@ -72,7 +80,7 @@ def _attack(client: httpx.Client, chance: random.Random, report: Report) -> None
     raw = {name.encode(): value.encode("latin-1") for name, value in headers.items()}
     is_read = is_rebound and path not in VALID
     body = None if is_read else json.dumps(VALID[path]).encode()
-    answer = client.request("GET" if is_read else "POST", path, content=body, headers=raw)
+    answer = await client.request("GET" if is_read else "POST", path, content=body, headers=raw)
     allowed = answer.headers.get("access-control-allow-origin")
     is_refused = answer.status_code == 403 and allowed is None
     report.check(is_refused, f"{path} {headers}: {answer.status_code}, readable by {allowed}")

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
+import gc
 import json
+import os
 import random
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from time import thread_time
 from typing import Any
 
+import httpx
 from fastapi import FastAPI
 from starlette.types import Message
 
 from server.api.schemas import MOST_IN_BODY
-from tests.fake_runner import FakeRunner
+from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.faults.bodies import VALID, places, put
+from tests.faults.canary import apart, canary, memory, reset_peak
+from tests.faults.paced_runner import PacedRunner
 from tests.faults.report import Report, errors_logged
+from tests.live import KEY, live
 from tests.serving import VOCAB_SIZE, serving
 
 SIZE = 4 * 2**20  # the usual limit
+_STATUSES = (200, 400, 404, 429)
 _HERE = json.dumps("\u2620here").encode()
 # The goal is 0.05 and 10; a run of this process on a busy machine, and in pages of 4 KB, varies.
 _MOST_SECONDS, _MOST_TIMES = 0.25, 12.0
@@ -82,24 +87,38 @@ def large_bodies(n: int, seed: int = 0) -> Report:
     """
     report = Report("large bodies")
     with errors_logged() as errors:
-        asyncio.run(_send_all(n, seed, report))
+        gc.freeze()  # as `serve` does
+        asyncio.run(_measure_all(n, seed, report))
+        gc.unfreeze()
+        with (
+            live(PacedRunner(max_model_len=400)) as served,
+            canary(report, served.port, tokens=390, key=KEY),
+        ):
+            apart(report, _send_all, served.url, n, seed)
     report.lost += errors
     return report
 
 
-async def _send_all(n: int, seed: int, report: Report) -> None:
-    chance = random.Random(seed)
-    cases = ((*case, fits) for case in _cases(chance) for fits in (False, True))
+async def _send_all(report: Report, url: str, n: int, seed: int) -> None:
+    """Send the same bodies over a socket, one after the other."""
+    headers = {"authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT) as client:
+        for case in _all_cases(n, seed):
+            answer = await client.post(case[0], content=_body(*case))
+            report.check(answer.status_code in _STATUSES, f"{case}: status {answer.status_code}")
+
+
+async def _measure_all(n: int, seed: int, report: Report) -> None:
     highest = [0.0, 0.0]
     async with serving(FakeRunner(VOCAB_SIZE, max_model_len=400)) as served:
-        for case in islice(cases, n):
+        for case in _all_cases(n, seed):
             path, body = case[0], _body(*case)
             status, seconds, times = await measured(served.app, path, body)
             report.tried += 1
             shown = (
                 f"{case}: status {status}, {seconds:.3f} s of the loop, {times:.1f} times its size"
             )
-            good = status in (200, 400, 404, 429)
+            good = status in _STATUSES
             report.check(good and seconds < _MOST_SECONDS and times < _MOST_TIMES, shown)
             highest = [max(highest[0], seconds), max(highest[1], times)]
     report.note = (
@@ -126,22 +145,15 @@ async def measured(app: FastAPI, path: str, body: bytes) -> tuple[int, float, fl
         "raw_path": path.encode(),
     }
     scope |= {"headers": [], "query_string": b"", "root_path": "", "http_version": "1.1"}
-    before, started = _reset_peak(), thread_time()
+    before, started = reset_peak(os.getpid()), thread_time()
     await app(scope | {"server": ("test", 80), "client": ("test", 1)}, receive, send)
-    seconds, grown = thread_time() - started, _memory("VmHWM") - before
+    seconds, grown = thread_time() - started, memory(os.getpid(), "VmHWM") - before
     return sent[0]["status"], seconds, max(0, grown) / SIZE
 
 
-def _reset_peak() -> int:
-    """Let the peak of memory begin anew, and return the memory in use."""
-    ctypes.CDLL(None).malloc_trim(0)  # else a body may use what others have left
-    Path("/proc/self/clear_refs").write_text("5")
-    return _memory("VmRSS")
-
-
-def _memory(name: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+def _all_cases(n: int, seed: int) -> Iterator[tuple[str, Place, str, bool]]:
+    cases = _cases(random.Random(seed))
+    return islice(((*case, fits) for case in cases for fits in (False, True)), n)
 
 
 def _cases(chance: random.Random) -> Iterator[Case]:

@@ -9,6 +9,7 @@ from contextlib import suppress
 import psutil
 
 from tests.fake_runner import TIMEOUT
+from tests.faults.canary import reset_peak
 from tests.faults.report import Report
 from tests.live import Live
 
@@ -24,7 +25,7 @@ def held(served: Live) -> dict[str, float]:
         "file descriptors": process.num_fds(),
         "rows, reservations and places": sum(served.service.engine.occupancy())
         + served.service.admission.n_inside,
-        "bytes": process.memory_info().rss,
+        "bytes": reset_peak(process.pid),
     }
 
 

@@ -11,11 +11,13 @@ import httpx
 from fastapi import FastAPI
 
 from server.api.schemas import RequestBody
-from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.fake_runner import TIMEOUT
 from tests.faults.bodies import VALID, random_body, wrong_types
+from tests.faults.canary import apart, canary
+from tests.faults.leaks import held
+from tests.faults.paced_runner import PacedRunner
 from tests.faults.report import Report, errors_logged
-from tests.live import KEY, Live, live
-from tests.serving import VOCAB_SIZE
+from tests.live import KEY, live
 
 _AT_ONCE = 8
 _VARYING = re.compile(r'"(id|created)":[^,]*')
@@ -26,9 +28,11 @@ def malformed_bodies(n: int, seed: int = 0) -> Report:
     report = Report("malformed bodies")
     with (
         errors_logged() as errors,
-        live(FakeRunner(VOCAB_SIZE, max_model_len=400), max_queue=1000) as served,
+        live(PacedRunner(max_model_len=400), max_queue=1000) as served,
     ):
-        asyncio.run(_send_all(served, n, seed, report))
+        with canary(report, served.port, tokens=390, key=KEY):
+            apart(report, _send_all, served.url, n, seed)
+        held(served)
         report.lost += errors
         report.check(
             served.service.engine.occupancy() == (0, 0, 0.0), "rows or memory are still held"
@@ -41,10 +45,10 @@ def post_routes(app: FastAPI) -> set[str]:
     return {path for path, operations in app.openapi()["paths"].items() if "post" in operations}
 
 
-async def _send_all(served: Live, n: int, seed: int, report: Report) -> None:
+async def _send_all(report: Report, url: str, n: int, seed: int) -> None:
     requests = _requests(n, seed)
     headers = {"authorization": f"Bearer {KEY}"}
-    async with httpx.AsyncClient(base_url=served.url, headers=headers, timeout=TIMEOUT) as client:
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=TIMEOUT) as client:
 
         async def send() -> None:
             for path, body in requests:

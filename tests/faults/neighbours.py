@@ -11,15 +11,18 @@ from typing import Any
 
 import httpx
 
-from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.fake_runner import TIMEOUT
+from tests.faults.canary import apart, canary
+from tests.faults.leaks import held
+from tests.faults.paced_runner import PacedRunner
 from tests.faults.report import Report, errors_logged
-from tests.live import Live, live
+from tests.live import live
 from tests.serving import VOCAB_SIZE
 
 _QUOTA = 300  # tokens a minute of the greedy key
 _GREEDY = 8  # requests that it sends at once
 _PER_ROUND = 2 + _GREEDY
-_KEYS = f"name=victim v-key\nname=spy s-key\nname=greedy tokens_per_minute={_QUOTA} g-key\n"
+_KEYS = f"v-key\nname=spy s-key\nname=greedy tokens_per_minute={_QUOTA} g-key\ncanary-key\n"
 
 
 def neighbours(n: int, seed: int = 0) -> Report:
@@ -28,10 +31,12 @@ def neighbours(n: int, seed: int = 0) -> Report:
     with tempfile.TemporaryDirectory() as folder, errors_logged() as errors:
         path = Path(folder) / "keys"
         path.write_text(_KEYS)
-        runner = FakeRunner(VOCAB_SIZE, max_num_seqs=_PER_ROUND)
+        runner = PacedRunner(max_num_seqs=_PER_ROUND + 1)
         with live(runner, cache_bytes=2**20, api_key_file=path, max_queue=100) as served:
             started = perf_counter()
-            asyncio.run(_work(served, n, random.Random(seed), report))
+            with canary(report, served.port, tokens=50, key="canary-key"):
+                apart(report, _work, served.url, n, seed)
+            held(served)
             allowed = _QUOTA * (1 + (perf_counter() - started) / 60) + runner.max_model_len * 4
             kinds = ("prompt", "completion")
             used = sum(served.value("key_tokens_total", key="greedy", kind=one) for one in kinds)
@@ -42,8 +47,9 @@ def neighbours(n: int, seed: int = 0) -> Report:
     return report
 
 
-async def _work(served: Live, n: int, chance: random.Random, report: Report) -> None:
-    async with httpx.AsyncClient(base_url=served.url, timeout=TIMEOUT) as client:
+async def _work(report: Report, url: str, n: int, seed: int) -> None:
+    chance = random.Random(seed)
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT) as client:
 
         async def ask(key: str, **body: Any) -> httpx.Response:
             report.tried += 1

@@ -9,10 +9,12 @@ import re
 
 import httpx
 
-from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.fake_runner import TIMEOUT
+from tests.faults.canary import apart, canary
+from tests.faults.leaks import held
+from tests.faults.paced_runner import PacedRunner
 from tests.faults.report import Report, errors_logged
-from tests.live import KEY, Live, live
-from tests.serving import VOCAB_SIZE
+from tests.live import KEY, live
 
 BODY = json.dumps({"prompt": "a", "max_tokens": 1}).encode()
 _HEAD = (
@@ -101,10 +103,12 @@ CASES: dict[str, tuple[bytes, list[int]]] = {
 def malformed_http(n: int, seed: int = 0) -> Report:
     """Send every case, and n damaged requests on connections that are then closed."""
     report = Report("malformed HTTP")
-    with errors_logged() as errors, live(FakeRunner(VOCAB_SIZE)) as served:
-        asyncio.run(_try_all(served, n, seed, report))
+    with errors_logged() as errors, live(PacedRunner()) as served:
+        with canary(report, served.port, tokens=50, key=KEY):
+            apart(report, _try_all, served.port, n, seed)
         with served.http() as client:
             report.check(_is_served(client), "afterwards a valid request is not answered")
+        held(served)
         report.lost += errors
         report.check(served.service.admission.n_inside == 0, "places are still held")
     return report
@@ -114,17 +118,17 @@ def _is_served(client: httpx.Client) -> bool:
     return client.post("/v1/completions", content=BODY).status_code == 200
 
 
-async def _try_all(served: Live, n: int, seed: int, report: Report) -> None:
+async def _try_all(report: Report, port: int, n: int, seed: int) -> None:
     for name, (sent, expected) in CASES.items():
         report.tried += 1
-        statuses = await _statuses(served.port, sent, breaks_off=False)
+        statuses = await _statuses(port, sent, breaks_off=False)
         report.check(statuses == expected, f"{name}: {statuses}, not {expected}")
     chance = random.Random(seed)
     valid = [sent for sent, _ in CASES.values() if len(sent) < 10_000]
     for _ in range(n):
         report.tried += 1
         sent = _damaged(chance, chance.choice(valid))
-        statuses = await _statuses(served.port, sent, breaks_off=True)
+        statuses = await _statuses(port, sent, breaks_off=True)
         report.check(all(status < 500 for status in statuses), f"{sent[:300]!r}: {statuses}")
 
 

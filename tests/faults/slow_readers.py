@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 
-from tests.fake_runner import FakeRunner
+from tests.faults.canary import canary
 from tests.faults.leaks import check_nothing_leaked, held
+from tests.faults.paced_runner import PacedRunner
 from tests.faults.report import Report, errors_logged
-from tests.live import Live, live, wait
-from tests.serving import VOCAB_SIZE
+from tests.live import KEY, Live, live, wait
 
 _NAME = "x" * 20_000  # a model name that makes answers too large for the sockets' buffers
 _TOKENS = 500
@@ -19,7 +20,7 @@ _TOKENS = 500
 def slow_readers(n: int, _seed: int = 0) -> Report:
     """Connect n clients that read nothing, and n that do."""
     report = Report("clients that do not read", n)
-    runner = FakeRunner(VOCAB_SIZE, max_model_len=_TOKENS + 10, max_num_seqs=n + 2)
+    runner = PacedRunner(max_model_len=_TOKENS + 10, max_num_seqs=n + 3)
     with (
         errors_logged() as errors,
         live(runner, served_model_name=_NAME, send_timeout=1.0, max_queue=n) as served,
@@ -38,12 +39,16 @@ def slow_readers(n: int, _seed: int = 0) -> Report:
 def _stand_still(served: Live, n: int, report: Report) -> int:
     """Return the most bytes that waited for one client, after all clients were disconnected."""
     with ExitStack() as stack, ThreadPoolExecutor(8) as pool:
-        for _ in range(n):
-            stack.enter_context(served.post_raw(max_tokens=_TOKENS, stream=True, ignore_eos=True))
-            wait(served.submitted)
-        statuses = list(pool.map(lambda _: _ask(served), range(n)))
-        report.check(statuses == [200] * n, f"the clients that read got {statuses}")
-        most = asyncio.run_coroutine_threadsafe(_most_buffered(served), served.loop).result()
+        with canary(report, served.port, tokens=_TOKENS, key=KEY):
+            for _ in range(n):
+                stack.enter_context(
+                    served.post_raw(max_tokens=_TOKENS, stream=True, ignore_eos=True)
+                )
+                wait(served.submitted)
+            lengths = [_TOKENS // 2, *[5] * n]  # the first one takes as long as buffers to fill
+            statuses = list(pool.map(partial(_ask, served), lengths))
+            report.check(set(statuses) == {200}, f"the clients that read got {statuses}")
+            most = asyncio.run_coroutine_threadsafe(_most_buffered(served), served.loop).result()
         rest = held(served)["rows, reservations and places"]
         report.check(
             rest == 0, f"they were not disconnected: {rest} rows, reservations and places are held"
@@ -51,11 +56,10 @@ def _stand_still(served: Live, n: int, report: Report) -> int:
     return most
 
 
-def _ask(served: Live) -> int:
+def _ask(served: Live, n_tokens: int) -> int:
+    body = {"prompt": "a", "max_tokens": n_tokens, "ignore_eos": True}
     with served.http() as client:
-        return client.post(
-            "/v1/completions", json={"prompt": "a", "max_tokens": 5, "ignore_eos": True}
-        ).status_code
+        return client.post("/v1/completions", json=body).status_code
 
 
 async def _most_buffered(served: Live) -> int:

@@ -110,6 +110,21 @@ def test_a_message_says_where_and_what_is_allowed(name: str, value: object, wron
     assert wrong in refused(**{name: value})
 
 
+GROWING = RopeScaling(kind="yarn", factor=2.0, original_max_model_len=8, query_growth=0.1)
+LONGROPE = RopeScaling(
+    kind="longrope",
+    factor=2.0,
+    original_max_model_len=8,
+    short_factors=(1.0,) * (VALID["head_dim"] // 2),
+    long_factors=(2.0,) * (VALID["head_dim"] // 2),
+)
+
+
+def test_longrope_has_a_number_for_each_pair() -> None:
+    few = dataclasses.replace(LONGROPE, long_factors=(2.0,))
+    assert "long_factors must have a number for each of" in refused(rope_scaling=few)
+
+
 @pytest.mark.parametrize(
     ("changes", "wrong"),
     [
@@ -160,6 +175,14 @@ def test_every_choice_can_be_made() -> None:
         ({"position": "relative", "relative_max_distance": 16}, "relative_max_distance"),
         ({"parallel_residual": True, "norm_placement": "post"}, "norm_placement"),
         ({"n_kv_head": 3}, "n_head"),
+        ({"sliding_window_rope_theta": 10.0}, "sliding_window_rope_theta"),
+        (
+            {"sliding_window": 4, "sliding_window_rope_theta": 10.0, "position": "none"},
+            "sliding_window_rope_theta",
+        ),
+        ({"qk_norm_across_heads": True}, "qk_norm_across_heads"),
+        ({"head_bias": True}, "head_bias"),
+        ({"qk_norm": True, "rope_scaling": GROWING}, "qk_norm"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], name: str) -> None:
@@ -173,6 +196,7 @@ def test_fields_that_contradict_each_other_are_refused(changes: dict[str, Any], 
         {"factor": 0.0},
         {"attention_factor": -1.0},
         {"kind": "yarn"},
+        {"query_growth": 0.1},
         {"kind": "llama3", "original_max_model_len": 8, "low_freq_factor": 4.0},
     ],
 )
@@ -238,6 +262,18 @@ def test_head_dim_must_be_what_the_served_operator_takes(position: str, multiple
             logit_softcap=30.0,
             embedding_scale=7.0,
             norm_placement="both",
+        ),
+        DecoderConfig(
+            **VALID,
+            rope_scaling=LONGROPE,
+            sliding_window=8,
+            sliding_window_rope_theta=100.0,
+            qk_norm=True,
+            qk_norm_across_heads=True,
+            norm_placement="output",
+            embedding_norm=True,
+            tied_embeddings=False,
+            head_bias=True,
         ),
         DecoderConfig(
             **VALID,

@@ -114,7 +114,7 @@ def test_feed_forward_by_formula(kind: str, act: Callable[[Tensor], Tensor], bia
 
 
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
-@pytest.mark.parametrize("placement", ["pre", "post", "both", "parallel"])
+@pytest.mark.parametrize("placement", ["pre", "post", "both", "output", "parallel"])
 def test_block_normalises_before_or_after(norm: str, placement: str) -> None:
     parallel = placement == "parallel"
     changes = {"norm_placement": "pre" if parallel else placement, "parallel_residual": parallel}
@@ -134,6 +134,9 @@ def test_block_normalises_before_or_after(norm: str, placement: str) -> None:
         expected = middle + block.feed_forward_output_norm(
             block.feed_forward(block.feed_forward_norm(middle))
         )
+    elif placement == "output":
+        middle = x + block.attention_output_norm(block.attention(x, nowhere))
+        expected = middle + block.feed_forward_output_norm(block.feed_forward(middle))
     else:
         middle = x + block.attention(block.attention_norm(x), nowhere)
         expected = middle + block.feed_forward(block.feed_forward_norm(x if parallel else middle))
@@ -150,13 +153,13 @@ def test_the_decoder_is_its_embedding_its_blocks_and_its_head(changes: dict[str,
         x = x + decoder.position_embedding.weight[:7]
     if config.position == "sinusoidal":  # section 3.4 scales the embedding by √d_model
         x = x * config.d_model**0.5 + sinusoidal_table(config)[:7]
-    x = x * config.embedding_scale
+    x = decoder.embedding_norm(x * config.embedding_scale)
     for block in decoder.blocks:
         x = block(x, known_positions(decoder, 7))
     if config.norm_placement != "post":
         x = decoder.norm(x)
     head = decoder.embedding.weight if decoder.head is None else decoder.head.weight
-    logits = x @ head.T
+    logits = x @ head.T + (decoder.head.bias if decoder.head and config.head_bias else 0.0)
     if config.logit_softcap:
         logits = config.logit_softcap * torch.tanh(logits / config.logit_softcap)
     torch.testing.assert_close(decoder(tokens), logits, rtol=1e-4, atol=1e-4)
@@ -166,7 +169,15 @@ def known_positions(decoder: Decoder, length: int) -> Positions:
     """Return the blocks' Positions for 0 … length - 1, biases written one at a time."""
     config = decoder.config
     if config.position == "rotary":
-        return Positions(RotaryTable(decoder.rotary_cos, decoder.rotary_sin))
+        own = config.sliding_window_rope_theta and RotaryTable(
+            decoder.window_cos, decoder.window_sin
+        )
+        scaling, growth = config.rope_scaling, None
+        if scaling and scaling.query_growth and scaling.original_max_model_len:
+            steps = np.arange(length) // scaling.original_max_model_len
+            growth = torch.from_numpy(1.0 + scaling.query_growth * np.log(1.0 + steps)).float()
+        rotary = RotaryTable(decoder.rotary_cos, decoder.rotary_sin)
+        return Positions(rotary, None, own or None, growth)
     if config.position not in ("alibi", "relative"):
         return Positions()
     bias = torch.zeros(1, config.n_head, length, length)

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,25 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    processors,
+    trainers,
+)
 from torch import Tensor
 
 from export.directory import export_checkpoint
+from model import tensor_files
 from model.bundle import load_bundle
 from model.chat_template import ChatTemplate
 from model.checkpoint import load_checkpoint
 from model.config import DecoderConfig
 from model.importing.huggingface import Imported, import_checkpoint
-from model.tensor_files import StoredTensor
+from model.importing.weights import UnsupportedError
 from tests.huggingface_checkpoints import (
     BOS,
     CHAT_TEMPLATE,
@@ -33,6 +44,7 @@ from tests.huggingface_checkpoints import (
     make_tokenizer,
     save_checkpoint,
 )
+from tests.huggingface_checkpoints import FAMILIES as CHECKPOINTS
 
 ROOT = Path(__file__).parents[2]
 Folders = Callable[[str], Path]
@@ -184,16 +196,16 @@ def test_a_failure_in_the_middle_leaves_nothing(
     folders: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, reads = folders("llama"), 0
-    read = StoredTensor.read
+    read = tensor_files._read
 
-    def run_out(stored: StoredTensor) -> Tensor:
+    def run_out(path: Path, name: str) -> Tensor:
         nonlocal reads
         reads += 1
         if reads > 5:
             raise OSError("No space left on device")
-        return read(stored)
+        return read(path, name)
 
-    monkeypatch.setattr(StoredTensor, "read", run_out)
+    monkeypatch.setattr(tensor_files, "_read", run_out)
     with pytest.raises(OSError, match="No space left"):
         import_checkpoint(folder, tmp_path / "not" / "yet" / "there")
     assert not list(tmp_path.iterdir())
@@ -445,3 +457,152 @@ def test_everything_travels_into_the_model_directory(folders: Folders, tmp_path:
     assert bundle.config.eos_token_ids == (5, 6)
     assert bundle.generation.given() == {"temperature": 0.7}
     assert bundle.tokenizer.encode("text").tokens[0] == BOS
+
+
+VISION = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "image_size": 28}
+VISION |= {"num_attention_heads": 2, "patch_size": 14}
+SEEING: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gemma3": ("Gemma3", "gemma3", VISION | {"model_type": "siglip_vision_model"}),
+    "mistral": ("Mistral3", "llama", VISION | {"model_type": "pixtral", "head_dim": 8}),
+    "ministral3": ("Mistral3", "ministral3", VISION | {"model_type": "pixtral", "head_dim": 8}),
+}
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_the_decoder_of_a_model_that_sees_images_is_imported_alone(
+    name: str, tmp_path: Path
+) -> None:
+    """Whichever of the names its tensors have."""
+    architecture, text, vision = SEEING[name]
+    text_config = CHECKPOINTS[text][1] | {"num_hidden_layers": 2}
+    text_config["model_type"] = "gemma3_text" if name == "gemma3" else name
+    config = getattr(transformers, f"{architecture}Config")(
+        text_config=text_config, vision_config=vision, tie_word_embeddings=name == "gemma3"
+    )
+    torch.manual_seed(0)
+    model: Any = getattr(transformers, f"{architecture}ForConditionalGeneration")._from_config(
+        config, attn_implementation="eager"
+    )
+    folder = save_checkpoint(tmp_path / "theirs", model.eval())
+    tensors = load_file(folder / "model.safetensors")
+    assert any("vision_tower" in name for name in tensors)
+    imported = import_checkpoint(folder, tmp_path / "ours")
+    assert imported.notes == ("only the part for text is imported: the model sees no images",)
+    input_ids = torch.randint(320, (2, 40))
+    with torch.inference_mode():
+        theirs = model(input_ids).logits
+        ours = load_checkpoint(tmp_path / "ours").decoder(input_ids)
+    assert (ours - theirs).abs().max() < 1e-4 * theirs.std()
+    for number, (old, new) in enumerate(
+        [
+            ("language_model.model.", "model.language_model."),
+            ("model.language_model.", "language_model.model."),
+        ]
+    ):
+        other = with_tensors(folder, tmp_path / f"theirs {number}", renamed(old, new))
+        assert weights_of(other, tmp_path / f"ours {number}") == (
+            (tmp_path / "ours" / "model.safetensors").read_bytes()
+        )
+    quantised = with_values(
+        folder, tmp_path / "quantised", "config.json", quantization_config={"bits": 4}
+    )
+    with pytest.raises(UnsupportedError, match="quantization_config lacks"):
+        import_checkpoint(quantised, tmp_path / "never")
+
+
+def test_tokens_that_prompts_do_not_need_may_be_beyond_the_vocabulary(
+    folders: Folders, tmp_path: Path
+) -> None:
+    """As a token for padding, or Gemma 3's for images where the model sees none."""
+    folder = shutil.copytree(folders("llama"), tmp_path / "theirs")
+    tokenizer = Tokenizer.from_str(make_tokenizer().to_str())
+    tokenizer.add_special_tokens([f"<{i}>" for i in range(320 - tokenizer.get_vocab_size())])
+    known = tokenizer.get_vocab()
+    tokenizer.add_special_tokens(["[PAD]", "<image>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    decoder = {"320": {"content": "[PAD]", "special": True}}
+    values = {"pad_token": "[PAD]", "added_tokens_decoder": decoder}
+    folder = with_values(folder, tmp_path / "padded", "tokenizer_config.json", **values)
+    imported = import_checkpoint(folder, tmp_path / "ours")
+    (note,) = imported.notes
+    assert note.endswith("beyond its vocabulary of 320, are left out: '[PAD]', '<image>'")
+    ours = load_checkpoint(tmp_path / "ours").tokenizer
+    assert ours.get_vocab() == known
+
+
+def test_an_end_of_text_beyond_the_vocabulary_is_left_out_and_named(
+    folders: Folders, tmp_path: Path
+) -> None:
+    imported, _ = imported_with(
+        folders("llama"), tmp_path, "generation_config.json", eos_token_id=[5, 320]
+    )
+    assert imported.config.eos_token_ids == (5,)
+    assert imported.notes[0].startswith("end-of-text token 320 is left out: it is beyond")
+
+
+@cache
+def sentence_pieces() -> Tokenizer:
+    """As published for Llama 2 and TinyLlama: a space before every text between special tokens."""
+    normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizer
+    trainer = trainers.BpeTrainer(vocab_size=56, show_progress=False)
+    trained.train_from_iterator(TEXT.split("\n"), trainer)
+    state = json.loads(trained.to_str())
+    known = state["model"]["vocab"]
+    names = [BOS, EOS, *(f"<0x{byte:02X}>" for byte in range(256)), *sorted(known, key=known.get)]
+    state["model"] |= {"vocab": {name: i for i, name in enumerate(names)}}
+    state["model"] |= {"byte_fallback": True, "fuse_unk": True}
+    made = Tokenizer.from_str(json.dumps(state))
+    special = [AddedToken(name, normalized=False, special=True) for name in (BOS, EOS)]
+    made.add_special_tokens(special)
+    spaces = decoders.Replace("▁", " ")
+    made.decoder = decoders.Sequence(
+        [spaces, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, 0)]
+    )
+    return made
+
+
+TINY_LLAMA = (
+    "{% for message in messages %}<|{{ message['role'] }}|>\n"
+    "{{ message['content'] }}{{ eos_token }}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("family", "values"),
+    [
+        ("llama", {}),
+        ("llama", {"legacy": False}),
+        ("llama", {"legacy": True}),
+        ("llama", {"add_prefix_space": False}),
+        ("mistral", {"legacy": False}),
+    ],
+)
+def test_a_llamas_chats_are_the_tokens_of_transformers(
+    family: str, values: dict[str, object], folders: Folders, tmp_path: Path
+) -> None:
+    """Though tokenizer.json itself says otherwise of spaces after special tokens."""
+    kind: dict[str, Any] = {"model_type": family, "architectures": None}
+    folder = with_values(folders("llama"), tmp_path / "copy", "config.json", **kind)
+    (folder / "chat_template.jinja").write_text(TINY_LLAMA)
+    sentence_pieces().save(str(folder / "tokenizer.json"))
+    values = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, **values}
+    folder = with_values(folder, tmp_path / "theirs", "tokenizer_config.json", **values)
+    import_checkpoint(folder, tmp_path / "ours")
+    theirs: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = load_checkpoint(tmp_path / "ours").tokenizer
+    files = {path.name: path.read_bytes() for path in (tmp_path / "ours").iterdir()}
+    template = ChatTemplate.parse(files)
+    assert template is not None
+    messages = [
+        {"role": role, "content": content}
+        for role, content in [("system", "the line"), ("user", " a  text"), ("assistant", "twice")]
+    ]
+    expected = theirs.apply_chat_template(messages, return_dict=False)
+    assert ours.encode(template.render(messages), add_special_tokens=False).ids == expected
+    for text in (TEXT[:100], "", f"{BOS}the{EOS} line", " Ünïcode 你好 \n\n  x"):
+        assert ours.encode(text).ids == theirs(text).input_ids

@@ -111,8 +111,8 @@ REFUSALS: dict[str, tuple[Break, str]] = {
         r"config\.json must hold a JSON object",
     ),
     "another model": (
-        set_values("config.json", model_type="bloom", architectures=["BloomForCausalLM"]),
-        r"describes BloomForCausalLM of model_type 'bloom'; supported are GPT2LMHeadModel .*Gemma2",
+        set_values("config.json", model_type="bert", architectures=["BertForMaskedLM"]),
+        r"describes BertForMaskedLM of model_type 'bert'; supported are GPT2LMHeadModel .*mistral3",
     ),
     "no model type": (
         set_values("config.json", model_type=None, architectures=None),
@@ -124,7 +124,19 @@ REFUSALS: dict[str, tuple[Break, str]] = {
     ),
     "end of text beyond the vocabulary": (
         set_values("config.json", eos_token_id=320),
-        r"eos_token_ids must be in",
+        r"eos_token_id is 320, which is beyond the vocabulary of 320; name the token .* generation",
+    ),
+    "token beyond the vocabulary": (
+        lambda folder: (
+            set_values("config.json", vocab_size=301)(folder),
+            set_tensors(
+                **{
+                    "model.embed_tokens.weight": torch.ones(301, 64),
+                    "lm_head.weight": torch.ones(301, 64),
+                }
+            )(folder),
+        ),
+        r"prompts need the token '</s>', which .* as 301, but the model has only 301 tokens",
     ),
     "no tokenizer": (
         remove("tokenizer.json"),

@@ -134,6 +134,40 @@ def test_rotary_scaling_is_that_of_transformers(
     torch.testing.assert_close(table.sin[1], frequencies.sin() * amplitude, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("max_model_len", [64, 65])
+def test_longrope_has_long_factors_beyond_the_original_length(max_model_len: int) -> None:
+    """As vLLM has it: the exported length decides, once for all positions."""
+    short, long = ([1.0 + i / by for i in range(32)] for by in (32, 2))
+    ours = RopeScaling(
+        kind="longrope",
+        factor=4.0,
+        original_max_model_len=64,
+        attention_factor=math.sqrt(1 + math.log(4) / math.log(64)),
+        short_factors=tuple(short),
+        long_factors=tuple(long),
+    )
+    phi = LlamaConfig(
+        hidden_size=256,
+        num_attention_heads=4,
+        head_dim=64,
+        max_position_embeddings=256,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 64,
+            "short_factor": short,
+            "long_factor": long,
+        },
+    )
+    frequencies, amplitude = ROPE_INIT_FUNCTIONS["longrope"](
+        phi, torch.device("cpu"), seq_len=max_model_len
+    )
+    config = make_config(head_dim=64, max_model_len=max_model_len, rope_scaling=ours)
+    table = rotary_table(config)
+    torch.testing.assert_close(table.cos[1], frequencies.cos() * amplitude, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(table.sin[1], frequencies.sin() * amplitude, rtol=1e-5, atol=1e-6)
+
+
 def test_alibi_slopes_are_the_papers() -> None:
     """Press et al. 2022, section 3: 1/2 … 1/256 for 8 heads, 2^-0.5 … 2^-8 for 16."""
     assert alibi_slopes(8) == [2.0**-i for i in range(1, 9)]

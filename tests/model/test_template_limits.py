@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from model.chat_template import ChatTemplate, ChatTemplateError, ChatTemplateLimitError
+from model.template_limits import MOST_SECONDS, MOST_TEXT, Allowance
 
 GROW = "{% set n = namespace(x='xx', y=(1,), z=(1,)) %}{% for i in range(60) %}"
 LISTS = GROW + "{% set n.y = (n.y, n.y) %}{% set n.z = (n.z, n.z) %}{% endfor %}"
@@ -84,8 +85,22 @@ def test_half_a_surrogate_pair_is_no_text() -> None:
             "user",
         ),
         ("{{ messages[0].content.replace('<', '&lt;') | trim | length }}", "1499999"),
+        (
+            "{% for m in messages %}{% set x = m.content %}{{ x.endswith('</z>') | int }}"
+            "{% endfor %}",
+            "0" * 501,
+        ),
     ],
 )
 def test_a_long_chat_is_rendered(source: str, expected: str) -> None:
     messages = [{"role": "user", "content": "<xyz " * 187_500}, *CHAT * 500]
     assert ChatTemplate(source).render(messages) == expected
+
+
+def test_the_largest_chat_gets_no_more_time_or_text_than_a_request_may_use() -> None:
+    content = "x" * 2**22
+    allowance = Allowance({"messages": [{"role": "user", "content": content}]})
+    assert (allowance.seconds, allowance.left) == (MOST_SECONDS, MOST_TEXT)
+    source = "{% for i in range(9) %}{{ messages[0].content }}{% endfor %}"
+    with pytest.raises(ChatTemplateLimitError, match=r"texts of more than 33,554,432 characters"):
+        ChatTemplate(source).render([{"role": "user", "content": content}])

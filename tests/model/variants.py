@@ -50,6 +50,43 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "sliding_window_layers": (0,),
     },
+    "gemma3": {
+        "sliding_window": 5,
+        "sliding_window_layers": (0,),
+        "sliding_window_rope_theta": 50.0,
+        "rope_scaling": RopeScaling(kind="linear", factor=4.0),
+        "qk_norm": True,
+        "norm_placement": "both",
+    },
+    "olmo2": {"norm_placement": "output", "qk_norm": True, "qk_norm_across_heads": True},
+    "phi": {
+        **GPT2,
+        "n_layer": 1,
+        "position": "rotary",
+        "parallel_residual": True,
+        "tied_embeddings": False,
+        "head_bias": True,
+        "rope_scaling": RopeScaling(
+            kind="longrope",
+            factor=2.0,
+            original_max_model_len=24,
+            attention_factor=1.2,
+            short_factors=(1.0,) * 8,
+            long_factors=tuple(1.0 + i for i in range(8)),
+        ),
+    },
+    "ministral3": {
+        "rope_scaling": RopeScaling(
+            kind="yarn", factor=4.0, original_max_model_len=5, query_growth=0.5
+        ),
+    },
+    "bloom": {
+        "n_layer": 1,
+        "position": "alibi",
+        "n_kv_head": 4,
+        "norm": "layernorm",
+        "embedding_norm": True,
+    },
     "alibi": {
         "n_layer": 1,
         "position": "alibi",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import socket
@@ -256,6 +257,23 @@ def test_a_bad_model_directory_is_refused(directory: Path, kind: str) -> None:
     with pytest.raises(StartupError, match=expected) as caught:
         serve.serve(load_settings(model=directory))
     assert "\n" not in str(caught.value)
+
+
+def test_collections_of_garbage_leave_out_what_lives_from_the_start(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen: list[int] = []
+
+    def run(_server: serve.DrainingServer, sockets: list[socket.socket]) -> None:
+        frozen.append(gc.get_freeze_count())
+        sockets[0].close()
+
+    monkeypatch.setattr(serve.DrainingServer, "run", run)
+    try:
+        serve.serve(load_settings(model=directory, port=0))
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > 0
 
 
 def test_addresses_that_cannot_be_listened_on_are_refused() -> None:

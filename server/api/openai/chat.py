@@ -31,8 +31,7 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     """Answer in a conversation, as OpenAI does."""
     service, state = service_of(request), state_of(request.scope)
     chat, text = await render(request, body)
-    size = len(await request.body())
-    tools = await service.text_worker.call(size, lambda: ToolUse.of(body, chat, service))
+    tools = await service.text_worker.call(state.body_size, lambda: ToolUse.of(body, chat, service))
     options = body.options(
         [text],
         service.bundle.generation,
@@ -40,6 +39,7 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
         logprobs=body.top_logprobs if body.logprobs else None,
         grammar=tools.grammar,
         kept_ids=tools.kept_ids,
+        begins_text=not body.continue_final_message,
         add_special_tokens=body.add_special_tokens,
     )
     try:
@@ -47,12 +47,12 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     except ContextLengthError as error:
         raise ContextLengthError(error.message, param="messages") from None
     formatter = ChatFormatter(service, body, state.id, tools)
-    return await respond(request, wanted, formatter, stream=body.stream)
+    return respond(request, wanted, formatter, stream=body.stream)
 
 
 async def render(request: Request, conversation: Conversation) -> tuple[ChatFormat, str]:
     """Return the model's chat format, and the text that it makes. Raises InvalidRequestError."""
-    size, service = len(await request.body()), service_of(request)
+    service, size = service_of(request), state_of(request.scope).body_size
     chat = service.chat
     if chat is None:
         raise InvalidRequestError(

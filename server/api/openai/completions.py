@@ -26,8 +26,7 @@ DEFAULT_MAX_TOKENS = 16
 async def completions(request: Request, body: CompletionsBody) -> Response:
     """Continue prompts, as OpenAI does."""
     service, state = service_of(request), state_of(request.scope)
-    size = len(await request.body())
-    grammar = await service.text_worker.call(size, body.any_grammar)
+    grammar = await service.text_worker.call(state.body_size, body.any_grammar)
     options = body.options(
         body.prompt,
         service.bundle.generation,
@@ -40,7 +39,7 @@ async def completions(request: Request, body: CompletionsBody) -> Response:
     )
     wanted = await service.builder.build(options, state)
     formatter = CompletionFormatter(service, body, state.id)
-    return await respond(request, wanted, formatter, stream=body.stream)
+    return respond(request, wanted, formatter, stream=body.stream)
 
 
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # of log-probabilities
@@ -53,16 +52,16 @@ class CompletionFormatter(OpenAIFormatter):
 
     def __init__(self, service: Service, body: CompletionsBody, request_id: str) -> None:
         super().__init__(service, body, f"cmpl-{request_id}", "text_completion")
-        self._body = body
+        self._echoes, self._n_top = body.echo, body.logprobs
         self._echoed: set[int] = set()
 
     def parts(self, delta: Delta) -> Iterator[JSON]:
         """Yield the new part of a choice; the first begins with the echoed prompt."""
         text, index = delta.text, delta.choice.index
-        if self._body.echo and index not in self._echoed:
+        if self._echoes and index not in self._echoed:
             self._echoed.add(index)
             text = delta.choice.prompt.text + text
-        logprobs = None if self._body.logprobs is None else self._logprobs(delta)
+        logprobs = None if self._n_top is None else self._logprobs(delta)
         reason = delta.finish_reason
         if text or logprobs is not None or reason is not None:
             yield {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
@@ -84,10 +83,10 @@ class CompletionFormatter(OpenAIFormatter):
             pairs = zip(delta.prompt_logprobs, offsets[1:], strict=True)
             entries += [self._entry(scored, offset) for scored, offset in pairs]
         if delta.logprobs is not None:
-            n_echoed = len(prompt.text) if self._body.echo else 0
+            n_echoed = len(prompt.text) if self._echoes else 0
             entries.append(self._entry(delta.logprobs, delta.offset + n_echoed))
         lists = {name: [entry[i] for entry in entries] for i, name in enumerate(_LISTS)}
-        return lists if self._body.logprobs else {**lists, "top_logprobs": None}
+        return lists if self._n_top else {**lists, "top_logprobs": None}
 
     def _decoded_offsets(self, prompt: Prompt) -> list[int]:
         """Return where each token begins in the text that the tokens decode to."""

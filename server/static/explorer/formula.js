@@ -51,8 +51,11 @@ function shapes({ d_model, head_dim }, n) {
 
 function descriptions(config, { layer, head, window, rotates }) {
   const { n_head: nHead, head_dim: headDim, d_model: dModel, attention_softcap: cap } = config;
-  const about = [`Each of the ${nHead} heads has its own.`, positions(config, rotates)];
-  if (config.qk_norm) about.splice(1, 0, "RMSNorm follows in each head, for Q and K.");
+  const about = [`Each of the ${nHead} heads has its own.`, positions(config, rotates, window)];
+  if (config.qk_norm) {
+    const where = config.qk_norm_across_heads ? "over all heads together" : "in each head";
+    about.splice(1, 0, `RMSNorm follows ${where}, for Q and K.`);
+  }
   return {
     "formula-layer": layer,
     "formula-head": head,
@@ -76,9 +79,11 @@ function descriptions(config, { layer, head, window, rotates }) {
 const rotates = (config, layer) =>
   config.position === "rotary" && !config.layers_without_rotary.includes(layer);
 
-function positions(config, rotated) {
+function positions(config, rotated, window) {
   if (rotated) {
-    const { head_dim: width, rotary_dim: part, rope_theta: base } = config;
+    const { head_dim: width, rotary_dim: part } = config;
+    const own = window === null ? null : config.sliding_window_rope_theta;
+    const base = own ?? config.rope_theta;
     const which =
       (part ?? width) === width
         ? "Q and K are"

@@ -38,6 +38,7 @@ export function stepsOf(config) {
       notes: [`up to ${n(config.max_model_len)} ids below ${n(config.vocab_size)}`],
     },
     { kind: "embedding", title: "Embedding", notes: embeddingNotes(config) },
+    ...(config.embedding_norm ? [normStep(config)] : []),
     { times: config.n_layer, steps: blockSteps(config) },
     ...(config.norm_placement === "post" ? [] : [normStep(config)]),
     { kind: "embedding", title: "Output head", notes: headNotes(config) },
@@ -63,7 +64,9 @@ function blockSteps(config) {
     ];
   return [attention, feedForward].flatMap((step) => {
     if (config.norm_placement === "post") return [{ branches: [[step]] }, norm];
-    return [{ branches: [config.norm_placement === "both" ? [norm, step, norm] : [norm, step]] }];
+    const before = config.norm_placement === "output" ? [] : [norm];
+    const after = config.norm_placement === "pre" ? [] : [norm];
+    return [{ branches: [[...before, step, ...after]] }];
   });
 }
 
@@ -87,7 +90,8 @@ function attentionStep(config) {
     ...positionNotes(config),
     scale === null ? `scores / √${n(channels)}` : `scores × ${round(scale)}`,
   ];
-  if (config.qk_norm) notes.push("RMSNorm on every head of queries and keys");
+  const normed = config.qk_norm_across_heads ? "all heads together" : "every head";
+  if (config.qk_norm) notes.push(`RMSNorm on ${normed} of queries and keys`);
   if (config.attention_softcap !== null)
     notes.push(`scores capped at ±${round(config.attention_softcap)} by tanh`);
   if (config.sliding_window !== null) notes.push(windowNote(config));
@@ -127,6 +131,8 @@ function rotaryNote(config) {
   const parts = [`rotary positions, θ = ${n(config.rope_theta)}`];
   if (turned !== null && turned < config.head_dim) parts.push(`on ${n(turned)} channels`);
   if (scaling !== null) parts.push(`scaled by ${scaling.kind}, factor ${round(scaling.factor)}`);
+  if (config.sliding_window_rope_theta !== null)
+    parts.push(`with windows θ = ${n(config.sliding_window_rope_theta)}, unscaled`);
   if (without.length) parts.push(`except ${layersNote(without, config)}`);
   return parts.join(", ");
 }
@@ -158,6 +164,7 @@ function headNotes(config) {
   const notes = [
     `${shape}, with ${config.tied_embeddings ? "the embedding's weights" : "weights of its own"}`,
   ];
+  if (config.head_bias) notes.push("with a bias");
   if (config.logit_softcap !== null)
     notes.push(`capped at ±${round(config.logit_softcap)} by tanh`);
   return notes;

@@ -11,10 +11,13 @@ export function parametersOf(config) {
     ["Feed-forward", (config.n_layer - mixturesOf(config)) * feedForward(config)],
     ["Experts", mixturesOf(config) * mixture(config)],
     ["Norms", norms(config)],
-    ["Output head", config.tied_embeddings ? 0 : config.d_model * config.vocab_size],
+    ["Output head", config.tied_embeddings ? 0 : head(config)],
   ];
   return parts.filter(([, count]) => count > 0);
 }
+
+const head = ({ d_model: width, vocab_size: size, head_bias: isBiased }) =>
+  width * size + (isBiased ? size : 0);
 
 function positions({
   position,
@@ -61,5 +64,6 @@ function norms({
   const one = config.norm === "layernorm" ? 2 * width : width;
   const ofHeads = config.qk_norm ? (heads + shared) * channels : 0;
   const perLayer = (config.norm_placement === "both" ? 4 : 2) * one + ofHeads;
-  return config.n_layer * perLayer + (config.norm_placement === "post" ? 0 : one);
+  const outside = (config.norm_placement === "post" ? 0 : 1) + (config.embedding_norm ? 1 : 0);
+  return config.n_layer * perLayer + outside * one;
 }

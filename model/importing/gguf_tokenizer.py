@@ -1,0 +1,252 @@
+"""The tokenizer of a GGUF file, as a tokenizer.json.
+
+llama.cpp's "gpt2" is byte-level BPE, whose way to split texts it knows by the name in
+`tokenizer.ggml.pre`; its "llama" is SentencePiece's BPE, whose merges follow from its scores.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tokenizers import Tokenizer
+
+from model.importing.weights import UnsupportedError
+from model.tokenizer import vocabulary_size
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
+_SPACE = "▁"
+# The patterns of the published tokenizer.json of each kind.
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LETTERS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_LLAMA3 = _LETTERS + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _END
+_QWEN2 = _LETTERS + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _END
+_BEFORE, _MARKS = r"[^\r\n\p{L}\p{N}]?", r"\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"{_BEFORE}[\p{{Lu}}\p{{Lt}}{_MARKS}*[\p{{Ll}}{_MARKS}+END|" + (
+    rf"{_BEFORE}[\p{{Lu}}\p{{Lt}}{_MARKS}+[\p{{Ll}}{_MARKS}*END|"
+)
+_SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _END
+_TEKKEN = _CASED.replace("END", "") + r"\p{N}" + _SIGNS
+_GPT4O = _CASED.replace("END", f"{_CONTRACTIONS}?") + r"\p{N}{1,3}" + _SIGNS
+# fmt: off
+# tokenizer.ggml.pre: the pattern, or None for GPT-2's.
+_PATTERNS: dict[str, str | None] = {
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "midm-2.0",
+                     "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "kormo", "hunyuan",
+                     "solar-open"), _QWEN2),
+    "tekken": _TEKKEN,
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "a.x-4.0", "gigachat",
+                     "mellum", "trillion", "granite-docling"), None),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone",
+                     "minerva-7b", "mellum2"), None),
+}
+_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b",
+           "mellum2"}  # each digit is a word
+_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "midm-2.0",
+                "tekken"}  # a word of the vocabulary is a token whatever the merges; BOS is first
+_NFC = {"qwen2", "deepseek-r1-qwen", "megrez", "kormo", "command-r"}
+# Tokens that end an answer, though a file may name one alone.
+_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>",
+         "<|end_of_text|>", "<end_of_utterance>")
+# fmt: on
+_NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # the special tokens of Phi-3 that keep spaces
+
+
+_IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
+_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTokenizer:
+    """A tokenizer.json and what goes with it."""
+
+    text: str
+    special_tokens: dict[str, str]  # texts by names, as bos_token
+    bos: int | None
+    ends: list[int]  # tokens that end an answer, the model's own first
+    size: int  # the largest id plus one
+
+
+def read_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer:
+    """Return the tokenizer in a file's metadata. Raises UnsupportedError for another or none."""
+    model, pre = _get(values, "model", str), _get(values, "pre", str, "")
+    if model not in ("gpt2", "llama"):
+        raise UnsupportedError(
+            f"its key tokenizer.ggml.model is {model!r}; supported are 'gpt2' and 'llama'; import "
+            "the model's folder with tokenizer.json"
+        )
+    tokens: list[str] = _get(values, "tokens", list)
+    kinds = _numbers(values, "token_type", len(tokens))
+    vocabulary = {token: i for i, token in enumerate(tokens) if kinds[i] != _UNUSED}
+    if len(vocabulary) != len(tokens) - kinds.count(_UNUSED):
+        raise UnsupportedError("its key tokenizer.ggml.tokens has a token twice; copy it again")
+    ids = {"bos": 1, "eos": 2, "unknown": 0} if model == "llama" else {}
+    for name in _IDS:
+        key = f"{name}_token_id"
+        ids[name] = _get(values, key, int, ids.get(name, -1))
+        if not -1 <= ids[name] < len(tokens):
+            raise UnsupportedError(
+                f"its key tokenizer.ggml.{key} is {ids[name]}, and it has {len(tokens)} tokens"
+            )
+    build = _byte_level if model == "gpt2" else _sentencepiece
+    document: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None}
+    document |= build(values, vocabulary, tokens[ids["unknown"]] if ids["unknown"] >= 0 else None)
+    phi3 = values.get("general.architecture") == "phi3"
+    document["added_tokens"] = [
+        {
+            "id": i,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": phi3 and kinds[i] == _CONTROL and token not in _NOT_STRIPPED,
+            "normalized": False,
+            "special": kinds[i] != _USER_DEFINED,
+        }
+        for i, token in enumerate(tokens)
+        if kinds[i] in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]
+    starts = _get(values, "add_bos_token", bool, model == "llama" or pre in _WHOLE_WORDS)
+    ends = _get(values, "add_eos_token", bool, False)
+    around = (ids["bos"] if starts else -1, ids["eos"] if ends else -1)
+    document["post_processor"] = _template(tokens, *around)
+    text = json.dumps(document, ensure_ascii=False)
+    try:
+        size = vocabulary_size(Tokenizer.from_str(text))
+    except Exception as error:  # tokenizers raises bare Exception
+        reason = " ".join(str(error).split())
+        raise UnsupportedError(f"its tokenizer cannot be built: {reason}") from None
+    last = [ids[name] for name in ("eos", "eot", "eom")]
+    last += [vocabulary.get(token, -1) for token in _ENDS]
+    return GgufTokenizer(
+        text,
+        {name: tokens[ids[key]] for key, name in _NAMES.items() if ids[key] >= 0},
+        ids["bos"] if ids["bos"] >= 0 else None,
+        [i for i in dict.fromkeys(last) if i >= 0 and (kinds[i] == _CONTROL or i == ids["eos"])],
+        size,
+    )
+
+
+def _get(values: Mapping[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
+    """Return a key of the tokenizer. Raises UnsupportedError for none, and one of another type."""
+    value: Any = values.get(f"tokenizer.ggml.{name}", default)
+    texts = not isinstance(value, list) or all(type(one) is str for one in value)
+    if type(value) is kind and texts:
+        return value
+    found = "missing" if value is None else f"of type {type(value).__name__}"
+    raise UnsupportedError(f"its key tokenizer.ggml.{name} is {found}; convert the model again")
+
+
+def _numbers(values: Mapping[str, Any], name: str, length: int) -> list[Any]:
+    numbers: Any = values.get(f"tokenizer.ggml.{name}")
+    numbers = numbers.tolist() if hasattr(numbers, "tolist") else numbers
+    if not isinstance(numbers, list) or len(numbers) != length:
+        raise UnsupportedError(
+            f"its key tokenizer.ggml.{name} is not a number for each of {length} tokens; convert "
+            "the model again"
+        )
+    return numbers
+
+
+def _byte_level(
+    values: Mapping[str, Any], vocabulary: dict[str, int], _: str | None
+) -> dict[str, Any]:
+    pre = _get(values, "pre", str)
+    if pre not in _PATTERNS:
+        raise UnsupportedError(
+            f"its key tokenizer.ggml.pre is {pre!r}; supported are {', '.join(_PATTERNS)}; import "
+            "the model's folder with tokenizer.json"
+        )
+    pattern = _PATTERNS[pre]
+    steps: list[dict[str, Any]] = []
+    if pre in _DIGITS:
+        steps.append({"type": "Digits", "individual_digits": True})
+    if pattern is not None:
+        split = {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        steps.append({"type": "Split", **split})
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
+    steps.append(level | {"use_regex": pattern is None})
+    merges = [merge.partition(" ") for merge in _get(values, "merges", list)]
+    return {
+        "normalizer": {"type": "NFC"} if pre in _NFC else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": level | {"use_regex": True},
+        "model": {
+            "type": "BPE",
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": pre in _WHOLE_WORDS,
+            "vocab": vocabulary,
+            "merges": [[left, right] for left, _, right in merges],
+        },
+    }
+
+
+def _sentencepiece(
+    values: Mapping[str, Any], vocabulary: dict[str, int], unknown: str | None
+) -> dict[str, Any]:
+    scores = _numbers(values, "scores", len(_get(values, "tokens", list)))
+    if str(values.get("general.architecture")).startswith("gemma"):
+        scores = list(range(0, -len(scores), -1))  # its scores do not follow the order of merges
+    prefix = _get(values, "add_space_prefix", bool, True)
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    before = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
+    after = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
+    back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
+    return {
+        "normalizer": {"type": "Sequence", "normalizers": [*before, spaces]},
+        "pre_tokenizer": None,
+        "decoder": {
+            "type": "Sequence",
+            "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *after],
+        },
+        "model": {
+            "type": "BPE",
+            "unk_token": unknown,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "ignore_merges": False,
+            "vocab": vocabulary,
+            "merges": _merges(vocabulary, scores),
+        },
+    }
+
+
+def _merges(vocabulary: dict[str, int], scores: list[float]) -> list[list[str]]:
+    """Return the pairs that make a token of the vocabulary, the highest score first.
+
+    SentencePiece merges any such pair; the order of one token's pairs is that of transformers.
+    """
+    ranked = []
+    for token, i in vocabulary.items():
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocabulary and right in vocabulary:
+                ranked.append((-scores[i], i, vocabulary[left], vocabulary[right], left, right))
+    return [[left, right] for *_, left, right in sorted(ranked)]
+
+
+def _template(tokens: list[str], bos: int, eos: int) -> dict[str, Any] | None:
+    """Return the post-processor that puts a token before or after every text; -1 is none."""
+    if bos == eos == -1:
+        return None
+
+    def part(i: int, type_id: int) -> list[dict[str, Any]]:
+        return [] if i < 0 else [{"SpecialToken": {"id": tokens[i], "type_id": type_id}}]
+
+    first, second = (
+        [*part(bos, i), {"Sequence": {"id": name, "type_id": i}}, *part(eos, i)]
+        for i, name in enumerate("AB")
+    )
+    special = {
+        tokens[i]: {"id": tokens[i], "ids": [i], "tokens": [tokens[i]]}
+        for i in (bos, eos)
+        if i >= 0
+    }
+    pair = {"single": first, "pair": [*first, *second], "special_tokens": special}
+    return {"type": "TemplateProcessing", **pair}
