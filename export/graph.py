@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from export.experts import place_experts
 from export.kv_cache import measure_scales, quantize_kv_cache, scale_kv_channels
 from export.quantize import quantize
 from export.rewrite import contents, save
@@ -70,6 +71,7 @@ def export_graph(
     rows: list[int | str] = ["batch", config.n_kv_head, "n_positions", config.head_dim]
     decoder, cache = make_skeleton(config), (torch.float32, rows)
     model = trace(decoder, scaled, StepInputs, STEP_INPUTS, cache)
+    place_experts(model, scaled, precision)
     if precision == "fp32":
         names = {name.removesuffix(TRANSPOSED): name for name in model.graph.initializers}
         of_parameters = {name: names[name] for name in decoder.state_dict()}

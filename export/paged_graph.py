@@ -52,6 +52,9 @@ def check_pageable(config: DecoderConfig) -> None:
             f"{config.position} positions bias scores, which ONNX Runtime's PagedAttention cannot; "
             "export for the CPU"
         )
+    for name in ("n_experts", "attention_sinks"):
+        if value := getattr(config, name):
+            raise ConfigError(f"{name} {value} is exported for the CPU only")
 
 
 def export_paged_graph(

@@ -127,9 +127,17 @@ def _earlier_scales(blocks: Tensor, largest: Tensor, scales: Tensor) -> Tensor:
 
 
 def _products(graph: ir.Graph) -> list[ir.Node]:
-    """Return the products x W with constant matrices, and x Wᵀ + b, which torch makes a Gemm."""
+    """Return the products x W with constant matrices, and x Wᵀ + b, which torch makes a Gemm.
+
+    The routers of mixtures are left out: a rounded one would choose other experts.
+    """
     products = (node for node in graph if node.op_type in ("MatMul", "Gemm"))
-    return [node for node in products if node.inputs[1] and node.inputs[1].const_value is not None]
+    by_weight = ((node, node.inputs[1]) for node in products)
+    return [
+        node
+        for node, weight in by_weight
+        if weight and weight.const_value is not None and ".router." not in str(weight.name)
+    ]
 
 
 def _round_in_blocks(
@@ -141,7 +149,7 @@ def _round_in_blocks(
     n_in, n_out = _sizes(weight)
     n_blocks = -(-n_in // BLOCK)
     shapes = (n_out, n_blocks, BLOCK * bits // 8), (n_out, n_blocks)
-    integers, scales = _rounded(graph, weights, weight, f"int{bits}", rounder, torch.uint8, shapes)
+    integers, scales = rounded(graph, weights, weight, f"int{bits}", rounder, torch.uint8, shapes)
     sizes = {"K": n_in, "N": n_out, "bits": bits, "block_size": BLOCK}
     tape = Tape()
     product = tape.op("MatMulNBits", [x, integers, scales], sizes | attributes, domain=MICROSOFT)
@@ -156,7 +164,7 @@ def _sizes(weight: ir.Value) -> tuple[int, int]:
     return (n_out, n_in) if str(weight.name).endswith(TRANSPOSED) else (n_in, n_out)
 
 
-def _rounded(
+def rounded(
     graph: ir.Graph,
     weights: Weights,
     weight: ir.Value,
@@ -274,4 +282,4 @@ class _Int8:
         assert weight.shape is not None
         shapes = weight.shape.numpy(), [_sizes(weight)[1]]
         of = self._graph, self._weights, weight
-        return _rounded(*of, "int8", quantize_rows, torch.int8, shapes)
+        return rounded(*of, "int8", quantize_rows, torch.int8, shapes)

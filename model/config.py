@@ -17,12 +17,15 @@ from model.files import read_object
 Position = Literal["rotary", "learned", "sinusoidal", "alibi", "relative", "none"]
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "both", "output"]
-FeedForward = Literal["swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu"]
+FeedForward = Literal[
+    "swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu", "swiglu_clamped"
+]
 Size = Annotated[int, Field(strict=True, gt=0, le=2**31 - 1)]
 Positive = Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)]
 DropoutRate = Annotated[float, Field(strict=True, ge=0.0, lt=1.0)]
 T = TypeVar("T")
 _TITLE = "the decoder's configuration"
+_EXPERT_MULTIPLE = 32  # of experts' sizes: ONNX Runtime rounds their weights in blocks of as many
 
 
 class ConfigError(ValueError):
@@ -121,7 +124,9 @@ class DecoderConfig:
     (OLMo 2, 2025). attention_scale multiplies query · key; None is 1 / sqrt(head_dim).
     attention_softcap, logit_softcap: c in c · tanh(x / c), on scores and on logits (Gemma 2, 2024).
     sliding_window: the number of positions, its own included, that a token sees in the layers of
-    `sliding_window_layers` (None: in all; Beltagy et al. 2020).
+    `sliding_window_layers` (None: in all; Beltagy et al. 2020). attention_sinks: each head has a
+    learned score beside those of the keys, which takes its share of the softmax and has no value
+    (gpt-oss, 2025).
 
     position: "rotary" (Su et al. 2021), on `rotary_dim` channels of a head (None: all), except in
     the layers of `layers_without_rotary`; layers with a sliding window turn by
@@ -135,6 +140,12 @@ class DecoderConfig:
     alone (and the final one). embedding_norm: token embeddings are normalised too (BLOOM, 2022).
     parallel_residual: both sublayers read the block's input (Wang & Komatsuzaki 2021).
     feed_forward: an activation, or a gated one (Shazeer 2020); _tanh is GELU's approximation.
+    "swiglu_clamped" is gpt-oss's, for experts only: (up + 1) · gate · sigmoid(1.702 gate), with the
+    gate at most 7 and up between -7 and 7.
+    n_experts: the feed-forward of a layer is a mixture of so many, each `d_expert` wide, of which a
+    router chooses `n_experts_per_token` for each token (Shazeer et al. 2017), except in the layers
+    of `dense_layers`, whose feed-forward is `d_ff` wide. The experts' shares are their softmax over
+    all experts or, with `normalize_expert_shares`, over those that were chosen.
     qkv_bias, output_bias, feed_forward_bias, head_bias: a bias on the linear layers of that name.
     embedding_scale multiplies token embeddings. dropout (of residuals and embeddings) and
     attention_dropout act in training only. The constructor raises ConfigError.
@@ -160,6 +171,7 @@ class DecoderConfig:
     sliding_window_rope_theta: Positive | None = None
     qk_norm: StrictBool = False
     qk_norm_across_heads: StrictBool = False
+    attention_sinks: StrictBool = False
     attention_scale: Positive | None = None
     attention_softcap: Positive | None = None
     logit_softcap: Positive | None = None
@@ -170,6 +182,11 @@ class DecoderConfig:
     embedding_norm: StrictBool = False
     parallel_residual: StrictBool = False
     feed_forward: FeedForward = "swiglu"
+    n_experts: Size | None = None
+    n_experts_per_token: Size | None = None
+    d_expert: Size | None = None
+    normalize_expert_shares: StrictBool = False
+    dense_layers: tuple[StrictInt, ...] = ()
     qkv_bias: StrictBool = False
     output_bias: StrictBool = False
     feed_forward_bias: StrictBool = False
@@ -182,11 +199,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         """Check what depends on more than one field."""
-
-        def require(name: str, valid: bool, allowed: str) -> None:
-            if not valid:
-                raise ConfigError(f"{name} must be {allowed}, not {getattr(self, name)!r}")
-
+        require = self._require
         allowed = f"a multiple of n_kv_head, {self.n_kv_head}"
         require("n_head", self.n_head % self.n_kv_head == 0, allowed)
         multiple = 16 if self.position == "rotary" else 8  # GroupQueryAttention takes no other
@@ -216,13 +229,14 @@ class DecoderConfig:
         require("qk_norm_across_heads", across, "left out without qk_norm")
         untied = not (self.head_bias and self.tied_embeddings)
         require("head_bias", untied, "left out with tied_embeddings")
-        for name in ("layers_without_rotary", "sliding_window_layers"):
+        for name in ("layers_without_rotary", "sliding_window_layers", "dense_layers"):
             exist = all(layer in range(self.n_layer) for layer in getattr(self, name) or ())
             require(name, exist, f"layers from 0 to {self.n_layer - 1}")
         if self.position == "relative":  # the first half of the buckets are single distances
             single = self.relative_buckets // 2
             allowed = f"more than half of relative_buckets, {single}"
             require("relative_max_distance", self.relative_max_distance > single, allowed)
+        self._check_experts()
         pre = not self.parallel_residual or self.norm_placement == "pre"
         require("norm_placement", pre, "pre with parallel_residual")
         allowed = f"in the vocabulary of {self.vocab_size}"
@@ -231,9 +245,35 @@ class DecoderConfig:
         eos = all(token_id in range(self.vocab_size) for token_id in self.eos_token_ids)
         require("eos_token_ids", eos, allowed)
 
+    def _require(self, name: str, valid: bool, allowed: str) -> None:
+        if not valid:
+            raise ConfigError(f"{name} must be {allowed}, not {getattr(self, name)!r}")
+
+    def _check_experts(self) -> None:
+        require = self._require
+        of_mixtures = ("n_experts_per_token", "d_expert", "normalize_expert_shares", "dense_layers")
+        if self.n_experts is None:
+            for name in of_mixtures:
+                require(name, not getattr(self, name), "left out without n_experts")
+            dense = self.feed_forward != "swiglu_clamped"
+            require("feed_forward", dense, "another one without n_experts")
+        else:
+            chosen = (self.n_experts_per_token or 0) in range(1, self.n_experts + 1)
+            require("n_experts_per_token", chosen, f"from 1 to n_experts, {self.n_experts}")
+            allowed = f"a multiple of {_EXPERT_MULTIPLE} with experts"
+            for name in ("d_expert", "d_model"):
+                size = getattr(self, name)
+                require(name, size is not None and size % _EXPERT_MULTIPLE == 0, allowed)
+            gated = ("swiglu",) if self.dense_layers else ("swiglu", "swiglu_clamped")
+            allowed = f"{' or '.join(gated)} with these experts"
+            require("feed_forward", self.feed_forward in gated, allowed)
+
     def check_size(self, n_numbers: int) -> None:
         """Raise ConfigError if `n_numbers` are too few for the weights, before memory is taken."""
-        matrices = 2 * (self.d_ff + self.n_head * self.head_dim) * self.n_layer
+        n_mixtures = sum(map(self.has_experts, range(self.n_layer)))
+        widths = self.d_ff * (self.n_layer - n_mixtures)
+        widths += (self.n_experts or 0) * (self.d_expert or 0) * n_mixtures
+        matrices = 2 * (widths + self.n_head * self.head_dim * self.n_layer)
         rows = self.vocab_size + self.max_model_len * (self.position == "learned")
         least = (matrices + rows) * self.d_model
         if self.position == "relative":
@@ -262,6 +302,10 @@ class DecoderConfig:
         """Return the number of positions a token sees in a layer, its own included; None is all."""
         layers = self.sliding_window_layers
         return self.sliding_window if layers is None or layer in layers else None
+
+    def has_experts(self, layer: int) -> bool:
+        """Tell whether a layer's feed-forward is a mixture of experts."""
+        return self.n_experts is not None and layer not in self.dense_layers
 
     @classmethod
     def load(cls, path: Path) -> DecoderConfig:

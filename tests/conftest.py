@@ -71,6 +71,37 @@ def random_windowed_model(tmp_path_factory: pytest.TempPathFactory) -> RandomMod
     )
 
 
+MIXTURE: dict[str, Any] = {"n_experts": 6, "n_experts_per_token": 3, "d_expert": 96}
+
+
+@pytest.fixture(scope="session")
+def random_mixture_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
+    """Experts in float32, whose kernel adds in another order where one row comes alone."""
+    return export_random(tmp_path_factory.mktemp("random_mixture_model"), **SHAPE, **MIXTURE)
+
+
+@pytest.fixture(scope="session")
+def random_int8_mixture_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
+    """The same decoder, quantised."""
+    folder = tmp_path_factory.mktemp("random_int8_mixture_model")
+    return export_random(folder, "int8", **SHAPE, **MIXTURE, dense_layers=(1,))
+
+
+@pytest.fixture(scope="session")
+def random_int4_mixture_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
+    """Everything that gpt-oss has, in int4: biases, clamped gates, sinks and windows."""
+    changes: dict[str, Any] = {
+        "feed_forward": "swiglu_clamped",
+        "normalize_expert_shares": True,
+        "attention_sinks": True,
+        "sliding_window": 40,
+        "sliding_window_layers": (0, 2),
+        **dict.fromkeys(("qkv_bias", "output_bias", "feed_forward_bias"), True),
+    }
+    folder = tmp_path_factory.mktemp("random_int4_mixture_model")
+    return export_random(folder, "int4", **SHAPE, **MIXTURE, **changes)
+
+
 @pytest.fixture(scope="session")
 def random_biased_model(tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
     """Scores with a learned bias by distance, over int8 rows; both sublayers read one input."""

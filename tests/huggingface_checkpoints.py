@@ -40,6 +40,7 @@ _SHAPE: dict[str, Any] = {
 }
 _GROUPED = _SHAPE | {"intermediate_size": 96, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
 _QWEN = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+_MIXTURE = _GROUPED | {"tie_word_embeddings": False}
 _GEMMA = _GROUPED | {"head_dim": 32}
 
 
@@ -203,6 +204,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bloom": ("Bloom", _SHAPE),
     "gptj": ("GPTJ", _SHAPE | {"rotary_dim": 8}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        _MIXTURE
+        | {"moe_intermediate_size": 32, "mlp_only_layers": [0], "head_dim": 32}
+        | {"num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    ),
+    "qwen3_moe with shares of all experts": (
+        "Qwen3Moe",
+        _MIXTURE | {"moe_intermediate_size": 64, "num_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "gpt_oss": (
+        "GptOss",
+        _MIXTURE
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32}
+        | {"sliding_window": WINDOW}
+        | rope("yarn", factor=4.0, original_max_position_embeddings=32, truncate=False),
+    ),
 }
 
 

@@ -14,12 +14,14 @@ from model.importing.family import Family, Options, layers_without_rotary, refus
 from model.importing.tensors import (
     Source,
     interleaved_by_head,
+    of_experts,
     pairs_apart,
     plus_one,
     repeated_for_heads,
     split_by_head,
     stacked,
     transposed,
+    transposed_experts,
     without_rows,
 )
 
@@ -137,6 +139,19 @@ def _opt_width(options: Options) -> int:
     if projected not in (None, width):
         raise refuse("word_embed_proj_dim", projected, f"only hidden_size, {width} (opt-350m)")
     return width
+
+
+def _n_experts(options: Options) -> int:
+    named = options["num_local_experts"] is None
+    return options.whole("num_experts" if named else "num_local_experts")
+
+
+def _dense_layers(options: Options) -> tuple[int, ...]:
+    step, listed = options.whole("decoder_sparse_step"), options["mlp_only_layers"] or []
+    layers = range(options.whole("num_hidden_layers"))
+    if not isinstance(listed, list) or not all(layer in layers for layer in listed):
+        raise refuse("mlp_only_layers", listed, f"a list of layers from 0 to {layers[-1]}")
+    return tuple(layer for layer in layers if layer in listed or (layer + 1) % step)
 
 
 # fmt: off
@@ -472,6 +487,53 @@ FAMILIES: dict[str, Family] = {
             "blocks.*.attention.output": "h.*.attn.out_proj",
             "blocks.*.feed_forward.up": "h.*.mlp.fc_in",
             "blocks.*.feed_forward.down": "h.*.mlp.fc_out",
+        },
+    ),
+    "qwen3_moe": Family(
+        title="Qwen3-MoE", architectures=("Qwen3MoeForCausalLM", "Qwen3MoeModel"),
+        shape=(151936, 2048, 6144, 24, 32, 4, 32768), tokens=(None, None),
+        defaults=_LLAMA | {
+            "attention_bias": False, "num_experts": 128, "num_local_experts": None,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
+            "decoder_sparse_step": 1, "mlp_only_layers": None},
+        only={"hidden_act": ("silu",)},
+        fields={"qk_norm": True, "n_experts": _n_experts, "dense_layers": _dense_layers,
+                "n_experts_per_token": lambda options: options.whole("num_experts_per_tok"),
+                "d_expert": lambda options: options.whole("moe_intermediate_size"),
+                "normalize_expert_shares": lambda options: options["norm_topk_prob"]},
+        modules=_LLAMA_MODULES | {
+            "blocks.*.attention.query_norm": repeated_for_heads("layers.*.self_attn.q_norm"),
+            "blocks.*.attention.key_norm": repeated_for_heads("layers.*.self_attn.k_norm"),
+            "blocks.*.feed_forward.router": "layers.*.mlp.gate",
+            "blocks.*.feed_forward.expert_up": of_experts(
+                "layers.*.mlp.experts.#.gate_proj", "layers.*.mlp.experts.#.up_proj"),
+            "blocks.*.feed_forward.expert_down": of_experts("layers.*.mlp.experts.#.down_proj"),
+        },
+    ),
+    "gpt_oss": Family(
+        title="gpt-oss", architectures=("GptOssForCausalLM", "GptOssModel"),
+        shape=(201088, 2880, 2880, 36, 64, 8, 131072), tokens=(None, None),
+        defaults=_LLAMA | {
+            "head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True, "sliding_window": 128,
+            "layer_types": None, "num_experts": None, "num_local_experts": 128,
+            "num_experts_per_tok": 4, "rope_theta": 150000.0,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                "truncate": False, "original_max_position_embeddings": 4096}},
+        only={"hidden_act": ("silu",), "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+        fields={"attention_sinks": True, "feed_forward": "swiglu_clamped",
+                "feed_forward_bias": True, "n_experts": _n_experts,
+                "n_experts_per_token": lambda options: options.whole("num_experts_per_tok"),
+                "d_expert": lambda options: options.whole("intermediate_size"),
+                "normalize_expert_shares": True},
+        windowed=lambda options: range(0, options.whole("num_hidden_layers"), 2),
+        modules=_LLAMA_MODULES | {
+            "blocks.*.attention": "layers.*.self_attn",  # its sinks
+            "blocks.*.feed_forward.router": "layers.*.mlp.router",
+            "blocks.*.feed_forward.expert_up":
+                transposed_experts("layers.*.mlp.experts.gate_up_proj"),
+            "blocks.*.feed_forward.expert_down":
+                transposed_experts("layers.*.mlp.experts.down_proj"),
         },
     ),
 }

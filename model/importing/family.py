@@ -6,6 +6,7 @@ A value that the decoder does not compute is refused, with its key.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,8 @@ _PLAIN = {"gelu": "gelu", "gelu_python": "gelu", **dict.fromkeys(_GELU_TANH, "ge
 _PLAIN |= {"relu": "relu"}
 _GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_python": "geglu"}
 _GATED |= dict.fromkeys(_GELU_TANH, "geglu_tanh")
+# Names of tensors for all experts, which lack the ending of a linear layer's.
+_OF_ALL_EXPERTS = re.compile(r"(\.experts\.\w+_proj)(?:_(bias))?$")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # fmt: off
 _ROPE_KEYS = {
@@ -179,6 +182,7 @@ class Family:
 
     def plain_name(self, tensor: str) -> str:
         """Return a tensor's name without its prefix, as `modules` has it."""
+        tensor = _OF_ALL_EXPERTS.sub(lambda found: f"{found[1]}.{found[2] or 'weight'}", tensor)
         prefix = next((prefix for prefix in self.prefixes if tensor.startswith(prefix)), "")
         module, _, kind = tensor.removeprefix(prefix).rpartition(".")
         return f"{self.former_names.get(module, module)}.{kind}"

@@ -413,7 +413,7 @@ def _take(
     module, _, kind = _LAYER.sub("*", name).rpartition(".")
     source = family.source(module)
     tensors = []
-    for theirs, expected in zip(source.modules, source.shapes(shape, config), strict=True):
+    for theirs, expected in zip(source.names(config), source.shapes(shape, config), strict=True):
         places = theirs.replace("*", layer).split("|")[: 2 if config.parallel_residual else 1]
         names = [f"{place}.{kind}" for place in places]
         wanted = next((name for name in names if name in held), names[0])

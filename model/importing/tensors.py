@@ -20,7 +20,8 @@ from model.tensor_files import Shape
 class Source:
     """The modules of a file that hold one module of ours; `*` in their names is the layer.
 
-    "a|b" is b where there is no a: one norm for both sublayers of a parallel residual.
+    `#` is each expert in turn. "a|b" is b where there is no a: one norm for both sublayers of a
+    parallel residual.
     """
 
     modules: tuple[str, ...]
@@ -29,6 +30,13 @@ class Source:
     # Makes our tensor, or one that broadcasts to it, from those in the file.
     join: Callable[[list[Tensor], DecoderConfig], Tensor] = lambda tensors, _: tensors[0]
     in_float32: bool = False  # the result is float32 whatever the file's type
+
+    def names(self, config: DecoderConfig) -> list[str]:
+        """Return the modules; with experts, all of one before the next."""
+        if not any("#" in module for module in self.modules):
+            return list(self.modules)
+        experts = range(config.n_experts or 0)
+        return [one.replace("#", str(expert)) for expert in experts for one in self.modules]
 
 
 def transposed(module: str) -> Source:
@@ -47,6 +55,31 @@ def stacked(*modules: str) -> Source:
         return [(n, *shape[1:]) for n in rows]
 
     return Source(modules, shapes, lambda tensors, _: torch.cat(tensors))
+
+
+def of_experts(*modules: str) -> Source:
+    """Return the source of all experts' matrices, each alone in the file.
+
+    Rows of a gate and of what it gates alternate.
+    """
+
+    def shapes(shape: Shape, _: DecoderConfig) -> list[Shape]:
+        return [(shape[1] // len(modules), *shape[2:])] * (shape[0] * len(modules))
+
+    def join(tensors: list[Tensor], _: DecoderConfig) -> Tensor:
+        by_expert: Tensor = torch.stack(tensors).unflatten(0, (-1, len(modules)))
+        return by_expert.transpose(1, 2).flatten(1, 2)
+
+    return Source(modules, shapes, join)
+
+
+def transposed_experts(module: str) -> Source:
+    """Return the source of experts' matrices [experts, in, out]; their biases are as ours."""
+    return Source(
+        (module,),
+        lambda shape, _: [shape if len(shape) == 2 else (shape[0], shape[2], shape[1])],
+        lambda tensors, _: tensors[0] if tensors[0].dim() == 2 else tensors[0].transpose(1, 2),
+    )
 
 
 def interleaved_by_head(module: str) -> Source:

@@ -44,6 +44,7 @@ class Attention(nn.Module):
         if config.qk_norm:
             self.query_norm = HeadNorm(config.n_head, config)
             self.key_norm = HeadNorm(config.n_kv_head, config)
+        self.sinks = nn.Parameter(torch.zeros(config.n_head)) if config.attention_sinks else None
         # The exporter for CUDA sets this where each norm has one weight for all heads, as
         # published models do: the operator then normalises heads itself.
         self.norms_in_operator = False
@@ -58,7 +59,8 @@ class Attention(nn.Module):
             query, key = rotate(query, table, place[None]), rotate(key, table, place[None])
         dropout = self.config.attention_dropout if self.training else 0.0
         capped = self.config.attention_softcap is not None
-        if self.window is None and positions.bias is None and not capped:
+        plain = self.window is None and positions.bias is None and self.sinks is None
+        if plain and not capped:
             attended = functional.scaled_dot_product_attention(
                 query,
                 key,
@@ -70,7 +72,9 @@ class Attention(nn.Module):
             )
         else:
             visible = visible_keys(place[None], place, self.window)
-            attended = attend(query, key, value, visible, positions.bias, self.config, dropout)
+            attended = attend(
+                query, key, value, visible, positions.bias, self.config, dropout, self.sinks
+            )
         projected: Tensor = self.output(merge_heads(attended))
         return projected
 
@@ -167,6 +171,8 @@ class StepInputs:
         if torch.onnx.is_in_onnx_export():
             rotary = (*table, self.position_ids) if table else (None, None, None)
             inputs = [self.seqlens_k, self.total_sequence_length, *rotary, positions.bias]
+            if attention.sinks is not None:
+                inputs.append(attention.sinks)
             # The exporter puts attention's scale into the weights that make queries.
             return attention.emit("GroupQueryAttention", qkv, cache, inputs, scale=1.0)
         query, key, value = split_heads(qkv, config)
@@ -178,7 +184,7 @@ class StepInputs:
         index = places[:, None, :, None].expand_as(key)
         present = LayerCache(cache.key.scatter(2, index, key), cache.value.scatter(2, index, value))
         visible = visible_keys(places, self.key_positions(cache), attention.window)
-        attended = attend(query, *present, visible, positions.bias, config)
+        attended = attend(query, *present, visible, positions.bias, config, sinks=attention.sinks)
         return merge_heads(attended), present
 
 
@@ -270,18 +276,24 @@ def attend(
     bias: Tensor | None,
     config: DecoderConfig,
     dropout: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention in full, in the shape of query.
 
     query, key, value: [batch, heads, …, head_dim]. visible: [batch, sequence, n_keys]. bias:
-    [batch, n_head, sequence, n_keys], added to scores after they are capped.
+    [batch, n_head, sequence, n_keys], added to scores after they are capped. sinks: [n_head].
     """
-    weights = attention_weights(query, key, visible, bias, config)
+    weights = attention_weights(query, key, visible, bias, config, sinks)
     return functional.dropout(weights, dropout) @ value.repeat_interleave(config.n_groups, dim=1)
 
 
 def attention_weights(
-    query: Tensor, key: Tensor, visible: Tensor, bias: Tensor | None, config: DecoderConfig
+    query: Tensor,
+    key: Tensor,
+    visible: Tensor,
+    bias: Tensor | None,
+    config: DecoderConfig,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the softmax over visible keys, [batch, n_head, sequence, n_keys]; see `attend`."""
     keys = key.repeat_interleave(config.n_groups, dim=1)
@@ -290,4 +302,8 @@ def attention_weights(
         scores = cap * (scores / cap).tanh()
     if bias is not None:
         scores = scores + bias
-    return scores.masked_fill(~visible[:, None], -torch.inf).softmax(dim=-1)
+    scores = scores.masked_fill(~visible[:, None], -torch.inf)
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    beside = sinks[:, None, None].expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, beside), dim=-1).softmax(dim=-1)[..., :-1]

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from model.config import DecoderConfig
 from model.network.attention import Attention, LayerCache, RunInputs
-from model.network.feed_forward import FeedForward
+from model.network.feed_forward import ExpertLinear, FeedForward, Mixture
 from model.network.norm import make_norm
 from model.network.positions import (
     Positions,
@@ -36,7 +36,7 @@ class Block(nn.Module):
         self.attention_norm = make_norm(config) if before else nn.Identity()
         self.attention = Attention(config, layer)
         self.feed_forward_norm = make_norm(config) if before else nn.Identity()
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = Mixture(config) if config.has_experts(layer) else FeedForward(config)
         self.attention_output_norm = make_norm(config) if after else nn.Identity()
         self.feed_forward_output_norm = make_norm(config) if after else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
@@ -118,15 +118,14 @@ class Decoder(nn.Module):
         for name, table in position_tables(config).items():
             self.register_buffer(name, table, persistent=False)
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
+            if isinstance(module, nn.Linear | nn.Embedding | ExpertLinear):
                 nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear) and module.bias is not None:
+            if isinstance(module, nn.Linear | ExpertLinear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         std = 0.02 / math.sqrt(2 * config.n_layer)
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            nn.init.normal_(block.attention.output.weight, std=std)
-            nn.init.normal_(block.feed_forward.down.weight, std=std)
+        for name, weight in self.blocks.named_parameters():
+            if name.endswith(("attention.output.weight", "down.weight")):
+                nn.init.normal_(weight, std=std)
 
     @property
     def n_parameters(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from model.network.decoder import Decoder
+from model.network.feed_forward import ExpertLinear
 
 # FLOP/s of dense bfloat16 products by CUDA's name of a GPU (NVIDIA's data sheets). The name has to
 # match as a whole, because similar ones (L40, H100 NVL, a MIG slice) have other peaks.
@@ -29,13 +30,21 @@ def flops_per_token(decoder: Decoder, context: int) -> int:
 
     They are 6 N + 12 · n_layer · n_head · head_dim · context. N is the number of parameters without
     embedding tables, which are looked up and not multiplied; a tied embedding counts once, as the
-    output projection. As in the paper, attention counts as if it were not causal.
+    output projection. As in the paper, attention counts as if it were not causal. Of a mixture the
+    experts count that a token goes through.
     """
     config = decoder.config
     tables = [module for module in decoder.modules() if isinstance(module, nn.Embedding)]
     looked_up = sum(table.weight.numel() for table in tables)
     output = decoder.embedding.weight.numel() if config.tied_embeddings else 0
-    multiplied = decoder.n_parameters - looked_up + output
+    of_experts = sum(
+        parameter.numel()
+        for module in decoder.modules()
+        if isinstance(module, ExpertLinear)
+        for parameter in module.parameters()
+    )
+    skipped = of_experts - of_experts * (config.n_experts_per_token or 0) // (config.n_experts or 1)
+    multiplied = decoder.n_parameters - looked_up + output - skipped
     return 6 * multiplied + 12 * config.n_layer * config.n_head * config.head_dim * context
 
 

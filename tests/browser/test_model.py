@@ -31,6 +31,9 @@ GPT2: dict[str, Any] = dict(
 ) | dict.fromkeys(("qkv_bias", "output_bias", "feed_forward_bias"), True)
 GPT2 |= {"position": "learned", "norm": "layernorm", "feed_forward": "gelu_tanh"}
 QWEN = dict(zip(SIZES, (151936, 2048, 24, 14, 2, 64, 896, 4864), strict=True)) | {"qkv_bias": True}
+# Qwen3-30B-A3B without its norms of heads.
+QWEN3_MOE = dict(zip(SIZES, (151936, 40960, 48, 32, 4, 128, 2048, 6144), strict=True))
+QWEN3_MOE |= {"n_experts": 128, "n_experts_per_token": 8, "d_expert": 768, "tied_embeddings": False}
 
 
 @pytest.fixture
@@ -75,6 +78,7 @@ def test_parts_add_up_to_the_parameters(page: Page, card: dict[str, Any]) -> Non
     like = card["config"]
     assert page.evaluate(COUNT, like | GPT2) == 124_439_808
     assert page.evaluate(COUNT, like | QWEN) == 494_032_768
+    assert page.evaluate(COUNT, like | QWEN3_MOE) == 30_532_122_624 - 48 * 2 * 128
 
 
 def test_a_wrong_number_of_parameters_is_reported(open_page: Callable[..., Page], url: str) -> None:

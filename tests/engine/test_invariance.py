@@ -66,9 +66,11 @@ def make_request(model: RandomModel, i: int) -> Sequence:
     return sequence
 
 
-@pytest.fixture(
-    scope="module", params=["model", "int8_model", "int4_model", "windowed_model", "biased_model"]
-)
+MODELS = ["model", "int8_model", "int4_model", "windowed_model", "biased_model"]
+MODELS += ["mixture_model", "int8_mixture_model", "int4_mixture_model"]
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest) -> RandomModel:
     """Rounded models keep the promise, because each token has scales of its own."""
     exported: RandomModel = request.getfixturevalue(f"random_{request.param}")

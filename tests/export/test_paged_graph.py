@@ -176,6 +176,13 @@ def test_biased_scores_are_refused(position: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_mixtures_are_refused(tmp_path: Path) -> None:
+    config = make_config(d_model=64, n_experts=4, n_experts_per_token=2, d_expert=32)
+    with pytest.raises(ConfigError, match="n_experts 4 is exported for the CPU only"):
+        export_paged_graph(config, make_decoder(config).state_dict(), tmp_path / "model.onnx")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_blocks_of_either_width_unpack_to_what_they_were(bits: int) -> None:
     matrix = np.random.default_rng(2).standard_normal((70, 5), dtype=np.float32)

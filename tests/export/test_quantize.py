@@ -14,6 +14,7 @@ from export.quantize import BLOCK, quantize, quantize_blocks, quantize_rows
 from export.verify import Verifier
 from export.weights import Weights
 from model.onnx_runtime import onnxruntime
+from tests import paged_reference
 from tests.model.variants import VARIANTS
 from tests.random_models import RandomModel, export_random
 
@@ -172,6 +173,34 @@ def test_blocks_are_what_matmulnbits_unpacks(n_in: int, n_out: int) -> None:
     # Half a step, or a whole one on the shorter side.
     assert (np.abs(unpacked - matrix) <= steps * 1.001).all()
     assert np.abs(unpacked - matrix).mean() < 0.3 * steps.mean()
+
+
+@pytest.mark.parametrize(("precision", "bits"), [("int8", 8), ("int4", 4)])
+@pytest.mark.parametrize("name", ["qwen3 mixture", "gpt-oss"])
+def test_experts_are_those_of_the_rounded_weights(
+    name: str, precision: str, bits: int, tmp_path: Path
+) -> None:
+    """Against PyTorch with the weights that the graph holds; activations differ by a rounding."""
+    changes = VARIANTS[name] | {"n_layer": 2, "tied_embeddings": False}
+    model = export_random(tmp_path, precision, **changes)
+    graph = ir.load(model.graph).graph
+    n_mixtures = sum(map(model.config.has_experts, range(2)))
+    assert [node.op_type for node in graph].count("QMoE") == n_mixtures
+    steps = []
+    with torch.no_grad():
+        for weight in model.decoder.parameters():
+            if weight.dim() == 3:
+                rows = weight.flatten(0, 1)
+                packed, scales = (of.numpy() for of in quantize_blocks(rows, bits))
+                unpacked = paged_reference.unpack(packed, scales, bits).T
+                steps.append(np.abs(unpacked - rows.numpy()).max())
+                weight.copy_(torch.from_numpy(unpacked.copy()).view_as(weight))
+    assert min(steps) > 0
+    router = graph.initializers["blocks.1.feed_forward.router.weight.T"]
+    assert router.dtype == ir.DataType.FLOAT
+    figures = Verifier(model.config, model.decoder.state_dict(), model.graph, text=None).verify()
+    assert figures.max_logit_error < (0.5 if bits == 8 else 2.5)
+    assert figures.greedy_agreement > (0.8 if bits == 8 else 0.6)
 
 
 def test_int4_stays_near_and_keeps_the_head_in_int8(tmp_path: Path) -> None:

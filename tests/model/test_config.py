@@ -35,6 +35,7 @@ VALID: dict[str, Any] = {
     "d_ff": 96,
 }
 SIZES = list(VALID)
+MIXTURE = {"d_model": 64, "n_experts": 4, "n_experts_per_token": 2, "d_expert": 32}
 # Counts of the published checkpoints, tied weights counted once.
 PUBLISHED_PARAMETERS = {
     "gpt2-124m": 124_439_808,
@@ -91,7 +92,7 @@ def test_a_value_that_a_field_cannot_have_is_named(names: list[str], values: lis
         ("eos_token_ids", [0, True], "eos_token_ids.1 must be a valid integer, not True"),
         ("sliding_window_layers", ["0"], "sliding_window_layers.0 must be a valid integer"),
         ("norm", "batchnorm", "norm must be 'rmsnorm' or 'layernorm', not 'batchnorm'"),
-        ("n_experts", 8, "unknown field 'n_experts' in the decoder's configuration"),
+        ("n_heads", 8, "unknown field 'n_heads' in the decoder's configuration"),
         ("rope_scaling", {"kind": "linear"}, "rope_scaling lacks the field 'factor'"),
         (
             "rope_scaling",
@@ -124,6 +125,28 @@ def test_longrope_has_a_number_for_each_pair() -> None:
     assert "long_factors must have a number for each of" in refused(rope_scaling=few)
 
 
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        ({"n_experts_per_token": 5}, "n_experts_per_token must be from 1 to n_experts, 4, not 5"),
+        ({"n_experts_per_token": None}, "n_experts_per_token must be from 1 to n_experts, 4"),
+        ({"d_expert": 48}, "d_expert must be a multiple of 32 with experts, not 48"),
+        ({"d_expert": None}, "d_expert must be a multiple of 32 with experts, not None"),
+        ({"d_model": 48}, "d_model must be a multiple of 32 with experts, not 48"),
+        ({"dense_layers": (2,)}, "dense_layers must be layers from 0 to 1, not (2,)"),
+        ({"feed_forward": "gelu"}, "feed_forward must be swiglu or swiglu_clamped with"),
+        (
+            {"feed_forward": "swiglu_clamped", "dense_layers": (0,)},
+            "feed_forward must be swiglu with these experts, not 'swiglu_clamped'",
+        ),
+        ({"n_experts": None}, "n_experts_per_token must be left out without n_experts, not 2"),
+    ],
+)
+def test_experts_must_fit_together(changes: dict[str, Any], wrong: str) -> None:
+    assert wrong in refused(**(MIXTURE | changes))
+    assert "without n_experts" in refused(feed_forward="swiglu_clamped")
+
+
 @pytest.mark.parametrize("missing", SIZES)
 def test_a_missing_field_is_named(missing: str) -> None:
     with pytest.raises(ConfigError, match=f"lacks the field '{missing}'$"):
@@ -138,7 +161,8 @@ def test_every_choice_can_be_made() -> None:
         ("feed_forward", FeedForward),
     ):
         for choice in get_args(choices):
-            assert getattr(DecoderConfig(**{**VALID, name: choice}), name) == choice
+            mixture = MIXTURE if choice == "swiglu_clamped" else {}
+            assert getattr(DecoderConfig(**{**VALID, **mixture, name: choice}), name) == choice
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,10 @@ def test_a_file_that_leaves_everything_out_has_the_familys_own_shape(family: str
         ("smollm3", "layers_without_rotary", tuple(range(3, 36, 4))),
         ("phi3", "norm_eps", 1e-5),
         ("gpt2", "d_ff", 3072),
+        ("qwen3_moe", "n_experts", 128),
+        ("qwen3_moe", "dense_layers", ()),
+        ("gpt_oss", "sliding_window_layers", tuple(range(0, 36, 2))),
+        ("gpt_oss", "n_experts_per_token", 4),
     ],
 )
 def test_what_a_file_leaves_out_is_the_familys_default(

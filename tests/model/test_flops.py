@@ -26,6 +26,13 @@ CPU = torch.device("cpu")
         {"tied_embeddings": False},
         {"position": "learned", "norm": "layernorm", "feed_forward": "gelu", "n_kv_head": 4},
         {"n_layer": 3, "qkv_bias": True, "d_ff": 80},
+        {
+            "d_model": 64,
+            "n_experts": 6,
+            "n_experts_per_token": 2,
+            "d_expert": 32,
+            "dense_layers": (1,),
+        },
     ],
 )
 def test_a_token_costs_three_times_what_pytorch_counts_forwards(changes: dict[str, Any]) -> None:

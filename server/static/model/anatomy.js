@@ -9,12 +9,20 @@ const FEED_FORWARDS = {
   gelu: "GELU",
   gelu_tanh: "GELU (tanh)",
   relu: "ReLU",
+  swiglu_clamped: "clamped SwiGLU",
 };
 const NORMS = { rmsnorm: "RMSNorm", layernorm: "LayerNorm" };
 const MAX_NAMED_LAYERS = 4; // more layers are only counted
 
 /** Return whether the feed-forward is gated (a GLU variant). */
 export const isGated = (config) => config.feed_forward.includes("glu");
+
+/** Return the number of layers whose feed-forward is a mixture of experts. */
+export const mixturesOf = ({ n_experts: experts, n_layer: layers, dense_layers: dense }) =>
+  experts === null ? 0 : layers - dense.length;
+
+/** Return the width of the feed-forward, or of each expert. */
+export const innerWidth = ({ d_expert: ofExpert, d_ff: inner }) => ofExpert ?? inner;
 
 /**
  * Return the steps from tokens to logits.
@@ -87,6 +95,7 @@ function attentionStep(config) {
   if (config.attention_softcap !== null)
     notes.push(`scores capped at ±${round(config.attention_softcap)} by tanh`);
   if (config.sliding_window !== null) notes.push(windowNote(config));
+  if (config.attention_sinks) notes.push("a learned score for each head that no key takes");
   const biased = [
     config.qkv_bias && "queries, keys and values",
     config.output_bias && "output",
@@ -140,10 +149,14 @@ const layersNote = (layers, config) =>
 
 function feedForwardStep(config) {
   const width = n(config.d_model);
-  const inner = isGated(config) ? `2 × ${n(config.d_ff)}` : n(config.d_ff);
+  const inner = isGated(config) ? `2 × ${n(innerWidth(config))}` : n(innerWidth(config));
   const notes = [`${FEED_FORWARDS[config.feed_forward]}: ${width} → ${inner} → ${width}`];
   if (config.feed_forward_bias) notes.push("with biases");
-  return { kind: "feed-forward", title: "Feed-forward", notes };
+  if (config.n_experts === null) return { kind: "feed-forward", title: "Feed-forward", notes };
+  const { n_experts: experts, n_experts_per_token: chosen, dense_layers: dense } = config;
+  notes.unshift(`${n(experts)} experts, of which a router chooses ${n(chosen)} for each token`);
+  if (dense.length) notes.push(`one of ${n(config.d_ff)} instead ${layersNote(dense, config)}`);
+  return { kind: "feed-forward", title: "Mixture of experts", notes };
 }
 
 function headNotes(config) {

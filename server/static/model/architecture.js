@@ -1,7 +1,7 @@
 // A drawing of a decoder from top to bottom. Colours are classes of model.css, so it is drawn once
 // for all themes.
 
-import { isGated, stepsOf } from "./anatomy.js";
+import { innerWidth, isGated, stepsOf } from "./anatomy.js";
 import { makeSvg } from "../common/dom.js";
 import { formatCount } from "../common/format.js";
 
@@ -136,7 +136,7 @@ class Drawing {
 
   /** Draw bars as wide as the input, the inner layer and the output. Return the height. */
   #widths(x, width, y) {
-    const { d_model: model, d_ff: inner } = this.#config;
+    const [model, inner] = [this.#config.d_model, innerWidth(this.#config)];
     const bars = ["outer", ...(isGated(this.#config) ? ["inner", "inner"] : ["inner"]), "outer"];
     for (const [index, name] of bars.entries()) {
       const length = (width * 0.8 * (name === "inner" ? inner : model)) / Math.max(model, inner);

@@ -1,6 +1,6 @@
 // The number of parameters of each part of a decoder, from its configuration.
 
-import { isGated } from "./anatomy.js";
+import { isGated, mixturesOf } from "./anatomy.js";
 
 /** Return [[part, count]] of all parts that have parameters. */
 export function parametersOf(config) {
@@ -8,7 +8,8 @@ export function parametersOf(config) {
     ["Embedding", config.vocab_size * config.d_model],
     ["Positions", positions(config)],
     ["Attention", config.n_layer * attention(config)],
-    ["Feed-forward", config.n_layer * feedForward(config)],
+    ["Feed-forward", (config.n_layer - mixturesOf(config)) * feedForward(config)],
+    ["Experts", mixturesOf(config) * mixture(config)],
     ["Norms", norms(config)],
     ["Output head", config.tied_embeddings ? 0 : head(config)],
   ];
@@ -38,12 +39,19 @@ function attention({
 }) {
   const projected = (heads + 2 * shared) * channels;
   const biases = (config.qkv_bias ? projected : 0) + (config.output_bias ? width : 0);
-  return width * projected + heads * channels * width + biases;
+  const sinks = config.attention_sinks ? heads : 0;
+  return width * projected + heads * channels * width + biases + sinks;
 }
 
 function feedForward({ d_model: width, d_ff: inner, feed_forward_bias: isBiased, ...config }) {
   const widened = isGated(config) ? 2 * inner : inner;
   return width * widened + inner * width + (isBiased ? widened + width : 0);
+}
+
+/** Return the parameters of all experts of a layer, and of their router. */
+function mixture({ n_experts: experts, d_expert: inner, ...config }) {
+  const router = config.d_model + (config.feed_forward_bias ? 1 : 0);
+  return experts * (feedForward({ ...config, d_ff: inner }) + router);
 }
 
 function norms({
