@@ -31,7 +31,7 @@ def keys_and_values(decoder: Decoder, ids: torch.Tensor) -> list[torch.Tensor]:
     ]
     hooks = [
         attention.register_forward_pre_hook(
-            lambda module, inputs: heard.append(module.project(inputs[0]))
+            lambda module, inputs: heard.append(module.project(*inputs))
         )
         for attention in attentions
     ]
