@@ -22,7 +22,7 @@ def import_(
 ) -> None:
     """Convert a Hugging Face checkpoint or a GGUF file to a checkpoint directory."""
     with loading(quiet=as_json):
-        from model.importing.huggingface import import_checkpoint
+        from model.importing.published import import_checkpoint
 
     started = time.monotonic()
     with one_line_errors(), ProgressBar(quiet=as_json, writes=True) as progress:

@@ -140,6 +140,8 @@ def _prepare_run(options: dict[str, Any], given: dict[str, str], lines: Console)
         _refuse("--init brings the checkpoint's own shape and tokenizer", refused)
         checkpoint = load_checkpoint(options["init"])
         config = DecoderConfig(**(asdict(checkpoint.config) | changes))
+        for note in checkpoint.notes:
+            lines.print(f"note: {note}", soft_wrap=True)
     chosen = {name: value for name, value in options.items() if value not in (None, [])}
     corpus, settings = (
         {one.name: chosen[one.name] for one in fields(kind) if one.name in chosen}
