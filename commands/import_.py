@@ -20,7 +20,10 @@ def import_(
     out: Path = Option(help="The checkpoint directory to write."),
     as_json: Json = False,
 ) -> None:
-    """Convert a Hugging Face checkpoint or a GGUF file to a checkpoint directory."""
+    """Convert a Hugging Face folder or a GGUF file to a checkpoint directory.
+
+    `kvasir export` reads either without this step.
+    """
     with loading(quiet=as_json):
         from model.importing.published import import_checkpoint
 

@@ -53,7 +53,7 @@ def train(
     invocation: typer.Context,
     out: Path = Option(help="Folder of the run: checkpoints, metrics.csv, loss.png."),
     corpus: list[Path] | None = Argument(None, help="Text files or folders; or chats: *.jsonl."),
-    init: Path | None = Option(None, help="Run or checkpoint to start from."),
+    init: Path | None = Option(None, help="Run, checkpoint or published model to start from."),
     preset: Preset = "tiny",
     changes: list[str] | None = Option(None, "--set", help="Change a preset's field: name=value."),
     tokenizer: Path | None = Option(None, help="A tokenizer.json. Default: train one."),

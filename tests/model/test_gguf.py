@@ -1,4 +1,4 @@
-"""`kvasir import FILE.gguf`: the same model as its folder."""
+"""GGUF files: the same model as its folder."""
 
 from __future__ import annotations
 
