@@ -232,7 +232,9 @@ def test_commands_in_one_line_each(run: Path, exported: Path, tmp_path: Path) ->
         )
         assert result.exit_code == int(fails), result.output
         if fails:
-            assert result.stderr.count("\n") == 1, result.stderr
+            *stages, error = result.stderr.splitlines()
+            assert all(" s  " in stage for stage in stages), result.stderr
+            assert error.startswith("kvasir: "), result.stderr
             assert not list(tmp_path.iterdir())
         return result.stderr if fails else result.stdout
 
