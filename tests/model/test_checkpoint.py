@@ -274,7 +274,7 @@ def test_a_directory_without_a_checkpoint_says_how_to_make_one(
     if entries == []:
         directory.mkdir()
     with pytest.raises(
-        CheckpointError, match="holds no checkpoint, .*; make one with: kvasir train"
+        CheckpointError, match=r"holds no checkpoint, .*; make one with: kvasir train"
     ):
         load_checkpoint(directory)
 
