@@ -11,7 +11,7 @@ import torch
 
 from export.graph import export_graph
 from model.checkpoint import load_checkpoint
-from model.importing.huggingface import import_checkpoint
+from model.importing.published import import_checkpoint
 from server.engine.engine import Engine
 from server.engine.sampling import SamplingParams
 from tests.engine_driver import make_sequence, run_to_end
