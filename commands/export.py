@@ -23,6 +23,7 @@ _FORMATS = {
     "greedy_agreement": ".1%",
     "perplexity_torch": ".4f",
     "perplexity_onnx": ".4f",
+    "perplexity_error": ".2%",
     "positions": ",",
 }
 

@@ -62,12 +62,14 @@ class Verification(_Record):
     max_logit_error: the largest absolute difference, relative to the logits' standard deviation.
     greedy_agreement: the share of positions where both hold the same token the likeliest. Both are
     of `positions` tokens. The perplexities are on `text`, of the tokens after each row's prompt.
+    perplexity_error: the standard error of their relative difference, from those tokens.
     """
 
     max_logit_error: float
     greedy_agreement: float
     perplexity_torch: float | None = None
     perplexity_onnx: float | None = None
+    perplexity_error: float | None = None
     text: str | None = None
     positions: int | None = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from pathlib import Path
@@ -13,7 +14,8 @@ from tokenizers import processors
 
 from export.directory import sample_text
 from export.kv_cache import sample_rows
-from export.verify import SampleText, Verifier
+from export.verify import SampleText, VerificationError, Verifier, _Tally, check
+from model.bundle import Verification
 from model.checkpoint import Checkpoint
 from model.tokenizer import train_tokenizer
 from tests.random_models import RandomModel, make_config
@@ -112,3 +114,39 @@ def test_the_prefix_is_found_in_the_tokenizer(template: str, tmp_path: Path) -> 
     assert sample is not None
     assert sample.token_ids.tolist() == plain
     assert sample.prefix == (special[0][1],) * template.split("$A", maxsplit=1)[0].count("<s>")
+
+
+@pytest.mark.parametrize(("loss", "error", "is_refused"), [
+    (0.009, 0.0, False),
+    (0.011, None, True),
+    (0.03, 0.011, False),  # so few tokens leave open whether it is more than 1 %
+    (0.03, 0.009, True),
+    (0.07, 1.0, True),  # a broken graph, whose losses vary wildly
+    (0.0, math.nan, True),
+])  # fmt: skip
+def test_a_loss_is_refused_beyond_doubt(loss: float, error: float | None, is_refused: bool) -> None:
+    figures = Verification(
+        max_logit_error=0.3,
+        greedy_agreement=0.9,
+        perplexity_torch=5.0,
+        perplexity_onnx=5.0 * (1.0 + loss),
+    )
+    figures = figures.model_copy(update={"perplexity_error": error})
+    with pytest.raises(VerificationError) if is_refused else contextlib.nullcontext():
+        check(figures, "int8")
+
+
+def test_the_error_of_a_perplexity_is_that_of_its_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    expected = torch.randn(40, 50, generator=generator)
+    actual = expected + 0.1 * torch.randn(40, 50, generator=generator)
+    labels = torch.arange(40)
+    tally = _Tally()
+    tally.add(expected[:15], actual[:15], labels[:15])
+    tally.add(expected[15:], actual[15:], labels[15:])
+    before, after = (
+        torch.tensor([-logits[i].log_softmax(0)[i] for i in range(40)])
+        for logits in (expected, actual)
+    )
+    wanted = ((after - before).std(correction=0) / 40**0.5).item()
+    assert tally.figures()["perplexity_error"] == pytest.approx(wanted, rel=1e-4)

@@ -36,6 +36,7 @@ def test_family(name: str, tmp_path: Path) -> None:
     model: Any = make_model(name)
     import_checkpoint(save_checkpoint(tmp_path / "theirs", model), tmp_path / "ours")
     decoder = load_checkpoint(tmp_path / "ours").decoder
+    torch.manual_seed(4)
     input_ids = torch.randint(decoder.config.vocab_size, (2, LENGTH))
     with torch.inference_mode():
         theirs, ours = model(input_ids).logits, decoder(input_ids)
@@ -47,7 +48,7 @@ def test_family(name: str, tmp_path: Path) -> None:
     )
     expected = generated[0, prompt.shape[1] :].tolist()
     # A text of few tokens would hide mistakes. BLOOM's soon repeat themselves.
-    assert len(set(expected)) >= (3 if name == "bloom" else 8)
+    assert len(set(expected)) >= (3 if name == "bloom" else 12)
     export_graph(decoder.config, decoder.state_dict(), tmp_path / "model.onnx")
     engine = Engine(
         RandomModel(decoder, tmp_path / "model.onnx").runner(max_num_seqs=1, threads=1),
