@@ -3,7 +3,7 @@
 Decoding reads every key and value of every sequence for each token: a quarter of the bytes is a
 shorter step. A prompt, computed many tokens at a time and read little, stays on rows of floats. So
 each attention becomes If(decode): attention over int8 rows; else: over rows of floats; both kinds
-are aliased as before.
+are aliased as before. In int4 the branches hold whole layers, whose weights differ as well.
 
 The int8 scale is 1, because each channel's scale is folded into the weights: those that make keys
 and values are divided by a 127th of the channel's largest magnitude in a sample of tokens, and
