@@ -77,8 +77,8 @@ def export_graph(
         of_parameters = {name: names[name] for name in decoder.state_dict()}
         model.metadata_props[_PARAMETERS] = json.dumps(of_parameters)
     else:
+        quantize_kv_cache(model, config, whole_layers=precision == "int4")
         quantize(model, scaled, precision)
-        quantize_kv_cache(model, config)
     save(model, path, progress)
 
 

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from export.quantize import BLOCK, quantize, quantize_blocks, quantize_rows
+from export.rewrite import branches
 from export.verify import Verifier
 from export.weights import Weights
 from model.onnx_runtime import onnxruntime
@@ -203,11 +204,21 @@ def test_experts_are_those_of_the_rounded_weights(
     assert figures.greedy_agreement > (0.8 if bits == 8 else 0.6)
 
 
-def test_int4_stays_near_and_keeps_the_head_in_int8(tmp_path: Path) -> None:
+def test_int4_stays_near_and_computes_prompts_and_the_head_in_int8(tmp_path: Path) -> None:
     model = export_random(tmp_path, "int4")
-    operators = [node.op_type for node in ir.load(model.graph).graph]
-    assert operators.count("MatMulIntegerToFloat") == 1
-    assert operators.count("MatMulNBits") == 4 * model.config.n_layer
+    parts = {"": [graph := ir.load(model.graph).graph]}
+    for branch in branches(graph):
+        parts.setdefault(str(branch.name).partition(".")[0], []).append(branch)
+    found = {
+        name: [node.op_type for part in of for node in part if node.op_type.startswith("MatMul")]
+        for name, of in parts.items()
+    }
+    n_products = 4 * model.config.n_layer
+    assert found == {
+        "": ["MatMulIntegerToFloat"],
+        "decode": ["MatMulNBits"] * n_products,
+        "prompt": ["MatMulIntegerToFloat"] * n_products,
+    }
     figures = Verifier(model.config, model.decoder.state_dict(), model.graph, text=None).verify()
     assert 0.01 < figures.max_logit_error < 1.5
     assert figures.greedy_agreement > 0.6
