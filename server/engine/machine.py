@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-SPIN_MICROSECONDS = 1_000  # default time that an idle thread keeps its processor
+SPIN_MICROSECONDS = 100  # default time that an idle thread keeps its processor
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMORY_FILES = (  # of v2 and v1: folder, limit, usage, and the field of unused page cache
