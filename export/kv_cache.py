@@ -3,7 +3,7 @@
 Decoding reads every key and value of every sequence for each token: a quarter of the bytes is a
 shorter step. A prompt, computed many tokens at a time and read little, stays on rows of floats. So
 each attention becomes If(decode): attention over int8 rows; else: over rows of floats; both kinds
-are aliased as before. In int4 the branches hold whole layers, whose weights differ as well.
+are aliased as before. Where prompts of int4 have int8 weights, branches hold whole layers.
 
 The int8 scale is 1, because each channel's scale is folded into the weights: those that make keys
 and values are divided by a 127th of the channel's largest magnitude in a sample of tokens, and
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from export.layers import LayeredDecoder, affordable_tokens
+from export.quantize import products
 from export.rewrite import PROMPT, constant, copy_node
 from export.weights import Weights
 from model.bundle import DECODE_INPUT
@@ -151,18 +152,19 @@ def quantize_kv_cache(model: ir.Model, config: DecoderConfig, *, whole_layers: b
 
 
 def _layers(graph: ir.Graph) -> list[list[ir.Node]]:
-    """Cut the nodes into layers, of which each begins with the product before an attention.
+    """Return each layer's nodes from the product before attention to the last one.
 
-    What precedes the first, and what follows the last product of a layer, belongs to none.
+    Mixtures of experts follow it: they are outside, so that prompts and decoding share them.
     """
-    nodes, starts, last = list(graph), list[int](), 0
-    for i, node in enumerate(nodes):
-        if node.op_type == "GroupQueryAttention":
-            starts.append(last)
-        weight = node.inputs[1] if node.op_type == "MatMul" else None
-        if weight is not None and weight.const_value is not None:
-            last = i
-    return [nodes[start:end] for start, end in pairwise([*starts, last + 1])]
+    nodes, matrices = list(graph), [node for node in products(graph) if node.op_type == "MatMul"]
+    places = [i for i, node in enumerate(nodes) if node in matrices]
+    attentions = [i for i, node in enumerate(nodes) if node.op_type == "GroupQueryAttention"]
+
+    def last(before: int) -> int:
+        return max(place for place in places if place < before)
+
+    starts = [last(i) for i in attentions]
+    return [nodes[start : last(end) + 1] for start, end in pairwise([*starts, len(nodes)])]
 
 
 def _branch(
@@ -194,7 +196,8 @@ def _branch(
     constants = [ir.node("Constant", [], attributes={"value": nothing}) for _ in rows]
     empty = [of.outputs[0] for of in constants]
     outputs = [copies[value] for value in read] + (rows + empty if decodes else empty + rows)
-    for i, output in enumerate(outputs):
-        is_int8 = len(read) <= i < len(read) + 2
-        output.type = ir.TensorType(ir.DataType.INT8 if is_int8 else ir.DataType.FLOAT)
+    kinds = [ir.DataType.INT8] * 2 + [ir.DataType.FLOAT] * 2
+    types = [value.type for value in read] + [ir.TensorType(kind) for kind in kinds]
+    for output, kind in zip(outputs, types, strict=True):
+        output.type = kind
     return ir.Graph([], outputs, nodes=[*nodes, *constants], name=name)

@@ -12,8 +12,8 @@ whatever its q becomes, y is 0.
 int4, and both on CUDA: weights in blocks of 32 rows of a column, each with its own scale
 (MatMulNBits). On the CPU the operator itself rounds activations to int8 in blocks of a token. It
 reads half the bytes, for a single stream, and multiplies many tokens more slowly. So int4 on the
-CPU decodes with int4 weights, and computes prompts with int8 ones: layers are in the branches that
-choose the rows of keys and values (export.kv_cache).
+CPU decodes with int4 weights, and computes prompts with int8 ones, unless they are left out: layers
+are then in the branches that choose the rows of keys and values (export.kv_cache).
 
 On the CPU the head and the embedding are int8 in both. The embedding has a scale for each token of
 the vocabulary; where it is also the head, both read one stored copy, which ONNX Runtime transposes
@@ -58,7 +58,7 @@ def quantize(model: ir.Model, weights: Weights, precision: str) -> None:
     gathers = [node for node in graph if node.op_type == "Gather"]
     for part in (graph, *branches(graph)):
         in_blocks = precision == "int4" and not str(part.name).startswith(PROMPT)
-        for node in _products(part):
+        for node in products(part):
             if in_blocks and node.op_type == "MatMul":
                 # Activations in int8.
                 _round_in_blocks(graph, weights, node, bits=4, accuracy_level=4)
@@ -74,7 +74,7 @@ def quantize(model: ir.Model, weights: Weights, precision: str) -> None:
 
 def quantize_in_blocks(model: ir.Model, weights: Weights, bits: int) -> None:
     """Round products with constant matrices, for CUDA; the embedding stays as it is."""
-    for node in _products(model.graph):
+    for node in products(model.graph):
         _round_in_blocks(model.graph, weights, node, bits)
     remove_unused_constants(model.graph)
     model.opset_imports[MICROSOFT] = 1
@@ -135,7 +135,7 @@ def _earlier_scales(blocks: Tensor, largest: Tensor, scales: Tensor) -> Tensor:
     return scales
 
 
-def _products(graph: ir.Graph) -> list[ir.Node]:
+def products(graph: ir.Graph) -> list[ir.Node]:
     """Return the products x W with constant matrices, and x Wᵀ + b, which torch makes a Gemm.
 
     The routers of mixtures are left out: a rounded one would choose other experts.
@@ -263,8 +263,8 @@ class _Int8:
         """Return x as uint8, and the scale that is to multiply each token's product.
 
         x: [batch, sequence, width] or [rows, width]. place: the graph or branch that multiplies it,
-        and its rank. Axes are counted from the front: a reduction
-        over axis -1 of no rows keeps the axis, in ONNX Runtime 1.31.
+        and its rank. Axes are counted from the front: a reduction over axis -1 of no rows keeps the
+        axis, in ONNX Runtime 1.31.
         """
         rank = place[1]
         if x not in self._activations:

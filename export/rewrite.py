@@ -88,7 +88,7 @@ def replace_node(node: ir.Node, new: Sequence[ir.Node], *outputs: ir.Value) -> N
 
 
 def take_branch(choice: ir.Node, name: str) -> None:
-    """Put the nodes of one of an `If`'s branches in its place."""
+    """Put the nodes of one of an `If`'s branches in its place, but for unused ones."""
     branch, graph = choice.attributes[name].as_graph(), owner_of(choice)
     nodes, outputs = list(branch), list(branch.outputs)
     branch.outputs.clear()
@@ -101,6 +101,8 @@ def take_branch(choice: ir.Node, name: str) -> None:
     for attribute in choice.attributes.values():  # else what only branches used looks used
         for node in attribute.as_graph():
             node.resize_inputs(0)
+    unused = [node for node in nodes if not any(of.uses() for of in node.outputs)]
+    graph.remove(unused, safe=True)
 
 
 def remove_unused_constants(graph: ir.Graph) -> None:
