@@ -35,8 +35,9 @@ _BENCHES: tuple[tuple[Callable[..., None], str], ...] = (
     (bench_engine, "kvasir bench engine --preset smollm2-135m --precision int8"),
     (bench_serve, "kvasir bench serve artifacts/mine --workload 16x128/64"),
 )
-_ABOUT = "Train a decoder language model, or import one; export it to ONNX, serve it."
+_ABOUT = "Train a decoder language model, or take a published one; export it to ONNX, serve it."
 _EXAMPLES = "\n".join([example for _, _, example in _COMMANDS] + [_BENCHES[-1][1]])
+_PUBLISHED = "A published model: kvasir export SmolLM2-135M/ --out artifacts/smollm2"
 _AT_ONCE = "To see it at once: kvasir serve examples/stdlib"
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -56,7 +57,7 @@ _VERSION = typer.Option(
 )
 
 
-@app.callback(help=f"{_ABOUT}\n\n{_EXAMPLES}\n\n{_AT_ONCE}")
+@app.callback(help=f"{_ABOUT}\n\n{_EXAMPLES}\n\n{_PUBLISHED}\n\n{_AT_ONCE}")
 def command(_version: bool = _VERSION) -> None:
     """Take the options of `kvasir` itself."""
 

@@ -16,6 +16,7 @@ from commands.progress import ProgressBar, loading
 from model.bundle import GenerationDefaults, Verification
 
 _TEXT = Option(None, help="Text for perplexity. Default: held-out text, or English.")
+_SOURCE = "A training run, a checkpoint, a Hugging Face folder, or a .gguf file."
 _SHOWN = {"device", "precision", "parameters", "max_model_len", "verification"}
 _FORMATS = {
     "max_logit_error": ".4g",
@@ -27,7 +28,7 @@ _FORMATS = {
 
 
 def export(
-    checkpoint: Path = Argument(help="A training run, or a checkpoint directory."),
+    checkpoint: Path = Argument(help=_SOURCE),
     out: Path = Option(help="The model directory to write."),
     device: Device = "cpu",
     precision: Precision = None,
@@ -40,7 +41,7 @@ def export(
     max_model_len: int | None = Option(None, min=2, help="Longest sequence. Default: unchanged."),
     as_json: Json = False,
 ) -> None:
-    """Export a checkpoint to a model directory, and verify it against PyTorch.
+    """Export a model to a model directory, and verify it against PyTorch.
 
     Sampling options become the defaults of served requests.
     """
@@ -49,7 +50,7 @@ def export(
 
     started = time.monotonic()
     with one_line_errors(), ProgressBar(quiet=as_json, writes=True) as progress:
-        manifest = export_checkpoint(
+        manifest, notes = export_checkpoint(
             checkpoint,
             out,
             device=device,
@@ -64,9 +65,11 @@ def export(
     size = ByteSize(sum(path.stat().st_size for path in out.iterdir()))
     cost, took = cost_since(started)
     values = {"directory": str(out), **manifest.model_dump(include=_SHOWN), "bytes": size}
+    values |= {"notes": notes}
     made = f"{manifest.precision} for {manifest.device}, {size.human_readable(separator=' ')}"
     summary = f"{made}; took {took}"
-    show(as_json, values | cost, *_tables(out.name, exported=manifest.verification), summary)
+    table = _tables(out.name, exported=manifest.verification)
+    show(as_json, values | cost, *table, *(f"note: {note}" for note in notes), summary)
 
 
 def verify(

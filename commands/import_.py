@@ -20,9 +20,12 @@ def import_(
     out: Path = Option(help="The checkpoint directory to write."),
     as_json: Json = False,
 ) -> None:
-    """Convert a Hugging Face checkpoint or a GGUF file to a checkpoint directory."""
+    """Convert a Hugging Face folder or a GGUF file to a checkpoint directory.
+
+    `kvasir export` reads either without this step.
+    """
     with loading(quiet=as_json):
-        from model.importing.huggingface import import_checkpoint
+        from model.importing.published import import_checkpoint
 
     started = time.monotonic()
     with one_line_errors(), ProgressBar(quiet=as_json, writes=True) as progress:

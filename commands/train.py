@@ -53,7 +53,7 @@ def train(
     invocation: typer.Context,
     out: Path = Option(help="Folder of the run: checkpoints, metrics.csv, loss.png."),
     corpus: list[Path] | None = Argument(None, help="Text files or folders; or chats: *.jsonl."),
-    init: Path | None = Option(None, help="Run or checkpoint to start from."),
+    init: Path | None = Option(None, help="Run, checkpoint or published model to start from."),
     preset: Preset = "tiny",
     changes: list[str] | None = Option(None, "--set", help="Change a preset's field: name=value."),
     tokenizer: Path | None = Option(None, help="A tokenizer.json. Default: train one."),
@@ -140,6 +140,8 @@ def _prepare_run(options: dict[str, Any], given: dict[str, str], lines: Console)
         _refuse("--init brings the checkpoint's own shape and tokenizer", refused)
         checkpoint = load_checkpoint(options["init"])
         config = DecoderConfig(**(asdict(checkpoint.config) | changes))
+        for note in checkpoint.notes:
+            lines.print(f"note: {note}", soft_wrap=True)
     chosen = {name: value for name, value in options.items() if value not in (None, [])}
     corpus, settings = (
         {one.name: chosen[one.name] for one in fields(kind) if one.name in chosen}

@@ -60,8 +60,10 @@ def export_checkpoint(
     generation: GenerationDefaults | None = None,
     max_model_len: int | None = None,
     progress: Progress = unheard,
-) -> Manifest:
-    """Export a checkpoint, or a training run's newest, to a model directory, all or nothing.
+) -> tuple[Manifest, tuple[str, ...]]:
+    """Export what `load_checkpoint` opens to a model directory, all or nothing.
+
+    Returns its manifest, and notes on what was left out of a published model.
 
     device: a graph for cuda is verified on a GPU, so there must be one. precision: None is the
     device's first. kv_cache: on cuda, one of KV_DTYPES; None is the type of activations.
@@ -111,7 +113,7 @@ def export_checkpoint(
         notes = _describe_source(checkpoint)
         manifest = make_manifest(config, part, precision, notes, figures, device)
         manifest.save(part / MANIFEST_FILE)
-    return manifest
+    return manifest, checkpoint.notes
 
 
 def check_precision(precision: str, device: Device) -> None:
@@ -138,7 +140,7 @@ def verify_directory(
     manifest = bundle.manifest
     if source is not None:
         checkpoint = load_checkpoint(source, bundle.config.max_model_len)
-        if hash_weights(checkpoint.path) != manifest.source.get("sha256"):
+        if hash_weights(checkpoint.weight_files) != manifest.source.get("sha256"):
             raise CheckpointError(
                 f"{directory} was not exported from {checkpoint.path}: the hashes differ"
             )
@@ -230,7 +232,7 @@ def sample_text(checkpoint: Checkpoint, file: Path | None, precision: str) -> Sa
 
 def _describe_source(checkpoint: Checkpoint) -> dict[str, str | int | float]:
     """Return which weights these are, and what their training noted: steps, tokens, hours."""
-    progress, path = checkpoint.progress, checkpoint.path
+    progress, path = checkpoint.progress, checkpoint.path.absolute()
     name = path.parent.name if progress else path.name
     known = {_NOTES[key]: progress[key] for key in _NOTES if progress.get(key) is not None}
-    return {"name": name, "sha256": hash_weights(path), **known}
+    return {"name": name, "sha256": hash_weights(checkpoint.weight_files), **known}

@@ -6,6 +6,7 @@ Weights are read when they are needed, in whatever type they are stored.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -69,7 +70,9 @@ class LayeredDecoder:
             else:
                 groups.append([i])
         batches = [torch.from_numpy(np.stack([rows[i] for i in group])) for group in groups]
-        hidden = [self._embed(batch) for batch in batches]
+        table = self._weights["embedding.weight"]  # once: it may be made of rounded ones
+        hidden = [self._embed(table, batch) for batch in batches]
+        del table
         for layer in followed(range(self.config.n_layer), stage, progress):
             with torch.device("meta"):
                 block = Block(self.config, layer).eval()
@@ -81,7 +84,7 @@ class LayeredDecoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [tokens, vocab] of last outputs [tokens, d_model]."""
-        head = self._weights["embedding.weight" if self.config.tied_embeddings else "head.weight"]
+        head = self._head
         bias = self._weights["head.bias"] if self.config.head_bias else None
         normed = self._decoder.norm(hidden)
         logits = torch.empty(len(hidden), self.config.vocab_size, device=self._device)
@@ -92,11 +95,16 @@ class LayeredDecoder:
             logits[:, start : start + step] = self._decoder.project(normed, part, of)
         return logits
 
-    def _embed(self, input_ids: Tensor) -> Tensor:
-        """Embed tokens [batch, sequence], over a table of these tokens alone."""
+    @cached_property
+    def _head(self) -> Tensor:
+        """The head's weights as they are stored, kept because each of many steps needs them."""
+        return self._weights["embedding.weight" if self.config.tied_embeddings else "head.weight"]
+
+    def _embed(self, table: Tensor, input_ids: Tensor) -> Tensor:
+        """Embed tokens [batch, sequence], over the rows of these tokens alone."""
         used, places = input_ids.unique(return_inverse=True)
-        table = self._float(self._weights["embedding.weight"][used])
-        self._decoder.embedding.weight = torch.nn.Parameter(table, requires_grad=False)
+        rows = self._float(table[used])
+        self._decoder.embedding.weight = torch.nn.Parameter(rows, requires_grad=False)
         place = torch.arange(input_ids.shape[1], device=self._device)
         return self._decoder.embed(places.to(self._device), place[None])
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from torch import Tensor
 
 from model.bundle import CONFIG_FILE, TOKENIZER_FILE, load_config_and_tokenizer, read_extra_files
 from model.config import ConfigError, DecoderConfig
-from model.files import new_directory, read_object
+from model.files import in_words, new_directory, read_object
+from model.importing.published import is_published, read_published
+from model.importing.weights import UnsupportedError
 from model.network.decoder import Decoder
 from model.network.skeleton import build_decoder, parameter_shapes
 from model.tensor_files import (
@@ -32,8 +34,9 @@ from model.tensor_files import (
     LazyWeights,
     TensorFileError,
     list_tensors,
+    weight_files,
 )
-from model.tokenizer import TokenizerError
+from model.tokenizer import TokenizerError, parse_tokenizer
 
 STATE_FILE = "training.safetensors"
 STATE_FOLDER = "training"  # in place of the file
@@ -49,8 +52,8 @@ class CheckpointError(Exception):
 class Checkpoint:
     """A decoder's parameters, its tokenizer, training's notes, and EXTRA_FILES' contents.
 
-    weights: by the names of `Decoder.state_dict`, in their stored types; each is read when it is
-    looked up, and not kept.
+    weights: by the names of `Decoder.state_dict`, in their stored types; each is read, or made of a
+    published model's tensors, when it is looked up, and not kept.
     """
 
     path: Path
@@ -59,6 +62,8 @@ class Checkpoint:
     tokenizer: Tokenizer
     progress: dict[str, Any]
     extra_files: dict[str, bytes] = field(default_factory=dict)
+    weight_files: Sequence[Path] = ()
+    notes: tuple[str, ...] = ()  # what was left out of a published model
 
     @cached_property
     def decoder(self) -> Decoder:
@@ -74,7 +79,8 @@ def find_checkpoint(directory: Path) -> Path:
     steps = sorted(path for path in directory.glob("step-*") if not path.suffix)
     if not steps:
         raise CheckpointError(
-            f"{directory} holds no checkpoint; make one with: kvasir train CORPUS --out {directory}"
+            f"{directory} holds no checkpoint, nor a Hugging Face model; "
+            f"make one with: kvasir train CORPUS --out {directory}"
         )
     return steps[-1]
 
@@ -121,14 +127,43 @@ def save_checkpoint(
     return target
 
 
-def load_checkpoint(directory: Path, max_model_len: int | None = None) -> Checkpoint:
-    """Open a checkpoint, or a run's newest, and check its headers. Raises CheckpointError.
+def load_checkpoint(source: Path, max_model_len: int | None = None) -> Checkpoint:
+    """Open a checkpoint, a run's newest, a Hugging Face folder or a GGUF file; check its headers.
 
-    max_model_len: the longest row to prepare for; None is the checkpoint's own.
+    max_model_len: the longest row to prepare for; None is the checkpoint's own. Raises
+    CheckpointError.
     """
+    checkpoint = _open_published(source) if is_published(source) else _open_directory(source)
+    config, weights = checkpoint.config, checkpoint.weights
+    if max_model_len is None:
+        return checkpoint
+    if not 2 <= max_model_len <= config.max_model_len:
+        raise CheckpointError(
+            f"max_model_len must be from 2 to the model's own {config.max_model_len}"
+        )
+    if config.position == "learned":
+        makers = {name: partial(weights.__getitem__, name) for name in weights}
+        weights = LazyWeights(makers | {_POSITIONS: lambda: makers[_POSITIONS]()[:max_model_len]})
+    config = dataclasses.replace(config, max_model_len=max_model_len)
+    return dataclasses.replace(checkpoint, config=config, weights=weights)
+
+
+def _open_published(source: Path) -> Checkpoint:
+    try:
+        found = read_published(source)
+    except (UnsupportedError, OSError) as error:
+        raise CheckpointError(in_words(error)) from None
+    files = {name: text.encode() for name, text in found.texts.items()}
+    tokenizer = parse_tokenizer(files.pop(TOKENIZER_FILE), source)
+    weights = LazyWeights({weight.name: weight.make for weight in found.weights})
+    return Checkpoint(source, found.config, weights, tokenizer, {}, files, found.files, found.notes)
+
+
+def _open_directory(directory: Path) -> Checkpoint:
     path = find_checkpoint(directory)
     try:
         config, tokenizer = load_config_and_tokenizer(path)
+        files = weight_files(path)
         stored = {tensor.name: tensor for tensor in list_tensors(path)}
         notes = path / PROGRESS_FILE
         progress = read_object(notes, CheckpointError) if notes.is_file() else {}
@@ -146,16 +181,8 @@ def load_checkpoint(directory: Path, max_model_len: int | None = None) -> Checkp
             raise CheckpointError(
                 f"tensor {name!r} in {tensor.file} has shape {found}, not {wanted}"
             )
-    makers = {name: stored[name].read for name in shapes}
-    if max_model_len is not None:
-        if not 2 <= max_model_len <= config.max_model_len:
-            raise CheckpointError(
-                f"max_model_len must be from 2 to the model's own {config.max_model_len}"
-            )
-        config = dataclasses.replace(config, max_model_len=max_model_len)
-        if config.position == "learned":
-            makers[_POSITIONS] = lambda: stored[_POSITIONS].read()[:max_model_len]
-    return Checkpoint(path, config, LazyWeights(makers), tokenizer, progress, extra_files)
+    weights = LazyWeights({name: stored[name].read for name in shapes})
+    return Checkpoint(path, config, weights, tokenizer, progress, extra_files, files)
 
 
 def load_state(path: Path) -> dict[str, Tensor]:

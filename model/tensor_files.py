@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -95,9 +95,9 @@ def _read(path: Path, name: str) -> Tensor:
         return cast("Tensor", file.get_tensor(name))
 
 
-def hash_weights(folder: Path) -> str:
-    """Return the SHA-256, in hex, of a checkpoint's file of weights or, of several, of theirs."""
-    hashes = [sha256(file) for file in weight_files(folder)]
+def hash_weights(files: Sequence[Path]) -> str:
+    """Return the SHA-256, in hex, of the only file of weights or, of several, of their hashes."""
+    hashes = [sha256(file) for file in files]
     return hashes[0] if len(hashes) == 1 else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 

@@ -61,8 +61,13 @@ def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
     """
     if not path.is_file():
         raise TokenizerError(f"{path} does not exist")
+    return parse_tokenizer(path.read_bytes(), path, vocab_size)
+
+
+def parse_tokenizer(content: bytes, path: Path, vocab_size: int | None = None) -> Tokenizer:
+    """Return the same of a tokenizer.json's content; `path` is for errors."""
     try:
-        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises bare Exception
         raise TokenizerError(f"{path} is not a tokenizer: {error}") from None
     tokenizer.no_truncation()

@@ -1,4 +1,4 @@
-"""The import of published Hugging Face checkpoints as checkpoint directories.
+"""Published models, as Hugging Face folders or GGUF files, read as checkpoints.
 
 It may import the files of `model` and `model.network`, but not `model.training`.
 """

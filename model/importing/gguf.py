@@ -64,6 +64,7 @@ class Gguf:
     values: dict[str, Any]  # metadata; arrays of numbers are NumPy's
     tensors: list[StoredTensor]
     rounded: dict[str, str]  # by tensor: its type, where that is quantised
+    files: list[Path]
 
 
 def read_gguf(path: Path) -> Gguf:
@@ -83,7 +84,7 @@ def read_gguf(path: Path) -> Gguf:
         raise UnsupportedError(f"it is one of {split} parts, named NAME-00001-of-0000N.gguf")
     tensors = [tensor for part in parts for tensor in part.tensors]
     rounded = {name: kind for part in parts for name, kind in part.rounded.items()}
-    return Gguf(values, tensors, rounded)
+    return Gguf(values, tensors, rounded, paths)
 
 
 class _Header:
@@ -200,7 +201,7 @@ def _parse(path: Path, header: _Header, size: int) -> Gguf:
             rounded[name] = kind
         read = partial(_read, path, begin, shape, shape[-1] // block * width, kind, dtype)
         tensors.append(StoredTensor(path, name, shape, dtype, read))
-    return Gguf(values, tensors, rounded)
+    return Gguf(values, tensors, rounded, [path])
 
 
 def _read(

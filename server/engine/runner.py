@@ -3,6 +3,11 @@
 A run binds raw addresses, so its batch is a window onto the rows: all decodes run over rows 0..n-1,
 a prompt's chunk over its own row, whole prompts of similar length over neighbouring rows, padded on
 the right. Past and present are the same memory; nothing is copied or concatenated.
+
+ONNX Runtime cuts the tokens of a product into blocks of 128 for its threads. On some CPUs a block
+of a single token has a kernel that rounds differently: MatMulNBits of 4 bits does on x86 with AVX2
+but without AVX-512. A trial run shows it when the model is loaded, and no run then leaves a token
+alone in a block, except prompts of one token: those are never with others.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from server.engine.sampling import Floats
 from server.engine.session import check_shape, kv_inputs, open_session
 from server.engine.speculation import MAX_DRAFT, MAX_SPECULATING
 
+_TOKEN_BLOCK = 128  # of ONNX Runtime's MatMulNBits
 MAX_PADDING = 1.25  # ratio of the tokens that a run of several prompts has to those it needs
 
 
@@ -52,8 +58,7 @@ class OnnxRunner:
     ) -> None:
         self.max_model_len = check_max_model_len(max_model_len, config)
         self.vocab_size = config.vocab_size
-        self.model_seconds = 0.0  # spent in ONNX Runtime so far
-        self.decode_seconds = 0.0
+        self.model_seconds = self.decode_seconds = 0.0  # spent in ONNX Runtime so far
         self._session = open_session(graph, threads or usable_cpus(), spin_microseconds)
         check_shape(self._session, config)
         n_bytes = available_memory() // 2 if kv_cache_bytes is None else kv_cache_bytes
@@ -80,6 +85,9 @@ class OnnxRunner:
         n_logits = max_num_seqs + n_scored + MAX_SPECULATING * MAX_DRAFT
         self._logits: Floats = np.empty((n_logits, self.vocab_size), dtype=np.float32)
         self._bindings: dict[tuple[RowMemory, int, int], _Binding] = {}  # by first row, rows
+        self._never_alone = False
+        self._never_alone = self._alone_differs()
+        self.model_seconds = self.decode_seconds = 0.0
 
     def run(self, batch: StepBatch) -> Floats:
         """See Runner.
@@ -90,16 +98,35 @@ class OnnxRunner:
         n_done = 0
         if batch.decodes:
             decoding = {chunk.sequence for chunk in batch.decodes}
+            n_rows = batch.decodes[-1].row + 1
+            n_rows += self._leaves_one_alone(n_rows)
             window = [
                 ([s.last_token_id], s.n_computed, int(s in decoding)) if s else ([0], 0, 0)
-                for s in batch.window
+                for s in [*batch.window, None][:n_rows]
             ]
             n_done = self._run(self.kv.running, 0, window, 0)
         for chunks in (*self._group(batch.prefills), *([chunk] for chunk in batch.drafts)):
             # Prompts are padded on the right; a row's next tokens overwrite what padding writes.
             work = [(chunk.token_ids, chunk.start, chunk.n_logits) for chunk in chunks]
-            n_done += self._run(*self._place(chunks[0]), work, n_done)
+            runs = [work]
+            if len(work) == 1 and chunks[0].count > 1 and self._leaves_one_alone(chunks[0].count):
+                ((tokens, start, n_logits),) = work
+                ends = tokens[-2:], start + len(tokens) - 2, min(2, n_logits)
+                runs = [[(tokens[:-2], start, n_logits - ends[2])], [ends]]
+            for work in runs:
+                n_done += self._run(*self._place(chunks[0]), work, n_done)
         return self._logits[:n_done]
+
+    def _alone_differs(self) -> bool:
+        """Run a token alone and beside another; return whether its logits differ."""
+        work = [([0], 0, 1), ([0], 0, 0)]
+        for first_logit, n_rows in enumerate((1, 2)):
+            self._run(self.kv.running, 0, work[:n_rows], first_logit)
+        return not np.array_equal(self._logits[0], self._logits[1])
+
+    def _leaves_one_alone(self, n_tokens: int) -> bool:
+        """Return whether a run of `n_tokens` gives one token other bits than in another run."""
+        return self._never_alone and n_tokens % _TOKEN_BLOCK == 1
 
     def _run(
         self, memory: RowMemory, row: int, work: list[tuple[list[int], int, int]], first_logit: int
@@ -147,6 +174,7 @@ class OnnxRunner:
                 and all(c.start == 0 and c.completes_prompt for c in group)
                 and all(c.count > 1 and c.n_logits <= 1 for c in group)
                 and rows == list(range(rows[0], rows[0] + len(rows)))
+                and not self._leaves_one_alone(longest * len(group))
                 and self.kv.pad(rows, longest)
             ):
                 groups[-1] = group

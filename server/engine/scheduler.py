@@ -57,7 +57,7 @@ class Scheduler:
             count = 1 + len(draft)
             chunk = Chunk(sequence, sequence.n_computed, count, count, draft)
             (drafts if draft else decodes).append(chunk)
-        window = self._window[: decodes[-1].row + 1] if decodes else []
+        window = self._window[: decodes[-1].row + 2] if decodes else []
         return StepBatch(decodes, window, prefills, drafts)
 
     def record(self, chunk: Chunk, n_tokens: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -40,10 +41,7 @@ async def test_files_are_those_of_the_manifest_with_their_sizes(tmp_path: Path) 
     card = await card_of(bundle)
     assert {file.name: file.sha256 for file in card.files} == bundle.manifest.files
     assert {file.name: file.bytes for file in card.files} == {"config.json": 7, "model.onnx": 3000}
-    assert card.config == asdict(bundle.config) | {
-        "eos_token_ids": [0],
-        "layers_without_rotary": [],
-    }
+    assert card.config == json.loads(json.dumps(asdict(bundle.config)))
 
 
 async def test_a_file_that_has_gone_has_no_size(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("import", "llama", "writing tensors"),
         ("export", "run", "tracing PyTorch"),
+        ("export", "llama", "tracing PyTorch"),
         ("export", "run", "computing in ONNX Runtime"),
     ],
 )

@@ -203,13 +203,13 @@ def test_touched_tokens_take_memory_until_it_is_released(committed: Callable[[],
 
 @ON_LINUX
 def test_what_free_rows_wrote_is_released() -> None:
-    """A decode run writes a token to every free row before the last that runs."""
+    """A decode run writes a token to every free row before the last that runs, and to the next."""
     rows = make_rows(int8=True)
     assert [admit(rows, 1), admit(rows, 1)] == [0, 1]
     rows.running.array[:, :, :, 0] = 1
     rows.free(0)
     rows.release_idle_memory()
-    assert (rows.running.array.any(axis=(0, 2, 3, 4)) == [False, True, False, False]).all()
+    assert (rows.running.array.any(axis=(0, 2, 3, 4)) == [False, True, False, False, False]).all()
 
 
 @ON_LINUX

@@ -9,11 +9,11 @@ import pytest
 
 from server.engine.batch import Chunk, StepBatch
 from server.engine.engine import Engine
-from server.engine.runner import OnnxRunner
-from server.engine.sampling import SampledSequence, SamplingParams
+from server.engine.runner import OnnxRunner, _Binding
+from server.engine.sampling import Floats, SampledSequence, SamplingParams
 from server.engine.sequence import Sequence
 from server.engine.speculation import Speculation
-from tests.engine_driver import Collector, Result, make_sequence
+from tests.engine_driver import Collector, Result, make_sequence, run_to_end
 from tests.random_models import RandomModel
 
 
@@ -47,6 +47,47 @@ def test_prompts_that_share_a_run_are_what_they_are_alone(
         assert (logits[i] == expected[0]).all()
         found, same = (r.kv.prompts.array[:, i, :, : len(prompt)] for r in (together, alone))
         assert (found == same).all()
+
+
+def test_a_kernel_for_a_lone_token_shows_in_no_answer(
+    random_int4_model: RandomModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On x86 without AVX-512, int4 products give one token of a block of 128 other bits.
+
+    A run's logits show that here on any CPU: 129 tokens of a prompt, or three times 43, leave one
+    alone, and so does a sequence that decodes by itself.
+    """
+    run = _Binding.run
+
+    def run_otherwise(
+        self: _Binding, ends: list[int], length: int, indices: list[int], logits: Floats, first: int
+    ) -> float:
+        seconds = run(self, ends, length, indices, logits, first)
+        last = len(ends) * length - 1
+        if last % 128 == 0 and last in indices:
+            logits[first + indices.index(last)] *= 1.001
+        return seconds
+
+    monkeypatch.setattr(_Binding, "run", run_otherwise)
+    lengths = (43, 43, 43, 129, 129, 1)
+
+    def requests() -> list[Sequence]:
+        scored = [None, None, None, 2, None, None]
+        return [
+            make_sequence(
+                i,
+                np.random.default_rng(i).integers(300, size=n).tolist(),
+                SamplingParams(max_tokens=3 + i, logprobs=2, prompt_logprobs=scored[i]),
+            )
+            for i, n in enumerate(lengths)
+        ]
+
+    alone = Engine(random_int4_model.runner(max_num_seqs=1), chunk_size=200)
+    expected = [run_to_end(alone, [sequence])[i] for i, sequence in enumerate(requests())]
+    for chunk_size in (200, 64, 128):
+        together = Engine(random_int4_model.runner(max_num_seqs=5), chunk_size=chunk_size)
+        results = run_to_end(together, requests())
+        assert [results[i] for i in range(len(lengths))] == expected
 
 
 def test_prompts_of_nearly_one_length_in_neighbouring_rows_share_a_run(

@@ -129,7 +129,7 @@ def test_a_wrong_graph_fails_the_export_and_leaves_nothing(
 
 
 def test_int8_is_smaller_and_as_good(run: Path, exported: Path, tmp_path: Path) -> None:
-    manifest = export_checkpoint(run, tmp_path / "int8", precision="int8")
+    manifest, _ = export_checkpoint(run, tmp_path / "int8", precision="int8")
     figures = manifest.verification
     assert manifest.precision == "int8"
     assert figures.perplexity_onnx == pytest.approx(figures.perplexity_torch, rel=0.01)
@@ -153,7 +153,8 @@ def test_int8_beyond_its_limit_is_not_written(
 def test_perplexity_can_be_measured_on_a_text_of_ones_own(run: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT[:3000])
-    figures = export_checkpoint(run, tmp_path / "out", precision="fp32", text=text).verification
+    manifest, _ = export_checkpoint(run, tmp_path / "out", precision="fp32", text=text)
+    figures = manifest.verification
     assert re.fullmatch(r"text\.txt, \d+ x 96 tokens", figures.text or "")
     text.write_text("")
     with pytest.raises(ValueError, match=r"text\.txt has 0 tokens, too few"):
@@ -176,9 +177,8 @@ def test_a_folder_that_happens_to_be_called_data_is_not_a_runs(
     decoder = make_decoder(make_config(n_layer=1))
     checkpoint = save_checkpoint(tmp_path, 1, decoder, train_tokenizer([TEXT], 300), {}, {})
     (checkpoint / "training.json").unlink()  # as an imported checkpoint
-    assert (
-        export_checkpoint(checkpoint, tmp_path / "out", precision="fp32").verification.text is None
-    )
+    manifest, _ = export_checkpoint(checkpoint, tmp_path / "out", precision="fp32")
+    assert manifest.verification.text is None
 
 
 def test_int8_without_text_to_measure_on_is_refused(
@@ -204,7 +204,7 @@ def test_a_checkpoint_of_ones_own_is_exported_as_it_is(tmp_path: Path) -> None:
         run, 1, decoder, train_tokenizer([TEXT], 300), {}, {}, extra_files=files
     )
     advised = GenerationDefaults(temperature=0.3, top_p=0.9)
-    manifest = export_checkpoint(checkpoint, out, generation=advised, max_model_len=40)
+    manifest, _ = export_checkpoint(checkpoint, out, generation=advised, max_model_len=40)
     python = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
     text = manifest.verification.text or ""
     assert re.fullmatch(rf"{python}'s pydoc topics, \d+ x 40 tokens", text)

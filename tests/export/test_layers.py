@@ -60,8 +60,9 @@ def test_each_tensor_is_read_once_in_the_order_of_the_layers() -> None:
     hidden = layered.run([np.arange(5), np.arange(5), np.arange(7)])
     blocks = [name for name in weights.read if name.startswith("blocks.")]
     assert blocks == [name for name in weights if name.startswith("blocks.")]
-    logits = layered.logits(torch.cat(hidden))
+    logits = torch.cat([layered.logits(rows) for rows in hidden])
     assert weights.read[-1] == "head.weight"
+    assert len(set(weights.read)) == len(weights.read)
     with torch.inference_mode():
         expected = decoder(torch.arange(5)[None])[0]
     assert torch.allclose(logits[:5], expected, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""`kvasir import FILE.gguf`: the same model as its folder."""
+"""GGUF files: the same model as its folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from export.quantize import quantize_blocks
 from model.importing.gguf import read_gguf
-from model.importing.huggingface import import_checkpoint
+from model.importing.published import import_checkpoint
 from model.importing.weights import UnsupportedError
 from model.tensor_files import StoredTensor
 from tests.gguf_files import write_gguf

@@ -11,7 +11,7 @@ import torch
 
 from export.graph import export_graph
 from model.checkpoint import load_checkpoint
-from model.importing.huggingface import import_checkpoint
+from model.importing.published import import_checkpoint
 from server.engine.engine import Engine
 from server.engine.sampling import SamplingParams
 from tests.engine_driver import make_sequence, run_to_end
@@ -47,7 +47,7 @@ def test_family(name: str, tmp_path: Path) -> None:
     )
     expected = generated[0, prompt.shape[1] :].tolist()
     # A text of few tokens would hide mistakes. BLOOM's soon repeat themselves.
-    assert len(set(expected)) >= (3 if name == "bloom" else 12)
+    assert len(set(expected)) >= (3 if name == "bloom" else 8)
     export_graph(decoder.config, decoder.state_dict(), tmp_path / "model.onnx")
     engine = Engine(
         RandomModel(decoder, tmp_path / "model.onnx").runner(max_num_seqs=1, threads=1),

@@ -33,7 +33,7 @@ from model.bundle import load_bundle
 from model.chat_template import ChatTemplate
 from model.checkpoint import load_checkpoint
 from model.config import DecoderConfig
-from model.importing.huggingface import Imported, import_checkpoint
+from model.importing.published import Imported, import_checkpoint
 from model.importing.weights import UnsupportedError
 from tests.huggingface_checkpoints import (
     BOS,
@@ -224,7 +224,7 @@ def test_a_folder_in_use_is_refused_and_an_empty_one_taken(
 MEASURE = """
 import re, sys
 from pathlib import Path
-from model.importing.huggingface import import_checkpoint
+from model.importing.published import import_checkpoint
 status = lambda: Path("/proc/self/status").read_text()
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+) kB", status())[1]) * 1024
 before = peak()

@@ -115,7 +115,8 @@ class KVRows:
         cache: PrefixCache | None = None,
     ) -> None:
         n_prompt_rows = min(max_num_seqs, MAX_PROMPT_ROWS)
-        self.running = RowMemory(shape, max_num_seqs, max_model_len, dtype)
+        # One row more, which no sequence gets: a decode run may need a row beside the last.
+        self.running = RowMemory(shape, max_num_seqs + 1, max_model_len, dtype)
         self.prompts = RowMemory(shape, n_prompt_rows, max_model_len, np.float32)
         self.max_num_seqs = max_num_seqs
         self.budget_tokens = budget_tokens
@@ -214,7 +215,7 @@ class KVRows:
 
     def release_idle_memory(self) -> None:
         """Return the memory of free rows, which runs may have written to, to the system."""
-        for row in self.free_rows:
+        for row in (*self.free_rows, self.max_num_seqs):
             self.running.release_pages(row)
         for row in self._free_prompts:
             self.prompts.release_pages(row)

@@ -1,0 +1,46 @@
+"""A GGUF file as a published model: its family, configuration, texts and tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from model.bundle import CHAT_TEMPLATE_FILE, GENERATION_FILE, SPECIAL_TOKENS_FILE, TOKENIZER_FILE
+from model.importing.contents import Contents, generation_defaults, to_json
+from model.importing.gguf import read_gguf
+from model.importing.gguf_family import read_family
+from model.importing.gguf_tokenizer import read_tokenizer
+from model.importing.weights import UnsupportedError
+
+# The recommended sampling parameters among the keys of the metadata.
+_SAMPLING = {name: name for name in ("top_k", "top_p", "min_p")}
+_SAMPLING |= {"temperature": "temp", "repetition_penalty": "penalty_repeat"}
+
+
+def read_gguf_model(source: Path, notes: list[str]) -> Contents:
+    """Return the contents of a file, with the other parts of a split one."""
+    gguf = read_gguf(source)
+    tokenizer = read_tokenizer(gguf.values)
+    family, config, stored = read_family(gguf, tokenizer.bos, tokenizer.ends)
+    if tokenizer.size > config.vocab_size:
+        raise UnsupportedError(
+            f"its tokenizer has token ids up to {tokenizer.size - 1}, but the model only "
+            f"{config.vocab_size} tokens"
+        )
+    template = gguf.values.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise UnsupportedError("its key tokenizer.chat_template is not a text")
+    if others := sorted(key for key in gguf.values if key.startswith("tokenizer.chat_template.")):
+        notes.append(f"chat templates left out: {', '.join(others)}")
+    if gguf.rounded:
+        kinds = ", ".join(sorted(set(gguf.rounded.values())))
+        notes.append(
+            f"{len(gguf.rounded)} weights were rounded before ({kinds}); export rounds them again"
+        )
+    sampling = {name: gguf.values.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()}
+    texts = {
+        TOKENIZER_FILE: tokenizer.text,
+        CHAT_TEMPLATE_FILE: template,
+        SPECIAL_TOKENS_FILE: to_json(tokenizer.special_tokens),
+        GENERATION_FILE: generation_defaults(sampling | {"do_sample": True}, notes),
+    }
+    return Contents(family, config, texts, stored, gguf.files)

@@ -1,0 +1,91 @@
+"""The plan of an import: every parameter of a decoder, made of the tensors of a published model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from model.config import DecoderConfig
+from model.importing.family import Family
+from model.importing.tensors import reorder_rotary_pairs
+from model.importing.weights import PlannedTensor, UnsupportedError
+from model.network.skeleton import parameter_shapes
+from model.tensor_files import Shape, StoredTensor
+
+_LAYER = re.compile(r"(?<=^blocks\.)\d+")
+
+
+def plan_parameters(
+    family: Family, config: DecoderConfig, stored: Iterable[StoredTensor]
+) -> tuple[DecoderConfig, list[PlannedTensor]]:
+    """Return the configuration, untied where the head differs, and every parameter to be made.
+
+    Raises UnsupportedError naming a tensor that is missing, unknown or of the wrong shape.
+    """
+    held: dict[str, StoredTensor] = {}
+    for tensor in stored:
+        if (name := family.plain_name(tensor.name)) in held:
+            names = f"{held[name].name!r} and {tensor.name!r}"
+            raise UnsupportedError(f"tensors {names} are the same parameter")
+        held[name] = tensor
+    embedding, head = f"{family.modules['embedding']}.weight", f"{family.modules['head']}.weight"
+    if config.tied_embeddings and head in held:  # tied ones are stored under either name or both
+        other = held.pop(head)
+        one = held.setdefault(embedding, other)
+        if one is not other and not torch.equal(one.read(), other.read()):
+            held[head] = other
+            config = replace(config, tied_embeddings=False)
+    config.check_size(sum(torch.Size(tensor.shape).numel() for tensor in held.values()))
+    shapes = parameter_shapes(config)
+    taken: set[str] = set()
+    weights = [_take(name, shape, family, config, held, taken) for name, shape in shapes.items()]
+    for name in held.keys() - taken:
+        tensor = held[name]
+        unknown = f"the unknown tensor {tensor.name!r}"
+        raise UnsupportedError(f"{tensor.file.name} holds {unknown} for its configuration")
+    return config, weights
+
+
+def _take(
+    name: str,
+    shape: Shape,
+    family: Family,
+    config: DecoderConfig,
+    held: dict[str, StoredTensor],
+    taken: set[str],
+) -> PlannedTensor:
+    """Return the plan of a parameter; the names of its tensors are added to `taken`."""
+    layer = (_LAYER.search(name) or ("",))[0]
+    module, _, kind = _LAYER.sub("*", name).rpartition(".")
+    source = family.source(module)
+    tensors = []
+    for theirs, expected in zip(source.names(config), source.shapes(shape, config), strict=True):
+        places = theirs.replace("*", layer).split("|")[: 2 if config.parallel_residual else 1]
+        names = [f"{place}.{kind}" for place in places]
+        wanted = next((name for name in names if name in held), names[0])
+        if wanted not in held:
+            missing = f"the tensor {wanted!r} of {list(expected)}"
+            raise UnsupportedError(f"it lacks {missing} for its configuration")
+        taken.add(wanted)
+        tensor = held[wanted]
+        if tensor.shape != expected:
+            raise UnsupportedError(
+                f"tensor {tensor.name!r} in {tensor.file.name} has shape {list(tensor.shape)}, "
+                f"not {list(expected)}"
+            )
+        tensors.append(tensor)
+    stored = reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    dtype = torch.float32 if source.in_float32 else stored
+
+    def make() -> Tensor:
+        made = source.join([tensor.read() for tensor in tensors], config)
+        if ".attention.qkv." in name:
+            made = reorder_rotary_pairs(made, config)
+        return made.to(dtype).expand(shape).contiguous()
+
+    return PlannedTensor(name, shape, dtype, make)

@@ -1,0 +1,120 @@
+"""`kvasir export` of what others published: the same model as by way of a checkpoint directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGMLQuantizationType as Kind
+from typer.testing import CliRunner, Result
+
+from export import verify
+from export.directory import export_checkpoint, verify_directory
+from kvasir import app
+from model.checkpoint import CheckpointError, load_checkpoint
+from model.importing.published import import_checkpoint, is_published
+from tests.gguf_files import write_gguf
+from tests.huggingface_checkpoints import make_model, save_checkpoint
+from tests.model.test_quantized import write as write_rounded
+
+MANIFEST = "manifest.json"
+
+
+def shards(folder: Path) -> Path:
+    return save_checkpoint(folder / "shards", make_model("gpt2"), max_shard_size="60KB")
+
+
+def gptq(folder: Path) -> Path:
+    llama = save_checkpoint(folder / "llama", make_model("llama", num_hidden_layers=1))
+    return write_rounded(llama, folder, "gptq sym")
+
+
+def gguf(folder: Path) -> Path:
+    return write_gguf(folder / "model.gguf", make_model("qwen3"), Kind.Q8_0)
+
+
+def split_gguf(folder: Path) -> Path:
+    write_gguf(folder / "model.gguf", make_model("llama"), split_max_tensors=10)
+    return min(folder.glob("*.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("make", "precision", "n_notes"),
+    [(shards, "int8", 0), (gptq, "int4", 1), (gguf, "int8", 1), (split_gguf, "fp32", 0)],
+)
+def test_one_command_makes_what_two_make(
+    make: Any, precision: str, n_notes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every file but the manifest's source; rows are shorter, which cuts learned positions."""
+    monkeypatch.setitem(verify.MAX_PERPLEXITY_LOSS, precision, 10.0)  # random weights
+    (tmp_path / "theirs").mkdir()
+    source = make(tmp_path / "theirs")
+    options: dict[str, Any] = {"precision": precision, "max_model_len": 64}
+    one, notes = export_checkpoint(source, tmp_path / "out/one", **options)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["one"]
+    imported = import_checkpoint(source, tmp_path / "imported")
+    two, none = export_checkpoint(tmp_path / "imported", tmp_path / "out/two", **options)
+    assert one.files == two.files
+    assert one.model_copy(update={"source": two.source}) == two
+    assert len(notes) == n_notes
+    assert (notes, none) == (imported.notes, ())
+
+    assert verify_directory(tmp_path / "out/one", source)[1] == one.verification
+    with pytest.raises(CheckpointError, match=r"one was not exported from .*: the hashes differ"):
+        verify_directory(tmp_path / "out/one", tmp_path / "imported")
+
+
+def kvasir(*arguments: object) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)))
+
+
+def test_the_command_prints_notes_and_names_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(save_checkpoint(tmp_path / "tiny", make_model("llama")))
+    sampling = {"do_sample": True, "temperature": 0.6, "top_k": "many"}
+    Path("generation_config.json").write_text(json.dumps(sampling))
+    options = ("--precision", "fp32")
+    result = kvasir("export", ".", "--out", tmp_path / "a", *options)
+    assert result.exit_code == 0, result.output
+    assert "note: generation_config.json's top_k is left out" in result.stdout
+    (note,) = json.loads(kvasir("export", ".", "--out", tmp_path / "b", *options, "--json").stdout)[
+        "notes"
+    ]
+    assert note.startswith("generation_config.json's top_k is left out")
+    manifest = json.loads((tmp_path / "a" / MANIFEST).read_text())
+    assert manifest["source"]["name"] == "tiny"
+    assert kvasir("verify", tmp_path / "a", "--checkpoint", ".").exit_code == 0
+
+
+def test_what_cannot_be_read_is_refused_in_one_line(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "folder", make_model("llama"))
+    (folder / "tokenizer.json").unlink()
+    (tmp_path / "bad.gguf").write_bytes(b"GGUX")
+    for source, reason in {
+        folder: "it has no tokenizer.json",
+        tmp_path / "absent.gguf": "it does not exist",
+        tmp_path / "bad.gguf": "is not a GGUF file",
+    }.items():
+        assert is_published(source)
+        result = kvasir("export", source, "--out", tmp_path / "new/out")
+        assert result.exit_code == 1
+        assert result.stderr.splitlines()[-1].startswith(f"kvasir: {source} cannot be imported: ")
+        assert reason in result.stderr
+        assert not (tmp_path / "new").exists()
+
+
+def test_training_can_begin_with_a_published_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_checkpoint(tmp_path / "llama", make_model("llama"))
+    (tmp_path / "text.txt").write_text("a text of a few words\n" * 200)
+    monkeypatch.chdir(tmp_path)
+    result = kvasir(
+        *("train", "text.txt", "--init", folder, "--out", "run"),
+        *("--steps", 1, "--context", 16, "--batch-size", 2),
+    )
+    assert result.exit_code == 0, result.output
+    assert load_checkpoint(tmp_path / "run").config.n_layer == 2
