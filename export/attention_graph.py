@@ -11,7 +11,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from export.graph import STEP_INPUTS
-from export.rewrite import copy_node, remove_unused_constants
+from export.rewrite import remove_unused_constants, take_branch
 from model.bundle import ATTENTION_GRAPH_FILE, GRAPH_FILE
 
 _AFTER_SOFTMAX = 2  # of the operator's attribute qk_output
@@ -27,17 +27,8 @@ def write_attention_graph(directory: Path) -> None:
     graph = model.graph
     graph.outputs[:] = [value for value in graph.outputs if value.name == "logits"]
     graph.inputs[:] = [value for value in graph.inputs if value.name in STEP_INPUTS]
-    choices = [node for node in graph if node.op_type == "If"]
-    for choice in choices:  # attention over rows of int8, or over floats: take the latter
-        nodes = choice.attributes["else_branch"].as_graph()
-        (attention,) = (node for node in nodes if node.op_type == "GroupQueryAttention")
-        replacement = copy_node(attention, attention.inputs)
-        ir.convenience.replace_all_uses_with(choice.outputs[0], replacement.outputs[0])
-        graph.insert_before(choice, replacement)
-        graph.remove(choice, safe=True)
-        for attribute in choice.attributes.values():  # else what only branches used looks used
-            for node in attribute.as_graph():
-                node.resize_inputs(0)
+    for choice in [node for node in graph if node.op_type == "If"]:
+        take_branch(choice, "else_branch")  # over rows of floats
     attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
     for layer, node in enumerate(attentions):
         for position in _PAST:

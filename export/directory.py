@@ -55,6 +55,7 @@ def export_checkpoint(
     device: Device = "cpu",
     precision: str | None = None,
     kv_cache: str | None = None,
+    int8_prompts: bool = True,
     text: Path | None = None,
     generation: GenerationDefaults | None = None,
     max_model_len: int | None = None,
@@ -65,9 +66,10 @@ def export_checkpoint(
     Returns its manifest, and notes on what was left out of a published model.
 
     device: a graph for cuda is verified on a GPU, so there must be one. precision: None is the
-    device's first. kv_cache: on cuda, one of KV_DTYPES; None is the type of activations. text: see
-    `sample_text`. generation: recommended sampling, which overrides the checkpoint's field by
-    field. max_model_len: the longest row; None is the checkpoint's. Raises CheckpointError,
+    device's first. kv_cache: on cuda, one of KV_DTYPES; None is the type of activations.
+    int8_prompts: give int4 on the CPU int8 weights as well, for prompts. text: see `sample_text`.
+    generation: recommended sampling, which overrides the checkpoint's field by field.
+    max_model_len: the longest row; None is the checkpoint's. Raises CheckpointError,
     VerificationError, FileExistsError when `out` is in use, and ValueError for text, a precision, a
     device or a decoder that cannot be used with the others.
     """
@@ -76,6 +78,8 @@ def export_checkpoint(
     if kv_cache is not None and (device != "cuda" or kv_cache not in KV_DTYPES):
         known = ", ".join(KV_DTYPES)
         raise ValueError(f"no kv cache {kv_cache!r} on {device}; on cuda there are {known}")
+    if not int8_prompts and (device, precision) != ("cpu", "int4"):
+        raise ValueError(f"{precision} on {device} has no int8 prompts; only int4 on cpu has")
     progress("reading the checkpoint", 0, 0)
     checkpoint = load_checkpoint(source, max_model_len)
     config, weights = checkpoint.config, checkpoint.weights
@@ -101,7 +105,9 @@ def export_checkpoint(
         if device == "cuda":
             export_paged_graph(config, weights, graph, precision, kv_cache, rows, progress)
         else:
-            export_graph(config, weights, graph, precision, rows, progress)
+            export_graph(
+                config, weights, graph, precision, rows, progress, int8_prompts=int8_prompts
+            )
             write_attention_graph(part)
         figures = _verify(checkpoint, graph, sample, device, precision, progress)
         notes = _describe_source(checkpoint)

@@ -46,7 +46,7 @@ def place_experts(model: ir.Model, weights: Weights, precision: str) -> None:
         result = tape.op(operator, inputs, attributes, domain=MICROSOFT)
         if precision != "int8":
             result, _ = tape.op_multi_out("Split", [result], {"num_outputs": 2}, num_outputs=2)
-        replace_node(graph, node, tape.nodes, result)
+        replace_node(node, tape.nodes, result)
     remove_unused_constants(graph)
 
 

@@ -52,12 +52,14 @@ def export_graph(
     precision: str = "fp32",
     sample: NDArray[np.int64] | None = None,
     progress: Progress = unheard,
+    *,
+    int8_prompts: bool = True,
 ) -> None:
     """Write the graph to `path` and its weights beside it, as external data.
 
     weights: the decoder's parameters, each read when it is written. precision: one of PRECISIONS
     for the CPU. sample: [rows, tokens] of a text that shows how large keys and values get, where
-    they are rounded; None is random tokens.
+    they are rounded; None is random tokens. int8_prompts: prompts of int4 have int8 weights.
     """
     scaled = Weights(weights)
     # Put attention's scale into the weights that make queries; the operator's own is 1. ONNX
@@ -77,8 +79,8 @@ def export_graph(
         of_parameters = {name: names[name] for name in decoder.state_dict()}
         model.metadata_props[_PARAMETERS] = json.dumps(of_parameters)
     else:
+        quantize_kv_cache(model, config, whole_layers=precision == "int4" and int8_prompts)
         quantize(model, scaled, precision)
-        quantize_kv_cache(model, config)
     save(model, path, progress)
 
 

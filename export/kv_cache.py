@@ -3,7 +3,7 @@
 Decoding reads every key and value of every sequence for each token: a quarter of the bytes is a
 shorter step. A prompt, computed many tokens at a time and read little, stays on rows of floats. So
 each attention becomes If(decode): attention over int8 rows; else: over rows of floats; both kinds
-are aliased as before.
+are aliased as before. Where prompts of int4 have int8 weights, branches hold whole layers.
 
 The int8 scale is 1, because each channel's scale is folded into the weights: those that make keys
 and values are divided by a 127th of the channel's largest magnitude in a sample of tokens, and
@@ -15,6 +15,7 @@ positions grow.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import numpy as np
 import onnx_ir as ir
@@ -23,7 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from export.layers import LayeredDecoder, affordable_tokens
-from export.rewrite import constant, copy_node, replace_node
+from export.quantize import products
+from export.rewrite import PROMPT, constant, copy_node
 from export.weights import Weights
 from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig
@@ -106,53 +108,96 @@ def scale_kv_channels(weights: Weights, config: DecoderConfig, scales: Floats) -
         weights.scale(f"{prefix}.output.weight", by_output.reshape(1, -1))
 
 
-def quantize_kv_cache(model: ir.Model, config: DecoderConfig) -> None:
-    """Give every attention int8 rows beside its rows of floats, in place."""
+def quantize_kv_cache(model: ir.Model, config: DecoderConfig, *, whole_layers: bool) -> None:
+    """Give every attention int8 rows beside its rows of floats, in place.
+
+    whole_layers: each `If` holds a layer, so that its products can differ too, and not attention
+    alone.
+    """
     graph = model.graph
     decode = ir.val(DECODE_INPUT, ir.DataType.BOOL, [])
     graph.inputs.append(decode)
     scale = constant(graph, "kv_cache.step", np.ones(1, dtype=np.float32))
     attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]
-    for layer, node in enumerate(attentions):
+    parts = _layers(graph) if whole_layers else [[node] for node in attentions]
+    for layer, (node, part) in enumerate(zip(attentions, parts, strict=True)):
         inputs = list(node.inputs) + [None] * (_N_INPUTS - len(node.inputs))
         in_floats = list(inputs)
-        for position, part in ((3, "key"), (4, "value")):
+        for position, kind in ((3, "key"), (4, "value")):
             running = inputs[position]
             assert running is not None
-            floats = ir.val(f"prompt_key_values.{layer}.{part}", ir.DataType.FLOAT, running.shape)
+            floats = ir.val(f"prompt_key_values.{layer}.{kind}", ir.DataType.FLOAT, running.shape)
             graph.inputs.append(floats)
             in_floats[position] = floats
             running.type = ir.TensorType(ir.DataType.INT8)
         inputs[-2:] = [scale, scale]
+        made = [value for one in part for value in one.outputs if value not in node.outputs[1:]]
+        read = [of for of in made if any(user not in part for user, _ in of.uses())]
         branches = {
-            "then_branch": _branch(node, inputs, True, config, f"decode.{layer}"),
-            "else_branch": _branch(node, in_floats, False, config, f"prompt.{layer}"),
+            "then_branch": _branch(part, node, inputs, read, config, f"decode.{layer}"),
+            "else_branch": _branch(part, node, in_floats, read, config, f"{PROMPT}{layer}"),
         }
-        choice = ir.node("If", [decode], attributes=branches, num_outputs=5)
-        for old, new in zip(node.outputs[1:], choice.outputs[3:], strict=True):
-            new.name, new.shape, new.type = f"prompt_{old.name}", old.shape, old.type
-            graph.outputs.append(new)
-        replace_node(graph, node, [choice], *choice.outputs[:3])
-        for running in choice.outputs[1:3]:
+        choice = ir.node("If", [decode], attributes=branches, num_outputs=len(read) + 4)
+        graph.insert_before(part[0], choice)
+        old, new = [*read, *node.outputs[1:]], choice.outputs
+        ir.convenience.replace_all_uses_with(old, new[:-2], replace_graph_outputs=True)
+        for before, after in zip(old, new, strict=False):
+            after.name, after.shape, after.type = before.name, before.shape, before.type
+        for before, after in zip(node.outputs[1:], new[-2:], strict=True):
+            after.name, after.shape, after.type = f"prompt_{before.name}", before.shape, before.type
+            graph.outputs.append(after)
+        for running in new[-4:-2]:
             running.type = ir.TensorType(ir.DataType.INT8)
+        graph.remove(part, safe=True)
+
+
+def _layers(graph: ir.Graph) -> list[list[ir.Node]]:
+    """Return each layer's nodes from the product before attention to the last one.
+
+    Mixtures of experts follow it: they are outside, so that prompts and decoding share them.
+    """
+    nodes, matrices = list(graph), [node for node in products(graph) if node.op_type == "MatMul"]
+    places = [i for i, node in enumerate(nodes) if node in matrices]
+    attentions = [i for i, node in enumerate(nodes) if node.op_type == "GroupQueryAttention"]
+
+    def last(before: int) -> int:
+        return max(place for place in places if place < before)
+
+    starts = [last(i) for i in attentions]
+    return [nodes[start : last(end) + 1] for start, end in pairwise([*starts, len(nodes)])]
 
 
 def _branch(
-    node: ir.Node, inputs: list[ir.Value | None], decodes: bool, config: DecoderConfig, name: str
+    part: Sequence[ir.Node],
+    attention: ir.Node,
+    inputs: Sequence[ir.Value | None],
+    read: Sequence[ir.Value],
+    config: DecoderConfig,
+    name: str,
 ) -> ir.Graph:
-    """Return attention over one kind of rows: attended, int8 rows, float rows; others empty."""
-    attention = copy_node(node, inputs)
-    if decodes:
-        attention.attributes.add(ir.AttrString("k_quant_type", "PER_TENSOR"))
-        attention.attributes.add(ir.AttrString("v_quant_type", "PER_TENSOR"))
-        attention.attributes.add(ir.AttrInt64("kv_cache_bit_width", 8))
-    attended, *rows = attention.outputs
+    """Return nodes of which attention has other inputs.
+
+    Outputs are the values that are read elsewhere, int8 rows, and float rows; others empty.
+    """
+    decodes = not name.startswith(PROMPT)
+    nodes: list[ir.Node] = []
+    copies: dict[ir.Value | None, ir.Value] = {}
+    for node in part:
+        given = inputs if node is attention else node.inputs
+        nodes.append(copy_node(node, [copies.get(value, value) for value in given]))
+        copies |= zip(node.outputs, nodes[-1].outputs, strict=True)
+        if node is attention and decodes:
+            nodes[-1].attributes.add(ir.AttrString("k_quant_type", "PER_TENSOR"))
+            nodes[-1].attributes.add(ir.AttrString("v_quant_type", "PER_TENSOR"))
+            nodes[-1].attributes.add(ir.AttrInt64("kv_cache_bit_width", 8))
+    rows = [copies[value] for value in attention.outputs[1:]]
     shape, dtype = (1, config.n_kv_head, 0, config.head_dim), np.float32 if decodes else np.int8
     nothing = ir.tensor(np.zeros(shape, dtype=dtype))
     constants = [ir.node("Constant", [], attributes={"value": nothing}) for _ in rows]
     empty = [of.outputs[0] for of in constants]
-    outputs = [attended, *rows, *empty] if decodes else [attended, *empty, *rows]
-    for i, output in enumerate(outputs):
-        kind = ir.DataType.INT8 if i in (1, 2) else ir.DataType.FLOAT
-        output.name, output.type = f"{name}.{i}", ir.TensorType(kind)
-    return ir.Graph([], outputs, nodes=[attention, *constants], name=name)
+    outputs = [copies[value] for value in read] + (rows + empty if decodes else empty + rows)
+    kinds = [ir.DataType.INT8] * 2 + [ir.DataType.FLOAT] * 2
+    types = [value.type for value in read] + [ir.TensorType(kind) for kind in kinds]
+    for output, kind in zip(outputs, types, strict=True):
+        output.type = kind
+    return ir.Graph([], outputs, nodes=[*nodes, *constants], name=name)

@@ -11,7 +11,9 @@ whatever its q becomes, y is 0.
 
 int4, and both on CUDA: weights in blocks of 32 rows of a column, each with its own scale
 (MatMulNBits). On the CPU the operator itself rounds activations to int8 in blocks of a token. It
-reads half the bytes, for a single stream, and multiplies many tokens more slowly.
+reads half the bytes, for a single stream, and multiplies many tokens more slowly. So int4 on the
+CPU decodes with int4 weights, and computes prompts with int8 ones, unless they are left out: layers
+are then in the branches that choose the rows of keys and values (export.kv_cache).
 
 On the CPU the head and the embedding are int8 in both. The embedding has a scale for each token of
 the vocabulary; where it is also the head, both read one stored copy, which ONNX Runtime transposes
@@ -33,8 +35,12 @@ from torch.nn import functional
 
 from export.rewrite import (
     MICROSOFT,
+    PROMPT,
+    branches,
     constant,
     lazy_constant,
+    name_inner_values,
+    owner_of,
     remove_unused_constants,
     replace_node,
 )
@@ -50,22 +56,25 @@ def quantize(model: ir.Model, weights: Weights, precision: str) -> None:
     """Round products with constant matrices, and the embedding, for the CPU, to int8 or int4."""
     graph, quantizer = model.graph, _Int8(model.graph, weights)
     gathers = [node for node in graph if node.op_type == "Gather"]
-    for node in _products(graph):
-        if precision == "int4" and node.op_type == "MatMul":  # the head is a Gemm
-            # Activations in int8.
-            _round_in_blocks(graph, weights, node, bits=4, accuracy_level=4)
-        else:
-            quantizer.replace_product(node)
+    for part in (graph, *branches(graph)):
+        in_blocks = precision == "int4" and not str(part.name).startswith(PROMPT)
+        for node in products(part):
+            if in_blocks and node.op_type == "MatMul":
+                # Activations in int8.
+                _round_in_blocks(graph, weights, node, bits=4, accuracy_level=4)
+            else:  # the head is a Gemm
+                quantizer.replace_product(node)
     for node in gathers:
         if node.inputs[0] is not None and node.inputs[0].name == _EMBEDDING:
             quantizer.replace_lookup(node)
     remove_unused_constants(graph)
+    name_inner_values(graph)
     model.opset_imports[MICROSOFT] = 1
 
 
 def quantize_in_blocks(model: ir.Model, weights: Weights, bits: int) -> None:
     """Round products with constant matrices, for CUDA; the embedding stays as it is."""
-    for node in _products(model.graph):
+    for node in products(model.graph):
         _round_in_blocks(model.graph, weights, node, bits)
     remove_unused_constants(model.graph)
     model.opset_imports[MICROSOFT] = 1
@@ -126,7 +135,7 @@ def _earlier_scales(blocks: Tensor, largest: Tensor, scales: Tensor) -> Tensor:
     return scales
 
 
-def _products(graph: ir.Graph) -> list[ir.Node]:
+def products(graph: ir.Graph) -> list[ir.Node]:
     """Return the products x W with constant matrices, and x Wᵀ + b, which torch makes a Gemm.
 
     The routers of mixtures are left out: a rounded one would choose other experts.
@@ -154,7 +163,7 @@ def _round_in_blocks(
     tape = Tape()
     product = tape.op("MatMulNBits", [x, integers, scales], sizes | attributes, domain=MICROSOFT)
     result = tape.op("Add", [product, *bias]) if bias else product
-    replace_node(graph, node, tape.nodes, result)
+    replace_node(node, tape.nodes, result)
 
 
 def _sizes(weight: ir.Value) -> tuple[int, int]:
@@ -193,7 +202,7 @@ def rounded(
 
     return (
         lazy_constant(graph, f"{weight.name}.{kind}", make_integers, dtype, shapes[0]),
-        lazy_constant(graph, f"{weight.name}.scales", make_scales, weights.dtype, shapes[1]),
+        lazy_constant(graph, f"{weight.name}.{kind}.scales", make_scales, weights.dtype, shapes[1]),
     )
 
 
@@ -205,7 +214,8 @@ class _Int8:
         # By the float activations: uint8, and the scale of each token.
         self._activations: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
         self._deferred: dict[ir.Value, ir.Value] = {}  # factors of tokens still to be applied
-        self._zero_points: dict[int, ir.Value] = {}  # by rank of the activations
+        # By the graph or branch, and the rank of the activations.
+        self._zero_points: dict[tuple[ir.Graph, int], ir.Value] = {}
 
     def replace_product(self, node: ir.Node) -> None:
         """Replace a product without a bias. A Gemm is the head, with activations of rank 2."""
@@ -215,7 +225,7 @@ class _Int8:
         if is_head:
             matrix = tape.op("Transpose", [matrix], {"perm": [1, 0]})
         rank = 2 if is_head else 3
-        quantized, scale = self._quantized(tape, x, _sizes(weight)[0], rank)
+        quantized, scale = self._quantized(tape, x, _sizes(weight)[0], (owner_of(node), rank))
         one = constant(self._graph, "quantize.one", np.array(1.0, dtype=np.float32))
         zero_point = constant(self._graph, "quantize.zero_point", np.array(128, dtype=np.uint8))
         inputs = [quantized, matrix, one, scales, zero_point]
@@ -223,7 +233,7 @@ class _Int8:
         splits = [user for user, _ in node.outputs[0].uses() if user.op_type == "Split"]
         if not splits or len(splits[0].outputs) != 2:
             scaled = tape.op("Mul", [product, scale])
-            replace_node(self._graph, node, tape.nodes, scaled)
+            replace_node(node, tape.nodes, scaled)
             return
         # Scale the gate only. act(s · gate) · up then lacks a factor s, to which the next layer's
         # quantisation is blind: it is applied afterwards.
@@ -231,10 +241,10 @@ class _Int8:
         multiply = ir.node("Mul", [gate, scale])
         ir.convenience.replace_all_uses_with(gate, multiply.outputs[0])
         multiply.replace_input_with(0, gate)
-        self._graph.insert_after(splits[0], multiply)
+        owner_of(node).insert_after(splits[0], multiply)
         ((gated, _),) = up.uses()
         self._deferred[gated.outputs[0]] = scale
-        replace_node(self._graph, node, tape.nodes, product)
+        replace_node(node, tape.nodes, product)
 
     def replace_lookup(self, node: ir.Node) -> None:
         """Replace the embedding's Gather."""
@@ -245,28 +255,30 @@ class _Int8:
         rows = tape.op("Cast", [integers], {"to": ir.DataType.FLOAT})
         scale = tape.op("Unsqueeze", [tape.op("Gather", [scales, ids], {"axis": 0}), self._axis(2)])
         embedded = tape.op("Mul", [rows, scale])
-        replace_node(self._graph, node, tape.nodes, embedded)
+        replace_node(node, tape.nodes, embedded)
 
     def _quantized(
-        self, tape: Tape, x: ir.Value, width: int, rank: int
+        self, tape: Tape, x: ir.Value, width: int, place: tuple[ir.Graph, int]
     ) -> tuple[ir.Value, ir.Value]:
         """Return x as uint8, and the scale that is to multiply each token's product.
 
-        x: [batch, sequence, width] or [rows, width]. Axes are counted from the front: a reduction
-        over axis -1 of no rows keeps the axis, in ONNX Runtime 1.31.
+        x: [batch, sequence, width] or [rows, width]. place: the graph or branch that multiplies it,
+        and its rank. Axes are counted from the front: a reduction over axis -1 of no rows keeps the
+        axis, in ONNX Runtime 1.31.
         """
+        rank = place[1]
         if x not in self._activations:
             axes = [tape.op("Abs", [x]), self._axis(rank - 1)]
             largest = tape.op("ReduceMax", axes, {"keepdims": 1})
             step = constant(self._graph, "quantize.step", np.array(1 / 127, dtype=np.float32))
             scale = tape.op("Mul", [largest, step])
-            if rank not in self._zero_points:
+            if place not in self._zero_points:
                 # 128 for each token: QuantizeLinear wants as many as there are scales.
                 shape = [tape.op("Shape", [x], {"end": -1}), self._axis(1)]
                 fill = {"value": ir.tensor(np.array([128], dtype=np.uint8))}
                 tokens = tape.op("Concat", shape, {"axis": 0})
-                self._zero_points[rank] = tape.op("ConstantOfShape", [tokens], fill)
-            inputs = [x, scale, self._zero_points[rank]]
+                self._zero_points[place] = tape.op("ConstantOfShape", [tokens], fill)
+            inputs = [x, scale, self._zero_points[place]]
             sizes = {"axis": rank - 1, "block_size": width}
             quantized = tape.op("QuantizeLinear", inputs, sizes)
             if x in self._deferred:

@@ -15,6 +15,7 @@ from torch import Tensor
 from model.bundle import WEIGHTS_FILE
 from model.progress import Progress
 
+PROMPT = "prompt."  # begins the names of the branches that compute prompts
 MICROSOFT = "com.microsoft"  # the domain of ONNX Runtime's own operators
 
 
@@ -57,15 +58,51 @@ def copy_node(node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Node:
     )
 
 
-def replace_node(
-    graph: ir.Graph, node: ir.Node, new: Sequence[ir.Node], *outputs: ir.Value
-) -> None:
+def owner_of(node: ir.Node) -> ir.Graph:
+    """Return the graph, or the branch, that a node is in."""
+    assert isinstance(node.graph, ir.Graph)
+    return node.graph
+
+
+def branches(graph: ir.Graph) -> list[ir.Graph]:
+    """Return both branches of every `If`."""
+    choices = (node for node in graph if node.op_type == "If")
+    return [of.as_graph() for node in choices for of in node.attributes.values()]
+
+
+def name_inner_values(graph: ir.Graph) -> None:
+    """Give the values inside branches names of their own: branches see those of the whole graph."""
+    for branch in branches(graph):
+        for i, value in enumerate(output for node in branch for output in node.outputs):
+            value.name = f"{branch.name}.{i}"
+
+
+def replace_node(node: ir.Node, new: Sequence[ir.Node], *outputs: ir.Value) -> None:
     """Put other nodes in a node's place; `outputs` take the place and names of its outputs."""
+    graph = owner_of(node)
     graph.insert_before(node, new)
     for old, value in zip(node.outputs, outputs, strict=True):
         ir.convenience.replace_all_uses_with(old, value, replace_graph_outputs=True)
         value.name, value.shape, value.type = old.name, old.shape, old.type
     graph.remove(node, safe=True)
+
+
+def take_branch(choice: ir.Node, name: str) -> None:
+    """Put the nodes of one of an `If`'s branches in its place, but for unused ones."""
+    branch, graph = choice.attributes[name].as_graph(), owner_of(choice)
+    nodes, outputs = list(branch), list(branch.outputs)
+    branch.outputs.clear()
+    branch.remove(nodes)
+    for node in nodes:
+        node.name = f"{branch.name}.{node.name}"  # branches may use the same names
+    graph.insert_before(choice, nodes)
+    ir.convenience.replace_all_uses_with(choice.outputs, outputs)
+    graph.remove(choice, safe=True)
+    for attribute in choice.attributes.values():  # else what only branches used looks used
+        for node in attribute.as_graph():
+            node.resize_inputs(0)
+    unused = [node for node in nodes if not any(of.uses() for of in node.outputs)]
+    graph.remove(unused, safe=True)
 
 
 def remove_unused_constants(graph: ir.Graph) -> None:

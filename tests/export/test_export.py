@@ -264,6 +264,11 @@ def test_commands_in_one_line_each(run: Path, exported: Path, tmp_path: Path) ->
     assert "no precision 'int3'" in kvasir(
         "export", run, "--out", tmp_path / "out", "--precision", "int3", fails=True
     )
+    for device, precision in (("cpu", "int8"), ("cpu", "fp32"), ("cuda", "int4")):
+        options = ("--device", device, "--precision", precision, "--no-int8-prompts")
+        assert f"{precision} on {device} has no int8 prompts" in kvasir(
+            "export", run, "--out", tmp_path / "out", *options, fails=True
+        )
     assert "holds no checkpoint" in kvasir(
         "export", run.parent, "--out", tmp_path / "out", fails=True
     )

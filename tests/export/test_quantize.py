@@ -10,9 +10,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from export.graph import export_graph
 from export.quantize import BLOCK, quantize, quantize_blocks, quantize_rows
+from export.rewrite import branches
 from export.verify import Verifier
 from export.weights import Weights
+from model.bundle import GRAPH_FILE, WEIGHTS_FILE
 from model.onnx_runtime import onnxruntime
 from tests import paged_reference
 from tests.model.variants import VARIANTS
@@ -203,11 +206,51 @@ def test_experts_are_those_of_the_rounded_weights(
     assert figures.greedy_agreement > (0.8 if bits == 8 else 0.6)
 
 
-def test_int4_stays_near_and_keeps_the_head_in_int8(tmp_path: Path) -> None:
+def test_int4_stays_near_and_computes_prompts_and_the_head_in_int8(tmp_path: Path) -> None:
     model = export_random(tmp_path, "int4")
-    operators = [node.op_type for node in ir.load(model.graph).graph]
-    assert operators.count("MatMulIntegerToFloat") == 1
-    assert operators.count("MatMulNBits") == 4 * model.config.n_layer
+    parts = {"": [graph := ir.load(model.graph).graph]}
+    for branch in branches(graph):
+        parts.setdefault(str(branch.name).partition(".")[0], []).append(branch)
+    found = {
+        name: [node.op_type for part in of for node in part if node.op_type.startswith("MatMul")]
+        for name, of in parts.items()
+    }
+    n_products = 4 * model.config.n_layer
+    assert found == {
+        "": ["MatMulIntegerToFloat"],
+        "decode": ["MatMulNBits"] * n_products,
+        "prompt": ["MatMulIntegerToFloat"] * n_products,
+    }
     figures = Verifier(model.config, model.decoder.state_dict(), model.graph, text=None).verify()
     assert 0.01 < figures.max_logit_error < 1.5
+    assert figures.greedy_agreement > 0.6
+
+
+@pytest.mark.parametrize("name", ["qwen3 mixture", "gpt-oss"])
+def test_prompts_of_a_mixture_in_int4_have_int8_attention_and_the_same_experts(
+    name: str, tmp_path: Path
+) -> None:
+    model = export_random(tmp_path, "int4", **VARIANTS[name] | {"n_layer": 2})
+    graph = ir.load(model.graph).graph
+    operators = [[node.op_type for node in part] for part in (graph, *branches(graph))]
+    assert ["QMoE" in of for of in operators] == [True] + [False] * 4
+    assert ["MatMulNBits" in of for of in operators] == [False] + [True, False] * 2
+    assert ["MatMulIntegerToFloat" in of for of in operators] == [True] + [False, True] * 2
+
+
+def test_int4_without_int8_prompts_has_one_copy_of_its_weights(tmp_path: Path) -> None:
+    model = export_random(tmp_path / "whole", "int4")
+    path = tmp_path / GRAPH_FILE
+    weights = model.decoder.state_dict()
+    export_graph(model.config, weights, path, "int4", int8_prompts=False)
+    graph = ir.load(path).graph
+    operators = [node.op_type for node in graph]
+    assert operators.count("MatMulNBits") == 4 * model.config.n_layer
+    assert operators.count("MatMulIntegerToFloat") == 1
+    assert {node.op_type for of in branches(graph) for node in of} == {
+        *("GroupQueryAttention", "Constant")
+    }
+    sizes = [(of.parent / WEIGHTS_FILE).stat().st_size for of in (path, model.graph)]
+    assert sizes[0] < 0.6 * sizes[1]
+    figures = Verifier(model.config, weights, path, text=None).verify()
     assert figures.greedy_agreement > 0.6

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import onnx
 import pytest
 
 from export.segments import Case, SegmentedGraph, Step
+from model.onnx_runtime import onnxruntime
 from tests.random_models import RandomModel
 from tests.whole_graph import GraphSession
 
@@ -43,7 +47,32 @@ def check_segments(model: RandomModel) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["model", "int8_model", "int4_model", "windowed_model", "biased_model"],
+    ["model", "int8_model", "int4_model", "int4_mixture_model", "windowed_model", "biased_model"],
 )
 def test_segments_compute_the_same_bits(name: str, request: pytest.FixtureRequest) -> None:
     check_segments(request.getfixturevalue(f"random_{name}"))
+
+
+def test_a_segment_opens_its_own_weights_only(
+    random_int4_model: RandomModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those that only nodes inside branches read."""
+    opened: list[set[str]] = []
+
+    def open_session(content: bytes, *args: Any, **options: Any) -> onnxruntime.InferenceSession:
+        opened.append({of.name for of in onnx.load_from_string(content).graph.initializer})
+        return make_session(content, *args, **options)
+
+    make_session = onnxruntime.InferenceSession
+    monkeypatch.setattr(onnxruntime, "InferenceSession", open_session)
+    config = random_int4_model.config
+    cases = [Case(np.array([[5, 6, 7]]), [Step(3, [3], [2])])]
+    list(SegmentedGraph(random_int4_model.graph, config).logits(cases))
+    of_layers = [{name for name in names if "blocks." in name} for names in opened]
+    assert [len(names) for names in of_layers[1:-1]] == [len(of_layers[1])] * config.n_layer
+    for layer, names in enumerate(of_layers[1:-1]):
+        assert {name.split(".")[1] for name in names} == {str(layer)}
+        assert f"blocks.{layer}.feed_forward.down.weight.T.int4" in names
+        assert f"blocks.{layer}.feed_forward.down.weight.T.int8" in names
+    assert not of_layers[0]
+    assert not of_layers[-1]

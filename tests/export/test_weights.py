@@ -105,13 +105,13 @@ def compare(
             steps = (np.abs(whole).max(axis=1) / np.float32(127)).astype(np.float32)
             rounded = np.rint(whole / steps[:, None]).astype(np.int8)
             assert (found[f"{stem}.int8"] == (rounded if stem == name else rounded.T)).all(), stem
-            assert (found[f"{stem}.scales"] == steps).all(), stem
+            assert (found[f"{stem}.int8.scales"] == steps).all(), stem
         elif f"{stem}.int{bits}" in found:
             integers, scales = blocks(whole, bits)
             packed = integers if bits == 8 else integers[..., ::2] + 16 * integers[..., 1::2]
             assert (found[f"{stem}.int{bits}"] == packed).all(), stem
             held = torch.from_numpy(scales).to(scale_type).float().numpy()
-            assert (found[f"{stem}.scales"] == held).all(), stem
+            assert (found[f"{stem}.int{bits}.scales"] == held).all(), stem
     assert any(key.startswith(name) for key in found), name
 
 
