@@ -118,7 +118,12 @@ def test_a_wrong_graph_fails_the_export_and_leaves_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def export_something_else(
-        config: DecoderConfig, _weights: object, path: Path, precision: str, *_: object, **__: object
+        config: DecoderConfig,
+        _weights: object,
+        path: Path,
+        precision: str,
+        *_: object,
+        **__: object,
     ) -> None:
         export_graph(config, make_decoder(config, seed=1).state_dict(), path, precision)
 
