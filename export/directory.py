@@ -15,8 +15,8 @@ from export.attention_graph import write_attention_graph
 from export.graph import export_graph, load_weights
 from export.kv_cache import sample_rows
 from export.paged_graph import KV_DTYPES, check_pageable, export_paged_graph
-from export.paged_session import PagedSession, require_cuda
-from export.verify import MAX_PERPLEXITY_LOSS, SampleText, Verifier, check
+from export.verification.paged_session import PagedSession, require_cuda
+from export.verification.verify import MAX_PERPLEXITY_LOSS, SampleText, Verifier, check
 from model.bundle import (
     CONFIG_FILE,
     FORMAT_VERSION,

@@ -23,9 +23,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from export.layers import LayeredDecoder, affordable_tokens
 from export.quantize import products
 from export.rewrite import PROMPT, constant, copy_node
+from export.verification.layers import LayeredDecoder, affordable_tokens
 from export.weights import Weights
 from model.bundle import DECODE_INPUT
 from model.config import DecoderConfig

@@ -31,7 +31,10 @@ RULES = {
     "model.training": ("model",),
     "model.importing": ("model.network", "model.tensor_files", *WITHOUT_TORCH),
     "model": ("model.network",),
-    "export.paged_session": ("model", "server.engine"),  # verifies a graph as it is served
+    "export.verification.paged_session": (
+        "model",
+        "server.engine",
+    ),  # verifies a graph as it is served
     "export": ("model",),
     "server.errors": (),
     "server.settings": ("server.errors", "server.engine.machine"),

@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from export.segments import Case, Floats, Ids, Step
+from export.verification.segments import Case, Floats, Ids, Step
 from model.bundle import CACHE_OUTPUTS, DECODE_INPUT, cache_names
 from model.config import DecoderConfig
 from model.onnx_runtime import onnxruntime

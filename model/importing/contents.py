@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from model.bundle import GENERATION_FILE, GenerationDefaults
 from model.config import DecoderConfig
-from model.importing.family import Family
+from model.importing.families.family import Family
 from model.tensor_files import StoredTensor
 
 

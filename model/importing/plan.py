@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from model.config import DecoderConfig
-from model.importing.family import Family
+from model.importing.families.family import Family
 from model.importing.tensors import reorder_rotary_pairs
 from model.importing.weights import PlannedTensor, UnsupportedError
 from model.network.skeleton import parameter_shapes

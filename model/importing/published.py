@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from model.bundle import CHAT_TEMPLATE_FILE, CONFIG_FILE
 from model.config import ConfigError, DecoderConfig
 from model.files import new_directory, parse_object
-from model.importing.gguf_model import read_gguf_model
-from model.importing.huggingface import read_folder
+from model.importing.gguf.model import read_gguf_model
+from model.importing.huggingface.folder import read_folder
 from model.importing.plan import plan_parameters
 from model.importing.weights import PlannedTensor, UnsupportedError, write_safetensors
 from model.progress import Progress, unheard

@@ -38,7 +38,11 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 # The values of four bits: a sign, two bits of exponent, one of fraction (OCP Microscaling, 2023).
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # Scales of activations and of the KV cache, which stay floats here.
-_UNUSED = ("input_scale", "output_scale", "input_scale_ub", "q_scale", "k_scale", "v_scale")
+_UNUSED = (
+    *("input_scale", "activation_scale", "output_scale", "input_scale_ub"),
+    *("q_scale", "k_scale", "v_scale"),
+)
+_Nothing = Annotated[dict[str, Any] | None, Field(max_length=0)]
 _Size = Annotated[int, Field(strict=True, gt=0)]
 _Lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 Read = Callable[[], Tensor]
@@ -74,6 +78,9 @@ class Scheme(BaseModel):
     ] = "dense"
     config_groups: dict[str, _Group] = {}
     sparsity_config: _Sparsity | None = None
+    # Rotations of weights, and bits of single layers: none are computed.
+    transform_config: _Nothing = None
+    dynamic: _Nothing = None
 
     @property
     def block(self) -> tuple[int, int] | None:
@@ -267,6 +274,9 @@ def _awq(parts: _Parts, scheme: Scheme) -> _Made:
 def _packed(parts: _Parts, _: Scheme) -> _Made:
     """compressed-tensors, packed: weight_packed [out, in · bits / 32], scales [out, groups]."""
     words, stored = parts.words(parts.first), parts.take("weight_shape", shape=(2,))
+    if stored.dtype.is_floating_point:
+        kind = dtype_name(stored.dtype)
+        raise UnsupportedError(f"tensor {stored.name!r} in {stored.file.name} is {kind}, not I64")
     n_out, n_in = (int(size) for size in stored.read())
     bits = next((n for n in (4, 8) if words.shape == (n_out, math.ceil(n_in * n / 32))), None)
     scales = parts.check(parts.take("weight_scale"), None)

@@ -19,7 +19,7 @@ class RotaryTable(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """What attention has to know of positions.
+    """The tensors by which attention tells positions apart.
 
     rotary: angles to turn queries and keys by; rotary_in_windows: those of layers with a sliding
     window, where they have their own. bias: [batch or 1, n_head, sequence, n_keys], on scores.

@@ -11,7 +11,7 @@ import torch
 
 from export.graph import export_graph
 from export.kv_cache import measure_scales, scale_kv_channels
-from export.verify import Verifier
+from export.verification.verify import Verifier
 from export.weights import Weights
 from model.network.attention import split_heads
 from model.network.decoder import Decoder

@@ -11,8 +11,8 @@ import torch
 from export import paged_graph
 from export.directory import export_checkpoint
 from export.paged_graph import export_paged_graph
-from export.paged_session import PagedSession
-from export.verify import Verifier
+from export.verification.paged_session import PagedSession
+from export.verification.verify import Verifier
 from model.checkpoint import save_checkpoint
 from model.tokenizer import train_tokenizer
 from server.engine.cuda.runtime import NoDeviceError

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from export.graph import export_graph, load_weights
-from export.verify import VerificationError, Verifier, check
+from export.verification.verify import VerificationError, Verifier, check
 from model.reference import generate
 from server.engine.engine import Engine
 from server.engine.sampling import SamplingParams

@@ -10,8 +10,8 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from typer.testing import CliRunner, Result
 
-from export import verify
 from export.directory import export_checkpoint, verify_directory
+from export.verification import verify
 from kvasir import app
 from model.checkpoint import CheckpointError, load_checkpoint
 from model.importing.published import import_checkpoint, is_published

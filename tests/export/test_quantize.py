@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from export.graph import export_graph
 from export.quantize import BLOCK, quantize, quantize_blocks, quantize_rows
 from export.rewrite import branches
-from export.verify import Verifier
+from export.verification.verify import Verifier
 from export.weights import Weights
 from model.bundle import GRAPH_FILE, WEIGHTS_FILE
 from model.onnx_runtime import onnxruntime

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 
-from export.segments import Case, SegmentedGraph, Step
+from export.verification.segments import Case, SegmentedGraph, Step
 from model.onnx_runtime import onnxruntime
 from tests.random_models import RandomModel
 from tests.whole_graph import GraphSession

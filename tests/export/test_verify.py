@@ -14,7 +14,7 @@ from tokenizers import processors
 
 from export.directory import sample_text
 from export.kv_cache import sample_rows
-from export.verify import SampleText, VerificationError, Verifier, _Tally, check
+from export.verification.verify import SampleText, VerificationError, Verifier, _Tally, check
 from model.bundle import Verification
 from model.checkpoint import Checkpoint
 from model.tokenizer import train_tokenizer

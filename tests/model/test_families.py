@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from model.config import ConfigError, DecoderConfig, RopeScaling, preset
-from model.importing.families import FAMILIES
-from model.importing.family import NEUTRAL
+from model.importing.families.decoders import FAMILIES
+from model.importing.families.family import NEUTRAL
 from model.importing.weights import UnsupportedError
 from tests.huggingface_checkpoints import FAMILIES as CHECKPOINTS
 

@@ -20,7 +20,7 @@ from transformers.integrations.gguf.dequant import dequantize
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from export.quantize import quantize_blocks
-from model.importing.gguf import read_gguf
+from model.importing.gguf.file import read_gguf
 from model.importing.published import import_checkpoint
 from model.importing.weights import UnsupportedError
 from model.tensor_files import StoredTensor
@@ -144,7 +144,7 @@ def random_blocks(kind: str, rows: int, columns: int) -> Array:
 def test_blocks_are_restored_as_transformers_restores_them(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("model.importing.gguf._AT_ONCE", 600)  # in several parts
+    monkeypatch.setattr("model.importing.gguf.file._AT_ONCE", 600)  # in several parts
     data = random_blocks(kind, rows=5, columns=2)
     tensor = write_tensor(tmp_path / "x.gguf", data, kind)
     expected = dequantize(torch.from_numpy(data).flatten(), Kind[kind].value)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from model.config import DecoderConfig
-from model.importing.families import FAMILIES
-from model.importing.family import Family
-from model.importing.gguf import Gguf, shortest
+from model.importing.families.decoders import FAMILIES
+from model.importing.families.family import Family
+from model.importing.gguf.file import Gguf, shortest
 from model.importing.tensors import Source, stacked
 from model.importing.weights import UnsupportedError
 from model.tensor_files import StoredTensor
@@ -218,10 +218,13 @@ def _rope(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if turned < head_dim:  # the product with head_dim is rounded down again
         rope["partial_rotary_factor"] = math.nextafter(turned / head_dim, 1.0)
     rope["original_max_position_embeddings"] = scaling.get("original_context_length")
-    if scaling.get("type") not in (None, "none"):
+    factor = scaling.get("factor", values.get(f"{kind}.rope.scale_linear"))  # the former key
+    # llama.cpp takes a factor without a type for a linear one.
+    scaled = scaling.get("type", "none" if factor in (None, 0.0, 1.0) else "linear")
+    if scaled != "none":
         rope |= {
-            "rope_type": scaling["type"],
-            "factor": scaling.get("factor"),
+            "rope_type": scaled,
+            "factor": factor,
             "beta_fast": scaling.get("yarn_beta_fast"),
             "beta_slow": scaling.get("yarn_beta_slow"),
         }

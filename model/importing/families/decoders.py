@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from model.importing.family import Family, Options, layers_without_rotary, refuse
+from model.importing.families.family import Family, Options, layers_without_rotary, refuse
 from model.importing.tensors import (
     Source,
     interleaved_by_head,

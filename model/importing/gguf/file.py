@@ -80,7 +80,8 @@ def read_gguf(path: Path) -> Gguf:
         raise UnsupportedError(f"it has {count} parts, and {missing} is not beside it")
     parts = [_read_part(one) for one in paths]
     values = parts[0].values
-    if (split := values.get("split.count", 0)) not in ([0, 1] if name is None else [count]):
+    split = values.get("split.count", 0)
+    if type(split) is not int or split not in ([0, 1] if name is None else [count]):
         raise UnsupportedError(f"it is one of {split} parts, named NAME-00001-of-0000N.gguf")
     tensors = [tensor for part in parts for tensor in part.tensors]
     rounded = {name: kind for part in parts for name, kind in part.rounded.items()}

@@ -1,4 +1,4 @@
-"""The exported CUDA graph for `export.verify`, whose rows are packed into blocks run by run."""
+"""The exported CUDA graph for `verify`, whose rows are packed into blocks run by run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Ids = NDArray[np.int64]
 
 
 class PagedSession:
-    """Rows for `export.verify`; make_model: returns the graph with so many blocks."""
+    """Rows for `export.verification.verify`; make_model: returns the graph with so many blocks."""
 
     def __init__(
         self,

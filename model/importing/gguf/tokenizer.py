@@ -18,6 +18,7 @@ from model.tokenizer import vocabulary_size
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 _SPACE = "▁"
+_LONGEST_TOKEN = 1024  # the time to find its merges is quadratic
 # The patterns of the published tokenizer.json of each kind.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -82,6 +83,11 @@ def read_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer:
             "the model's folder with tokenizer.json"
         )
     tokens: list[str] = _get(values, "tokens", list)
+    if (longest := max(map(len, tokens), default=0)) > _LONGEST_TOKEN:
+        raise UnsupportedError(
+            f"its key tokenizer.ggml.tokens has one of {longest:,} characters, more than "
+            f"{_LONGEST_TOKEN:,}; import the model's folder with tokenizer.json"
+        )
     kinds = _numbers(values, "token_type", len(tokens))
     vocabulary = {token: i for i, token in enumerate(tokens) if kinds[i] != _UNUSED}
     if len(vocabulary) != len(tokens) - kinds.count(_UNUSED):
@@ -145,12 +151,13 @@ def _get(values: Mapping[str, Any], name: str, kind: type[T], default: T | None 
 def _numbers(values: Mapping[str, Any], name: str, length: int) -> list[Any]:
     numbers: Any = values.get(f"tokenizer.ggml.{name}")
     numbers = numbers.tolist() if hasattr(numbers, "tolist") else numbers
-    if not isinstance(numbers, list) or len(numbers) != length:
+    known = isinstance(numbers, list) and len(numbers) == length
+    if not known or not all(type(one) in (int, float) for one in numbers):
         raise UnsupportedError(
             f"its key tokenizer.ggml.{name} is not a number for each of {length} tokens; convert "
             "the model again"
         )
-    return numbers
+    return list(numbers)
 
 
 def _byte_level(

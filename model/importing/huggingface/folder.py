@@ -15,9 +15,9 @@ from model.bundle import (
 )
 from model.config import DecoderConfig
 from model.importing.contents import Contents, generation_defaults, to_json
-from model.importing.families import FAMILIES, WITH_VISION
-from model.importing.family import Family
-from model.importing.huggingface_tokenizer import (
+from model.importing.families.decoders import FAMILIES, WITH_VISION
+from model.importing.families.family import Family
+from model.importing.huggingface.tokenizer import (
     read_chat_template,
     read_optional,
     read_special_tokens,

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from export.layers import LayeredDecoder, affordable_tokens
-from export.paged_session import PagedSession
-from export.segments import Case, Floats, Ids, SegmentedGraph, Step
+from export.verification.layers import LayeredDecoder, affordable_tokens
+from export.verification.paged_session import PagedSession
+from export.verification.segments import Case, Floats, Ids, SegmentedGraph, Step
 from model.bundle import Verification
 from model.config import DecoderConfig
 from model.progress import Progress, unheard

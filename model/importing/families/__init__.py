@@ -1,0 +1,1 @@
+"""Published decoders: a table for each family, and the fields of such a table."""

@@ -1,0 +1,1 @@
+"""Hugging Face folders: the weights, the tokenizer, the chat template."""
