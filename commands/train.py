@@ -123,7 +123,7 @@ def train(
 def _prepare_run(options: dict[str, Any], given: dict[str, str], lines: Console) -> None:
     """Write the run that the options of `train` describe. They are named as fields of settings."""
     from model.checkpoint import load_checkpoint
-    from model.config import DecoderConfig, preset
+    from model.config import TransformerConfig, preset
     from model.training.run import CorpusSettings, prepare_run
     from model.training.trainer import TrainSettings
 
@@ -139,7 +139,7 @@ def _prepare_run(options: dict[str, Any], given: dict[str, str], lines: Console)
         refused += [f"--set {name}" for name in changes if name not in _WITH_INIT]
         _refuse("--init brings the checkpoint's own shape and tokenizer", refused)
         checkpoint = load_checkpoint(options["init"])
-        config = DecoderConfig(**(asdict(checkpoint.config) | changes))
+        config = TransformerConfig(**(asdict(checkpoint.config) | changes))
         for note in checkpoint.notes:
             lines.print(f"note: {note}", soft_wrap=True)
     chosen = {name: value for name, value in options.items() if value not in (None, [])}

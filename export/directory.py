@@ -33,7 +33,7 @@ from model.bundle import (
     load_bundle,
 )
 from model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-from model.config import DecoderConfig, first_problem
+from model.config import TransformerConfig, first_problem
 from model.files import new_directory
 from model.network.skeleton import count_parameters
 from model.progress import Progress, unheard
@@ -176,7 +176,7 @@ def _verify(
 
 
 def make_manifest(
-    config: DecoderConfig,
+    config: TransformerConfig,
     directory: Path,
     precision: str,
     source: dict[str, str | int | float],

@@ -1,4 +1,4 @@
-"""Decoder → ONNX: one graph for prefill, chunks, decode and scoring, as the server binds it.
+"""Transformer → ONNX: one graph for prefill, chunks, decode and scoring, as the server binds it.
 
 Inputs are those of STEP_INPUTS, which `StepInputs` describes, and rows of keys and values,
 past_key_values.{i}.key and .value: float [batch, n_kv_head, n_positions, head_dim]. logits_indices
@@ -29,7 +29,7 @@ from export.quantize import quantize
 from export.rewrite import contents, save
 from export.trace import TRANSPOSED, TensorSpec, trace
 from export.weights import Weights
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.network.attention import StepInputs
 from model.network.skeleton import make_skeleton, parameter_shapes
 from model.progress import Progress, unheard
@@ -46,7 +46,7 @@ _PARAMETERS = "kvasir.parameters"  # metadata: {decoder's parameter: graph's ini
 
 
 def export_graph(
-    config: DecoderConfig,
+    config: TransformerConfig,
     weights: Mapping[str, Tensor],
     path: Path,
     precision: str = "fp32",
@@ -84,7 +84,7 @@ def export_graph(
     save(model, path, progress)
 
 
-def load_weights(config: DecoderConfig, path: Path) -> Mapping[str, Tensor]:
+def load_weights(config: TransformerConfig, path: Path) -> Mapping[str, Tensor]:
     """Return the parameters that an fp32 graph was made from, each read when it is looked up.
 
     Raises ValueError for a quantised graph.
@@ -108,7 +108,9 @@ def load_weights(config: DecoderConfig, path: Path) -> Mapping[str, Tensor]:
     return LazyWeights({name: partial(read, name, of) for name, of in names.items()})
 
 
-def _query_scales(config: DecoderConfig, names: Iterable[str]) -> dict[str, NDArray[np.float32]]:
+def _query_scales(
+    config: TransformerConfig, names: Iterable[str]
+) -> dict[str, NDArray[np.float32]]:
     """Return factors that give queries attention's scale, for the rows of parameters by name."""
     part = ".attention.query_norm." if config.qk_norm else ".attention.qkv."
     n_heads = config.n_head + 2 * config.n_kv_head

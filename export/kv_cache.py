@@ -28,7 +28,7 @@ from export.rewrite import PROMPT, constant, copy_node
 from export.verification.layers import LayeredDecoder, affordable_tokens
 from export.weights import Weights
 from model.bundle import DECODE_INPUT
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.network.attention import LayerCache
 from model.network.skeleton import count_parameters
 from model.progress import Progress, unheard
@@ -42,13 +42,13 @@ Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
 
 
-def sample_shape(config: DecoderConfig) -> tuple[int, int]:
+def sample_shape(config: TransformerConfig) -> tuple[int, int]:
     """Return the rows and the tokens of each in a sample that can be afforded."""
     n_tokens = affordable_tokens(count_parameters(config), _FEWEST, _MOST)
     return _SAMPLE_ROWS, min(n_tokens // _SAMPLE_ROWS, config.max_model_len)
 
 
-def sample_rows(config: DecoderConfig, token_ids: Ids, prefix: Sequence[int]) -> Ids | None:
+def sample_rows(config: TransformerConfig, token_ids: Ids, prefix: Sequence[int]) -> Ids | None:
     """Return [rows, tokens] of a text's end, each after the prefix; None where it is too short.
 
     Verification measures on its beginning. Keys of opening tokens can be many times larger.
@@ -62,7 +62,7 @@ def sample_rows(config: DecoderConfig, token_ids: Ids, prefix: Sequence[int]) ->
 
 
 def measure_scales(
-    config: DecoderConfig,
+    config: TransformerConfig,
     weights: Mapping[str, Tensor],
     sample: Ids | None,
     progress: Progress = unheard,
@@ -91,7 +91,7 @@ def measure_scales(
     return (largest.flatten(0, 1) / 127.0).clamp(min=_SMALLEST_SCALE).numpy().astype(np.float32)
 
 
-def scale_kv_channels(weights: Weights, config: DecoderConfig, scales: Floats) -> None:
+def scale_kv_channels(weights: Weights, config: TransformerConfig, scales: Floats) -> None:
     """Divide keys and values by their scales, and multiply what meets them: logits stay equal."""
     for layer in range(config.n_layer):
         keys, values = scales[2 * layer : 2 * layer + 2]  # [n_kv_head, head_dim]
@@ -108,7 +108,7 @@ def scale_kv_channels(weights: Weights, config: DecoderConfig, scales: Floats) -
         weights.scale(f"{prefix}.output.weight", by_output.reshape(1, -1))
 
 
-def quantize_kv_cache(model: ir.Model, config: DecoderConfig, *, whole_layers: bool) -> None:
+def quantize_kv_cache(model: ir.Model, config: TransformerConfig, *, whole_layers: bool) -> None:
     """Give every attention int8 rows beside its rows of floats, in place.
 
     whole_layers: each `If` holds a layer, so that its products can differ too, and not attention
@@ -172,7 +172,7 @@ def _branch(
     attention: ir.Node,
     inputs: Sequence[ir.Value | None],
     read: Sequence[ir.Value],
-    config: DecoderConfig,
+    config: TransformerConfig,
     name: str,
 ) -> ir.Graph:
     """Return nodes of which attention has other inputs.

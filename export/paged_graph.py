@@ -1,4 +1,4 @@
-"""Decoder → ONNX for CUDA: one graph over packed tokens, whose keys and values are in blocks.
+"""Transformer → ONNX for CUDA: one graph over packed tokens, whose keys and values are in blocks.
 
 Inputs are those of RUN_INPUTS, which `PagedInputs` describes, and blocks of keys and values,
 past_key_values.{i}.key and .value: [num_blocks, KV_BLOCK_SIZE, n_kv_head, head_dim]. logits_indices
@@ -23,7 +23,7 @@ from export.rewrite import save
 from export.trace import TensorSpec, trace
 from export.weights import Weights
 from model.bundle import KV_BLOCK_SIZE
-from model.config import ConfigError, DecoderConfig
+from model.config import ConfigError, TransformerConfig
 from model.network.attention import Attention, PagedInputs
 from model.network.skeleton import make_skeleton
 from model.progress import Progress, unheard
@@ -45,7 +45,7 @@ RUN_INPUTS: dict[str, TensorSpec] = {
 }
 
 
-def check_pageable(config: DecoderConfig) -> None:
+def check_pageable(config: TransformerConfig) -> None:
     """Raise ConfigError for a decoder that cannot be exported for CUDA."""
     if config.position in ("alibi", "relative"):
         raise ConfigError(
@@ -58,7 +58,7 @@ def check_pageable(config: DecoderConfig) -> None:
 
 
 def export_paged_graph(
-    config: DecoderConfig,
+    config: TransformerConfig,
     weights: Mapping[str, Tensor],
     path: Path,
     precision: str = "bf16",

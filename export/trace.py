@@ -1,4 +1,4 @@
-"""PyTorch → ONNX: `Decoder.step` as a graph, with names of our own for tensors and dimensions."""
+"""PyTorch → ONNX: `Transformer.step` as a graph, with our own names of tensors and dimensions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from export.rewrite import lazy_constant, remove_unused_constants
 from export.weights import Weights
 from model.bundle import cache_names
 from model.network.attention import LayerCache, RunInputs
-from model.network.decoder import Decoder
+from model.network.transformer import Transformer
 
 OPSET = 23  # the first with RMSNormalization
 TRANSPOSED = ".T"  # ends the name of a weight that the graph has transposed
@@ -30,10 +30,10 @@ TensorSpec = tuple[torch.dtype, Sequence[int | str]]
 
 
 class StepGraph(nn.Module):
-    """`Decoder.step` with tensors as arguments: the inputs by name, then keys and values."""
+    """`Transformer.step` with tensors as arguments: the inputs by name, then keys and values."""
 
     def __init__(
-        self, decoder: Decoder, make_inputs: Callable[..., RunInputs], names: Sequence[str]
+        self, decoder: Transformer, make_inputs: Callable[..., RunInputs], names: Sequence[str]
     ) -> None:
         super().__init__()
         self.decoder, self.make_inputs, self.names = decoder, make_inputs, names
@@ -49,13 +49,13 @@ class StepGraph(nn.Module):
 
 
 def trace(
-    decoder: Decoder,
+    decoder: Transformer,
     weights: Weights,
     make_inputs: Callable[..., RunInputs],
     inputs: Mapping[str, TensorSpec],
     cache: TensorSpec,
 ) -> onnx_ir.Model:
-    """Return the graph of `Decoder.step`; cache: the keys, or the values, of a layer.
+    """Return the graph of `Transformer.step`; cache: the keys, or the values, of a layer.
 
     decoder: a skeleton, whose weights are not looked at. weights: those that the graph gets, which
     are read when it is saved. make_inputs: takes the tensors of `inputs` by name, except input_ids

@@ -22,8 +22,8 @@ from rich.table import Column, Table
 
 from loadtest.random_model import make_random_model
 from model.bundle import GRAPH_FILE, Device
-from model.config import DecoderConfig, preset
-from model.network.decoder import Decoder
+from model.config import TransformerConfig, preset
+from model.network.transformer import Transformer
 from model.onnx_runtime import onnxruntime
 from model.progress import Progress, followed, unheard
 from server.engine.cuda.runner import PagedRunner
@@ -215,7 +215,7 @@ class _EngineBench:
         return Sequence(next(self._ids), ids, params, frozenset(), perf_counter())
 
 
-def bytes_per_step(config: DecoderConfig, precision: str, batch: int, device: Device) -> float:
+def bytes_per_step(config: TransformerConfig, precision: str, batch: int, device: Device) -> float:
     """Return the bytes that a decode step reads: weights, and the KV cache halfway through."""
     of_weight, of_head, of_key = _BYTES[device, precision]
     per_token = KVShape(config.n_layer, config.n_kv_head, config.head_dim).token_bytes(of_key)
@@ -223,10 +223,10 @@ def bytes_per_step(config: DecoderConfig, precision: str, batch: int, device: De
     return weights + batch * per_token * (_PROMPT_TOKENS + _DECODE_STEPS / 2)
 
 
-def n_layer_weights(config: DecoderConfig) -> int:
+def n_layer_weights(config: TransformerConfig) -> int:
     """Count the weights outside the head and the embedding, of which a token reads one row."""
     with torch.device("meta"):
-        n_parameters = Decoder(config).n_parameters
+        n_parameters = Transformer(config).n_parameters
     n_matrices = 1 if config.tied_embeddings else 2
     return n_parameters - n_matrices * config.vocab_size * config.d_model
 

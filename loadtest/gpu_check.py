@@ -24,7 +24,7 @@ from rich.console import Console
 from loadtest.bench_engine import DECODE_BATCHES, bench_engine, median_seconds
 from loadtest.random_model import make_random_model
 from model.bundle import PRECISIONS, load_bundle
-from model.config import DecoderConfig, preset
+from model.config import TransformerConfig, preset
 from model.onnx_runtime import onnxruntime
 from server.engine.cuda.session import open_cuda_runner
 from server.engine.engine import Engine
@@ -133,7 +133,7 @@ def _generate(
 class Peer:
     """The Llama of transformers in a preset's shape, with random bfloat16 weights."""
 
-    def __init__(self, config: DecoderConfig, device: str = "cuda") -> None:
+    def __init__(self, config: TransformerConfig, device: str = "cuda") -> None:
         shape = transformers.LlamaConfig(
             vocab_size=config.vocab_size, hidden_size=config.d_model, intermediate_size=config.d_ff,
             num_hidden_layers=config.n_layer, num_attention_heads=config.n_head,

@@ -19,8 +19,8 @@ import model.network
 from export.directory import check_precision, export_checkpoint
 from model.bundle import MANIFEST_FILE, Device
 from model.checkpoint import save_checkpoint
-from model.config import DecoderConfig, preset
-from model.network.decoder import Decoder
+from model.config import TransformerConfig, preset
+from model.network.transformer import Transformer
 from model.progress import Progress, unheard
 from model.tokenizer import train_tokenizer
 
@@ -47,7 +47,7 @@ def make_random_model(
     torch.manual_seed(0)
     with TemporaryDirectory() as folder:
         run, text = Path(folder) / source, Path(__file__)  # any text verifies int8's random weights
-        save_checkpoint(run, 0, Decoder(config), dummy_tokenizer(config.vocab_size), {}, {})
+        save_checkpoint(run, 0, Transformer(config), dummy_tokenizer(config.vocab_size), {}, {})
         export_checkpoint(
             run, out, device=device, precision=precision, text=text, progress=progress
         )
@@ -65,7 +65,7 @@ def dummy_tokenizer(vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _fingerprint(config: DecoderConfig) -> str:
+def _fingerprint(config: TransformerConfig) -> str:
     """Hash the shape and every source file that decides the graph."""
     digest = hashlib.sha256(json.dumps(asdict(config)).encode())
     for package in (model.network, export):

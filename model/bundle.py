@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 
-from model.config import DecoderConfig, first_problem
+from model.config import TransformerConfig, first_problem
 from model.external_data import external_files
 from model.files import parse_object
 from model.tokenizer import load_tokenizer
@@ -131,7 +131,7 @@ class ModelBundle:
     """A model directory that was found whole; its template may use special_tokens by name."""
 
     path: Path
-    config: DecoderConfig
+    config: TransformerConfig
     manifest: Manifest
     tokenizer: Tokenizer
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
@@ -240,9 +240,9 @@ def read_extra_files(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in files if file.is_file()}
 
 
-def load_config_and_tokenizer(directory: Path) -> tuple[DecoderConfig, Tokenizer]:
+def load_config_and_tokenizer(directory: Path) -> tuple[TransformerConfig, Tokenizer]:
     """Read both files. Raises ConfigError, TokenizerError (also for too many ids) and OSError."""
-    config = DecoderConfig.load(directory / CONFIG_FILE)
+    config = TransformerConfig.load(directory / CONFIG_FILE)
     return config, load_tokenizer(directory / TOKENIZER_FILE, config.vocab_size)
 
 

@@ -23,12 +23,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from model.bundle import CONFIG_FILE, TOKENIZER_FILE, load_config_and_tokenizer, read_extra_files
-from model.config import ConfigError, DecoderConfig
+from model.config import ConfigError, TransformerConfig
 from model.files import in_words, new_directory, read_object
 from model.importing.published import is_published, read_published
 from model.importing.weights import UnsupportedError
-from model.network.decoder import Decoder
 from model.network.skeleton import build_decoder, parameter_shapes
+from model.network.transformer import Transformer
 from model.tensor_files import (
     WEIGHTS_FILE,
     LazyWeights,
@@ -52,12 +52,12 @@ class CheckpointError(Exception):
 class Checkpoint:
     """A decoder's parameters, its tokenizer, training's notes, and EXTRA_FILES' contents.
 
-    weights: by the names of `Decoder.state_dict`, in their stored types; each is read, or made of a
-    published model's tensors, when it is looked up, and not kept.
+    weights: by the names of `Transformer.state_dict`, in their stored types; each is read, or
+    made of a published model's tensors, when it is looked up, and not kept.
     """
 
     path: Path
-    config: DecoderConfig
+    config: TransformerConfig
     weights: Mapping[str, Tensor]
     tokenizer: Tokenizer
     progress: dict[str, Any]
@@ -66,7 +66,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()  # what was left out of a published model
 
     @cached_property
-    def decoder(self) -> Decoder:
+    def decoder(self) -> Transformer:
         """The whole decoder in float32 and evaluation mode, which is loaded once."""
         return build_decoder(self.config, self.weights)
 
@@ -88,7 +88,7 @@ def find_checkpoint(directory: Path) -> Path:
 def save_checkpoint(
     run: Path,
     step: int,
-    decoder: Decoder,
+    decoder: Transformer,
     tokenizer: Tokenizer,
     state: dict[str, Tensor] | Path,
     progress: dict[str, Any],
@@ -195,7 +195,7 @@ def load_state(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path / STATE_FILE} cannot be loaded: {error}") from None
 
 
-def optimizer_state(decoder: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_state(decoder: Transformer, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's tensors by "parameter/key"."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in decoder.named_parameters()}
     return {
@@ -206,7 +206,7 @@ def optimizer_state(decoder: Decoder, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def restore_optimizer(
-    decoder: Decoder, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]
+    decoder: Transformer, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]
 ) -> None:
     """Set the optimizer's tensors to those of `optimizer_state`."""
     parameters = dict(decoder.named_parameters())

@@ -1,4 +1,4 @@
-"""DecoderConfig: the shape and arithmetic of a decoder, config.json, and presets by name."""
+"""TransformerConfig: the shape and arithmetic of a decoder, config.json, and presets by name."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class RopeScaling:
 
 @_raising_config_error
 @dataclass(config=ConfigDict(extra="forbid", title=_TITLE), frozen=True, slots=True, kw_only=True)
-class DecoderConfig:
+class TransformerConfig:
     """A decoder-only Transformer (Vaswani et al. 2017).
 
     n_kv_head: n_head of them is multi-head attention, 1 is multi-query (Shazeer 2019), a number
@@ -308,7 +308,7 @@ class DecoderConfig:
         return self.n_experts is not None and layer not in self.dense_layers
 
     @classmethod
-    def load(cls, path: Path) -> DecoderConfig:
+    def load(cls, path: Path) -> TransformerConfig:
         """Read config.json. Raises ConfigError for bad contents, OSError for an unreadable file."""
         return cls(**read_object(path, ConfigError))
 
@@ -319,12 +319,12 @@ class DecoderConfig:
 
 def _shape(*sizes: int) -> dict[str, Any]:
     """Name the sizes after the first fields, vocab_size to d_ff."""
-    return {field.name: size for field, size in zip(fields(DecoderConfig), sizes, strict=False)}
+    return {field.name: size for field, size in zip(fields(TransformerConfig), sizes, strict=False)}
 
 
 PRESETS = {
-    "tiny": DecoderConfig(**_shape(2048, 1024, 4, 6, 2, 32, 192, 480)),
-    "gpt2-124m": DecoderConfig(
+    "tiny": TransformerConfig(**_shape(2048, 1024, 4, 6, 2, 32, 192, 480)),
+    "gpt2-124m": TransformerConfig(
         **_shape(50257, 1024, 12, 12, 12, 64, 768, 3072),
         position="learned",
         norm="layernorm",
@@ -333,14 +333,16 @@ PRESETS = {
         output_bias=True,
         feed_forward_bias=True,
     ),
-    "smollm2-135m": DecoderConfig(**_shape(49152, 2048, 30, 9, 3, 64, 576, 1536), rope_theta=1e5),
-    "qwen2.5-0.5b": DecoderConfig(
+    "smollm2-135m": TransformerConfig(
+        **_shape(49152, 2048, 30, 9, 3, 64, 576, 1536), rope_theta=1e5
+    ),
+    "qwen2.5-0.5b": TransformerConfig(
         **_shape(151936, 2048, 24, 14, 2, 64, 896, 4864),
         rope_theta=1e6,
         norm_eps=1e-6,
         qkv_bias=True,
     ),
-    "llama3.2-1b": DecoderConfig(
+    "llama3.2-1b": TransformerConfig(
         **_shape(128256, 2048, 16, 32, 8, 64, 2048, 8192),
         rope_theta=5e5,
         rope_scaling=RopeScaling(kind="llama3", factor=32.0, original_max_model_len=8192),
@@ -348,8 +350,8 @@ PRESETS = {
 }
 
 
-def preset(name: str, **changes: Any) -> DecoderConfig:
+def preset(name: str, **changes: Any) -> TransformerConfig:
     """Return a preset with fields replaced. Raises ConfigError for a bad name, field or value."""
     if name not in PRESETS:
         raise ConfigError(f"no preset {name!r}; there are {', '.join(PRESETS)}")
-    return DecoderConfig(**{**asdict(PRESETS[name]), **changes})
+    return TransformerConfig(**{**asdict(PRESETS[name]), **changes})

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from model.network.decoder import Decoder
+from model.network.transformer import Transformer
 
 
 @torch.inference_mode()
-def next_logits(decoder: Decoder, token_ids: list[int]) -> NDArray[np.float32]:
+def next_logits(decoder: Transformer, token_ids: list[int]) -> NDArray[np.float32]:
     """Return the logits [vocab] of the token that follows `token_ids`."""
     input_ids = torch.tensor([token_ids], device=decoder.embedding.weight.device)
     logits: NDArray[np.float32] = decoder(input_ids)[0, -1].float().cpu().numpy()
@@ -23,7 +23,7 @@ def next_logits(decoder: Decoder, token_ids: list[int]) -> NDArray[np.float32]:
 
 
 def generate(
-    decoder: Decoder,
+    decoder: Transformer,
     prompt_ids: list[int],
     *,
     max_tokens: int,

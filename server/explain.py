@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field, NonNegativeInt
 
 from model.bundle import ATTENTION_GRAPH_FILE, ModelBundle
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from server.engine.machine import usable_cpus
 from server.engine.sampling import Floats
 from server.errors import ContextLengthError, InvalidRequestError, NotFoundError
@@ -109,12 +109,12 @@ class Explainer:
         )
 
 
-def most_tokens(config: DecoderConfig) -> int:
+def most_tokens(config: TransformerConfig) -> int:
     """Return the maximum number of tokens of a text that can be explained."""
     return min(MAX_TOKENS, config.max_model_len)
 
 
-def check_length(n_tokens: int, config: DecoderConfig) -> None:
+def check_length(n_tokens: int, config: TransformerConfig) -> None:
     """Raise InvalidRequestError for no tokens, ContextLengthError for too many."""
     longest = most_tokens(config)
     if not n_tokens:

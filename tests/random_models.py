@@ -10,8 +10,8 @@ import torch
 
 from export.graph import export_graph
 from model.bundle import GRAPH_FILE
-from model.config import DecoderConfig
-from model.network.decoder import Decoder
+from model.config import TransformerConfig
+from model.network.transformer import Transformer
 from server.engine.runner import OnnxRunner
 
 
@@ -19,11 +19,11 @@ from server.engine.runner import OnnxRunner
 class RandomModel:
     """A decoder and the graph that was exported from it."""
 
-    decoder: Decoder
+    decoder: Transformer
     graph: Path
 
     @property
-    def config(self) -> DecoderConfig:
+    def config(self) -> TransformerConfig:
         return self.decoder.config
 
     def runner(self, **options: Any) -> OnnxRunner:
@@ -31,7 +31,7 @@ class RandomModel:
         return OnnxRunner(self.graph, self.config, **options)
 
 
-def make_config(**changes: Any) -> DecoderConfig:
+def make_config(**changes: Any) -> TransformerConfig:
     shape: dict[str, Any] = {
         "vocab_size": 300,
         "max_model_len": 96,
@@ -42,13 +42,13 @@ def make_config(**changes: Any) -> DecoderConfig:
         "d_model": 48,
         "d_ff": 96,
     }
-    return DecoderConfig(**{**shape, **changes})
+    return TransformerConfig(**{**shape, **changes})
 
 
-def make_decoder(config: DecoderConfig, seed: int = 0) -> Decoder:
+def make_decoder(config: TransformerConfig, seed: int = 0) -> Transformer:
     """Make a decoder whose weights vary enough for attention to matter and errors to show."""
     torch.manual_seed(seed)
-    decoder = Decoder(config).eval()
+    decoder = Transformer(config).eval()
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
             if "norm" not in name and parameter.dim() > 1:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from model.bundle import Manifest, ModelBundle, Verification
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.tokenizer import train_tokenizer
 from server.engine.engine import Engine
 from server.engine.kv.prefix_cache import PrefixCache
@@ -64,7 +64,7 @@ def beginning_with_end_of_text() -> Tokenizer:
 def fake_bundle(
     path: Path = Path(MODEL), *, max_model_len: int = 64, chat_template: str | None = CHAT_TEMPLATE
 ) -> ModelBundle:
-    config = DecoderConfig(
+    config = TransformerConfig(
         vocab_size=VOCAB_SIZE,
         max_model_len=max_model_len,
         n_layer=1,

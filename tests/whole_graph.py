@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from export.verification.segments import Case, Floats, Ids, Step
 from model.bundle import CACHE_OUTPUTS, DECODE_INPUT, cache_names
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.onnx_runtime import onnxruntime
 
 
 class GraphSession:
     """Deliberately plain: separate past and present arrays, one run at a time."""
 
-    def __init__(self, path: Path, config: DecoderConfig) -> None:
+    def __init__(self, path: Path, config: TransformerConfig) -> None:
         self._session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         self._config = config
         self.rounds_cache = any(value.name == DECODE_INPUT for value in self._session.get_inputs())

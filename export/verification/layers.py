@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.network.attention import LayerCache, StepInputs
-from model.network.decoder import Block, Decoder, position_tables
+from model.network.transformer import Block, Transformer, position_tables
 from model.progress import Progress, followed, unheard
 
 _BUDGET = 2e11  # tokens · parameters
@@ -32,15 +32,15 @@ def affordable_tokens(n_parameters: int, fewest: int, most: int) -> int:
 
 
 class LayeredDecoder:
-    """`Decoder.forward` of whole rows; weights: by the decoder's names, each read on access."""
+    """`Transformer.forward` of whole rows; weights: by the decoder's names, each read on access."""
 
     def __init__(
-        self, config: DecoderConfig, weights: Mapping[str, Tensor], device: str = "cpu"
+        self, config: TransformerConfig, weights: Mapping[str, Tensor], device: str = "cpu"
     ) -> None:
         self.config = config
         self._weights, self._device = weights, device
         with torch.device("meta"):
-            self._decoder = Decoder(config).eval()
+            self._decoder = Transformer(config).eval()
         self.n_parameters = self._decoder.n_parameters
         for name, table in position_tables(config).items():
             self._decoder.register_buffer(name, table.to(device), persistent=False)

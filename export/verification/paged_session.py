@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.bundle import KV_BLOCK_SIZE
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from server.engine.cuda.runner import PagedModel
 from server.engine.cuda.session import DeviceModel, open_cuda_session, require_cuda
 
@@ -25,7 +25,7 @@ class PagedSession:
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: TransformerConfig,
         make_model: Callable[[int], PagedModel],
         block_size: int = KV_BLOCK_SIZE,
     ) -> None:
@@ -34,7 +34,7 @@ class PagedSession:
         self._block_size = block_size
 
     @classmethod
-    def open(cls, path: Path, config: DecoderConfig) -> PagedSession:
+    def open(cls, path: Path, config: TransformerConfig) -> PagedSession:
         """Load a graph onto the GPU. Raises NoDeviceError where there is none."""
         return cls(config, partial(DeviceModel, open_cuda_session(path)))
 

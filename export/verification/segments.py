@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from onnx.helper import make_tensor_value_info, np_dtype_to_tensor_dtype
 
 from model.bundle import CACHE_OUTPUTS, DECODE_INPUT
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.onnx_runtime import onnxruntime
 from model.progress import Progress, followed, unheard
 
@@ -86,7 +86,7 @@ class _Segment:
 class SegmentedGraph:
     """A graph of `export.graph`, whose weights are read a segment at a time."""
 
-    def __init__(self, path: Path, config: DecoderConfig) -> None:
+    def __init__(self, path: Path, config: TransformerConfig) -> None:
         self._config, self._folder = config, path.parent
         self._model = onnx.load(path, load_external_data=False)
         self._segments = _cut(self._model.graph)
@@ -236,7 +236,7 @@ def _value_info(name: str, arrays: Sequence[NDArray[Any]]) -> onnx.ValueInfoProt
 
 
 def _empty_caches(
-    session: onnxruntime.InferenceSession, config: DecoderConfig, batch: int, n_positions: int
+    session: onnxruntime.InferenceSession, config: TransformerConfig, batch: int, n_positions: int
 ) -> dict[str, Arrays]:
     """Return the session's rows of keys and values, by CACHE_OUTPUTS and what follows in a name."""
     shape, caches = (batch, config.n_kv_head, n_positions, config.head_dim), dict[str, Arrays]()

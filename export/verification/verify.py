@@ -21,7 +21,7 @@ from export.verification.layers import LayeredDecoder, affordable_tokens
 from export.verification.paged_session import PagedSession
 from export.verification.segments import Case, Floats, Ids, SegmentedGraph, Step
 from model.bundle import Verification
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.progress import Progress, unheard
 
 MAX_LOGIT_ERROR = 1e-3  # fp32, relative to the standard deviation of the logits
@@ -72,7 +72,7 @@ class Verifier:
 
     def __init__(
         self,
-        config: DecoderConfig,
+        config: TransformerConfig,
         weights: Mapping[str, Tensor],
         path: Path,
         text: SampleText | None,

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from model.bundle import GENERATION_FILE, GenerationDefaults
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.importing.families.family import Family
 from model.tensor_files import StoredTensor
 
@@ -21,7 +21,7 @@ class Contents:
     """A model as it was published; texts: a checkpoint directory's other files by name."""
 
     family: Family
-    config: DecoderConfig
+    config: TransformerConfig
     texts: dict[str, str | None]
     tensors: list[StoredTensor]
     files: list[Path]  # of the tensors

@@ -10,7 +10,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.importing.families.family import Family
 from model.importing.tensors import reorder_rotary_pairs
 from model.importing.weights import PlannedTensor, UnsupportedError
@@ -21,8 +21,8 @@ _LAYER = re.compile(r"(?<=^blocks\.)\d+")
 
 
 def plan_parameters(
-    family: Family, config: DecoderConfig, stored: Iterable[StoredTensor]
-) -> tuple[DecoderConfig, list[PlannedTensor]]:
+    family: Family, config: TransformerConfig, stored: Iterable[StoredTensor]
+) -> tuple[TransformerConfig, list[PlannedTensor]]:
     """Return the configuration, untied where the head differs, and every parameter to be made.
 
     Raises UnsupportedError naming a tensor that is missing, unknown or of the wrong shape.
@@ -55,7 +55,7 @@ def _take(
     name: str,
     shape: Shape,
     family: Family,
-    config: DecoderConfig,
+    config: TransformerConfig,
     held: dict[str, StoredTensor],
     taken: set[str],
 ) -> PlannedTensor:

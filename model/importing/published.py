@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from model.bundle import CHAT_TEMPLATE_FILE, CONFIG_FILE
-from model.config import ConfigError, DecoderConfig
+from model.config import ConfigError, TransformerConfig
 from model.files import new_directory, parse_object
 from model.importing.gguf.model import read_gguf_model
 from model.importing.huggingface.folder import read_folder
@@ -32,7 +32,7 @@ class Published:
     """A published model; texts: a checkpoint directory's other files by name."""
 
     family: str
-    config: DecoderConfig
+    config: TransformerConfig
     weights: list[PlannedTensor]
     texts: dict[str, str]
     files: list[Path]  # of the weights
@@ -44,7 +44,7 @@ class Imported:
     """The result of `import_checkpoint`."""
 
     family: str
-    config: DecoderConfig
+    config: TransformerConfig
     n_parameters: int
     dtype: str  # of most weights
     has_chat_template: bool

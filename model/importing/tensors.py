@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.tensor_files import Shape
 
 
@@ -26,12 +26,12 @@ class Source:
 
     modules: tuple[str, ...]
     # Returns the shapes in the file for our shape.
-    shapes: Callable[[Shape, DecoderConfig], list[Shape]] = lambda shape, _: [shape]
+    shapes: Callable[[Shape, TransformerConfig], list[Shape]] = lambda shape, _: [shape]
     # Makes our tensor, or one that broadcasts to it, from those in the file.
-    join: Callable[[list[Tensor], DecoderConfig], Tensor] = lambda tensors, _: tensors[0]
+    join: Callable[[list[Tensor], TransformerConfig], Tensor] = lambda tensors, _: tensors[0]
     in_float32: bool = False  # the result is float32 whatever the file's type
 
-    def names(self, config: DecoderConfig) -> list[str]:
+    def names(self, config: TransformerConfig) -> list[str]:
         """Return the modules; with experts, all of one before the next."""
         if not any("#" in module for module in self.modules):
             return list(self.modules)
@@ -47,7 +47,7 @@ def transposed(module: str) -> Source:
 def stacked(*modules: str) -> Source:
     """Return the source of queries, keys and values, or of a gate and what it gates."""
 
-    def shapes(shape: Shape, config: DecoderConfig) -> list[Shape]:
+    def shapes(shape: Shape, config: TransformerConfig) -> list[Shape]:
         rows = [shape[0] // len(modules)] * len(modules)
         if len(modules) == 3:
             heads = (config.n_head, config.n_kv_head, config.n_kv_head)
@@ -63,10 +63,10 @@ def of_experts(*modules: str) -> Source:
     Rows of a gate and of what it gates alternate.
     """
 
-    def shapes(shape: Shape, _: DecoderConfig) -> list[Shape]:
+    def shapes(shape: Shape, _: TransformerConfig) -> list[Shape]:
         return [(shape[1] // len(modules), *shape[2:])] * (shape[0] * len(modules))
 
-    def join(tensors: list[Tensor], _: DecoderConfig) -> Tensor:
+    def join(tensors: list[Tensor], _: TransformerConfig) -> Tensor:
         by_expert: Tensor = torch.stack(tensors).unflatten(0, (-1, len(modules)))
         return by_expert.transpose(1, 2).flatten(1, 2)
 
@@ -88,7 +88,7 @@ def interleaved_by_head(module: str) -> Source:
     Without sharing they are each head's query, key and value.
     """
 
-    def join(tensors: list[Tensor], config: DecoderConfig) -> Tensor:
+    def join(tensors: list[Tensor], config: TransformerConfig) -> Tensor:
         groups = tensors[0].unflatten(0, (config.n_kv_head, config.n_groups + 2, config.head_dim))
         parts = groups.split([config.n_groups, 1, 1], dim=1)
         return torch.cat([part.flatten(0, 2) for part in parts])
@@ -102,7 +102,7 @@ def pairs_apart(source: Source) -> Source:
     The pairs become (i, i + rotary_dim / 2), as other published decoders have them.
     """
 
-    def join(tensors: list[Tensor], config: DecoderConfig) -> Tensor:
+    def join(tensors: list[Tensor], config: TransformerConfig) -> Tensor:
         qkv = source.join(tensors, config)
         heads, values = qkv.tensor_split([(config.n_head + config.n_kv_head) * config.head_dim])
         rotary_dim = config.rotary_dim or config.head_dim
@@ -152,7 +152,7 @@ def split_by_head(module: str) -> Source:
     )
 
 
-def reorder_rotary_pairs(qkv: Tensor, config: DecoderConfig) -> Tensor:
+def reorder_rotary_pairs(qkv: Tensor, config: TransformerConfig) -> Tensor:
     """Return qkv [(n_head + 2 n_kv_head) · head_dim, …] with queries and keys in our rotary order.
 
     We pair channels (i, i + head_dim / 2), and rotate the first rotary_dim / 2 pairs. Published

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.network.norm import HeadNorm
 from model.network.positions import Positions, rotate
 
@@ -33,7 +33,7 @@ class LayerCache(NamedTuple):
 class Attention(nn.Module):
     """The attention sublayer: a projection to queries, keys and values, attention, and one back."""
 
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
         self.config = config
         self.rotates = config.rotates(layer)
@@ -249,7 +249,7 @@ class PagedInputs:
 RunInputs = StepInputs | PagedInputs
 
 
-def split_heads(qkv: Tensor, config: DecoderConfig) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(qkv: Tensor, config: TransformerConfig) -> tuple[Tensor, Tensor, Tensor]:
     """Split [batch, sequence, width] into query, key, value: [batch, heads, sequence, head_dim]."""
     heads = qkv.view(*qkv.shape[:-1], -1, config.head_dim).transpose(1, 2)
     query, key, value = heads.split([config.n_head, config.n_kv_head, config.n_kv_head], dim=1)
@@ -274,7 +274,7 @@ def attend(
     value: Tensor,
     visible: Tensor,
     bias: Tensor | None,
-    config: DecoderConfig,
+    config: TransformerConfig,
     dropout: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
@@ -292,7 +292,7 @@ def attention_weights(
     key: Tensor,
     visible: Tensor,
     bias: Tensor | None,
-    config: DecoderConfig,
+    config: TransformerConfig,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the softmax over visible keys, [batch, n_head, sequence, n_keys]; see `attend`."""

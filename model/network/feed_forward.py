@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 
 _ALPHA, _LIMIT = 1.702, 7.0  # of swiglu_clamped
 _gelu_tanh = partial(functional.gelu, approximate="tanh")
@@ -28,7 +28,7 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 class FeedForward(nn.Module):
     """down(act(up x)), or down(act(gate x) · up x), gate and up in one matrix (Shazeer 2020)."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.activation, self.gated = _ACTIVATIONS[config.feed_forward]
         widened = 2 * config.d_ff if self.gated else config.d_ff
@@ -68,7 +68,7 @@ class Mixture(nn.Module):
     what it gates, as ONNX Runtime's operator wants them.
     """
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         n_experts, width = config.n_experts, config.d_expert
         assert n_experts is not None

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 
 
 class HeadNorm(nn.Module):
     """RMSNorm over each head of queries or keys (Henry et al. 2020), or over all at once."""
 
-    def __init__(self, n_heads: int, config: DecoderConfig) -> None:
+    def __init__(self, n_heads: int, config: TransformerConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(n_heads, config.head_dim))
         self.across, self.eps = config.qk_norm_across_heads, config.norm_eps
@@ -25,7 +25,7 @@ class HeadNorm(nn.Module):
         return (normed.view(*x.shape[:-1], *self.weight.shape) * self.weight).flatten(-2)
 
 
-def make_norm(config: DecoderConfig) -> nn.Module:
+def make_norm(config: TransformerConfig) -> nn.Module:
     """Make an RMSNorm (Zhang & Sennrich 2019), or a LayerNorm with a bias (Ba et al. 2016)."""
     kind = nn.RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
     return kind(config.d_model, config.norm_eps)

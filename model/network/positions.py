@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.config import DecoderConfig, RopeScaling
+from model.config import RopeScaling, TransformerConfig
 
 
 class RotaryTable(NamedTuple):
@@ -32,7 +32,7 @@ class Positions(NamedTuple):
     query_scale: Tensor | None = None
 
 
-def rotary_table(config: DecoderConfig, *, in_windows: bool = False) -> RotaryTable:
+def rotary_table(config: TransformerConfig, *, in_windows: bool = False) -> RotaryTable:
     """Return angles p · θ^(-2i/d) for every position p and pair i, scaled as the model wants.
 
     Su et al. 2021, section 3.2.2. The pairs beyond `rotary_dim` do not turn. in_windows: those by
@@ -85,7 +85,7 @@ def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling, theta: float) 
     return kept * frequencies + (1.0 - kept) * stretched
 
 
-def query_scale_table(config: DecoderConfig) -> Tensor | None:
+def query_scale_table(config: TransformerConfig) -> Tensor | None:
     """Return the factor of queries at each position [max_model_len]; None where all are 1."""
     scaling = config.rope_scaling
     if scaling is None or scaling.query_growth is None or scaling.original_max_model_len is None:
@@ -104,7 +104,7 @@ def rotate(x: Tensor, table: RotaryTable, position_ids: Tensor) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
-def sinusoidal_table(config: DecoderConfig) -> Tensor:
+def sinusoidal_table(config: TransformerConfig) -> Tensor:
     """Return sin and cos of p / 10000^(2i/d), interleaved: [max_model_len, d_model].
 
     Vaswani et al. 2017, section 3.5.
@@ -124,13 +124,13 @@ def alibi_slopes(n_head: int) -> list[float]:
     return slopes + [2 ** (-4 * i / lower) for i in range(1, 2 * (n_head - lower), 2)]
 
 
-def alibi_table(config: DecoderConfig) -> Tensor:
+def alibi_table(config: TransformerConfig) -> Tensor:
     """Return each head's bias for each distance to the key: [n_head, max_model_len]."""
     slopes = torch.tensor(alibi_slopes(config.n_head))
     return -torch.outer(slopes, torch.arange(config.max_model_len).float())
 
 
-def relative_buckets(config: DecoderConfig) -> Tensor:
+def relative_buckets(config: TransformerConfig) -> Tensor:
     """Return the bucket of each distance to an earlier key: int64 [max_model_len].
 
     Raffel et al. 2020, section 2.1. The first half of the buckets are single distances; the others

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from model.config import DecoderConfig
-from model.network.decoder import Decoder
+from model.config import TransformerConfig
+from model.network.transformer import Transformer
 
 
 class _Uninitialised(TorchFunctionMode):
@@ -27,22 +27,22 @@ class _Uninitialised(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def make_skeleton(config: DecoderConfig, dtype: torch.dtype = torch.float32) -> Decoder:
+def make_skeleton(config: TransformerConfig, dtype: torch.dtype = torch.float32) -> Transformer:
     """Make a decoder in evaluation mode, whose matrices are to be filled or only to be traced."""
     with _Uninitialised():
-        decoder = Decoder(config).eval()
+        decoder = Transformer(config).eval()
     if dtype != torch.float32:
         for parameter in decoder.parameters():  # conversion would read and write their memory
             parameter.data = torch.empty(parameter.shape, dtype=dtype)
     return decoder.to(dtype)  # tables of positions
 
 
-def count_parameters(config: DecoderConfig) -> int:
+def count_parameters(config: TransformerConfig) -> int:
     """Return the number of a decoder's parameters, tied ones counted once."""
     return sum(map(math.prod, parameter_shapes(config).values()))
 
 
-def build_decoder(config: DecoderConfig, weights: Mapping[str, Tensor]) -> Decoder:
+def build_decoder(config: TransformerConfig, weights: Mapping[str, Tensor]) -> Transformer:
     """Return the decoder of these weights, by the names of its parameters, in float32."""
     decoder = make_skeleton(config)
     for name, tensor in decoder.state_dict().items():
@@ -50,7 +50,7 @@ def build_decoder(config: DecoderConfig, weights: Mapping[str, Tensor]) -> Decod
     return decoder
 
 
-def parameter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
+def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of a decoder by name."""
     if config.position != "learned":  # only learned positions are parameters
         config = replace(config, max_model_len=2)

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from model.checkpoint import CheckpointError
-from model.network.decoder import Decoder
+from model.network.transformer import Transformer
 
 
 class PeerError(Exception):
@@ -92,7 +92,7 @@ class Processes:
             if first not in {self.rank, self.size}:
                 raise PeerError
 
-    def spread(self, decoder: Decoder, shard: bool) -> nn.Module:
+    def spread(self, decoder: Transformer, shard: bool) -> nn.Module:
         """Move a decoder to the device and return the module to call in its place.
 
         Gradients are then means over the processes. Every process keeps all parameters
@@ -123,7 +123,7 @@ class Processes:
             first, *_ = error.failures.values()
             raise ShardError(f"{folder} cannot be written: {first[0]}") from None
 
-    def load_shards(self, folder: Path, decoder: Decoder) -> dict[str, Tensor]:
+    def load_shards(self, folder: Path, decoder: Transformer) -> dict[str, Tensor]:
         """Return the written tensors, each spread as its parameter is here. Raises ShardError."""
         reader = hf_storage.HuggingFaceStorageReader(str(folder))
         parameters = dict(decoder.named_parameters())

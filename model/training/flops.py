@@ -8,8 +8,8 @@ from functools import cache
 import torch
 from torch import nn
 
-from model.network.decoder import Decoder
 from model.network.feed_forward import ExpertLinear
+from model.network.transformer import Transformer
 
 # FLOP/s of dense bfloat16 products by CUDA's name of a GPU (NVIDIA's data sheets). The name has to
 # match as a whole, because similar ones (L40, H100 NVL, a MIG slice) have other peaks.
@@ -25,7 +25,7 @@ _PEAKS = {
 _SECONDS = 0.5  # to measure products; a few milliseconds may all be slowed by other processes
 
 
-def flops_per_token(decoder: Decoder, context: int) -> int:
+def flops_per_token(decoder: Transformer, context: int) -> int:
     """Return the FLOPs of forward and backward pass (Chowdhery et al. 2022, appendix B).
 
     They are 6 N + 12 · n_layer · n_head · head_dim · context. N is the number of parameters without

@@ -18,9 +18,9 @@ from rich.text import Text
 from model.bundle import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE
 from model.chat_template import ChatTemplate
 from model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-from model.config import ConfigError, DecoderConfig
+from model.config import ConfigError, TransformerConfig
 from model.files import new_directory
-from model.network.decoder import Decoder
+from model.network.transformer import Transformer
 from model.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer, vocabulary_size
 from model.training import data
 from model.training.conversations import Conversation, pack, read_conversations
@@ -66,7 +66,7 @@ def console_report(lines: Console, progress: Progress, steps: int) -> Report:
 def prepare_run(
     folder: Path,
     corpus: CorpusSettings,
-    config: DecoderConfig,
+    config: TransformerConfig,
     settings: TrainSettings,
     lines: Console,
     init: Checkpoint | None = None,
@@ -124,7 +124,7 @@ def prepare_run(
             config = replace(config, eos_token_ids=tuple(endings))
             tokens = data.write_shards(part, chats.ids, chats.n_train, size, chats.learned)
         torch.manual_seed(settings.seed)
-        decoder = Decoder(config)
+        decoder = Transformer(config)
         if init is not None:
             decoder.load_state_dict(init.decoder.state_dict())
         tell(

@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 from model import checkpoint
-from model.network.decoder import Decoder
+from model.network.transformer import Transformer
 from model.reference import generate
 from model.training.data import IGNORED, Batch, TokenData
 from model.training.distributed import Processes, gather, one_process, without_reducing
@@ -85,7 +85,7 @@ class DivergedError(Exception):
 class Trainer:
     """A decoder, its optimizer and the step they have reached, in each process that trains it."""
 
-    decoder: Decoder
+    decoder: Transformer
     tokenizer: Tokenizer
     data: TokenData
     settings: TrainSettings

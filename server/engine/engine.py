@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Literal, Protocol
 
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from server.engine.batch import Chunk, StepBatch
 from server.engine.grammar.constraints import TokenMasks
 from server.engine.kv.store import KVStore
@@ -22,7 +22,7 @@ StepKind = Literal["decode", "mixed", "prefill"]
 SCORING_LOGITS_BYTES = 64 * 2**20  # bound on the logits of one chunk of a scored prompt
 
 
-def check_max_model_len(wanted: int | None, config: DecoderConfig) -> int:
+def check_max_model_len(wanted: int | None, config: TransformerConfig) -> int:
     """Return the model's limit or a lower one. Raises ValueError for one that it cannot meet."""
     limit = config.max_model_len if wanted is None else wanted
     if not 2 <= limit <= config.max_model_len:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.bundle import DECODE_INPUT
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.onnx_runtime import onnxruntime
 from server.engine.batch import Chunk, StepBatch
 from server.engine.engine import SCORING_LOGITS_BYTES, check_max_model_len
@@ -47,7 +47,7 @@ class OnnxRunner:
     def __init__(
         self,
         graph: Path,
-        config: DecoderConfig,
+        config: TransformerConfig,
         *,
         max_num_seqs: int,
         max_model_len: int | None = None,

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.onnx_runtime import onnxruntime
 
 _ELEMENT_TYPES = {  # numbers in onnx.TensorProto, and bytes
@@ -53,7 +53,7 @@ class KVInput:
         return self.itemsize * math.prod(map(int, self.shape))
 
 
-def check_shape(session: onnxruntime.InferenceSession, config: DecoderConfig) -> None:
+def check_shape(session: onnxruntime.InferenceSession, config: TransformerConfig) -> None:
     """Raise ValueError unless graph and configuration, for which buffers are made, agree."""
     sizes = {value.name: value.shape[-1] for value in session.get_outputs()}
     found = sizes.get("logits"), 1 + max((kv.block // 2 for kv in kv_inputs(session)), default=-1)

@@ -20,8 +20,8 @@ from kvasir import app
 from model.bundle import GRAPH_FILE, ModelBundle, Verification, load_bundle
 from model.config import RopeScaling
 from model.network.attention import Attention, attention_weights, split_heads, visible_keys
-from model.network.decoder import Decoder
 from model.network.positions import Positions, rotate
+from model.network.transformer import Transformer
 from model.tokenizer import train_tokenizer
 from server.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from server.explain import Explainer
@@ -37,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_directory(folder: Path, precision: str, **changes: Any) -> tuple[Decoder, ModelBundle]:
+def make_directory(folder: Path, precision: str, **changes: Any) -> tuple[Transformer, ModelBundle]:
     """A model directory of a random decoder, as `kvasir export` leaves it."""
     tokenizer = train_tokenizer([TEXT * 20], 280)
     decoder = make_decoder(
@@ -53,7 +53,7 @@ def make_directory(folder: Path, precision: str, **changes: Any) -> tuple[Decode
     return decoder, load_bundle(folder)
 
 
-def eager_weights(decoder: Decoder, token_ids: list[int]) -> list[torch.Tensor]:
+def eager_weights(decoder: Transformer, token_ids: list[int]) -> list[torch.Tensor]:
     """Return each layer's weights [n_head, n_tokens, n_tokens], from its attention's inputs."""
     found: list[torch.Tensor] = []
 

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 
 from export.graph import load_weights
 from model.bundle import load_bundle
-from model.network.decoder import Decoder
 from model.network.skeleton import build_decoder
+from model.network.transformer import Transformer
 from tests.conformance.server import CAPACITY, Conformed, Server
 
 LM_EVAL_ERROR = 1e-3  # of a log-likelihood; both sides use fp32
@@ -120,7 +120,7 @@ class _Oracle:
 
     def __init__(self, model: Path) -> None:
         bundle = load_bundle(model)
-        self._decoder: Decoder = build_decoder(
+        self._decoder: Transformer = build_decoder(
             bundle.config, load_weights(bundle.config, bundle.graph_path)
         )
         self._tokenizer: Tokenizer = bundle.tokenizer

@@ -17,7 +17,7 @@ import torch
 
 from export import paged_graph
 from export.paged_graph import export_paged_graph
-from model.network.decoder import Decoder
+from model.network.transformer import Transformer
 from model.reference import generate
 from server.engine.cuda.runner import Inputs, PagedRunner
 from server.engine.engine import Engine, warm_up
@@ -54,7 +54,7 @@ class NumpyModel:
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Path]:
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, Path]:
     decoder = make_decoder(make_config(sliding_window=30, sliding_window_layers=(1,), qk_norm=True))
     path = tmp_path_factory.mktemp("paged") / "model.onnx"
     with pytest.MonkeyPatch.context() as patch:
@@ -64,7 +64,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Decoder, Path]:
 
 
 def make_engine(
-    exported: tuple[Decoder, Path], *, n_blocks: int = 60, max_num_seqs: int = 4, **options: Any
+    exported: tuple[Transformer, Path], *, n_blocks: int = 60, max_num_seqs: int = 4, **options: Any
 ) -> tuple[Engine, NumpyModel]:
     decoder, path = exported
     config = decoder.config
@@ -99,7 +99,7 @@ def make_prompts(n: int, seed: int, vocab_size: int = 300) -> list[list[int]]:
     "options", [{}, {"max_num_seqs": 8, "chunk_size": 64}, {"speculate": True, "chunk_size": 3}]
 )
 def test_every_sequence_gets_the_oracles_tokens(
-    exported: tuple[Decoder, Path], options: dict[str, Any]
+    exported: tuple[Transformer, Path], options: dict[str, Any]
 ) -> None:
     """Prompts, chunks, decodes and drafts in one run, prefixes shared, sampled and greedy."""
     engine, model = make_engine(exported, **options)
@@ -120,7 +120,7 @@ def test_every_sequence_gets_the_oracles_tokens(
     assert engine.runner.kv.reserved_tokens == 0
 
 
-def test_only_decodes_without_prompts_are_timed_apart(exported: tuple[Decoder, Path]) -> None:
+def test_only_decodes_without_prompts_are_timed_apart(exported: tuple[Transformer, Path]) -> None:
     engine, _ = make_engine(exported)
     engine.add(make_sequence(0, [1] * 9, SamplingParams(max_tokens=9)))
     before = engine.runner.decode_seconds
@@ -134,7 +134,7 @@ def test_only_decodes_without_prompts_are_timed_apart(exported: tuple[Decoder, P
     assert engine.runner.decode_seconds == decoded
 
 
-def test_sequences_of_different_salts_share_no_block(exported: tuple[Decoder, Path]) -> None:
+def test_sequences_of_different_salts_share_no_block(exported: tuple[Transformer, Path]) -> None:
     """The first with a salt computes the whole prompt; the answers are the same."""
     engine, _ = make_engine(exported)
     prompt, n_cached = list(range(30)), []
@@ -149,7 +149,7 @@ def test_sequences_of_different_salts_share_no_block(exported: tuple[Decoder, Pa
 
 
 def test_sequences_wait_for_blocks_and_running_ones_keep_theirs(
-    exported: tuple[Decoder, Path],
+    exported: tuple[Transformer, Path],
 ) -> None:
     """There are blocks for two sequences and a half; an aborted one makes room at once."""
     engine, _ = make_engine(exported, n_blocks=12, max_num_seqs=8)
@@ -173,7 +173,7 @@ def test_sequences_wait_for_blocks_and_running_ones_keep_theirs(
         engine.add(make_sequence(9, [1] * 90, SamplingParams(max_tokens=7)))
 
 
-def test_scores_of_a_prompt_are_those_of_the_decoder(exported: tuple[Decoder, Path]) -> None:
+def test_scores_of_a_prompt_are_those_of_the_decoder(exported: tuple[Transformer, Path]) -> None:
     """In chunks, beside others, without the use of shared blocks."""
     engine, _ = make_engine(exported, chunk_size=7)
     prompt = make_prompts(2, seed=3)[1]
@@ -193,7 +193,7 @@ def test_scores_of_a_prompt_are_those_of_the_decoder(exported: tuple[Decoder, Pa
         )
 
 
-async def test_the_api_over_blocks_is_the_same_api(exported: tuple[Decoder, Path]) -> None:
+async def test_the_api_over_blocks_is_the_same_api(exported: tuple[Transformer, Path]) -> None:
     """Two requests at once over HTTP, and the metrics after them."""
     engine, _ = make_engine(exported)
     decoder = exported[0]

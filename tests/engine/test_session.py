@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper
 
 from export.paged_graph import export_paged_graph
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.onnx_runtime import onnxruntime
 from server.engine.cuda import session as session_module
 from server.engine.cuda.runtime import NoDeviceError, free_memory
@@ -158,7 +158,7 @@ def test_a_graph_of_another_shape_than_its_configuration_is_refused(
 ) -> None:
     """Buffers have the configuration's shape, and a run writes to raw addresses."""
     directory = Path(__file__).parents[2] / "examples/stdlib"
-    config = DecoderConfig.load(directory / "config.json")
+    config = TransformerConfig.load(directory / "config.json")
     session = open_session(directory / "model.onnx", threads=1, spin_microseconds=0)
     check_shape(session, config)
     with pytest.raises(ValueError, match=r"the graph has 2048 tokens and 4 layers, and config"):

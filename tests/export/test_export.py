@@ -22,7 +22,7 @@ from export.verification.verify import VerificationError, Verifier
 from kvasir import app
 from model.bundle import GenerationDefaults, cache_names, load_bundle
 from model.checkpoint import CheckpointError, save_checkpoint
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.tokenizer import train_tokenizer
 from model.training.data import Corpus, write_tokens
 from server.engine.engine import Engine, warm_up
@@ -118,7 +118,7 @@ def test_a_wrong_graph_fails_the_export_and_leaves_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def export_something_else(
-        config: DecoderConfig,
+        config: TransformerConfig,
         _weights: object,
         path: Path,
         precision: str,

@@ -14,8 +14,8 @@ from export.kv_cache import measure_scales, scale_kv_channels
 from export.verification.verify import Verifier
 from export.weights import Weights
 from model.network.attention import split_heads
-from model.network.decoder import Decoder
 from model.network.positions import rotary_table, rotate
+from model.network.transformer import Transformer
 from server.engine.batch import Chunk, StepBatch
 from server.engine.sampling import SamplingParams
 from server.engine.sequence import SequenceStatus
@@ -23,7 +23,7 @@ from tests.engine_driver import make_sequence
 from tests.random_models import RandomModel, make_config, make_decoder
 
 
-def keys_and_values(decoder: Decoder, ids: torch.Tensor) -> list[torch.Tensor]:
+def keys_and_values(decoder: Transformer, ids: torch.Tensor) -> list[torch.Tensor]:
     """Return each layer's keys and values [rows, n_kv_head, tokens, head_dim], rotated here."""
     heard: list[torch.Tensor] = []
     attentions = [

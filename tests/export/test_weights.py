@@ -17,7 +17,7 @@ from export import weights as export_weights
 from export.graph import export_graph, load_weights
 from export.paged_graph import export_paged_graph
 from export.weights import Weights
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.tensor_files import LazyWeights
 from tests.random_models import make_config, make_decoder
 
@@ -34,7 +34,7 @@ CHANGES: dict[str, Any] = {
 }
 
 
-def scaled(config: DecoderConfig, stored: dict[str, Tensor], scales: Floats | None) -> Any:
+def scaled(config: TransformerConfig, stored: dict[str, Tensor], scales: Floats | None) -> Any:
     """Return float32 arrays; scales: of int8 keys and values."""
     arrays = {name: tensor.float().numpy().copy() for name, tensor in stored.items()}
     n_query, d = config.n_head * config.head_dim, config.head_dim

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from kvasir import app
 from loadtest import bench_engine as bench
 from model.config import preset
-from model.network.decoder import Decoder
+from model.network.transformer import Transformer
 
 
 def test_the_command_prints_its_figures(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +62,7 @@ def test_the_roofline_counts_what_a_step_has_to_read(precision: str, weight_byte
     """Count every weight except an untied embedding, and the KV cache of each sequence."""
     config = preset("tiny", tied_embeddings=False)
     with torch.device("meta"):
-        n_parameters = Decoder(config).n_parameters
+        n_parameters = Transformer(config).n_parameters
     measured = bench.bytes_per_step(config, precision, 3, "cpu")
     tokens = 128 + bench._DECODE_STEPS / 2
     cache = 3 * tokens * 2 * config.n_layer * config.n_kv_head * config.head_dim  # numbers

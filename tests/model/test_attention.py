@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.network.attention import (
     Attention,
     LayerCache,
@@ -52,7 +52,7 @@ def naive_rotate(
     return rotated
 
 
-def naive_attention(qkv: Floats, config: DecoderConfig) -> Floats:
+def naive_attention(qkv: Floats, config: TransformerConfig) -> Floats:
     """One row [sequence, (n_head + 2 n_kv_head) · head_dim] → [sequence, n_head · head_dim]."""
     d, sequence = config.head_dim, len(qkv)
     heads = qkv.reshape(sequence, -1, d)
@@ -80,22 +80,22 @@ def naive_attention(qkv: Floats, config: DecoderConfig) -> Floats:
     return output.reshape(sequence, -1)
 
 
-def positions_of(config: DecoderConfig) -> Positions:
+def positions_of(config: TransformerConfig) -> Positions:
     return Positions(rotary_table(config) if config.position == "rotary" else None)
 
 
 def cached(
-    qkv: Tensor, inputs: StepInputs, cache: LayerCache, config: DecoderConfig
+    qkv: Tensor, inputs: StepInputs, cache: LayerCache, config: TransformerConfig
 ) -> tuple[Tensor, LayerCache]:
     return inputs.attend(Attention(config, 0), qkv, positions_of(config), cache)
 
 
-def random_qkv(config: DecoderConfig, batch: int, sequence: int, seed: int = 0) -> Tensor:
+def random_qkv(config: TransformerConfig, batch: int, sequence: int, seed: int = 0) -> Tensor:
     width = (config.n_head + 2 * config.n_kv_head) * config.head_dim
     return torch.randn(batch, sequence, width, generator=torch.Generator().manual_seed(seed))
 
 
-def garbage_cache(config: DecoderConfig, batch: int) -> LayerCache:
+def garbage_cache(config: TransformerConfig, batch: int) -> LayerCache:
     """Return rows full of large numbers: a read of a position that was not written shows."""
     shape = (batch, config.n_kv_head, config.max_model_len, config.head_dim)
     return LayerCache(torch.full(shape, 1e4), torch.full(shape, -1e4))
@@ -111,7 +111,7 @@ def step_inputs(lengths: list[int], sequence: int) -> StepInputs:
     )
 
 
-def reference(qkv: Tensor, config: DecoderConfig) -> Tensor:
+def reference(qkv: Tensor, config: TransformerConfig) -> Tensor:
     """Every row of qkv [batch, sequence, …] through `naive_attention`."""
     rows = [naive_attention(row.double().numpy(), config) for row in qkv]
     return torch.from_numpy(np.stack(rows)).float()

@@ -24,7 +24,7 @@ from model.checkpoint import (
     restore_optimizer,
     save_checkpoint,
 )
-from model.network.decoder import Decoder
+from model.network.transformer import Transformer
 from model.tokenizer import train_tokenizer
 from tests.random_models import make_config, make_decoder
 
@@ -37,7 +37,7 @@ def save(run: Path, step: int, seed: int = 0, **changes: Any) -> Path:
     return save_checkpoint(run, step, decoder, tokenizer, STATE, {"note": step})
 
 
-def weights_equal(one: Decoder, other: Decoder) -> bool:
+def weights_equal(one: Transformer, other: Transformer) -> bool:
     pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
     return all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
 
@@ -282,7 +282,7 @@ def test_a_directory_without_a_checkpoint_says_how_to_make_one(
 def test_an_optimizer_continues_from_its_restored_state() -> None:
     """One more step gives the same bits; a lost moment or step count would not."""
 
-    def update(decoder: Decoder, optimizer: torch.optim.Optimizer, tokens: list[int]) -> None:
+    def update(decoder: Transformer, optimizer: torch.optim.Optimizer, tokens: list[int]) -> None:
         decoder(torch.tensor([tokens])).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -292,7 +292,7 @@ def test_an_optimizer_continues_from_its_restored_state() -> None:
     for token in range(3):
         update(decoder, optimizer, [token, 1, 2])
     state = {name: value.clone() for name, value in optimizer_state(decoder, optimizer).items()}
-    copy = Decoder(make_config()).eval()
+    copy = Transformer(make_config()).eval()
     copy.load_state_dict(decoder.state_dict())
     restored = torch.optim.AdamW(copy.parameters(), lr=1e-2)
     restore_optimizer(copy, restored, state)

@@ -14,15 +14,15 @@ import torch
 from model.config import (
     PRESETS,
     ConfigError,
-    DecoderConfig,
     FeedForward,
     Norm,
     NormPlacement,
     Position,
     RopeScaling,
+    TransformerConfig,
     preset,
 )
-from model.network.decoder import Decoder
+from model.network.transformer import Transformer
 
 VALID: dict[str, Any] = {
     "vocab_size": 300,
@@ -54,7 +54,7 @@ PUBLISHED_CONSTANTS = {
 def refused(**changes: Any) -> str:
     """Return the one line with which a configuration with these changes is refused."""
     with pytest.raises(ConfigError) as caught:
-        DecoderConfig(**{**VALID, **changes})
+        TransformerConfig(**{**VALID, **changes})
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -150,7 +150,7 @@ def test_experts_must_fit_together(changes: dict[str, Any], wrong: str) -> None:
 @pytest.mark.parametrize("missing", SIZES)
 def test_a_missing_field_is_named(missing: str) -> None:
     with pytest.raises(ConfigError, match=f"lacks the field '{missing}'$"):
-        DecoderConfig(**{name: value for name, value in VALID.items() if name != missing})
+        TransformerConfig(**{name: value for name, value in VALID.items() if name != missing})
 
 
 def test_every_choice_can_be_made() -> None:
@@ -162,7 +162,7 @@ def test_every_choice_can_be_made() -> None:
     ):
         for choice in get_args(choices):
             mixture = MIXTURE if choice == "swiglu_clamped" else {}
-            assert getattr(DecoderConfig(**{**VALID, **mixture, name: choice}), name) == choice
+            assert getattr(TransformerConfig(**{**VALID, **mixture, name: choice}), name) == choice
 
 
 @pytest.mark.parametrize(
@@ -206,14 +206,14 @@ def test_rope_scaling_that_has_no_meaning_is_refused(changes: dict[str, Any]) ->
 
 
 def test_layers_differ_in_windows_and_positions() -> None:
-    config = DecoderConfig(
+    config = TransformerConfig(
         **VALID, sliding_window=4, sliding_window_layers=(1,), layers_without_rotary=(0,)
     )
     assert [(config.window_of(i), config.rotates(i)) for i in range(2)] == [
         (None, False),
         (4, True),
     ]
-    everywhere = DecoderConfig(**VALID, sliding_window=4)
+    everywhere = TransformerConfig(**VALID, sliding_window=4)
     assert [(everywhere.window_of(i), everywhere.rotates(i)) for i in range(2)] == [(4, True)] * 2
 
 
@@ -223,7 +223,7 @@ def test_layers_differ_in_windows_and_positions() -> None:
 def test_head_dim_must_be_what_the_served_operator_takes(position: str, multiple: int) -> None:
     for head_dim in range(1, 33):
         if head_dim % multiple == 0:
-            DecoderConfig(**{**VALID, "position": position, "head_dim": head_dim})
+            TransformerConfig(**{**VALID, "position": position, "head_dim": head_dim})
         else:
             message = refused(position=position, head_dim=head_dim)
             assert message.startswith(f"head_dim must be a multiple of {multiple} ")
@@ -233,7 +233,7 @@ def test_head_dim_must_be_what_the_served_operator_takes(position: str, multiple
     "config",
     [
         *PRESETS.values(),
-        DecoderConfig(
+        TransformerConfig(
             **VALID,
             position="sinusoidal",
             norm="layernorm",
@@ -247,7 +247,7 @@ def test_head_dim_must_be_what_the_served_operator_takes(position: str, multiple
             bos_token_id=0,
             eos_token_ids=(0, 299),
         ),
-        DecoderConfig(
+        TransformerConfig(
             **VALID,
             rope_scaling=RopeScaling(
                 kind="yarn", factor=4.0, original_max_model_len=32, attention_factor=1.2
@@ -263,7 +263,7 @@ def test_head_dim_must_be_what_the_served_operator_takes(position: str, multiple
             embedding_scale=7.0,
             norm_placement="both",
         ),
-        DecoderConfig(
+        TransformerConfig(
             **VALID,
             rope_scaling=LONGROPE,
             sliding_window=8,
@@ -275,7 +275,7 @@ def test_head_dim_must_be_what_the_served_operator_takes(position: str, multiple
             tied_embeddings=False,
             head_bias=True,
         ),
-        DecoderConfig(
+        TransformerConfig(
             **VALID,
             position="relative",
             relative_buckets=16,
@@ -285,10 +285,10 @@ def test_head_dim_must_be_what_the_served_operator_takes(position: str, multiple
     ],
 )
 def test_saving_and_loading_gives_an_equal_configuration(
-    tmp_path: Path, config: DecoderConfig
+    tmp_path: Path, config: TransformerConfig
 ) -> None:
     config.save(tmp_path / "config.json")
-    loaded = DecoderConfig.load(tmp_path / "config.json")
+    loaded = TransformerConfig.load(tmp_path / "config.json")
     assert loaded == config
     assert hash(loaded) == hash(
         config
@@ -309,11 +309,11 @@ def test_a_damaged_file_is_refused(tmp_path: Path, content: bytes, message: str)
     path = tmp_path / "config.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
-        DecoderConfig.load(path)
+        TransformerConfig.load(path)
 
 
 def test_a_configuration_cannot_be_changed() -> None:
-    config = DecoderConfig(**VALID)
+    config = TransformerConfig(**VALID)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.n_layer = 3  # type: ignore[misc]
 
@@ -321,7 +321,7 @@ def test_a_configuration_cannot_be_changed() -> None:
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
 def test_a_preset_has_the_published_number_of_parameters(name: str) -> None:
     with torch.device("meta"):
-        decoder = Decoder(preset(name))
+        decoder = Transformer(preset(name))
     assert decoder.n_parameters == PUBLISHED_PARAMETERS[name]
 
 

@@ -1,4 +1,4 @@
-"""config.json of published decoders → DecoderConfig: both styles, defaults and refusals."""
+"""config.json of published decoders → TransformerConfig: both styles, defaults and refusals."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from model.config import ConfigError, DecoderConfig, RopeScaling, preset
+from model.config import ConfigError, RopeScaling, TransformerConfig, preset
 from model.importing.families.decoders import FAMILIES
 from model.importing.families.family import NEUTRAL
 from model.importing.weights import UnsupportedError
 from tests.huggingface_checkpoints import FAMILIES as CHECKPOINTS
 
 
-def config_of(family: str, **values: Any) -> DecoderConfig:
+def config_of(family: str, **values: Any) -> TransformerConfig:
     return FAMILIES[family].config(values, bos_token_id=None, eos_token_ids=[])
 
 

@@ -32,7 +32,7 @@ from model import tensor_files
 from model.bundle import load_bundle
 from model.chat_template import ChatTemplate
 from model.checkpoint import load_checkpoint
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.importing.published import Imported, import_checkpoint
 from model.importing.weights import UnsupportedError
 from tests.huggingface_checkpoints import (
@@ -412,7 +412,7 @@ def test_ends_of_text_come_from_generation_config_first(
     (folder / "generation_config.json").write_text(json.dumps(generation))
     imported = import_checkpoint(folder, tmp_path / "ours").config
     assert (imported.bos_token_id, imported.eos_token_ids) == (bos, eos)
-    assert DecoderConfig.load(tmp_path / "ours" / "config.json") == imported
+    assert TransformerConfig.load(tmp_path / "ours" / "config.json") == imported
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from model.config import DecoderConfig, RopeScaling
+from model.config import RopeScaling, TransformerConfig
 from model.network.positions import (
     alibi_slopes,
     alibi_table,
@@ -67,7 +67,7 @@ SCALINGS: dict[str, tuple[RopeScaling, dict[str, Any]]] = {
 }
 
 
-def naive_frequency(pair: int, config: DecoderConfig) -> float:
+def naive_frequency(pair: int, config: TransformerConfig) -> float:
     """Radians a position for one rotary pair, as the papers have it."""
     d = config.rotary_dim or config.head_dim
     frequency: float = config.rope_theta ** (-2 * pair / d)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from model.checkpoint import load_checkpoint
-from model.network.decoder import Decoder
+from model.network.transformer import Transformer
 from model.tokenizer import train_tokenizer
 from model.training import trainer as training
 from model.training.data import Batch, Corpus, TokenData, write_tokens
@@ -82,7 +82,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> TokenData:
 
 def make_trainer(data: TokenData, settings: TrainSettings = SETTINGS, **changes: Any) -> Trainer:
     torch.manual_seed(5)
-    return Trainer(Decoder(replace(CONFIG, **changes)), tokenizer, data, settings)
+    return Trainer(Transformer(replace(CONFIG, **changes)), tokenizer, data, settings)
 
 
 def resume(folder: Path, data: TokenData) -> Trainer:
@@ -148,7 +148,7 @@ def test_weight_decay_acts_on_matrices_only(data: TokenData) -> None:
 
 
 def adamw_by_formula(
-    decoder: Decoder, batches: list[Tensor], settings: TrainSettings
+    decoder: Transformer, batches: list[Tensor], settings: TrainSettings
 ) -> list[tuple[float, float]]:
     """Return each step's loss and gradient norm (Loshchilov & Hutter 2019, Algorithm 2)."""
     moments = {

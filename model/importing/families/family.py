@@ -1,4 +1,4 @@
-"""The conversion of a published config.json into a DecoderConfig.
+"""The conversion of a published config.json into a TransformerConfig.
 
 A value that the decoder does not compute is refused, with its key.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.importing.tensors import Source, scaled
 from model.importing.weights import UnsupportedError
 
@@ -38,7 +38,7 @@ _SHAPE = (
     "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
     "bos_token_id", "eos_token_id",
 )
-# Field of DecoderConfig: the usual key of config.json whose value it takes unchanged.
+# Field of TransformerConfig: the usual key of config.json whose value it takes unchanged.
 _FIELDS = {
     "vocab_size": "vocab_size", "d_model": "hidden_size", "d_ff": "intermediate_size",
     "n_layer": "num_hidden_layers", "n_head": "num_attention_heads",
@@ -108,7 +108,7 @@ class Family:
     tokens: tuple[int | None, int | None]  # defaults of bos_token_id and eos_token_id
     defaults: dict[str, Any]  # every other key that is read
     names: Mapping[str, str] = field(default_factory=dict)  # the family's own names of keys
-    # By field of DecoderConfig: its value, or a function of the options.
+    # By field of TransformerConfig: its value, or a function of the options.
     fields: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)  # values that are computed
     gated: bool = True  # the feed-forward has a gate
@@ -136,8 +136,8 @@ class Family:
         sources = {m: scaled(self.source(m), by) for m, by in factors.items() if by != 1.0}
         return replace(self, modules={**self.modules, **sources})
 
-    def config(self, values: Mapping[str, Any], **tokens: Any) -> DecoderConfig:
-        """Return the DecoderConfig for a config.json, with bos_token_id and eos_token_ids.
+    def config(self, values: Mapping[str, Any], **tokens: Any) -> TransformerConfig:
+        """Return the TransformerConfig for a config.json, with bos_token_id and eos_token_ids.
 
         Raises UnsupportedError for what the decoder does not compute, and ConfigError.
         """
@@ -173,7 +173,7 @@ class Family:
             fields["feed_forward"] = known[name]
         for name, value in self.fields.items():
             fields[name] = value(options) if callable(value) else value
-        return DecoderConfig(**{**fields, **tokens})
+        return TransformerConfig(**{**fields, **tokens})
 
     def source(self, module: str) -> Source:
         """Return the place of a module of ours."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.importing.families.decoders import FAMILIES
 from model.importing.families.family import Family
 from model.importing.gguf.file import Gguf, shortest
@@ -96,7 +96,7 @@ _GEMMA_27B = {"gemma2": 46, "gemma3": 62}  # layers: these scale scores by d_mod
 
 def read_family(
     gguf: Gguf, bos: int | None, ends: list[int]
-) -> tuple[Family, DecoderConfig, list[StoredTensor]]:
+) -> tuple[Family, TransformerConfig, list[StoredTensor]]:
     """Return a file's family and configuration, and the tensors of its parameters.
 
     bos, ends: the tokens before a text and after an answer.
@@ -272,7 +272,7 @@ def _source(family: Family, module: str, kind: str) -> Source:
     return stacked(*places)
 
 
-def _join_neighbours(tensors: list[Tensor], config: DecoderConfig) -> Tensor:
+def _join_neighbours(tensors: list[Tensor], config: TransformerConfig) -> Tensor:
     """Return queries, keys and values whose rotary pairs are half a head apart, as ours."""
     *turned, values = tensors
     apart = (one.unflatten(0, (-1, config.head_dim // 2, 2)).transpose(1, 2) for one in turned)

@@ -13,7 +13,7 @@ from model.bundle import (
     SPECIAL_TOKENS_FILE,
     TOKENIZER_FILE,
 )
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.importing.contents import Contents, generation_defaults, to_json
 from model.importing.families.decoders import FAMILIES, WITH_VISION
 from model.importing.families.family import Family
@@ -49,7 +49,7 @@ def read_folder(source: Path, notes: list[str]) -> Contents:
     return Contents(family, config, texts, stored, weight_files(source))
 
 
-def _read_config(source: Path, notes: list[str]) -> tuple[Family, DecoderConfig]:
+def _read_config(source: Path, notes: list[str]) -> tuple[Family, TransformerConfig]:
     if not (source / CONFIG_FILE).is_file():
         raise UnsupportedError(
             f"it has no {CONFIG_FILE}; name a folder with that, *.safetensors and "

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from model.bundle import KV_BLOCK_SIZE
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.onnx_runtime import onnxruntime
 from server.engine.cuda.runner import Inputs, PagedRunner
 from server.engine.cuda.runtime import DeviceBuffer, NoDeviceError, free_memory
@@ -107,7 +107,7 @@ def block_bytes(session: onnxruntime.InferenceSession) -> int:
 
 def open_cuda_runner(
     graph: Path,
-    config: DecoderConfig,
+    config: TransformerConfig,
     *,
     max_num_seqs: int,
     max_model_len: int | None = None,

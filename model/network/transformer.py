@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.network.attention import Attention, LayerCache, RunInputs
 from model.network.feed_forward import ExpertLinear, FeedForward, Mixture
 from model.network.norm import make_norm
@@ -28,7 +28,7 @@ from model.network.positions import (
 class Block(nn.Module):
     """Attention and feed-forward, each with a residual and norms as `norm_placement` says."""
 
-    def __init__(self, config: DecoderConfig, layer: int) -> None:
+    def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
         self.placement = config.norm_placement
         self.parallel = config.parallel_residual
@@ -69,7 +69,7 @@ class Block(nn.Module):
         return after
 
 
-def position_tables(config: DecoderConfig) -> dict[str, Tensor]:
+def position_tables(config: TransformerConfig) -> dict[str, Tensor]:
     """Return the decoder's constants about positions, by the names of its buffers."""
     if config.position == "sinusoidal":
         return {"sinusoids": sinusoidal_table(config)}
@@ -88,7 +88,7 @@ def position_tables(config: DecoderConfig) -> dict[str, Tensor]:
     return {}
 
 
-class Decoder(nn.Module):
+class Transformer(nn.Module):
     """Token ids to next-token logits. Weights start as in GPT-2, with narrower projections."""
 
     sinusoids: Tensor
@@ -100,7 +100,7 @@ class Decoder(nn.Module):
     window_sin: Tensor
     query_scales: Tensor
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)

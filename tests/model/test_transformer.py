@@ -11,25 +11,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from model.config import DecoderConfig
+from model.config import TransformerConfig
 from model.network.attention import LayerCache, StepInputs
-from model.network.decoder import Block, Decoder
 from model.network.feed_forward import FeedForward
 from model.network.norm import make_norm
 from model.network.positions import Positions, RotaryTable, sinusoidal_table
+from model.network.transformer import Block, Transformer
 from tests.model.variants import VARIANTS
 from tests.random_models import make_config, make_decoder
 
 EVERY_VARIANT = pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
 
 
-def empty_caches(config: DecoderConfig, batch: int) -> list[LayerCache]:
+def empty_caches(config: TransformerConfig, batch: int) -> list[LayerCache]:
     shape = (batch, config.n_kv_head, config.max_model_len, config.head_dim)
     return [LayerCache(torch.zeros(shape), torch.zeros(shape)) for _ in range(config.n_layer)]
 
 
 def step(
-    decoder: Decoder, tokens: Tensor, lengths: list[int], caches: list[LayerCache]
+    decoder: Transformer, tokens: Tensor, lengths: list[int], caches: list[LayerCache]
 ) -> tuple[Tensor, list[LayerCache]]:
     """Append tokens [batch, sequence]; row b then holds lengths[b]. Returns logits of all."""
     batch, sequence = tokens.shape
@@ -43,7 +43,7 @@ def step(
     return logits.view(batch, sequence, -1), presents
 
 
-def random_tokens(config: DecoderConfig, *shape: int, seed: int = 0) -> Tensor:
+def random_tokens(config: TransformerConfig, *shape: int, seed: int = 0) -> Tensor:
     return torch.randint(config.vocab_size, shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -165,7 +165,7 @@ def test_the_decoder_is_its_embedding_its_blocks_and_its_head(changes: dict[str,
     torch.testing.assert_close(decoder(tokens), logits, rtol=1e-4, atol=1e-4)
 
 
-def known_positions(decoder: Decoder, length: int) -> Positions:
+def known_positions(decoder: Transformer, length: int) -> Positions:
     """Return the blocks' Positions for 0 … length - 1, biases written one at a time."""
     config = decoder.config
     if config.position == "rotary":
@@ -192,7 +192,7 @@ def known_positions(decoder: Decoder, length: int) -> Positions:
 
 def test_tied_embeddings_are_one_tensor_that_both_ends_train() -> None:
     config = make_config()
-    tied, untied = Decoder(config), Decoder(make_config(tied_embeddings=False))
+    tied, untied = Transformer(config), Transformer(make_config(tied_embeddings=False))
     assert untied.n_parameters - tied.n_parameters == config.vocab_size * config.d_model
     assert tied.head is None
     assert untied.head is not None
@@ -210,7 +210,7 @@ def test_weights_start_as_in_gpt2() -> None:
     config = make_config(
         d_model=192, d_ff=384, n_layer=8, qkv_bias=True, output_bias=True, feed_forward_bias=True
     )
-    decoder = Decoder(config)
+    decoder = Transformer(config)
     narrow = 0.02 / math.sqrt(2 * 8)
     for name, parameter in decoder.named_parameters():
         if name.endswith("bias"):
@@ -301,7 +301,7 @@ def test_logits_are_those_of_the_asked_positions(indices: list[int]) -> None:
 # Causality
 
 
-def unmoved(config: DecoderConfig, moved: Tensor, logits: Tensor) -> bool:
+def unmoved(config: TransformerConfig, moved: Tensor, logits: Tensor) -> bool:
     """Compare by bits; a mixture's sums in PyTorch depend on how many tokens share an expert."""
     return torch.allclose(moved, logits, atol=1e-5) if config.n_experts else moved.equal(logits)
 
