@@ -22,7 +22,7 @@ from export.quantize import products, quantize
 from export.rewrite import lazy_constant, remove_unused_constants, replace_node, save
 from export.trace import TRANSPOSED, TensorSpec, trace_module
 from export.weights import Weights
-from model.bundle import TOKEN_TYPES_INPUT, TOKEN_VECTORS_OUTPUT, VECTORS_OUTPUT
+from model.bundle import HIDDEN_OUTPUT, TYPES_INPUT, VECTORS_OUTPUT
 from model.config import TransformerConfig
 from model.network.attention import LayerCache, PackedInputs
 from model.network.skeleton import make_skeleton
@@ -80,12 +80,12 @@ def export_encoder_graph(
     network, read = make_skeleton(config), Weights(weights)
     inputs = dict(_INPUTS)
     if config.n_token_types is not None:
-        inputs[TOKEN_TYPES_INPUT] = (torch.int64, ["tokens"])
+        inputs[TYPES_INPUT] = (torch.int64, ["tokens"])
     assert config.pooling is not None
     d_out = config.pooling.projections[-1].d_out if config.pooling.projections else config.d_model
     outputs: dict[str, list[int | str]] = {
         VECTORS_OUTPUT: ["texts", d_out],
-        TOKEN_VECTORS_OUTPUT: ["tokens", config.d_model],
+        HIDDEN_OUTPUT: ["tokens", config.d_model],
     }
     model = trace_module(EncoderGraph(network), read, inputs, outputs)
     if precision == "fp32":

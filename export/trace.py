@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from export.rewrite import lazy_constant, remove_unused_constants
 from export.weights import Weights
 from model.bundle import cache_names
-from model.network.attention import LayerCache, RunInputs
+from model.network.attention import CachedInputs, LayerCache
 from model.network.transformer import Transformer
 
 OPSET = 23  # the first with RMSNormalization
@@ -33,7 +33,7 @@ class StepGraph(nn.Module):
     """`Transformer.step` with tensors as arguments: the inputs by name, then keys and values."""
 
     def __init__(
-        self, decoder: Transformer, make_inputs: Callable[..., RunInputs], names: Sequence[str]
+        self, decoder: Transformer, make_inputs: Callable[..., CachedInputs], names: Sequence[str]
     ) -> None:
         super().__init__()
         self.decoder, self.make_inputs, self.names = decoder, make_inputs, names
@@ -51,7 +51,7 @@ class StepGraph(nn.Module):
 def trace(
     decoder: Transformer,
     weights: Weights,
-    make_inputs: Callable[..., RunInputs],
+    make_inputs: Callable[..., CachedInputs],
     inputs: Mapping[str, TensorSpec],
     cache: TensorSpec,
 ) -> onnx_ir.Model:
@@ -64,7 +64,10 @@ def trace(
     n_layer = decoder.config.n_layer
     past, present = cache_names("past_key_values", n_layer), cache_names("present", n_layer)
     tensors = {**inputs, **dict.fromkeys(past, cache)}
-    outputs = {"logits": ["rows", decoder.config.vocab_size], **dict.fromkeys(present, cache[1])}
+    outputs: dict[str, Sequence[int | str]] = {
+        "logits": ["rows", decoder.config.vocab_size],
+        **dict.fromkeys(present, cache[1]),
+    }
     return trace_module(StepGraph(decoder, make_inputs, list(inputs)), weights, tensors, outputs)
 
 

@@ -279,7 +279,7 @@ class PackedInputs:
         """
         assert torch.onnx.is_in_onnx_export(), "attention over packed texts is for export only"
         config, bias, window = attention.config, positions.bias, attention.window
-        more = {"scale": config.query_scale, "causal": int(config.causal)}
+        more: dict[str, Any] = {"scale": config.query_scale, "causal": int(config.causal)}
         if window is not None and not config.causal:  # the operator's windows look back only
             place = torch.arange(self.rows.shape[1])
             visible = visible_keys(place[None], place, window, causal=False)
@@ -297,7 +297,8 @@ class PackedInputs:
         return functional.embedding(self.places, attended.flatten(0, 1)), cache
 
 
-RunInputs = StepInputs | PagedInputs | PackedInputs
+CachedInputs = StepInputs | PagedInputs
+RunInputs = CachedInputs | PackedInputs
 
 
 def split_heads(qkv: Tensor, config: TransformerConfig) -> tuple[Tensor, Tensor, Tensor]:
