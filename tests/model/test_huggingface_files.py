@@ -579,6 +579,7 @@ TINY_LLAMA = (
         ("llama", {"legacy": False}),
         ("llama", {"legacy": True}),
         ("llama", {"add_prefix_space": False}),
+        ("llama", {"add_bos_token": False, "add_eos_token": True}),  # tokenizer.json decides
         ("mistral", {"legacy": False}),
     ],
 )
