@@ -126,6 +126,8 @@ def _gemma3_windows(options: Options) -> list[int]:
     pattern = options["_sliding_window_pattern"] or options["sliding_window_pattern"] or 6
     options["sliding_window_pattern"] = pattern
     every = options.whole("sliding_window_pattern")
+    if options["use_bidirectional_attention"]:  # half of it on either side
+        options["sliding_window"] = options.whole("sliding_window") // 2 + 1
     return [i for i in range(options.whole("num_hidden_layers")) if (i + 1) % every]
 
 
@@ -306,10 +308,12 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
             "sliding_window": 4096, "layer_types": None,
             "sliding_window_pattern": None, "_sliding_window_pattern": None,
+            "use_bidirectional_attention": False,
             "final_logit_softcapping": None, "attn_logit_softcapping": None},
         names={"hidden_act": "hidden_activation"},
         fields=_GEMMA_FIELDS | {
             "norm_placement": "both", "qk_norm": True,
+            "causal": lambda options: not options["use_bidirectional_attention"],
             "attention_scale": lambda options: options.number("query_pre_attn_scalar") ** -0.5},
         windowed=_gemma3_windows,
         prefixes=_PREFIXES,
