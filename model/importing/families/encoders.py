@@ -114,11 +114,9 @@ ENCODERS: dict[str, Family] = {
     "mpnet": Family(
         title="MPNet", architectures=_architectures("MPNet"),
         shape=(30527, 768, 3072, 12, 12, None, 512), tokens=(None, None),
-        defaults=_BERT | {"relative_attention_num_buckets": 32},
-        names=_BERT_NAMES, only=_NOT_CAUSAL,
-        fields=_BERT_FIELDS | {
-            "position": "learned_relative", "max_model_len": _after_padding,
-            "relative_buckets": lambda options: options.whole("relative_attention_num_buckets")},
+        defaults=_BERT,
+        names=_BERT_NAMES, only=_NOT_CAUSAL | {"relative_attention_num_buckets": (32,)},
+        fields=_BERT_FIELDS | {"position": "learned_relative", "max_model_len": _after_padding},
         gated=False, prefixes=("mpnet.",), unused=("pooler.", "lm_head."),
         classifier=_ROBERTA_CLASSIFIER,
         modules=_BERT_MODULES | {
