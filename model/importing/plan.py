@@ -93,6 +93,11 @@ def _take(
     dtype = torch.float32 if source.in_float32 else stored
 
     def make() -> Tensor:
+        if source.part is not None:
+            made = torch.empty(shape, dtype=dtype)
+            for i, tensor in enumerate(tensors):
+                source.part(made, i).copy_(tensor.read())
+            return made
         made = source.join([tensor.read() for tensor in tensors], config)
         if ".attention.qkv." in name:
             made = reorder_rotary_pairs(made, config)

@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from torch import Tensor
+from torch.nn import functional
 
 from model.config import first_problem
 from model.importing.weights import UnsupportedError
@@ -342,7 +343,8 @@ def _scaled(parts: _Parts, scheme: Scheme) -> _Made:
 def _mxfp4(parts: _Parts, _: Scheme) -> _Made:
     """MXFP4 as gpt-oss stores experts: blocks [experts, out, groups, 16], exponents as scales.
 
-    The result is [experts, in, out], as its checkpoints in bfloat16 have it.
+    The result is [experts, in, out], as its checkpoints in bfloat16 have it, and made an expert at
+    a time.
     """
     experts, out, groups, half = parts.check(parts.first, None, rank=4).shape
     exponents = parts.take("scales", shape=(experts, out, groups))
@@ -350,9 +352,13 @@ def _mxfp4(parts: _Parts, _: Scheme) -> _Made:
         raise UnsupportedError(f"tensor {parts.first.name!r} has groups of {2 * half}, not 32")
 
     def read() -> Tensor:
-        values, halves = torch.tensor(_FP4), parts.first.read().int()
-        pairs = torch.stack((values[halves & 15], values[halves >> 4]), dim=-1).flatten(-2)
-        scaled = torch.ldexp(pairs, exponents.read().int()[..., None] - 127)
-        return scaled.flatten(-2).transpose(1, 2)
+        values = torch.tensor(_FP4)
+        pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=1)  # of a byte
+        made = torch.empty(experts, out, groups * 32, dtype=torch.bfloat16)
+        for one, blocks, powers in zip(made, parts.first.read(), exponents.read(), strict=True):
+            numbers = functional.embedding(blocks.int(), pairs).flatten(-2)
+            scales = torch.ldexp(torch.ones(powers.shape), powers.int() - 127)
+            one.copy_(numbers.mul_(scales[..., None]).flatten(-2))
+        return made.transpose(1, 2)
 
     return (experts, groups * 32, out), torch.bfloat16, read

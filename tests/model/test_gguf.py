@@ -25,7 +25,7 @@ from model.importing.gguf.file import read_gguf
 from model.importing.published import import_checkpoint
 from model.importing.weights import UnsupportedError
 from model.tensor_files import StoredTensor
-from tests.gguf_files import write_gguf
+from tests.gguf_files import ARCHITECTURES, write_gguf
 from tests.huggingface_checkpoints import (
     BOS,
     CHAT_TEMPLATE,
@@ -59,7 +59,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 32}),
     "gemma3": ("gemma3", {"query_pre_attn_scalar": 32}),
     "granite": ("granite", {}),
+    "gemma3 without windows": (
+        "gemma3",
+        {"query_pre_attn_scalar": 32, "layer_types": ["full_attention"] * 2},
+    ),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
     "phi": ("phi", {}),
     "stablelm": ("stablelm", {}),
     "stablelm parallel": ("stablelm parallel", {}),
@@ -80,7 +85,7 @@ def test_a_file_is_its_folder(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(ours[key], tensor, rtol=1e-6, atol=1e-7)
     # The models have no special tokens. <|endoftext|> is 0, and ends an answer too.
     tokens: dict[str, Any] = {"bos_token_id": 300, "eos_token_ids": (301, 0)}
-    if name == "longrope":  # the factor of attention is a float32
+    if name in ("longrope", "olmo3"):  # the factor of attention is a float32
         scaling, ours_of = expected.config.rope_scaling, imported.config.rope_scaling
         assert scaling is not None
         assert ours_of is not None
@@ -238,7 +243,11 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "experts": (
         {"llama__expert_count": 8},
-        r"its key llama\.expert_count is 8, and the decoder computes only",
+        r"its key llama\.expert_count is 8, and Kvasir computes only",
+    ),
+    "unknown key": (
+        {"llama__rope__global__freq_base": 1e6},
+        r"its key llama\.rope\.global\.freq_base is unknown, and may change",
     ),
     "pre-tokenizer": (
         {"tokenizer__ggml__pre": "poro-chat"},
@@ -254,15 +263,15 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "windows": (
         {"llama__attention__sliding_window": 64},
-        r"llama\.attention\.sliding_window is 64, and the decoder computes only None or 0",
+        r"llama\.attention\.sliding_window is 64, and Kvasir computes only None or 0",
     ),
     "width of values": (
         {"llama__attention__key_length": 16, "llama__attention__value_length": 32},
-        r"attention\.value_length is 32, and the decoder computes only the key_length, 16",
+        r"attention\.value_length is 32, and Kvasir computes only the key_length, 16",
     ),
     "rotary scaling": (
         {"llama__rope__scaling__type": "longrope"},
-        r"rope_scaling is 'longrope', and the decoder computes only default",
+        r"rope_scaling is 'longrope', and Kvasir computes only default",
     ),
     "heads": (
         {"llama__attention__head_count": 0},
@@ -285,6 +294,26 @@ def test_what_is_not_supported_is_refused_in_one_line(name: str, tmp_path: Path)
         import_checkpoint(path, tmp_path / "ours")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "pattern", "message"),
+    [
+        ("gemma2", 3, "sliding_window_pattern is 3, and Kvasir computes only None or 2"),
+        ("olmo3", 5, "sliding_window_pattern is 5, and Kvasir computes only None or 4"),
+        ("gemma3", [True, False, True], "sliding_window_pattern has 3 values for 2 layers"),
+        ("gemma3", "x", "sliding_window_pattern must be a whole number"),
+    ],
+)
+def test_windows_in_other_layers_are_refused(
+    family: str, pattern: Any, message: str, tmp_path: Path
+) -> None:
+    model: Any = make_model(family)
+    architecture = ARCHITECTURES[model.config.model_type].name.lower()
+    values = {f"{architecture}__attention__sliding_window_pattern": pattern}
+    path = write_gguf(tmp_path / "x.gguf", model, **values)
+    with pytest.raises(UnsupportedError, match=message):
+        import_checkpoint(path, tmp_path / "ours")
 
 
 @pytest.mark.parametrize("key", ["rope__scale_linear", "rope__scaling__factor"])
