@@ -156,16 +156,13 @@ class Settings(BaseSettings):
 
     @cached_property
     def models(self) -> dict[str, Path]:
-        """The model directories by their ids in the API. Raises StartupError for an id of two."""
-        found: dict[str, Path] = {}
+        """The model directories by their ids in the API."""
+        found = {}
         for given in self.model:
             name, is_named, path = str(given).partition("=")
             directory = Path(path) if is_named and not given.exists() else given
             if directory is given or not name:
                 name = self.served_model_name or directory.resolve().name
-            if name in found:
-                cause = f"{found[name]} and {directory} would both be the model {name!r}"
-                raise StartupError(f"{cause}; name one: NAME=DIR")
             found[name] = directory
         return found
 
@@ -198,8 +195,11 @@ def load_settings(**options: Any) -> Settings:
         settings = Settings(**{name: value for name, value in options.items() if value is not None})
     except ValidationError as error:
         raise StartupError(_refusal(error)) from None
-    if len(settings.models) > 1 and settings.served_model_name:
+    if len(settings.model) > 1 and settings.served_model_name:
         raise StartupError("setting served_model_name is for a lone model; write NAME=DIR instead")
+    if len(settings.models) < len(settings.model):
+        given = ", ".join(map(str, settings.model))
+        raise StartupError(f"two of the models have the same name: {given}; name one: NAME=DIR")
     for name in ("max_concurrency_per_key", "max_tokens_per_minute_per_key"):
         if getattr(settings, name) and not settings.has_keys:
             raise StartupError(f"setting {name} needs keys; set api_key_file or api_key too")

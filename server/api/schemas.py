@@ -102,7 +102,11 @@ KeepLast = Annotated[
     int | None, Field(ge=1, description="Keep only this many of the prompt's last tokens.")
 ]
 ModelName = Annotated[
-    str | None, Field(description="The served model's name; another name is a 404.")
+    str | None,
+    Field(
+        description="A served model's name; another name is a 404. Where several are served, "
+        "/v1/… needs one; elsewhere the default is the first."
+    ),
 ]
 AddSpecialTokens = Annotated[
     bool, Field(description="Add the special tokens that the tokenizer puts around a text.")

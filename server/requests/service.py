@@ -30,7 +30,7 @@ from server.text.chat_format import ChatFormat
 
 logger = logging.getLogger("kvasir")
 
-Task = Literal["generate"]  # of a model
+Task = Literal["generate", "embed"]  # of a model
 _ABORT_SECONDS = 5.0  # for the engine to end its step and the last requests
 
 
