@@ -10,12 +10,7 @@ from typing import Literal
 
 from model.bundle import ModelBundle
 from server.engine.engine import Engine
-from server.errors import (
-    InvalidRequestError,
-    ModelNotFoundError,
-    StartupError,
-    UnavailableError,
-)
+from server.errors import InvalidRequestError, ModelNotFoundError, StartupError, UnavailableError
 from server.requests.admission import Phase
 from server.requests.service import Service, Task
 from server.requests.text_worker import TextWorker
@@ -73,18 +68,16 @@ class Models:
         must_choose: of several models one has to be named. Raises InvalidRequestError for a missing
         name or another task, and the errors of `named`.
         """
+        fit = [one for one, service in self.services.items() if service.task == task]
         if name in _ANY_MODEL and name not in self.names:
             if must_choose and len(self.names) > 1:
-                raise InvalidRequestError(
-                    f"model is needed, because several are served: {self._served()}", param="model"
-                )
-            fit = (one for one, service in self.services.items() if service.task == task)
-            name = self.names[0] if task is None else next(fit, self.names[0])
+                served = ", ".join(map(repr, self.services))
+                raise InvalidRequestError(f"model is needed: one of {served}", param="model")
+            name = (fit or self.names)[0]
         service = self.named(name or "")
         if task not in (None, service.task):
-            raise InvalidRequestError(
-                f"the model {name!r} is for {service.task}, not for {task}", param="model"
-            )
+            others = "".join(f", but {one!r} can" for one in fit[:1])
+            raise InvalidRequestError(f"the model {name!r} cannot {task}{others}", param="model")
         return service
 
     def named(self, name: str) -> Service:
@@ -99,14 +92,13 @@ class Models:
                 retry_after=_FAILED_RETRY,
             )
         if name not in self.services:
+            served = " and ".join(map(repr, self.services))
             raise ModelNotFoundError(
-                f"the model {name!r} is not served here; {self._served()}", param="model"
+                f"the model {name!r} is not served here; {served} "
+                f"{'is' if len(self.services) == 1 else 'are'}",
+                param="model",
             )
         return self.services[name]
-
-    def _served(self) -> str:
-        verb = "is" if len(self.services) == 1 else "are"
-        return f"{' and '.join(map(repr, self.services))} {verb}"
 
     @property
     def states(self) -> dict[str, ModelState]:

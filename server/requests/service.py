@@ -30,7 +30,7 @@ from server.text.chat_format import ChatFormat
 
 logger = logging.getLogger("kvasir")
 
-Task = Literal["generate", "embed"]  # of a model
+Task = Literal["generate", "embed", "classify"]
 _ABORT_SECONDS = 5.0  # for the engine to end its step and the last requests
 
 
@@ -39,8 +39,6 @@ class Service:
 
     What the models of a server share comes from `Models`; a lone service has its own.
     """
-
-    task: Task = "generate"
 
     def __init__(
         self,
@@ -78,6 +76,14 @@ class Service:
         )
         manifest = bundle.manifest
         self.metrics.describe(precision=manifest.precision, device=manifest.device)
+
+    @property
+    def task(self) -> Task:
+        """The purpose of the model, which its routes ask for."""
+        pooling = self.bundle.config.pooling
+        if pooling is None:
+            return "generate"
+        return "classify" if pooling.labels else "embed"
 
     def describe_model(self) -> dict[str, str]:
         """Return the model's name, precision and device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from model.bundle import ModelBundle
+from model.config import Pooling
 from server.engine.engine import Engine
 from server.errors import StartupError
 from server.process.app import create_app
@@ -104,7 +106,9 @@ async def test_a_name_is_needed_where_the_protocol_has_one(path: str) -> None:
 
 async def test_a_model_for_another_task_says_so_and_is_no_default() -> None:
     async with serving_all("first", "second") as (models, client):
-        models.services["first"].task = "embed"
+        first = models.services["first"]
+        config = replace(first.bundle.config, pooling=Pooling(kind="mean"), tied_embeddings=True)
+        first.bundle = replace(first.bundle, config=config)
         body = BODIES["/v1/completions"] | {"model": "first"}
         refused = await client.post("/v1/completions", json=body)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
