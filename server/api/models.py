@@ -13,6 +13,7 @@ from model.bundle import ATTENTION_GRAPH_FILE
 from server.api.explain import MAX_WEIGHTS
 from server.api.responses import MODEL_ERRORS, READ_ERRORS, NamedService, errors, models_of
 from server.api.schemas import ResponseBody, Size
+from server.engine.engine import Engine
 from server.explain import most_tokens
 from server.requests.service import Service
 
@@ -114,7 +115,7 @@ def model_card(service: NamedService) -> ModelCard:  # no coroutine: it asks the
     bundle = service.bundle
     manifest = bundle.manifest
     kv_cache = None
-    if (engine := service.engine.engine) is not None:
+    if isinstance(engine := service.engine.engine, Engine):
         rows = engine.kv
         kv_cache = KVCache(
             bytes_per_token=rows.token_bytes,

@@ -22,9 +22,9 @@ from server.api.middleware import (
     request_context,
 )
 from server.api.routes import add_routes
-from server.engine.engine import Engine
 from server.errors import StartupError
-from server.process.engine_builder import build_engine
+from server.process.engine_builder import build_encoder_engine, build_engine
+from server.requests.async_engine import AnyEngine
 from server.requests.models import Models
 from server.requests.service import Service
 from server.settings import Settings
@@ -36,7 +36,7 @@ _FLUSH_SECONDS = 3.0  # for the last spans to reach the collector at shutdown
 def create_app(
     settings: Settings,
     bundles: ModelBundle | Mapping[str, ModelBundle | StartupError],
-    engine: Engine | None = None,
+    engine: AnyEngine | None = None,
     clock: StartClock | None = None,
 ) -> FastAPI:
     """Return the server as an ASGI application; `app.state.models` is what it runs on.
@@ -72,20 +72,19 @@ def create_app(
         services = models.services.values()
         if engine is None:
             for service in services:
-                service.grammars.warm_up()
+                if service.task == "generate":
+                    service.grammars.warm_up()
 
-        def build(service: Service) -> Engine:
-            return engine or build_engine(settings, service.bundle, clock)
+        def build(service: Service) -> AnyEngine:
+            make = build_engine if service.task == "generate" else build_encoder_engine
+            return engine or make(settings, service.bundle, clock)
 
         loading = asyncio.create_task(models.start(build, clock))
         if engine is not None:
             await loading
         yield
         loading.cancel()
-        await asyncio.gather(*(service.engine.stop() for service in services))
-        for service in services:
-            service.grammars.close()
-        models.text_worker.shutdown(wait=False, cancel_futures=True)
+        await models.close()
         if provider is not None:  # a daemon: an exporter tries long to reach a missing collector
             flushing = Thread(target=provider.shutdown, name="last spans", daemon=True)
             flushing.start()

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Literal
 
 from model.bundle import ModelBundle
-from server.engine.engine import Engine
 from server.errors import InvalidRequestError, ModelNotFoundError, StartupError, UnavailableError
 from server.requests.admission import Phase
+from server.requests.async_engine import AnyEngine
 from server.requests.service import Service, Task
 from server.requests.text_worker import TextWorker
 from server.settings import Settings
@@ -117,7 +117,7 @@ class Models:
             for service in self.services.values()
         )
 
-    async def start(self, build: Callable[[Service], Engine], clock: StartClock) -> None:
+    async def start(self, build: Callable[[Service], AnyEngine], clock: StartClock) -> None:
         """Load the models in turn. If none can be, an error goes to `on_load_failure`."""
         for name, service in self.services.items():
             try:
@@ -130,6 +130,14 @@ class Models:
     async def drain(self) -> None:
         """Drain all models at once; see Service."""
         await asyncio.gather(*(service.drain() for service in self.services.values()))
+
+    async def close(self) -> None:
+        """End all sequences, threads and processes, unless an engine hangs."""
+        services = self.services.values()
+        await asyncio.gather(*(service.engine.stop() for service in services))
+        for service in services:
+            service.grammars.close()
+        self.text_worker.shutdown(wait=False, cancel_futures=True)
 
     def _fail(self, name: str, error: Exception) -> None:
         if not isinstance(error, StartupError):
