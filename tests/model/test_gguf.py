@@ -21,9 +21,9 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from export.quantize import quantize_blocks
 from model.config import RopeScaling
+from model.importing.errors import UnsupportedError
 from model.importing.gguf.file import read_gguf
 from model.importing.published import import_checkpoint
-from model.importing.weights import UnsupportedError
 from model.tensor_files import StoredTensor
 from tests.gguf_files import ARCHITECTURES, write_gguf
 from tests.huggingface_checkpoints import (

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from model.config import TransformerConfig
+from model.importing.errors import UnsupportedError
 from model.importing.families.decoders import FAMILIES
 from model.importing.families.family import Family
 from model.importing.gguf.file import Gguf, shortest
 from model.importing.tensors import Source, stacked
-from model.importing.weights import UnsupportedError
 from model.tensor_files import StoredTensor
 
 _ARCHITECTURES = {  # general.architecture: the model_type of its config.json
