@@ -74,7 +74,8 @@ def read_published(source: Path) -> Published:
         found = read(source, notes)
         config, weights = plan_parameters(found.family, found.config, found.tensors)
     except _FAULTS as error:
-        raise UnsupportedError(f"{source} cannot be imported: {error}") from None
+        problem = " ".join(str(error).split())  # a header's array is written in several lines
+        raise UnsupportedError(f"{source} cannot be imported: {problem}") from None
     texts = {name: text for name, text in found.texts.items() if text is not None}
     return Published(found.family.title, config, weights, texts, found.files, tuple(notes))
 

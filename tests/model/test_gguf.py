@@ -282,7 +282,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         r"llama\.block_count must be a whole number from 1 to 10000",
     ),
     "template": ({"tokenizer__chat_template": 1}, r"tokenizer\.chat_template is not a text"),
-    "several numbers of parts": ({"split__count": [1, 2]}, r"it is one of \[1 2\] parts"),
+    "several numbers of parts": ({"split__count": [*range(99)]}, r"it is one of \[ 0 +1 +2"),
 }
 
 
