@@ -68,9 +68,10 @@ class Service:
         self.chat = _chat_format(settings, bundle)
         self.engine = AsyncEngine(partial(Metrics, server=metrics, model=self.name))
         self.metrics = self.engine.metrics
+        makes_text = self.task == "generate"
         self.admission = Admission(
             max_num_seqs=settings.max_num_seqs,
-            max_queue=settings.queue_limit,
+            max_queue=settings.queue_limit if makes_text else settings.text_queue_limit,
             max_queue_tokens=settings.queue_tokens_limit,
         )
         self.text_worker = text_worker or TextWorker()
