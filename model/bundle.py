@@ -38,6 +38,10 @@ KV_BLOCK_SIZE = 256
 # A graph's keys and values: each input {name}.{layer}.key or .value is written to the output
 # {name}.{layer}.… Those of prompts exist where running sequences have int8 ones.
 CACHE_OUTPUTS = {"past_key_values": "present", "prompt_key_values": "prompt_present"}
+# Of the graph of a model with a pooling.
+TYPES_INPUT = "token_type_ids"  # where it has types
+VECTORS_OUTPUT = "vectors"  # of texts
+HIDDEN_OUTPUT = "token_vectors"
 DECODE_INPUT = "decode"  # chooses the int8 keys and values of running sequences, where there are
 
 Device = Literal["cpu", "cuda"]

@@ -1,4 +1,4 @@
-"""Causal self-attention: over whole sequences in training, over cached keys and values in serving.
+"""Self-attention: over whole sequences in training, over cached keys and values in serving.
 
 softmax(s Q Kᵀ + M) V (Vaswani et al. 2017), s = 1 / √d unless the model says otherwise, with
 n_kv_head ≤ n_head key-value heads (Ainslie et al. 2023). `StepInputs` and `PagedInputs` describe a
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from model.config import TransformerConfig
 from model.network.norm import HeadNorm
-from model.network.positions import Positions, rotate
+from model.network.positions import Positions, distances, rotate
 
 
 class LayerCache(NamedTuple):
@@ -51,7 +51,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(self.widths[0], config.d_model, bias=config.output_bias)
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        """Attend over all of x [batch, sequence, d_model] at positions 0, 1, …, causally."""
+        """Attend over all of x [batch, sequence, d_model] at positions from 0 on."""
         positions = self._own(positions)
         query, key, value = split_heads(self.project(x, positions), self.config)
         place = torch.arange(x.shape[1], device=x.device)
@@ -60,18 +60,23 @@ class Attention(nn.Module):
         dropout = self.config.attention_dropout if self.training else 0.0
         capped = self.config.attention_softcap is not None
         plain = self.window is None and positions.bias is None and self.sinks is None
-        if plain and not capped:
+        lengths = None if self.config.causal else positions.lengths
+        if plain and not capped and lengths is None:
             attended = functional.scaled_dot_product_attention(
                 query,
                 key,
                 value,
                 dropout_p=dropout,
-                is_causal=True,
+                is_causal=self.config.causal,
                 scale=self.config.query_scale,
                 enable_gqa=self.config.n_groups > 1,
             )
         else:
-            visible = visible_keys(place[None], place, self.window)
+            visible = visible_keys(place[None], place, self.window, causal=self.config.causal)
+            if lengths is not None:
+                within = place < lengths[:, None, None]  # [batch, 1, n_keys]
+                # Padding sees itself: the softmax of nothing is NaN, which would spread.
+                visible = visible & (within | (place[:, None] == place))
             attended = attend(
                 query, key, value, visible, positions.bias, self.config, dropout, self.sinks
             )
@@ -108,30 +113,33 @@ class Attention(nn.Module):
         self,
         operator: str,
         qkv: Tensor,
-        cache: LayerCache,
+        cache: LayerCache | None,
         inputs: Sequence[Tensor | None],
         **more: Any,
     ) -> tuple[Tensor, LayerCache]:
         """Emit one of ONNX Runtime's attention operators, which aliases past and present.
 
-        inputs: those after the cache. more: further attributes; None leaves one out.
+        cache: None in a run over whole texts. inputs: those after the cache. more: further
+        attributes; None leaves one out.
         """
         attributes = {
             "num_heads": self.config.n_head,
             "kv_num_heads": self.config.n_kv_head,
             "do_rotary": int(self.rotates),
             "rotary_interleaved": 0,
-            **more,
             "local_window_size": self.window,
+            **more,
             "softcap": self.config.attention_softcap,
         }
-        attended, past = [*qkv.shape[:-1], self.widths[0]], list(cache.key.shape)
+        attended = [*qkv.shape[:-1], self.widths[0]]
+        past: Sequence[Tensor | None] = cache or (None, None)
+        kept = cache or (split_heads(qkv, self.config)[1],) * 2
         output, keys, values = torch.onnx.ops.symbolic_multi_out(
             f"com.microsoft::{operator}",
-            inputs=[qkv, None, None, *cache, *inputs],
+            inputs=[qkv, None, None, *past, *inputs],
             attrs={name: value for name, value in attributes.items() if value is not None},
-            dtypes=(qkv.dtype, cache.key.dtype, cache.value.dtype),
-            shapes=(attended, past, past),
+            dtypes=(qkv.dtype, kept[0].dtype, kept[1].dtype),
+            shapes=(attended, *(list(part.shape) for part in kept)),
             version=1,
         )
         return output, LayerCache(keys, values)
@@ -246,7 +254,51 @@ class PagedInputs:
         return attention.emit("PagedAttention", qkv, cache, inputs, **more)
 
 
-RunInputs = StepInputs | PagedInputs
+@dataclass(frozen=True, slots=True)
+class PackedInputs:
+    """The inputs of a run over whole texts without a cache, for export to the CPU.
+
+    Tokens of all texts lie one after the other, without padding; attention alone sees rows.
+    position_ids: int64 [tokens], of each token in its text. rows: int64 [texts, sequence], the
+    token at each position of a text, any one after its last. lengths: int64 [texts]. places: int64
+    [tokens], text · sequence + position of each token.
+    """
+
+    position_ids: Tensor
+    rows: Tensor
+    lengths: Tensor
+    places: Tensor
+
+    def attend(
+        self, attention: Attention, qkv: Tensor, positions: Positions, cache: LayerCache
+    ) -> tuple[Tensor, LayerCache]:
+        """Emit GroupQueryAttention over rows.
+
+        qkv: [tokens, (n_head + 2 n_kv_head) · head_dim]. Returns [tokens, n_head · head_dim], and
+        `cache` as it is.
+        """
+        assert torch.onnx.is_in_onnx_export(), "attention over packed texts is for export only"
+        config, bias, window = attention.config, positions.bias, attention.window
+        more: dict[str, Any] = {"scale": config.query_scale, "causal": int(config.causal)}
+        if window is not None and not config.causal:  # the operator's windows look back only
+            place = torch.arange(self.rows.shape[1])
+            visible = visible_keys(place[None], place, window, causal=False)
+            mask = torch.zeros(()).where(visible[:, None], -torch.inf)
+            bias = mask if bias is None else bias + mask
+            more["local_window_size"] = None
+        table = positions.rotary or (None, None)
+        seqlens_k = (self.lengths - 1).to(torch.int32)
+        longest = torch.tensor(self.rows.shape[1], dtype=torch.int32)
+        inputs = [seqlens_k, longest, *table, None, bias]
+        if attention.sinks is not None:
+            inputs.append(attention.sinks)
+        in_rows = functional.embedding(self.rows, qkv)  # [texts, sequence, width]
+        attended, _ = attention.emit("GroupQueryAttention", in_rows, None, inputs, **more)
+        return functional.embedding(self.places, attended.flatten(0, 1)), cache
+
+
+CachedInputs = StepInputs | PagedInputs
+RunInputs = CachedInputs | PackedInputs
 
 
 def split_heads(qkv: Tensor, config: TransformerConfig) -> tuple[Tensor, Tensor, Tensor]:
@@ -261,11 +313,13 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def visible_keys(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
+def visible_keys(
+    query_positions: Tensor, key_positions: Tensor, window: int | None, *, causal: bool = True
+) -> Tensor:
     """Return bool [batch, sequence, n_keys]: the keys [n_keys] that queries see."""
-    distances = query_positions[..., None] - key_positions
-    visible = distances >= 0
-    return visible if window is None else visible & (distances < window)
+    apart = distances(query_positions, key_positions)
+    visible = apart >= 0 if causal else torch.ones_like(apart, dtype=torch.bool)
+    return visible if window is None else visible & (apart.abs() < window)
 
 
 def attend(
