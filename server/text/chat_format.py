@@ -52,7 +52,7 @@ class ChatFormat:
         self, template: ChatTemplate, tool_calls: str = "auto", reasoning: str = "auto"
     ) -> None:
         self._template = template
-        self._set_form_of_calls()
+        self._no_content, self._takes_json, self._takes_short_ids = self._form_of_calls()
         self._takes_text, self._takes_parts = set[str](), set[str]()
         for role in _ROLES:
             text = self._probe(role, _WORD)
@@ -151,28 +151,20 @@ class ChatFormat:
     def _names(self, role: str) -> bool:
         return any(f"{mark}{role}{mark}" in self._template.source for mark in "'\"")
 
-    def _set_form_of_calls(self) -> None:
-        """Find the form of messages that only call: the first that shows, or else is taken.
+    def _form_of_calls(self) -> tuple[Message, bool, bool]:
+        """Return what messages that only call hold as content, and if they take JSON and short ids.
 
-        That of transformers comes first.
+        The first form that shows the call, or else that the template takes; transformers' first.
         """
-        self._no_content: Message = {}
-        self._takes_json = self._takes_short_ids = False
-        is_taken = False
-        for no_content, as_json, short in product(_NO_CONTENT, (False, True), (False, True)):
-            text = self._render([_USER, _calling(no_content, as_json, short)], tools=_TOOLS)
+        taken: tuple[Message, bool, bool] | None = None
+        for form in product(_NO_CONTENT, (False, True), (False, True)):
+            text = self._render([_USER, _calling(*form)], tools=_TOOLS)
             if text is None or "None" in text or "{'city'" in text:  # Python's words are a mishap
                 continue
-            is_shown = "Rome" in text
-            if is_shown or not is_taken:
-                self._no_content, self._takes_json, self._takes_short_ids = (
-                    no_content,
-                    as_json,
-                    short,
-                )
-                is_taken = True
-            if is_shown:
-                return
+            if "Rome" in text:
+                return form
+            taken = taken or form
+        return taken or ({}, False, False)
 
     def _calling(self) -> dict[str, Any]:
         return _calling(self._no_content, self._takes_json, self._takes_short_ids)
