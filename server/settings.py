@@ -125,10 +125,19 @@ class Settings(BaseSettings):
     """Origins whose pages may call from browsers, comma-separated; * is all. Default: none."""
     allowed_hosts: Annotated[tuple[Host, ...], NoDecode, BeforeValidator(_split)] | None = None
     """Names that a server without keys answers to, beside localhost; *.a.org is a domain, * any."""
-    tool_call_format: Literal["auto", "hermes", "llama", "none"] = Field(
+    tool_call_format: Literal[
+        "auto", "hermes", "llama", "mistral", "mistral_args", "granite", "deepseek", "deepseek_v31",
+        "qwen_coder", "pythonic", "none",
+    ] = Field(
         "auto",
-        description="Format of the model's function calls: hermes is <tool_call>{…}</tool_call>, "
-        "llama is bare JSON, none finds no calls. Default: that of its chat template.",
+        description="Format of the model's function calls, such as hermes, <tool_call>{…}"
+        "</tool_call>, or llama, bare JSON; none finds no calls. Default: that of its chat "
+        "template.",
+    )  # fmt: skip
+    reasoning_format: Literal["auto", "think", "mistral", "seed", "none"] = Field(
+        "auto",
+        description="Tags of the model's reasoning: think is <think>, mistral is [THINK], seed is "
+        "<seed:think>, none finds none. Default: those that its chat template names.",
     )
     explain: bool = True
     """Serve POST /explain, whose requests cost a pass over their text in a second session."""

@@ -77,7 +77,7 @@ NO_OPS: dict[str, list[Any]] = {
         ("verbosity", ["medium"]),
         ("length_penalty", [1.0]),
         ("tool_choice function_call reasoning_effort", ["none"]),
-        ("tools functions annotations bad_words", [[]]),
+        ("tools functions bad_words", [[]]),
         ("parallel_tool_calls include_reasoning detokenize", [True]),
         ("skip_special_tokens spaces_between_special_tokens", [True]),
         ("echo stream prompt_logprobs include_obfuscation watermark", [False]),
@@ -174,6 +174,9 @@ class RequestBody(BaseModel):
                 about = {k: field.pop(k) for k in ("title", "description", "default") if k in field}
                 field = {"anyOf": [field, null]} | about  # noqa: PLW2901
             fields[name] = field
+        if cls.model_config["extra"] == "ignore":
+            schema["properties"] = fields
+            return schema
         no_ops = {name: {"enum": [*values, None]} for name, values in NO_OPS.items()}
         schema["properties"] = no_ops | dict.fromkeys(sorted(IGNORED), True) | fields
         schema["additionalProperties"] = null

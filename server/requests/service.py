@@ -217,7 +217,7 @@ def _chat_format(settings: Settings, bundle: ModelBundle) -> ChatFormat | None:
         return None
     try:
         template = ChatTemplate(bundle.chat_template, bundle.special_tokens)
-        return ChatFormat(template, settings.tool_call_format)
+        return ChatFormat(template, settings.tool_call_format, settings.reasoning_format)
     except ChatTemplateError as error:
         path = bundle.path / CHAT_TEMPLATE_FILE
         raise StartupError(f"{path}: {error}; mend it, and export the model again") from None
