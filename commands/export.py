@@ -25,6 +25,8 @@ _FORMATS = {
     "perplexity_onnx": ".4f",
     "perplexity_error": ".2%",
     "positions": ",",
+    "longest": ",",
+    "error_growth": ".2f",
 }
 
 

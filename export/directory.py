@@ -13,10 +13,12 @@ from pydantic import ValidationError
 
 from export.attention_graph import write_attention_graph
 from export.graph import export_graph, load_weights
-from export.kv_cache import sample_rows
+from export.kv_cache import KVScales
 from export.paged_graph import KV_DTYPES, check_pageable, export_paged_graph
 from export.verification.paged_session import PagedSession, require_cuda
-from export.verification.verify import MAX_PERPLEXITY_LOSS, SampleText, Verifier, check
+from export.verification.plan import FEWEST_TOKENS, SampleText
+from export.verification.segments import SegmentedGraph
+from export.verification.verify import MAX_PERPLEXITY_LOSS, VerificationError, Verifier, check
 from model.bundle import (
     CONFIG_FILE,
     FORMAT_VERSION,
@@ -87,7 +89,6 @@ def export_checkpoint(
         check_pageable(config)
         require_cuda()
     sample = sample_text(checkpoint, text, precision)
-    rows = sample_rows(config, sample.token_ids, sample.prefix) if sample else None
     files = dict(checkpoint.extra_files)
     try:
         brought = GenerationDefaults.model_validate_json(files.get(GENERATION_FILE, b"{}"))
@@ -102,14 +103,17 @@ def export_checkpoint(
         for name, content in files.items():
             (part / name).write_bytes(content)
         graph = part / GRAPH_FILE
+        verifier, scales = Verifier(config, weights, sample, device), KVScales(config)
+        verifier.compute(progress, scales.observe)
+        steps = scales.steps()
         if device == "cuda":
-            export_paged_graph(config, weights, graph, precision, kv_cache, rows, progress)
+            export_paged_graph(config, weights, graph, precision, kv_cache, steps, progress)
         else:
             export_graph(
-                config, weights, graph, precision, rows, progress, int8_prompts=int8_prompts
+                config, weights, graph, precision, steps, progress, int8_prompts=int8_prompts
             )
             write_attention_graph(part)
-        figures = _verify(checkpoint, graph, sample, device, precision, progress)
+        figures = _verify(verifier, graph, config, device, precision, progress)
         notes = _describe_source(checkpoint)
         manifest = make_manifest(config, part, precision, notes, figures, device)
         manifest.save(part / MANIFEST_FILE)
@@ -154,23 +158,23 @@ def verify_directory(
         )
     else:
         return manifest, None
-    device, precision = manifest.device, manifest.precision
+    device, precision, config = manifest.device, manifest.precision, checkpoint.config
     sample = sample_text(checkpoint, text, precision)
-    return manifest, _verify(checkpoint, bundle.graph_path, sample, device, precision, progress)
+    verifier = Verifier(config, checkpoint.weights, sample, device)
+    return manifest, _verify(verifier, bundle.graph_path, config, device, precision, progress)
 
 
 def _verify(
-    checkpoint: Checkpoint,
+    verifier: Verifier,
     path: Path,
-    sample: SampleText | None,
+    config: TransformerConfig,
     device: Device,
     precision: str,
     progress: Progress,
 ) -> Verification:
-    config, session = checkpoint.config, None
-    if device == "cuda":
-        session = PagedSession.open(path, config)
-    figures = Verifier(config, checkpoint.weights, path, sample, session).verify(progress)
+    """Measure a graph on its device. Raises VerificationError."""
+    open_graph = PagedSession.open if device == "cuda" else SegmentedGraph
+    figures = verifier.verify(open_graph(path, config), progress)
     check(figures, precision)
     return figures
 
@@ -204,29 +208,38 @@ def make_manifest(
 def sample_text(checkpoint: Checkpoint, file: Path | None, precision: str) -> SampleText | None:
     """Return the text to verify on: the file's, or the run's held-out text, or English prose.
 
-    Prose is for precisions measured on text, if Python brings any; else None. Raises ValueError for
-    a file that is not UTF-8 text of two tokens at least.
+    Prose is for precisions measured on text; without text there is None for others. Raises
+    ValueError for a file that is not UTF-8 text, or for too few tokens, and VerificationError for a
+    precision that needs text where Python brings none.
     """
     run, prefix = checkpoint.path.parent, tuple(leading_ids(checkpoint.tokenizer))
+    token_ids = None
     if file is not None:
         try:
             name, text = file.name, file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise ValueError(f"{file} is not UTF-8 text") from None
     elif checkpoint.progress and (run / DATA_FOLDER).is_dir():
-        held_out = open_tokens(run / DATA_FOLDER).held_out.astype(np.int64)
-        return SampleText(f"held-out text of {run.name}", held_out, prefix)
+        name, token_ids = f"held-out text of {run.name}", open_tokens(run / DATA_FOLDER).held_out
     elif precision in MAX_PERPLEXITY_LOSS:
         try:  # half a million characters on the language, which some distributions leave out
             from pydoc_data.topics import topics  # noqa: PLC0415
         except ImportError:
-            return None
+            raise VerificationError(
+                f"{precision} is measured on text, and the checkpoint has none; "
+                "give --text FILE, or --precision fp32"
+            ) from None
         name, text = _PYDOC, "\n\n".join(topics[name] for name in sorted(topics))
     else:
         return None
-    token_ids = checkpoint.tokenizer.encode(text, add_special_tokens=False).ids
-    if len(token_ids) < 2:
-        raise ValueError(f"{name} has {len(token_ids)} tokens, too few to measure on")
+    if token_ids is None:
+        token_ids = checkpoint.tokenizer.encode(text, add_special_tokens=False).ids
+    fewest = FEWEST_TOKENS if precision in MAX_PERPLEXITY_LOSS else 2
+    if len(token_ids) < fewest:
+        raise ValueError(
+            f"{name} has {len(token_ids)} tokens, too few to measure {precision} on; "
+            f"give --text FILE with at least {fewest}"
+        )
     return SampleText(name, np.array(token_ids, dtype=np.int64), prefix)
 
 
