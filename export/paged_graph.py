@@ -47,7 +47,7 @@ RUN_INPUTS: dict[str, TensorSpec] = {
 
 def check_pageable(config: TransformerConfig) -> None:
     """Raise ConfigError for a decoder that cannot be exported for CUDA."""
-    if config.position in ("alibi", "relative"):
+    if config.position == "alibi" or config.has_relative_bias:
         raise ConfigError(
             f"{config.position} positions bias scores, which ONNX Runtime's PagedAttention cannot; "
             "export for the CPU"

@@ -141,7 +141,7 @@ def load_checkpoint(source: Path, max_model_len: int | None = None) -> Checkpoin
         raise CheckpointError(
             f"max_model_len must be from 2 to the model's own {config.max_model_len}"
         )
-    if config.position == "learned":
+    if config.has_learned_positions:
         makers = {name: partial(weights.__getitem__, name) for name in weights}
         weights = LazyWeights(makers | {_POSITIONS: lambda: makers[_POSITIONS]()[:max_model_len]})
     config = dataclasses.replace(config, max_model_len=max_model_len)

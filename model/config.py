@@ -1,4 +1,4 @@
-"""TransformerConfig: the shape and arithmetic of a decoder, config.json, and presets by name."""
+"""TransformerConfig: a Transformer's shape and arithmetic, config.json, and presets by name."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from pydantic.dataclasses import dataclass
 
 from model.files import read_object
 
-Position = Literal["rotary", "learned", "sinusoidal", "alibi", "relative", "none"]
+Position = Literal[
+    "rotary", "learned", "sinusoidal", "alibi", "relative", "learned_relative", "none"
+]
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "both", "output"]
 FeedForward = Literal[
     "swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu", "swiglu_clamped"
 ]
+Activation = Literal["identity", "tanh", "relu", "gelu", "gelu_tanh"]
+LabelActivation = Literal["identity", "sigmoid", "softmax"]
 Size = Annotated[int, Field(strict=True, gt=0, le=2**31 - 1)]
 Positive = Annotated[float, Field(strict=True, gt=0.0, allow_inf_nan=False)]
 DropoutRate = Annotated[float, Field(strict=True, ge=0.0, lt=1.0)]
 T = TypeVar("T")
-_TITLE = "the decoder's configuration"
+_TITLE = "the model's configuration"
 _EXPERT_MULTIPLE = 32  # of experts' sizes: ONNX Runtime rounds their weights in blocks of as many
 
 
@@ -114,17 +118,55 @@ class RopeScaling:
 
 
 @_raising_config_error
+@dataclass(
+    config=ConfigDict(extra="forbid", title="projections"), frozen=True, slots=True, kw_only=True
+)
+class Projection:
+    """A linear layer to `d_out` numbers, then an activation, and with `norm` a norm."""
+
+    d_out: Size
+    activation: Activation = "identity"
+    bias: StrictBool = True
+    norm: StrictBool = False
+
+
+@_raising_config_error
+@dataclass(
+    config=ConfigDict(extra="forbid", title="pooling"), frozen=True, slots=True, kw_only=True
+)
+class Pooling:
+    """One vector of a text from its tokens' (Reimers & Gurevych 2019).
+
+    kind: that of the first token or of the last, or the mean of all. It goes through `projections`
+    one after the other; `normalize` then makes its length 1. labels: the classes whose scores the
+    vector holds, before label_activation; a reranker has one. Without labels it is an embedding.
+    """
+
+    kind: Literal["cls", "mean", "last"]
+    projections: tuple[Projection, ...] = ()
+    normalize: StrictBool = False
+    labels: tuple[str, ...] = ()
+    label_activation: LabelActivation = "identity"
+
+    def __post_init__(self) -> None:
+        if self.labels and (not self.projections or self.projections[-1].d_out != len(self.labels)):
+            raise ConfigError(f"pooling.projections must end in {len(self.labels)} labels' scores")
+
+
+@_raising_config_error
 @dataclass(config=ConfigDict(extra="forbid", title=_TITLE), frozen=True, slots=True, kw_only=True)
 class TransformerConfig:
-    """A decoder-only Transformer (Vaswani et al. 2017).
+    """A Transformer that is a decoder or an encoder alone (Vaswani et al. 2017).
 
+    causal: a token sees those before it alone, as in a decoder; in an encoder it sees all. pooling
+    makes one vector of a text; a model with it computes no next tokens.
     n_kv_head: n_head of them is multi-head attention, 1 is multi-query (Shazeer 2019), a number
     between is grouped-query (Ainslie et al. 2023). qk_norm: RMSNorm over each head of queries and
     keys (Henry et al. 2020), or, with `qk_norm_across_heads`, over all of a token's heads together
     (OLMo 2, 2025). attention_scale multiplies query · key; None is 1 / sqrt(head_dim).
     attention_softcap, logit_softcap: c in c · tanh(x / c), on scores and on logits (Gemma 2, 2024).
-    sliding_window: the number of positions, its own included, that a token sees in the layers of
-    `sliding_window_layers` (None: in all; Beltagy et al. 2020). attention_sinks: each head has a
+    sliding_window: in the layers of `sliding_window_layers` (None: in all) a token sees those that
+    are less than so many positions away (Beltagy et al. 2020). attention_sinks: each head has a
     learned score beside those of the keys, which takes its share of the softmax and has no value
     (gpt-oss, 2025).
 
@@ -133,11 +175,14 @@ class TransformerConfig:
     `sliding_window_rope_theta`, unscaled, if there is one (Gemma 3, 2025); "learned" or
     "sinusoidal" embeddings; a bias on scores by distance: "alibi" (Press et al. 2022) or
     "relative", learned for `relative_buckets` of distances up to `relative_max_distance` (Raffel
-    et al. 2020); or "none".
+    et al. 2020), of which an encoder has half for each direction; "learned_relative", both (Song
+    et al. 2020); or "none". n_token_types: embeddings of token types, as of the texts of a pair
+    (Devlin et al. 2019); a token is of type 0 unless told otherwise.
 
     norm_placement: "pre" normalises each sublayer's input (and the final output); "post" the sum of
     its input and output, as the original did; "both" its input and its output, "output" its output
-    alone (and the final one). embedding_norm: token embeddings are normalised too (BLOOM, 2022).
+    alone (and the final one); layers_without_attention_norm normalise no input of attention.
+    embedding_norm: the sum of a token's embeddings is normalised too. norm_bias is a LayerNorm's.
     parallel_residual: both sublayers read the block's input (Wang & Komatsuzaki 2021).
     feed_forward: an activation, or a gated one (Shazeer 2020); _tanh is GELU's approximation.
     "swiglu_clamped" is gpt-oss's, for experts only: (up + 1) · gate · sigmoid(1.702 gate), with the
@@ -159,6 +204,9 @@ class TransformerConfig:
     head_dim: Size
     d_model: Size
     d_ff: Size
+    causal: StrictBool = True
+    pooling: Pooling | None = None
+    n_token_types: Size | None = None
     position: Position = "rotary"
     rope_theta: Positive = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -178,7 +226,9 @@ class TransformerConfig:
     embedding_scale: Positive = 1.0
     norm: Norm = "rmsnorm"
     norm_eps: Positive = 1e-5
+    norm_bias: StrictBool = True
     norm_placement: NormPlacement = "pre"
+    layers_without_attention_norm: tuple[StrictInt, ...] = ()
     embedding_norm: StrictBool = False
     parallel_residual: StrictBool = False
     feed_forward: FeedForward = "swiglu"
@@ -229,12 +279,14 @@ class TransformerConfig:
         require("qk_norm_across_heads", across, "left out without qk_norm")
         untied = not (self.head_bias and self.tied_embeddings)
         require("head_bias", untied, "left out with tied_embeddings")
-        for name in ("layers_without_rotary", "sliding_window_layers", "dense_layers"):
+        of_layers = ("layers_without_rotary", "sliding_window_layers", "dense_layers")
+        for name in (*of_layers, "layers_without_attention_norm"):
             exist = all(layer in range(self.n_layer) for layer in getattr(self, name) or ())
             require(name, exist, f"layers from 0 to {self.n_layer - 1}")
-        if self.position == "relative":  # the first half of the buckets are single distances
-            single = self.relative_buckets // 2
-            allowed = f"more than half of relative_buckets, {single}"
+        if self.has_relative_bias:  # the first half of a direction's buckets are single distances
+            single = self.relative_buckets // (2 if self.causal else 4)
+            require("relative_buckets", single > 0, "at least 4 for two directions")
+            allowed = f"more than {single}, which relative_buckets hold singly"
             require("relative_max_distance", self.relative_max_distance > single, allowed)
         self._check_experts()
         pre = not self.parallel_residual or self.norm_placement == "pre"
@@ -274,13 +326,13 @@ class TransformerConfig:
         widths = self.d_ff * (self.n_layer - n_mixtures)
         widths += (self.n_experts or 0) * (self.d_expert or 0) * n_mixtures
         matrices = 2 * (widths + self.n_head * self.head_dim * self.n_layer)
-        rows = self.vocab_size + self.max_model_len * (self.position == "learned")
+        rows = self.vocab_size + self.max_model_len * self.has_learned_positions
         least = (matrices + rows) * self.d_model
-        if self.position == "relative":
+        if self.has_relative_bias:
             least += self.relative_buckets * self.n_head
         if least > n_numbers:
             raise ConfigError(
-                f"a decoder of this shape has at least {least:,} weights, and there are "
+                f"a model of this shape has at least {least:,} weights, and there are "
                 f"{n_numbers:,}; copy the files again"
             )
 
@@ -294,12 +346,22 @@ class TransformerConfig:
         """The factor of query · key."""
         return self.attention_scale or 1.0 / math.sqrt(self.head_dim)
 
+    @property
+    def has_learned_positions(self) -> bool:
+        """Tell whether positions have learned embeddings."""
+        return self.position in ("learned", "learned_relative")
+
+    @property
+    def has_relative_bias(self) -> bool:
+        """Tell whether distances have learned biases."""
+        return self.position in ("relative", "learned_relative")
+
     def rotates(self, layer: int) -> bool:
         """Tell whether a layer turns its queries and keys by their positions."""
         return self.position == "rotary" and layer not in self.layers_without_rotary
 
     def window_of(self, layer: int) -> int | None:
-        """Return the number of positions a token sees in a layer, its own included; None is all."""
+        """Return how many positions away the nearest unseen token of a layer is; None is none."""
         layers = self.sliding_window_layers
         return self.sliding_window if layers is None or layer in layers else None
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
 
 # Telemetry starts when the library loads, whatever is called afterwards: it writes a database to
 # the home directory and looks up its maker's host for ever. The flash path of attention gives other
@@ -11,6 +13,23 @@ os.environ |= {"ORT_DISABLE_TELEMETRY": "1", "ORT_GQA_DISABLE_FLASH_ATTENTION": 
 
 import onnxruntime
 
-__all__ = ["onnxruntime"]
+__all__ = ["onnxruntime", "open_cpu_session"]
 
 onnxruntime.disable_telemetry_events()
+
+
+def open_cpu_session(
+    graph: Path | bytes, threads: int = 0, entries: Mapping[str, object] | None = None
+) -> onnxruntime.InferenceSession:
+    """Open a session on the CPU whose products of integers are exact.
+
+    threads: 0 is one for each core. entries: of the session's configuration, by name.
+    """
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    # x86 without VNNI adds pairs of products of uint8 and int8 in 16 bits, which overflow. With
+    # this, ONNX Runtime makes the weights uint8 there, whose kernel adds in 32 bits.
+    exact = {"session.x64quantprecision": 1}
+    for name, value in (exact | dict(entries or {})).items():
+        options.add_session_config_entry(name, str(value))
+    return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])

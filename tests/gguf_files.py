@@ -31,6 +31,7 @@ ARCHITECTURES = {
     "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
     "granite": gguf.MODEL_ARCH.GRANITE,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
+    "olmo3": gguf.MODEL_ARCH.OLMO2,
     "phi": gguf.MODEL_ARCH.PHI2,
     "stablelm": gguf.MODEL_ARCH.STABLELM,
     "starcoder2": gguf.MODEL_ARCH.STARCODER2,
@@ -131,11 +132,14 @@ def _write_own(writer: gguf.GGUFWriter, config: Any) -> None:
         for length in ("short", "long"):
             factors = np.array(rope[f"{length}_factor"], dtype=np.float32)
             writer.add_tensor(f"rope_factors_{length}.weight", factors)
-    if kind == "gemma3_text":
+    if kind == "olmo3":
+        factor = 0.1 * np.log(rope["full_attention"]["factor"]) + 1.0  # of attention
+        writer.add_rope_scaling_attn_factors(float(factor))
+    if kind in ("gemma3_text", "olmo3"):
         writer.add_sliding_window_pattern(
             [layer == "sliding_attention" for layer in config.layer_types]
         )
-    if kind in ("phi3", "gemma2", "gemma3_text"):
+    if kind in ("phi3", "gemma2", "gemma3_text", "olmo3"):
         writer.add_sliding_window(config.sliding_window or 0)
     if kind == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from export.verification.segments import Case, Floats, Ids, Step
 from model.bundle import CACHE_OUTPUTS, DECODE_INPUT, cache_names
 from model.config import TransformerConfig
-from model.onnx_runtime import onnxruntime
+from model.onnx_runtime import open_cpu_session
 
 
 class GraphSession:
     """Deliberately plain: separate past and present arrays, one run at a time."""
 
     def __init__(self, path: Path, config: TransformerConfig) -> None:
-        self._session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        self._session = open_cpu_session(path)
         self._config = config
         self.rounds_cache = any(value.name == DECODE_INPUT for value in self._session.get_inputs())
         self._rows: dict[str, list[NDArray[Any]]] = {}  # by the inputs' name, of CACHE_OUTPUTS

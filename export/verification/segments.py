@@ -20,7 +20,7 @@ from onnx.helper import make_tensor_value_info, np_dtype_to_tensor_dtype
 
 from model.bundle import CACHE_OUTPUTS, DECODE_INPUT
 from model.config import TransformerConfig
-from model.onnx_runtime import onnxruntime
+from model.onnx_runtime import onnxruntime, open_cpu_session
 from model.progress import Progress, followed, unheard
 
 Floats = NDArray[np.float32]
@@ -153,10 +153,8 @@ class SegmentedGraph:
         made = {name for node in segment.nodes for name in node.output}
         graph.output.extend(of for of in whole.graph.output if of.name in made)
         graph.output.extend(onnx.ValueInfoProto(name=name) for name in segment.makes)
-        options = onnxruntime.SessionOptions()
-        options.add_session_config_entry(_FOLDER_OPTION, str(self._folder))
-        content = model.SerializeToString()
-        return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        entries = {_FOLDER_OPTION: self._folder}
+        return open_cpu_session(model.SerializeToString(), entries=entries)
 
 
 def _cut(graph: onnx.GraphProto) -> list[_Segment]:

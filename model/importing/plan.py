@@ -45,7 +45,10 @@ def plan_parameters(
     taken: set[str] = set()
     weights = [_take(name, shape, family, config, held, taken) for name, shape in shapes.items()]
     for name in held.keys() - taken:
-        tensor = held[name]
+        tensor, (module, _, kind) = held[name], name.rpartition(".")
+        # AutoGPTQ stores a bias of zeros for every layer.
+        if kind == "bias" and f"{module}.weight" in taken and not tensor.read().any():
+            continue
         unknown = f"the unknown tensor {tensor.name!r}"
         raise UnsupportedError(f"{tensor.file.name} holds {unknown} for its configuration")
     return config, weights
@@ -83,6 +86,11 @@ def _take(
     dtype = torch.float32 if source.in_float32 else stored
 
     def make() -> Tensor:
+        if source.part is not None:
+            made = torch.empty(shape, dtype=dtype)
+            for i, tensor in enumerate(tensors):
+                source.part(made, i).copy_(tensor.read())
+            return made
         made = source.join([tensor.read() for tensor in tensors], config)
         if ".attention.qkv." in name:
             made = reorder_rotary_pairs(made, config)

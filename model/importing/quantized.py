@@ -26,12 +26,13 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from torch import Tensor
+from torch.nn import functional
 
 from model.config import first_problem
 from model.importing.weights import UnsupportedError
 from model.tensor_files import FLOATS, Shape, StoredTensor, dtype_name
 
-_KEY = "quantization_config"
+QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # the second is the older name
 _BLOCK = 32  # of an int4 export
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the columns in a word, the lowest bits first
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -63,7 +64,7 @@ class _Sparsity(BaseModel):
 class Scheme(BaseModel):
     """The keys of quantization_config that decide about the meaning of weights."""
 
-    model_config = ConfigDict(title=_KEY)
+    model_config = ConfigDict(title=QUANTIZATION_KEYS[0])
 
     quant_method: Literal["awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4"]
     bits: Literal[4, 8] = 4
@@ -93,13 +94,16 @@ class Scheme(BaseModel):
 def restore(
     tensors: Iterable[StoredTensor], config: dict[str, Any], notes: list[str]
 ) -> list[StoredTensor]:
-    """Return a checkpoint's tensors with its quantised weights as floats, for its config.json.
+    """Return a checkpoint's tensors with its quantised weights as floats.
+
+    config: the values of config.json, of its text_config where the model also sees images.
 
     Raises UnsupportedError for a format that is not supported, and for tensors that do not fit it.
     """
     held = {tensor.name: tensor for tensor in tensors}
-    if config.get(_KEY) is not None:
-        scheme, made = _scheme(config), []
+    key = next((key for key in QUANTIZATION_KEYS if config.get(key) is not None), None)
+    if key is not None:
+        scheme, made = _scheme(key, config[key]), []
         held = {name: one for name, one in held.items() if name.rpartition(".")[2] not in _UNUSED}
         for name in list(held):
             if (tensor := held.get(name)) and (weight := _restored(tensor, held, scheme, config)):
@@ -118,12 +122,12 @@ def restore(
     return list(held.values())
 
 
-def _scheme(config: dict[str, Any]) -> Scheme:
+def _scheme(key: str, values: object) -> Scheme:
     try:
-        return Scheme.model_validate(config[_KEY])
+        return Scheme.model_validate(values)
     except ValidationError as error:
         problem = first_problem(error)
-        place = "" if _KEY in problem else f"{_KEY}: "
+        place = "" if QUANTIZATION_KEYS[0] in problem else f"{key}: "
         raise UnsupportedError(
             f"config.json's {place}{problem}; import the checkpoint that it was made from"
         ) from None
@@ -155,12 +159,8 @@ def _restored(
     if dtype not in FLOATS:
         raise UnsupportedError(f"the scales of {tensor.name!r} are {dtype_name(dtype)}, not floats")
     if dtype == torch.float32 and not parts.exact:
-        text = config.get("text_config")  # of a model that also sees images
-        parts_of = [config, text] if isinstance(text, dict) else [config]
-        named = next(
-            (str(c[k]) for c in parts_of for k in ("dtype", "torch_dtype") if c.get(k)), ""
-        )
-        dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(named, dtype)
+        named = config.get("dtype") or config.get("torch_dtype")
+        dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(str(named), dtype)
 
     def restored() -> Tensor:
         return read().to(dtype)
@@ -255,7 +255,7 @@ def _awq(parts: _Parts, scheme: Scheme) -> _Made:
     group = n_in if scheme.group_size < 1 else scheme.group_size
     groups, columns = math.ceil(n_in / group), torch.tensor(_AWQ_ORDER).argsort()
     if scheme.bits != 4:
-        raise UnsupportedError(f"config.json's {_KEY}.bits is {scheme.bits}, and awq has 4")
+        raise UnsupportedError(f"config.json has awq with {scheme.bits} bits; only 4 are known")
     qzeros = parts.words(parts.take("qzeros"), (groups, words))
     scales = parts.take("scales", shape=(groups, 8 * words))
 
@@ -343,7 +343,8 @@ def _scaled(parts: _Parts, scheme: Scheme) -> _Made:
 def _mxfp4(parts: _Parts, _: Scheme) -> _Made:
     """MXFP4 as gpt-oss stores experts: blocks [experts, out, groups, 16], exponents as scales.
 
-    The result is [experts, in, out], as its checkpoints in bfloat16 have it.
+    The result is [experts, in, out], as its checkpoints in bfloat16 have it, and made an expert at
+    a time.
     """
     experts, out, groups, half = parts.check(parts.first, None, rank=4).shape
     exponents = parts.take("scales", shape=(experts, out, groups))
@@ -351,9 +352,13 @@ def _mxfp4(parts: _Parts, _: Scheme) -> _Made:
         raise UnsupportedError(f"tensor {parts.first.name!r} has groups of {2 * half}, not 32")
 
     def read() -> Tensor:
-        values, halves = torch.tensor(_FP4), parts.first.read().int()
-        pairs = torch.stack((values[halves & 15], values[halves >> 4]), dim=-1).flatten(-2)
-        scaled = torch.ldexp(pairs, exponents.read().int()[..., None] - 127)
-        return scaled.flatten(-2).transpose(1, 2)
+        values = torch.tensor(_FP4)
+        pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=1)  # of a byte
+        made = torch.empty(experts, out, groups * 32, dtype=torch.bfloat16)
+        for one, blocks, powers in zip(made, parts.first.read(), exponents.read(), strict=True):
+            numbers = functional.embedding(blocks.int(), pairs).flatten(-2)
+            scales = torch.ldexp(torch.ones(powers.shape), powers.int() - 127)
+            one.copy_(numbers.mul_(scales[..., None]).flatten(-2))
+        return made.transpose(1, 2)
 
     return (experts, groups * 32, out), torch.bfloat16, read

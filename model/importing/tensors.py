@@ -30,6 +30,8 @@ class Source:
     # Makes our tensor, or one that broadcasts to it, from those in the file.
     join: Callable[[list[Tensor], TransformerConfig], Tensor] = lambda tensors, _: tensors[0]
     in_float32: bool = False  # the result is float32 whatever the file's type
+    # In place of join, with one tensor in memory: returns the part of ours that the i-th becomes.
+    part: Callable[[Tensor, int], Tensor] | None = None
 
     def names(self, config: TransformerConfig) -> list[str]:
         """Return the modules; with experts, all of one before the next."""
@@ -62,15 +64,12 @@ def of_experts(*modules: str) -> Source:
 
     Rows of a gate and of what it gates alternate.
     """
+    n = len(modules)
 
     def shapes(shape: Shape, _: TransformerConfig) -> list[Shape]:
-        return [(shape[1] // len(modules), *shape[2:])] * (shape[0] * len(modules))
+        return [(shape[1] // n, *shape[2:])] * (shape[0] * n)
 
-    def join(tensors: list[Tensor], _: TransformerConfig) -> Tensor:
-        by_expert: Tensor = torch.stack(tensors).unflatten(0, (-1, len(modules)))
-        return by_expert.transpose(1, 2).flatten(1, 2)
-
-    return Source(modules, shapes, join)
+    return Source(modules, shapes, part=lambda made, i: made[i // n, i % n :: n])
 
 
 def transposed_experts(module: str) -> Source:
@@ -133,6 +132,7 @@ def plus_one(module: str) -> Source:
 
 def scaled(source: Source, factor: float) -> Source:
     """Return the source of a module that is multiplied, in float32 so that no bits are lost."""
+    assert source.part is None
     join = source.join
     return replace(source, join=lambda t, config: join(t, config).float() * factor, in_float32=True)
 

@@ -1,4 +1,4 @@
-"""Causal self-attention: over whole sequences in training, over cached keys and values in serving.
+"""Self-attention: over whole sequences in training, over cached keys and values in serving.
 
 softmax(s Q Kᵀ + M) V (Vaswani et al. 2017), s = 1 / √d unless the model says otherwise, with
 n_kv_head ≤ n_head key-value heads (Ainslie et al. 2023). `StepInputs` and `PagedInputs` describe a
@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from model.config import TransformerConfig
 from model.network.norm import HeadNorm
-from model.network.positions import Positions, rotate
+from model.network.positions import Positions, distances, rotate
 
 
 class LayerCache(NamedTuple):
@@ -51,7 +51,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(self.widths[0], config.d_model, bias=config.output_bias)
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        """Attend over all of x [batch, sequence, d_model] at positions 0, 1, …, causally."""
+        """Attend over all of x [batch, sequence, d_model] at positions from 0 on."""
         positions = self._own(positions)
         query, key, value = split_heads(self.project(x, positions), self.config)
         place = torch.arange(x.shape[1], device=x.device)
@@ -60,18 +60,23 @@ class Attention(nn.Module):
         dropout = self.config.attention_dropout if self.training else 0.0
         capped = self.config.attention_softcap is not None
         plain = self.window is None and positions.bias is None and self.sinks is None
-        if plain and not capped:
+        lengths = None if self.config.causal else positions.lengths
+        if plain and not capped and lengths is None:
             attended = functional.scaled_dot_product_attention(
                 query,
                 key,
                 value,
                 dropout_p=dropout,
-                is_causal=True,
+                is_causal=self.config.causal,
                 scale=self.config.query_scale,
                 enable_gqa=self.config.n_groups > 1,
             )
         else:
-            visible = visible_keys(place[None], place, self.window)
+            visible = visible_keys(place[None], place, self.window, causal=self.config.causal)
+            if lengths is not None:
+                within = place < lengths[:, None, None]  # [batch, 1, n_keys]
+                # Padding sees itself: the softmax of nothing is NaN, which would spread.
+                visible = visible & (within | (place[:, None] == place))
             attended = attend(
                 query, key, value, visible, positions.bias, self.config, dropout, self.sinks
             )
@@ -261,11 +266,13 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def visible_keys(query_positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
+def visible_keys(
+    query_positions: Tensor, key_positions: Tensor, window: int | None, *, causal: bool = True
+) -> Tensor:
     """Return bool [batch, sequence, n_keys]: the keys [n_keys] that queries see."""
-    distances = query_positions[..., None] - key_positions
-    visible = distances >= 0
-    return visible if window is None else visible & (distances < window)
+    apart = distances(query_positions, key_positions)
+    visible = apart >= 0 if causal else torch.ones_like(apart, dtype=torch.bool)
+    return visible if window is None else visible & (apart.abs() < window)
 
 
 def attend(

@@ -26,6 +26,7 @@ class HeadNorm(nn.Module):
 
 
 def make_norm(config: TransformerConfig) -> nn.Module:
-    """Make an RMSNorm (Zhang & Sennrich 2019), or a LayerNorm with a bias (Ba et al. 2016)."""
-    kind = nn.RMSNorm if config.norm == "rmsnorm" else nn.LayerNorm
-    return kind(config.d_model, config.norm_eps)
+    """Make an RMSNorm (Zhang & Sennrich 2019) or a LayerNorm (Ba et al. 2016)."""
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.d_model, config.norm_eps)
+    return nn.LayerNorm(config.d_model, config.norm_eps, bias=config.norm_bias)

@@ -23,13 +23,15 @@ class Positions(NamedTuple):
 
     rotary: angles to turn queries and keys by; rotary_in_windows: those of layers with a sliding
     window, where they have their own. bias: [batch or 1, n_head, sequence, n_keys], on scores.
-    query_scale: [..., sequence], factors of queries.
+    query_scale: [..., sequence], factors of queries. lengths: [batch], the tokens of each row,
+    after which it is padded; None is no padding.
     """
 
     rotary: RotaryTable | None = None
     bias: Tensor | None = None
     rotary_in_windows: RotaryTable | None = None
     query_scale: Tensor | None = None
+    lengths: Tensor | None = None
 
 
 def rotary_table(config: TransformerConfig, *, in_windows: bool = False) -> RotaryTable:
@@ -134,16 +136,18 @@ def relative_buckets(config: TransformerConfig) -> Tensor:
     """Return the bucket of each distance to an earlier key: int64 [max_model_len].
 
     Raffel et al. 2020, section 2.1. The first half of the buckets are single distances; the others
-    widen logarithmically, the last to all beyond `relative_max_distance`.
+    widen logarithmically, the last to all beyond `relative_max_distance`. Those of an encoder are
+    half of all; the other half are of later keys.
     """
-    exact, last = config.relative_buckets // 2, config.relative_buckets - 1
+    count = config.relative_buckets // (1 if config.causal else 2)
+    exact, last = count // 2, count - 1
     distances = torch.arange(config.max_model_len, dtype=torch.float64)
     octaves = torch.log(distances.clamp(min=1) / exact)
     octaves = octaves / math.log(config.relative_max_distance / exact)
-    wide = exact + (octaves * (config.relative_buckets - exact)).long()
+    wide = exact + (octaves * (count - exact)).long()
     return torch.where(distances < exact, distances.long(), wide.clamp(max=last))
 
 
 def distances(query_positions: Tensor, key_positions: Tensor) -> Tensor:
-    """Return int64 [batch, sequence, n_keys]: how far keys are before queries, later ones 0."""
-    return (query_positions[..., None] - key_positions).clamp(min=0)
+    """Return int64 [batch, sequence, n_keys]: how far keys are before queries, later ones < 0."""
+    return query_positions[..., None] - key_positions

@@ -58,7 +58,7 @@ def build_decoder(config: TransformerConfig, weights: Mapping[str, Tensor]) -> T
 
 def parameter_shapes(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter of a decoder by name."""
-    if config.position != "learned":  # only learned positions are parameters
+    if not config.has_learned_positions:  # only learned positions are parameters
         config = replace(config, max_model_len=2)
     skeleton = make_skeleton(config)
     return {name: tuple(tensor.shape) for name, tensor in skeleton.state_dict().items()}

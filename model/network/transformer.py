@@ -1,4 +1,4 @@
-"""The decoder: blocks, embeddings, head. Written once; trained, exported and verified from here."""
+"""The network: embeddings, blocks, heads. Written once; trained, exported and verified here."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from model.config import TransformerConfig
 from model.network.attention import Attention, LayerCache, RunInputs
 from model.network.feed_forward import ExpertLinear, FeedForward, Mixture
 from model.network.norm import make_norm
+from model.network.pooling import Pooler
 from model.network.positions import (
     Positions,
     RotaryTable,
@@ -33,7 +34,8 @@ class Block(nn.Module):
         self.placement = config.norm_placement
         self.parallel = config.parallel_residual
         before, after = self.placement != "output", self.placement in ("both", "output")
-        self.attention_norm = make_norm(config) if before else nn.Identity()
+        normed = before and layer not in config.layers_without_attention_norm
+        self.attention_norm = make_norm(config) if normed else nn.Identity()
         self.attention = Attention(config, layer)
         self.feed_forward_norm = make_norm(config) if before else nn.Identity()
         self.feed_forward = Mixture(config) if config.has_experts(layer) else FeedForward(config)
@@ -70,12 +72,12 @@ class Block(nn.Module):
 
 
 def position_tables(config: TransformerConfig) -> dict[str, Tensor]:
-    """Return the decoder's constants about positions, by the names of its buffers."""
+    """Return the network's constants about positions, by the names of its buffers."""
     if config.position == "sinusoidal":
         return {"sinusoids": sinusoidal_table(config)}
     if config.position == "alibi":
         return {"alibi": alibi_table(config)}
-    if config.position == "relative":
+    if config.has_relative_bias:
         return {"buckets": relative_buckets(config)}
     if config.position == "rotary":
         tables = dict(zip(("rotary_cos", "rotary_sin"), rotary_table(config), strict=True))
@@ -89,7 +91,10 @@ def position_tables(config: TransformerConfig) -> dict[str, Tensor]:
 
 
 class Transformer(nn.Module):
-    """Token ids to next-token logits. Weights start as in GPT-2, with narrower projections."""
+    """Token ids to logits, or to a vector of each text where there is a pooling.
+
+    Weights start as in GPT-2, with narrower projections.
+    """
 
     sinusoids: Tensor
     alibi: Tensor
@@ -104,6 +109,8 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        if config.n_token_types is not None:
+            self.token_type_embedding = nn.Embedding(config.n_token_types, config.d_model)
         self.embedding_norm = make_norm(config) if config.embedding_norm else nn.Identity()
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.Identity() if config.norm_placement == "post" else make_norm(config)
@@ -111,9 +118,10 @@ class Transformer(nn.Module):
         self.head = None
         if not config.tied_embeddings:
             self.head = nn.Linear(config.d_model, config.vocab_size, bias=config.head_bias)
-        if config.position == "learned":
+        self.pooler = None if config.pooling is None else Pooler(config, config.pooling)
+        if config.has_learned_positions:
             self.position_embedding = nn.Embedding(config.max_model_len, config.d_model)
-        elif config.position == "relative":
+        if config.has_relative_bias:
             self.relative_bias = nn.Embedding(config.relative_buckets, config.n_head)
         for name, table in position_tables(config).items():
             self.register_buffer(name, table, persistent=False)
@@ -132,14 +140,36 @@ class Transformer(nn.Module):
         """The number of parameters, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Return logits [batch, sequence, vocab] of whole sequences; also serving's oracle."""
+        return self._logits(self.hidden(input_ids, lengths))
+
+    def encode(
+        self, input_ids: Tensor, lengths: Tensor, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """Return the vector of each text, [batch, d_out]; see `hidden`."""
+        assert self.pooler is not None, "a model without pooling has logits only"
+        pooled: Tensor = self.pooler(self.hidden(input_ids, lengths, token_type_ids), lengths)
+        return pooled
+
+    def hidden(
+        self,
+        input_ids: Tensor,
+        lengths: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Return the vectors of tokens [batch, sequence, d_model] after the last norm.
+
+        lengths: [batch], the tokens of each row, after which it is padded; those of the padding
+        have no meaning. token_type_ids: [batch, sequence]; None is all of type 0.
+        """
         place = torch.arange(input_ids.shape[1], device=input_ids.device)
-        x = self.embed(input_ids, place[None])
-        positions = self.positions(place[None], lambda: place)
+        x = self.embed(input_ids, place[None], token_type_ids)
+        positions = self.positions(place[None], lambda: place)._replace(lengths=lengths)
         for block in self.blocks:
             x = block(x, positions)
-        return self._logits(x)
+        normed: Tensor = self.norm(x)
+        return normed
 
     def step(
         self, input_ids: Tensor, inputs: RunInputs, logits_indices: Tensor, caches: list[LayerCache]
@@ -157,45 +187,53 @@ class Transformer(nn.Module):
             assert isinstance(block, Block)
             x, present = block.step(x, positions, inputs, cache)
             presents.append(present)
-        return self._logits(x.flatten(0, -2).index_select(0, logits_indices)), presents
+        asked = x.flatten(0, -2).index_select(0, logits_indices)
+        return self._logits(self.norm(asked)), presents
 
     def positions(self, of_queries: Tensor, of_keys: Callable[[], Tensor]) -> Positions:
         """Return what attention has to know of positions.
 
         of_queries: [batch, sequence]. of_keys: returns [n_keys]; it is called for biases only.
         """
-        position = self.config.position
-        if position == "rotary":
+        if self.config.position == "rotary":
             windowed = hasattr(self, "window_cos")
             own = RotaryTable(self.window_cos, self.window_sin) if windowed else None
             scale = self.query_scales[of_queries] if hasattr(self, "query_scales") else None
             rotary = RotaryTable(self.rotary_cos, self.rotary_sin)
             return Positions(rotary, rotary_in_windows=own, query_scale=scale)
-        if position == "alibi":
-            by_head = self.alibi[:, distances(of_queries, of_keys())]
-            return Positions(bias=by_head.transpose(0, 1))
-        if position == "relative":  # embedded as [batch, sequence, n_keys, n_head]
-            learned = self.relative_bias(self.buckets[distances(of_queries, of_keys())])
-            return Positions(bias=learned.permute(0, 3, 1, 2))
-        return Positions()
+        if self.config.position != "alibi" and not self.config.has_relative_bias:
+            return Positions()
+        apart = distances(of_queries, of_keys())
+        reach = apart.clamp(min=0) if self.config.causal else apart.abs()
+        if self.config.position == "alibi":
+            return Positions(bias=self.alibi[:, reach].transpose(0, 1))
+        buckets = self.buckets[reach]
+        if not self.config.causal:
+            buckets = buckets + (apart < 0) * (self.config.relative_buckets // 2)
+        learned = self.relative_bias(buckets)  # [batch, sequence, n_keys, n_head]
+        return Positions(bias=learned.permute(0, 3, 1, 2))
 
-    def embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Return the first block's input [..., d_model]."""
+    def embed(
+        self, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """Return the first block's input [..., d_model]; without type ids all are of type 0."""
         x: Tensor = self.embedding(input_ids)
         if self.config.embedding_scale != 1.0:
             x = x * self.config.embedding_scale
-        x = self.embedding_norm(x)
-        if self.config.position == "learned":
+        if self.config.has_learned_positions:
             x = x + self.position_embedding(position_ids)
         elif self.config.position == "sinusoidal":
             x = x * math.sqrt(self.config.d_model) + self.sinusoids[position_ids]
-        dropped: Tensor = self.dropout(x)
+        if self.config.n_token_types is not None:
+            types = self.token_type_embedding
+            x = x + (types.weight[0] if token_type_ids is None else types(token_type_ids))
+        dropped: Tensor = self.dropout(self.embedding_norm(x))
         return dropped
 
-    def _logits(self, x: Tensor) -> Tensor:
+    def _logits(self, normed: Tensor) -> Tensor:
         weight = self.embedding.weight if self.head is None else self.head.weight
         bias = None if self.head is None else self.head.bias
-        return self.project(self.norm(x), weight, bias)
+        return self.project(normed, weight, bias)
 
     def project(self, normed: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the logits of tokens that have these rows [tokens, d_model] in the head."""

@@ -15,7 +15,7 @@ from server.engine.sampling import Floats, SamplingParams, TokenLogprobs, sample
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from server.engine.speculation import Speculation, verify
-from server.engine.token_budget import TokenBudget
+from server.engine.step_capacity import StepCapacity
 
 StepKind = Literal["decode", "mixed", "prefill"]
 
@@ -82,7 +82,7 @@ class StepStats:
 
     n_decode: int  # sequences that were continued
     n_prefill_tokens: int
-    token_budget: int  # prompt tokens that would have filled the step
+    prefill_capacity: int  # prompt tokens that would have filled the step
     n_queried: int  # tokens of the prompts that were looked up in the prefix cache
     n_cached: int  # those that it had
     n_drafted: int
@@ -101,7 +101,7 @@ class Engine:
     """Continuous batching over one model.
 
     chunk_size: most prompt tokens in a step. itl_target: seconds of a step with streams, which runs
-    fewer prompt tokens for it; see TokenBudget. speculate: draft tokens while few sequences run;
+    fewer prompt tokens for it; see StepCapacity. speculate: draft tokens while few sequences run;
     rounding then depends on the load. clock: seconds. Raises ValueError for a chunk_size below 2.
     """
 
@@ -122,8 +122,8 @@ class Engine:
         self.kv = runner.kv
         self.max_model_len = runner.max_model_len
         self.speculate = speculate
-        budget = TokenBudget(chunk_size, itl_target)
-        self.scheduler = Scheduler(self.kv, budget, scoring_chunk_size=scoring)
+        capacity = StepCapacity(chunk_size, itl_target)
+        self.scheduler = Scheduler(self.kv, capacity, scoring_chunk_size=scoring)
         self._clock = clock
         self._masks = TokenMasks(runner.vocab_size)
         self._sequences: dict[int, Sequence] = {}
@@ -175,7 +175,7 @@ class Engine:
         return outputs, StepStats(
             n_decode=len(batch.decodes) + len(batch.drafts),
             n_prefill_tokens=sum(chunk.count for chunk in batch.prefills),
-            token_budget=self.scheduler.token_budget,
+            prefill_capacity=self.scheduler.prefill_capacity,
             n_queried=sum(len(sequence.prompt_ids) for sequence in looked_up),
             n_cached=sum(sequence.n_cached for sequence in looked_up),
             n_drafted=sum(len(chunk.draft) for chunk in batch.drafts),

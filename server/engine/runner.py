@@ -32,6 +32,8 @@ from server.engine.session import check_shape, kv_inputs, open_session
 from server.engine.speculation import MAX_DRAFT, MAX_SPECULATING
 
 _TOKEN_BLOCK = 128  # of ONNX Runtime's MatMulNBits
+# A row's tokens, the position of the first, and the number of logits wanted of the last ones.
+RowWork = tuple[list[int], int, int]
 MAX_PADDING = 1.25  # ratio of the tokens that a run of several prompts has to those it needs
 
 
@@ -110,31 +112,26 @@ class OnnxRunner:
             work = [(chunk.token_ids, chunk.start, chunk.n_logits) for chunk in chunks]
             runs = [work]
             if len(work) == 1 and chunks[0].count > 1 and self._leaves_one_alone(chunks[0].count):
-                ((tokens, start, n_logits),) = work
-                ends = tokens[-2:], start + len(tokens) - 2, min(2, n_logits)
-                runs = [[(tokens[:-2], start, n_logits - ends[2])], [ends]]
+                runs = [[part] for part in _split_last_two(*work[0])]
             for work in runs:
                 n_done += self._run(*self._place(chunks[0]), work, n_done)
         return self._logits[:n_done]
 
     def _alone_differs(self) -> bool:
-        """Run a token alone and beside another; return whether its logits differ."""
-        work = [([0], 0, 1), ([0], 0, 0)]
-        for first_logit, n_rows in enumerate((1, 2)):
-            self._run(self.kv.running, 0, work[:n_rows], first_logit)
-        return not np.array_equal(self._logits[0], self._logits[1])
+        """Decode two tokens alone and beside others, twice; return whether any logits differ."""
+        token_ids = [i * (self.vocab_size - 1) // 3 for i in range(4)]
+        for n_rows, first_logit in (1, 0), (2, 4):
+            for i, token_id in enumerate(token_ids):
+                work = [([token_id], i % 2, 1), ([0], i % 2, 0)][:n_rows]
+                self._run(self.kv.running, 0, work, first_logit + i)
+        return not np.array_equal(self._logits[:4], self._logits[4:8])
 
     def _leaves_one_alone(self, n_tokens: int) -> bool:
         """Return whether a run of `n_tokens` gives one token other bits than in another run."""
         return self._never_alone and n_tokens % _TOKEN_BLOCK == 1
 
-    def _run(
-        self, memory: RowMemory, row: int, work: list[tuple[list[int], int, int]], first_logit: int
-    ) -> int:
-        """Run tokens over rows from `row` on; write logits from `first_logit` on; count them.
-
-        work: each row's tokens, the position of the first, and the logits wanted of the last ones.
-        """
+    def _run(self, memory: RowMemory, row: int, work: list[RowWork], first_logit: int) -> int:
+        """Run tokens over rows from `row` on; write logits from `first_logit` on; count them."""
         longest = max(len(tokens) for tokens, _, _ in work)
         ids: list[int] = []
         positions: list[int] = []
@@ -187,6 +184,13 @@ class OnnxRunner:
         if chunk.draft:
             return self.kv.running, chunk.row
         return self.kv.prompts, self.kv.prompt_row(chunk.row)
+
+
+def _split_last_two(tokens: list[int], start: int, n_logits: int) -> list[RowWork]:
+    """Split a chunk into all but its last two tokens, and those."""
+    n_last = min(2, n_logits)
+    first = tokens[:-2], start, n_logits - n_last
+    return [first, (tokens[-2:], start + len(tokens) - 2, n_last)]
 
 
 class _Binding:

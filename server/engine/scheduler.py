@@ -13,7 +13,7 @@ from time import perf_counter
 from server.engine.batch import Chunk, StepBatch
 from server.engine.kv.store import KVStore
 from server.engine.sequence import Sequence, SequenceStatus
-from server.engine.token_budget import TokenBudget
+from server.engine.step_capacity import StepCapacity
 
 _MIN_PREFILL = 2  # tokens of a prompt that run even where the prefix cache has all
 
@@ -21,14 +21,14 @@ _MIN_PREFILL = 2  # tokens of a prompt that run even where the prefix cache has 
 class Scheduler:
     """The waiting, prefilling and running sequences, and their rows of the KV cache.
 
-    budget: of prompt tokens in a step. scoring_chunk_size: most of a prompt whose every position
-    wants logits, as their buffer is bounded. token_budget: of the step that was scheduled last.
+    scoring_chunk_size: most of a prompt whose every position wants logits, as their buffer is
+    bounded. prefill_capacity: prompt tokens that would have filled the last step with prompts.
     """
 
-    def __init__(self, kv: KVStore, budget: TokenBudget, *, scoring_chunk_size: int) -> None:
+    def __init__(self, kv: KVStore, capacity: StepCapacity, *, scoring_chunk_size: int) -> None:
         self.kv = kv
-        self.budget = budget
-        self.chunk_size = self.token_budget = budget.chunk_size
+        self.capacity = capacity
+        self.chunk_size = self.prefill_capacity = capacity.chunk_size
         self.scoring_chunk_size = scoring_chunk_size
         self.waiting: list[Sequence] = []  # in the order of their queue keys
         self._window: list[Sequence | None] = []  # the holder of each row
@@ -72,8 +72,8 @@ class Scheduler:
     def record_step(self, batch: StepBatch, seconds: float, decode_seconds: float) -> None:
         """Note the seconds of a step, and of its decodes if they ran alone, else 0."""
         n_decode = len(batch.decodes) + len(batch.drafts)
-        prompts = [(self._cost(chunk), chunk.start) for chunk in batch.prefills]
-        self.budget.record(seconds, n_decode, decode_seconds, prompts)
+        prompts = [(chunk.count, chunk.start) for chunk in batch.prefills]
+        self.capacity.record(seconds, n_decode, decode_seconds, prompts)
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence in any state; its row, if it has one, is free at once."""
@@ -89,16 +89,18 @@ class Scheduler:
     def _schedule_prefills(self) -> list[Chunk]:
         """Cut chunks from prompts in order until the step is full; a scored prompt ends it."""
         chunks: list[Chunk] = []
-        budget = self.chunk_size
+        room = self.chunk_size
         has_streams = any(s.status is SequenceStatus.RUNNING for s in self.held)
+        if has_streams and self.capacity.is_stale:
+            return []
         # At most one sequence has an unfinished prompt between two steps.
         sequence = next((s for s in self.held if s.status is SequenceStatus.PREFILLING), None)
-        sequence = sequence or self._admit(budget, chunks)
+        sequence = sequence or self._admit(room, chunks)
         if sequence is not None and has_streams:
-            budget = self.budget.beside_streams(sequence.n_computed)
-        self.token_budget = budget
+            room = self.capacity.beside_streams(sequence.n_computed)
+        self.prefill_capacity = room
         while sequence is not None:
-            limit = min(budget, self.scoring_chunk_size) if sequence.is_scored else budget
+            limit = min(room, self.scoring_chunk_size) if sequence.is_scored else room
             end = min(sequence.n_computed + limit, len(sequence.prompt_ids))
             # A short rest starts earlier and writes the same bits again.
             start = max(0, min(sequence.n_computed, end - self.kv.min_chunk))
@@ -108,8 +110,8 @@ class Scheduler:
             chunks.append(chunk)
             if sequence.is_scored or not is_last:
                 break
-            budget -= self._cost(chunk)
-            sequence = self._admit(budget, chunks)
+            room -= self._cost(chunk)
+            sequence = self._admit(room, chunks)
         return chunks
 
     def _cost(self, chunk: Chunk) -> int:
@@ -117,7 +119,7 @@ class Scheduler:
         n_copied = chunk.sequence.n_cached if chunk.begins_prompt else 0
         return self.kv.chunk_cost(chunk.count, n_copied, self.chunk_size)
 
-    def _admit(self, budget: int, chunks: list[Chunk]) -> Sequence | None:
+    def _admit(self, room: int, chunks: list[Chunk]) -> Sequence | None:
         """Admit the next sequence of the queue; None if it has to wait.
 
         It waits for a row, for a step with room for two of its tokens, and for a block that one of
@@ -127,7 +129,7 @@ class Scheduler:
             return None
         sequence, size = self.waiting[0], self.kv.cache.block_size
         n_prompt = len(sequence.prompt_ids)
-        if budget < min(_MIN_PREFILL, n_prompt):
+        if room < min(_MIN_PREFILL, n_prompt):
             return None
         n_reusable = 0 if sequence.is_scored else max(0, n_prompt - _MIN_PREFILL) // size
         names = sequence.block_names[:n_reusable]

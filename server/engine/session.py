@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from model.config import TransformerConfig
-from model.onnx_runtime import onnxruntime
+from model.onnx_runtime import onnxruntime, open_cpu_session
 
 _ELEMENT_TYPES = {  # numbers in onnx.TensorProto, and bytes
     "tensor(float)": (1, 4),
@@ -21,15 +21,12 @@ _PRESENT = {"past_key_values": "present", "prompt_key_values": "prompt_present"}
 
 def open_session(graph: Path, threads: int, spin_microseconds: int) -> onnxruntime.InferenceSession:
     """Open a session on the CPU. spin_microseconds: how long an idle thread keeps its processor."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    for name, value in (
-        ("session.intra_op.allow_spinning", int(spin_microseconds > 0)),
-        ("session.intra_op.spin_duration_us", max(1, spin_microseconds)),
-        ("session.force_spinning_stop", 1),  # no thread spins between two runs
-    ):
-        options.add_session_config_entry(name, str(value))
-    return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])
+    entries = {
+        "session.intra_op.allow_spinning": int(spin_microseconds > 0),
+        "session.intra_op.spin_duration_us": max(1, spin_microseconds),
+        "session.force_spinning_stop": 1,  # no thread spins between two runs
+    }
+    return open_cpu_session(graph, threads, entries)
 
 
 @dataclass(frozen=True, slots=True)

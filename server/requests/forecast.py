@@ -56,7 +56,7 @@ class Forecast:
                 self._bare_steps.append(seconds)
             self.token = fmean(self._steps)
             self.token_alone = min(self.token, fmean(self._bare_steps or self._steps))
-        if stats.n_prefill_tokens + stats.n_cached / _COPIES >= 0.9 * stats.token_budget:
+        if stats.n_prefill_tokens + stats.n_cached / _COPIES >= 0.9 * stats.prefill_capacity:
             self._full_steps.append(stats.seconds / (stats.n_prefill_tokens + stats.n_cached))
             self.prompt_token = min(self._full_steps)
 

@@ -92,7 +92,7 @@ def test_the_latency_target_reaches_the_scheduler(
 ) -> None:
     bundle = replace(fake_bundle(random_model.graph.parent), config=random_model.config)
     settings = load_settings(model=bundle.path, itl_target_ms=milliseconds, threads=1)
-    assert build_engine(settings, bundle).scheduler.budget.target == target
+    assert build_engine(settings, bundle).scheduler.capacity.target == target
 
 
 @pytest.mark.parametrize(

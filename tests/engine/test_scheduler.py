@@ -12,7 +12,7 @@ from server.engine.kv.rows import KVRows, KVShape
 from server.engine.sampling import SamplingParams
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import PRIORITY_LEVEL_SECONDS, Sequence, SequenceStatus
-from server.engine.token_budget import TokenBudget
+from server.engine.step_capacity import StepCapacity
 from tests.engine_driver import make_sequence
 
 BLOCK = 4
@@ -29,7 +29,7 @@ def make_scheduler(
         cache=PrefixCache(cache_blocks, BLOCK),
     )
     options = {"scoring_chunk_size": chunk_size} | options
-    return Scheduler(rows, TokenBudget(chunk_size, 0.0), **options)
+    return Scheduler(rows, StepCapacity(chunk_size, 0.0), **options)
 
 
 def add(scheduler: Scheduler, *prompts: list[int], **params: Any) -> list[Sequence]:

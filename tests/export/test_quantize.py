@@ -15,7 +15,7 @@ from export.quantize import BLOCK, quantize, quantize_blocks, quantize_rows
 from export.rewrite import branches
 from export.weights import Weights
 from model.bundle import GRAPH_FILE, WEIGHTS_FILE
-from model.onnx_runtime import onnxruntime
+from model.onnx_runtime import onnxruntime, open_cpu_session
 from tests import paged_reference
 from tests.model.variants import VARIANTS
 from tests.random_models import RandomModel, export_random, measure_scales
@@ -70,7 +70,19 @@ def small_model(table: Floats, weight: Floats, folder: Path) -> onnxruntime.Infe
     weights = Weights({name: torch.tensor(tensor) for name, tensor in tensors.items()})
     quantize(model, weights, "int8")
     ir.save(model, folder / "small.onnx")
-    return onnxruntime.InferenceSession(folder / "small.onnx", providers=["CPUExecutionProvider"])
+    return open_cpu_session(folder / "small.onnx")
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize("n_rows", [1, 4, 64])
+def test_large_products_do_not_overflow(tmp_path: Path, n_rows: int, sign: float) -> None:
+    """x86 without VNNI would add two products in 16 bits."""
+    table = np.ones((8, 64), dtype=np.float32)
+    weight = np.full((64, 64), sign * 0.5, dtype=np.float32)
+    session = small_model(table, weight, tmp_path)
+    ids, rows = np.zeros((n_rows, 1), dtype=np.int64), np.zeros(1, dtype=np.int64)
+    (hidden,) = session.run(["hidden"], {"ids": ids, "rows": rows})
+    assert np.allclose(hidden, sign * 32.0, rtol=1e-5)
 
 
 @pytest.mark.parametrize("n_rows", [0, 1, 5])

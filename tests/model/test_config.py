@@ -92,7 +92,7 @@ def test_a_value_that_a_field_cannot_have_is_named(names: list[str], values: lis
         ("eos_token_ids", [0, True], "eos_token_ids.1 must be a valid integer, not True"),
         ("sliding_window_layers", ["0"], "sliding_window_layers.0 must be a valid integer"),
         ("norm", "batchnorm", "norm must be 'rmsnorm' or 'layernorm', not 'batchnorm'"),
-        ("n_heads", 8, "unknown field 'n_heads' in the decoder's configuration"),
+        ("n_heads", 8, "unknown field 'n_heads' in the model's configuration"),
         ("rope_scaling", {"kind": "linear"}, "rope_scaling lacks the field 'factor'"),
         (
             "rope_scaling",

@@ -363,7 +363,7 @@ def yarn(factor: float, original: int, attention_factor: float, **more: Any) -> 
         ),
         (
             {"type": "yarn", "factor": 2.0, "attention_factor": 1.0, "beta_fast": 16}
-            | {"truncate": False, "finetuned": True},
+            | {"truncate": False, "finetuned": True, "attn_factor": 1, "extrapolation_factor": 1},
             yarn(2.0, 2048, 1, beta_fast=16, truncate=False),
         ),
         ({"rope_type": "default", "rope_theta": 7.0}, None),
@@ -409,6 +409,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "llama",
         {"rope_scaling": {"type": "linear", "factor": 2.0, "ntk": 1}},
         "the decoder computes no ntk",
+    ),
+    (
+        "llama",
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "attn_factor": 0.5}},
+        "the decoder computes no attn_factor",
     ),
     ("llama", {"rope_scaling": {"type": "linear"}}, "factor must be a positive number, not None"),
     (

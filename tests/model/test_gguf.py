@@ -20,11 +20,12 @@ from transformers.integrations.gguf.dequant import dequantize
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from export.quantize import quantize_blocks
+from model.config import RopeScaling
 from model.importing.gguf.file import read_gguf
 from model.importing.published import import_checkpoint
 from model.importing.weights import UnsupportedError
 from model.tensor_files import StoredTensor
-from tests.gguf_files import write_gguf
+from tests.gguf_files import ARCHITECTURES, write_gguf
 from tests.huggingface_checkpoints import (
     BOS,
     CHAT_TEMPLATE,
@@ -58,7 +59,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 32}),
     "gemma3": ("gemma3", {"query_pre_attn_scalar": 32}),
     "granite": ("granite", {}),
+    "gemma3 without windows": (
+        "gemma3",
+        {"query_pre_attn_scalar": 32, "layer_types": ["full_attention"] * 2},
+    ),
     "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
     "phi": ("phi", {}),
     "stablelm": ("stablelm", {}),
     "stablelm parallel": ("stablelm parallel", {}),
@@ -79,7 +85,7 @@ def test_a_file_is_its_folder(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(ours[key], tensor, rtol=1e-6, atol=1e-7)
     # The models have no special tokens. <|endoftext|> is 0, and ends an answer too.
     tokens: dict[str, Any] = {"bos_token_id": 300, "eos_token_ids": (301, 0)}
-    if name == "longrope":  # the factor of attention is a float32
+    if name in ("longrope", "olmo3"):  # the factor of attention is a float32
         scaling, ours_of = expected.config.rope_scaling, imported.config.rope_scaling
         assert scaling is not None
         assert ours_of is not None
@@ -148,8 +154,8 @@ def test_blocks_are_restored_as_transformers_restores_them(
     data = random_blocks(kind, rows=5, columns=2)
     tensor = write_tensor(tmp_path / "x.gguf", data, kind)
     expected = dequantize(torch.from_numpy(data).flatten(), Kind[kind].value)
-    assert tensor.dtype == torch.float16
-    assert torch.equal(tensor.read(), expected.reshape(tensor.shape).half())
+    assert tensor.dtype == (torch.float32 if kind == "Q4_0" else torch.float16)
+    assert torch.equal(tensor.read(), expected.reshape(tensor.shape).to(tensor.dtype))
 
 
 @pytest.mark.parametrize("kind", ["Q5_0", "Q5_1"])
@@ -175,22 +181,28 @@ def test_matrices_of_a_type_are_what_the_values_were_rounded_to(kind: Kind, tmp_
     ours = load_file(tmp_path / "ours" / WEIGHTS)["blocks.0.feed_forward.down.weight"]
     matrix = model.state_dict()["model.layers.0.mlp.down_proj.weight"]
     error = {Kind.F16: 2**-11, Kind.BF16: 2**-8, Kind.Q8_0: 2**-7, Kind.Q4_0: 2**-3}[kind]
-    assert ours.dtype == {Kind.BF16: torch.bfloat16}.get(kind, torch.float16)
+    types = {Kind.BF16: torch.bfloat16, Kind.Q4_0: torch.float32}
+    assert ours.dtype == types.get(kind, torch.float16)
     assert (ours.float() - matrix).abs().max() <= error * matrix.abs().max()
     rounded = [note for note in imported.notes if "were rounded before" in note]
     assert len(rounded) == (kind in (Kind.Q8_0, Kind.Q4_0))
 
 
-def test_an_int4_export_repeats_the_integers_and_scales_of_q4_0(tmp_path: Path) -> None:
+@pytest.mark.parametrize("least", [0, 1])
+def test_an_int4_export_repeats_the_integers_and_scales_of_q4_0(least: int, tmp_path: Path) -> None:
+    """Also of blocks without the lowest integer, as an importance matrix leaves many."""
     matrix = np.random.default_rng(0).standard_normal((48, 96), dtype=np.float32)
-    data = gguf.quants.quantize(matrix, Kind.Q4_0)
-    tensor = write_tensor(tmp_path / "x.gguf", data, "Q4_0").read()
-    packed, scales = quantize_blocks(tensor.float())
-    blocks = data.reshape(48, 3, 18)
+    blocks = gguf.quants.quantize(matrix, Kind.Q4_0).reshape(48, 3, 18)
     halves = blocks[..., 2:]  # the first 16 numbers are the lower halves
-    order = np.concatenate([halves & 15, halves >> 4], axis=-1)
-    assert np.array_equal(packed, order[..., ::2] | order[..., 1::2] << 4)
-    assert np.array_equal(scales, blocks[..., :2].copy().view(np.float16)[..., 0])
+    integers = np.maximum(np.concatenate([halves & 15, halves >> 4], axis=-1), least)
+    blocks[..., 2:] = integers[..., :16] | integers[..., 16:] << 4
+    tensor = write_tensor(tmp_path / "x.gguf", blocks.reshape(48, 54), "Q4_0").read()
+    packed, scales = (one.numpy() for one in quantize_blocks(tensor))
+    ours = np.stack([packed & 15, packed >> 4], axis=-1).reshape(integers.shape).astype(int) - 8
+    stored = blocks[..., :2].copy().view(np.float16).astype(np.float32)
+    assert np.array_equal(ours * scales[..., None], (integers.astype(int) - 8) * stored)
+    if least == 0:
+        assert np.array_equal(ours + 8, integers)
 
 
 def test_a_split_file_is_one_model(tmp_path: Path) -> None:
@@ -233,6 +245,10 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         {"llama__expert_count": 8},
         r"its key llama\.expert_count is 8, and the decoder computes only",
     ),
+    "unknown key": (
+        {"llama__rope__global__freq_base": 1e6},
+        r"its key llama\.rope\.global\.freq_base is unknown, and may change",
+    ),
     "pre-tokenizer": (
         {"tokenizer__ggml__pre": "poro-chat"},
         r"tokenizer\.ggml\.pre is 'poro-chat'; supported are llama-bpe,.* folder with tokenizer",
@@ -266,6 +282,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
         r"llama\.block_count must be a whole number from 1 to 10000",
     ),
     "template": ({"tokenizer__chat_template": 1}, r"tokenizer\.chat_template is not a text"),
+    "several numbers of parts": ({"split__count": [1, 2]}, r"it is one of \[1 2\] parts"),
 }
 
 
@@ -277,6 +294,34 @@ def test_what_is_not_supported_is_refused_in_one_line(name: str, tmp_path: Path)
         import_checkpoint(path, tmp_path / "ours")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "pattern", "message"),
+    [
+        ("gemma2", 3, "sliding_window_pattern is 3, and the decoder computes only None or 2"),
+        ("olmo3", 5, "sliding_window_pattern is 5, and the decoder computes only None or 4"),
+        ("gemma3", [True, False, True], "sliding_window_pattern has 3 values for 2 layers"),
+        ("gemma3", "x", "sliding_window_pattern must be a whole number"),
+    ],
+)
+def test_windows_in_other_layers_are_refused(
+    family: str, pattern: Any, message: str, tmp_path: Path
+) -> None:
+    model: Any = make_model(family)
+    architecture = ARCHITECTURES[model.config.model_type].name.lower()
+    values = {f"{architecture}__attention__sliding_window_pattern": pattern}
+    path = write_gguf(tmp_path / "x.gguf", model, **values)
+    with pytest.raises(UnsupportedError, match=message):
+        import_checkpoint(path, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("key", ["rope__scale_linear", "rope__scaling__factor"])
+def test_a_factor_without_a_kind_of_scaling_is_linear(key: str, tmp_path: Path) -> None:
+    values: dict[str, Any] = {f"llama__{key}": 4.0}
+    path = write_gguf(tmp_path / "x.gguf", make_model("llama", num_hidden_layers=1), **values)
+    imported = import_checkpoint(path, tmp_path / "ours").config
+    assert imported.rope_scaling == RopeScaling(kind="linear", factor=4.0)
 
 
 def test_other_rotary_factors_are_refused(tmp_path: Path) -> None:

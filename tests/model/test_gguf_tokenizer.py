@@ -190,6 +190,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"token_type": np.zeros(3)},
         r"token_type is not a number for each of 306 tokens",
     ),
+    "types that are no numbers": (
+        {"token_type": ["x"] * 306},
+        r"token_type is not a number for each of 306 tokens",
+    ),
+    "a token that is too long": (
+        {"tokens": ["x" * 1025]},
+        r"tokens has one of 1,025 characters, more than 1,024",
+    ),
     "no merges": ({"merges": None}, r"tokenizer\.ggml\.merges is missing"),
     "merges of unknown tokens": ({"merges": ["☃ ☃"]}, "its tokenizer cannot be built"),
     "no pre-tokenizer": ({"pre": None}, r"tokenizer\.ggml\.pre is"),

@@ -6,8 +6,10 @@ import json
 import shutil
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,11 @@ from model.bundle import load_bundle
 from model.chat_template import ChatTemplate
 from model.checkpoint import load_checkpoint
 from model.config import TransformerConfig
+from model.importing.huggingface.folder import read_folder
+from model.importing.plan import plan_parameters
 from model.importing.published import Imported, import_checkpoint
 from model.importing.weights import UnsupportedError
+from model.tensor_files import StoredTensor
 from tests.huggingface_checkpoints import (
     BOS,
     CHAT_TEMPLATE,
@@ -258,6 +263,26 @@ def test_memory_holds_a_parameter_at_a_time(folders: Folders, tmp_path: Path) ->
     size = (folder / "model.safetensors").stat().st_size
     assert size > 190e6
     assert grown < 0.7 * size
+
+
+def test_one_expert_at_a_time_is_read(folders: Folders) -> None:
+    folder = folders("qwen3_moe with shares of all experts")
+    alive: list[weakref.ref[Tensor]] = []
+
+    def watched(tensor: StoredTensor) -> Tensor:
+        assert all(one() is None for one in alive)
+        read = tensor.read()
+        alive.append(weakref.ref(read))
+        return read
+
+    contents = read_folder(folder, [])
+    stored = [replace(one, read=partial(watched, one)) for one in contents.tensors]
+    _, weights = plan_parameters(contents.family, contents.config, stored)
+    for weight in weights:
+        if "expert_" in weight.name:
+            alive.clear()
+            weight.make()
+            assert len(alive) == (10 if "expert_up" in weight.name else 5)
 
 
 def test_prompts_are_the_same_tokens(folders: Folders, tmp_path: Path) -> None:
@@ -579,6 +604,7 @@ TINY_LLAMA = (
         ("llama", {"legacy": False}),
         ("llama", {"legacy": True}),
         ("llama", {"add_prefix_space": False}),
+        ("llama", {"add_bos_token": False, "add_eos_token": True}),  # tokenizer.json decides
         ("mistral", {"legacy": False}),
     ],
 )

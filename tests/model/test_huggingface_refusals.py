@@ -95,11 +95,11 @@ REFUSALS: dict[str, tuple[Break, str]] = {
     ),
     "more layers than weights": (
         set_values("config.json", num_hidden_layers=9999),
-        r"a decoder of this shape has at least [\d,]+ weights, and there are [\d,]+; copy",
+        r"a model of this shape has at least [\d,]+ weights, and there are [\d,]+; copy",
     ),
     "a shape beyond memory": (
         set_values("config.json", hidden_size=2**31 - 1, head_dim=16),
-        r"a decoder of this shape has at least",
+        r"a model of this shape has at least",
     ),
     "rotary fraction": (
         set_values("config.json", rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 9}),

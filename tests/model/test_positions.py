@@ -14,11 +14,9 @@ from model.config import RopeScaling, TransformerConfig
 from model.network.positions import (
     alibi_slopes,
     alibi_table,
-    distances,
-    relative_buckets,
     rotary_table,
 )
-from tests.random_models import make_config
+from tests.random_models import make_config, make_decoder
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -183,23 +181,27 @@ def test_alibi_is_that_of_transformers(n_head: int) -> None:
     torch.testing.assert_close(alibi_table(config).flip(1), theirs - theirs[:, -1:])
 
 
-@pytest.mark.parametrize(("n_buckets", "largest"), [(32, 128), (16, 50), (8, 5), (3, 40), (2, 7)])
-def test_relative_buckets_are_those_of_transformers(n_buckets: int, largest: int) -> None:
+@pytest.mark.parametrize(("n_buckets", "largest"), [(32, 128), (16, 50), (8, 5), (4, 40)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_relative_biases_are_those_of_transformers(
+    n_buckets: int, largest: int, causal: bool
+) -> None:
     config = make_config(
+        causal=causal,
         position="relative",
         relative_buckets=n_buckets,
         relative_max_distance=largest,
         max_model_len=300,
     )
-    theirs = T5Attention._relative_position_bucket(  # type: ignore[no-untyped-call]
-        -torch.arange(300), bidirectional=False, num_buckets=n_buckets, max_distance=largest
+    place = torch.arange(300)
+    buckets = T5Attention._relative_position_bucket(  # type: ignore[no-untyped-call]
+        place - place[:, None],
+        bidirectional=not causal,
+        num_buckets=n_buckets,
+        max_distance=largest,
     )
-    ours = relative_buckets(config)
-    assert torch.equal(ours, theirs)
-    assert ours.max() == n_buckets - 1
-    assert (ours.diff() >= 0).all()
-
-
-def test_distances_reach_back_and_not_ahead() -> None:
-    found = distances(torch.tensor([[3, 4], [0, 1]]), torch.arange(4))
-    assert found.tolist() == [[[3, 2, 1, 0], [4, 3, 2, 1]], [[0, 0, 0, 0], [1, 0, 0, 0]]]
+    assert buckets.max() == n_buckets - 1
+    decoder = make_decoder(config)
+    bias = decoder.positions(place[None], lambda: place).bias
+    assert bias is not None
+    assert torch.equal(bias[0], decoder.relative_bias.weight[buckets].permute(2, 0, 1))

@@ -262,6 +262,25 @@ def test_mxfp4_is_what_transformers_makes_of_it() -> None:
     assert torch.equal(made.read(), expected)
 
 
+def test_tensors_that_change_nothing_are_left_out(llama: Path, tmp_path: Path) -> None:
+    """Scales of activations, and AutoGPTQ's biases of zeros."""
+    folder = write(llama, tmp_path, "gptq")
+    _, expected = run(folder, tmp_path / "expected")
+    with_parts(bias=torch.zeros(64).half(), activation_scale=torch.ones(()))(folder)
+    changed(transform_config={}, dynamic=None)(folder)
+    _, ours = run(folder, tmp_path / "ours")
+    assert ours.keys() == expected.keys()
+
+
+def test_the_older_name_of_the_key_is_read(llama: Path, tmp_path: Path) -> None:
+    folder = write(llama, tmp_path, "packed")
+    config = json.loads((folder / "config.json").read_text())
+    config["compression_config"] = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    imported, _ = run(folder, tmp_path / "ours")
+    assert "7 weights were rounded before (compressed-tensors)" in imported.notes[0]
+
+
 def changed(**values: Any) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
@@ -294,6 +313,22 @@ REFUSALS: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "packed",
         changed(format="nvfp4-pack-quantized"),
         r"format must be .*, not 'nvfp4-pack-quantized'",
+    ),
+    "rotated": (
+        "packed",
+        changed(transform_config={"config_groups": {"R1": {}}}),
+        r"transform_config",
+    ),
+    "bits of single layers": ("gptq", changed(dynamic={"-:.*down": {}}), r"dynamic"),
+    "a shape of floats": (
+        "packed",
+        with_parts(weight_shape=torch.tensor([64.0, 64.0])),
+        rf"tensor '{FIRST}\.weight_shape' in model\.safetensors is F32, not I64",
+    ),
+    "a bias that the family has not": (
+        "gptq",
+        with_parts(bias=torch.tensor([0.0] * 63 + [1e-3])),
+        rf"unknown tensor '{FIRST}\.bias'",
     ),
     "sparse": ("packed", changed(sparsity_config={"format": "2:4"}), r"sparsity_config.format"),
     "no scales": (

@@ -89,6 +89,19 @@ _OLMO_MODULES = {
     "blocks.*.attention_output_norm": "layers.*.post_attention_layernorm",
     "blocks.*.feed_forward_output_norm": "layers.*.post_feedforward_layernorm",
 }
+_QWEN3_NORMS = {
+    f"blocks.*.attention.{name}_norm": repeated_for_heads(f"layers.*.self_attn.{name[0]}_norm")
+    for name in ("query", "key")
+}
+_FALCON_MODULES: dict[str, str | Source] = {
+    "embedding": "word_embeddings",
+    "norm": "ln_f",
+    "head": "lm_head",
+    "blocks.*.attention.qkv": interleaved_by_head("h.*.self_attention.query_key_value"),
+    "blocks.*.attention.output": "h.*.self_attention.dense",
+    "blocks.*.feed_forward.up": "h.*.mlp.dense_h_to_4h",
+    "blocks.*.feed_forward.down": "h.*.mlp.dense_4h_to_h",
+}
 
 
 def _qwen_windows(options: Options) -> range:
@@ -123,9 +136,8 @@ def _gptj_rotary_dim(options: Options) -> int | None:
 
 
 def _gemma3_windows(options: Options) -> list[int]:
-    pattern = options["_sliding_window_pattern"] or options["sliding_window_pattern"] or 6
-    options["sliding_window_pattern"] = pattern
-    every = options.whole("sliding_window_pattern")
+    keys = ("_sliding_window_pattern", "sliding_window_pattern")
+    every = next((options.whole(key) for key in keys if options[key]), 6)
     return [i for i in range(options.whole("num_hidden_layers")) if (i + 1) % every]
 
 
@@ -260,10 +272,7 @@ FAMILIES: dict[str, Family] = {
         defaults=_QWEN | {"head_dim": 128, "attention_bias": False},
         fields={"qk_norm": True},
         windowed=_qwen_windows,
-        modules=_LLAMA_MODULES | {
-            "blocks.*.attention.query_norm": repeated_for_heads("layers.*.self_attn.q_norm"),
-            "blocks.*.attention.key_norm": repeated_for_heads("layers.*.self_attn.k_norm"),
-        },
+        modules=_LLAMA_MODULES | _QWEN3_NORMS,
     ),
     "phi3": Family(
         title="Phi-3", architectures=("Phi3ForCausalLM", "Phi3Model"),
@@ -434,14 +443,9 @@ FAMILIES: dict[str, Family] = {
         fields={"norm": "layernorm", "parallel_residual": True, "d_ff": _four_times,
                 "n_kv_head": _falcon_kv_heads},
         gated=False, prefixes=("transformer.",),
-        modules={
-            "embedding": "word_embeddings", "norm": "ln_f", "head": "lm_head",
+        modules=_FALCON_MODULES | {
             "blocks.*.attention_norm": "h.*.ln_attn|h.*.input_layernorm",
             "blocks.*.feed_forward_norm": "h.*.ln_mlp|h.*.input_layernorm",
-            "blocks.*.attention.qkv": interleaved_by_head("h.*.self_attention.query_key_value"),
-            "blocks.*.attention.output": "h.*.self_attention.dense",
-            "blocks.*.feed_forward.up": "h.*.mlp.dense_h_to_4h",
-            "blocks.*.feed_forward.down": "h.*.mlp.dense_4h_to_h",
         },
     ),
     "bloom": Family(
@@ -456,15 +460,10 @@ FAMILIES: dict[str, Family] = {
                               "d_ff": lambda options: 4 * options.whole("hidden_size"),
                               "feed_forward": "gelu_tanh"},
         prefixes=("transformer.",),
-        modules={
-            "embedding": "word_embeddings", "embedding_norm": "word_embeddings_layernorm",
-            "norm": "ln_f", "head": "lm_head",
+        modules=_FALCON_MODULES | {
+            "embedding_norm": "word_embeddings_layernorm",
             "blocks.*.attention_norm": "h.*.input_layernorm",
             "blocks.*.feed_forward_norm": "h.*.post_attention_layernorm",
-            "blocks.*.attention.qkv": interleaved_by_head("h.*.self_attention.query_key_value"),
-            "blocks.*.attention.output": "h.*.self_attention.dense",
-            "blocks.*.feed_forward.up": "h.*.mlp.dense_h_to_4h",
-            "blocks.*.feed_forward.down": "h.*.mlp.dense_4h_to_h",
         },
     ),
     "gptj": Family(
@@ -501,9 +500,7 @@ FAMILIES: dict[str, Family] = {
                 "n_experts_per_token": lambda options: options.whole("num_experts_per_tok"),
                 "d_expert": lambda options: options.whole("moe_intermediate_size"),
                 "normalize_expert_shares": lambda options: options["norm_topk_prob"]},
-        modules=_LLAMA_MODULES | {
-            "blocks.*.attention.query_norm": repeated_for_heads("layers.*.self_attn.q_norm"),
-            "blocks.*.attention.key_norm": repeated_for_heads("layers.*.self_attn.k_norm"),
+        modules=_LLAMA_MODULES | _QWEN3_NORMS | {
             "blocks.*.feed_forward.router": "layers.*.mlp.gate",
             "blocks.*.feed_forward.expert_up": of_experts(
                 "layers.*.mlp.experts.#.gate_proj", "layers.*.mlp.experts.#.up_proj"),

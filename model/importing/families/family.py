@@ -33,6 +33,7 @@ _ROPE_KEYS = {
     "short_factor", "long_factor",
     "finetuned",  # a note on how a yarn model was made; nothing computes with it
 }
+_NEUTRAL_ROPE_KEYS = ("attn_factor", "extrapolation_factor")  # where their value is 1
 _SHAPE = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
@@ -211,7 +212,8 @@ def _rotary(options: Options, scalings: tuple[str, ...]) -> dict[str, Any]:
     for of_some in (given, in_windows):
         if not isinstance(of_some, dict):
             raise refuse(key, of_some, "objects")
-        if unknown := of_some.keys() - _ROPE_KEYS - options.keys():
+        neutral = {name for name in _NEUTRAL_ROPE_KEYS if of_some.get(name) in (None, 1)}
+        if unknown := of_some.keys() - _ROPE_KEYS - neutral - options.keys():
             raise refuse(key, of_some, "no " + ", ".join(sorted(unknown)))
     rope = Options({**options, **given}, {})
     head_dim, fraction = _head_dim(options), rope.number("partial_rotary_factor", 1.0)

@@ -54,8 +54,21 @@ _OF_SOME = {  # keys whose defaults are those of their families
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
     "rope_local_base_freq": "rope.freq_base_swa",
+    "sliding_window_pattern": "attention.sliding_window_pattern",
 }
 _EPSILONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon")
+_PATTERN = "attention.sliding_window_pattern"
+_PERIODS = {"gemma2": 2, "gemma3": 6, "olmo2": 4}  # the last layer of each has no window
+_READ = (
+    *("attention.value_length", "rope.dimension_count", "rope.freq_base", "rope.scale_linear"),
+    *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"),
+    *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+)
+# Keys that change nothing, or nothing without experts; tensors tell the size of the vocabulary.
+_UNUSED = (
+    *("vocab_size", "expert_used_count", "pooling_type", "tensor_data_layout"),
+    "rope.scaling.finetuned",
+)
 # Keys that change what is computed, and the values that do not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "expert_count": (0,),
@@ -69,8 +82,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "rope.scaling.yarn_log_multiplier": (0.0,),
     "rope.scaling.alpha": (0.0,),
     "attention.temperature_length": (0,),
-    "attention.key_length_swa": (),
-    "rope.dimension_sections": (),
 }
 _MODULES: dict[str, tuple[str, ...]] = {  # our module: tensors, where there is one, and several
     "embedding": ("token_embd",),
@@ -109,15 +120,16 @@ def read_family(
             f"it describes a model of general.architecture {kind!r}; supported are "
             f"{', '.join(sorted(_ARCHITECTURES))}"
         )
-    family = FAMILIES[_ARCHITECTURES[kind]]
     tensors = {tensor.name: tensor for tensor in gguf.tensors}
     values = _values(kind, gguf.values, tensors)
+    olmo3 = kind == "olmo2" and values[f"{kind}.attention.sliding_window"]
+    family, rope = FAMILIES["olmo3" if olmo3 else _ARCHITECTURES[kind]], values["rope_parameters"]
     longrope = [tensors.pop(name, None) for name in _LONGROPE]
     if all(longrope):
         short, long = ([shortest(n) for n in one.read().flatten()] for one in longrope if one)
-        rope = {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+        rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+    if all(longrope) or (olmo3 and rope.get("rope_type") == "yarn"):  # as config.json has it
         rope["attention_factor"] = values.pop(f"{kind}.rope.scaling.attn_factor", None)
-        values["rope_parameters"] |= rope
     factors = tensors.pop(_FACTORS, None)
     if factors is not None:
         values["rope_parameters"] |= _llama3(values, family, factors)
@@ -128,6 +140,15 @@ def read_family(
     if "head_dim" not in read:
         usual = _head_dim(kind, values | {names["head_dim"]: None})
         neutral |= {names["head_dim"]: (None, usual)}
+    if kind in _PERIODS and "sliding_window_pattern" not in read:
+        neutral |= {f"{kind}.{_PATTERN}": (None, _PERIODS[kind])}
+    known = {f"{kind}.{name}" for name in (*_READ, *_UNUSED, *_EPSILONS)}
+    for key in values:
+        if key.startswith(f"{kind}.") and key not in {*known, *names.values(), *neutral}:
+            raise UnsupportedError(
+                f"its key {key} is unknown, and may change what the model computes; import the "
+                "model's folder with config.json"
+            )
     family = replace(
         family,
         names=names,
@@ -168,12 +189,15 @@ def _values(kind: str, given: Mapping[str, Any], tensors: Mapping[str, Any]) -> 
         largest = values[f"{kind}.block_count"] == _GEMMA_27B[kind]
         length = {f"{kind}.attention.key_length": None} if largest else {}
         values["query_pre_attn_scalar"] = _head_dim(kind, values | length)
-        pattern = values.get(f"{kind}.attention.sliding_window_pattern")
-        if isinstance(pattern, list):
-            kinds = ("full_attention", "sliding_attention")
-            values["layer_types"] = [kinds[bool(slides)] for slides in pattern]
-        elif type(pattern) is int:
-            values["sliding_window_pattern"] = pattern
+    pattern: Any = given.get(f"{kind}.{_PATTERN}")
+    if kind in _PERIODS and hasattr(pattern, "tolist"):  # a value for each layer
+        del values[f"{kind}.{_PATTERN}"]
+        if len(pattern) != (n_layers := values[f"{kind}.block_count"]):
+            raise UnsupportedError(
+                f"its key {kind}.{_PATTERN} has {len(pattern)} values for {n_layers} layers"
+            )
+        types = ("full_attention", "sliding_attention")
+        values["layer_types"] = [types[bool(slides)] for slides in pattern]
     return values
 
 

@@ -5,8 +5,8 @@ of a file; its `quants` restore the weights. Format: ggml-org/ggml, docs/gguf.md
 
 All scales are float16 in quantised types, so each value is a multiple of 2^-24, which float16
 holds; it rounds values to 11 bits, where the integers have at most 8. Weights become float16, and
-bfloat16 where scales are powers of two (MXFP4). A Q4_0 block keeps its integers and its scale in an
-int4 export: its largest value is -8 times the scale, which float16 holds exactly.
+bfloat16 where scales are powers of two (MXFP4). Q4_0 becomes float32, in which integer · scale is
+exact, so that an int4 export finds the same values again (`export.quantize.quantize_blocks`).
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ _TYPES = {
     39: ("MXFP4", 32, 17),
 }
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_RESTORED = {"Q4_0": torch.float32, "MXFP4": torch.bfloat16}  # all others become float16
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +198,7 @@ def _parse(path: Path, header: _Header, size: int) -> Gguf:
         n_bytes, begin = math.prod(shape) // block * width, start + offset
         if begin + n_bytes > size:
             raise header.broken(f"tensor {name!r} ends at {begin + n_bytes:,} of {size:,} bytes")
-        dtype = _FLOATS.get(kind, torch.bfloat16 if kind == "MXFP4" else torch.float16)
+        dtype = (_FLOATS | _RESTORED).get(kind, torch.float16)
         if kind not in _FLOATS:
             rounded[name] = kind
         read = partial(_read, path, begin, shape, shape[-1] // block * width, kind, dtype)

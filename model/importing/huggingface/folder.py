@@ -23,7 +23,7 @@ from model.importing.huggingface.tokenizer import (
     read_special_tokens,
     read_tokenizer,
 )
-from model.importing.quantized import restore
+from model.importing.quantized import QUANTIZATION_KEYS, restore
 from model.importing.weights import UnsupportedError
 from model.tensor_files import list_tensors, weight_files
 
@@ -32,33 +32,37 @@ _IGNORED = re.compile(
     r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias))$"
     r"|^(model\.)?(vision_tower|multi_modal_projector)\."
 )
-_OF_BOTH = ("quantization_config", "tie_word_embeddings", "bos_token_id", "eos_token_id")
+_OF_BOTH = (
+    *("tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype", "torch_dtype"),
+    *QUANTIZATION_KEYS,
+)
 
 
 def read_folder(source: Path, notes: list[str]) -> Contents:
     """Return the contents of a folder with config.json, *.safetensors and tokenizer.json."""
-    family, config = _read_config(source, notes)
-    template = read_chat_template(source, notes)
-    texts = {
-        TOKENIZER_FILE: read_tokenizer(source, config.vocab_size, template, notes),
-        CHAT_TEMPLATE_FILE: template,
-        SPECIAL_TOKENS_FILE: to_json(read_special_tokens(source)),
-        GENERATION_FILE: generation_defaults(read_optional(source / GENERATION_FILE), notes),
-    }
-    stored = restore(list_tensors(source, _IGNORED), read_optional(source / CONFIG_FILE), notes)
-    return Contents(family, config, texts, stored, weight_files(source))
-
-
-def _read_config(source: Path, notes: list[str]) -> tuple[Family, TransformerConfig]:
     if not (source / CONFIG_FILE).is_file():
         raise UnsupportedError(
             f"it has no {CONFIG_FILE}; name a folder with that, *.safetensors and "
             f"{TOKENIZER_FILE}, or a .gguf file"
         )
-    values, generation = (
-        read_optional(source / CONFIG_FILE),
-        read_optional(source / GENERATION_FILE),
-    )
+    whole, generation = (read_optional(source / name) for name in (CONFIG_FILE, GENERATION_FILE))
+    family, values = _find_family(whole, notes)
+    config = _read_config(family, values, generation, notes)
+    template = read_chat_template(source, notes)
+    texts = {
+        TOKENIZER_FILE: read_tokenizer(
+            source, whole["model_type"], config.vocab_size, template, notes
+        ),
+        CHAT_TEMPLATE_FILE: template,
+        SPECIAL_TOKENS_FILE: to_json(read_special_tokens(source)),
+        GENERATION_FILE: generation_defaults(generation, notes),
+    }
+    stored = restore(list_tensors(source, _IGNORED), values, notes)
+    return Contents(family.scaled(values), config, texts, stored, weight_files(source))
+
+
+def _find_family(values: dict[str, Any], notes: list[str]) -> tuple[Family, dict[str, Any]]:
+    """Return the family that config.json names, and the values of its decoder."""
     kind, names = values.get("model_type"), values.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UnsupportedError(f"{CONFIG_FILE}'s architectures is {names!r}, not a list of names")
@@ -76,7 +80,15 @@ def _read_config(source: Path, notes: list[str]) -> tuple[Family, TransformerCon
             f"{CONFIG_FILE} describes {' '.join(names) or 'a model'} of model_type {kind!r}; "
             f"supported are {supported}"
         )
-    values.pop("quantization_config", None)  # of the weights alone
+    return family, values
+
+
+def _read_config(
+    family: Family, values: dict[str, Any], generation: dict[str, Any], notes: list[str]
+) -> TransformerConfig:
+    """Return the configuration; generation_config.json's tokens go before config.json's."""
+    # Quantization is of the weights alone.
+    values = {key: value for key, value in values.items() if key not in QUANTIZATION_KEYS}
     options = family.options(values)
     bos, eos = (
         options[key] if generation.get(key) is None else generation[key]
@@ -96,8 +108,7 @@ def _read_config(source: Path, notes: list[str]) -> tuple[Family, TransformerCon
             f"end-of-text token {beyond} is left out: it is beyond the vocabulary of "
             f"{config.vocab_size}, so the model never produces it"
         )
-    config = family.config(values, bos_token_id=bos, eos_token_ids=given)
-    return family.scaled(values), config
+    return family.config(values, bos_token_id=bos, eos_token_ids=given)
 
 
 def _text_part(values: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from tokenizers import Tokenizer
 
 from model.bundle import (
     CHAT_TEMPLATE_FILE,
-    CONFIG_FILE,
     SPECIAL_TOKENS_FILE,
     TOKENIZER_FILE,
     token_texts,
@@ -39,7 +38,9 @@ def read_optional(path: Path) -> dict[str, Any]:
     return read_object(path, UnsupportedError) if path.is_file() else {}
 
 
-def read_tokenizer(source: Path, size: int, template: str | None, notes: list[str]) -> str:
+def read_tokenizer(
+    source: Path, model_type: str, size: int, template: str | None, notes: list[str]
+) -> str:
     """Return tokenizer.json, without added tokens beyond the model's `size` embeddings.
 
     Such a token pads batches, or stands for an image. The chat template must not write it.
@@ -71,7 +72,7 @@ def read_tokenizer(source: Path, size: int, template: str | None, notes: list[st
             f"tokens that the model has no embeddings for, beyond its vocabulary of {size}, are "
             f"left out: {', '.join(map(repr, beyond.values()))}"
         )
-    if _mark_spaces(state, source) or beyond:
+    if _mark_spaces(state, source, model_type) or beyond:
         text = json.dumps(state, ensure_ascii=False)
         tokenizer = Tokenizer.from_str(text)
     check_tokenizer(tokenizer, path, size)
@@ -89,7 +90,7 @@ def read_tokenizer(source: Path, size: int, template: str | None, notes: list[st
     return text
 
 
-def _mark_spaces(state: dict[str, Any], source: Path) -> bool:
+def _mark_spaces(state: dict[str, Any], source: Path, model_type: str) -> bool:
     """Make a Llama's tokenizer.json mark spaces as transformers 5 does; tell whether it changed.
 
     Files converted from SentencePiece put a space before each text between special tokens, and
@@ -97,8 +98,8 @@ def _mark_spaces(state: dict[str, Any], source: Path) -> bool:
     families that name this class, as Mistral and Phi-3, transformers believes the file.
     """
     values = read_optional(source / _TOKENIZER_CONFIG_FILE)
-    kind, family = values.get("tokenizer_class"), read_optional(source / CONFIG_FILE)["model_type"]
-    if kind not in ("LlamaTokenizer", "LlamaTokenizerFast") or family != "llama":
+    kind = values.get("tokenizer_class")
+    if kind not in ("LlamaTokenizer", "LlamaTokenizerFast") or model_type != "llama":
         return False
     if '"ByteLevel"' in json.dumps([state.get("pre_tokenizer"), state.get("decoder")]):
         return False

@@ -10,7 +10,7 @@ import pytest
 from server.engine.batch import StepBatch
 from server.engine.engine import Engine
 from server.engine.sampling import Floats, SamplingParams
-from server.engine.token_budget import TokenBudget
+from server.engine.step_capacity import StepCapacity
 from tests.engine_driver import Collector, make_sequence
 from tests.fake_runner import FakeRunner
 
@@ -24,7 +24,7 @@ class Machine:
 
     decode: float = 0.007  # of a decode run
     row: float = 0.0006  # of each of its rows
-    run: float = 0.004  # of each chunk, however short
+    run: float = 0.004  # of a chunk, however short; whole prompts of one length share it
     token: float = 0.0003
     past: float = 0.0  # of each token for each one before it
     other: float = 0.0005  # sampling
@@ -50,11 +50,13 @@ class SimulatedRunner(FakeRunner):
         machine, n = self.machine, len(batch.decodes)
         decode = (machine.decode + machine.row * n) if n else 0.0
         decode *= self._chance.uniform(1 - machine.noise, 1 + machine.noise)
+        whole = [c for c in batch.prefills if c.start == 0 and c.completes_prompt]
+        n_runs = len(batch.prefills) - len(whole) + len({c.count for c in whole})
         prompts = sum(
-            machine.run * (not (machine.one_run and n))
-            + c.count * (machine.token + machine.past * (c.start + c.count / 2))
+            c.count * (machine.token + machine.past * (c.start + c.count / 2))
             for c in batch.prefills
         )
+        prompts += 0.0 if machine.one_run and n else machine.run * n_runs
         prompts *= self._chance.uniform(1 - machine.noise, 1 + machine.noise)
         self.now += decode + prompts + machine.other
         if not (machine.one_run and batch.prefills):
@@ -123,7 +125,7 @@ MACHINES = {
 @pytest.mark.parametrize("name", MACHINES)
 @pytest.mark.parametrize("n_decodes", [None, 2.5, 6.0])
 def test_steps_with_streams_keep_to_the_target(name: str, n_decodes: float | None) -> None:
-    """Would catch a budget without the decodes, the cost of a past, or the default target."""
+    """Would catch a capacity without the decodes, the cost of a past, or the default target."""
     machine = MACHINES[name]
     decode = machine.decode + 4 * machine.row
     load = with_streams(machine, n_decodes and n_decodes * decode)
@@ -158,17 +160,37 @@ def test_a_target_that_cannot_be_met_still_lets_prompts_end() -> None:
     assert [step.n_prefill for step in load.serve(80)] == [LEAST, LEAST, 16, 0]
 
 
-@pytest.mark.parametrize("target", [None, 0.12])
-def test_budgets_follow_a_machine_that_changes_speed(target: float | None) -> None:
-    machine = MACHINES["slow decodes"]
-    load = with_streams(machine, target)
+@pytest.mark.parametrize("name", ["slow decodes", "one run"])
+@pytest.mark.parametrize("n_decodes", [None, 3.6])
+def test_chunks_follow_a_machine_that_changes_speed(name: str, n_decodes: float | None) -> None:
+    """Would catch decodes that are never timed again because every step has prompts."""
+    machine = MACHINES[name]
+    decode = machine.decode + 4 * machine.row
+    load = with_streams(machine, n_decodes and n_decodes * decode)
     load.serve(2000)
     for factor in (2.0, 1.0):
-        load.runner.machine = now = machine.slower(factor)
-        steps = load.serve(4000, new=1)[12:]
-        goal = target or 3 * (now.decode + 4 * now.row)
+        load.runner.machine = machine.slower(factor)
+        steps = load.serve(4000, 4000, 4000, new=1)[60:]
+        goal = n_decodes * decode if n_decodes else 3 * factor * decode
         assert all(step.seconds <= goal for step in steps if step.n_prefill > LEAST)
-        assert max(step.seconds for step in steps) >= 0.75 * goal
+        assert max(step.seconds for step in steps) >= 0.8 * goal
+        assert sum(step.n_prefill == 0 for step in steps) <= len(steps) / 32 + 1
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
+def test_tiny_prompts_tell_nothing_wrong_about_long_ones(at_once: int) -> None:
+    """Eight that share a run take a fraction of what they would alone."""
+    load = with_streams(Machine(), 0.04)
+    load.serve(900)
+    expected = [step.n_prefill for step in load.serve(900)]
+    for _ in range(20):
+        for _ in range(at_once):
+            load.add(5, 1)
+        while load.engine.scheduler.waiting:
+            load.step()
+    steps = load.serve(900)
+    assert steps[0].n_prefill >= 0.7 * expected[0]
+    assert all(step.seconds <= 0.04 for step in steps if step.n_prefill > LEAST)
 
 
 def test_a_hiccup_does_not_stop_prompts() -> None:
@@ -194,8 +216,8 @@ def test_short_prompts_share_a_step_as_far_as_they_fit() -> None:
 
 
 def test_larger_chunks_have_a_larger_least_size() -> None:
-    budget = TokenBudget(2048, 0.001)
-    budget.record(1.0, 1, 0.5, [(100, 0)])
-    assert budget.beside_streams(0) == 256
-    budget.target = None
-    assert budget.beside_streams(0) == 1024
+    capacity = StepCapacity(2048, 0.001)
+    capacity.record(9.0, 1, 0.5, [(2048, 0)])
+    assert capacity.beside_streams(0) == 256
+    capacity.target = None
+    assert capacity.beside_streams(0) == 1024

@@ -1,0 +1,139 @@
+"""Encoders: a token sees both sides, padding changes nothing, and poolings by definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from model.config import Pooling, Projection, TransformerConfig
+from model.network.transformer import Transformer
+from tests.random_models import make_config, make_decoder
+
+BERT: dict[str, Any] = {
+    "causal": False,
+    "position": "learned",
+    "norm": "layernorm",
+    "norm_placement": "post",
+    "embedding_norm": True,
+    "n_token_types": 2,
+    "n_kv_head": 4,
+    "feed_forward": "gelu",
+    "qkv_bias": True,
+    "output_bias": True,
+    "feed_forward_bias": True,
+}
+MODERN: dict[str, Any] = {
+    "causal": False,
+    "norm": "layernorm",
+    "norm_bias": False,
+    "embedding_norm": True,
+    "layers_without_attention_norm": (0,),
+    "sliding_window": 4,
+    "sliding_window_layers": (1,),
+    "sliding_window_rope_theta": 50.0,
+    "feed_forward": "geglu",
+}
+ENCODERS = {
+    "bert": BERT,
+    "mpnet": BERT | {"position": "learned_relative", "n_token_types": None},
+    "modernbert": MODERN,
+    "alibi": BERT | {"position": "alibi"},
+    "embedding gemma": {"causal": False, "qk_norm": True, "norm_placement": "both"},
+}
+LENGTHS = [5, 23, 1]
+EVERY_ENCODER = pytest.mark.parametrize("changes", ENCODERS.values(), ids=ENCODERS.keys())
+
+
+def random_rows(config: TransformerConfig) -> tuple[Tensor, Tensor]:
+    """Return rows of tokens and of token types."""
+    shape = (len(LENGTHS), max(LENGTHS))
+    generator = torch.Generator().manual_seed(0)
+    types = torch.randint(config.n_token_types or 1, shape, generator=generator)
+    return torch.randint(config.vocab_size, shape, generator=generator), types
+
+
+@EVERY_ENCODER
+@torch.inference_mode()
+def test_padding_changes_no_row(changes: dict[str, Any]) -> None:
+    encoder = make_decoder(make_config(**changes))
+    rows, types = random_rows(encoder.config)
+    lengths = torch.tensor(LENGTHS)
+    found = encoder.hidden(rows, lengths, types)
+    others = torch.where(torch.arange(rows.shape[1]) < lengths[:, None], rows, rows.flip(1))
+    again = encoder.hidden(others, lengths, types)
+    for row, length in enumerate(LENGTHS):
+        alone = encoder.hidden(rows[row : row + 1, :length], None, types[row : row + 1, :length])
+        torch.testing.assert_close(found[row, :length], alone[0], rtol=1e-4, atol=2e-5)
+        assert torch.equal(found[row, :length], again[row, :length])
+
+
+@EVERY_ENCODER
+@torch.inference_mode()
+def test_a_token_sees_both_sides_as_far_as_the_window(changes: dict[str, Any]) -> None:
+    narrow = {"sliding_window_layers": None} if "sliding_window" in changes else {}
+    one_layer = {"n_layer": 1, "layers_without_attention_norm": ()}
+    encoder = make_decoder(make_config(**changes | narrow | one_layer))
+    rows, _ = random_rows(encoder.config)
+    reach = changes.get("sliding_window", rows.shape[1])
+    hidden = encoder.hidden(rows[1:2])
+    for place in range(rows.shape[1]):
+        perturbed = rows[1:2].clone()
+        perturbed[0, place] = (rows[1, place] + 1) % encoder.config.vocab_size
+        moved = (encoder.hidden(perturbed) != hidden).any(dim=-1)[0]
+        assert torch.equal(moved, (torch.arange(rows.shape[1]) - place).abs() < reach)
+
+
+@torch.inference_mode()
+def test_a_bert_is_the_norm_of_its_embeddings_and_of_its_sums() -> None:
+    encoder: Any = make_decoder(make_config(**BERT, n_layer=1))
+    rows, types = random_rows(encoder.config)
+    (block,) = encoder.blocks
+    x = encoder.embedding.weight[rows] + encoder.token_type_embedding.weight[types]
+    x = encoder.embedding_norm(x + encoder.position_embedding.weight[: rows.shape[1]])
+    heads = (x @ block.attention.qkv.weight.T + block.attention.qkv.bias).unflatten(-1, (3, 4, 16))
+    query, key, value = heads.permute(2, 0, 3, 1, 4)  # each [batch, head, sequence, head_dim]
+    attended = (query @ key.mT / 4).softmax(-1) @ value
+    between = x + block.attention.output(attended.transpose(1, 2).flatten(2))
+    between = block.attention_norm(between)
+    expected = block.feed_forward_norm(between + block.feed_forward(between))
+    torch.testing.assert_close(encoder.hidden(rows, None, types), expected, rtol=1e-4, atol=2e-5)
+    untold = encoder.hidden(rows, None, torch.zeros_like(types))
+    assert torch.equal(encoder.hidden(rows), untold)
+
+
+@pytest.mark.parametrize("kind", ["cls", "mean", "last"])
+@pytest.mark.parametrize("causal", [False, True])
+@torch.inference_mode()
+def test_poolings_by_definition(kind: Any, causal: bool) -> None:
+    """A decoder pools as an encoder does."""
+    projections = (
+        Projection(d_out=24, activation="tanh", bias=False),
+        Projection(d_out=7, activation="gelu", norm=True),
+    )
+    pooling = Pooling(kind=kind, projections=projections, normalize=True)
+    model: Any = make_decoder(make_config(**BERT | {"causal": causal}, pooling=pooling))
+    rows, _ = random_rows(model.config)
+    found = model.encode(rows, torch.tensor(LENGTHS))
+    first, second = model.pooler.projections
+    for row, length in enumerate(LENGTHS):
+        tokens = model.hidden(rows[row : row + 1, :length])[0]
+        pooled = {"cls": tokens[0], "mean": tokens.mean(dim=0), "last": tokens[-1]}[kind]
+        raised = torch.tanh(pooled @ first.linear.weight.T)
+        raised = functional.gelu(raised @ second.linear.weight.T + second.linear.bias)
+        expected = second.norm(raised)
+        expected = expected / expected.square().sum().sqrt()
+        torch.testing.assert_close(found[row], expected, rtol=1e-4, atol=2e-5)
+
+
+def test_a_pooling_is_kept_with_its_configuration(tmp_path: Any) -> None:
+    pooling = Pooling(
+        kind="cls", projections=(Projection(d_out=2),), labels=("no", "yes"), normalize=False
+    )
+    config = make_config(**BERT, pooling=pooling)
+    config.save(tmp_path / "config.json")
+    assert TransformerConfig.load(tmp_path / "config.json") == config
+    assert isinstance(Transformer(config).config.pooling, Pooling)
