@@ -213,14 +213,15 @@ def sample_text(checkpoint: Checkpoint, file: Path | None, precision: str) -> Sa
     precision that needs text where Python brings none.
     """
     run, prefix = checkpoint.path.parent, tuple(leading_ids(checkpoint.tokenizer))
-    token_ids = None
+    text, token_ids = "", np.empty(0, dtype=np.int64)
     if file is not None:
         try:
             name, text = file.name, file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise ValueError(f"{file} is not UTF-8 text") from None
     elif checkpoint.progress and (run / DATA_FOLDER).is_dir():
-        name, token_ids = f"held-out text of {run.name}", open_tokens(run / DATA_FOLDER).held_out
+        name = f"held-out text of {run.name}"
+        token_ids = open_tokens(run / DATA_FOLDER).held_out.astype(np.int64)
     elif precision in MAX_PERPLEXITY_LOSS:
         try:  # half a million characters on the language, which some distributions leave out
             from pydoc_data.topics import topics  # noqa: PLC0415
@@ -232,15 +233,15 @@ def sample_text(checkpoint: Checkpoint, file: Path | None, precision: str) -> Sa
         name, text = _PYDOC, "\n\n".join(topics[name] for name in sorted(topics))
     else:
         return None
-    if token_ids is None:
-        token_ids = checkpoint.tokenizer.encode(text, add_special_tokens=False).ids
+    if text:
+        token_ids = np.array(checkpoint.tokenizer.encode(text, add_special_tokens=False).ids)
     fewest = FEWEST_TOKENS if precision in MAX_PERPLEXITY_LOSS else 2
     if len(token_ids) < fewest:
         raise ValueError(
             f"{name} has {len(token_ids)} tokens, too few to measure {precision} on; "
             f"give --text FILE with at least {fewest}"
         )
-    return SampleText(name, np.array(token_ids, dtype=np.int64), prefix)
+    return SampleText(name, token_ids, prefix)
 
 
 def _describe_source(checkpoint: Checkpoint) -> dict[str, str | int | float]:

@@ -71,8 +71,8 @@ class LayeredDecoder:
             for i, group in enumerate(groups):
                 hidden[i], cache = self._run_block(block, hidden[i])
                 if observe is not None:
-                    for row, key, value in zip(group, *cache, strict=True):
-                        observe(layer, row, LayerCache(key, value))
+                    for place, key, value in zip(group, *cache, strict=True):
+                        observe(layer, place, LayerCache(key, value))
         return [x for batch in hidden for x in batch]
 
     @torch.inference_mode()
@@ -108,7 +108,7 @@ class LayeredDecoder:
         """Run x [batch, sequence, d_model] in chunks, since scores are [chunk, sequence]."""
         batch, sequence, _ = x.shape
         empty = x.new_zeros(batch, self.config.n_kv_head, sequence, self.config.head_dim)
-        cache, outputs = LayerCache(empty, empty), []
+        cache, outputs = LayerCache(empty, empty), list[Tensor]()
         with torch.device(self._device):
             for chunk in x.split(max(1, _TOKENS // batch), dim=1):
                 start = sum(output.shape[1] for output in outputs)

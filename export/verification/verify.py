@@ -27,7 +27,7 @@ from model.progress import Progress, unheard
 MAX_LOGIT_ERROR = 1e-3  # fp32, relative to the standard deviation of the logits
 _MOST_DOUBT = 0.05  # of a perplexity loss that was measured on few tokens
 MAX_PERPLEXITY_LOSS = {"bf16": 0.01, "fp16": 0.01, "int8": 0.01, "int4": 0.05}  # relative
-MAX_ERROR_GROWTH = 3.0
+MAX_ERROR_GROWTH = 2.0  # of rounded precisions, in long rows
 _SPAN = 128  # positions of which errors are added up
 _SMALL_ERROR = 0.02  # relative, from which growth is counted
 _NO_LABEL = -100
@@ -171,7 +171,7 @@ class _Tally:
             if span and (decoded, 0) in errors
         ]
         if growths:
-            figures["error_growth"] = max(growths)
+            figures["error_growth"] = float(max(growths))
         if self.n_labels:
             in_torch, in_onnx = np.exp(self.losses / self.n_labels).tolist()
             mean = (self.losses[1] - self.losses[0]) / self.n_labels

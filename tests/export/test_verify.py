@@ -110,38 +110,47 @@ def test_a_prefix_is_cut_where_a_row_cannot_hold_it(
     assert random_model.verify(text).perplexity_torch is not None
 
 
-def turned_wrongly(model: RandomModel, folder: Path, first: int) -> RandomModel:
-    """Return the graph with the angles of position 0 from position `first` on."""
-    graph = onnx.load(model.graph)
-    for tensor in graph.graph.initializer:
+def turn_wrongly(graph: onnx.GraphProto, first: int) -> None:
+    """Give positions from `first` on the angles of position 0."""
+    for tensor in graph.initializer:
         if "rotary" in tensor.name:
             table = onnx.numpy_helper.to_array(tensor).copy()
             table[first:] = table[0]
             tensor.CopyFrom(onnx.numpy_helper.from_array(table, tensor.name))
-    onnx.save(graph, folder / GRAPH_FILE, save_as_external_data=True, location=WEIGHTS_FILE)
-    return RandomModel(model.decoder, folder / GRAPH_FILE)
 
 
-@pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_a_graph_that_is_wrong_beyond_some_position_is_refused(
-    precision: str, tmp_path: Path
-) -> None:
+def narrow(graph: onnx.GraphProto, window: int) -> None:
+    """Hide the keys beyond a window, in prompts and in decoding."""
+    choices = (node for node in graph.node if node.op_type == "If")
+    for node in (node for choice in choices for of in choice.attribute for node in of.g.node):
+        if node.op_type == "GroupQueryAttention":
+            node.attribute.append(onnx.helper.make_attribute("local_window_size", window))
+
+
+def test_a_graph_that_is_wrong_beyond_some_position_is_refused(tmp_path: Path) -> None:
     """Perplexity is measured on short rows, and would not move."""
     text = SampleText("text", np.resize(TEXT, 3000))
-    model = export_random(tmp_path / "right", precision, max_model_len=640)
+    model = export_random(tmp_path, "int8", max_model_len=640)
     right = model.verify(text)
     assert right.longest == 640
-    check(right.model_copy(update={"perplexity_onnx": right.perplexity_torch}), precision)
-    (tmp_path / "wrong").mkdir()
-    wrong = turned_wrongly(model, tmp_path / "wrong", first=500).verify(text)
-    assert wrong.perplexity_onnx == right.perplexity_onnx
-    with pytest.raises(VerificationError, match="in rows of 640 tokens"):
-        check(wrong.model_copy(update={"perplexity_onnx": right.perplexity_torch}), precision)
+    right = right.model_copy(update={"perplexity_torch": right.perplexity_onnx})
+    check(right, "int8")
+    for break_it, position in ((turn_wrongly, 450), (narrow, 150)):
+        proto = onnx.load(model.graph)
+        break_it(proto.graph, position)
+        broken = tmp_path / break_it.__name__ / GRAPH_FILE
+        broken.parent.mkdir()
+        onnx.save(proto, broken, save_as_external_data=True, location=WEIGHTS_FILE)
+        wrong = RandomModel(model.decoder, broken).verify(text)
+        assert wrong.perplexity_onnx == right.perplexity_onnx
+        wrong = wrong.model_copy(update={"perplexity_torch": wrong.perplexity_onnx})
+        with pytest.raises(VerificationError, match="in rows of 640 tokens"):
+            check(wrong, "int8")
 
 
 @pytest.mark.parametrize("template", ["$A", "<s> $A", "<s> $A </s>", "<s> <s> $A"])
 def test_the_prefix_is_found_in_the_tokenizer(template: str, tmp_path: Path) -> None:
-    content = "<s> the same text, again and again: " * 20
+    content = "<s> the same text, again and again: " * 40
     tokenizer = train_tokenizer([content], 280)
     tokenizer.add_special_tokens(["<s>", "</s>"])
     special = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>")]
