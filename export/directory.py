@@ -12,12 +12,14 @@ import onnx_ir
 from pydantic import ValidationError
 
 from export.attention_graph import write_attention_graph
+from export.encoder_graph import export_encoder_graph
 from export.graph import export_graph, load_weights
 from export.kv_cache import KVScales
 from export.paged_graph import KV_DTYPES, check_pageable, export_paged_graph
 from export.verification.paged_session import PagedSession, require_cuda
 from export.verification.plan import FEWEST_TOKENS, SampleText
 from export.verification.segments import SegmentedGraph
+from export.verification.vectors import verify_vectors
 from export.verification.verify import MAX_PERPLEXITY_LOSS, VerificationError, Verifier, check
 from model.bundle import (
     CONFIG_FILE,
@@ -88,7 +90,9 @@ def export_checkpoint(
     if device == "cuda":
         check_pageable(config)
         require_cuda()
-    sample = sample_text(checkpoint, text, precision)
+    if config.pooling is not None:
+        check_vector_options(device, precision, text)
+    sample = None if config.pooling else sample_text(checkpoint, text, precision)
     files = dict(checkpoint.extra_files)
     try:
         brought = GenerationDefaults.model_validate_json(files.get(GENERATION_FILE, b"{}"))
@@ -103,21 +107,35 @@ def export_checkpoint(
         for name, content in files.items():
             (part / name).write_bytes(content)
         graph = part / GRAPH_FILE
-        verifier, scales = Verifier(config, weights, sample, device), KVScales(config)
-        verifier.compute(progress, scales.observe)
-        steps = scales.steps()
-        if device == "cuda":
-            export_paged_graph(config, weights, graph, precision, kv_cache, steps, progress)
+        if config.pooling is not None:
+            export_encoder_graph(config, weights, graph, precision, progress)
+            tokenizer = checkpoint.tokenizer
+            figures = verify_vectors(config, weights, graph, tokenizer, precision, progress)
         else:
-            export_graph(
-                config, weights, graph, precision, steps, progress, int8_prompts=int8_prompts
-            )
-            write_attention_graph(part)
-        figures = _verify(verifier, graph, config, device, precision, progress)
+            verifier, scales = Verifier(config, weights, sample, device), KVScales(config)
+            verifier.compute(progress, scales.observe)
+            steps = scales.steps()
+            if device == "cuda":
+                export_paged_graph(config, weights, graph, precision, kv_cache, steps, progress)
+            else:
+                export_graph(
+                    config, weights, graph, precision, steps, progress, int8_prompts=int8_prompts
+                )
+                write_attention_graph(part)
+            figures = _verify(verifier, graph, config, device, precision, progress)
         notes = _describe_source(checkpoint)
         manifest = make_manifest(config, part, precision, notes, figures, device)
         manifest.save(part / MANIFEST_FILE)
     return manifest, checkpoint.notes
+
+
+def check_vector_options(device: Device, precision: str, text: Path | None) -> None:
+    """Raise ValueError for options that a model with a pooling has not."""
+    if device == "cuda" or precision == "int4":
+        wrong = f"{precision} on {device}"
+        raise ValueError(f"a model that makes vectors is fp32 or int8 on cpu, not {wrong}")
+    if text is not None:
+        raise ValueError(f"a model that makes vectors is not measured on {text}; leave it out")
 
 
 def check_precision(precision: str, device: Device) -> None:
@@ -158,10 +176,13 @@ def verify_directory(
         )
     else:
         return manifest, None
-    device, precision, config = manifest.device, manifest.precision, checkpoint.config
-    sample = sample_text(checkpoint, text, precision)
-    verifier = Verifier(config, checkpoint.weights, sample, device)
-    return manifest, _verify(verifier, bundle.graph_path, config, device, precision, progress)
+    config, device, precision = checkpoint.config, manifest.device, manifest.precision
+    graph, weights, tokenizer = bundle.graph_path, checkpoint.weights, checkpoint.tokenizer
+    if config.pooling is not None:
+        check_vector_options(device, precision, text)
+        return manifest, verify_vectors(config, weights, graph, tokenizer, precision, progress)
+    verifier = Verifier(config, weights, sample_text(checkpoint, text, precision), device)
+    return manifest, _verify(verifier, graph, config, device, precision, progress)
 
 
 def _verify(
@@ -191,7 +212,7 @@ def make_manifest(
     graph = onnx_ir.load(directory / GRAPH_FILE).graph
     return Manifest(
         format_version=FORMAT_VERSION,
-        architecture="kvasir-decoder",
+        architecture="kvasir-encoder" if config.pooling else "kvasir-decoder",
         parameters=count_parameters(config),
         device=device,
         precision=precision,

@@ -39,10 +39,6 @@ KV_BLOCK_SIZE = 256
 # A graph's keys and values: each input {name}.{layer}.key or .value is written to the output
 # {name}.{layer}.… Those of prompts exist where running sequences have int8 ones.
 CACHE_OUTPUTS = {"past_key_values": "present", "prompt_key_values": "prompt_present"}
-# Of the graph of a model with a pooling.
-TYPES_INPUT = "token_type_ids"  # where it has types
-VECTORS_OUTPUT = "vectors"  # of texts
-HIDDEN_OUTPUT = "token_vectors"
 DECODE_INPUT = "decode"  # chooses the int8 keys and values of running sequences, where there are
 
 Device = Literal["cpu", "cuda"]
@@ -71,10 +67,20 @@ class Verification(_Record):
     longest: the tokens of the longest row. error_growth: the logits' errors (their deviation, over
     the logits' own) in the worst 128 positions, over those of the first 128, or over 2 % if these
     are less.
+
+    Where a model makes vectors of texts, `positions` are texts, and the numbers of their vectors
+    count as logits. The cosines are of both vectors, for a classifier those before its head.
+    retrieval_torch, retrieval_onnx: the share of the pairs of `text` whose second half is the
+    nearest to the first. retrieval_error: the standard error of their difference.
     """
 
     max_logit_error: float
     greedy_agreement: float
+    mean_cosine: float | None = None
+    least_cosine: float | None = None
+    retrieval_torch: float | None = None
+    retrieval_onnx: float | None = None
+    retrieval_error: float | None = None
     perplexity_torch: float | None = None
     perplexity_onnx: float | None = None
     perplexity_error: float | None = None

@@ -76,7 +76,7 @@ class Plan:
     def __init__(self, config: TransformerConfig, text: SampleText | None) -> None:
         self._config, self._generator = config, np.random.default_rng(0)
         n_parameters = count_parameters(config)
-        long_rows = self._make_long_rows(text, _affordable(n_parameters, *_OF_LONG_ROWS))
+        long_rows = self._make_long_rows(text, affordable_tokens(n_parameters, *_OF_LONG_ROWS))
         if text is not None and len(text.token_ids) >= FEWEST_TOKENS:
             half = len(text.token_ids) // 2
             text = SampleText(text.name, text.token_ids[:half], text.prefix)
@@ -93,7 +93,7 @@ class Plan:
             *(Test(_long(self.rows[i][:-1]), [i]) for i in self.long_rows[:_TESTED]),
         ]
         if text is not None:
-            stretches, n_given = self._text_rows(text, _affordable(n_parameters, *_OF_TEXT))
+            stretches, n_given = self._text_rows(text, affordable_tokens(n_parameters, *_OF_TEXT))
             places = range(len(self.rows), len(self.rows) + len(stretches))
             self.tests.append(Test(_decoded(stretches[:, :-1], n_given), places, True))
             self.rows += list(stretches)
@@ -130,7 +130,7 @@ class Plan:
         return np.concatenate((np.array(text.prefix, dtype=np.int64), stretch))[:count]
 
 
-def _affordable(n_parameters: int, fewest: int, most: int) -> int:
+def affordable_tokens(n_parameters: int, fewest: int, most: int) -> int:
     """Return how many tokens to compute: seconds of a small model, minutes of a large one."""
     return max(fewest, min(most, int(_BUDGET / n_parameters)))
 
