@@ -93,7 +93,7 @@ class Settings(BaseSettings):
     spin_microseconds: int = Field(SPIN_MICROSECONDS, ge=0, le=1_000_000)
     """Time for which an idle compute thread waits for more work before it sleeps."""
     max_queue: int | None = Field(None, ge=0)
-    """Sequences that may wait beyond those that run. Default: 4 x max_num_seqs."""
+    """Sequences that may wait beyond those that run. Default: 4 x max_num_seqs; 4096 texts."""
     max_queue_tokens: int | None = Field(None, ge=0)
     """Prompt tokens that may wait; a lone prompt may be longer. Default: 4096 x max_queue."""
     max_concurrency_per_key: int | None = Field(None, ge=1)
@@ -157,6 +157,11 @@ class Settings(BaseSettings):
     def queue_limit(self) -> int:
         """The number of sequences that may wait."""
         return 4 * self.max_num_seqs if self.max_queue is None else self.max_queue
+
+    @property
+    def text_queue_limit(self) -> int:
+        """The number of texts that may wait for their vectors, which take little time each."""
+        return 4096 if self.max_queue is None else self.max_queue
 
     @property
     def queue_tokens_limit(self) -> int:
