@@ -87,6 +87,24 @@ NO_OPS: dict[str, list[Any]] = {
     for name in names.split()
 }
 
+# What does here what other servers' fields do.
+_SCHEMA = '"response_format": {"type": "json_schema", "json_schema": {"schema": …}}'
+_USED_HERE = {
+    "guided_json": _SCHEMA,
+    "json_schema": _SCHEMA,
+    "guided_regex": "regex",
+    "guided_choice": "regex, as in a|b",
+    "guided_grammar": "grammar",
+    "ebnf": "grammar, in Lark's notation",
+    "structured_outputs": f"regex, grammar, or {_SCHEMA}",
+    "repeat_penalty": "repetition_penalty",
+    "n_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "ignore_eos_token": "ignore_eos",
+    "typical": "typical_p",
+    "best_of": "n",
+}
+
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Size = NonNegativeInt
 Logprob = NonPositiveFloat
@@ -421,7 +439,8 @@ def parse(adapter: TypeAdapter[T], raw: bytes) -> T:
     is_missing = first["type"] == "missing"
     place = ".".join(map(str, _path(first["loc"], value, is_missing=is_missing)))
     if first["type"] == "extra_forbidden":
-        message = f"the field {place!r} is unknown or not supported; leave it out"
+        mend = f"use {_USED_HERE[place]}" if place in _USED_HERE else "leave it out"
+        message = f"the field {place!r} is unknown or not supported; {mend}"
     elif place:
         message = f"{place}: {message}"
     raise InvalidRequestError(message, param=place or None)

@@ -555,6 +555,8 @@ async def test_a_response_format_holds_in_openais_and_tgis_form() -> None:
     async with chatting() as (served, _, _):
         for response_format in (
             {"type": "json_schema", "json_schema": {"name": "t", "schema": TIME}},
+            {"type": "json_schema", "json_schema": {"name": "a b", "schema": TIME}},
+            {"type": "json_object", "schema": TIME},
             {"type": "json_schema", "value": {"name": "t", "schema": TIME}},
             {"type": "json_object", "value": TIME},
             {"type": "json", "value": json.dumps(TIME)},

@@ -125,8 +125,9 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     (form("regex", value={}), "response_format.value"),
     (form("text", value="x"), "response_format"),
     (form("json_schema", json_schema={"name": "x"}), "response_format.json_schema.schema"),
+    (form("text", schema={}), "response_format"),
     (
-        form("json_schema", json_schema={"name": "a b", "schema": {}}),
+        form("json_schema", json_schema={"name": 1, "schema": {}}),
         "response_format.json_schema.name",
     ),
     (CALL | {"regex": "a"}, "regex"),
@@ -205,7 +206,7 @@ GENERATE: list[tuple[dict[str, Any], str]] = [
     (parameters(grammar={"type": "lark", "value": "a"}), "parameters.grammar"),
     (parameters(best_of=2), "parameters.best_of"),
     (parameters(watermark=True), "parameters.watermark"),
-    (parameters(max_new_tokens=64), "at most 64 tokens"),
+    (parameters(max_new_tokens=64), "64 tokens"),
 ]
 
 
@@ -305,3 +306,15 @@ async def test_prompts_of_many_token_ids_are_parsed() -> None:
     async with serving(FakeRunner(VOCAB_SIZE)) as served:
         response = await served.client.post("/v1/completions", json={"prompt": ids})
     assert "the prompt has 131072" in response.json()["error"]["message"]
+
+
+async def test_a_refusal_names_the_equivalent() -> None:
+    """A field of another server by its name here, and the route that a path may mean."""
+    async with serving(FakeRunner(VOCAB_SIZE)) as served:
+        for name, here in (("guided_json", "json_schema"), ("n_predict", "max_tokens")):
+            response = await served.client.post("/v1/completions", json={"prompt": "a", name: 1})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+            assert here in response.json()["error"]["message"]
+        response = await served.client.post("/v1/chat/completion", json={})
+        assert response.status_code == 404
+        assert "/v1/chat/completions" in response.json()["error"]["message"]
