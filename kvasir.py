@@ -33,8 +33,8 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
 _BENCHES: tuple[tuple[Callable[..., None], str], ...] = (
     (bench_model, "kvasir bench model --preset smollm2-135m --precision int8"),
     (bench_engine, "kvasir bench engine --preset smollm2-135m --precision int8"),
-    (bench_serve, "kvasir bench serve artifacts/mine --workload 16x128/64"),
     (bench_embed, "kvasir bench embed artifacts/mine http://localhost:8001"),
+    (bench_serve, "kvasir bench serve artifacts/mine --workload 16x128/64"),
 )
 _ABOUT = "Train a decoder language model, or take a published one; export it to ONNX, serve it."
 _EXAMPLES = "\n".join([example for _, _, example in _COMMANDS] + [_BENCHES[-1][1]])
