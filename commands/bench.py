@@ -34,7 +34,7 @@ def bench_model(
     with loading(quiet=as_json):
         from loadtest.random_model import make_random_model
 
-    with one_line_errors(), ProgressBar(quiet=as_json, writes=True) as progress:
+    with one_line_errors(), ProgressBar(quiet=as_json, takes_minutes=True) as progress:
         folder = out or _RANDOM_MODELS / f"{preset}-{precision}"
         made = make_random_model(preset, precision, folder, progress=progress)
     typer.echo(json.dumps({"directory": str(made)}) if as_json else made)

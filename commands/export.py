@@ -57,7 +57,7 @@ def export(
         from export.directory import export_checkpoint
 
     started = time.monotonic()
-    with one_line_errors(), ProgressBar(quiet=as_json, writes=True) as progress:
+    with one_line_errors(), ProgressBar(quiet=as_json, takes_minutes=True) as progress:
         manifest, notes = export_checkpoint(
             checkpoint,
             out,
@@ -93,7 +93,7 @@ def verify(
     with loading(quiet=as_json):
         from export.directory import verify_directory
 
-    with one_line_errors(), ProgressBar(quiet=as_json, writes=True) as progress:
+    with one_line_errors(), ProgressBar(quiet=as_json, takes_minutes=True) as progress:
         manifest, measured = verify_directory(directory, checkpoint, text, progress)
     columns = {"manifest": manifest.verification} | ({"measured": measured} if measured else {})
     parts = _tables(directory.name, **columns)

@@ -28,7 +28,7 @@ def import_(
         from model.importing.published import import_checkpoint
 
     started = time.monotonic()
-    with one_line_errors(), ProgressBar(quiet=as_json, writes=True) as progress:
+    with one_line_errors(), ProgressBar(quiet=as_json, takes_minutes=True) as progress:
         imported = import_checkpoint(source, out, progress)
     (cost, took), config = cost_since(started), imported.config
     rows = {

@@ -44,11 +44,11 @@ class ProgressBar:
     as KeyboardInterrupt, at the next report at the latest: PyTorch swallows some of them, or turns
     them into other errors.
 
-    writes: the work writes for minutes. Then SIGTERM ends the block as SystemExit, so that nothing
-    half written stays; and where there is no terminal, each stage is a line as it begins.
+    takes_minutes: SIGTERM ends the block as SystemExit, so that nothing half written stays; and
+    where there is no terminal, each stage is a line as it begins.
     """
 
-    def __init__(self, *, quiet: bool = False, writes: bool = False) -> None:
+    def __init__(self, *, quiet: bool = False, takes_minutes: bool = False) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
         from commands.output import console
@@ -66,10 +66,10 @@ class ProgressBar:
         )
         self._timer = Timer(_DELAY, self._bar.start)
         self._timer.daemon = True
-        self._prints = writes and not quiet and not sys.stderr.isatty()
+        self._prints = takes_minutes and not quiet and not sys.stderr.isatty()
         self._started, self._stage = time.monotonic(), ""
         self._end: BaseException | None = None
-        self._handling = on_interrupt(self._interrupt, *[signal.SIGTERM] * writes)
+        self._handling = on_interrupt(self._interrupt, *[signal.SIGTERM] * takes_minutes)
 
     def __enter__(self) -> ProgressBar:
         self._handling.__enter__()

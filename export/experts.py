@@ -18,7 +18,7 @@ import torch
 from onnx_ir.tape import Tape
 from torch import Tensor
 
-from export.quantize import BLOCK, quantize_blocks, rounded
+from export.quantize import BLOCK, quantize_blocks, rounded_weight
 from export.rewrite import MICROSOFT, remove_unused_constants, replace_node
 from export.weights import Weights
 
@@ -62,4 +62,4 @@ def _round(
         return packed.view(len(experts), n_out, -1), scales.view(len(experts), n_out, -1)
 
     shapes = (n_experts, n_out, n_in * bits // 8), (n_experts, n_out, n_in // BLOCK)
-    return rounded(graph, weights, weight, f"int{bits}", rounder, torch.uint8, shapes)
+    return rounded_weight(graph, weights, weight, f"int{bits}", rounder, torch.uint8, shapes)

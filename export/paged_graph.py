@@ -74,19 +74,19 @@ def export_paged_graph(
     """
     dtype = DTYPES[precision]
     check_pageable(config)
-    rounded = Weights(weights, dtype)
+    converted = Weights(weights, dtype)
     if kv_cache is not None:
         assert kv_scales is not None, f"{kv_cache} keys and values need scales"
-        scale_kv_channels(rounded, config, kv_scales)
+        scale_kv_channels(converted, config, kv_scales)
     progress("tracing PyTorch", 0, 0)
     decoder = make_skeleton(config, dtype)
     for name, module in decoder.named_modules():
         if isinstance(module, Attention) and config.qk_norm and not config.qk_norm_across_heads:
-            norms = (rounded.read(f"{name}.{of}_norm.weight") for of in ("query", "key"))
+            norms = (converted.read(f"{name}.{of}_norm.weight") for of in ("query", "key"))
             module.norms_in_operator = all(bool((of == of[0]).all()) for of in norms)
     kv_dtype = dtype if kv_cache is None else KV_DTYPES[kv_cache]
     blocks: list[int | str] = ["num_blocks", KV_BLOCK_SIZE, config.n_kv_head, config.head_dim]
-    model = trace(decoder, rounded, PagedInputs, RUN_INPUTS, (kv_dtype, blocks))
+    model = trace(decoder, converted, PagedInputs, RUN_INPUTS, (kv_dtype, blocks))
     if precision in ("int8", "int4"):
-        quantize_in_blocks(model, rounded, bits=8 if precision == "int8" else 4)
+        quantize_in_blocks(model, converted, bits=8 if precision == "int8" else 4)
     save(model, path, progress)

@@ -164,7 +164,9 @@ def _round_in_blocks(
     n_in, n_out = _sizes(weight)
     n_blocks = -(-n_in // BLOCK)
     shapes = (n_out, n_blocks, BLOCK * bits // 8), (n_out, n_blocks)
-    integers, scales = rounded(graph, weights, weight, f"int{bits}", rounder, torch.uint8, shapes)
+    integers, scales = rounded_weight(
+        graph, weights, weight, f"int{bits}", rounder, torch.uint8, shapes
+    )
     sizes = {"K": n_in, "N": n_out, "bits": bits, "block_size": BLOCK}
     tape = Tape()
     product = tape.op("MatMulNBits", [x, integers, scales], sizes | attributes, domain=MICROSOFT)
@@ -175,11 +177,11 @@ def _round_in_blocks(
 def _sizes(weight: ir.Value) -> tuple[int, int]:
     """Return a linear layer's inputs and outputs."""
     assert weight.shape is not None
-    n_out, n_in = weight.shape.numpy()
-    return (n_out, n_in) if str(weight.name).endswith(TRANSPOSED) else (n_in, n_out)
+    rows, columns = weight.shape.numpy()  # [outputs, inputs] unless transposed
+    return (rows, columns) if str(weight.name).endswith(TRANSPOSED) else (columns, rows)
 
 
-def rounded(
+def rounded_weight(
     graph: ir.Graph,
     weights: Weights,
     weight: ir.Value,
@@ -301,4 +303,4 @@ class _Int8:
         assert weight.shape is not None
         shapes = weight.shape.numpy(), [_sizes(weight)[1]]
         of = self._graph, self._weights, weight
-        return rounded(*of, "int8", quantize_rows, torch.int8, shapes)
+        return rounded_weight(*of, "int8", quantize_rows, torch.int8, shapes)

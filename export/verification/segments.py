@@ -94,15 +94,15 @@ class SegmentedGraph:
     def logits(self, cases: Sequence[Case], progress: Progress = unheard) -> Iterator[Floats]:
         """Run all cases, and then yield the logits [wanted, vocab] of each of their steps."""
         # What is still to be read in each step.
-        known = [step.inputs(case.rows) for case in cases for step in case.steps]
+        pending = [step.inputs(case.rows) for case in cases for step in case.steps]
         *layers, head = self._segments
         for segment in followed(layers, "computing in ONNX Runtime", progress):
-            session, start = self._open(segment, known), 0
+            session, start = self._open(segment, pending), 0
             for case in cases:
-                self._run(session, segment, case, known[start : start + len(case.steps)])
+                self._run(session, segment, case, pending[start : start + len(case.steps)])
                 start += len(case.steps)
-        session = self._open(head, known)
-        for arrays in known:
+        session = self._open(head, pending)
+        for arrays in pending:
             (logits,) = session.run(["logits"], {name: arrays[name] for name in head.takes})
             yield logits
 
@@ -111,14 +111,18 @@ class SegmentedGraph:
         session: onnxruntime.InferenceSession,
         segment: _Segment,
         case: Case,
-        known: list[Arrays],
+        pending: list[Arrays],
     ) -> None:
-        """Run a case's steps; known: what is to be read in each, which is brought up to date."""
+        """Run a case's steps; pending: what is to be read in each, which is brought up to date."""
         caches = _empty_caches(session, self._config, *case.rows.shape)
-        for step, arrays in zip(case.steps, known, strict=True):
+        for step, arrays in zip(case.steps, pending, strict=True):
             prompt = "prompt_key_values" in caches and not step.decode
             used = "prompt_key_values" if prompt else "past_key_values"
-            past = {f"{kind}.{place}": of for kind in caches for place, of in caches[kind].items()}
+            past = {
+                f"{kind}.{place}": array
+                for kind, arrays_of_kind in caches.items()
+                for place, array in arrays_of_kind.items()
+            }
             feeds = arrays | past
             places = list(caches.get(used, {}))
             presents = [f"{CACHE_OUTPUTS[used]}.{place}" for place in places]
@@ -133,12 +137,12 @@ class SegmentedGraph:
             if prompt:
                 with np.errstate(invalid="ignore"):  # a NaN shows in the logits
                     caches["past_key_values"] = {
-                        place: np.clip(np.rint(of), -127, 127).astype(np.int8)
-                        for place, of in rows.items()
+                        place: np.clip(np.rint(array), -127, 127).astype(np.int8)
+                        for place, array in rows.items()
                     }
 
-    def _open(self, segment: _Segment, known: Sequence[Arrays]) -> onnxruntime.InferenceSession:
-        """Open a session of a segment; known: arrays that show its inputs' types."""
+    def _open(self, segment: _Segment, pending: Sequence[Arrays]) -> onnxruntime.InferenceSession:
+        """Open a session of a segment; pending: arrays that show its inputs' types."""
         model, whole = onnx.ModelProto(), self._model
         model.ir_version = whole.ir_version
         model.opset_import.extend(whole.opset_import)
@@ -149,7 +153,9 @@ class SegmentedGraph:
         graph.initializer.extend(of for of in whole.graph.initializer if of.name in reads)
         inputs = {value.name: value for value in whole.graph.input}
         for name in segment.takes:
-            graph.input.append(inputs.get(name) or _value_info(name, [of[name] for of in known]))
+            graph.input.append(
+                inputs.get(name) or _value_info(name, [arrays[name] for arrays in pending])
+            )
         made = {name for node in segment.nodes for name in node.output}
         graph.output.extend(of for of in whole.graph.output if of.name in made)
         graph.output.extend(onnx.ValueInfoProto(name=name) for name in segment.makes)

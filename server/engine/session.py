@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from model.bundle import CACHE_OUTPUTS
 from model.config import TransformerConfig
 from model.onnx_runtime import onnxruntime, open_cpu_session
 
@@ -16,7 +17,6 @@ _ELEMENT_TYPES = {  # numbers in onnx.TensorProto, and bytes
     "tensor(int8)": (3, 1),
     "tensor(float8e4m3fn)": (17, 1),
 }
-_PRESENT = {"past_key_values": "present", "prompt_key_values": "prompt_present"}
 
 
 def open_session(
@@ -68,9 +68,9 @@ def kv_inputs(session: onnxruntime.InferenceSession) -> list[KVInput]:
     inputs = []
     for value in session.get_inputs():
         family, _, place = value.name.partition(".")
-        if family in _PRESENT:
+        if family in CACHE_OUTPUTS:
             layer, part = place.split(".")
             block = 2 * int(layer) + (part == "value")
-            present, kind = f"{_PRESENT[family]}.{place}", _ELEMENT_TYPES[value.type]
+            present, kind = f"{CACHE_OUTPUTS[family]}.{place}", _ELEMENT_TYPES[value.type]
             inputs.append(KVInput(value.name, present, block, *kind, tuple(value.shape[1:])))
     return inputs
