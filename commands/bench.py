@@ -13,7 +13,7 @@ import typer
 from typer import Argument, Option
 
 from commands.options import Device, Json, Precision, Preset, complete_precision
-from commands.output import fail, one_line_errors, show
+from commands.output import fail, make_table, one_line_errors, show
 from commands.progress import ProgressBar, loading
 from model.bundle import PRECISIONS
 
@@ -106,6 +106,32 @@ def bench_serve(
     show(as_json, figures.as_json(), *figures.tables())
     if figures.errors:
         fail(f"{len(figures.errors)} requests failed, the first: {figures.errors[0]}")
+
+
+def bench_embed(
+    servers: list[str] = Argument(help="URLs with /v1/embeddings, or model directories."),
+    concurrency: int = Option(16, min=1, help="Clients of the closed loop."),
+    requests: int = Option(200, min=1, help="Texts of a round."),
+    lengths: tuple[int, int] = Option((8, 256), help="Least and most tokens, log-uniform."),
+    rounds: int = Option(3, min=1, help="Each figure is their median."),
+    model: str | None = Option(None, help="Model id to ask for."),
+    seed: int | None = Option(None, min=0, help="Of the texts. Default: a new one."),
+    as_json: Json = False,
+) -> None:
+    """Measure embeddings over HTTP, of several servers in turn."""
+    from loadtest import bench_embed as bench
+
+    drawn = secrets.randbits(32) if seed is None else seed
+    with one_line_errors(), ProgressBar(quiet=as_json) as progress:
+        plan = bench.Plan(concurrency, requests, lengths, rounds, model, drawn)
+        figures = [asdict(row) for row in bench.bench_embed(servers, plan, progress)]
+    columns = list(figures[0])
+    rows = [
+        [f"{value:,.1f}" if isinstance(value, float) else value for value in row.values()]
+        for row in figures
+    ]
+    names = [name.replace("_", " ") for name in columns]
+    show(as_json, {"seed": drawn, "servers": figures}, make_table("Embeddings", names, rows))
 
 
 def _parse_object(option: str, text: str) -> dict[str, Any]:

@@ -19,14 +19,20 @@ onnxruntime.disable_telemetry_events()
 
 
 def open_cpu_session(
-    graph: Path | bytes, threads: int = 0, entries: Mapping[str, object] | None = None
+    graph: Path | bytes,
+    threads: int = 0,
+    entries: Mapping[str, object] | None = None,
+    *,
+    plans_memory: bool = True,
 ) -> onnxruntime.InferenceSession:
     """Open a session on the CPU whose products of integers are exact.
 
     threads: 0 is one for each core. entries: of the session's configuration, by name.
+    plans_memory: keep a plan of memory for each shape of the inputs, of which there should be few.
     """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
+    options.enable_mem_pattern = plans_memory
     # x86 without VNNI adds pairs of products of uint8 and int8 in 16 bits, which overflow. With
     # this, ONNX Runtime makes the weights uint8 there, whose kernel adds in 32 bits.
     exact = {"session.x64quantprecision": 1}

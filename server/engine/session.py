@@ -19,14 +19,16 @@ _ELEMENT_TYPES = {  # numbers in onnx.TensorProto, and bytes
 }
 
 
-def open_session(graph: Path, threads: int, spin_microseconds: int) -> onnxruntime.InferenceSession:
+def open_session(
+    graph: Path, threads: int, spin_microseconds: int, *, plans_memory: bool = True
+) -> onnxruntime.InferenceSession:
     """Open a session on the CPU. spin_microseconds: how long an idle thread keeps its processor."""
     entries = {
         "session.intra_op.allow_spinning": int(spin_microseconds > 0),
         "session.intra_op.spin_duration_us": max(1, spin_microseconds),
         "session.force_spinning_stop": 1,  # no thread spins between two runs
     }
-    return open_cpu_session(graph, threads, entries)
+    return open_cpu_session(graph, threads, entries, plans_memory=plans_memory)
 
 
 @dataclass(frozen=True, slots=True)

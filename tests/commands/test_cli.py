@@ -26,7 +26,7 @@ from server.settings import Settings
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples/stdlib")
 COMMANDS = ("train", "import", "export", "verify", "serve", "generate", "explain", "bench serve")
-BENCHES = ("bench model", "bench engine", "bench serve")
+BENCHES = ("bench model", "bench engine", "bench embed", "bench serve")
 PLAIN = {"COLUMNS": "80", "_TYPER_FORCE_DISABLE_TERMINAL": "1"}  # without CI's own wishes
 
 

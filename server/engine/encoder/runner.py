@@ -30,7 +30,10 @@ class EncoderRunner:
         spin_microseconds: int = SPIN_MICROSECONDS,
     ) -> None:
         self.max_model_len = check_max_model_len(max_model_len, config)
-        self._session = open_session(graph, threads or usable_cpus(), spin_microseconds)
+        # Hardly two runs have the same shapes.
+        self._session = open_session(
+            graph, threads or usable_cpus(), spin_microseconds, plans_memory=False
+        )
         self._has_types = config.n_token_types is not None
 
     def run(self, texts: list[EncoderSequence]) -> list[Floats]:
