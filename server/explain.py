@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, NonNegativeInt
 
-from model.bundle import ATTENTION_GRAPH_FILE, ModelBundle
+from model.bundle import ATTENTION_GRAPH_FILE, TOKEN_TYPES_INPUT, ModelBundle
 from model.config import TransformerConfig
 from server.engine.machine import usable_cpus
 from server.engine.sampling import Floats
@@ -34,8 +34,8 @@ class NextToken:
 class Explanation:
     """The attention weights of one text, and the candidates for its next token, likeliest first.
 
-    weights: by layer, float [n_head, n_tokens, n_tokens]. A row is a query: its weights over the
-    keys up to itself sum to 1, and those of later keys are exactly 0.
+    weights: by layer, float [n_head, n_tokens, n_tokens]. A row is a query, whose weights over the
+    keys sum to 1. In a decoder those of later keys are exactly 0; an encoder has no next tokens.
     """
 
     token_ids: list[int]
@@ -87,25 +87,36 @@ class Explainer:
         for layer in layers:
             check_index("layer", layer, config.n_layer)
         check_length(n, config)
-        # logits: [1, vocab] of the last token; weights: [1, n_head, n, n] for each layer
-        logits, *weights = self._session.run(
-            ["logits", *(f"attention.{layer}" for layer in layers)],
-            {
-                "input_ids": np.array([token_ids], dtype=np.int64),
-                "position_ids": np.arange(n)[None],
+        ids, places = np.array(token_ids, dtype=np.int64), np.arange(n)
+        names = [f"attention.{layer}" for layer in layers]
+        next_tokens = []
+        if config.pooling is None:
+            inputs = {
+                "input_ids": ids[None],
+                "position_ids": places[None],
                 "seqlens_k": np.array([n - 1], dtype=np.int32),
                 "total_sequence_length": np.array(n, dtype=np.int32),
                 "logits_indices": np.array([n - 1]),
-            },
-        )
-        probabilities = np.exp(logits[0] - logits[0].max(), dtype=np.float64)
-        probabilities /= probabilities.sum()
-        likeliest = np.argsort(-probabilities, kind="stable")[:top_k].tolist()
+            }
+            # logits: [1, vocab] of the last token; weights: [1, n_head, n, n] for each layer
+            logits, *weights = self._session.run(["logits", *names], inputs)
+            probabilities = np.exp(logits[0] - logits[0].max(), dtype=np.float64)
+            probabilities /= probabilities.sum()
+            likeliest = np.argsort(-probabilities, kind="stable")[:top_k].tolist()
+            next_tokens = [
+                NextToken(i, token_name(tokenizer, i), float(probabilities[i])) for i in likeliest
+            ]
+        else:
+            inputs = {"input_ids": ids, "position_ids": places, "places": places}
+            inputs |= {"rows": places[None], "lengths": np.array([n])}
+            if config.n_token_types is not None:
+                inputs[TOKEN_TYPES_INPUT] = np.zeros_like(ids)
+            weights = self._session.run(names, inputs)
         return Explanation(
             token_ids,
             [token_name(tokenizer, token_id) for token_id in token_ids],
             {layer: of_layer[0] for layer, of_layer in zip(layers, weights, strict=True)},
-            [NextToken(i, token_name(tokenizer, i), float(probabilities[i])) for i in likeliest],
+            next_tokens,
         )
 
 
