@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field, NonNegativeInt
 
-from model.bundle import ATTENTION_GRAPH_FILE, TOKEN_TYPES_INPUT, ModelBundle
+from model.bundle import ATTENTION_GRAPH_FILE, TYPES_INPUT, ModelBundle
 from model.config import TransformerConfig
 from server.engine.machine import usable_cpus
 from server.engine.sampling import Floats
@@ -110,7 +110,7 @@ class Explainer:
             inputs = {"input_ids": ids, "position_ids": places, "places": places}
             inputs |= {"rows": places[None], "lengths": np.array([n])}
             if config.n_token_types is not None:
-                inputs[TOKEN_TYPES_INPUT] = np.zeros_like(ids)
+                inputs[TYPES_INPUT] = np.zeros_like(ids)
             weights = self._session.run(names, inputs)
         return Explanation(
             token_ids,
