@@ -32,6 +32,7 @@ from export.weights import Weights
 from model.config import TransformerConfig
 from model.network.attention import StepInputs
 from model.network.skeleton import make_skeleton, parameter_shapes
+from model.network.transformer import Transformer
 from model.progress import Progress, unheard
 from model.tensor_files import LazyWeights
 
@@ -75,13 +76,18 @@ def export_graph(
     model = trace(decoder, scaled, StepInputs, STEP_INPUTS, cache)
     place_experts(model, scaled, precision)
     if precision == "fp32":
-        names = {name.removesuffix(TRANSPOSED): name for name in model.graph.initializers}
-        of_parameters = {name: names[name] for name in decoder.state_dict()}
-        model.metadata_props[_PARAMETERS] = json.dumps(of_parameters)
+        record_parameters(model, decoder)
     else:
         quantize_kv_cache(model, config, whole_layers=precision == "int4" and int8_prompts)
         quantize(model, scaled, precision)
     save(model, path, progress)
+
+
+def record_parameters(model: onnx_ir.Model, network: Transformer) -> None:
+    """Note in an fp32 graph which initializer each parameter is."""
+    names = {name.removesuffix(TRANSPOSED): name for name in model.graph.initializers}
+    of_parameters = {name: names[name] for name in network.state_dict()}
+    model.metadata_props[_PARAMETERS] = json.dumps(of_parameters)
 
 
 def load_weights(config: TransformerConfig, path: Path) -> Mapping[str, Tensor]:

@@ -22,6 +22,7 @@ once for the head when it loads the graph.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
@@ -50,11 +51,15 @@ from export.weights import Weights
 BLOCK = 32
 _EMBEDDING = "embedding.weight"  # the decoder's name, which the graph keeps
 _SMALLEST_SCALE = 1e-12  # for zeros
+_KEPT = re.compile(r"\.router\.|^pooler\.")  # weights that are not rounded
 
 
-def quantize(model: ir.Model, weights: Weights, precision: str) -> None:
-    """Round products with constant matrices, and the embedding, for the CPU, to int8 or int4."""
-    graph, quantizer = model.graph, _Int8(model.graph, weights)
+def quantize(model: ir.Model, weights: Weights, precision: str, rank: int = 3) -> None:
+    """Round products with constant matrices, and the embedding, for the CPU, to int8 or int4.
+
+    rank: of activations, [batch, sequence, width] or, packed, [tokens, width].
+    """
+    graph, quantizer = model.graph, _Int8(model.graph, weights, rank)
     gathers = [node for node in graph if node.op_type == "Gather"]
     for part in (graph, *branches(graph)):
         in_blocks = precision == "int4" and not str(part.name).startswith(PROMPT)
@@ -138,14 +143,15 @@ def _earlier_scales(blocks: Tensor, largest: Tensor, scales: Tensor) -> Tensor:
 def products(graph: ir.Graph) -> list[ir.Node]:
     """Return the products x W with constant matrices, and x Wᵀ + b, which torch makes a Gemm.
 
-    The routers of mixtures are left out: a rounded one would choose other experts.
+    The routers of mixtures are left out: a rounded one would choose other experts. So are the
+    projections of poolers, which are small.
     """
     products = (node for node in graph if node.op_type in ("MatMul", "Gemm"))
     by_weight = ((node, node.inputs[1]) for node in products)
     return [
         node
         for node, weight in by_weight
-        if weight and weight.const_value is not None and ".router." not in str(weight.name)
+        if weight and weight.const_value is not None and not _KEPT.search(str(weight.name))
     ]
 
 
@@ -209,8 +215,8 @@ def rounded(
 class _Int8:
     """Products and lookups in int8; what layers share is made once."""
 
-    def __init__(self, graph: ir.Graph, weights: Weights) -> None:
-        self._graph, self._weights = graph, weights
+    def __init__(self, graph: ir.Graph, weights: Weights, rank: int) -> None:
+        self._graph, self._weights, self._rank = graph, weights, rank
         # By the float activations: uint8, and the scale of each token.
         self._activations: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
         self._deferred: dict[ir.Value, ir.Value] = {}  # factors of tokens still to be applied
@@ -224,7 +230,7 @@ class _Int8:
         matrix, scales = self._matrix(weight)
         if is_head:
             matrix = tape.op("Transpose", [matrix], {"perm": [1, 0]})
-        rank = 2 if is_head else 3
+        rank = 2 if is_head else self._rank
         quantized, scale = self._quantized(tape, x, _sizes(weight)[0], (owner_of(node), rank))
         one = constant(self._graph, "quantize.one", np.array(1.0, dtype=np.float32))
         zero_point = constant(self._graph, "quantize.zero_point", np.array(128, dtype=np.uint8))
@@ -253,7 +259,8 @@ class _Int8:
         matrix, scales = self._matrix(table)
         integers = tape.op("Gather", [matrix, ids], {"axis": 0})
         rows = tape.op("Cast", [integers], {"to": ir.DataType.FLOAT})
-        scale = tape.op("Unsqueeze", [tape.op("Gather", [scales, ids], {"axis": 0}), self._axis(2)])
+        of_ids = tape.op("Gather", [scales, ids], {"axis": 0})
+        scale = tape.op("Unsqueeze", [of_ids, self._axis(self._rank - 1)])
         embedded = tape.op("Mul", [rows, scale])
         replace_node(node, tape.nodes, embedded)
 

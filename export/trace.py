@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from export.rewrite import lazy_constant, remove_unused_constants
 from export.weights import Weights
 from model.bundle import cache_names
-from model.network.attention import LayerCache, RunInputs
+from model.network.attention import CachedInputs, LayerCache
 from model.network.transformer import Transformer
 
 OPSET = 23  # the first with RMSNormalization
 TRANSPOSED = ".T"  # ends the name of a weight that the graph has transposed
 # Sizes of free dimensions in the example that is traced; a size of 1 would become a constant.
 _EXAMPLE = {"batch": 2, "sequence": 3, "n_positions": 4, "rows": 2}
-_EXAMPLE |= {"tokens": 5, "batch + 1": 3, "blocks": 3, "num_blocks": 3}
+_EXAMPLE |= {"tokens": 5, "texts": 2, "batch + 1": 3, "blocks": 3, "num_blocks": 3}
 
 # A tensor's type and dimensions; those with names are free.
 TensorSpec = tuple[torch.dtype, Sequence[int | str]]
@@ -33,7 +33,7 @@ class StepGraph(nn.Module):
     """`Transformer.step` with tensors as arguments: the inputs by name, then keys and values."""
 
     def __init__(
-        self, decoder: Transformer, make_inputs: Callable[..., RunInputs], names: Sequence[str]
+        self, decoder: Transformer, make_inputs: Callable[..., CachedInputs], names: Sequence[str]
     ) -> None:
         super().__init__()
         self.decoder, self.make_inputs, self.names = decoder, make_inputs, names
@@ -51,7 +51,7 @@ class StepGraph(nn.Module):
 def trace(
     decoder: Transformer,
     weights: Weights,
-    make_inputs: Callable[..., RunInputs],
+    make_inputs: Callable[..., CachedInputs],
     inputs: Mapping[str, TensorSpec],
     cache: TensorSpec,
 ) -> onnx_ir.Model:
@@ -64,6 +64,23 @@ def trace(
     n_layer = decoder.config.n_layer
     past, present = cache_names("past_key_values", n_layer), cache_names("present", n_layer)
     tensors = {**inputs, **dict.fromkeys(past, cache)}
+    outputs: dict[str, Sequence[int | str]] = {
+        "logits": ["rows", decoder.config.vocab_size],
+        **dict.fromkeys(present, cache[1]),
+    }
+    return trace_module(StepGraph(decoder, make_inputs, list(inputs)), weights, tensors, outputs)
+
+
+def trace_module(
+    module: nn.Module,
+    weights: Weights,
+    tensors: Mapping[str, TensorSpec],
+    outputs: Mapping[str, Sequence[int | str]],
+) -> onnx_ir.Model:
+    """Return the graph of a module with one attribute, a network, and with `tensors` as arguments.
+
+    outputs: the shape of each by name. The other arguments are as `trace` has them.
+    """
     arguments = tuple(
         torch.zeros([_EXAMPLE[n] if isinstance(n, str) else n for n in shape], dtype=dtype)
         for dtype, shape in tensors.values()
@@ -78,13 +95,13 @@ def trace(
         # torch uses names of its own that it has deprecated.
         warnings.simplefilter("ignore", FutureWarning)
         program = torch.onnx.export(
-            StepGraph(decoder, make_inputs, list(inputs)).eval(),
+            module.eval(),
             arguments,
             dynamo=True,
             dynamic_shapes=(free,),
             opset_version=OPSET,
             input_names=list(tensors),
-            output_names=["logits", *present],
+            output_names=list(outputs),
             verbose=False,
             optimize=False,
         )
@@ -92,7 +109,7 @@ def trace(
     # As inputs of the graph, parameters keep their names, and the optimizer neither reads them nor
     # merges equal ones.
     graph = program.model.graph
-    parameters = {f"decoder.{name}": name for name in decoder.state_dict()}
+    parameters = {name: name.partition(".")[2] for name in module.state_dict()}
     values = [graph.initializers.pop(name) for name in parameters]
     for value in values:
         value.const_value = None
@@ -106,11 +123,10 @@ def trace(
     remove_unused_constants(graph)
     ClearMetadataAndDocStringPass()(program.model)  # of stack traces, with this machine's paths
     # Replace the exporter's symbols (s72, …), one for each dimension it saw, by the contract's.
-    shapes = {name: shape for name, (_, shape) in tensors.items()}
-    shapes["logits"] = ["rows", decoder.config.vocab_size]
+    shapes = {name: shape for name, (_, shape) in tensors.items()} | dict(outputs)
     for value in (*graph.inputs, *graph.outputs):
         value.metadata_props.clear()
-        value.shape = onnx_ir.Shape(shapes.get(str(value.name), cache[1]))
+        value.shape = onnx_ir.Shape(shapes[str(value.name)])
     for node in graph:
         for output in node.outputs:
             if output not in graph.outputs:

@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tokenizers import Tokenizer
 
 from model.config import TransformerConfig, first_problem
@@ -20,24 +20,29 @@ FORMAT_VERSION = 1
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
-# Optional, with Hugging Face's names and contents. The last holds bos_token, eos_token and others
+# Optional, with Hugging Face's names and contents. The third holds bos_token, eos_token and others
 # that a chat template may name.
 GENERATION_FILE = "generation_config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
+EMBEDDING_FILE = "config_sentence_transformers.json"
 MANIFEST_FILE = "manifest.json"
 GRAPH_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
 ATTENTION_GRAPH_FILE = "attention.onnx"  # the same weights; also returns attention's weights
 REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
 _GRAPHS = frozenset({GRAPH_FILE, ATTENTION_GRAPH_FILE})
-EXTRA_FILES = (CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE, GENERATION_FILE)
+EXTRA_FILES = (CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE, GENERATION_FILE, EMBEDDING_FILE)
 
 # Tokens, on CUDA: PagedAttention wants a multiple of this for heads of up to 64 channels.
 KV_BLOCK_SIZE = 256
 # A graph's keys and values: each input {name}.{layer}.key or .value is written to the output
 # {name}.{layer}.… Those of prompts exist where running sequences have int8 ones.
 CACHE_OUTPUTS = {"past_key_values": "present", "prompt_key_values": "prompt_present"}
+# Of the graph of a model with a pooling.
+TYPES_INPUT = "token_type_ids"  # where it has types
+VECTORS_OUTPUT = "vectors"  # of texts
+HIDDEN_OUTPUT = "token_vectors"
 DECODE_INPUT = "decode"  # chooses the int8 keys and values of running sequences, where there are
 
 Device = Literal["cpu", "cuda"]
@@ -82,9 +87,24 @@ MinP = Annotated[float, Field(ge=0.0, le=1.0)]
 RepetitionPenalty = Annotated[float, Field(ge=0.01, le=100.0)]
 
 
-class GenerationDefaults(_Record):
+class _Defaults(_Record):
+    """A file that the model brings, with what requests do not set."""
+
+    file: ClassVar[str]
+
+    @classmethod
+    def parse(cls, files: Mapping[str, bytes]) -> Self:
+        """Return those among files, contents by name, if any. Raises ValueError."""
+        try:
+            return cls.model_validate_json(files.get(cls.file, b"{}"))
+        except ValueError as error:
+            raise ValueError(f"{cls.file}: {first_problem(error)}") from None
+
+
+class GenerationDefaults(_Defaults):
     """The model's recommended sampling, for requests that do not set their own."""
 
+    file = GENERATION_FILE
     temperature: Temperature | None = None
     top_k: TopK | None = None
     top_p: TopP | None = None
@@ -92,17 +112,27 @@ class GenerationDefaults(_Record):
     typical_p: TopP | None = None
     repetition_penalty: RepetitionPenalty | None = None
 
-    @classmethod
-    def parse(cls, files: Mapping[str, bytes]) -> GenerationDefaults:
-        """Return those among files, contents by name, if any. Raises ValueError."""
-        try:
-            return cls.model_validate_json(files.get(GENERATION_FILE, b"{}"))
-        except ValueError as error:
-            raise ValueError(f"{GENERATION_FILE}: {first_problem(error)}") from None
-
     def given(self) -> dict[str, float]:
         """Return the fields that are set, by name."""
         return self.model_dump(exclude_none=True)
+
+
+class EmbeddingDefaults(_Defaults):
+    """The texts that an embedding model wants before inputs, by the name of their purpose.
+
+    similarity_fn_name: the measure between vectors that it was trained for.
+    """
+
+    file = EMBEDDING_FILE
+    prompts: dict[str, str] = {}
+    default_prompt_name: str | None = None
+    similarity_fn_name: Literal["cosine", "dot", "euclidean", "manhattan"] = "cosine"
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.default_prompt_name not in (None, *self.prompts):
+            raise ValueError(f"default_prompt_name {self.default_prompt_name!r} has no prompt")
+        return self
 
 
 class Manifest(_Record):
@@ -137,6 +167,7 @@ class ModelBundle:
     generation: GenerationDefaults = field(default_factory=GenerationDefaults)
     chat_template: str | None = None
     special_tokens: dict[str, str] = field(default_factory=dict)
+    embedding: EmbeddingDefaults = field(default_factory=EmbeddingDefaults)
 
     @property
     def graph_path(self) -> Path:
@@ -191,7 +222,7 @@ def load_bundle(directory: Path) -> ModelBundle:
             _check_external_data(directory / name, manifest)
         config, tokenizer = load_config_and_tokenizer(directory)
         files = read_extra_files(directory)
-        generation = GenerationDefaults.parse(files)
+        generation, embedding = GenerationDefaults.parse(files), EmbeddingDefaults.parse(files)
         template, special_tokens = parse_template(files)
     except OSError as error:
         file = error.filename or directory
@@ -199,7 +230,9 @@ def load_bundle(directory: Path) -> ModelBundle:
     except ValueError as error:
         reason = f"{directory} cannot be loaded: {error}"
         raise BundleError(f"{reason}; export the model again") from None
-    return ModelBundle(directory, config, manifest, tokenizer, generation, template, special_tokens)
+    return ModelBundle(
+        directory, config, manifest, tokenizer, generation, template, special_tokens, embedding
+    )
 
 
 def _check_external_data(graph: Path, manifest: Manifest) -> None:

@@ -289,6 +289,8 @@ class TransformerConfig:
             allowed = f"more than {single}, which relative_buckets hold singly"
             require("relative_max_distance", self.relative_max_distance > single, allowed)
         self._check_experts()
+        headless = self.pooling is None or (self.tied_embeddings and not self.head_bias)
+        require("tied_embeddings", headless, "true with a pooling, which leaves no head")
         pre = not self.parallel_residual or self.norm_placement == "pre"
         require("norm_placement", pre, "pre with parallel_residual")
         allowed = f"in the vocabulary of {self.vocab_size}"

@@ -1,4 +1,4 @@
-"""The plan of an import: every parameter of a decoder, made of the tensors of a published model."""
+"""The plan of an import: every parameter of a network, made of the tensors of a published model."""
 
 from __future__ import annotations
 
@@ -33,8 +33,13 @@ def plan_parameters(
             names = f"{held[name].name!r} and {tensor.name!r}"
             raise UnsupportedError(f"tensors {names} are the same parameter")
         held[name] = tensor
-    embedding, head = f"{family.modules['embedding']}.weight", f"{family.modules['head']}.weight"
-    if config.tied_embeddings and head in held:  # tied ones are stored under either name or both
+    embedding, head = (
+        f"{family.modules['embedding']}.weight",
+        f"{family.modules.get('head')}.weight",
+    )
+    if (
+        config.pooling is None and config.tied_embeddings and head in held
+    ):  # tied ones are stored under either name or both
         other = held.pop(head)
         one = held.setdefault(embedding, other)
         if one is not other and not torch.equal(one.read(), other.read()):
@@ -46,6 +51,8 @@ def plan_parameters(
     weights = [_take(name, shape, family, config, held, taken) for name, shape in shapes.items()]
     for name in held.keys() - taken:
         tensor, (module, _, kind) = held[name], name.rpartition(".")
+        if config.pooling is not None and name.startswith(family.unused):
+            continue
         # AutoGPTQ stores a bias of zeros for every layer.
         if kind == "bias" and f"{module}.weight" in taken and not tensor.read().any():
             continue

@@ -122,6 +122,15 @@ def without_rows(module: str, count: int) -> Source:
     )
 
 
+def first_rows(source: Source, count: int) -> Source:
+    """Return the source of an embedding of `count` rows, of which the first are kept."""
+    return replace(
+        source,
+        shapes=lambda shape, config: source.shapes((count, *shape[1:]), config),
+        join=lambda tensors, config: source.join(tensors, config)[: config.max_model_len],
+    )
+
+
 def plus_one(module: str) -> Source:
     """Return the source of a norm that multiplies by 1 + weight.
 

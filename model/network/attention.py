@@ -113,30 +113,33 @@ class Attention(nn.Module):
         self,
         operator: str,
         qkv: Tensor,
-        cache: LayerCache,
+        cache: LayerCache | None,
         inputs: Sequence[Tensor | None],
         **more: Any,
     ) -> tuple[Tensor, LayerCache]:
         """Emit one of ONNX Runtime's attention operators, which aliases past and present.
 
-        inputs: those after the cache. more: further attributes; None leaves one out.
+        cache: None in a run over whole texts. inputs: those after the cache. more: further
+        attributes; None leaves one out.
         """
         attributes = {
             "num_heads": self.config.n_head,
             "kv_num_heads": self.config.n_kv_head,
             "do_rotary": int(self.rotates),
             "rotary_interleaved": 0,
-            **more,
             "local_window_size": self.window,
+            **more,
             "softcap": self.config.attention_softcap,
         }
-        attended, past = [*qkv.shape[:-1], self.widths[0]], list(cache.key.shape)
+        attended = [*qkv.shape[:-1], self.widths[0]]
+        past: Sequence[Tensor | None] = cache or (None, None)
+        kept = cache or (split_heads(qkv, self.config)[1],) * 2
         output, keys, values = torch.onnx.ops.symbolic_multi_out(
             f"com.microsoft::{operator}",
-            inputs=[qkv, None, None, *cache, *inputs],
+            inputs=[qkv, None, None, *past, *inputs],
             attrs={name: value for name, value in attributes.items() if value is not None},
-            dtypes=(qkv.dtype, cache.key.dtype, cache.value.dtype),
-            shapes=(attended, past, past),
+            dtypes=(qkv.dtype, kept[0].dtype, kept[1].dtype),
+            shapes=(attended, *(list(part.shape) for part in kept)),
             version=1,
         )
         return output, LayerCache(keys, values)
@@ -251,7 +254,51 @@ class PagedInputs:
         return attention.emit("PagedAttention", qkv, cache, inputs, **more)
 
 
-RunInputs = StepInputs | PagedInputs
+@dataclass(frozen=True, slots=True)
+class PackedInputs:
+    """The inputs of a run over whole texts without a cache, for export to the CPU.
+
+    Tokens of all texts lie one after the other, without padding; attention alone sees rows.
+    position_ids: int64 [tokens], of each token in its text. rows: int64 [texts, sequence], the
+    token at each position of a text, any one after its last. lengths: int64 [texts]. places: int64
+    [tokens], text · sequence + position of each token.
+    """
+
+    position_ids: Tensor
+    rows: Tensor
+    lengths: Tensor
+    places: Tensor
+
+    def attend(
+        self, attention: Attention, qkv: Tensor, positions: Positions, cache: LayerCache
+    ) -> tuple[Tensor, LayerCache]:
+        """Emit GroupQueryAttention over rows.
+
+        qkv: [tokens, (n_head + 2 n_kv_head) · head_dim]. Returns [tokens, n_head · head_dim], and
+        `cache` as it is.
+        """
+        assert torch.onnx.is_in_onnx_export(), "attention over packed texts is for export only"
+        config, bias, window = attention.config, positions.bias, attention.window
+        more: dict[str, Any] = {"scale": config.query_scale, "causal": int(config.causal)}
+        if window is not None and not config.causal:  # the operator's windows look back only
+            place = torch.arange(self.rows.shape[1])
+            visible = visible_keys(place[None], place, window, causal=False)
+            mask = torch.zeros(()).where(visible[:, None], -torch.inf)
+            bias = mask if bias is None else bias + mask
+            more["local_window_size"] = None
+        table = positions.rotary or (None, None)
+        seqlens_k = (self.lengths - 1).to(torch.int32)
+        longest = torch.tensor(self.rows.shape[1], dtype=torch.int32)
+        inputs = [seqlens_k, longest, *table, None, bias]
+        if attention.sinks is not None:
+            inputs.append(attention.sinks)
+        in_rows = functional.embedding(self.rows, qkv)  # [texts, sequence, width]
+        attended, _ = attention.emit("GroupQueryAttention", in_rows, None, inputs, **more)
+        return functional.embedding(self.places, attended.flatten(0, 1)), cache
+
+
+CachedInputs = StepInputs | PagedInputs
+RunInputs = CachedInputs | PackedInputs
 
 
 def split_heads(qkv: Tensor, config: TransformerConfig) -> tuple[Tensor, Tensor, Tensor]:

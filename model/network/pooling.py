@@ -58,10 +58,11 @@ class Pooler(nn.Module):
         """Return [batch, d_model]: a token of each row, or the mean of its tokens."""
         if self.pooling.kind == "cls":
             return hidden[:, 0]
-        if self.pooling.kind == "last":
-            return hidden[torch.arange(len(hidden)), lengths - 1]
-        within = torch.arange(hidden.shape[1], device=hidden.device) < lengths[:, None]
-        return hidden.masked_fill(~within[..., None], 0.0).sum(dim=1) / lengths[:, None]
+        is_mean = self.pooling.kind == "mean"
+        sums = hidden.cumsum(dim=1) if is_mean else hidden  # in order: padding changes no bit
+        ends = (lengths - 1)[:, None, None].expand(-1, 1, sums.shape[2])
+        last = sums.gather(1, ends)[:, 0]
+        return last / lengths[:, None] if is_mean else last
 
     def project(self, pooled: Tensor) -> Tensor:
         """Map pooled vectors [..., d_model] to [..., d_out]."""

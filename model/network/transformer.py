@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from model.config import TransformerConfig
-from model.network.attention import Attention, LayerCache, RunInputs
+from model.network.attention import Attention, CachedInputs, LayerCache, RunInputs
 from model.network.feed_forward import ExpertLinear, FeedForward, Mixture
 from model.network.norm import make_norm
 from model.network.pooling import Pooler
@@ -172,7 +172,11 @@ class Transformer(nn.Module):
         return normed
 
     def step(
-        self, input_ids: Tensor, inputs: RunInputs, logits_indices: Tensor, caches: list[LayerCache]
+        self,
+        input_ids: Tensor,
+        inputs: CachedInputs,
+        logits_indices: Tensor,
+        caches: list[LayerCache],
     ) -> tuple[Tensor, list[LayerCache]]:
         """Run new tokens over cached keys and values, as the serving graph does.
 

@@ -13,6 +13,7 @@ from model.bundle import ATTENTION_GRAPH_FILE
 from server.api.explain import MAX_WEIGHTS
 from server.api.responses import READ_ERRORS, errors, service_of
 from server.api.schemas import ResponseBody, Size, check_model
+from server.engine.engine import Engine
 from server.explain import most_tokens
 from server.requests.service import Service
 
@@ -115,7 +116,7 @@ def model_card(request: Request) -> ModelCard:  # no coroutine: it asks the file
     bundle = service.bundle
     manifest = bundle.manifest
     kv_cache = None
-    if (engine := service.engine.engine) is not None:
+    if isinstance(engine := service.engine.engine, Engine):
         rows = engine.kv
         kv_cache = KVCache(
             bytes_per_token=rows.token_bytes,

@@ -133,6 +133,21 @@ class Engine:
         """True if a step would do something."""
         return bool(self._sequences)
 
+    @property
+    def max_num_seqs(self) -> int:
+        """The number of sequences that can run at once."""
+        return self.kv.max_num_seqs
+
+    @property
+    def occupancy(self) -> tuple[int, float]:
+        """The number of sequences that hold a slot, and the reserved share of the KV cache."""
+        return len(self.scheduler.held), self.kv.reserved_tokens / self.kv.budget_tokens
+
+    def release_idle_memory(self) -> None:
+        """Return memory that only a next sequence would use to the operating system."""
+        if self.kv.movable is not None:
+            self.kv.movable.release_idle_memory()
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if it could never run; admission refuses such."""
         n_prompt, max_tokens = len(sequence.prompt_ids), sequence.params.max_tokens

@@ -22,9 +22,9 @@ from server.api.middleware import (
     request_context,
 )
 from server.api.routes import add_routes
-from server.engine.engine import Engine
 from server.errors import StartupError
-from server.process.engine_builder import build_engine
+from server.process.engine_builder import build_encoder_engine, build_engine
+from server.requests.async_engine import AnyEngine
 from server.requests.service import Service
 from server.settings import Settings
 from server.telemetry.start_clock import StartClock
@@ -35,7 +35,7 @@ _FLUSH_SECONDS = 3.0  # for the last spans to reach the collector at shutdown
 def create_app(
     settings: Settings,
     bundle: ModelBundle,
-    engine: Engine | None = None,
+    engine: AnyEngine | None = None,
     clock: StartClock | None = None,
 ) -> FastAPI:
     """Return the server as an ASGI application; `app.state.service` is what it runs on.
@@ -65,10 +65,11 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         clock.lap("application")
-        if engine is None:
+        if engine is None and bundle.config.pooling is None:
             service.grammars.warm_up()
+        build = build_engine if bundle.config.pooling is None else build_encoder_engine
         loading = asyncio.create_task(
-            service.start(lambda: engine or build_engine(settings, bundle, clock), clock)
+            service.start(lambda: engine or build(settings, bundle, clock), clock)
         )
         if engine is not None:
             await loading

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from model.bundle import ModelBundle
+from server.engine.encoder.engine import EncoderEngine
 from server.engine.engine import Engine, Runner, warm_up
 from server.settings import Settings
 from server.telemetry.start_clock import StartClock
@@ -12,15 +13,40 @@ from server.telemetry.start_clock import StartClock
 logger = logging.getLogger("kvasir")
 
 _CPU_CHUNK = 256  # prompt tokens in a step, unless `chunk_size` is set
+_ENCODER_TOKENS = 512  # of a step of texts, unless `chunk_size` is set
+
+
+def build_encoder_engine(
+    settings: Settings, bundle: ModelBundle, clock: StartClock | None = None
+) -> EncoderEngine:
+    """Load a model with a pooling. Raises ValueError for settings that it cannot meet."""
+    from server.engine.encoder.runner import EncoderRunner  # noqa: PLC0415  imports ONNX Runtime
+
+    runner = EncoderRunner(
+        bundle.graph_path,
+        bundle.config,
+        max_model_len=settings.max_model_len,
+        threads=settings.threads,
+        spin_microseconds=settings.spin_microseconds,
+    )
+    if clock is not None:
+        clock.lap("session")
+    return EncoderEngine(
+        runner,
+        token_budget=settings.chunk_size or _ENCODER_TOKENS,
+        max_num_seqs=settings.max_num_seqs,
+    )
 
 
 def build_engine(
     settings: Settings, bundle: ModelBundle, clock: StartClock | None = None
 ) -> Engine:
-    """Load the model and warm it up, which takes seconds.
+    """Load a model of text and warm it up, which takes seconds.
 
     Raises ValueError for settings that this machine or model cannot meet.
     """
+    if bundle.config.pooling is not None:
+        raise ValueError(f"{bundle.path} makes vectors of texts and cannot continue them")
     if settings.speculate:
         logger.info("speculation is on: the load may change answers, by rounding")
     clock = clock or StartClock()

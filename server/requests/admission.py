@@ -12,8 +12,10 @@ from enum import Enum
 from server.engine.engine import Engine
 from server.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
 from server.requests.completion import CompletionRequest
+from server.requests.embedding import EmbeddingRequest
 from server.requests.forecast import LEAST_SHARE, Snapshot, Work
 
+Request = CompletionRequest | EmbeddingRequest
 # A request that will probably be late must get its slot SLACK times its run time before the
 # deadline.
 SLACK = 1.25
@@ -54,7 +56,7 @@ class Admission:
                 f"the request has {n_sequences} sequences; at most {self.capacity} can be served"
             )
 
-    def check(self, request: CompletionRequest, work: Work, snapshot: Snapshot) -> float:
+    def check(self, request: Request, work: Work, snapshot: Snapshot) -> float:
         """Return for how many seconds a request may wait. Raises OverloadedError if not at all."""
         self.check_open()
         self.check_size(request.n_sequences)
@@ -66,12 +68,11 @@ class Admission:
                 retry_after=self.retry_after(n_inside - self.capacity, snapshot),
             )
         ahead, n_waiting = snapshot.ahead_of(work.queue_time), snapshot.n_waiting_tokens
-        n_prompt_tokens = sum(len(prompt.ids) for prompt in request.prompts)
-        excess = n_waiting + n_prompt_tokens - self.max_queue_tokens
+        excess = n_waiting + request.n_prompt_tokens - self.max_queue_tokens
         if n_inside > self.max_num_seqs and n_waiting and excess > 0:
             n_ended = math.ceil(min(1.0, excess / n_waiting) * len(ahead.waiting))
             raise OverloadedError(
-                f"prompts of {n_waiting} tokens are waiting; with the {n_prompt_tokens} of "
+                f"prompts of {n_waiting} tokens are waiting; with the {request.n_prompt_tokens} of "
                 f"this request they would exceed {self.max_queue_tokens}; try again later",
                 retry_after=self.retry_after(n_ended, snapshot),
                 limit="tokens",
@@ -79,7 +80,7 @@ class Admission:
         return longest_wait(ahead, work)
 
     @contextmanager
-    def admit(self, request: CompletionRequest, work: Work, snapshot: Snapshot) -> Iterator[float]:
+    def admit(self, request: Request, work: Work, snapshot: Snapshot) -> Iterator[float]:
         """Count a request's sequences as inside until it ends; yield and raise as `check` does."""
         max_wait = self.check(request, work, snapshot)
         self.n_inside += request.n_sequences

@@ -16,7 +16,9 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import monotonic, perf_counter
+from typing import Any
 
+from server.engine.encoder.engine import EncoderEngine
 from server.engine.engine import Engine, StepStats, TokenOutput
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from server.errors import EngineError
@@ -30,7 +32,8 @@ _JOIN_SECONDS = 5.0
 _IDLE_SECONDS = 10.0
 _IN_SLOT = {SequenceStatus.PREFILLING, SequenceStatus.RUNNING}
 
-Command = Callable[[Engine], Iterable[TokenOutput | None]]
+AnyEngine = Engine | EncoderEngine
+Command = Callable[[Any], Iterable[TokenOutput | None]]  # of an engine
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +85,7 @@ class AsyncEngine:
         self.metrics = Metrics(self.occupancy)
         self.forecast = Forecast()
         self.failed = False
-        self.engine: Engine | None = None
+        self.engine: AnyEngine | None = None
         self.ids = count()  # of sequences
         self._live: dict[int, _Live] = {}
         self._inbox: SimpleQueue[Command] = SimpleQueue()
@@ -110,15 +113,14 @@ class AsyncEngine:
         """Return the sequences that hold a slot, those that wait, the KV cache's reserved share."""
         if self.engine is None:
             return 0.0, 0.0, 0.0
-        rows = self.engine.kv
-        running = len(self.engine.scheduler.held)
-        return running, max(0, len(self._live) - running), rows.reserved_tokens / rows.budget_tokens
+        running, reserved = self.engine.occupancy
+        return running, max(0, len(self._live) - running), reserved
 
     def snapshot(self) -> Snapshot:
         """Return the work of all sequences and the measured rates, for admission."""
         if self.engine is None:
             return Snapshot()
-        now, n_slots = perf_counter(), self.engine.kv.max_num_seqs
+        now, n_slots = perf_counter(), self.engine.max_num_seqs
         statuses = [(sequence, sequence.status) for sequence in self.sequences]
         waiting = [sequence for sequence, status in statuses if status is SequenceStatus.WAITING]
         running = tuple(_work(sequence, now) for sequence, status in statuses if status in _IN_SLOT)
@@ -127,9 +129,9 @@ class AsyncEngine:
         works = tuple(_work(sequence, now) for sequence in waiting)
         return Snapshot(self.forecast, n_slots, running, works, n_tokens)
 
-    async def start(self, build: Callable[[], Engine]) -> None:
+    async def start(self, build: Callable[[], AnyEngine]) -> None:
         """Start the thread and wait until it has built the engine. Raises what `build` raises."""
-        built: Future[Engine] = Future()
+        built: Future[AnyEngine] = Future()
         self._loop = asyncio.get_running_loop()
         self._thread = Thread(target=self._main, args=(build, built), name="engine", daemon=True)
         self._thread.start()
@@ -166,7 +168,7 @@ class AsyncEngine:
         """End the requests of which no sequence has had a slot; the others stay whole."""
         requests = [(live.sequence.id, live.request) for live in self._live.values()]
 
-        def abort(engine: Engine) -> Iterable[TokenOutput | None]:
+        def abort(engine: AnyEngine) -> Iterable[TokenOutput | None]:
             waiting = SequenceStatus.WAITING
             ids = [i for i, request in requests if all(s.status is waiting for s in request)]
             return [engine.abort(i, FinishReason.ABORT) for i in ids]
@@ -194,7 +196,7 @@ class AsyncEngine:
 
     # In the engine's thread
 
-    def _main(self, build: Callable[[], Engine], built: Future[Engine]) -> None:
+    def _main(self, build: Callable[[], AnyEngine], built: Future[AnyEngine]) -> None:
         built.set_running_or_notify_cancel()
         try:
             engine = build()
@@ -209,10 +211,11 @@ class AsyncEngine:
             logger.exception("the engine failed")
             self._post(self.give_up)
 
-    def _step(self, engine: Engine) -> None:
+    def _step(self, engine: AnyEngine) -> None:
         """Run the commands of the inbox, take a step, and wake the event loop."""
         ended = [end for command in self._commands(engine) for end in command(engine)]
-        outputs, stats = [end for end in ended if end is not None], None
+        outputs: list[TokenOutput] = [end for end in ended if end is not None]
+        stats = None
         if engine.has_work and not self._stopping:
             self._busy_since = monotonic()
             stepped, stats = engine.step()
@@ -220,20 +223,19 @@ class AsyncEngine:
         if outputs or stats:
             self._post(self._deliver, outputs, stats)
 
-    def _commands(self, engine: Engine) -> Iterator[Command]:
+    def _commands(self, engine: AnyEngine) -> Iterator[Command]:
         """Yield the commands of the inbox; while the engine is idle, wait for one."""
         if not engine.has_work:
             self._busy_since = None
             try:
                 yield self._inbox.get(timeout=_IDLE_SECONDS)
             except Empty:
-                if (movable := engine.kv.movable) is not None:
-                    movable.release_idle_memory()
+                engine.release_idle_memory()
                 yield self._inbox.get()
         while not self._inbox.empty():
             yield self._inbox.get()
 
-    def _stop(self, _engine: Engine) -> Iterable[TokenOutput]:
+    def _stop(self, _engine: AnyEngine) -> Iterable[TokenOutput]:
         self._stopping = True
         return ()
 

@@ -14,6 +14,7 @@ from tokenizers import Encoding
 
 from model.bundle import ModelBundle
 from model.tokenizer import longest_token
+from server.engine.engine import Engine
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import SamplingParams
 from server.errors import ContextLengthError, InvalidRequestError
@@ -85,7 +86,7 @@ class RequestBuilder:
         if max_tokens is None:
             longest = max(len(prompt.ids) for prompt in prompts)
             max_tokens = min(options.default_max_tokens, self.max_model_len - longest)
-            if (engine := self.engine.engine) is not None:
+            if isinstance(engine := self.engine.engine, Engine):
                 needed = partial(engine.kv.n_needed, longest)
                 room = engine.kv.budget_tokens
                 max_tokens = bisect_right(range(1, max_tokens + 1), room, key=needed)

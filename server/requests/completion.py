@@ -78,10 +78,14 @@ class CompletionRequest:
         return len(self.prompts) * self.n
 
     @property
+    def n_prompt_tokens(self) -> int:
+        """The number of prompt tokens, each prompt counted once."""
+        return sum(len(prompt.ids) for prompt in self.prompts)
+
+    @property
     def most_tokens(self) -> int:
-        """The maximum number of tokens that it uses: each prompt once, and all that may follow."""
-        n_prompt = sum(len(prompt.ids) for prompt in self.prompts)
-        return n_prompt + self.n_sequences * self.params.max_tokens
+        """The maximum number of tokens that it uses: its prompts, and all that may follow."""
+        return self.n_prompt_tokens + self.n_sequences * self.params.max_tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -239,14 +243,20 @@ class Completion:
                 f"the grammar cannot be followed any further: {constraint.error}",
                 param=constraint.param,
             )
-        if reason is FinishReason.ERROR:
-            raise EngineError("the engine failed")
-        if reason is FinishReason.ABORT:
-            raise UnavailableError("the server is shutting down; try again", retry_after=1)
-        if reason is FinishReason.TIMEOUT and not self.n_completion_tokens:
-            raise DeadlineExceededError(
-                "the deadline passed before the first token; allow more time, or try later"
-            )
+        if reason is not FinishReason.TIMEOUT or not self.n_completion_tokens:
+            raise_failure(reason)
+
+
+def raise_failure(reason: FinishReason | None) -> None:
+    """Raise the error of a sequence that ended so without an answer, if there is one."""
+    if reason is FinishReason.ERROR:
+        raise EngineError("the engine failed")
+    if reason is FinishReason.ABORT:
+        raise UnavailableError("the server is shutting down; try again", retry_after=1)
+    if reason is FinishReason.TIMEOUT:
+        raise DeadlineExceededError(
+            "the deadline passed before the first output; allow more time, or try later"
+        )
 
 
 @dataclass(slots=True)

@@ -15,11 +15,13 @@ from model.bundle import CHAT_TEMPLATE_FILE, ModelBundle
 from model.chat_template import ChatTemplate, ChatTemplateError
 from model.tokenizer import keep_spaces_in_offsets
 from server.engine.engine import Engine
+from server.engine.sampling import Floats
 from server.errors import DeadlineExceededError, StartupError
 from server.requests.admission import Admission, Phase, check_length
-from server.requests.async_engine import AsyncEngine
+from server.requests.async_engine import AnyEngine, AsyncEngine
 from server.requests.builder import RequestBuilder
 from server.requests.completion import Completion, CompletionRequest, make_choices
+from server.requests.embedding import Embedding, EmbeddingRequest
 from server.requests.grammars import Grammars
 from server.requests.text_worker import TextWorker
 from server.settings import Settings
@@ -66,7 +68,7 @@ class Service:
         name, manifest = self.settings.model_name, self.bundle.manifest
         return {"model": name, "precision": manifest.precision, "device": manifest.device}
 
-    async def start(self, build: Callable[[], Engine], clock: StartClock) -> None:
+    async def start(self, build: Callable[[], AnyEngine], clock: StartClock) -> None:
         """Build the engine in its thread, then accept requests, and log the clock's laps.
 
         An exception of `build` goes to `on_load_failure`.
@@ -105,7 +107,7 @@ class Service:
         caller = request.caller
         caller.check_tokens(perf_counter())
         engine = self.engine.engine
-        assert engine is not None
+        assert isinstance(engine, Engine)
         for prompt in request.prompts:
             check_length(len(prompt.ids), request.params.max_tokens, engine)
         constraint, work = None, request.work
@@ -134,9 +136,30 @@ class Service:
                 caller.n_used -= request.most_tokens - n_prompt - n_generated
                 self.metrics.used(caller.name, n_prompt, n_generated)
 
+    async def embed(self, request: EmbeddingRequest) -> list[Floats]:
+        """Return what a request asks for of each text. Raises the errors of admission, and others.
+
+        Texts that have not run when the task is cancelled never will.
+        """
+        self.admission.check_open()
+        caller, work = request.caller, request.work
+        caller.check_tokens(perf_counter())
+        with self.admission.admit(request, work, self.engine.snapshot()) as max_wait:
+            sequences = request.make_sequences(self.engine.ids)
+            embedding = Embedding(sequences, self.engine.submit(sequences))
+            caller.n_used += request.n_prompt_tokens
+            timers = start_timers(embedding, max_wait, work.seconds_left)
+            try:
+                return await embedding.vectors()
+            finally:
+                for timer in timers:
+                    timer.cancel()
+                embedding.stream.close()
+                self.metrics.used(caller.name, request.n_prompt_tokens, 0)
+
 
 def start_timers(
-    completion: Completion, max_wait: float, seconds_left: float
+    completion: Completion | Embedding, max_wait: float, seconds_left: float
 ) -> list[asyncio.TimerHandle]:
     """Schedule the end of a completion at its deadline, or after `max_wait` if it still waits."""
 

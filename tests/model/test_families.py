@@ -381,7 +381,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "gpt2",
         {"add_cross_attention": True},
-        "add_cross_attention is True, and the decoder computes GPT-2 without it",
+        "add_cross_attention is True, and Kvasir computes GPT-2 without it",
     ),
     ("gpt_neox", {"hidden_act": "quick_gelu"}, "hidden_act is 'quick_gelu'"),
     (
@@ -408,18 +408,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"rope_scaling": {"type": "linear", "factor": 2.0, "ntk": 1}},
-        "the decoder computes no ntk",
+        "Kvasir computes no ntk",
     ),
     (
         "llama",
         {"rope_scaling": {"type": "yarn", "factor": 2.0, "attn_factor": 0.5}},
-        "the decoder computes no attn_factor",
+        "Kvasir computes no attn_factor",
     ),
     ("llama", {"rope_scaling": {"type": "linear"}}, "factor must be a positive number, not None"),
     (
         "llama",
         {"rope_parameters": {"full_attention": {"rope_theta": 1.0}}},
-        "the decoder computes no full_attention",
+        "Kvasir computes no full_attention",
     ),
     ("llama", {"rope_scaling": "linear"}, "rope_scaling is 'linear', .* an object"),
     ("llama", {"rope_interleaved": True}, "rope_interleaved is True"),
@@ -475,7 +475,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "llama",
         {"rope_parameters": {"llama_4_scaling_beta": 0.1}},
-        "the decoder computes no llama_4_scaling_beta",
+        "Kvasir computes no llama_4_scaling_beta",
     ),
     ("granitemoehybrid", {}, "num_local_experts is 8, .* only 0"),
     (

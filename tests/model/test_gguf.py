@@ -243,7 +243,7 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "experts": (
         {"llama__expert_count": 8},
-        r"its key llama\.expert_count is 8, and the decoder computes only",
+        r"its key llama\.expert_count is 8, and Kvasir computes only",
     ),
     "unknown key": (
         {"llama__rope__global__freq_base": 1e6},
@@ -263,15 +263,15 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "windows": (
         {"llama__attention__sliding_window": 64},
-        r"llama\.attention\.sliding_window is 64, and the decoder computes only None or 0",
+        r"llama\.attention\.sliding_window is 64, and Kvasir computes only None or 0",
     ),
     "width of values": (
         {"llama__attention__key_length": 16, "llama__attention__value_length": 32},
-        r"attention\.value_length is 32, and the decoder computes only the key_length, 16",
+        r"attention\.value_length is 32, and Kvasir computes only the key_length, 16",
     ),
     "rotary scaling": (
         {"llama__rope__scaling__type": "longrope"},
-        r"rope_scaling is 'longrope', and the decoder computes only default",
+        r"rope_scaling is 'longrope', and Kvasir computes only default",
     ),
     "heads": (
         {"llama__attention__head_count": 0},
@@ -299,8 +299,8 @@ def test_what_is_not_supported_is_refused_in_one_line(name: str, tmp_path: Path)
 @pytest.mark.parametrize(
     ("family", "pattern", "message"),
     [
-        ("gemma2", 3, "sliding_window_pattern is 3, and the decoder computes only None or 2"),
-        ("olmo3", 5, "sliding_window_pattern is 5, and the decoder computes only None or 4"),
+        ("gemma2", 3, "sliding_window_pattern is 3, and Kvasir computes only None or 2"),
+        ("olmo3", 5, "sliding_window_pattern is 5, and Kvasir computes only None or 4"),
         ("gemma3", [True, False, True], "sliding_window_pattern has 3 values for 2 layers"),
         ("gemma3", "x", "sliding_window_pattern must be a whole number"),
     ],

@@ -111,16 +111,16 @@ REFUSALS: dict[str, tuple[Break, str]] = {
         r"config\.json must hold a JSON object",
     ),
     "another model": (
-        set_values("config.json", model_type="bert", architectures=["BertForMaskedLM"]),
-        r"describes BertForMaskedLM of model_type 'bert'; supported are GPT2LMHeadModel .*mistral3",
+        set_values("config.json", model_type="t5", architectures=["T5Model"]),
+        r"describes T5Model of model_type 't5'; supported are GPT2LMHeadModel .*mistral3",
     ),
     "no model type": (
         set_values("config.json", model_type=None, architectures=None),
         "describes a model of model_type None; supported",
     ),
     "another head": (
-        set_values("config.json", architectures=["LlamaForSequenceClassification"]),
-        "describes LlamaForSequenceClassification of model_type 'llama'",
+        set_values("config.json", architectures=["LlamaForTokenClassification"]),
+        "describes LlamaForTokenClassification of model_type 'llama'",
     ),
     "end of text beyond the vocabulary": (
         set_values("config.json", eos_token_id=320),

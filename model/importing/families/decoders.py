@@ -138,6 +138,8 @@ def _gptj_rotary_dim(options: Options) -> int | None:
 def _gemma3_windows(options: Options) -> list[int]:
     keys = ("_sliding_window_pattern", "sliding_window_pattern")
     every = next((options.whole(key) for key in keys if options[key]), 6)
+    if options["use_bidirectional_attention"]:  # half of it on either side
+        options["sliding_window"] = options.whole("sliding_window") // 2 + 1
     return [i for i in range(options.whole("num_hidden_layers")) if (i + 1) % every]
 
 
@@ -315,10 +317,12 @@ FAMILIES: dict[str, Family] = {
             "rope_theta": 1000000.0, "rope_local_base_freq": 10000.0,
             "sliding_window": 4096, "layer_types": None,
             "sliding_window_pattern": None, "_sliding_window_pattern": None,
+            "use_bidirectional_attention": False,
             "final_logit_softcapping": None, "attn_logit_softcapping": None},
         names={"hidden_act": "hidden_activation"},
         fields=_GEMMA_FIELDS | {
             "norm_placement": "both", "qk_norm": True,
+            "causal": lambda options: not options["use_bidirectional_attention"],
             "attention_scale": lambda options: options.number("query_pre_attn_scalar") ** -0.5},
         windowed=_gemma3_windows,
         prefixes=_PREFIXES,

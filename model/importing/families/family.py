@@ -1,6 +1,6 @@
 """The conversion of a published config.json into a TransformerConfig.
 
-A value that the decoder does not compute is refused, with its key.
+A value that the network does not compute is refused, with its key.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from model.config import TransformerConfig
+from model.config import Activation, TransformerConfig
 from model.importing.tensors import Source, scaled
 from model.importing.weights import UnsupportedError
 
@@ -57,14 +57,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False,), "sliding_window": (), "use_sliding_window": (False,),
     "num_experts": (0,), "num_local_experts": (0,), "partial_rotary_factor": (1,),
     "pruned_heads": ({},), "quantization_config": (), "clip_qkv": (), "layer_types": (),
-    "no_rope_layers": (), "attn_logit_softcapping": (), "final_logit_softcapping": (),
+    "is_causal": (True,), "no_rope_layers": (), "attn_logit_softcapping": (),
+    "final_logit_softcapping": (),
 }
 # fmt: on
 
 
 def refuse(key: str, value: object, wanted: str) -> UnsupportedError:
     """Return the error for a value of config.json that the decoder does not compute."""
-    return UnsupportedError(f"config.json's {key} is {value!r}, and the decoder computes {wanted}")
+    return UnsupportedError(f"config.json's {key} is {value!r}, and Kvasir computes {wanted}")
 
 
 class Options(dict[str, Any]):
@@ -93,9 +94,23 @@ class Options(dict[str, Any]):
         return UnsupportedError(f"config.json's {name} must be {wanted}, not {value!r}")
 
 
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A linear layer after a pooling: the modules of a file that hold it and its norm.
+
+    d_out: None is d_model, or the number of labels at the end.
+    """
+
+    module: str
+    activation: Activation = "identity"
+    bias: bool = True
+    norm: str | None = None
+    d_out: int | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """A kind of published decoder: the keys of its config.json, and the names of its tensors.
+    """A kind of published model: the keys of its config.json, and the names of its tensors.
 
     Keys have Llama's names throughout, except in `only`, which has the family's own.
     """
@@ -120,6 +135,8 @@ class Family:
     scales: Mapping[str, Callable[[Options], float]] = field(default_factory=dict)
     prefixes: tuple[str, ...] = ("model.",)  # of tensor names; a file has one or none
     former_names: Mapping[str, str] = field(default_factory=dict)  # of modules: the present name
+    classifier: tuple[Dense, ...] = (Dense("score", bias=False),)  # of ...ForSequenceClassification
+    unused: tuple[str, ...] = ()  # beginnings of names of tensors that an encoder leaves out
 
     def options(self, values: Mapping[str, Any]) -> Options:
         """Return the keys that the family reads from a config.json."""
@@ -186,6 +203,7 @@ class Family:
         tensor = _OF_ALL_EXPERTS.sub(lambda found: f"{found[1]}.{found[2] or 'weight'}", tensor)
         prefix = next((prefix for prefix in self.prefixes if tensor.startswith(prefix)), "")
         module, _, kind = tensor.removeprefix(prefix).rpartition(".")
+        kind = {"gamma": "weight", "beta": "bias"}.get(kind, kind)  # as TensorFlow named norms'
         return f"{self.former_names.get(module, module)}.{kind}"
 
 

@@ -216,7 +216,7 @@ def _head_dim(kind: str, values: Mapping[str, Any]) -> int:
     length = values.get(f"{kind}.attention.value_length", given)
     if given is not None and length != given:
         raise UnsupportedError(
-            f"its key {kind}.attention.value_length is {length!r}, and the decoder computes only "
+            f"its key {kind}.attention.value_length is {length!r}, and Kvasir computes only "
             f"the key_length, {given!r}"
         )
     return int(given or width // heads)

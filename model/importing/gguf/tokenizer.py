@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -32,32 +32,41 @@ _CASED = rf"{_BEFORE}[\p{{Lu}}\p{{Lt}}{_MARKS}*[\p{{Ll}}{_MARKS}+END|" + (
 _SIGNS = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*" + _END
 _TEKKEN = _CASED.replace("END", "") + r"\p{N}" + _SIGNS
 _GPT4O = _CASED.replace("END", f"{_CONTRACTIONS}?") + r"\p{N}{1,3}" + _SIGNS
+
+
+class _PreTokenizer(NamedTuple):
+    """A way to cut texts into words."""
+
+    pattern: str | None = None  # None is GPT-2's
+    digits: bool = False  # each digit is a word
+    whole_words: bool = False  # a word of the vocabulary is a token whatever the merges; BOS first
+    nfc: bool = False
+
+
 # fmt: off
-# tokenizer.ggml.pre: the pattern, or None for GPT-2's.
-_PATTERNS: dict[str, str | None] = {
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "midm-2.0",
-                     "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _LLAMA3),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez", "kormo", "hunyuan",
-                     "solar-open"), _QWEN2),
-    "tekken": _TEKKEN,
-    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O),
-    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "a.x-4.0", "gigachat",
-                     "mellum", "trillion", "granite-docling"), None),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone",
-                     "minerva-7b", "mellum2"), None),
+_PRE_TOKENIZERS = {  # by tokenizer.ggml.pre
+    name: row
+    for names, row in {
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "midm-2.0"):
+            _PreTokenizer(_LLAMA3, whole_words=True),
+        ("smaug-bpe", "dbrx", "glm4", "chatglm-bpe"): _PreTokenizer(_LLAMA3),
+        ("qwen2", "deepseek-r1-qwen", "megrez", "kormo"): _PreTokenizer(_QWEN2, nfc=True),
+        ("stablelm2", "hunyuan", "solar-open"): _PreTokenizer(_QWEN2),
+        ("tekken",): _PreTokenizer(_TEKKEN, whole_words=True),
+        ("gpt-4o", "llama4", "kanana2", "minimax-m2"): _PreTokenizer(_GPT4O),
+        ("gpt-2", "phi-2", "mpt", "olmo", "jais", "exaone4", "a.x-4.0", "gigachat", "mellum",
+         "trillion", "granite-docling"): _PreTokenizer(),
+        ("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b", "mellum2"):
+            _PreTokenizer(digits=True),
+        ("command-r",): _PreTokenizer(digits=True, nfc=True),
+    }.items()
+    for name in names
 }
-_DIGITS = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b",
-           "mellum2"}  # each digit is a word
-_WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2", "midm-2.0",
-                "tekken"}  # a word of the vocabulary is a token whatever the merges; BOS is first
-_NFC = {"qwen2", "deepseek-r1-qwen", "megrez", "kormo", "command-r"}
 # Tokens that end an answer, though a file may name one alone.
 _ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>",
          "<|end_of_text|>", "<end_of_utterance>")
 # fmt: on
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")  # the special tokens of Phi-3 that keep spaces
-
-
 _IDS = ("bos", "eos", "eot", "eom", "unknown", "padding")
 _NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 T = TypeVar("T")
@@ -82,6 +91,11 @@ def read_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer:
             f"its key tokenizer.ggml.model is {model!r}; supported are 'gpt2' and 'llama'; import "
             "the model's folder with tokenizer.json"
         )
+    if model == "gpt2" and pre not in _PRE_TOKENIZERS:
+        raise UnsupportedError(
+            f"its key tokenizer.ggml.pre is {pre!r}; supported are {', '.join(_PRE_TOKENIZERS)}; "
+            "import the model's folder with tokenizer.json"
+        )
     tokens: list[str] = _get(values, "tokens", list)
     if (longest := max(map(len, tokens), default=0)) > _LONGEST_TOKEN:
         raise UnsupportedError(
@@ -100,9 +114,12 @@ def read_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer:
             raise UnsupportedError(
                 f"its key tokenizer.ggml.{key} is {ids[name]}, and it has {len(tokens)} tokens"
             )
-    build = _byte_level if model == "gpt2" else _sentencepiece
     document: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None}
-    document |= build(values, vocabulary, tokens[ids["unknown"]] if ids["unknown"] >= 0 else None)
+    if model == "gpt2":
+        document |= _byte_level(values, vocabulary, _PRE_TOKENIZERS[pre])
+    else:
+        unknown = tokens[ids["unknown"]] if ids["unknown"] >= 0 else None
+        document |= _sentencepiece(values, vocabulary, unknown)
     phi3 = values.get("general.architecture") == "phi3"
     document["added_tokens"] = [
         {
@@ -117,7 +134,9 @@ def read_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer:
         for i, token in enumerate(tokens)
         if kinds[i] in (_UNKNOWN, _CONTROL, _USER_DEFINED)
     ]
-    starts = _get(values, "add_bos_token", bool, model == "llama" or pre in _WHOLE_WORDS)
+    starts = _get(
+        values, "add_bos_token", bool, model == "llama" or _PRE_TOKENIZERS[pre].whole_words
+    )
     ends = _get(values, "add_eos_token", bool, False)
     around = (ids["bos"] if starts else -1, ids["eos"] if ends else -1)
     document["post_processor"] = _template(tokens, *around)
@@ -161,33 +180,26 @@ def _numbers(values: Mapping[str, Any], name: str, length: int) -> list[Any]:
 
 
 def _byte_level(
-    values: Mapping[str, Any], vocabulary: dict[str, int], _: str | None
+    values: Mapping[str, Any], vocabulary: dict[str, int], pre: _PreTokenizer
 ) -> dict[str, Any]:
-    pre = _get(values, "pre", str)
-    if pre not in _PATTERNS:
-        raise UnsupportedError(
-            f"its key tokenizer.ggml.pre is {pre!r}; supported are {', '.join(_PATTERNS)}; import "
-            "the model's folder with tokenizer.json"
-        )
-    pattern = _PATTERNS[pre]
     steps: list[dict[str, Any]] = []
-    if pre in _DIGITS:
+    if pre.digits:
         steps.append({"type": "Digits", "individual_digits": True})
-    if pattern is not None:
-        split = {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    if pre.pattern is not None:
+        split = {"pattern": {"Regex": pre.pattern}, "behavior": "Isolated", "invert": False}
         steps.append({"type": "Split", **split})
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-    steps.append(level | {"use_regex": pattern is None})
+    steps.append(level | {"use_regex": pre.pattern is None})
     merges = [merge.partition(" ") for merge in _get(values, "merges", list)]
     return {
-        "normalizer": {"type": "NFC"} if pre in _NFC else None,
+        "normalizer": {"type": "NFC"} if pre.nfc else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
         "decoder": level | {"use_regex": True},
         "model": {
             "type": "BPE",
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": pre in _WHOLE_WORDS,
+            "ignore_merges": pre.whole_words,
             "vocab": vocabulary,
             "merges": [[left, right] for left, _, right in merges],
         },

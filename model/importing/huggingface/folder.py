@@ -9,6 +9,7 @@ from typing import Any
 from model.bundle import (
     CHAT_TEMPLATE_FILE,
     CONFIG_FILE,
+    EMBEDDING_FILE,
     GENERATION_FILE,
     SPECIAL_TOKENS_FILE,
     TOKENIZER_FILE,
@@ -16,7 +17,14 @@ from model.bundle import (
 from model.config import TransformerConfig
 from model.importing.contents import Contents, generation_defaults, to_json
 from model.importing.families.decoders import FAMILIES, WITH_VISION
+from model.importing.families.encoders import ENCODERS
 from model.importing.families.family import Family
+from model.importing.huggingface.pooling import (
+    CLASSIFIER,
+    add_pooling,
+    lowercased,
+    read_prompts,
+)
 from model.importing.huggingface.tokenizer import (
     read_chat_template,
     read_optional,
@@ -27,9 +35,10 @@ from model.importing.quantized import QUANTIZATION_KEYS, restore
 from model.importing.weights import UnsupportedError
 from model.tensor_files import list_tensors, weight_files
 
+_KNOWN = FAMILIES | ENCODERS
 # Tensors that are computed, not learned, and those that only see images.
 _IGNORED = re.compile(
-    r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias))$"
+    r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias)|embeddings\.position_ids)$"
     r"|^(model\.)?(vision_tower|multi_modal_projector)\."
 )
 _OF_BOTH = (
@@ -48,17 +57,18 @@ def read_folder(source: Path, notes: list[str]) -> Contents:
     whole, generation = (read_optional(source / name) for name in (CONFIG_FILE, GENERATION_FILE))
     family, values = _find_family(whole, notes)
     config = _read_config(family, values, generation, notes)
+    family, config, of_layers = add_pooling(source, whole, family.scaled(values), config, notes)
     template = read_chat_template(source, notes)
+    tokenizer = read_tokenizer(source, whole["model_type"], config.vocab_size, template, notes)
     texts = {
-        TOKENIZER_FILE: read_tokenizer(
-            source, whole["model_type"], config.vocab_size, template, notes
-        ),
+        TOKENIZER_FILE: lowercased(tokenizer, source),
         CHAT_TEMPLATE_FILE: template,
         SPECIAL_TOKENS_FILE: to_json(read_special_tokens(source)),
         GENERATION_FILE: generation_defaults(generation, notes),
+        EMBEDDING_FILE: None if config.pooling is None else read_prompts(source),
     }
     stored = restore(list_tensors(source, _IGNORED), values, notes)
-    return Contents(family.scaled(values), config, texts, stored, weight_files(source))
+    return Contents(family, config, texts, [*stored, *of_layers], weight_files(source))
 
 
 def _find_family(values: dict[str, Any], notes: list[str]) -> tuple[Family, dict[str, Any]]:
@@ -66,14 +76,16 @@ def _find_family(values: dict[str, Any], notes: list[str]) -> tuple[Family, dict
     kind, names = values.get("model_type"), values.get("architectures") or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise UnsupportedError(f"{CONFIG_FILE}'s architectures is {names!r}, not a list of names")
-    accepted = {key: family.architectures for key, family in FAMILIES.items()} | WITH_VISION
+    accepted = {key: family.architectures for key, family in _KNOWN.items()} | WITH_VISION
+    for key, (first, *others) in accepted.items():
+        accepted[key] = (first, *others, first.replace("ForCausalLM", CLASSIFIER))
     family = None
     if isinstance(kind, str) and set(names) <= set(accepted.get(kind, ())):
         if kind in WITH_VISION:
             values = _text_part(values)
             notes.append("only the part for text is imported: the model sees no images")
         text_kind = values["model_type"]
-        family = FAMILIES.get(text_kind) if isinstance(text_kind, str) else None
+        family = _KNOWN.get(text_kind) if isinstance(text_kind, str) else None
     if family is None:
         supported = ", ".join(f"{one[0]} ({key})" for key, one in accepted.items())
         raise UnsupportedError(

@@ -22,7 +22,7 @@ from model.files import read_object
 from model.importing.weights import UnsupportedError
 from model.tokenizer import check_tokenizer, load_tokenizer
 
-_TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _CHAT_TEMPLATES = "additional_chat_templates"
 _TEMPLATES = TypeAdapter(dict[str, str])
 _SPECIAL_TOKENS = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
@@ -77,14 +77,14 @@ def read_tokenizer(
         tokenizer = Tokenizer.from_str(text)
     check_tokenizer(tokenizer, path, size)
     key = "added_tokens_decoder"
-    wanted = read_optional(source / _TOKENIZER_CONFIG_FILE).get(key, {})
+    wanted = read_optional(source / TOKENIZER_CONFIG_FILE).get(key, {})
     if not isinstance(wanted, dict):
-        raise UnsupportedError(f"{_TOKENIZER_CONFIG_FILE}'s {key} is {wanted!r}, not an object")
+        raise UnsupportedError(f"{TOKENIZER_CONFIG_FILE}'s {key} is {wanted!r}, not an object")
     for token_id, token in wanted.items():  # transformers adds those that are missing
         content = token.get("content") if isinstance(token, dict) else token
         if added.get(token_id) != content:
             raise UnsupportedError(
-                f"{_TOKENIZER_CONFIG_FILE} adds the token {content!r} as {token_id}, which "
+                f"{TOKENIZER_CONFIG_FILE} adds the token {content!r} as {token_id}, which "
                 f"{TOKENIZER_FILE} does not have; {_REWRITE_TOKENIZER}"
             )
     return text
@@ -97,7 +97,7 @@ def _mark_spaces(state: dict[str, Any], source: Path, model_type: str) -> bool:
     LlamaTokenizer only before the first, unless tokenizer_config.json says `legacy`. With other
     families that name this class, as Mistral and Phi-3, transformers believes the file.
     """
-    values = read_optional(source / _TOKENIZER_CONFIG_FILE)
+    values = read_optional(source / TOKENIZER_CONFIG_FILE)
     kind = values.get("tokenizer_class")
     if kind not in ("LlamaTokenizer", "LlamaTokenizerFast") or model_type != "llama":
         return False
@@ -130,7 +130,7 @@ def read_chat_template(source: Path, notes: list[str]) -> str | None:
                 templates[name] = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise UnsupportedError(f"{path.name} is not UTF-8 text") from None
-    given = read_optional(source / _TOKENIZER_CONFIG_FILE).get("chat_template")
+    given = read_optional(source / TOKENIZER_CONFIG_FILE).get("chat_template")
     if not templates and given is not None:
         try:
             if isinstance(given, list):
@@ -139,7 +139,7 @@ def read_chat_template(source: Path, notes: list[str]) -> str | None:
             templates = _TEMPLATES.validate_python(given)
         except (LookupError, TypeError, ValidationError):
             raise UnsupportedError(
-                f"{_TOKENIZER_CONFIG_FILE}'s chat_template is neither a text nor texts by name"
+                f"{TOKENIZER_CONFIG_FILE}'s chat_template is neither a text nor texts by name"
             ) from None
     if others := sorted(templates.keys() - {"default"}):
         without = "" if "default" in templates else "; none of them is the default"
@@ -154,7 +154,7 @@ def read_special_tokens(source: Path) -> dict[str, Any]:
     older form, and counts where tokenizer_config.json lacks added_tokens_decoder: it overrides the
     usual names, but not a model's own.
     """
-    values = read_optional(source / _TOKENIZER_CONFIG_FILE)
+    values = read_optional(source / TOKENIZER_CONFIG_FILE)
     older = read_optional(source / SPECIAL_TOKENS_FILE)
     if "added_tokens_decoder" in values:
         older = {}

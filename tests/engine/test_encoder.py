@@ -1,0 +1,151 @@
+"""Encoders: a text has PyTorch's vector, bit for bit the same whatever runs beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from server.engine.encoder.engine import MAX_PADDING, EncoderEngine
+from server.engine.encoder.sequence import EncoderOutput, EncoderSequence
+from server.engine.sampling import Floats, SamplingParams
+from server.engine.sequence import FinishReason
+from tests.encoders import (
+    BERT,
+    LAST_TOKEN,
+    MODERN,
+    MPNET,
+    expected_vectors,
+    export_encoder,
+    make_text,
+    of_tokens,
+    open_runner,
+)
+from tests.random_models import RandomModel
+
+N_TEXTS = 21
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("fp32", BERT),
+    "int8 bert": ("int8", BERT),
+    "mpnet": ("fp32", MPNET),
+    "int8 modernbert": ("int8", MODERN),
+    "decoder": ("fp32", LAST_TOKEN),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> RandomModel:
+    precision, changes = MODELS[request.param]
+    return export_encoder(tmp_path_factory.mktemp("encoder") / precision, precision, **changes)
+
+
+def test_vectors_are_pytorchs(model: RandomModel) -> None:
+    runner = open_runner(model)
+    texts = [make_text(model, i) for i in range(N_TEXTS)]
+    is_rounded = model.graph.parent.name == "int8"
+    for text, vector, tokens in zip(
+        texts, runner.run(texts), runner.run(list(map(of_tokens, texts))), strict=True
+    ):
+        for found, expected in zip((vector, tokens), expected_vectors(model, text), strict=True):
+            cosines = (found * expected).sum(-1) / (
+                np.linalg.norm(found, axis=-1) * np.linalg.norm(expected, axis=-1)
+            )
+            assert found.shape == expected.shape
+            assert cosines.min() > (0.99 if is_rounded else 0.99999)
+            if not is_rounded:
+                np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_same_text_same_bits(model: RandomModel, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    alone = open_runner(model, threads=1)
+    runner = open_runner(model, threads=[1, 2][seed % 2])
+    budget, max_num_seqs = [1, 40, 300, 2000][seed % 4], [3, 16][seed % 2]
+    engine = EncoderEngine(runner, token_budget=budget, max_num_seqs=max_num_seqs)
+    order = generator.permutation(N_TEXTS).tolist()
+    found: dict[int, Floats | None] = {}
+
+    def take(outputs: list[EncoderOutput]) -> None:
+        for output in outputs:
+            assert output.sequence_id not in found, "an output after the terminal one"
+            found[output.sequence_id] = output.vectors
+
+    while order or engine.has_work:
+        for _ in range(min(len(order), int(generator.integers(4)))):
+            engine.add(make_text(model, order.pop()))
+        if engine.has_work:
+            take(engine.step()[0])
+    for i in range(N_TEXTS):
+        (expected,) = alone.run([make_text(model, i)])
+        vector = found[i]
+        assert vector is not None
+        assert np.array_equal(vector, expected)
+
+
+class Lengths:
+    """A runner of lengths, which keeps the batches that it ran."""
+
+    max_model_len = 100
+
+    def __init__(self) -> None:
+        self.batches: list[list[EncoderSequence]] = []
+
+    def run(self, texts: list[EncoderSequence]) -> list[Floats]:
+        self.batches.append(texts)
+        return [np.array([len(text.prompt_ids)], dtype=np.float32) for text in texts]
+
+
+def make_texts(lengths: list[int], **fields: Any) -> list[EncoderSequence]:
+    params = SamplingParams(max_tokens=0)
+    return [
+        EncoderSequence(i, [0] * length, params, frozenset(), 0.0, **fields)
+        for i, length in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_step_takes_the_first_text_and_others_within_its_limits(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    runner = Lengths()
+    engine = EncoderEngine(runner, token_budget=60, max_num_seqs=4)
+    texts = make_texts(generator.integers(1, 100, size=40).tolist())
+    for text in texts:
+        text.priority = int(generator.integers(-2, 3))
+        engine.add(text)
+    waiting = sorted(texts, key=lambda text: text.queue_key)
+    while engine.has_work:
+        outputs, stats = engine.step()
+        batch = runner.batches[-1]
+        lengths = [len(text.prompt_ids) for text in batch]
+        assert batch[0] is waiting[0]
+        assert {output.sequence_id for output in outputs} == {text.id for text in batch}
+        assert stats.n_prefill_tokens == sum(lengths)
+        if len(batch) > 1:
+            assert sum(lengths) <= 60
+            assert len(batch) <= 4
+            assert max(lengths) * len(batch) <= MAX_PADDING * sum(lengths)
+        waiting = [text for text in waiting if text not in batch]
+    assert not waiting
+
+
+def test_an_aborted_text_never_runs() -> None:
+    engine = EncoderEngine(runner := Lengths(), token_budget=60, max_num_seqs=4)
+    first, second = make_texts([3, 4])
+    engine.add(first)
+    engine.add(second)
+    ended = engine.abort(first.id, FinishReason.TIMEOUT)
+    assert ended is not None
+    assert (ended.finish_reason, ended.vectors) == (FinishReason.TIMEOUT, None)
+    assert engine.abort(first.id) is None
+    engine.step()
+    assert runner.batches == [[second]]
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("length", [0, 101])
+def test_a_text_that_cannot_fit_is_refused(length: int) -> None:
+    engine = EncoderEngine(Lengths(), token_budget=60, max_num_seqs=4)
+    with pytest.raises(ValueError, match=f"{length} tokens"):
+        engine.add(*make_texts([length]))

@@ -1,0 +1,323 @@
+"""Published encoders against transformers: vectors of tokens, of texts, and scores of labels."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from model.bundle import EmbeddingDefaults
+from model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
+from model.config import Pooling, Projection
+from model.importing.published import import_checkpoint
+from tests.huggingface_checkpoints import save_tokenizer
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+_GROUPED = _SHAPE | {"num_key_value_heads": 2, "head_dim": 16}
+LENGTHS = [40, 7, 2]
+
+# Name: architecture, configuration.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", _SHAPE),
+    "bert with another activation": ("Bert", _SHAPE | {"hidden_act": "gelu_new"}),
+    "distilbert": ("DistilBert", {"dim": 64, "n_layers": 3, "n_heads": 4, "hidden_dim": 96}),
+    "roberta": ("Roberta", _SHAPE | {"type_vocab_size": 1}),
+    "xlm-roberta": ("XLMRoberta", _SHAPE),
+    "mpnet": ("MPNet", _SHAPE),
+    "modernbert": ("ModernBert", _SHAPE | {"local_attention": 12, "classifier_pooling": "mean"}),
+    "modernbert with biases": (
+        "ModernBert",
+        _SHAPE
+        | {"attention_bias": True, "mlp_bias": True, "norm_bias": True, "local_attention": 9}
+        | {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "nomic_bert": ("NomicBert", _SHAPE),
+    "qwen3": ("Qwen3", _GROUPED),
+    "embedding gemma": (
+        "Gemma3Text",
+        _GROUPED
+        | {"use_bidirectional_attention": True, "sliding_window": 10, "query_pre_attn_scalar": 24}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+}
+_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id"))
+CLASSIFIERS = [name for name in FAMILIES if name != "embedding gemma"]
+
+
+def make_model(name: str, kind: str = "Model", **changes: Any) -> Any:
+    """Return a model with uneven weights, norms and biases, so that mistakes show."""
+    architecture, values = FAMILIES[name]
+    values = _TOKENS | {"vocab_size": 320, "max_position_embeddings": 64, **values, **changes}
+    values["pad_token_id"] = 1
+    config = getattr(transformers, f"{architecture}Config")(**values)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{architecture}{kind}")
+    model = model._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+def save(folder: Path, model: Any) -> Path:
+    model.save_pretrained(folder)
+    save_tokenizer(folder, chat_template=None)
+    return folder
+
+
+def random_rows(n_types: int | None) -> dict[str, Tensor]:
+    """Return the arguments of a model of transformers."""
+    torch.manual_seed(1)
+    shape = (len(LENGTHS), max(LENGTHS))
+    rows = {"input_ids": torch.randint(2, 320, shape)}  # 1 pads
+    lengths = torch.tensor(LENGTHS)[:, None]
+    rows["attention_mask"] = (torch.arange(shape[1]) < lengths).long()
+    rows["input_ids"] = rows["input_ids"].where(rows["attention_mask"] == 1, 1)
+    if n_types == 2:
+        rows["token_type_ids"] = torch.randint(2, shape)
+    return rows
+
+
+def close(ours: Tensor, theirs: Tensor) -> None:
+    assert (ours - theirs).abs().max() < 1e-4 * theirs.std()
+
+
+def pooled(checkpoint: Checkpoint, rows: dict[str, Tensor]) -> Tensor:
+    lengths = rows["attention_mask"].sum(dim=1)
+    return checkpoint.decoder.encode(rows["input_ids"], lengths, rows.get("token_type_ids"))
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "qwen3"])
+@torch.inference_mode()
+def test_vectors_of_tokens(name: str, tmp_path: Path) -> None:
+    model = make_model(name)
+    import_checkpoint(save(tmp_path / "theirs", model), tmp_path / "ours")
+    checkpoint = load_checkpoint(tmp_path / "ours")
+    rows = random_rows(checkpoint.config.n_token_types)
+    theirs, within = model(**rows).last_hidden_state, rows["attention_mask"] == 1
+    lengths, types = torch.tensor(LENGTHS), rows.get("token_type_ids")
+    ours = checkpoint.decoder.hidden(rows["input_ids"], lengths, types)
+    close(ours[within], theirs[within])
+    # Without a word on pooling it is the mean.
+    means = [row[:length].mean(dim=0) for row, length in zip(theirs, LENGTHS, strict=True)]
+    close(pooled(checkpoint, rows), torch.stack(means))
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+@torch.inference_mode()
+def test_scores_of_labels(name: str, tmp_path: Path) -> None:
+    labels = {0: "contradiction", 1: "entailment", 2: "neutral"}
+    model = make_model(name, "ForSequenceClassification", id2label=labels)
+    checkpoint = load_checkpoint(save(tmp_path, model))
+    pooling = checkpoint.config.pooling
+    assert pooling is not None
+    assert pooling.labels == tuple(labels.values())
+    assert pooling.label_activation == "softmax"
+    rows = random_rows(checkpoint.config.n_token_types)
+    close(pooled(checkpoint, rows), model(**rows).logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "activation"),
+    [
+        ({"num_labels": 1}, "sigmoid"),
+        (
+            {"num_labels": 1, "sentence_transformers": {"activation_fn": "torch.nn.Identity"}},
+            "identity",
+        ),
+        (
+            {"num_labels": 1, "sbert_ce_default_activation_function": "torch.nn.Identity"},
+            "identity",
+        ),
+        ({"num_labels": 3, "problem_type": "multi_label_classification"}, "sigmoid"),
+    ],
+)
+def test_activations_of_labels(changes: dict[str, Any], activation: str, tmp_path: Path) -> None:
+    model = make_model("bert", "ForSequenceClassification", **changes)
+    pooling = load_checkpoint(save(tmp_path, model)).config.pooling
+    assert pooling is not None
+    assert pooling.label_activation == activation
+    assert pooling.projections == (
+        Projection(d_out=64, activation="tanh"),
+        Projection(d_out=changes["num_labels"]),
+    )
+
+
+def test_the_head_of_a_masked_language_model_is_left_out(tmp_path: Path) -> None:
+    model = make_model("bert", "ForMaskedLM")
+    config = load_checkpoint(save(tmp_path, model)).config
+    assert config.pooling == Pooling(kind="mean")
+
+
+def test_norms_may_have_their_names_of_tensorflow(tmp_path: Path) -> None:
+    model = make_model("bert")
+    file = save(tmp_path, model) / "model.safetensors"
+    expected = load_checkpoint(tmp_path).decoder.state_dict()
+    tensors = load_file(file)
+    ends = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    for theirs, former in ends.items():
+        tensors = {name.replace(theirs, former): tensor for name, tensor in tensors.items()}
+    tensors["embeddings.position_ids"] = torch.arange(64)[None]
+    save_file(tensors, file, {"format": "pt"})
+    found = load_checkpoint(tmp_path).decoder.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+# sentence-transformers folders
+
+_TYPE = "sentence_transformers.models."
+
+
+def save_modules(folder: Path, **configs: dict[str, Any]) -> Path:
+    """Write modules.json and each module's folder; a Dense gets weights."""
+    listed = [{"idx": 0, "name": "0", "path": "", "type": f"{_TYPE}Transformer"}]
+    for i, (kind, config) in enumerate(configs.items(), 1):
+        path = f"{i}_{kind.rstrip('2')}"
+        listed.append({"path": path, "type": _TYPE + kind.rstrip("2")})
+        (folder / path).mkdir()
+        (folder / path / "config.json").write_text(json.dumps(config))
+        if "in_features" in config:
+            torch.manual_seed(i)
+            tensors = {"linear.weight": torch.randn(config["out_features"], config["in_features"])}
+            if config["bias"]:
+                tensors["linear.bias"] = torch.randn(config["out_features"])
+            save_file(tensors, folder / path / "model.safetensors")
+    (folder / "modules.json").write_text(json.dumps(listed))
+    return folder
+
+
+def dense(n_in: int, n_out: int, activation: str, *, bias: bool) -> dict[str, Any]:
+    path = f"torch.nn.modules.{'linear' if activation == 'Identity' else 'activation'}."
+    sizes = {"in_features": n_in, "out_features": n_out, "bias": bias}
+    return sizes | {"activation_function": path + activation}
+
+
+MEAN = {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True}
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    return save(tmp_path / "bert", make_model("bert"))
+
+
+def set_values(folder: Path, file: str, **values: Any) -> None:
+    path = folder / file
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(known | values))
+
+
+@torch.inference_mode()
+def test_a_decoder_that_embeds(tmp_path: Path) -> None:
+    model = make_model("qwen3")
+    folder = save(tmp_path, model)
+    save_modules(folder, Pooling={"pooling_mode": "lasttoken"}, Normalize={})
+    checkpoint = load_checkpoint(folder)
+    assert checkpoint.config.causal
+    rows = random_rows(None)
+    theirs = model(**rows).last_hidden_state[torch.arange(3), torch.tensor(LENGTHS) - 1]
+    close(pooled(checkpoint, rows), torch.nn.functional.normalize(theirs))
+
+
+@torch.inference_mode()
+def test_layers_after_the_pooling(bert: Path) -> None:
+    plain = load_checkpoint(bert)
+    layers = {
+        "Dense": dense(64, 80, "Tanh", bias=True),
+        "Dense2": dense(80, 16, "Identity", bias=False),
+    }
+    save_modules(bert, Pooling=MEAN, **layers, Normalize={})
+    found = load_checkpoint(bert)
+    rows = random_rows(2)
+    first, second = (load_file(bert / f"{i}_Dense" / "model.safetensors") for i in (2, 3))
+    raised = torch.tanh(pooled(plain, rows) @ first["linear.weight"].T + first["linear.bias"])
+    expected = torch.nn.functional.normalize(raised @ second["linear.weight"].T)
+    close(pooled(found, rows), expected)
+
+
+def test_the_longest_text_and_the_prompts(bert: Path, tmp_path: Path) -> None:
+    save_modules(bert, Pooling=MEAN)
+    whole = load_checkpoint(bert)
+    set_values(bert, "sentence_bert_config.json", max_seq_length=48, do_lower_case=True)
+    prompts = {"query": "query: ", "document": ""}
+    set_values(
+        bert,
+        "config_sentence_transformers.json",
+        __version__={"pytorch": "1"},
+        prompts=prompts,
+        default_prompt_name="query",
+        similarity_fn_name="dot",
+    )
+    import_checkpoint(bert, tmp_path / "ours")
+    for folder in (bert, tmp_path / "ours"):
+        found = load_checkpoint(folder)
+        assert found.config.max_model_len == 48
+        name = "position_embedding.weight"
+        assert torch.equal(found.weights[name], whole.weights[name][:48])
+        assert EmbeddingDefaults.parse(found.extra_files) == EmbeddingDefaults(
+            prompts=prompts, default_prompt_name="query", similarity_fn_name="dot"
+        )
+        assert found.tokenizer.encode("A LINE").ids == whole.tokenizer.encode("a line").ids
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "message"),
+    [
+        ("config.json", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
+        ("config.json", {"is_decoder": True}, "is_decoder"),
+        ("config.json", {"hidden_act": "silu"}, "hidden_act"),
+        ("config.json", {"architectures": ["BertForTokenClassification"]}, "supported are"),
+        ("1_Pooling/config.json", {"pooling_mode": "max"}, "pooling_mode is 'max'"),
+        ("1_Pooling/config.json", {"pooling_mode_cls_token": True}, "pooling_mode is "),
+        ("1_Pooling/config.json", {"include_prompt": False}, "include_prompt is False"),
+        ("2_Dense/config.json", {"use_residual": True}, "use_residual is True"),
+        ("2_Dense/config.json", {"activation_function": "custom.Act"}, "activation_function"),
+        ("2_Dense/config.json", {"out_features": 17}, "has shape"),
+        ("sentence_bert_config.json", {"max_seq_length": "many"}, "max_seq_length is 'many'"),
+        ("config_sentence_transformers.json", {"prompts": {"query": 1}}, "prompts.query"),
+        ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "'x' has no prompt"),
+        ("config_sentence_transformers.json", {"similarity_fn_name": "x"}, "similarity_fn_name"),
+    ],
+)
+def test_refusals_name_the_file_and_the_key(
+    file: str, values: dict[str, Any], message: str, bert: Path
+) -> None:
+    save_modules(bert, Pooling=MEAN, Dense=dense(64, 16, "Tanh", bias=True), Normalize={})
+    set_values(bert, file, **values)
+    with pytest.raises(CheckpointError, match=message) as refused:
+        load_checkpoint(bert)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ["Transformer"],
+        ["Transformer", "Pooling", "Normalize", "Dense"],
+        ["Transformer", "WordWeights", "Pooling"],
+    ],
+)
+def test_other_modules_are_refused(kinds: list[str], bert: Path) -> None:
+    listed = [{"path": f"{i}_{kind}" if i else "", "type": kind} for i, kind in enumerate(kinds)]
+    (bert / "modules.json").write_text(json.dumps(listed))
+    with pytest.raises(CheckpointError, match="perhaps Normalize"):
+        load_checkpoint(bert)
