@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import math
 import random
 import struct
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
+import httpx
 import pytest
+from fastapi import FastAPI
 from pydantic import TypeAdapter
 from starlette.types import Message
 from tokenizers import Tokenizer
@@ -24,24 +27,35 @@ from server.engine.encoder.sequence import Encoding
 from tests.fake_encoder import (
     D_MODEL,
     PROMPTS,
-    FakeEmbed,
+    FakeTextRunner,
+    encoder_app,
     encoder_bundle,
     output_of,
     pair_tokenizer,
 )
-from tests.serving import VOCAB_SIZE, Served, serving
+from tests.fake_runner import TIMEOUT
+from tests.serving import VOCAB_SIZE
 
 LIMIT = 64
+MODEL = "fake-encoder"
 LABELS = ("calm", "glad", "sad")
 
 
+class Client(NamedTuple):
+    app: FastAPI
+    runner: FakeTextRunner
+    post: Callable[..., Awaitable[httpx.Response]]
+
+
 @asynccontextmanager
-async def encoding(bundle: ModelBundle, **settings: Any) -> AsyncIterator[tuple[Served, FakeEmbed]]:
-    async with serving(bundle=bundle, **settings) as served:
-        assert bundle.config.pooling is not None
-        fake = FakeEmbed(bundle.config.pooling)
-        served.service.embed = fake  # type: ignore[attr-defined]
-        yield served, fake
+async def encoding(bundle: ModelBundle, **settings: Any) -> AsyncIterator[Client]:
+    app, runner = encoder_app(bundle, **settings)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+    ):
+        yield Client(app, runner, client.post)
 
 
 class Oracle:
@@ -63,7 +77,7 @@ class Oracle:
     def outputs(self, body: dict[str, Any], inputs: list[Any], output: str) -> list[Any]:
         encoded = [self.encoding(body, one, output) for one in inputs]
         self.n_tokens = sum(len(one.ids) for one in encoded)
-        return [output_of(one, output, self.pooling).tolist() for one in encoded]
+        return [output_of(one, self.pooling, tokens=output == "tokens").tolist() for one in encoded]
 
     def encoding(self, body: dict[str, Any], one: Any, output: str) -> Encoding:
         longest = body.get("truncate_prompt_tokens")
@@ -109,7 +123,7 @@ class Oracle:
             shown = vector if n is None else self.unit(vector[:n])
             data.append({"object": "embedding", "index": index, "embedding": shown})
         usage = {"prompt_tokens": self.n_tokens, "total_tokens": self.n_tokens}
-        return {"object": "list", "data": data, "model": "fake-model", "usage": usage}
+        return {"object": "list", "data": data, "model": MODEL, "usage": usage}
 
     def _embed(self, body: dict[str, Any]) -> Any:
         given = body["inputs"]
@@ -150,7 +164,7 @@ class Oracle:
                 results[-1]["document"] = {"text": texts[index]}
         n = self.n_tokens
         return {
-            "model": "fake-model",
+            "model": MODEL,
             "results": results[: body.get("top_n")],
             "usage": {"prompt_tokens": n, "total_tokens": n},
             "meta": {"api_version": {"version": version}, "tokens": {"input_tokens": n}},
@@ -183,7 +197,7 @@ class Oracle:
                 {"index": index, "label": label, "probs": probs, "num_classes": len(scores)}
             )
         usage = {"prompt_tokens": self.n_tokens, "total_tokens": self.n_tokens}
-        return {"object": "list", "model": "fake-model", "data": data, "usage": usage}
+        return {"object": "list", "model": MODEL, "data": data, "usage": usage}
 
 
 class Bodies:
@@ -296,11 +310,11 @@ LABELLING = ["/predict", "/v1/classify"]
 )
 async def test_random_bodies_get_the_oracles_answers(bundle: ModelBundle, paths: list[str]) -> None:
     bodies, oracle, n_refused = Bodies(seed=0), Oracle(bundle), 0
-    async with encoding(bundle) as (served, _):
+    async with encoding(bundle) as client:
         for _ in range(25):
             for path in paths:
                 body = bodies.of(path)
-                response = await served.client.post(path, json=body)
+                response = await client.post(path, json=body)
                 expected = oracle.answer(path, body)
                 if expected is None:
                     n_refused += 1
@@ -315,10 +329,10 @@ async def test_random_bodies_get_the_oracles_answers(bundle: ModelBundle, paths:
 
 
 async def test_a_models_unit_vectors_stay_as_they_are() -> None:
-    async with encoding(UNIT) as (served, _):
-        openai = await served.client.post("/v1/embeddings", json={"input": "def"})
-        tei = await served.client.post("/embed", json={"inputs": "def"})
-        raw = await served.client.post("/embed", json={"inputs": "def", "normalize": False})
+    async with encoding(UNIT) as client:
+        openai = await client.post("/v1/embeddings", json={"input": "def"})
+        tei = await client.post("/embed", json={"inputs": "def"})
+        raw = await client.post("/embed", json={"inputs": "def", "normalize": False})
     assert tei.json() == [openai.json()["data"][0]["embedding"]]
     assert (raw.status_code, raw.json()["error_type"]) == (400, "validation")
 
@@ -377,13 +391,13 @@ REFUSED: dict[str, tuple[ModelBundle, dict[str, Any], list[tuple[dict[str, Any],
 @pytest.mark.parametrize("path", REFUSED)
 async def test_a_bad_field_is_named(path: str) -> None:
     bundle, base, refused = REFUSED[path]
-    async with encoding(bundle) as (served, fake):
+    async with encoding(bundle) as client:
         for change, param in refused:
-            response = await served.client.post(path, json=base | change)
+            response = await client.post(path, json=base | change)
             assert response.status_code == 400, (change, response.text)
             error = response.json()["error"]
             assert (error["type"], error["param"]) == ("invalid_request_error", param), change
-        assert not fake.requests
+        assert not client.runner.texts
 
 
 TEI_REFUSED: list[tuple[str, ModelBundle, dict[str, Any], str]] = [
@@ -403,30 +417,39 @@ async def test_a_bad_field_is_named_in_teis_form(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("server.api.embeddings.requests._MAX_NUMBERS", 300)
     monkeypatch.setattr("server.requests.encoding.MAX_TOKENS", 200)
     for path, bundle, body, cause in TEI_REFUSED:
-        async with encoding(bundle) as (served, fake):
-            response = await served.client.post(path, json=body)
+        async with encoding(bundle) as client:
+            response = await client.post(path, json=body)
         assert response.status_code == 400, (path, body)
         assert response.json().keys() == {"error", "error_type"}
         assert cause in response.json()["error"], (path, body)
-        assert not fake.requests
+        assert not client.runner.texts
 
 
-async def test_the_engine_gets_deadline_priority_and_caller() -> None:
-    body = {"input": "a", "timeout_ms": 60_000, "priority": -3}
-    async with encoding(EMBEDDER, api_key="mine") as (served, fake):
-        headers = {"authorization": "Bearer mine", "x-request-id": "one"}
+async def test_the_engine_gets_deadline_and_priority() -> None:
+    body = {"input": ["a", "b"], "timeout_ms": 60_000, "priority": -3}
+    async with encoding(EMBEDDER) as client:
         before = perf_counter()
-        await served.client.post("/v1/embeddings", json=body, headers=headers)
-        (request,) = fake.requests
-        assert before + 60 <= request.deadline <= perf_counter() + 60
-        assert (request.priority, request.request_id, request.caller.name) == (-3, "one", "default")
-        refused = await served.client.post("/v1/embeddings", json=body)
-    assert refused.status_code == 401
+        await client.post("/v1/embeddings", json=body, headers={"x-request-id": "one"})
+    for text in client.runner.texts:
+        assert before + 60 <= text.deadline <= perf_counter() + 60
+        assert (text.priority, text.request_id) == (-3, "one")
+
+
+async def test_tokens_count_for_the_key() -> None:
+    body = {"inputs": ["a", "b"]}
+    headers = {"authorization": "Bearer mine"}
+    limits = {"api_key": "mine", "max_tokens_per_minute_per_key": 6}
+    async with encoding(EMBEDDER, **limits) as client:
+        answers = [await client.post("/embed", json=body, headers=headers) for _ in range(2)]
+        answers.append(await client.post("/embed", json=body))
+    assert [answer.status_code for answer in answers] == [200, 429, 401]
+    assert len(client.runner.texts) == 2
 
 
 async def test_a_client_that_disconnects_cancels_its_request() -> None:
     gone = asyncio.Event()
-    received: list[Message] = [{"type": "http.request", "body": b'{"input": "a"}'}]
+    body = json.dumps({"input": ["a"] * 9}).encode()
+    received: list[Message] = [{"type": "http.request", "body": body}]
 
     async def receive() -> Message:
         if received:
@@ -439,10 +462,12 @@ async def test_a_client_that_disconnects_cancels_its_request() -> None:
 
     scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/embeddings"}
     scope |= {"headers": [], "query_string": b"", "root_path": "", "http_version": "1.1"}
-    async with encoding(EMBEDDER) as (served, fake):
-        fake.held.clear()
-        asked = asyncio.create_task(served.app(scope, receive, send))
-        await fake.begun.wait()
+    async with encoding(EMBEDDER) as client:
+        client.runner.gate.clear()
+        asked = asyncio.create_task(client.app(scope, receive, send))
+        await asyncio.to_thread(client.runner.begun.wait, TIMEOUT)
         gone.set()
         await asked
-    assert fake.cancelled == 1
+        client.runner.gate.set()
+        await client.post("/embed", json={"inputs": "b"})
+    assert len(client.runner.texts) == 5, "the first step, of four texts, and the last request"
