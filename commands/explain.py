@@ -49,13 +49,13 @@ def explain(
             (repr(one.text), str(one.token_id), f"{one.probability:.1%}")
             for one in explanation.next_tokens
         ]
-        table = make_table(f"after {len(tokens):,} tokens", ("next token", "id", "probability"), rows)
+        title, columns = f"after {len(tokens):,} tokens", ("next token", "id", "probability")
     else:
         weights = explanation.weights[layer][heads].mean(axis=0)  # [n_tokens, n_tokens]
         rows = [
             (repr(token), repr(tokens[row.argmax()]), f"{row.max():.1%}")
             for token, row in zip(tokens, weights, strict=True)
         ]
-        which = f"head {head}" if head is not None else f"the mean of {len(heads)} heads"
-        table = make_table(f"layer {layer}, {which}", ("token", "attends most to", "weight"), rows)
-    show(as_json, explanation.as_json(layer, heads), table)
+        which = f"the mean of {len(heads)} heads" if head is None else f"head {head}"
+        title, columns = f"layer {layer}, {which}", ("token", "attends most to", "weight")
+    show(as_json, explanation.as_json(layer, heads), make_table(title, columns, rows))

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, NonNegativeInt
+from tokenizers import Tokenizer, decoders
 
 from model.bundle import ATTENTION_GRAPH_FILE, TYPES_INPUT, ModelBundle
 from model.config import TransformerConfig
@@ -114,10 +115,17 @@ class Explainer:
             weights = self._session.run(names, inputs)
         return Explanation(
             token_ids,
-            [token_name(tokenizer, token_id) for token_id in token_ids],
+            [_name(tokenizer, token_id) for token_id in token_ids],
             {layer: of_layer[0] for layer, of_layer in zip(layers, weights, strict=True)},
             next_tokens,
         )
+
+
+def _name(tokenizer: Tokenizer, token_id: int) -> str:
+    """Name a token. WordPiece's own names tell which continue a word: those after ##."""
+    if isinstance(tokenizer.decoder, decoders.WordPiece):
+        return str(tokenizer.id_to_token(token_id))
+    return token_name(tokenizer, token_id)
 
 
 def most_tokens(config: TransformerConfig) -> int:

@@ -438,7 +438,7 @@ async def test_the_engine_gets_deadline_and_priority() -> None:
 async def test_tokens_count_for_the_key() -> None:
     body = {"inputs": ["a", "b"]}
     headers = {"authorization": "Bearer mine"}
-    limits = {"api_key": "mine", "max_tokens_per_minute_per_key": 6}
+    limits = {"api_key": "mine", "max_tokens_per_minute_per_key": 5}
     async with encoding(EMBEDDER, **limits) as client:
         answers = [await client.post("/embed", json=body, headers=headers) for _ in range(2)]
         answers.append(await client.post("/embed", json=body))
