@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import httpx
+import openai
 import pytest
 from fastapi import FastAPI
 from pydantic import TypeAdapter
@@ -44,6 +45,7 @@ LABELS = ("calm", "glad", "sad")
 class Client(NamedTuple):
     app: FastAPI
     runner: FakeTextRunner
+    http: httpx.AsyncClient
     post: Callable[..., Awaitable[httpx.Response]]
 
 
@@ -55,7 +57,7 @@ async def encoding(bundle: ModelBundle, **settings: Any) -> AsyncIterator[Client
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
     ):
-        yield Client(app, runner, client.post)
+        yield Client(app, runner, client, client.post)
 
 
 class Oracle:
@@ -335,6 +337,29 @@ async def test_a_models_unit_vectors_stay_as_they_are() -> None:
         raw = await client.post("/embed", json={"inputs": "def", "normalize": False})
     assert tei.json() == [openai.json()["data"][0]["embedding"]]
     assert (raw.status_code, raw.json()["error_type"]) == (400, "validation")
+
+
+async def test_the_openai_client_reads_both_encodings() -> None:
+    texts = ["def", "read"]
+    expected = [
+        output_of(Encoding(pair_tokenizer().encode(text).ids), Pooling(kind="mean"))
+        for text in texts
+    ]
+    async with encoding(EMBEDDER) as served:
+        client = openai.AsyncOpenAI(
+            base_url="http://localhost/v1", api_key="any", http_client=served.http, max_retries=0
+        )
+        usual = await client.embeddings.create(model=MODEL, input=texts)
+        floats = await client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
+        with pytest.raises(openai.BadRequestError, match="'query', 'passage'"):
+            await client.embeddings.create(
+                model=MODEL, input=texts, extra_body={"prompt_name": "question"}
+            )
+        with pytest.raises(openai.NotFoundError):
+            await client.embeddings.create(model="another", input=texts)
+    for answer in (usual, floats):
+        assert [one.embedding for one in answer.data] == [one.tolist() for one in expected]
+        assert answer.usage.total_tokens == answer.usage.prompt_tokens > 0
 
 
 INPUTS: list[tuple[dict[str, Any], str]] = [
