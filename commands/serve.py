@@ -17,13 +17,13 @@ from server.settings import PREFIX, Settings, load_settings
 _METAVARS = {int: "<int>", float: "<float>", ByteSize: "<size>"}
 
 
-def serve(**options: Path | str | bool | None) -> None:
-    """Serve a model directory over HTTP.
+def serve(**options: list[Path] | Path | str | bool | None) -> None:
+    """Serve a model directory over HTTP, or several.
 
     Every option is an environment variable, too: --max-num-seqs is KVASIR_MAX_NUM_SEQS.
     """
     try:
-        settings = load_settings(**options)
+        settings = load_settings(**options | {"model": options["model"] or None})
     except StartupError as error:
         fail(error, exit_code=2)
     from server.process.serve import serve as serve_model
@@ -37,13 +37,16 @@ def serve(**options: Path | str | bool | None) -> None:
 def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     """Return the parameter of a setting: a path, a flag, or a string for `load_settings`."""
     envvar, about = PREFIX + name.upper(), field.description
+    default: Any
     kind: Any = next(iter(get_args(field.annotation)), field.annotation)
-    default: Any = typer.Argument(None, help=about, envvar=envvar)
-    if name != "model":
+    if name == "model":  # the environment's is split by commas, not as Typer would
+        default = typer.Argument(None, help=f"{about} [env var: {envvar}, comma-separated]")
+        kind = list[Path]
+    else:
         about = f"{about} Default: {field.default}." if field.default else about
         metavar = _METAVARS.get(kind)
         default = typer.Option(None, help=about, envvar=envvar, show_envvar=False, metavar=metavar)
-    annotation = (kind if kind in (bool, Path) else str) | None
+    annotation = (kind if kind in (bool, Path, list[Path]) else str) | None
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )

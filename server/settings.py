@@ -32,6 +32,10 @@ def _split(value: object) -> object:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
+def _listed(value: object) -> object:
+    return [value] if isinstance(value, Path) else _split(value)
+
+
 # As browsers send it: no path, no slash.
 Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s,]+)$")]
 Host = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9_-][A-Za-z0-9._-]*)$")]
@@ -49,14 +53,14 @@ class Settings(BaseSettings):
         use_attribute_docstrings=True,
     )
 
-    model: Path
-    """Model directory, as written by kvasir export."""
+    model: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_listed)]
+    """Model directory, as written by kvasir export, or several. NAME=DIR gives one another name."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every interface."""
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0 lets the system choose."""
     served_model_name: str | None = Field(None, min_length=1)
-    """Model id in the API. Default: the directory's name."""
+    """Model id in the API, of a lone model. Default: the directory's name."""
     max_num_seqs: int = Field(16, ge=1, le=1024)
     """Sequences that run at once."""
     max_model_len: int | None = Field(None, ge=2)
@@ -151,9 +155,21 @@ class Settings(BaseSettings):
         return 4096 * self.queue_limit if self.max_queue_tokens is None else self.max_queue_tokens
 
     @cached_property
+    def models(self) -> dict[str, Path]:
+        """The model directories by their ids in the API."""
+        found = {}
+        for given in self.model:
+            name, is_named, path = str(given).partition("=")
+            directory = Path(path) if is_named and not given.exists() else given
+            if directory is given or not name:
+                name = self.served_model_name or directory.resolve().name
+            found[name] = directory
+        return found
+
+    @property
     def model_name(self) -> str:
-        """The model id in the API."""
-        return self.served_model_name or self.model.resolve().name
+        """The id of the first model, which is the default where a protocol names none."""
+        return next(iter(self.models))
 
 
 def describe_fault(error: ValidationError) -> str:
@@ -179,6 +195,11 @@ def load_settings(**options: Any) -> Settings:
         settings = Settings(**{name: value for name, value in options.items() if value is not None})
     except ValidationError as error:
         raise StartupError(_refusal(error)) from None
+    if len(settings.model) > 1 and settings.served_model_name:
+        raise StartupError("setting served_model_name is for a lone model; write NAME=DIR instead")
+    if len(settings.models) < len(settings.model):
+        given = ", ".join(map(str, settings.model))
+        raise StartupError(f"two of the models have the same name: {given}; name one: NAME=DIR")
     for name in ("max_concurrency_per_key", "max_tokens_per_minute_per_key"):
         if getattr(settings, name) and not settings.has_keys:
             raise StartupError(f"setting {name} needs keys; set api_key_file or api_key too")

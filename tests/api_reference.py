@@ -137,7 +137,7 @@ def _setting(name: str) -> str:
 def _metrics() -> Iterator[str]:
     """Yield a row for each of Kvasir's own metrics, as they are at the start."""
     service = Service(load_settings(model=EXAMPLE), load_bundle(EXAMPLE))
-    for metric in service.metrics.registry.collect():
+    for metric in service.metrics.server.registry.collect():
         if not metric.name.startswith("kvasir_"):
             continue
         name = metric.name + ("_total" if metric.type == "counter" else "")

@@ -20,7 +20,7 @@ from server.process.serve import bind, configure
 from server.requests.async_engine import AsyncEngine, OutputStream
 from server.requests.service import Service
 from tests.fake_runner import TIMEOUT, FakeRunner
-from tests.serving import VOCAB_SIZE, fake_app
+from tests.serving import VOCAB_SIZE, fake_app, sample
 
 KEY = "a-key"
 
@@ -34,7 +34,7 @@ class Live:
         self.left = threading.Semaphore(0)
         self.freed = threading.Semaphore(0)
         app = fake_app(runner, **{"api_key": KEY} | settings)
-        self.service: Service = app.state.service
+        self.service: Service = app.state.models.find()
         self._announce(self.service.engine)
         listener = bind("127.0.0.1", 0)
         self.port: int = listener.getsockname()[1]
@@ -93,7 +93,7 @@ class Live:
         return connection
 
     def value(self, name: str, **labels: str) -> float:
-        return self.service.metrics.registry.get_sample_value(f"kvasir_{name}", labels) or 0.0
+        return sample(self.service.metrics, name, **labels) or 0.0
 
     def close(self) -> None:
         self.runner.release()

@@ -25,6 +25,7 @@ from server.process.app import create_app
 from server.requests.async_engine import AsyncEngine, OutputStream
 from server.requests.service import Service
 from server.settings import load_settings
+from server.telemetry.metrics import Metrics
 from tests.fake_runner import FakeRunner
 
 VOCAB_SIZE = 300
@@ -108,12 +109,20 @@ class Served:
 
     @property
     def service(self) -> Service:
-        service: Service = self.app.state.service
+        service: Service = self.app.state.models.find()
         return service
 
 
+def sample(metrics: Metrics, name: str, **labels: str) -> float | None:
+    """Return the sum of a server's series with these labels; None without any."""
+    families = metrics.server.registry.collect()
+    samples = [s for family in families for s in family.samples if s.name == f"kvasir_{name}"]
+    values = [s.value for s in samples if labels.items() <= s.labels.items()]
+    return sum(values) if values else None
+
+
 def announce_submissions(app: FastAPI, submitted: asyncio.Semaphore) -> None:
-    engine: AsyncEngine = app.state.service.engine
+    engine: AsyncEngine = app.state.models.find().engine
     submit = engine.submit
 
     def announcing(sequences: list[Sequence]) -> OutputStream:
@@ -145,7 +154,7 @@ async def serving(
     runner = runner or FakeRunner(VOCAB_SIZE)
     app = fake_app(runner, cache_bytes, bundle, **settings)
     transport = httpx.ASGITransport(
-        app, raise_app_exceptions=False, root_path=app.state.service.settings.root_path
+        app, raise_app_exceptions=False, root_path=app.state.models.settings.root_path
     )
     async with (
         app.router.lifespan_context(app),

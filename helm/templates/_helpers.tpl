@@ -89,5 +89,5 @@ exact: [/, /model, /generate, /generate_stream, /info, /tokenize, /detokenize, /
 {{/* The sum for scaling: running and waiting requests of this Deployment's pods alone, in any job. */}}
 {{- define "kvasir.load" -}}
 {{- $pods := printf "namespace=%q, pod=~\"%s-[a-z0-9]+-[a-z0-9]{5}\"" .Release.Namespace (include "kvasir.fullname" .) -}}
-sum(max by (pod) (kvasir_num_requests_waiting{ {{- $pods -}} }) + max by (pod) (kvasir_num_requests_running{ {{- $pods -}} }))
+sum(max by (pod, model) (kvasir_num_requests_waiting{ {{- $pods -}} }) + max by (pod, model) (kvasir_num_requests_running{ {{- $pods -}} }))
 {{- end }}

@@ -142,7 +142,7 @@ async def explain(request: Request, body: ExplainBody) -> Response:
             "layers, or send a shorter text",
             param="heads",
         )
-    explanations: Explanations = request.app.state.explanations
+    explanations: Explanations = request.app.state.explanations[service.name]
     caller = state_of(request.scope).caller
     work = explanations.explain(prompt.ids, layers, heads, body.top_k, caller)
     response = json_response(await unless_disconnected(request.receive, work))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from importlib.metadata import version
 from time import perf_counter
-from typing import Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from server.api.responses import OPEN, READ_ERRORS, service_of
+from server.api.responses import MODEL_ERRORS, OPEN, NamedService, models_of
 from server.api.schemas import ResponseBody, Size
 from server.engine.sequence import SequenceStatus
-from server.requests.admission import Phase
+from server.requests.models import ModelState
 from server.requests.service import onnxruntime_version
 from server.telemetry.metrics import CONTENT_TYPE
 
@@ -24,6 +24,9 @@ class Health(ResponseBody):
     """The answer to a probe."""
 
     status: Literal["ok", "unavailable"]
+    models: dict[str, ModelState] | None = Field(
+        None, description="The state of each model, where several are served."
+    )
 
 
 class Version(ResponseBody):
@@ -74,28 +77,37 @@ _PROBE = OPEN | {"response_model": Health, "responses": OPEN["responses"] | _UNA
 @router.head("/health/ready", **_PROBE)
 @router.get("/health/ready", **_PROBE)
 async def ready(request: Request) -> Response:
-    """Return 200 if requests are accepted, even with a full queue, which answers with 429."""
-    service = service_of(request)
-    return _health(service.admission.phase is Phase.READY and service.engine.is_healthy)
+    """Return 200 if requests are accepted, even with a full queue, which answers with 429.
+
+    Of several models none may be loading, and one must accept requests.
+    """
+    states = models_of(request.scope).states
+    found = set(states.values())
+    return _health(states, is_good="ready" in found and "loading" not in found)
 
 
 @router.head("/health/live", **_PROBE)
 @router.get("/health/live", **_PROBE)
 async def live(request: Request) -> Response:
-    """Return 200 unless the engine has failed or hangs; also while the model loads."""
-    return _health(service_of(request).engine.is_healthy)
+    """Return 200 unless an engine has failed or hangs; also while models load."""
+    states = models_of(request.scope).states
+    return _health(states, is_good="unhealthy" not in states.values())
 
 
 @router.head("/health/startup", **_PROBE)
 @router.get("/health/startup", **_PROBE)
 async def startup(request: Request) -> Response:
-    """Return 200 once the model has been loaded and warmed up."""
-    return _health(service_of(request).admission.phase is not Phase.LOADING)
+    """Return 200 once the models have been loaded and warmed up, or some of them have failed."""
+    states = models_of(request.scope).states
+    found = set(states.values())
+    return _health(states, is_good="loading" not in found and found != {"failed"})
 
 
-def _health(is_good: bool) -> Response:
-    status = "ok" if is_good else "unavailable"
-    return JSONResponse({"status": status}, 200 if is_good else 503)
+def _health(states: dict[str, ModelState], *, is_good: bool) -> Response:
+    body: dict[str, Any] = {"status": "ok" if is_good else "unavailable"}
+    if len(states) > 1:
+        body["models"] = states
+    return JSONResponse(body, 200 if is_good else 503)
 
 
 @router.head("/metrics", response_class=Metrics, **OPEN)
@@ -114,14 +126,13 @@ async def router_metrics(request: Request) -> Metrics:
 
 def _metrics(request: Request, *, only_load: bool = False) -> Metrics:
     accept = request.headers.get("accept", "")
-    content, kind = service_of(request).metrics.render(accept, only_load=only_load)
+    content, kind = models_of(request.scope).metrics.render(accept, only_load=only_load)
     return Metrics(content, headers={"content-type": kind, "vary": "accept"})
 
 
-@router.get("/version", responses=READ_ERRORS)
-async def versions(request: Request) -> Version:
+@router.get("/version", responses=MODEL_ERRORS)
+async def versions(service: NamedService) -> Version:
     """Return the versions of software and model."""
-    service = service_of(request)
     return Version(
         version=version("kvasir-lm"),
         onnxruntime=onnxruntime_version(),
@@ -130,14 +141,13 @@ async def versions(request: Request) -> Version:
     )
 
 
-@router.get("/debug/batch", responses=READ_ERRORS)
-async def batch(request: Request) -> Batch:
+@router.get("/debug/batch", responses=MODEL_ERRORS)
+async def batch(service: NamedService) -> Batch:
     """Return the sequences that share the engine now, without text.
 
     The engine's thread changes them meanwhile, and the values need not agree. A snapshot between
     two steps would, but an engine that hangs, which is when this is needed, never takes one.
     """
-    service = service_of(request)
     now = perf_counter()
     sequences = [
         BatchedSequence(

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.keys import ApiKeys
-from server.api.responses import error_response, path_of, state_of
+from server.api.responses import error_response, models_of, path_of, state_of
 from server.errors import (
     AuthenticationError,
     ForbiddenError,
@@ -111,13 +111,13 @@ def key_check(app: ASGIApp, keys: ApiKeys) -> ASGIApp:
                 "no valid API key; send one as: Authorization: Bearer KEY, or x-api-key: KEY"
             )
         state_of(scope).caller = caller
-        service = scope["app"].state.service
-        service.metrics.asked(caller.name)
+        models = models_of(scope)
+        models.metrics.asked(caller.name)
         if caller.concurrency is not None and caller.n_in_flight >= caller.concurrency:
             raise OverloadedError(
                 f"{caller.concurrency} requests with this API key are in flight, which is its "
                 "limit; wait for one to end",
-                retry_after=service.admission.retry_after(1, service.engine.snapshot()),
+                retry_after=models.retry_after(),
                 limit="key",
             )
         caller.n_in_flight += 1
@@ -244,6 +244,8 @@ def log_request(scope: Scope, status: int, seconds: float) -> None:
         "status": status,
         "duration_ms": round(seconds * 1000, 3),
     }
+    if len(models_of(scope).names) > 1 and state.model:
+        fields["model"] = state.model
     if state.caller.name:
         fields["key"] = state.caller.name
     if state.trace_id is not None:

@@ -1,4 +1,4 @@
-"""The one model that is served: as OpenAI lists it, and everything about it."""
+"""The models that are served: as OpenAI lists them, and everything about each."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pydantic import Field
 
 from model.bundle import ATTENTION_GRAPH_FILE
 from server.api.explain import MAX_WEIGHTS
-from server.api.responses import READ_ERRORS, errors, service_of
-from server.api.schemas import ResponseBody, Size, check_model
+from server.api.responses import MODEL_ERRORS, READ_ERRORS, NamedService, errors, models_of
+from server.api.schemas import ResponseBody, Size
 from server.engine.engine import Engine
 from server.explain import most_tokens
 from server.requests.service import Service
@@ -31,7 +31,7 @@ class Model(ResponseBody, json_schema_serialization_defaults_required=True):
 
 
 class Models(ResponseBody, json_schema_serialization_defaults_required=True):
-    """The list of models, of which there is one."""
+    """The list of models."""
 
     object: Literal["list"] = "list"
     data: list[Model]
@@ -87,8 +87,10 @@ class ModelCard(ResponseBody):
 
 @router.get("/v1/models", responses=READ_ERRORS)
 async def models(request: Request) -> Models:
-    """List the one model."""
-    return Models(data=[_listed(service_of(request))])
+    """List the models, without those that could not be loaded."""
+    known = models_of(request.scope)
+    served = (service for name, service in known.services.items() if name not in known.failures)
+    return Models(data=list(map(_listed, served)))
 
 
 @router.get("/v1/models/{model_id:path}", responses=errors(401, 403, 404))
@@ -96,23 +98,20 @@ async def model(
     request: Request, model_id: Annotated[str, Path(json_schema_extra={"minLength": 1})]
 ) -> Model:
     """Return the model by its name."""
-    service = service_of(request)
-    check_model(service, model_id, others=())
-    return _listed(service)
+    return _listed(models_of(request.scope).named(model_id))
 
 
 def _listed(service: Service) -> Model:
     return Model(
-        id=service.settings.model_name,
+        id=service.name,
         created=service.created,
         max_model_len=service.builder.max_model_len,
     )
 
 
-@router.get("/model", responses=READ_ERRORS)
-def model_card(request: Request) -> ModelCard:  # no coroutine: it asks the file system
+@router.get("/model", responses=MODEL_ERRORS)
+def model_card(service: NamedService) -> ModelCard:  # no coroutine: it asks the file system
     """Return the model's shape, precision, verification and files."""
-    service = service_of(request)
     bundle = service.bundle
     manifest = bundle.manifest
     kv_cache = None

@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Annotated, Any, TypeVar, cast
 
+from fastapi import Depends, Query
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -21,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from server.errors import EngineError, KvasirError
 from server.requests.completion import Completion, CompletionRequest, Delta, RequestState
+from server.requests.models import Models
 from server.requests.service import Service
 
 logger = logging.getLogger("kvasir")
@@ -62,6 +64,7 @@ def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 # The options of a route that needs no API key.
 OPEN: dict[str, Any] = {"responses": errors(), "openapi_extra": {"security": []}}
 READ_ERRORS = errors(401, 403, 429)
+MODEL_ERRORS = errors(401, 403, 404, 429)
 BODY_ERRORS = errors(400, 401, 403, 404, 413, 429)
 GENERATE_ERRORS = errors(400, 401, 403, 404, 413, 429, 504)
 
@@ -74,9 +77,27 @@ def streamed(event: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
     return GENERATE_ERRORS | {200: {"description": about, "content": content}}
 
 
+def models_of(scope: Scope) -> Models:
+    """Return the models of the application."""
+    return cast("Models", scope["app"].state.models)
+
+
 def service_of(request: Request) -> Service:
-    """Return the service of the application."""
-    return cast("Service", request.app.state.service)
+    """Return the service of the model that `BodyRoute` or `named_service` has found."""
+    return models_of(request.scope).services[state_of(request.scope).model]
+
+
+async def named_service(
+    request: Request,
+    model: Annotated[str | None, Query(description="A model's name. Default: the first.")] = None,
+) -> Service:
+    """Return the service of the model that a request without a body names."""
+    service = models_of(request.scope).find(model)
+    state_of(request.scope).model = service.name
+    return service
+
+
+NamedService = Annotated[Service, Depends(named_service)]
 
 
 def state_of(scope: Scope) -> RequestState:
@@ -114,7 +135,7 @@ def error_body(scope: Scope, error: Exception) -> tuple[KvasirError, dict[str, A
 def error_response(scope: Scope, error: Exception) -> JSONResponse:
     """Return the response for an error of any kind, and count it."""
     known, body = error_body(scope, error)
-    scope["app"].state.service.metrics.rejected(known.reason)
+    models_of(scope).metrics.rejected(known.reason, state_of(scope).model)
     return JSONResponse(body, known.status, known.headers)
 
 

@@ -50,7 +50,7 @@ for route in ROUTES:
 
 def add_routes(app: FastAPI) -> None:
     """Add all routes, and the responses for paths and methods that have none."""
-    has_explain = app.state.service.settings.explain
+    has_explain = app.state.models.settings.explain
     for one in ROUTERS:
         if has_explain or one is not explain.router:
             app.include_router(one)
@@ -77,7 +77,7 @@ def document(app: FastAPI) -> dict[str, Any]:
     """Return the document of an application: FastAPI's, with what that cannot declare."""
     if app.openapi_schema is not None:
         return app.openapi_schema
-    settings = app.state.service.settings
+    settings = app.state.models.settings
     made = get_openapi(
         title="Kvasir",
         version=version("kvasir-lm"),

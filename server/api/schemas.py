@@ -7,7 +7,7 @@ IGNORED whatever their value, NO_OPS with these values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import cache, partial
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -32,15 +32,17 @@ from pydantic_core import CoreSchema, from_json
 from starlette.responses import Response
 
 from model.bundle import MinP, RepetitionPenalty, Temperature, TopP
-from server.api.responses import service_of, state_of, unless_disconnected
+from server.api.responses import models_of, state_of, unless_disconnected
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import SamplingParams
-from server.errors import InvalidRequestError, ModelNotFoundError
+from server.errors import InvalidRequestError
 from server.requests.builder import RequestOptions
-from server.requests.service import Service
+from server.requests.service import Task
 from server.requests.text_worker import SHORT
 
 T = TypeVar("T")
+
+_VERSIONS = ("/v1/", "/v2/")  # the paths of protocols whose bodies name a model
 
 # A prompt has at most so many token ids, and a conversation so many messages and schemas. At any of
 # these limits no step of the work on a body holds the interpreter's lock for 50 ms.
@@ -85,9 +87,6 @@ NO_OPS: dict[str, list[Any]] = {
     for name in names.split()
 }
 
-# huggingface_hub and TGI's clients use these names for whatever a server serves.
-_ANY_MODEL = (None, "dummy", "tgi")
-
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Size = NonNegativeInt
 Logprob = NonPositiveFloat
@@ -103,7 +102,11 @@ KeepLast = Annotated[
     int | None, Field(ge=1, description="Keep only this many of the prompt's last tokens.")
 ]
 ModelName = Annotated[
-    str | None, Field(description="The served model's name; another name is a 404.")
+    str | None,
+    Field(
+        description="A served model's name; another name is a 404. Where several are served, "
+        "/v1/… needs one; elsewhere the default is the first."
+    ),
 ]
 AddSpecialTokens = Annotated[
     bool, Field(description="Add the special tokens that the tokenizer puts around a text.")
@@ -331,7 +334,13 @@ def tgi_grammar(form: TGIFormat, param: str) -> Grammar:
 
 
 class BodyRoute(APIRoute):
-    """A route whose body FastAPI documents, and `parse` parses for one-line errors."""
+    """A route whose body FastAPI documents, and `parse` parses for one-line errors.
+
+    A path of a version, such as /v1, wants a model's name where several are served. Elsewhere the
+    default is the first for the route's task.
+    """
+
+    task: Task | None = None  # None is for every model
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler. An endpoint with a body takes the request and the body."""
@@ -341,9 +350,11 @@ class BodyRoute(APIRoute):
         adapter: TypeAdapter[Any] = TypeAdapter(kind)
 
         async def answer(request: Request, raw: bytes) -> Response:
-            service = service_of(request)
-            body = await service.text_worker.call(len(raw), partial(parse, adapter, raw))
-            check_model(service, getattr(body, "model", None))
+            models = models_of(request.scope)
+            body = await models.text_worker.call(len(raw), partial(parse, adapter, raw))
+            name = getattr(body, "model", None)
+            service = models.find(name, self.task, must_choose=self.path.startswith(_VERSIONS))
+            state_of(request.scope).model = service.name
             response: Response = await self.endpoint(request, body)
             return response
 
@@ -355,6 +366,12 @@ class BodyRoute(APIRoute):
             return await (work if len(raw) <= SHORT else unless_disconnected(request.receive, work))
 
         return handle
+
+
+class TextRoute(BodyRoute):
+    """A route of the models that continue texts."""
+
+    task = "generate"
 
 
 def check_amount(raw: bytes) -> None:
@@ -418,14 +435,3 @@ def _path(parts: tuple[int | str, ...], value: Any, *, is_missing: bool) -> Iter
             value = value[part]
         if is_in_body or (is_missing and depth == len(parts)):
             yield part
-
-
-def check_model(
-    service: Service, name: str | None, others: Container[str | None] = _ANY_MODEL
-) -> None:
-    """Raise ModelNotFoundError unless the name is the served model's or in `others`."""
-    served = service.settings.model_name
-    if name != served and name not in others:
-        raise ModelNotFoundError(
-            f"the model {name!r} is not served here; {served!r} is", param="model"
-        )

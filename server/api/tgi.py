@@ -19,7 +19,7 @@ from server.requests.completion import Choice, Delta
 from server.requests.service import Service
 from server.text.detokenizer import token_text
 
-router = APIRouter(route_class=schemas.BodyRoute)
+router = APIRouter(route_class=schemas.TextRoute)
 
 DEFAULT_MAX_NEW_TOKENS = 100
 
@@ -58,6 +58,7 @@ class GenerateParameters(schemas.SamplingFields):
 class GenerateBody(schemas.RequestBody):
     """The body of POST /generate and /generate_stream."""
 
+    model: schemas.ModelName = None
     inputs: str = Field(description="The text to continue.")
     parameters: GenerateParameters = Field(
         default_factory=lambda: GenerateParameters.model_validate({}), description="See below."
@@ -278,10 +279,9 @@ class GenerateFormatter(responses.Formatter):
         }
 
 
-@router.get("/info", responses=responses.READ_ERRORS)
-async def info(request: Request) -> Info:
+@router.get("/info", responses=responses.MODEL_ERRORS)
+async def info(service: responses.NamedService) -> Info:
     """Return model and limits, in TGI's form."""
-    service = responses.service_of(request)
     model = service.describe_model()
     n_sequences = service.settings.max_num_seqs + service.settings.queue_limit
     return Info(

@@ -42,6 +42,7 @@ class TokenizeChatBody(Conversation):
 class TokenizeInputsBody(schemas.RequestBody):
     """The body of POST /tokenize in TGI's form."""
 
+    model: schemas.ModelName = None
     inputs: str = Field(description="The text.")
     add_special_tokens: schemas.AddSpecialTokens = True
 

@@ -40,7 +40,8 @@ MAX_PADDING = 1.25  # ratio of the tokens that a run of several prompts has to t
 class OnnxRunner:
     """One session, its KV cache, and its input buffers.
 
-    kv_cache_bytes: None is half of the memory that is free once the model is loaded.
+    kv_cache_bytes: None is half of the memory that is free once the model is loaded, divided by
+    n_models, the number of models that share it.
     prefix_cache_bytes: beside it; None is a tenth of it. threads: None is all usable processors.
 
     Raises ValueError for a limit that the model or the machine cannot meet.
@@ -54,6 +55,7 @@ class OnnxRunner:
         max_num_seqs: int,
         max_model_len: int | None = None,
         kv_cache_bytes: int | None = None,
+        n_models: int = 1,
         prefix_cache_bytes: int | None = 0,
         threads: int | None = None,
         spin_microseconds: int = SPIN_MICROSECONDS,
@@ -63,7 +65,9 @@ class OnnxRunner:
         self.model_seconds = self.decode_seconds = 0.0  # spent in ONNX Runtime so far
         self._session = open_session(graph, threads or usable_cpus(), spin_microseconds)
         check_shape(self._session, config)
-        n_bytes = available_memory() // 2 if kv_cache_bytes is None else kv_cache_bytes
+        n_bytes = kv_cache_bytes
+        if n_bytes is None:
+            n_bytes = available_memory() // (2 * n_models)
         shape = KVShape(config.n_layer, config.n_kv_head, config.head_dim)
         itemsize = min(kv.itemsize for kv in kv_inputs(self._session))
         per_token, per_prompt_token = shape.token_bytes(itemsize), shape.token_bytes()

@@ -1,9 +1,9 @@
-"""The application: routes, middleware, and the loading and unloading of the model."""
+"""The application: routes, middleware, and the loading and unloading of models."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from threading import Thread
@@ -25,6 +25,7 @@ from server.api.routes import add_routes
 from server.errors import StartupError
 from server.process.engine_builder import build_encoder_engine, build_engine
 from server.requests.async_engine import AnyEngine
+from server.requests.models import Models
 from server.requests.service import Service
 from server.settings import Settings
 from server.telemetry.start_clock import StartClock
@@ -34,23 +35,26 @@ _FLUSH_SECONDS = 3.0  # for the last spans to reach the collector at shutdown
 
 def create_app(
     settings: Settings,
-    bundle: ModelBundle,
+    bundles: ModelBundle | Mapping[str, ModelBundle | StartupError],
     engine: AnyEngine | None = None,
     clock: StartClock | None = None,
 ) -> FastAPI:
-    """Return the server as an ASGI application; `app.state.service` is what it runs on.
+    """Return the server as an ASGI application; `app.state.models` is what it runs on.
 
-    A given engine serves from the first request. Otherwise the model is loaded while the
+    bundles: a lone one, or those of several models and the errors of others, by name.
+    A given engine serves a lone model from the first request. Otherwise models are loaded while the
     application is up, and requests get 503 until then. Raises StartupError for an unusable key
-    file, or if packages for tracing are missing.
+    file, without a model that can be served, or if packages for tracing are missing.
     """
+    if isinstance(bundles, ModelBundle):
+        bundles = {settings.model_name: bundles}
     key = settings.api_key.get_secret_value() if settings.api_key else None
     keys = ApiKeys(
         key,
         settings.api_key_file,
         Limits(settings.max_concurrency_per_key, settings.max_tokens_per_minute_per_key),
     )
-    service = Service(settings, bundle)
+    models = Models(settings, bundles)
     clock = clock or StartClock()
     provider = None
     if settings.otlp_endpoint:
@@ -65,27 +69,32 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         clock.lap("application")
-        if engine is None and bundle.config.pooling is None:
-            service.grammars.warm_up()
-        build = build_engine if bundle.config.pooling is None else build_encoder_engine
-        loading = asyncio.create_task(
-            service.start(lambda: engine or build(settings, bundle, clock), clock)
-        )
+        services = models.services.values()
+        if engine is None:
+            for service in services:
+                if service.task == "generate":
+                    service.grammars.warm_up()
+
+        def build(service: Service) -> AnyEngine:
+            make = build_engine if service.task == "generate" else build_encoder_engine
+            return engine or make(settings, service.bundle, clock)
+
+        loading = asyncio.create_task(models.start(build, clock))
         if engine is not None:
             await loading
         yield
         loading.cancel()
-        await service.engine.stop()
-        service.grammars.close()
-        service.text_worker.shutdown(wait=False, cancel_futures=True)
+        await models.close()
         if provider is not None:  # a daemon: an exporter tries long to reach a missing collector
             flushing = Thread(target=provider.shutdown, name="last spans", daemon=True)
             flushing.start()
             await asyncio.to_thread(flushing.join, _FLUSH_SECONDS)
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
-    app.state.service = service
-    app.state.explanations = Explanations(bundle)
+    app.state.models = models
+    app.state.explanations = {
+        name: Explanations(service.bundle) for name, service in models.services.items()
+    }
     add_routes(app)
     # Middleware runs in reverse order: the last one added is the outermost.
     app.add_middleware(body_limit, max_bytes=settings.max_body_bytes)

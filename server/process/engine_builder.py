@@ -72,6 +72,7 @@ def build_engine(
             max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len,
             kv_cache_bytes=settings.kv_cache_memory,
+            n_models=len(settings.models),
             prefix_cache_bytes=settings.prefix_cache_memory,
             threads=settings.threads,
             spin_microseconds=settings.spin_microseconds,

@@ -21,7 +21,7 @@ from server.engine.cuda.runtime import NoDeviceError
 from server.errors import StartupError
 from server.process.app import create_app
 from server.process.connection import BoundedConnection, SharedLimits, max_connections
-from server.requests.service import Service, onnxruntime_version
+from server.requests.models import Models
 from server.settings import Settings
 from server.telemetry.logs import log_to_stderr
 from server.telemetry.start_clock import StartClock
@@ -41,11 +41,11 @@ class DrainingServer(uvicorn.Server):
     uvicorn itself would close its sockets first.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, models: Models) -> None:
         super().__init__(config)
-        self.service = service
-        self.service.on_load_failure = self._fail
-        self.failure: Exception | None = None
+        self.models = models
+        self.models.on_load_failure = self._fail
+        self.failure: StartupError | None = None
         self._draining: Future[None] | None = None  # the reference keeps the task alive
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -54,7 +54,7 @@ class DrainingServer(uvicorn.Server):
         for listener in sockets or ():
             host, port, *_ = listener.getsockname()
             page = f"http://{_browsable(host)}:{port}/"
-            if not (ip_address(host).is_loopback or self.service.settings.has_keys):
+            if not (ip_address(host).is_loopback or self.models.settings.has_keys):
                 warning = (
                     "without API keys whoever reaches this address can use it; set api_key_file"
                 )
@@ -75,9 +75,9 @@ class DrainingServer(uvicorn.Server):
 
     async def _drain(self, cause: str) -> None:
         logger.info("draining", extra={"fields": {"cause": cause}})
-        seconds = self.service.settings.drain_timeout
+        seconds = self.models.settings.drain_timeout
         timer = asyncio.get_running_loop().call_later(seconds, self._cut_off, True)
-        await self.service.drain()
+        await self.models.drain()
         timer.cancel()
         self.should_exit = True
 
@@ -99,8 +99,8 @@ class DrainingServer(uvicorn.Server):
     def _connections(self) -> list[BoundedConnection]:
         return [one for one in self.server_state.connections if isinstance(one, BoundedConnection)]
 
-    def _fail(self, error: Exception) -> None:
-        """End the process because the model could not be loaded."""
+    def _fail(self, error: StartupError) -> None:
+        """End the process because no model could be loaded."""
         self.failure = error
         self.should_exit = True
 
@@ -116,32 +116,27 @@ def serve(settings: Settings) -> None:
     """Serve until a signal arrives. Raises StartupError, in one line, when that is impossible."""
     clock = StartClock()
     clock.lap("imports_and_settings")
-    bundle = check_model(settings)
+    bundles = {name: _checked(settings, name) for name in settings.models}
     clock.lap("model_directory")
     log = log_to_stderr(settings.log_level)
-    installed, verified = onnxruntime_version(), bundle.manifest.versions.get("onnxruntime")
-    if verified not in (None, installed):
-        fields = {"installed": installed, "verified_with": verified}
-        message = "another ONNX Runtime than the model was verified with"
-        logger.warning(message, extra={"fields": fields})
-    app = create_app(settings, bundle, clock=clock)
-    server = DrainingServer(configure(app), app.state.service)
+    app = create_app(settings, bundles, clock=clock)
+    server = DrainingServer(configure(app), app.state.models)
     listener = bind(settings.host, settings.port)
     # Else each full collection walks all modules, for which every stream waits some 60 ms.
     gc.freeze()
     server.run(sockets=[listener])
     log.flush()
     if server.failure is not None:
-        reason = " ".join(str(server.failure).split())
-        raise StartupError(f"{settings.model} cannot be served: {reason}")
-    engine = server.service.engine
-    if engine.is_running or engine.failed:  # a thread that still runs loads the model, or hangs
-        _exit_now(int(engine.failed))
+        raise server.failure
+    engines = [service.engine for service in server.models.services.values()]
+    has_failed = any(engine.failed for engine in engines)
+    if has_failed or any(engine.is_running for engine in engines):  # a thread loads, or hangs
+        _exit_now(int(has_failed))
 
 
 def configure(app: FastAPI) -> uvicorn.Config:
     """Return uvicorn's configuration for an application from `create_app`."""
-    known: Settings = app.state.service.settings
+    known: Settings = app.state.models.settings
 
     class Connection(BoundedConnection):
         fastapi = app
@@ -162,10 +157,22 @@ def configure(app: FastAPI) -> uvicorn.Config:
     )
 
 
-def check_model(settings: Settings) -> ModelBundle:
-    """Load a model directory. Raises StartupError if it is damaged or cannot be served here."""
+def _checked(settings: Settings, name: str) -> ModelBundle | StartupError:
+    """Return a model directory, or the reason why it cannot be served."""
     try:
-        bundle = load_bundle(settings.model)
+        return check_model(settings, name)
+    except StartupError as error:
+        return error
+
+
+def check_model(settings: Settings, name: str | None = None) -> ModelBundle:
+    """Load a model directory, of the first model unless one is named.
+
+    Raises StartupError if it is damaged or cannot be served here.
+    """
+    path = settings.models[name or settings.model_name]
+    try:
+        bundle = load_bundle(path)
     except BundleError as error:
         raise StartupError(str(error)) from None
     if bundle.manifest.device != "cuda":
@@ -175,12 +182,14 @@ def check_model(settings: Settings) -> ModelBundle:
     try:
         require_cuda()
     except NoDeviceError as error:
-        raise StartupError(f"{settings.model} was exported for cuda: {error}") from None
-    for name in settings.model_fields_set & {"threads", "spin_microseconds"}:
-        raise StartupError(f"setting {name} is for the CPU; leave it out for a model on a GPU")
+        raise StartupError(f"{path} was exported for cuda: {error}") from None
+    for setting in settings.model_fields_set & {"threads", "spin_microseconds"}:
+        raise StartupError(f"setting {setting} is for the CPU; leave it out for a model on a GPU")
     if settings.prefix_cache_memory:
         cause = "setting prefix_cache_memory can only be 0 on a GPU"
         raise StartupError(f"{cause}: blocks are kept in kv_cache_memory")
+    if settings.kv_cache_memory is None and len(settings.models) > 1:
+        raise StartupError("setting kv_cache_memory is needed for several models with one on a GPU")
     return bundle
 
 

@@ -35,6 +35,7 @@ _OPERATIONS["/v1/chat/completions"] = "chat"
 def request_spans(app: ASGIApp, provider: TracerProvider, model: str) -> ASGIApp:
     """Send the spans of each request for text when it ends, and set its state's `trace_id`.
 
+    model: the name of requests that end before their model is known.
     A caller's `traceparent` header makes its span the parent (W3C Trace Context).
     """
     tracer = provider.get_tracer("kvasir")
@@ -47,7 +48,6 @@ def request_spans(app: ASGIApp, provider: TracerProvider, model: str) -> ASGIApp
         attributes: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "kvasir",
-            "gen_ai.request.model": model,
             "http.route": scope["path"],
         }
 
@@ -62,6 +62,7 @@ def request_spans(app: ASGIApp, provider: TracerProvider, model: str) -> ASGIApp
         try:
             await app(scope, receive, send_and_note)
         finally:
+            attributes["gen_ai.request.model"] = state_of(scope).model or model
             _send_spans(tracer, scope, attributes)
 
     return run

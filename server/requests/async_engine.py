@@ -23,7 +23,7 @@ from server.engine.engine import Engine, StepStats, TokenOutput
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from server.errors import EngineError
 from server.requests.forecast import Forecast, Snapshot, Work
-from server.telemetry.metrics import Metrics
+from server.telemetry.metrics import Load, Metrics
 
 logger = logging.getLogger("kvasir")
 
@@ -81,8 +81,8 @@ class AsyncEngine:
     Gauges and the heartbeat are single values, which need not agree: they are read without a lock.
     """
 
-    def __init__(self) -> None:
-        self.metrics = Metrics(self.occupancy)
+    def __init__(self, metrics: Callable[[Load], Metrics] = Metrics) -> None:
+        self.metrics = metrics(self.occupancy)
         self.forecast = Forecast()
         self.failed = False
         self.engine: AnyEngine | None = None

@@ -263,13 +263,14 @@ def raise_failure(reason: FinishReason | None) -> None:
 class RequestState:
     """An HTTP request's id, arrival in seconds of `perf_counter`, sender, and completion if any.
 
-    body_size: in bytes, once it is read. error: the `reason` of the error that it ended in.
-    trace_id: 32 hexadecimal digits.
+    model: its name, "" until it is known. body_size: in bytes, once it is read. error: the `reason`
+    of the error that it ended in. trace_id: 32 hexadecimal digits.
     """
 
     id: str
     arrived: float
     caller: Caller = field(default_factory=Caller)
+    model: str = ""
     body_size: int = 0
     completion: Completion | None = None
     error: str | None = None

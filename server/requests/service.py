@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter, time
+from typing import Literal
 
 from model.bundle import CHAT_TEMPLATE_FILE, ModelBundle
 from model.chat_template import ChatTemplate, ChatTemplateError
@@ -25,59 +26,78 @@ from server.requests.embedding import Embedding, EmbeddingRequest
 from server.requests.grammars import Grammars
 from server.requests.text_worker import TextWorker
 from server.settings import Settings
+from server.telemetry.metrics import Metrics, ServerMetrics
 from server.telemetry.start_clock import StartClock
 from server.text.chat_format import ChatFormat
 
 logger = logging.getLogger("kvasir")
 
+Task = Literal["generate", "embed", "classify"]
 _ABORT_SECONDS = 5.0  # for the engine to end its step and the last requests
 
 
 class Service:
-    """The parts of a served model that the routes share. Raises StartupError for a bad template."""
+    """The parts of a served model that the routes share. Raises StartupError for a bad template.
 
-    def __init__(self, settings: Settings, bundle: ModelBundle) -> None:
+    What the models of a server share comes from `Models`; a lone service has its own.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        bundle: ModelBundle,
+        name: str | None = None,
+        metrics: ServerMetrics | None = None,
+        text_worker: TextWorker | None = None,
+    ) -> None:
         self.settings = settings
         self.bundle = bundle
+        self.name = name or settings.model_name
         self.created = int(time())
-        self.on_load_failure: Callable[[Exception], None] = partial(
-            logger.error, "the model could not be loaded: %s"
-        )
+        installed, verified = onnxruntime_version(), bundle.manifest.versions.get("onnxruntime")
+        if verified not in (None, installed):
+            fields = {"model": self.name, "installed": installed, "verified_with": verified}
+            message = "another ONNX Runtime than the model was verified with"
+            logger.warning(message, extra={"fields": fields})
         keep_spaces_in_offsets(bundle.tokenizer)
         added = bundle.tokenizer.get_added_tokens_decoder()
         self.added_ids = {token.content: i for i, token in added.items()}
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.grammars = Grammars(bundle)
         self.chat = _chat_format(settings, bundle)
-        self.engine = AsyncEngine()
+        self.engine = AsyncEngine(partial(Metrics, server=metrics, model=self.name))
         self.metrics = self.engine.metrics
         self.admission = Admission(
             max_num_seqs=settings.max_num_seqs,
             max_queue=settings.queue_limit,
             max_queue_tokens=settings.queue_tokens_limit,
         )
-        self.text_worker = TextWorker()
+        self.text_worker = text_worker or TextWorker()
         self.builder = RequestBuilder(
             settings, bundle, self.engine, self.admission, self.text_worker
         )
-        self.metrics.info("build", "The software.", {"version": version("kvasir-lm")})
-        self.metrics.info("model", "The model.", self.describe_model())
+        manifest = bundle.manifest
+        self.metrics.describe(precision=manifest.precision, device=manifest.device)
+
+    @property
+    def task(self) -> Task:
+        """The purpose of the model, which its routes ask for."""
+        pooling = self.bundle.config.pooling
+        if pooling is None:
+            return "generate"
+        return "classify" if pooling.labels else "embed"
 
     def describe_model(self) -> dict[str, str]:
         """Return the model's name, precision and device."""
-        name, manifest = self.settings.model_name, self.bundle.manifest
-        return {"model": name, "precision": manifest.precision, "device": manifest.device}
+        manifest = self.bundle.manifest
+        return {"model": self.name, "precision": manifest.precision, "device": manifest.device}
 
     async def start(self, build: Callable[[], AnyEngine], clock: StartClock) -> None:
         """Build the engine in its thread, then accept requests, and log the clock's laps.
 
-        An exception of `build` goes to `on_load_failure`.
+        Raises what `build` raises.
         """
-        try:
-            await self.engine.start(build)
-        except Exception as error:
-            self.on_load_failure(error)
-            return
+        await self.engine.start(build)
         if self.admission.phase is Phase.LOADING:
             self.admission.phase = Phase.READY
             fields = self.describe_model() | {"start_seconds": clock.rounded()}

@@ -1,13 +1,14 @@
 """Prometheus metrics: the only file that imports prometheus_client.
 
-Each instance has a registry of its own, so nothing is global. "Request" in a metric's name means
-one sequence: a prompt with n = 3 counts three times.
+Each server has a registry of its own, so nothing is global. "Request" in a metric's name means one
+sequence: a prompt with n = 3 counts three times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from importlib.metadata import version
 from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -47,29 +48,110 @@ _GOOD_ENDS = frozenset({FinishReason.STOP, FinishReason.LENGTH})
 _GOOD_FIRST_TOKEN = 2.5  # seconds from its arrival
 _GOOD_PER_TOKEN = 0.2  # seconds, the mean of the later ones
 
-# Gauges that are read when they are scraped, in the order of `load`.
-_LOAD = {
-    "num_requests_running": "Sequences that hold a slot of the KV cache.",
-    "num_requests_waiting": "Sequences that wait for a slot.",
-    "kv_cache_usage_ratio": "Share of the KV cache that is reserved, 0 to 1.",
+# Gauges that are read when they are scraped, in the order of `Load`, and those of all models.
+_LOAD: dict[str, tuple[str, Callable[..., float]]] = {
+    "num_requests_running": ("Sequences that hold a slot of the KV cache.", sum),
+    "num_requests_waiting": ("Sequences that wait for a slot.", sum),
+    "kv_cache_usage_ratio": ("Share of the KV cache that is reserved, 0 to 1.", max),
 }
+Load = Callable[[], tuple[float, float, float]]  # at any moment, on any thread
+
+
+class ServerMetrics:
+    """The registry of a server: metrics of its models, which share their families, and its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # memory, file descriptors, processor time, start
+        self._router = CollectorRegistry()
+        self._loads: list[Load] = []
+        for index, (name, (text, combine)) in enumerate(_LOAD.items()):
+
+            def read(index: int = index, combine: Callable[..., float] = combine) -> float:
+                return combine([load()[index] for load in self._loads] or [0.0])
+
+            gauge = Gauge(name, text, namespace="kvasir", registry=self._router)
+            gauge.set_function(read)
+        self._families: dict[str, Any] = {}
+        counter = partial(Counter, namespace="kvasir", registry=self.registry)
+        self._rejected = counter(
+            "requests_rejected",
+            "Requests answered with an error, by reason; model is empty before one is known.",
+            ["model", "reason"],
+        )
+        self._key_names: set[str] = set()
+        self._key_requests = counter("key_requests", "HTTP requests, by API key.", ["key"])
+        build = ["version"]
+        info = Gauge("build_info", "The software.", build, "kvasir", registry=self.registry)
+        info.labels(version("kvasir-lm")).set(1)
+        self.begin_rejections("")
+
+    def family(self, kind: Any, name: str, text: str, labels: Iterable[str], **options: Any) -> Any:
+        """Return the family of a model's metric; the first model's call makes it."""
+        if name not in self._families:
+            options |= {"namespace": "kvasir", "registry": self.registry}
+            self._families[name] = kind(name, text, ["model", *labels], **options)
+        return self._families[name]
+
+    def add_load(self, load: Load) -> None:
+        """Add what a model's router gauges are read from."""
+        self._loads.append(load)
+
+    def begin_rejections(self, model: str) -> None:
+        """Show a zero for each reason: a series that begins with 1 shows no rise to `rate`."""
+        for reason in KvasirError.reasons():
+            self._rejected.labels(model, reason)
+
+    def rejected(self, reason: str, model: str) -> None:
+        """Record a request that was answered with an error; its model is "" if none is known."""
+        self._rejected.labels(model, reason).inc()
+
+    def asked(self, key: str) -> None:
+        """Record a request with a key of this name, before its answer."""
+        self._key_requests.labels(self.key_label(key)).inc()
+
+    def key_label(self, key: str) -> str:
+        """Return the name, or `other` for one too many: files of keys may change without end."""
+        if len(self._key_names) < _MAX_KEYS:
+            self._key_names.add(key)
+        return key if key in self._key_names else "other"
+
+    def render(self, accept: str, *, only_load: bool = False) -> tuple[bytes, str]:
+        """Return metrics and their type: OpenMetrics where `accept` has it, else Prometheus's text.
+
+        only_load: the gauges that a router balances by, one series each for all models, cheap
+        enough for 20 scrapes a second.
+        """
+        registry = self._router if only_load else self.registry
+        if "application/openmetrics-text" in accept.lower():
+            content = openmetrics.generate_latest(registry)  # type: ignore[no-untyped-call]
+            return content, openmetrics.CONTENT_TYPE_LATEST
+        return generate_latest(registry), CONTENT_TYPE
 
 
 class Metrics:
-    """All metrics of a server; `load` returns those of `_LOAD`, at any moment, on any thread."""
+    """The metrics of a model, whose name is their label `model`."""
 
-    def __init__(self, load: Callable[[], tuple[float, float, float]]) -> None:
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)  # memory, file descriptors, processor time, start
-        self._gauge = partial(Gauge, namespace="kvasir", registry=self.registry)
-        for index, (name, text) in enumerate(_LOAD.items()):
+    def __init__(self, load: Load, server: ServerMetrics | None = None, model: str = "") -> None:
+        self.server, self.model = server or ServerMetrics(), model
+        self.server.add_load(load)
+        self.server.begin_rejections(model)
+
+        def metric(
+            kind: Any, name: str, text: str, labels: Iterable[str] = (), **options: Any
+        ) -> Any:
+            family = self.server.family(kind, name, text, labels, **options)
+            return partial(family.labels, model) if labels else family.labels(model)
+
+        for index, (name, (text, _)) in enumerate(_LOAD.items()):
 
             def read(index: int = index) -> float:
                 return load()[index]
 
-            self._gauge(name, text).set_function(read)
+            metric(Gauge, name, text).set_function(read)
 
-        counter = partial(Counter, namespace="kvasir", registry=self.registry)
+        self._info = partial(metric, Gauge, "model_info", "The model.")
+        counter = partial(metric, Counter)
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens processed.")
         self._generation_tokens = counter("generation_tokens", "Tokens generated.")
         self._wasted = counter("tokens_wasted", "Tokens generated for clients that disconnected.")
@@ -82,11 +164,6 @@ class Metrics:
         self._finished = counter(
             "request_success", "Requests that ended, by reason.", ["finished_reason"]
         )
-        self._rejected = counter(
-            "requests_rejected", "Requests answered with an error, by reason.", ["reason"]
-        )
-        self._key_names: set[str] = set()
-        self._key_requests = counter("key_requests", "HTTP requests, by API key.", ["key"])
         self._key_tokens = counter(
             "key_tokens", "Tokens of accepted requests, by API key.", ["key", "kind"]
         )
@@ -96,7 +173,7 @@ class Metrics:
             f"at most {_GOOD_PER_TOKEN:g} s per later token, on average.",
         )
 
-        histogram = partial(Histogram, namespace="kvasir", registry=self.registry)
+        histogram = partial(metric, Histogram)
         seconds = partial(histogram, buckets=_LATENCY)
         token_seconds = partial(histogram, buckets=_INTER_TOKEN)
         self._first_token = histogram(
@@ -118,19 +195,17 @@ class Metrics:
 
         # A series that begins with 1 shows no rise to `rate`, so all of them begin with 0.
         for reason in FinishReason:
-            self._finished.labels(reason.value)
-        for error in KvasirError.reasons():
-            self._rejected.labels(error)
+            self._finished(reason.value)
         for kind in get_args(StepKind):
-            self._step.labels(kind)
+            self._step(kind)
 
-    def info(self, name: str, text: str, values: dict[str, str]) -> None:
-        """Add a gauge that is always 1 and holds its facts in its labels."""
-        self._gauge(f"{name}_info", text, list(values)).labels(**values).set(1)
+    def describe(self, **facts: str) -> None:
+        """Show facts of the model in labels of a gauge that is always 1."""
+        self._info(list(facts))(*facts.values()).set(1)
 
     def step(self, stats: StepStats) -> None:
         """Record a step of the engine."""
-        self._step.labels(stats.kind).observe(stats.seconds)
+        self._step(stats.kind).observe(stats.seconds)
         self._queried.inc(stats.n_queried)
         self._hits.inc(stats.n_cached)
         self._drafted.inc(stats.n_drafted)
@@ -153,7 +228,7 @@ class Metrics:
     def finished(self, sequence: Sequence, reason: FinishReason, *, wasted: bool) -> None:
         """Record the end of a sequence; its tokens are wasted if its client has disconnected."""
         n_generated = len(sequence.output_ids)
-        self._finished.labels(reason.value).inc()
+        self._finished(reason.value).inc()
         self._prompt_size.observe(len(sequence.prompt_ids))
         self._output_size.observe(n_generated)
         if wasted:
@@ -176,36 +251,9 @@ class Metrics:
         if reason in _GOOD_ENDS and is_quick and first - arrived <= _GOOD_FIRST_TOKEN:
             self._good.inc()
 
-    def rejected(self, reason: str) -> None:
-        """Record a request that was answered with an error."""
-        self._rejected.labels(reason).inc()
-
-    def asked(self, key: str) -> None:
-        """Record a request with a key of this name, before its answer."""
-        self._key_requests.labels(self._key_label(key)).inc()
-
     def used(self, key: str, n_prompt: int, n_generated: int) -> None:
         """Record the tokens of a request with a key of this name; there is none without keys."""
         if key:
-            label = self._key_label(key)
-            self._key_tokens.labels(label, "prompt").inc(n_prompt)
-            self._key_tokens.labels(label, "completion").inc(n_generated)
-
-    def _key_label(self, key: str) -> str:
-        """Return the name, or `other` for one too many: files of keys may change without end."""
-        if len(self._key_names) < _MAX_KEYS:
-            self._key_names.add(key)
-        return key if key in self._key_names else "other"
-
-    def render(self, accept: str, *, only_load: bool = False) -> tuple[bytes, str]:
-        """Return metrics and their type: OpenMetrics where `accept` has it, else Prometheus's text.
-
-        only_load: the gauges that a router balances by, cheap enough for 20 scrapes a second.
-        """
-        registry: Any = self.registry
-        if only_load:
-            registry = registry.restricted_registry([f"kvasir_{name}" for name in _LOAD])
-        if "application/openmetrics-text" in accept.lower():
-            content = openmetrics.generate_latest(registry)  # type: ignore[no-untyped-call]
-            return content, openmetrics.CONTENT_TYPE_LATEST
-        return generate_latest(registry), CONTENT_TYPE
+            label = self.server.key_label(key)
+            self._key_tokens(label, "prompt").inc(n_prompt)
+            self._key_tokens(label, "completion").inc(n_generated)

@@ -16,8 +16,9 @@ class StartClock:
         self._began = _process_began()
 
     def lap(self, step: str) -> None:
-        """End a lap, which is the time of this step."""
-        self.seconds[step] = _now() - self._began - sum(self.seconds.values())
+        """End a lap, whose time is added to that of this step."""
+        passed = _now() - self._began - sum(self.seconds.values())
+        self.seconds[step] = self.seconds.get(step, 0.0) + passed
 
     def rounded(self) -> dict[str, float]:
         """Return the seconds by step, and in total, to the millisecond."""

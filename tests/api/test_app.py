@@ -34,15 +34,15 @@ async def test_it_answers_while_the_model_loads_and_serves_once_it_has(
 
     monkeypatch.setattr("server.process.app.build_engine", build)
     app = create_app(load_settings(model=Path(MODEL)), fake_bundle())
-    monkeypatch.setattr(app.state.service.grammars, "warm_up", warm_up := Mock())
+    monkeypatch.setattr(app.state.models.find().grammars, "warm_up", warm_up := Mock())
     loaded = asyncio.Event()
-    start = app.state.service.engine.start
+    start = app.state.models.find().engine.start
 
     async def noting(build: object) -> None:
         await start(build)
         loaded.set()
 
-    monkeypatch.setattr(app.state.service.engine, "start", noting)
+    monkeypatch.setattr(app.state.models.find().engine, "start", noting)
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
@@ -66,9 +66,12 @@ async def test_a_model_that_cannot_be_loaded_is_reported(monkeypatch: pytest.Mon
     monkeypatch.setattr("server.process.app.build_engine", build)
     app = create_app(load_settings(model=Path(MODEL)), fake_bundle())
     told: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-    app.state.service.on_load_failure = told.set_result
+    app.state.models.on_load_failure = told.set_result
     async with app.router.lifespan_context(app):
-        assert str(await asyncio.wait_for(told, TIMEOUT)) == "the graph is damaged"
+        assert (
+            str(await asyncio.wait_for(told, TIMEOUT))
+            == f"{MODEL} cannot be served: the graph is damaged"
+        )
 
 
 @pytest.mark.parametrize("speculate", [False, True])

@@ -17,7 +17,7 @@ from server.engine.engine import StepStats
 from server.requests.admission import Phase
 from server.requests.async_engine import OutputStream
 from tests.fake_runner import FakeRunner
-from tests.serving import VOCAB_SIZE, Served, serving
+from tests.serving import VOCAB_SIZE, Served, sample, serving
 
 Post = Callable[..., Coroutine[Any, Any, httpx.Response]]
 Case = Callable[[Served, Post], Awaitable[httpx.Response]]
@@ -206,11 +206,11 @@ async def test_row(name: str, dialect: str, stream: bool, caplog: pytest.LogCapt
     async with serving(runner, **limits, api_key="right") as served:
         served.client.headers["authorization"] = "Bearer right"
         post = partial(poster(served, dialect), stream=stream)
-        value = served.service.metrics.registry.get_sample_value
-        counted = ("kvasir_requests_rejected_total", {"reason": REASONS.get(name, code or kind)})
-        assert value(*counted) == 0, "of a series that is born as 1, rate() never sees the rise"
+        metrics, reason = served.service.metrics, REASONS.get(name, code or kind)
+        value = partial(sample, metrics, "requests_rejected_total", reason=reason)
+        assert value() == 0, "of a series that is born as 1, rate() never sees the rise"
         response = await case(served, post)
-        rejected = value(*counted)
+        rejected = value()
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"]

@@ -112,7 +112,8 @@ async def test_its_tokens_are_of_the_keys_tokens_a_minute(directory: Path) -> No
         ]
         metrics = (await client.get("/metrics")).text
     n = len(first.json()["tokens"])
-    assert f'kvasir_key_tokens_total{{key="default",kind="prompt"}} {n}.0' in metrics
+    labels = 'key="default",kind="prompt",model="model"'
+    assert f"kvasir_key_tokens_total{{{labels}}} {n}.0" in metrics
     assert (first.status_code, second.status_code) == (200, 429)
     assert "1 tokens a minute" in second.json()["error"]["message"]
 

@@ -57,7 +57,8 @@ async def test_a_full_queue_is_ready_and_routers_see_it() -> None:
         "kvasir_num_requests_waiting": 1,
         "kvasir_kv_cache_usage_ratio": 0.5,
     }
-    assert all(f"{name} {value}" in everything for name, value in seen.items())
+    labelled = {f'{name}{{model="{MODEL}"}} {value}' for name, value in seen.items()}
+    assert all(one in everything for one in labelled)
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/metrics/router"])

@@ -22,7 +22,7 @@ from server.requests.callers import Caller
 from server.requests.completion import RequestState
 from server.requests.text_worker import THREADS
 from tests.fake_runner import TIMEOUT
-from tests.serving import Served, serving
+from tests.serving import Served, sample, serving
 
 HEALTH = ("/health", "/health/live", "/health/ready", "/health/startup")
 PROBED = (*HEALTH, "/metrics", "/metrics/router")
@@ -143,8 +143,8 @@ async def test_each_key_has_so_many_requests_in_flight(tmp_path: Path, stream: b
         assert [response.status_code for response in await asyncio.gather(*running)] == [200] * 3
         for _ in range(5):
             assert (await complete(served, "one")).status_code == 200
-        rejected = served.service.metrics.registry.get_sample_value(
-            "kvasir_requests_rejected_total", {"reason": "overloaded_key"}
+        rejected = sample(
+            served.service.metrics, "requests_rejected_total", reason="overloaded_key"
         )
     assert rejected == 1
 

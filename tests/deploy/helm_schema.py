@@ -74,8 +74,8 @@ def generated(schema: dict[str, Any], chart: Path = CHART) -> dict[str, Any]:
     rules["severities"] = {
         "type": "object", "additionalProperties": False, "properties": severities,
     }  # fmt: skip
-    page = Metrics(lambda: (0, 0, 0.0)).render("")[0].decode()
-    buckets = re.findall(r'kvasir_time_to_first_token_seconds_bucket\{le="([0-9.]+)"', page)
+    page = Metrics(lambda: (0, 0, 0.0)).server.render("")[0].decode()
+    buckets = re.findall(r'kvasir_time_to_first_token_seconds_bucket\{le="([0-9.]+)",', page)
     rules["thresholds"]["properties"]["firstTokenSeconds"] = {"enum": buckets}
     return schema
 

@@ -21,7 +21,7 @@ PROBES = {
 EXIT_SECONDS = 12  # that the server may take beyond its drain timeout (docs/operations.md)
 FILES = [
     name for name, of in Settings.model_fields.items()
-    if Path in (of.annotation, *get_args(of.annotation))
+    if Path in (of.annotation, *get_args(of.annotation)) and name != "model"
 ]  # fmt: skip
 
 
@@ -48,8 +48,8 @@ class ServerContainer:
         for name, path in self.probes.items():
             if path not in PATHS or path != PROBES[name]:
                 yield f"{name} asks {path} instead of {PROBES[name]}"
-        for name in FILES:
-            path = getattr(settings, name)
+        models = [("model", path) for path in settings.models.values()]
+        for name, path in [*models, *((name, getattr(settings, name)) for name in FILES)]:
             if path and not any(PurePosixPath(path).is_relative_to(at) for at in self.folders):
                 yield f"{name} is {path}, where nothing is mounted: {self.folders}"
         if self.grace_seconds < settings.drain_timeout + EXIT_SECONDS:

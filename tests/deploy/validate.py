@@ -255,10 +255,11 @@ def rules_follow_the_values(root: Path) -> str:
 
 
 def expressions(
-    root: Path, namespace: str = ".*", job: str = ".*", pod: str = ".*"
+    root: Path, namespace: str = ".*", job: str = ".*", pod: str = ".*", model: str = ".*"
 ) -> Iterator[tuple[str, str]]:
     """Yield the panel and PromQL of every dashboard query, with values for Grafana's variables."""
     values = {"__rate_interval": "1m", "namespace": namespace, "job": job, "pod": pod}
+    values["model"] = model
     for path in sorted((root / "helm/dashboards").glob("*.json")):
         for panel in json.loads(path.read_text(encoding="utf-8"))["panels"]:
             for target in panel.get("targets", ()):

@@ -21,6 +21,40 @@ def test_options_win_over_the_environment_and_defaults_follow(
     assert settings.model_name == "mine"
 
 
+@pytest.mark.parametrize("source", ["option", "environment"])
+def test_several_models_have_the_names_of_their_directories_or_given_ones(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a=b").mkdir()
+    monkeypatch.chdir(tmp_path)
+    given = ["models/one", "org/two=models/one", "a=b"]
+    if source == "environment":
+        monkeypatch.setenv("KVASIR_MODEL", ", ".join(given))
+        settings = load_settings()
+    else:
+        settings = load_settings(model=given)
+    assert settings.models == {
+        "one": Path("models/one"),
+        "org/two": Path("models/one"),
+        "a=b": Path("a=b"),
+    }
+    assert settings.model_name == "one"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"model": ["x/same", "y/same"]}, "x/same, y/same"),
+        ({"model": ["same=x", "same=y"]}, "same=x, same=y"),
+        ({"model": ["x", "y"], "served_model_name": "z"}, "served_model_name"),
+    ],
+)
+def test_models_of_one_name_are_refused(options: dict[str, object], named: str) -> None:
+    with pytest.raises(StartupError, match=named) as caught:
+        load_settings(**options)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("given", "expected"), [("2GiB", 2 * 2**30), ("500MB", 500_000_000), ("4096", 4096), ("0", 0)]
 )

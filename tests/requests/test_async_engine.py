@@ -19,6 +19,7 @@ from server.engine.sequence import PRIORITY_LEVEL_SECONDS, FinishReason, Sequenc
 from server.errors import EngineError
 from server.requests.async_engine import AsyncEngine, OutputStream
 from tests.fake_runner import FakeRunner
+from tests.serving import sample
 
 VOCAB_SIZE = 40
 
@@ -76,7 +77,7 @@ async def ends(stream: OutputStream, n_sequences: int) -> list[FinishReason | No
 
 
 def value(engine: AsyncEngine, name: str, **labels: str) -> float:
-    return engine.metrics.registry.get_sample_value(f"kvasir_{name}", labels) or 0.0
+    return sample(engine.metrics, name, **labels) or 0.0
 
 
 async def test_each_sequence_gets_its_own_tokens_and_one_end(

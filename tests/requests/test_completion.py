@@ -13,7 +13,7 @@ from server.errors import EngineError
 from server.requests.builder import RequestOptions
 from server.requests.completion import CompletionRequest, Delta, RequestState, make_choices
 from server.requests.service import Service
-from tests.serving import EOS, serving, small_tokenizer
+from tests.serving import EOS, sample, serving, small_tokenizer
 
 
 async def request(
@@ -73,11 +73,8 @@ async def test_leaving_the_block_early_ends_the_request() -> None:
         served.runner.release()
         async with served.service.complete(await request(served.service)) as last:
             assert [delta async for batch in last.deltas() for delta in batch]
-        registry = served.service.metrics.registry
-        assert (
-            registry.get_sample_value("kvasir_request_success_total", {"finished_reason": "abort"})
-            == 3
-        )
+        metrics = served.service.metrics
+        assert sample(metrics, "request_success_total", finished_reason="abort") == 3
 
 
 async def test_samples_share_the_prompt_and_the_seed_and_differ_in_their_index() -> None:

@@ -16,6 +16,7 @@ from server.engine.sequence import FinishReason, Sequence
 from server.telemetry.metrics import Metrics
 from tests.fake_runner import FakeRunner
 from tests.serving import VOCAB_SIZE, Served, serving, small_tokenizer
+from tests.serving import sample as value
 
 NAMES = {
     "gauge": "num_requests_running num_requests_waiting kv_cache_usage_ratio build_info model_info",
@@ -35,10 +36,6 @@ PROCESS = {
 
 async def post(served: Served, **body: Any) -> str:
     return (await served.client.post("/v1/completions", json=body)).text
-
-
-def value(metrics: Metrics, name: str, **labels: str) -> float | None:
-    return metrics.registry.get_sample_value(f"kvasir_{name}", labels)
 
 
 async def test_the_metrics_are_the_promised_ones_with_their_kinds() -> None:
@@ -111,11 +108,11 @@ async def test_requests_and_tokens_are_counted_by_the_keys_name(tmp_path: Path) 
 def test_keys_that_change_without_end_have_no_series_without_end() -> None:
     metrics = Metrics(lambda: (0, 0, 0))
     for n in range(3000):
-        metrics.asked(f"key-{n}")
+        metrics.server.asked(f"key-{n}")
         metrics.used(f"key-{n}", 1, 2)
-    assert metrics.render("")[0].count(b"kvasir_key_requests_total{") == 1001
+    assert metrics.server.render("")[0].count(b"kvasir_key_requests_total{") == 1001
     assert value(metrics, "key_requests_total", key="other") == 2000
-    metrics.asked("key-0")
+    metrics.server.asked("key-0")
     assert value(metrics, "key_requests_total", key="key-0") == 2
 
 

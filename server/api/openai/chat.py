@@ -14,7 +14,7 @@ from server.api.openai.chat_schemas import ChatBody, Conversation
 from server.api.openai.formatting import JSON, OpenAIFormatter, join
 from server.api.openai.tools import ToolUse
 from server.api.responses import finite, respond, service_of, state_of, streamed
-from server.api.schemas import BodyRoute
+from server.api.schemas import TextRoute
 from server.engine.sequence import FinishReason
 from server.errors import ContextLengthError, InvalidRequestError
 from server.requests.completion import Delta
@@ -23,7 +23,7 @@ from server.text.chat_format import ChatFormat
 from server.text.detokenizer import token_bytes, token_text
 from server.text.tool_calls import Piece, ToolCallParser
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(route_class=TextRoute)
 
 
 @router.post("/v1/chat/completions", response_model=Chat, responses=streamed(ChatEvent))

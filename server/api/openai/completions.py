@@ -11,13 +11,13 @@ from server.api.openai.answers import Completion, CompletionEvent
 from server.api.openai.formatting import JSON, OpenAIFormatter
 from server.api.openai.schemas import CompletionsBody
 from server.api.responses import compact, finite, respond, service_of, state_of, streamed
-from server.api.schemas import BodyRoute
+from server.api.schemas import TextRoute
 from server.engine.sampling import TokenLogprobs
 from server.requests.completion import Delta, Prompt
 from server.requests.service import Service
 from server.text.detokenizer import Detokenizer, token_name
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(route_class=TextRoute)
 
 DEFAULT_MAX_TOKENS = 16
 

@@ -1,0 +1,149 @@
+"""The models of a server by name: which serves a request, and the phases of their common life."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Literal
+
+from model.bundle import ModelBundle
+from server.errors import InvalidRequestError, ModelNotFoundError, StartupError, UnavailableError
+from server.requests.admission import Phase
+from server.requests.async_engine import AnyEngine
+from server.requests.service import Service, Task
+from server.requests.text_worker import TextWorker
+from server.settings import Settings
+from server.telemetry.metrics import ServerMetrics
+from server.telemetry.start_clock import StartClock
+
+logger = logging.getLogger("kvasir")
+
+# failed: not loaded. unhealthy: its engine has failed or hangs.
+ModelState = Literal["loading", "ready", "draining", "unhealthy", "failed"]
+_PHASES: dict[Phase, ModelState] = {
+    Phase.LOADING: "loading",
+    Phase.READY: "ready",
+    Phase.DRAINING: "draining",
+}
+# huggingface_hub and TGI's clients use these names for whatever a server serves.
+_ANY_MODEL = (None, "dummy", "tgi")
+_FAILED_RETRY = 60  # seconds
+
+
+class Models:
+    """The services of a server's models. One that cannot be loaded leaves the others as they are.
+
+    bundles: each model's, or the error of its directory. Raises StartupError if all are errors.
+    """
+
+    def __init__(
+        self, settings: Settings, bundles: Mapping[str, ModelBundle | StartupError]
+    ) -> None:
+        self.settings = settings
+        self.names = tuple(bundles)
+        self.metrics = ServerMetrics()
+        self.text_worker = TextWorker()
+        self.services: dict[str, Service] = {}
+        self.failures: dict[str, StartupError] = {}  # of models that could not be loaded
+        self.on_load_failure: Callable[[StartupError], None] = logger.error
+        for name, bundle in bundles.items():
+            try:
+                if isinstance(bundle, StartupError):
+                    raise bundle
+                self.services[name] = Service(
+                    settings, bundle, name, self.metrics, self.text_worker
+                )
+            except StartupError as error:
+                self._fail(name, error)
+        if not self.services:
+            raise next(iter(self.failures.values()))
+
+    def find(
+        self, name: str | None = None, task: Task | None = None, *, must_choose: bool = False
+    ) -> Service:
+        """Return the service of the named model or, without a name, of the first for the task.
+
+        must_choose: of several models one has to be named. Raises InvalidRequestError for a missing
+        name or another task, and the errors of `named`.
+        """
+        fit = [one for one, service in self.services.items() if service.task == task]
+        if name in _ANY_MODEL and name not in self.names:
+            if must_choose and len(self.names) > 1:
+                served = ", ".join(map(repr, self.services))
+                raise InvalidRequestError(f"model is needed: one of {served}", param="model")
+            name = (fit or self.names)[0]
+        service = self.named(name or "")
+        if task not in (None, service.task):
+            others = "".join(f", but {one!r} can" for one in fit[:1])
+            raise InvalidRequestError(f"the model {name!r} cannot {task}{others}", param="model")
+        return service
+
+    def named(self, name: str) -> Service:
+        """Return the service of a model.
+
+        Raises ModelNotFoundError for an unknown name, and UnavailableError for a model that could
+        not be loaded.
+        """
+        if name in self.failures:
+            raise UnavailableError(
+                f"the model {name!r} could not be loaded; the server's log says why",
+                retry_after=_FAILED_RETRY,
+            )
+        if name not in self.services:
+            served = " and ".join(map(repr, self.services))
+            raise ModelNotFoundError(
+                f"the model {name!r} is not served here; {served} "
+                f"{'is' if len(self.services) == 1 else 'are'}",
+                param="model",
+            )
+        return self.services[name]
+
+    @property
+    def states(self) -> dict[str, ModelState]:
+        """The state of each model."""
+        states: dict[str, ModelState] = dict.fromkeys(self.names, "failed")
+        for name, service in self.services.items():
+            if name not in self.failures:
+                phase = _PHASES[service.admission.phase]
+                states[name] = phase if service.engine.is_healthy else "unhealthy"
+        return states
+
+    def retry_after(self) -> int:
+        """Estimate the seconds until a sequence ends, of the slowest model."""
+        return max(
+            service.admission.retry_after(1, service.engine.snapshot())
+            for service in self.services.values()
+        )
+
+    async def start(self, build: Callable[[Service], AnyEngine], clock: StartClock) -> None:
+        """Load the models in turn. If none can be, an error goes to `on_load_failure`."""
+        for name, service in self.services.items():
+            try:
+                await service.start(partial(build, service), clock)
+            except Exception as error:
+                self._fail(name, error)
+        if len(self.failures) == len(self.names):
+            self.on_load_failure(self.failures[self.names[-1]])
+
+    async def drain(self) -> None:
+        """Drain all models at once; see Service."""
+        await asyncio.gather(*(service.drain() for service in self.services.values()))
+
+    async def close(self) -> None:
+        """End all sequences, threads and processes, unless an engine hangs."""
+        services = self.services.values()
+        await asyncio.gather(*(service.engine.stop() for service in services))
+        for service in services:
+            service.grammars.close()
+        self.text_worker.shutdown(wait=False, cancel_futures=True)
+
+    def _fail(self, name: str, error: Exception) -> None:
+        if not isinstance(error, StartupError):
+            reason = " ".join(str(error).split())
+            path = self.services[name].bundle.path
+            error = StartupError(f"{path} cannot be served: {reason}")
+        self.failures[name] = error
+        if len(self.names) > 1:
+            logger.error("%s", error, extra={"fields": {"model": name}})

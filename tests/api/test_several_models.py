@@ -1,0 +1,173 @@
+"""Several models of one server: which one serves a request, and one that fails alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import httpx
+import pytest
+
+from model.bundle import ModelBundle
+from model.config import Pooling
+from server.engine.engine import Engine
+from server.errors import StartupError
+from server.process.app import create_app
+from server.requests.models import Models
+from server.settings import Settings, load_settings
+from tests.fake_runner import TIMEOUT, FakeRunner
+from tests.serving import VOCAB_SIZE, fake_bundle, sample, small_tokenizer
+
+TEXTS = {"first": "a", "second": "d", "third": "p"}  # each model repeats its own
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a", "max_tokens": 2},
+    "/v1/chat/completions": CHAT | {"max_tokens": 2},
+    "/generate": {"inputs": "a", "parameters": {"max_new_tokens": 2}},
+    "/tokenize": {"prompt": "a"},
+    "/detokenize": {"tokens": [66]},
+    "/explain": {"text": "a"},
+}
+
+
+def build(_: Settings, bundle: ModelBundle, *_clock: object) -> Engine:
+    if bundle.path.name == "unloadable":
+        raise RuntimeError("the graph\nis damaged")
+    [said] = small_tokenizer().encode(TEXTS[bundle.path.name]).ids
+    return Engine(FakeRunner(VOCAB_SIZE, next_token=lambda _: said), chunk_size=8)
+
+
+@asynccontextmanager
+async def serving_all(*names: str) -> AsyncIterator[tuple[Models, httpx.AsyncClient]]:
+    """Serve models once all are loaded; `damaged` has no directory, `unloadable` no graph."""
+    settings = load_settings(model=[Path(name) for name in names])
+    bundles: dict[str, ModelBundle | StartupError] = {n: fake_bundle(Path(n)) for n in names}
+    if "damaged" in names:
+        bundles["damaged"] = StartupError("damaged has no manifest")
+    with patch("server.process.app.build_engine", build):
+        app = create_app(settings, bundles)
+        models: Models = app.state.models
+        loaded, start = asyncio.Event(), models.start
+
+        async def starting(*arguments: Any) -> None:
+            await start(*arguments)
+            loaded.set()
+
+        models.start = starting  # type: ignore[assignment,method-assign]
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+        ):
+            await asyncio.wait_for(loaded.wait(), TIMEOUT)
+            yield models, client
+
+
+async def test_the_named_model_answers_and_counts_alone() -> None:
+    async with serving_all(*TEXTS) as (models, client):
+        listed = (await client.get("/v1/models")).json()["data"]
+        assert [one["id"] for one in listed] == list(TEXTS)
+        for n, (name, text) in enumerate(TEXTS.items(), 1):
+            body = BODIES["/v1/completions"] | {"model": name, "max_tokens": n}
+            answer = (await client.post("/v1/completions", json=body)).json()
+            assert (answer["model"], answer["choices"][0]["text"]) == (name, text * n)
+            tgi = BODIES["/generate"] | {"model": name}
+            generated = (await client.post("/generate", json=tgi)).json()["generated_text"]
+            assert generated == text * 2
+            for path in ("/model", "/version"):
+                shown = (await client.get(path, params={"model": name})).json()
+                assert shown["model"] == name
+            total = sample(models.services[name].metrics, "generation_tokens_total", model=name)
+            assert total == n + 2
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_name_is_needed_where_the_protocol_has_one(path: str) -> None:
+    async with serving_all("second", "first") as (models, client):
+        body = BODIES[path]
+        unnamed = await client.post(path, json=body)
+        unknown = await client.post(path, json=body | {"model": "other"})
+        rejected = sample(models.services["first"].metrics, "requests_rejected_total", model="")
+    assert unknown.status_code == 404
+    if path.startswith("/v1"):
+        assert unnamed.status_code == 400
+        error = unnamed.json()["error"]
+        assert error["param"] == "model"
+        assert all(name in error["message"] for name in ("'first'", "'second'"))
+        assert rejected == 2
+    elif path == "/generate":
+        assert unnamed.json()["generated_text"] == "dd"
+
+
+async def test_a_model_for_another_task_says_so_and_is_no_default() -> None:
+    async with serving_all("first", "second") as (models, client):
+        first = models.services["first"]
+        config = replace(first.bundle.config, pooling=Pooling(kind="mean"), tied_embeddings=True)
+        first.bundle = replace(first.bundle, config=config)
+        body = BODIES["/v1/completions"] | {"model": "first"}
+        refused = await client.post("/v1/completions", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+        answer = await client.post("/generate", json=BODIES["/generate"])
+        assert answer.json()["generated_text"] == "dd"
+
+
+@pytest.mark.parametrize("failed", ["damaged", "unloadable"])
+async def test_a_model_that_cannot_be_loaded_leaves_the_others(
+    failed: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving_all(failed, "second") as (_, client):
+        assert [record.levelname for record in caplog.records if failed in record.message]
+        health = await client.get("/health/ready")
+        assert health.status_code == (await client.get("/health/startup")).status_code == 200
+        assert health.json() == {"status": "ok", "models": {failed: "failed", "second": "ready"}}
+        assert [one["id"] for one in (await client.get("/v1/models")).json()["data"]] == ["second"]
+        for name, status in (("second", 200), (failed, 503)):
+            body = BODIES["/v1/completions"] | {"model": name}
+            assert (await client.post("/v1/completions", json=body)).status_code == status
+        assert (await client.get("/version")).status_code == 503, "no other than the first"
+
+
+async def test_an_engine_that_fails_is_a_reason_to_restart_and_leaves_the_others() -> None:
+    async with serving_all("first", "second") as (models, client):
+        models.services["first"].engine.give_up()
+        assert (await client.get("/health/live")).status_code == 503
+        assert (await client.get("/health/ready")).json() == {
+            "status": "ok",
+            "models": {"first": "unhealthy", "second": "ready"},
+        }
+        body = BODIES["/v1/completions"] | {"model": "second"}
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+
+async def test_a_server_without_any_model_does_not_start(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(StartupError, match="no manifest"):
+        create_app(load_settings(model="damaged"), {"damaged": StartupError("no manifest")})
+    async with serving_all("unloadable") as (models, _):
+        assert models.states == {"unloadable": "failed"}
+    assert "unloadable cannot be served: the graph is damaged" in caplog.text
+
+
+async def test_drain_ends_all_models() -> None:
+    async with serving_all("first", "second") as (models, client):
+        await models.drain()
+        assert set((await client.get("/health/ready")).json()["models"].values()) == {"draining"}
+        body = BODIES["/v1/completions"] | {"model": "second"}
+        assert (await client.post("/v1/completions", json=body)).status_code == 503
+
+
+async def test_a_router_sees_one_series_of_all_models() -> None:
+    async with serving_all("first", "second") as (models, client):
+        for name, load in (("first", (3.0, 1.0, 0.25)), ("second", (1.0, 4.0, 0.5))):
+            index = models.names.index(name)
+            models.metrics._loads[index] = lambda load=load: load  # type: ignore[misc]
+        lines = (await client.get("/metrics/router")).text.splitlines()
+    assert [line for line in lines if not line.startswith("#")] == [
+        "kvasir_num_requests_running 4.0",
+        "kvasir_num_requests_waiting 5.0",
+        "kvasir_kv_cache_usage_ratio 0.5",
+    ]
