@@ -40,7 +40,7 @@ def openapi(request: Request) -> dict[str, Any]:  # no coroutine: it takes a whi
 
 ROUTERS = (
     *(chat.router, completions.router, models.router, tgi.router, tokenize.router),
-    *(embeddings.router, tei.router, scores.router),
+    *(embeddings.router, tei.router, tei.label_router, scores.router),
     *(explain.router, health.router, playground.router, router),
 )
 ROUTES = [route for one in ROUTERS for route in one.routes if isinstance(route, APIRoute)]

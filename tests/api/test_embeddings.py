@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 
 from model.bundle import ModelBundle
 from model.config import Pooling
+from server.api.embeddings.requests import PromptFields
 from server.api.routes import ROUTES
 from server.engine.encoder.sequence import Encoding
 from tests.fake_encoder import (
@@ -35,7 +36,8 @@ from tests.fake_encoder import (
     pair_tokenizer,
 )
 from tests.fake_runner import TIMEOUT
-from tests.serving import VOCAB_SIZE
+from tests.faults.bodies import VALID, random_body, wrong_types
+from tests.serving import VOCAB_SIZE, serving
 
 LIMIT = 64
 MODEL = "fake-encoder"
@@ -296,6 +298,7 @@ UNIT = encoder_bundle(normalize=True)
 RERANKER = encoder_bundle(("relevant",), label_activation="sigmoid")
 CLASSIFIER = encoder_bundle(LABELS, label_activation="softmax")
 TAGGER = encoder_bundle(LABELS, label_activation="sigmoid")
+EMBEDDING = ["/v1/embeddings", "/embed", "/embed_all", "/similarity"]
 RANKING = ["/rerank", "/v1/rerank", "/v2/rerank"]
 LABELLING = ["/predict", "/v1/classify"]
 
@@ -303,7 +306,7 @@ LABELLING = ["/predict", "/v1/classify"]
 @pytest.mark.parametrize(
     ("bundle", "paths"),
     [
-        (EMBEDDER, ["/v1/embeddings", "/embed", "/embed_all", "/similarity"]),
+        (EMBEDDER, EMBEDDING),
         (RERANKER, RANKING + LABELLING),
         (CLASSIFIER, LABELLING),
         (TAGGER, LABELLING),
@@ -346,8 +349,9 @@ async def test_the_openai_client_reads_both_encodings() -> None:
         for text in texts
     ]
     async with encoding(EMBEDDER) as served:
+        http: Any = served.http
         client = openai.AsyncOpenAI(
-            base_url="http://localhost/v1", api_key="any", http_client=served.http, max_retries=0
+            base_url="http://localhost/v1", api_key="any", http_client=http, max_retries=0
         )
         usual = await client.embeddings.create(model=MODEL, input=texts)
         floats = await client.embeddings.create(model=MODEL, input=texts, encoding_format="float")
@@ -448,6 +452,43 @@ async def test_a_bad_field_is_named_in_teis_form(monkeypatch: pytest.MonkeyPatch
         assert response.json().keys() == {"error", "error_type"}
         assert cause in response.json()["error"], (path, body)
         assert not client.runner.texts
+
+
+OTHER_TASKS: list[tuple[ModelBundle, str, dict[str, Any], str]] = [
+    (EMBEDDER, "/v1/completions", {"prompt": "a"}, "can embed"),
+    (EMBEDDER, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "embed"),
+    (EMBEDDER, "/rerank", {"query": "a", "texts": ["b"]}, "can embed"),
+    (EMBEDDER, "/v1/classify", {"input": "a"}, "can embed"),
+    (CLASSIFIER, "/v1/embeddings", {"input": "a"}, "can classify"),
+    (CLASSIFIER, "/v1/rerank", {"query": "a", "documents": ["b"]}, ", ".join(LABELS)),
+    (CLASSIFIER, "/rerank", {"query": "a", "texts": ["b"]}, "/predict and /v1/classify"),
+]
+
+
+async def test_a_model_for_another_task_names_its_own() -> None:
+    for bundle, path, body, cause in OTHER_TASKS:
+        async with encoding(bundle) as client:
+            response = await client.post(path, json=body)
+        assert response.status_code == 400, (path, body)
+        assert cause in response.text, (path, body)
+    async with serving() as served:
+        response = await served.client.post("/v1/embeddings", json={"input": "a"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
+    assert "can generate" in response.text
+
+
+async def test_hostile_bodies_are_answers_or_refusals() -> None:
+    chance, fields = random.Random(0), set(PromptFields.model_fields)
+    for bundle, paths in ((EMBEDDER, EMBEDDING), (RERANKER, RANKING + LABELLING)):
+        async with encoding(bundle) as client:
+            for path in paths:
+                valid = VALID[path] | {"model": MODEL}
+                bodies = chance.sample([*wrong_types(valid, fields)], 40)
+                bodies += [random_body(chance, valid) for _ in range(10)]
+                for body in bodies:
+                    status = (await client.post(path, content=body)).status_code
+                    assert status in (200, 400, 404, 504), (path, body)
+                assert (await client.post(path, json=valid)).status_code == 200, path
 
 
 async def test_the_engine_gets_deadline_and_priority() -> None:

@@ -24,7 +24,7 @@ def main(url: str, model: str, key: str, *texts: str) -> None:
     }
     assert langchain.embed_query(texts[0]) == vectors["langchain-openai"][0]
     assert llama_index.get_query_embedding(texts[0]) == vectors["llama-index-embeddings-openai"][0]
-    print(json.dumps(vectors))
+    sys.stdout.write(json.dumps(vectors))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from server.api.embeddings.figures import enveloped, unit, usage
 from server.api.embeddings.requests import PromptFields, pooling_of, respond
 from server.api.openai.schemas import Prompts
 from server.api.responses import GENERATE_ERRORS, service_of
-from server.api.schemas import BodyRoute, ModelName, ResponseBody, Size
+from server.api.schemas import ModelName, ResponseBody, Size, VectorRoute
 from server.engine.sampling import Floats
 from server.errors import InvalidRequestError
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(route_class=VectorRoute)
 
 
 class EmbeddingsBody(PromptFields):
@@ -68,7 +68,7 @@ async def embeddings(request: Request, body: EmbeddingsBody) -> Response:
         raise InvalidRequestError(
             f"dimensions: {body.dimensions} are more than the model's {d_out}", param="dimensions"
         )
-    head = {"object": "list", "model": service.settings.model_name}
+    head = {"object": "list", "model": service.name}
     n, as_text = body.dimensions, body.encoding_format == "base64"
 
     def show(vectors: list[Floats], n_tokens: int) -> Iterator[bytes]:

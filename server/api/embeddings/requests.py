@@ -141,11 +141,17 @@ async def _answer(service: Service, wanted: EmbeddingRequest, show: Show) -> Res
     return json_response(await loop.run_in_executor(service.text_worker, work))
 
 
-def pooling_of(service: Service) -> Pooling:
-    """Return how the model makes a vector of a text. Raises InvalidRequestError if it does not."""
+def pooling_of(service: Service, n_labels: int | None = None) -> Pooling:
+    """Return how the model makes a vector, or scores, of a text.
+
+    Raises InvalidRequestError for another number of labels than `n_labels`, if that is given.
+    """
     pooling = service.bundle.config.pooling
-    if pooling is None:
+    assert pooling is not None
+    if n_labels not in (None, len(pooling.labels)):
         raise InvalidRequestError(
-            f"the model {service.settings.model_name!r} generates text", param="model"
+            f"the model {service.name!r} has the labels {', '.join(pooling.labels)}; this path is "
+            f"for models with {n_labels}; see /predict and /v1/classify",
+            param="model",
         )
     return pooling

@@ -16,10 +16,10 @@ from server.api.embeddings.openai import InputUsage
 from server.api.embeddings.requests import EncoderFields, pooling_of, respond
 from server.api.openai.schemas import Prompts
 from server.api.responses import GENERATE_ERRORS, service_of, state_of
-from server.api.schemas import BodyRoute, Items, ModelName, ResponseBody, Size
+from server.api.schemas import Items, LabelRoute, ModelName, ResponseBody, Size
 from server.engine.sampling import Floats
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(route_class=LabelRoute)
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -111,8 +111,8 @@ async def _rank(request: Request, body: RankBody, version: str) -> Response:
     service = service_of(request)
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
     has_texts = version == "1" if body.return_documents is None else body.return_documents
-    head = {"id": state_of(request.scope).id, "model": service.settings.model_name}
-    pooling, top_n = pooling_of(service), body.top_n
+    head = {"id": state_of(request.scope).id, "model": service.name}
+    pooling, top_n = pooling_of(service, n_labels=1), body.top_n
 
     def show(outputs: list[Floats], n_tokens: int) -> Iterator[bytes]:
         def ranked(place: int) -> dict[str, Any]:
@@ -132,7 +132,7 @@ async def classify(request: Request, body: ClassifyBody) -> Response:
     """Return each text's label and the probabilities of all labels, as vLLM does."""
     service = service_of(request)
     head: dict[str, Any] = {"id": f"classify-{state_of(request.scope).id}", "object": "list"}
-    head |= {"created": int(time()), "model": service.settings.model_name}
+    head |= {"created": int(time()), "model": service.name}
     pooling = pooling_of(service)
 
     def show(outputs: list[Floats], n_tokens: int) -> Iterator[bytes]:

@@ -12,15 +12,25 @@ from pydantic import Field
 from pydantic_core import to_json
 from starlette.responses import Response
 
+from model.config import Pooling
 from server.api.embeddings.figures import best_first, listed, shares, unit
 from server.api.embeddings.requests import EncoderFields, PromptFields, pooling_of, respond
 from server.api.openai.schemas import Prompts
 from server.api.responses import GENERATE_ERRORS, service_of
-from server.api.schemas import BodyRoute, Items, ModelName, RequestBody, ResponseBody, Size
+from server.api.schemas import (
+    Items,
+    LabelRoute,
+    ModelName,
+    RequestBody,
+    ResponseBody,
+    Size,
+    VectorRoute,
+)
 from server.engine.sampling import Floats
 from server.errors import InvalidRequestError
 
-router = APIRouter(route_class=BodyRoute)
+router = APIRouter(route_class=VectorRoute)
+label_router = APIRouter(route_class=LabelRoute)
 
 _RawScores = Annotated[bool, Field(description="Return scores as the model computes them.")]
 
@@ -133,10 +143,11 @@ async def similarity(request: Request, body: SimilarityBody) -> Response:
     return await respond(request, body.parameters, inputs, "inputs", "pooled", show)
 
 
-@router.post("/rerank", response_model=list[Rank], responses=GENERATE_ERRORS)
+@label_router.post("/rerank", response_model=list[Rank], responses=GENERATE_ERRORS)
 async def rerank(request: Request, body: RerankBody) -> Response:
     """Return the scores of texts that may answer a question, best first, as TEI does."""
-    figures, texts = _figures(request, body), body.texts if body.return_text else None
+    figures = _figures(pooling_of(service_of(request), n_labels=1), raw=body.raw_scores)
+    texts = body.texts if body.return_text else None
 
     def show(outputs: list[Floats], _n_tokens: int) -> Iterator[bytes]:
         def rank(place: int) -> dict[str, Any]:
@@ -149,12 +160,13 @@ async def rerank(request: Request, body: RerankBody) -> Response:
     return await respond(request, body, pairs, "texts", "scores", show)
 
 
-@router.post(
+@label_router.post(
     "/predict", response_model=list[Prediction] | list[list[Prediction]], responses=GENERATE_ERRORS
 )
 async def predict(request: Request, body: PredictBody) -> Response:
     """Return the scores of a text's labels, the highest first, as TEI does."""
-    figures, labels = _figures(request, body), pooling_of(service_of(request)).labels
+    pooling = pooling_of(service_of(request))
+    figures, labels = _figures(pooling, raw=body.raw_scores), pooling.labels
     is_batch = isinstance(body.inputs, list) and isinstance(body.inputs[0], list)
     batch: Any = body.inputs if is_batch else [body.inputs]
 
@@ -170,8 +182,8 @@ async def predict(request: Request, body: PredictBody) -> Response:
     return await respond(request, body, inputs, "inputs", "scores", show)
 
 
-def _figures(request: Request, body: RerankBody | PredictBody) -> Callable[[Floats], list[float]]:
+def _figures(pooling: Pooling, *, raw: bool) -> Callable[[Floats], list[float]]:
     """Return the function from an input's scores to those that are shown."""
-    if body.raw_scores:
+    if raw:
         return lambda scores: [float(score) for score in scores]
-    return partial(shares, pooling=pooling_of(service_of(request)))
+    return partial(shares, pooling=pooling)
