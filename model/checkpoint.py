@@ -25,8 +25,8 @@ from torch import Tensor
 from model.bundle import CONFIG_FILE, TOKENIZER_FILE, load_config_and_tokenizer, read_extra_files
 from model.config import ConfigError, TransformerConfig
 from model.files import in_words, new_directory, read_object
+from model.importing.errors import UnsupportedError
 from model.importing.published import is_published, read_published
-from model.importing.weights import UnsupportedError
 from model.network.skeleton import build_decoder, parameter_shapes
 from model.network.transformer import Transformer
 from model.tensor_files import (

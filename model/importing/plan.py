@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from model.config import TransformerConfig
+from model.importing.errors import UnsupportedError
 from model.importing.families.family import Family
 from model.importing.tensors import reorder_rotary_pairs
-from model.importing.weights import PlannedTensor, UnsupportedError
 from model.network.skeleton import parameter_shapes
-from model.tensor_files import Shape, StoredTensor
+from model.tensor_files import PlannedTensor, Shape, StoredTensor
 
 _LAYER = re.compile(r"(?<=^blocks\.)\d+")
 

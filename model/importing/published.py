@@ -16,12 +16,12 @@ from safetensors import SafetensorError
 from model.bundle import CHAT_TEMPLATE_FILE, CONFIG_FILE
 from model.config import ConfigError, TransformerConfig
 from model.files import new_directory, parse_object
+from model.importing.errors import UnsupportedError
 from model.importing.gguf.model import read_gguf_model
 from model.importing.huggingface.folder import read_folder
 from model.importing.plan import plan_parameters
-from model.importing.weights import PlannedTensor, UnsupportedError, write_safetensors
 from model.progress import Progress, unheard
-from model.tensor_files import WEIGHTS_FILE, TensorFileError
+from model.tensor_files import WEIGHTS_FILE, PlannedTensor, TensorFileError, write_safetensors
 from model.tokenizer import TokenizerError
 
 _FAULTS = (ConfigError, SafetensorError, TensorFileError, TokenizerError, UnsupportedError)
@@ -74,7 +74,8 @@ def read_published(source: Path) -> Published:
         found = read(source, notes)
         config, weights = plan_parameters(found.family, found.config, found.tensors)
     except _FAULTS as error:
-        raise UnsupportedError(f"{source} cannot be imported: {error}") from None
+        problem = " ".join(str(error).split())  # a header's array is written in several lines
+        raise UnsupportedError(f"{source} cannot be imported: {problem}") from None
     texts = {name: text for name, text in found.texts.items() if text is not None}
     return Published(found.family.title, config, weights, texts, found.files, tuple(notes))
 

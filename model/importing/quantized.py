@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from model.config import first_problem
-from model.importing.weights import UnsupportedError
+from model.importing.errors import UnsupportedError
 from model.tensor_files import FLOATS, Shape, StoredTensor, dtype_name
 
 QUANTIZATION_KEYS = ("quantization_config", "compression_config")  # the second is the older name

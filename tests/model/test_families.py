@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from model.config import ConfigError, RopeScaling, TransformerConfig, preset
+from model.importing.errors import UnsupportedError
 from model.importing.families.decoders import FAMILIES
 from model.importing.families.family import NEUTRAL
-from model.importing.weights import UnsupportedError
 from tests.huggingface_checkpoints import FAMILIES as CHECKPOINTS
 
 

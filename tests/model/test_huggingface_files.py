@@ -35,10 +35,10 @@ from model.bundle import load_bundle
 from model.chat_template import ChatTemplate
 from model.checkpoint import load_checkpoint
 from model.config import TransformerConfig
+from model.importing.errors import UnsupportedError
 from model.importing.huggingface.folder import read_folder
 from model.importing.plan import plan_parameters
 from model.importing.published import Imported, import_checkpoint
-from model.importing.weights import UnsupportedError
 from model.tensor_files import StoredTensor
 from tests.huggingface_checkpoints import (
     BOS,

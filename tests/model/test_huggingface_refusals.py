@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from kvasir import app
+from model.importing.errors import UnsupportedError
 from model.importing.published import import_checkpoint
-from model.importing.weights import UnsupportedError
 from tests.huggingface_checkpoints import make_model, save_checkpoint
 
 WEIGHTS = "model.safetensors"

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from export.quantize import BLOCK, quantize_blocks
+from model.importing.errors import UnsupportedError
 from model.importing.published import Imported, import_checkpoint
 from model.importing.quantized import restore
-from model.importing.weights import UnsupportedError
 from model.tensor_files import StoredTensor
 from tests.huggingface_checkpoints import make_model, save_checkpoint
 

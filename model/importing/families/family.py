@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from model.config import Activation, TransformerConfig
+from model.importing.errors import UnsupportedError
 from model.importing.tensors import Source, scaled
-from model.importing.weights import UnsupportedError
 
 _LARGEST, _MOST_LAYERS = 2**31 - 1, 10_000
 _GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh")

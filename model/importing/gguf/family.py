@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from model.config import TransformerConfig
+from model.importing.errors import UnsupportedError
 from model.importing.families.decoders import FAMILIES
 from model.importing.families.family import Family
 from model.importing.gguf.file import Gguf, shortest
 from model.importing.tensors import Source, stacked
-from model.importing.weights import UnsupportedError
 from model.tensor_files import StoredTensor
 
 _ARCHITECTURES = {  # general.architecture: the model_type of its config.json
@@ -128,8 +128,10 @@ def read_family(
     if all(longrope):
         short, long = ([shortest(n) for n in one.read().flatten()] for one in longrope if one)
         rope |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
-    if all(longrope) or (olmo3 and rope.get("rope_type") == "yarn"):  # as config.json has it
-        rope["attention_factor"] = values.pop(f"{kind}.rope.scaling.attn_factor", None)
+    stated = f"{kind}.rope.scaling.attn_factor"
+    in_yarn = olmo3 and rope.get("rope_type") == "yarn" and values.get(stated) != 1.0
+    if all(longrope) or in_yarn:  # it is config.json's attention_factor
+        rope["attention_factor"] = values.pop(stated, None)
     factors = tensors.pop(_FACTORS, None)
     if factors is not None:
         values["rope_parameters"] |= _llama3(values, family, factors)

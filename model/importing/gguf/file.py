@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model.importing.weights import UnsupportedError
+from model.importing.errors import UnsupportedError
 from model.tensor_files import StoredTensor
 
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from model.bundle import CHAT_TEMPLATE_FILE, GENERATION_FILE, SPECIAL_TOKENS_FILE, TOKENIZER_FILE
 from model.importing.contents import Contents, generation_defaults, to_json
+from model.importing.errors import UnsupportedError
 from model.importing.gguf.family import read_family
 from model.importing.gguf.file import read_gguf
 from model.importing.gguf.tokenizer import read_tokenizer
-from model.importing.weights import UnsupportedError
 
 # The recommended sampling parameters among the keys of the metadata.
 _SAMPLING = {name: name for name in ("top_k", "top_p", "min_p")}

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import Tokenizer
 
-from model.importing.weights import UnsupportedError
+from model.importing.errors import UnsupportedError
 from model.tokenizer import vocabulary_size
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5

@@ -16,6 +16,7 @@ from model.bundle import (
 )
 from model.config import TransformerConfig
 from model.importing.contents import Contents, generation_defaults, to_json
+from model.importing.errors import UnsupportedError
 from model.importing.families.decoders import FAMILIES, WITH_VISION
 from model.importing.families.encoders import ENCODERS
 from model.importing.families.family import Family
@@ -32,7 +33,6 @@ from model.importing.huggingface.tokenizer import (
     read_tokenizer,
 )
 from model.importing.quantized import QUANTIZATION_KEYS, restore
-from model.importing.weights import UnsupportedError
 from model.tensor_files import list_tensors, weight_files
 
 _KNOWN = FAMILIES | ENCODERS

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer, normalizers
 
 from model.bundle import CONFIG_FILE, EMBEDDING_FILE, EmbeddingDefaults
 from model.config import Pooling, Projection, TransformerConfig, first_problem
+from model.importing.errors import UnsupportedError
 from model.importing.families.family import Dense, Family
 from model.importing.huggingface.tokenizer import TOKENIZER_CONFIG_FILE, read_optional
 from model.importing.tensors import first_rows
-from model.importing.weights import UnsupportedError
 from model.tensor_files import StoredTensor, list_tensors
 
 CLASSIFIER = "ForSequenceClassification"  # the end of its architecture's name

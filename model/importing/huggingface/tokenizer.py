@@ -19,7 +19,7 @@ from model.bundle import (
     token_texts,
 )
 from model.files import read_object
-from model.importing.weights import UnsupportedError
+from model.importing.errors import UnsupportedError
 from model.tokenizer import check_tokenizer, load_tokenizer
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
