@@ -24,6 +24,11 @@ _FORMATS = {
     "perplexity_torch": ".4f",
     "perplexity_onnx": ".4f",
     "perplexity_error": ".2%",
+    "mean_cosine": ".6f",
+    "least_cosine": ".6f",
+    "retrieval_torch": ".1%",
+    "retrieval_onnx": ".1%",
+    "retrieval_error": ".2%",
     "positions": ",",
 }
 

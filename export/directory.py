@@ -12,10 +12,12 @@ import onnx_ir
 from pydantic import ValidationError
 
 from export.attention_graph import write_attention_graph
+from export.encoder_graph import export_encoder_graph
 from export.graph import export_graph, load_weights
 from export.kv_cache import sample_rows
 from export.paged_graph import KV_DTYPES, check_pageable, export_paged_graph
 from export.verification.paged_session import PagedSession, require_cuda
+from export.verification.vectors import verify_vectors
 from export.verification.verify import MAX_PERPLEXITY_LOSS, SampleText, Verifier, check
 from model.bundle import (
     CONFIG_FILE,
@@ -86,7 +88,9 @@ def export_checkpoint(
     if device == "cuda":
         check_pageable(config)
         require_cuda()
-    sample = sample_text(checkpoint, text, precision)
+    if config.pooling is not None:
+        check_vector_options(device, precision, text)
+    sample = None if config.pooling else sample_text(checkpoint, text, precision)
     rows = sample_rows(config, sample.token_ids, sample.prefix) if sample else None
     files = dict(checkpoint.extra_files)
     try:
@@ -102,7 +106,9 @@ def export_checkpoint(
         for name, content in files.items():
             (part / name).write_bytes(content)
         graph = part / GRAPH_FILE
-        if device == "cuda":
+        if config.pooling is not None:
+            export_encoder_graph(config, weights, graph, precision, progress)
+        elif device == "cuda":
             export_paged_graph(config, weights, graph, precision, kv_cache, rows, progress)
         else:
             export_graph(
@@ -114,6 +120,15 @@ def export_checkpoint(
         manifest = make_manifest(config, part, precision, notes, figures, device)
         manifest.save(part / MANIFEST_FILE)
     return manifest, checkpoint.notes
+
+
+def check_vector_options(device: Device, precision: str, text: Path | None) -> None:
+    """Raise ValueError for options that a model with a pooling has not."""
+    if device == "cuda" or precision == "int4":
+        wrong = f"{precision} on {device}"
+        raise ValueError(f"a model that makes vectors is fp32 or int8 on cpu, not {wrong}")
+    if text is not None:
+        raise ValueError(f"a model that makes vectors is not measured on {text}; leave it out")
 
 
 def check_precision(precision: str, device: Device) -> None:
@@ -155,7 +170,9 @@ def verify_directory(
     else:
         return manifest, None
     device, precision = manifest.device, manifest.precision
-    sample = sample_text(checkpoint, text, precision)
+    if bundle.config.pooling is not None:
+        check_vector_options(device, precision, text)
+    sample = None if bundle.config.pooling else sample_text(checkpoint, text, precision)
     return manifest, _verify(checkpoint, bundle.graph_path, sample, device, precision, progress)
 
 
@@ -168,6 +185,9 @@ def _verify(
     progress: Progress,
 ) -> Verification:
     config, session = checkpoint.config, None
+    if config.pooling is not None:
+        tokenizer = checkpoint.tokenizer
+        return verify_vectors(config, checkpoint.weights, path, tokenizer, precision, progress)
     if device == "cuda":
         session = PagedSession.open(path, config)
     figures = Verifier(config, checkpoint.weights, path, sample, session).verify(progress)
@@ -187,7 +207,7 @@ def make_manifest(
     graph = onnx_ir.load(directory / GRAPH_FILE).graph
     return Manifest(
         format_version=FORMAT_VERSION,
-        architecture="kvasir-decoder",
+        architecture="kvasir-encoder" if config.pooling else "kvasir-decoder",
         parameters=count_parameters(config),
         device=device,
         precision=precision,

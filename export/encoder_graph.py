@@ -22,11 +22,11 @@ from export.quantize import products, quantize
 from export.rewrite import lazy_constant, remove_unused_constants, replace_node, save
 from export.trace import TRANSPOSED, TensorSpec, trace_module
 from export.weights import Weights
-from model.bundle import HIDDEN_OUTPUT, TYPES_INPUT, VECTORS_OUTPUT
 from model.config import TransformerConfig
 from model.network.attention import LayerCache, PackedInputs
 from model.network.skeleton import make_skeleton
 from model.network.transformer import Block, Transformer
+from model.packing import HIDDEN_OUTPUT, TYPES_INPUT, VECTORS_OUTPUT
 from model.progress import Progress, unheard
 
 _INPUTS: dict[str, TensorSpec] = {

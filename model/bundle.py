@@ -39,10 +39,6 @@ KV_BLOCK_SIZE = 256
 # A graph's keys and values: each input {name}.{layer}.key or .value is written to the output
 # {name}.{layer}.… Those of prompts exist where running sequences have int8 ones.
 CACHE_OUTPUTS = {"past_key_values": "present", "prompt_key_values": "prompt_present"}
-# Of the graph of a model with a pooling.
-TYPES_INPUT = "token_type_ids"  # where it has types
-VECTORS_OUTPUT = "vectors"  # of texts
-HIDDEN_OUTPUT = "token_vectors"
 DECODE_INPUT = "decode"  # chooses the int8 keys and values of running sequences, where there are
 
 Device = Literal["cpu", "cuda"]
@@ -68,10 +64,20 @@ class Verification(_Record):
     greedy_agreement: the share of positions where both hold the same token the likeliest. Both are
     of `positions` tokens. The perplexities are on `text`, of the tokens after each row's prompt.
     perplexity_error: the standard error of their relative difference, from those tokens.
+
+    Where a model makes vectors of texts, `positions` are texts, and the numbers of their vectors
+    count as logits. The cosines are of both vectors, for a classifier those before its head.
+    retrieval_torch, retrieval_onnx: the share of the pairs of `text` whose second half is the
+    nearest to the first. retrieval_error: the standard error of their difference.
     """
 
     max_logit_error: float
     greedy_agreement: float
+    mean_cosine: float | None = None
+    least_cosine: float | None = None
+    retrieval_torch: float | None = None
+    retrieval_onnx: float | None = None
+    retrieval_error: float | None = None
     perplexity_torch: float | None = None
     perplexity_onnx: float | None = None
     perplexity_error: float | None = None

@@ -24,6 +24,7 @@ from model.template_limits import (
 
 # Names for a message's reasoning; transformers fills the first from the others.
 REASONING = ("reasoning_content", "thinking", "reasoning")
+NULL = object()  # a value of a message that is null for the template, which None is not
 
 
 class ChatTemplateError(ValueError):
@@ -93,7 +94,7 @@ class ChatTemplate:
 
 def _prepare(message: Mapping[str, Any]) -> dict[str, Any]:
     """Drop nulls, and give reasoning the name that templates read, as transformers does."""
-    given = {key: value for key, value in message.items() if value is not None}
+    given = {k: None if v is NULL else v for k, v in message.items() if v is not None}
     reasoning = next((given[key] for key in REASONING if key in given), None)
     if reasoning is None:
         return given

@@ -93,7 +93,7 @@ class Settings(BaseSettings):
     spin_microseconds: int = Field(SPIN_MICROSECONDS, ge=0, le=1_000_000)
     """Time for which an idle compute thread waits for more work before it sleeps."""
     max_queue: int | None = Field(None, ge=0)
-    """Sequences that may wait beyond those that run. Default: 4 x max_num_seqs."""
+    """Sequences that may wait beyond those that run. Default: 4 x max_num_seqs; 4096 texts."""
     max_queue_tokens: int | None = Field(None, ge=0)
     """Prompt tokens that may wait; a lone prompt may be longer. Default: 4096 x max_queue."""
     max_concurrency_per_key: int | None = Field(None, ge=1)
@@ -125,10 +125,19 @@ class Settings(BaseSettings):
     """Origins whose pages may call from browsers, comma-separated; * is all. Default: none."""
     allowed_hosts: Annotated[tuple[Host, ...], NoDecode, BeforeValidator(_split)] | None = None
     """Names that a server without keys answers to, beside localhost; *.a.org is a domain, * any."""
-    tool_call_format: Literal["auto", "hermes", "llama", "none"] = Field(
+    tool_call_format: Literal[
+        "auto", "hermes", "llama", "mistral", "mistral_args", "granite", "deepseek", "deepseek_v31",
+        "qwen_coder", "pythonic", "none",
+    ] = Field(
         "auto",
-        description="Format of the model's function calls: hermes is <tool_call>{…}</tool_call>, "
-        "llama is bare JSON, none finds no calls. Default: that of its chat template.",
+        description="Format of the model's function calls, such as hermes, <tool_call>{…}"
+        "</tool_call>, or llama, bare JSON; none finds no calls. Default: that of its chat "
+        "template.",
+    )  # fmt: skip
+    reasoning_format: Literal["auto", "think", "mistral", "seed", "none"] = Field(
+        "auto",
+        description="Tags of the model's reasoning: think is <think>, mistral is [THINK], seed is "
+        "<seed:think>, none finds none. Default: those that its chat template names.",
     )
     explain: bool = True
     """Serve POST /explain, whose requests cost a pass over their text in a second session."""
@@ -148,6 +157,11 @@ class Settings(BaseSettings):
     def queue_limit(self) -> int:
         """The number of sequences that may wait."""
         return 4 * self.max_num_seqs if self.max_queue is None else self.max_queue
+
+    @property
+    def text_queue_limit(self) -> int:
+        """The number of texts that may wait for their vectors, which take little time each."""
+        return 4096 if self.max_queue is None else self.max_queue
 
     @property
     def queue_tokens_limit(self) -> int:

@@ -19,6 +19,7 @@ WITHOUT_TORCH = (
     "model.external_data",
     "model.files",
     "model.onnx_runtime",
+    "model.packing",
     "model.progress",
     "model.template_limits",
     "model.tokenizer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from difflib import get_close_matches
 from importlib.metadata import version
 from typing import Any
 
@@ -63,7 +64,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     path = request.url.path
     known: KvasirError = InvalidRequestError(str(error.detail))
     if error.status_code == 404:
-        known = NotFoundError(f"there is no {path} here")
+        nearest = get_close_matches(path[:128], [one.path for one in ROUTES], 1, cutoff=0.0)[0]
+        known = NotFoundError(f"there is no {path} here; the nearest path is {nearest}")
         if path_of(request.scope) == "/explain":
             known = NotFoundError("/explain is switched off on this server (setting explain)")
     elif error.status_code == 405:

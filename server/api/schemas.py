@@ -77,7 +77,7 @@ NO_OPS: dict[str, list[Any]] = {
         ("verbosity", ["medium"]),
         ("length_penalty", [1.0]),
         ("tool_choice function_call reasoning_effort", ["none"]),
-        ("tools functions annotations bad_words", [[]]),
+        ("tools functions bad_words", [[]]),
         ("parallel_tool_calls include_reasoning detokenize", [True]),
         ("skip_special_tokens spaces_between_special_tokens", [True]),
         ("echo stream prompt_logprobs include_obfuscation watermark", [False]),
@@ -85,6 +85,24 @@ NO_OPS: dict[str, list[Any]] = {
         ("return_token_ids return_tokens_as_token_ids", [False]),
     )
     for name in names.split()
+}
+
+# What does here what other servers' fields do.
+_SCHEMA = '"response_format": {"type": "json_schema", "json_schema": {"schema": …}}'
+_USED_HERE = {
+    "guided_json": _SCHEMA,
+    "json_schema": _SCHEMA,
+    "guided_regex": "regex",
+    "guided_choice": "regex, as in a|b",
+    "guided_grammar": "grammar",
+    "ebnf": "grammar, in Lark's notation",
+    "structured_outputs": f"regex, grammar, or {_SCHEMA}",
+    "repeat_penalty": "repetition_penalty",
+    "n_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "ignore_eos_token": "ignore_eos",
+    "typical": "typical_p",
+    "best_of": "n",
 }
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -174,6 +192,9 @@ class RequestBody(BaseModel):
                 about = {k: field.pop(k) for k in ("title", "description", "default") if k in field}
                 field = {"anyOf": [field, null]} | about  # noqa: PLW2901
             fields[name] = field
+        if cls.model_config["extra"] == "ignore":
+            schema["properties"] = fields
+            return schema
         no_ops = {name: {"enum": [*values, None]} for name, values in NO_OPS.items()}
         schema["properties"] = no_ops | dict.fromkeys(sorted(IGNORED), True) | fields
         schema["additionalProperties"] = null
@@ -430,7 +451,8 @@ def parse(adapter: TypeAdapter[T], raw: bytes) -> T:
     is_missing = first["type"] == "missing"
     place = ".".join(map(str, _path(first["loc"], value, is_missing=is_missing)))
     if first["type"] == "extra_forbidden":
-        message = f"the field {place!r} is unknown or not supported; leave it out"
+        mend = f"use {_USED_HERE[place]}" if place in _USED_HERE else "leave it out"
+        message = f"the field {place!r} is unknown or not supported; {mend}"
     elif place:
         message = f"{place}: {message}"
     raise InvalidRequestError(message, param=place or None)

@@ -128,6 +128,11 @@ def _whole(seconds: float) -> int:
     return min(_LONGEST_RETRY, max(1, math.ceil(seconds)))
 
 
+def context_length(n: int) -> str:
+    """Return the start of the message of a ContextLengthError, by which clients know it."""
+    return f"This model's maximum context length is {n} tokens. However,"
+
+
 def check_length(n_prompt: int, max_tokens: int, engine: Engine) -> None:
     """Raise ContextLengthError or InvalidRequestError for a sequence that can never run."""
     if not n_prompt:
@@ -135,8 +140,8 @@ def check_length(n_prompt: int, max_tokens: int, engine: Engine) -> None:
     total = n_prompt + max_tokens
     if total > engine.max_model_len:
         raise ContextLengthError(
-            f"the model takes at most {engine.max_model_len} tokens, but {total} were asked for: "
-            f"{n_prompt} in the prompt and {max_tokens} to generate",
+            f"{context_length(engine.max_model_len)} you asked for {total}: {n_prompt} in the "
+            f"prompt and {max_tokens} to generate",
             param="max_tokens",
         )
     needed = engine.kv.n_needed(n_prompt, max_tokens)

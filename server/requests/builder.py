@@ -18,7 +18,7 @@ from server.engine.engine import Engine
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import SamplingParams
 from server.errors import ContextLengthError, InvalidRequestError
-from server.requests.admission import Admission
+from server.requests.admission import Admission, context_length
 from server.requests.async_engine import AsyncEngine
 from server.requests.completion import CompletionRequest, Prompt, RequestState
 from server.requests.text_worker import SHORT, TextWorker
@@ -173,8 +173,7 @@ class RequestBuilder:
                 text, offsets, ids = None, None, ids[-keep_last:]
             if len(ids) > self.max_model_len:  # even without new tokens
                 raise ContextLengthError(
-                    f"the model takes at most {self.max_model_len} tokens, but the prompt has "
-                    f"{len(ids)}; shorten it",
+                    f"{context_length(self.max_model_len)} the prompt has {len(ids)}; shorten it",
                     param="prompt",
                 )
             if text is None:
@@ -200,7 +199,7 @@ class RequestBuilder:
         longest = self._longest_token if is_whole else None
         if longest is not None and len(text) > longest * self.max_model_len:
             raise ContextLengthError(
-                f"the model takes at most {self.max_model_len} tokens, but the prompt has "
+                f"{context_length(self.max_model_len)} the prompt has "
                 f"{len(text)} characters, of which a token holds {longest} at most; shorten it",
                 param=param,
             )

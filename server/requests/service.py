@@ -23,6 +23,7 @@ from server.requests.async_engine import AnyEngine, AsyncEngine
 from server.requests.builder import RequestBuilder
 from server.requests.completion import Completion, CompletionRequest, make_choices
 from server.requests.embedding import Embedding, EmbeddingRequest
+from server.requests.forecast import Work
 from server.requests.grammars import Grammars
 from server.requests.text_worker import TextWorker
 from server.settings import Settings
@@ -67,9 +68,10 @@ class Service:
         self.chat = _chat_format(settings, bundle)
         self.engine = AsyncEngine(partial(Metrics, server=metrics, model=self.name))
         self.metrics = self.engine.metrics
+        makes_text = self.task == "generate"
         self.admission = Admission(
             max_num_seqs=settings.max_num_seqs,
-            max_queue=settings.queue_limit,
+            max_queue=settings.queue_limit if makes_text else settings.text_queue_limit,
             max_queue_tokens=settings.queue_tokens_limit,
         )
         self.text_worker = text_worker or TextWorker()
@@ -135,10 +137,7 @@ class Service:
             self.admission.check(request, work, self.engine.snapshot())
             constraint = await self.grammars.constraint(request)
             work = request.work
-        if work.seconds_left <= 0:
-            raise DeadlineExceededError(
-                "the deadline passed while the prompt was read; allow more time, or try later"
-            )
+        check_deadline(work)
         caller.check_tokens(perf_counter())  # others may have begun since
         with self.admission.admit(request, work, self.engine.snapshot()) as max_wait:
             choices = make_choices(request, self.bundle.tokenizer, self.engine.ids, constraint)
@@ -163,6 +162,7 @@ class Service:
         """
         self.admission.check_open()
         caller, work = request.caller, request.work
+        check_deadline(work)
         caller.check_tokens(perf_counter())
         with self.admission.admit(request, work, self.engine.snapshot()) as max_wait:
             sequences = request.make_sequences(self.engine.ids)
@@ -176,6 +176,14 @@ class Service:
                     timer.cancel()
                 embedding.stream.close()
                 self.metrics.used(caller.name, request.n_prompt_tokens, 0)
+
+
+def check_deadline(work: Work) -> None:
+    """Raise DeadlineExceededError if no time is left."""
+    if work.seconds_left <= 0:
+        raise DeadlineExceededError(
+            "the deadline passed while the prompt was read; allow more time, or try later"
+        )
 
 
 def start_timers(
@@ -209,7 +217,7 @@ def _chat_format(settings: Settings, bundle: ModelBundle) -> ChatFormat | None:
         return None
     try:
         template = ChatTemplate(bundle.chat_template, bundle.special_tokens)
-        return ChatFormat(template, settings.tool_call_format)
+        return ChatFormat(template, settings.tool_call_format, settings.reasoning_format)
     except ChatTemplateError as error:
         path = bundle.path / CHAT_TEMPLATE_FILE
         raise StartupError(f"{path}: {error}; mend it, and export the model again") from None

@@ -290,7 +290,7 @@ TEXT_ONLY = "{% for m in messages %}{{ m.role }}:{{ m.content }}|{% endfor %}"
         (PARTS_ONLY, "system:s|user:ab|"),  # reads only parts: texts become parts
         (EITHER, "s|ab|"),  # reads both: content stays as it is
         (TEXT_ONLY, "system:s|user:a\nb|"),  # reads only texts: parts become a text
-        (TEXT_ONLY + "{# developer #}", "developer:s|user:a\nb|"),
+        (TEXT_ONLY + "{# 'developer' #}", "developer:s|user:a\nb|"),
     ],
 )
 async def test_content_comes_in_the_form_that_the_template_reads(
@@ -555,6 +555,8 @@ async def test_a_response_format_holds_in_openais_and_tgis_form() -> None:
     async with chatting() as (served, _, _):
         for response_format in (
             {"type": "json_schema", "json_schema": {"name": "t", "schema": TIME}},
+            {"type": "json_schema", "json_schema": {"name": "a b", "schema": TIME}},
+            {"type": "json_object", "schema": TIME},
             {"type": "json_schema", "value": {"name": "t", "schema": TIME}},
             {"type": "json_object", "value": TIME},
             {"type": "json", "value": json.dumps(TIME)},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jsonschema
 import pytest
 from tokenizers import AddedToken, Tokenizer
@@ -66,6 +68,33 @@ async def test_a_required_call_is_one_if_the_tags_are_tokens(special: bool) -> N
                 jsonschema.validate(arguments, SCHEMAS[name])
     assert calls_of(free) == calls_of(held) == BOTH
     assert free["message"]["content"] == held["message"]["content"] == "Let me see."
+
+
+async def test_calls_may_be_limited_to_some_tools() -> None:
+    """The model sees all of them, and wants to call both."""
+    only: dict[str, Any] = {"tools": [{"type": "function", "function": {"name": "time"}}]}
+    async with chatting(HERMES_TEXT) as (served, _, prompts):
+        body = {"tools": TOOLS, "max_tokens": 200, "seed": 1}
+        await post(served, **body)
+        for mode in ("auto", "required"):
+            choice = {"type": "allowed_tools", "allowed_tools": only | {"mode": mode}}
+            answer = (await post(served, **body, tool_choice=choice))["choices"][0]
+            assert {name for name, _ in calls_of(answer)} <= {"time"}
+            assert calls_of(answer) or mode == "auto"
+        answer = (await post(served, **body, tool_choice="any"))["choices"][0]
+        assert calls_of(answer)
+    assert prompts[1:] == prompts[:1] * 3
+
+
+async def test_a_call_cut_by_the_limit_is_no_content() -> None:
+    n_call = len(small_tokenizer().encode(HERMES_TEXT[:12]).ids)
+    async with chatting(HERMES_TEXT) as (served, _, _):
+        for n in range(n_call + 2, n_call + 12):
+            choice = (await post(served, tools=TOOLS, max_tokens=n))["choices"][0]
+            chunks = await events(served, tools=TOOLS, max_tokens=n)
+            assert choice["message"]["content"] == "Let me see."
+            assert choice["finish_reason"] == "length"
+            assert joined(chunks)["message"]["content"] == "Let me see."
 
 
 @pytest.mark.parametrize("tool_choice", ["auto", "required"])

@@ -16,7 +16,7 @@ from model.bundle import EmbeddingDefaults
 from model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from model.config import Pooling, Projection
 from model.importing.published import import_checkpoint
-from tests.huggingface_checkpoints import save_tokenizer
+from tests.huggingface_checkpoints import EOS, save_tokenizer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -79,9 +79,9 @@ def make_model(name: str, kind: str = "Model", **changes: Any) -> Any:
     return model
 
 
-def save(folder: Path, model: Any) -> Path:
+def save(folder: Path, model: Any, **of_tokenizer: Any) -> Path:
     model.save_pretrained(folder)
-    save_tokenizer(folder, chat_template=None)
+    save_tokenizer(folder, chat_template=None, pad_token=EOS, **of_tokenizer)
     return folder
 
 

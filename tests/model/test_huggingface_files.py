@@ -316,7 +316,8 @@ NAMED = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes
     [
         ("{{ messages }}", {}, None),
         (NAMED, {}, "rag"),
-        ({"tool_use": "no", "default": "yes", "rag": "no"}, {}, "rag, tool_use"),
+        ({"tool_use": "{{ tools }}\n", "default": "yes\n", "rag": "no"}, {}, "rag"),
+        ({"tool_use": "no", "rag": "no"}, {}, "rag, tool_use; none of them is the default"),
         (None, {}, None),
         (NAMED, {"chat_template.jinja": "file"}, None),
         ("old", {"additional_chat_templates/default.jinja": "yes"}, None),
@@ -338,7 +339,7 @@ def test_the_chat_template_is_the_one_that_transformers_renders(
     folders: Folders,
     tmp_path: Path,
 ) -> None:
-    """Wherever it is; the others by name are left out, which is said."""
+    """Wherever it is, with tools or without; the others by name are left out, which is said."""
     folder = with_values(
         folders("llama"), tmp_path / "theirs", "tokenizer_config.json", chat_template=template
     )
@@ -357,7 +358,9 @@ def test_the_chat_template_is_the_one_that_transformers_renders(
         with pytest.raises(ValueError, match=r"no default specified|chat_template is not set"):
             theirs.apply_chat_template(MESSAGES, tokenize=False)
     else:
-        assert ours.render(MESSAGES) == theirs.apply_chat_template(MESSAGES, tokenize=False)
+        for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+            expected = theirs.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
+            assert ours.render(MESSAGES, tools=tools) == expected
 
 
 def added(content: str) -> dict[str, object]:

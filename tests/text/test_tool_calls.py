@@ -8,25 +8,33 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from server.text.tool_calls import ToolCallFormat, ToolCallParser, ToolCallPiece
+from server.text.tool_calls import DEEPSEEK_TAGS, ToolCallFormat, ToolCallParser, ToolCallPiece
 
 HERMES, LLAMA = ToolCallFormat.HERMES, ToolCallFormat.LLAMA
+LISTS = (ToolCallFormat.MISTRAL, ToolCallFormat.GRANITE)
 Call = tuple[str, str]  # name, arguments
 SAME = None  # the content is the whole text
 
 
 def read(
-    form: ToolCallFormat, texts: Iterable[str], most: int | None = None
+    form: ToolCallFormat,
+    texts: Iterable[str],
+    most: int | None = None,
+    *,
+    schemas: Any = None,
+    is_cut: bool = False,
 ) -> tuple[str, list[Call]]:
     """Content and calls of a text that comes in pieces."""
-    parser = ToolCallParser(form, most)
+    parser = ToolCallParser(form, most, schemas)
     content = ""
     names: list[str] = []
     arguments: list[str] = []
-    for piece in [piece for text in texts for piece in parser.push(text)] + parser.flush():
+    for piece in [piece for text in texts for piece in parser.push(text)] + parser.flush(
+        is_cut=is_cut
+    ):
         if isinstance(piece, str):
             assert piece
             content += piece
@@ -41,12 +49,40 @@ def read(
     return content, list(zip(names, arguments, strict=True))
 
 
-def written(form: ToolCallFormat, name: str, arguments: str) -> str:
-    if form is HERMES:
-        return (
-            f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n</tool_call>'
-        )
-    return f'{{"name": {json.dumps(name)}, "parameters": {arguments}}}'
+def written(form: ToolCallFormat, calls: list[Call]) -> str:
+    """Return the text in which a model of the format writes calls."""
+    begin, call, sep, call_end, end = DEEPSEEK_TAGS
+    in_list = ", ".join(
+        f'{{"name": {json.dumps(n)}, "arguments": {a}, "id": "x}}"}}' for n, a in calls
+    )
+    parts: list[str] = []
+    for name, arguments in calls:
+        quoted = json.dumps(name)
+        if form is HERMES:
+            part = f'<tool_call>\n{{"name": {quoted}, "arguments": {arguments}}}\n</tool_call>\n'
+        elif form is LLAMA:
+            part = f'{{"name": {quoted}, "parameters": {arguments}}}; '
+        elif form is ToolCallFormat.MISTRAL_ARGS:
+            part = f"[TOOL_CALLS]{name}[ARGS]{arguments}"
+        elif form is ToolCallFormat.DEEPSEEK:
+            part = f"{call}function{sep}{name}\n```json\n{arguments}\n```{call_end}\n"
+        elif form is ToolCallFormat.DEEPSEEK_V31:
+            part = f"{call}{name}{sep}{arguments}{call_end}"
+        elif form is ToolCallFormat.QWEN_CODER:
+            values = "".join(
+                f"<parameter={k}>\n{v if isinstance(v, str) else json.dumps(v)}\n</parameter>\n"
+                for k, v in json.loads(arguments).items()
+            )
+            part = f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>\n"
+        elif form is ToolCallFormat.PYTHONIC:
+            part = f"{name}({', '.join(f'{k}={v!r}' for k, v in json.loads(arguments).items())})"
+        parts.append(part if form not in LISTS else "")
+    if form in LISTS:
+        return f"{form.opening}[{in_list}]"
+    if form is ToolCallFormat.PYTHONIC:
+        return f"[{', '.join(parts)}]"
+    text = "".join(parts).rstrip("; \n")
+    return f"{begin}{text}{end}" if form.opening == begin else text
 
 
 @pytest.mark.parametrize(
@@ -96,7 +132,9 @@ def test_calls_are_told_from_content(
 FRAGMENTS = (
     "<tool_call>", "</tool_call>", "<|python_tag|>", '{"name": "f", "arguments": ',
     '{"name": "g", "parameters": ', "{", "}", "}}", '"', "\\", ";", "\n", " ", "<", "a",
-    '{"a": 1}', '"arguments"', '"name": "h"', ", ", ": ", "é",
+    '{"a": 1}', '"arguments"', '"name": "h"', ", ", ": ", "é", "[TOOL_CALLS]", "[", "]", "f", "(",
+    "[ARGS]", "<|tool_call|>", *DEEPSEEK_TAGS, "```", "<function=f>", "<parameter=a>", "x=1", ")",
+    "</parameter>", "</function>",
 )  # fmt: skip
 texts = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 
@@ -138,29 +176,54 @@ values = st.recursive(
 arguments = st.dictionaries(st.text("xyz", max_size=3), values, max_size=3)
 
 
-@given(
-    form=st.sampled_from(ToolCallFormat),
-    calls=st.lists(
-        st.tuples(st.text('fg."\\é', min_size=1, max_size=6), arguments), min_size=1, max_size=3
-    ),
-    spaced=st.booleans(),
-    data=st.data(),
-)
+JSON_NAMES = st.text('fg."\\é', min_size=1, max_size=6)
+BARE_NAMES = st.sampled_from(["f", "get_x"])
+ANY_VALUE: dict[str, Any] = {"properties": {key: {} for key in ("x", "yy", "z")}}
+
+
+@pytest.mark.parametrize("form", ToolCallFormat)
+@settings(max_examples=40)
+@given(data=st.data(), spaced=st.booleans())
 def test_calls_that_were_written_are_read(
-    form: ToolCallFormat, calls: list[tuple[str, dict[str, Any]]], spaced: bool, data: st.DataObject
+    form: ToolCallFormat, data: st.DataObject, spaced: bool
 ) -> None:
+    names = JSON_NAMES if form in (HERMES, LLAMA, *LISTS) else BARE_NAMES
+    keys = st.sampled_from(["x", "yy", "z"])
+    values_of = arguments
+    if form is ToolCallFormat.QWEN_CODER:  # which has no quotation marks
+        words = st.text("a b<é\n", max_size=5).map(str.strip)
+        values_of = st.dictionaries(keys, words | st.integers() | st.just([{"a": None}]))
+    elif form is ToolCallFormat.PYTHONIC:
+        values_of = st.dictionaries(keys, values)
+    calls = data.draw(st.lists(st.tuples(names, values_of), min_size=1, max_size=3))
     separators = (", ", ": ") if spaced else (",", ":")
-    expected = [
-        (name, json.dumps(values, ensure_ascii=False, separators=separators))
-        for name, values in calls
-    ]
-    glue = "\n" if form is HERMES else "; "
-    text = glue.join(written(form, *call) for call in expected)
+    given = [(n, json.dumps(v, ensure_ascii=False, separators=separators)) for n, v in calls]
+    text = written(form, given)
     cut = data.draw(st.integers(0, len(text)))
-    assert read(form, [text[:cut], text[cut:]]) == ("", expected)
-    assert read(form, [text[:cut], text[cut:]], most=1) == ("", expected[:1])
-    if form is HERMES:
-        assert read(form, ["Let me see.\n\n", text[:cut], text[cut:]]) == ("Let me see.", expected)
+    schemas = dict.fromkeys(["f", "get_x"], ANY_VALUE)
+    lead = "" if form in (LLAMA, ToolCallFormat.PYTHONIC) else "Let me see.\n\n"
+    for most in (None, 1):
+        content, found = read(form, [lead, text[:cut], text[cut:]], most, schemas=schemas)
+        assert content == lead.rstrip()
+        assert [(n, json.loads(a)) for n, a in found] == calls[:most]
+        if form not in (ToolCallFormat.QWEN_CODER, ToolCallFormat.PYTHONIC):
+            assert found == given[:most], "as the model wrote them"
+    content, cut_short = read(form, [lead + text[:cut]], is_cut=True, schemas=schemas)
+    if cut > 1 and lead:
+        assert content == lead.rstrip(), "the beginning of a call is no content"
+    assert [n for n, _ in cut_short] == [n for n, _ in given[: len(cut_short)]]
+
+
+def test_an_argument_without_quotation_marks_has_the_type_of_its_schema() -> None:
+    kinds = {"a": "string", "b": "integer", "c": ["string", "null"], "d": "boolean"}
+    schemas = {"f": {"properties": {key: {"type": kind} for key, kind in kinds.items()}}}
+    for key, text, value in (
+        ("a", "1", "1"), ("b", "1", 1), ("b", "one", "one"), ("c", "1", "1"), ("c", "null", None),
+        ("d", "true", True), ("unknown", "1", "1"),
+    ):  # fmt: skip
+        call = f"<tool_call><function=f><parameter={key}>{text}</parameter></function></tool_call>"
+        _, ((_, arguments),) = read(ToolCallFormat.QWEN_CODER, [call], schemas=schemas)
+        assert json.loads(arguments) == {key: value}
 
 
 def test_a_call_is_passed_on_before_it_is_complete() -> None:

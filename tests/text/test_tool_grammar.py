@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from server.engine.grammar.constraints import Constraint, Grammar, GrammarCompiler
-from server.text.tool_calls import ToolCallFormat, ToolCallParser, ToolCallPiece
+from server.text.tool_calls import DEEPSEEK_TAGS, ToolCallFormat, ToolCallParser, ToolCallPiece
 from server.text.tool_grammar import calls_in_text
 from tests.serving import EOS, small_tokenizer
 
@@ -28,6 +28,7 @@ FUNCTIONS: dict[str, dict[str, Any]] = {
     },
     "g": {"type": "object", "additionalProperties": {"type": "string"}},
 }
+FORMS = [form for form in ToolCallFormat if form.forced is form]
 KINDS = ("text", "special", "added")  # the kinds of tokens that the tags can be
 
 
@@ -35,17 +36,22 @@ KINDS = ("text", "special", "added")  # the kinds of tokens that the tags can be
 def tokenizer_of(kind: str) -> Tokenizer:
     tokenizer = Tokenizer.from_str(small_tokenizer().to_str())
     if kind != "text":
-        tags = sorted(tag for form in ToolCallFormat for tag in form.tags)
+        tags = sorted(tag for form in FORMS for tag in form.tags)
         tokenizer.add_tokens(
             [AddedToken(tag, special=kind == "special", normalized=False) for tag in tags]
         )
     return tokenizer
 
 
+def ids_of_tags(form: ToolCallFormat, kind: str) -> dict[str, int]:
+    ids: dict[str, int] = tokenizer_of(kind).get_vocab()
+    return {tag: ids[tag] for tag in form.tags if kind != "text"}
+
+
 @cache
 def begun(form: ToolCallFormat, kind: str) -> Constraint:
     tokenizer = tokenizer_of(kind)
-    tokens = form.tags if kind != "text" else frozenset()
+    tokens = ids_of_tags(form, kind)
     compiler = GrammarCompiler(tokenizer.to_str(), tokenizer.get_vocab_size(), [EOS])
     return compiler.compile(Grammar("lark", calls_in_text(form, FUNCTIONS, tokens), "tools"))
 
@@ -76,7 +82,7 @@ def check(form: ToolCallFormat, text: str) -> int:
     return len(names)
 
 
-TAGS = ("<tool_call>", "</tool_call>", "<|python_tag|>")
+TAGS = ("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[", "]", *DEEPSEEK_TAGS)
 CALLS = tuple(
     f'{{"name": "{name}", "{key}": {arguments}}}'
     for name, arguments in [
@@ -88,11 +94,30 @@ CALLS = tuple(
     ]
     for key in ("arguments", "parameters")
 )
-FRAGMENTS = (*TAGS, *CALLS, '{"name":"f",', "{", "}", "; ", "\n", " ", "\x1c", "So", "<", "é")
+FRAGMENTS = (
+    *TAGS,
+    *CALLS,
+    "f",
+    "[ARGS]",
+    "g",
+    '{"a": 2}',
+    "function",
+    "\n```json\n",
+    '{"name":"f",',
+    "{",
+    "}",
+    "; ",
+    "\n",
+    " ",
+    "\x1c",
+    "So",
+    "<",
+    "é",
+)
 
 
 @given(
-    form=st.sampled_from(ToolCallFormat),
+    form=st.sampled_from(FORMS),
     kind=st.sampled_from(KINDS),
     spelled=st.booleans(),
     pieces=st.lists(st.sampled_from(FRAGMENTS), max_size=8),

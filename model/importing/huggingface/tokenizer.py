@@ -118,8 +118,8 @@ def _mark_spaces(state: dict[str, Any], source: Path, model_type: str) -> bool:
 def read_chat_template(source: Path, notes: list[str]) -> str | None:
     """Return the default template, from files or else from tokenizer_config.json.
 
-    transformers has others by name, as tool_use for tools. Files of the folder go before the
-    single file.
+    transformers has others by name: tool_use, which becomes one with the default, is for tools.
+    Files of the folder go before the single file.
     """
     more = (source / _CHAT_TEMPLATES).glob("*.jinja")
     files = {"default": source / CHAT_TEMPLATE_FILE} | {path.stem: path for path in more}
@@ -141,6 +141,10 @@ def read_chat_template(source: Path, notes: list[str]) -> str | None:
             raise UnsupportedError(
                 f"{TOKENIZER_CONFIG_FILE}'s chat_template is neither a text nor texts by name"
             ) from None
+    if {"default", "tool_use"} <= templates.keys():
+        # As Jinja does, drop a line feed at their ends.
+        given, plain = (templates.pop(name).removesuffix("\n") for name in ("tool_use", "default"))
+        templates["default"] = f"{{% if tools %}}{given}{{% else %}}{plain}{{% endif %}}"
     if others := sorted(templates.keys() - {"default"}):
         without = "" if "default" in templates else "; none of them is the default"
         notes.append(f"chat templates left out: {', '.join(others)}{without}")

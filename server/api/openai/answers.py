@@ -18,6 +18,12 @@ class PromptTokensDetails(ResponseBody):
     cached_tokens: Size = Field(description="Prompt tokens found in the prefix cache.")
 
 
+class CompletionTokensDetails(ResponseBody):
+    """A closer look at the new tokens."""
+
+    reasoning_tokens: Size = Field(description="Tokens up to the end of the reasoning.")
+
+
 class Usage(ResponseBody):
     """Numbers of tokens."""
 
@@ -25,6 +31,9 @@ class Usage(ResponseBody):
     completion_tokens: Size
     total_tokens: Size
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = Field(
+        None, description="Where the model's chat template has reasoning."
+    )
 
 
 class _Envelope(ResponseBody):
@@ -123,6 +132,7 @@ class ChatMessage(ResponseBody):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: str = ""
     tool_calls: list[ToolCall] = Field([])
 
 
@@ -164,6 +174,7 @@ class ChatDelta(ResponseBody):
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    reasoning_content: str = ""
     tool_calls: list[ToolCallDelta] = Field([])
 
 

@@ -1,4 +1,4 @@
-"""OpenAI's chat: POST /v1/chat/completions, whose messages have content and tool calls."""
+"""OpenAI's chat: POST /v1/chat/completions, whose messages have reasoning, content and calls."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from model.chat_template import ChatTemplateError
 from server.api.openai.answers import Chat, ChatEvent
 from server.api.openai.chat_schemas import ChatBody, Conversation
 from server.api.openai.formatting import JSON, OpenAIFormatter, join
-from server.api.openai.tools import ToolUse
+from server.api.openai.tools import AnswerForm
 from server.api.responses import finite, respond, service_of, state_of, streamed
 from server.api.schemas import TextRoute
 from server.engine.sequence import FinishReason
 from server.errors import ContextLengthError, InvalidRequestError
 from server.requests.completion import Delta
 from server.requests.service import Service
+from server.text.answer import AnswerParser, AnswerPiece, Reasoning
 from server.text.chat_format import ChatFormat
 from server.text.detokenizer import token_bytes, token_text
-from server.text.tool_calls import Piece, ToolCallParser
 
 router = APIRouter(route_class=TextRoute)
 
@@ -31,14 +31,16 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     """Answer in a conversation, as OpenAI does."""
     service, state = service_of(request), state_of(request.scope)
     chat, text = await render(request, body)
-    tools = await service.text_worker.call(state.body_size, lambda: ToolUse.of(body, chat, service))
+    form = await service.text_worker.call(
+        state.body_size, lambda: AnswerForm.of(body, chat, text, service)
+    )
     options = body.options(
         [text],
         service.bundle.generation,
         default_max_tokens=service.builder.max_model_len,
         logprobs=body.top_logprobs if body.logprobs else None,
-        grammar=tools.grammar,
-        kept_ids=tools.kept_ids,
+        grammar=form.grammar,
+        kept_ids=form.kept_ids,
         begins_text=not body.continue_final_message,
         add_special_tokens=body.add_special_tokens,
     )
@@ -46,7 +48,7 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
         wanted = await service.builder.build(options, state)
     except ContextLengthError as error:
         raise ContextLengthError(error.message, param="messages") from None
-    formatter = ChatFormatter(service, body, state.id, tools)
+    formatter = ChatFormatter(service, body, state.id, form)
     return respond(request, wanted, formatter, stream=body.stream)
 
 
@@ -69,7 +71,7 @@ async def render(request: Request, conversation: Conversation) -> tuple[ChatForm
             tools=[tool.given for tool in conversation.tools] or None,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=conversation.continue_final_message,
-            **conversation.chat_template_kwargs,
+            **conversation.variables,
         )
 
     try:
@@ -81,38 +83,35 @@ async def render(request: Request, conversation: Conversation) -> tuple[ChatForm
 class ChatFormatter(OpenAIFormatter):
     """The form of a chat's response."""
 
-    def __init__(self, service: Service, body: ChatBody, request_id: str, tools: ToolUse) -> None:
+    def __init__(self, service: Service, body: ChatBody, request_id: str, form: AnswerForm) -> None:
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(service, body, f"chatcmpl-{request_id}", kind)
-        self._tools = tools
+        self._form = form
         self._with_logprobs = body.logprobs
-        self._hidden_ids = service.special_ids - tools.kept_ids
-        self._parsers: dict[int, ToolCallParser | None] = {}  # by choice
+        self._hidden_ids = service.special_ids - form.kept_ids
+        self._parsers: dict[int, AnswerParser] = {}  # by choice
 
     def parts(self, delta: Delta) -> Iterator[JSON]:
         """Yield the new parts of a message, the first with the role."""
         index, reason = delta.choice.index, delta.finish_reason
         part: JSON = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
         if index not in self._parsers:
-            self._parsers[index] = self._tools.parser()
+            self._parsers[index] = self._form.parser()
             yield part | {"delta": {"role": "assistant", "content": ""}}
         parser = self._parsers[index]
+        if parser.is_over:  # the calls are complete; the rest of the text is not shown
+            return
+        pieces = parser.push(delta.text, delta.token_id is not None)
+        if parser.is_over:
+            self.completion.stop(delta.choice)
+            reason = FinishReason.STOP
         part["finish_reason"] = reason
-        if parser is not None:
-            if parser.is_over:  # the calls are complete; the rest of the text is not shown
-                return
-            pieces = parser.push(delta.text)
-            if parser.is_over:
-                self.completion.stop(delta.choice)
-                reason = part["finish_reason"] = FinishReason.STOP
-            if reason is not None:
-                pieces += parser.flush()
-                # A stop string or token may have cut the last call short.
-                if reason is FinishReason.STOP and parser.n_calls and not parser.is_in_call:
-                    part["finish_reason"] = delta.choice.shown_reason = "tool_calls"
-            part["delta"] = _changes(pieces)
-        elif delta.text:
-            part["delta"] = {"content": delta.text}
+        if reason is not None:
+            pieces += parser.flush(is_cut=reason is not FinishReason.STOP)
+            # A stop string or token may have cut the last call short.
+            if reason is FinishReason.STOP and parser.calls_end_it:
+                part["finish_reason"] = delta.choice.shown_reason = "tool_calls"
+        part["delta"] = _changes(pieces)
         if logprobs := self._logprobs(delta):
             part["logprobs"] = {"content": logprobs}
         if part["delta"] or logprobs or reason is not None:
@@ -131,6 +130,13 @@ class ChatFormatter(OpenAIFormatter):
             choice["logprobs"] = {"content": []}
         return choice | {"message": message}
 
+    def _usage(self, n_generated: int) -> JSON:
+        usage = super()._usage(n_generated)
+        if self._form.reasoning is not None:
+            n_reasoning = sum(parser.n_reasoning for parser in self._parsers.values())
+            usage["completion_tokens_details"] = {"reasoning_tokens": n_reasoning}
+        return usage
+
     def _logprobs(self, delta: Delta) -> list[JSON]:
         scored = delta.logprobs
         if scored is None or not self._with_logprobs:
@@ -147,13 +153,16 @@ class ChatFormatter(OpenAIFormatter):
         }
 
 
-def _changes(pieces: list[Piece]) -> JSON:
-    """Return the additions to a message: its content, and its calls by index."""
+def _changes(pieces: list[AnswerPiece]) -> JSON:
+    """Return the additions to a message: its reasoning, its content, and its calls by index."""
     changes: JSON = {}
     calls: dict[int, JSON] = {}
     for piece in pieces:
         if isinstance(piece, str):
             join(changes, {"content": piece})
+            continue
+        if isinstance(piece, Reasoning):
+            join(changes, {"reasoning_content": piece.text})
             continue
         call: JSON = {"index": piece.index, "function": {"arguments": piece.arguments}}
         if piece.name is not None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_serializer, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 from pydantic import ValidatorFunctionWrapHandler as Validate
-from pydantic_core import from_json
 
 from server.api.openai.schemas import OpenAIBody
 from server.api.schemas import AddSpecialTokens, Items, RequestBody, check_amount
@@ -16,11 +22,16 @@ from server.errors import InvalidRequestError
 
 # The body has fields for these variables of the template.
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
-# A field that the openai package adds to an answer, and sends back with it.
-AnswerOnly = Annotated[Any, Field(exclude=True)]
+_NEVER_ASSISTANT = frozenset({"system", "developer", "user", "tool"})
 
 
-class TextPart(RequestBody):
+class Part(RequestBody):
+    """A part of a conversation. Keys that clients add to what they send back are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TextPart(Part):
     """A part of a message's content."""
 
     type: Literal["text"]
@@ -40,36 +51,30 @@ def _check_content(value: object) -> object:
     return value
 
 
-class PastFunction(RequestBody):
+class PastFunction(Part):
     """The function that an earlier call named."""
 
     name: str
-    arguments: str
-    parsed_arguments: AnswerOnly = None
-
-    @field_serializer("arguments")
-    def _for_template(self, arguments: str) -> dict[str, Any] | str:
-        """Return the mapping that templates expect; arguments that are no object stay as text."""
-        with suppress(ValueError):
-            values = from_json(arguments.strip() or "{}", allow_inf_nan=False)
-            if isinstance(values, dict):
-                return values
-        return arguments
+    arguments: str | dict[str, Any] = Field(description="JSON, in a string or not.")
 
 
-class PastCall(RequestBody):
+class PastCall(Part):
     """An earlier tool call of the assistant."""
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: PastFunction
-    index: AnswerOnly = None
 
 
-class Message(RequestBody):
+class Message(Part):
     """A message. `reasoning_content`, under any of its names, is for templates that show it."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: str = Field(
+        min_length=1,
+        max_length=64,
+        description="`system`, `developer`, `user`, `assistant`, `tool`, or one that the chat "
+        "template names.",
+    )
     content: Annotated[Items[TextPart] | str | None, BeforeValidator(_check_content)] = None
     name: str | None = None
     tool_calls: Items[PastCall] | None = None
@@ -77,23 +82,20 @@ class Message(RequestBody):
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
-    parsed: AnswerOnly = None
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
-        if self.content is None and not self.tool_calls:
-            raise ValueError("content is missing; only a message with tool_calls may go without")
-        if self.role != "assistant":
+        if self.content is None and self.role != "assistant":
+            raise ValueError("content is missing; only the role assistant may go without")
+        if self.role in _NEVER_ASSISTANT:
             for name in ("tool_calls", "reasoning_content", "reasoning", "thinking"):
                 if getattr(self, name):
                     raise ValueError(f"{name} belongs to the role assistant, not {self.role}")
-        if self.role != "tool" and self.tool_call_id is not None:
-            raise ValueError(f"tool_call_id belongs to the role tool, not {self.role}")
         self.tool_calls = self.tool_calls or None
         return self
 
 
-class Function(RequestBody):
+class Function(Part):
     """A function that the model may call."""
 
     name: str = Field(min_length=1, max_length=256)
@@ -118,7 +120,7 @@ class Function(RequestBody):
         return {"type": "object", **self.parameters}
 
 
-class Tool(RequestBody):
+class Tool(Part):
     """A tool that the model may call; `given` is as the client wrote it, for templates."""
 
     type: Literal["function"]
@@ -151,12 +153,44 @@ class NamedTool(RequestBody):
     function: FunctionName
 
 
+class AllowedList(RequestBody):
+    """Some of the tools. mode: whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Items[NamedTool] = Field(min_length=1)
+
+
+class AllowedTools(RequestBody):
+    """The tools that may be called, of those that the model sees."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedList
+
+
+_CHOICES = ("none", "auto", "required", "any")
+
+
 def _check_tool_choice(value: object) -> object:
-    if isinstance(value, dict) or value in ("none", "auto", "required"):
-        return value
+    if isinstance(value, dict) or value in _CHOICES:
+        return "required" if value == "any" else value
     raise ValueError(
-        'must be none, auto, required, or {"type": "function", "function": {"name": …}}'
+        f"must be {', '.join(_CHOICES)}, "
+        '{"type": "function", "function": {"name": …}} or {"type": "allowed_tools", …}'
     )
+
+
+def _kind_of_choice(value: object) -> str:
+    if not isinstance(value, dict):
+        return "<word>" if isinstance(value, str) else f"<{type(value).__name__}>"
+    return "<AllowedTools>" if value.get("type") == "allowed_tools" else "<NamedTool>"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<word>")]
+    | Annotated[NamedTool, Tag("<NamedTool>")]
+    | Annotated[AllowedTools, Tag("<AllowedTools>")],
+    Discriminator(_kind_of_choice),
+]
 
 
 class Conversation(RequestBody):
@@ -168,6 +202,13 @@ class Conversation(RequestBody):
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Variables for the template, such as `enable_thinking`."
+    )
+    reasoning_effort: str | None = Field(
+        None,
+        min_length=1,
+        max_length=32,
+        description="Variable for the template, such as `low`. `none` also sets `enable_thinking` "
+        "to false.",
     )
     add_generation_prompt: bool | None = Field(
         None,
@@ -181,7 +222,8 @@ class Conversation(RequestBody):
     @model_validator(mode="after")
     def _check_template_options(self) -> Self:
         calls = (call for message in self.messages for call in message.tool_calls or ())
-        check_amount(",".join(call.function.arguments for call in calls).encode())
+        written = (call.function.arguments for call in calls)
+        check_amount(",".join(text for text in written if isinstance(text, str)).encode())
         if self.add_generation_prompt and self.continue_final_message:
             raise InvalidRequestError(
                 "add_generation_prompt and continue_final_message exclude each other; "
@@ -195,13 +237,28 @@ class Conversation(RequestBody):
             )
         return self
 
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The template's variables, beside the messages and tools."""
+        effort: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            effort["reasoning_effort"] = self.reasoning_effort
+        if self.reasoning_effort == "none":
+            effort["enable_thinking"] = False
+        return effort | self.chat_template_kwargs
+
 
 class ChatBody(OpenAIBody, Conversation):
     """The body of POST /v1/chat/completions."""
 
     tool_choice: Annotated[
-        NamedTool | Literal["none", "auto", "required"], BeforeValidator(_check_tool_choice)
-    ] = Field("auto", description="Call no function, any, at least one, or the one named.")
+        ToolChoice,
+        BeforeValidator(_check_tool_choice, json_schema_input_type=ToolChoice | Literal["any"]),
+    ] = Field(
+        "auto",
+        description="Call no function, any, at least one (`required` or `any`), the one named, or "
+        "some of `allowed_tools`.",
+    )
     parallel_tool_calls: bool = Field(True, description="False: the first call is the last.")
     logprobs: bool = Field(False, description="Return log-probabilities of the tokens.")
     top_logprobs: int = Field(
@@ -217,12 +274,11 @@ class ChatBody(OpenAIBody, Conversation):
         names = [tool.function.name for tool in self.tools]
         if len(set(names)) < len(names):
             raise InvalidRequestError("tools: two functions have the same name", param="tools")
-        if self.named_function is not None and self.named_function not in names:
+        if unknown := (self.allowed_names or set()) - set(names):
             raise InvalidRequestError(
-                f"tool_choice: there is no function {self.named_function!r} in tools",
-                param="tool_choice",
+                f"tool_choice: there is no function {min(unknown)!r} in tools", param="tool_choice"
             )
-        if self.tool_choice == "required" and not names:
+        if self.must_call and not names:
             raise InvalidRequestError(
                 "tool_choice is required, but there are no tools", param="tool_choice"
             )
@@ -231,6 +287,29 @@ class ChatBody(OpenAIBody, Conversation):
         return self
 
     @property
-    def named_function(self) -> str | None:
-        """The function that `tool_choice` names."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+    def functions(self) -> list[Function]:
+        """The functions that may be called."""
+        allowed = self.allowed_names
+        functions = [tool.function for tool in self.tools]
+        return [one for one in functions if allowed is None or one.name in allowed]
+
+    @property
+    def holds_calls(self) -> bool:
+        """True if calls, where the model makes any, must be valid."""
+        return self.allowed_names is not None or any(one.strict for one in self.functions)
+
+    @property
+    def must_call(self) -> bool:
+        """True if `tool_choice` asks for a call."""
+        if isinstance(self.tool_choice, AllowedTools):
+            return self.tool_choice.allowed_tools.mode == "required"
+        return self.tool_choice not in ("none", "auto")
+
+    @property
+    def allowed_names(self) -> set[str] | None:
+        """The functions to which `tool_choice` limits calls; None if it does not."""
+        if isinstance(self.tool_choice, NamedTool):
+            return {self.tool_choice.function.name}
+        if isinstance(self.tool_choice, AllowedTools):
+            return {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+        return None

@@ -39,9 +39,9 @@ class StreamOptions(schemas.RequestBody):
 
 
 class JSONSchema(schemas.RequestBody):
-    """A named schema. `strict` and `description` have no effect: every answer follows it."""
+    """A schema. The other fields have no effect: every answer follows it."""
 
-    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    name: str = ""
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool = False
     description: str | None = None
@@ -52,9 +52,14 @@ class ResponseFormat(schemas.RequestBody):
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JSONSchema | None = None
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="Of type json_object, as llama.cpp takes it."
+    )
 
     @model_validator(mode="after")
     def _check_type(self) -> Self:
+        if self.schema_ is not None and self.type != "json_object":
+            raise ValueError("schema is given with type json_object, and only then")
         if (self.json_schema is not None) != (self.type == "json_schema"):
             raise ValueError("json_schema is given with type json_schema, and only then")
         return self
@@ -73,7 +78,8 @@ class StructuredFields(schemas.RequestBody):
 
     response_format: AnyFormat | None = Field(
         None,
-        description="`text`, `json_object`, `json_schema` with `json_schema.schema`, "
+        description="`text`, `json_object` (perhaps with `schema`), `json_schema` with "
+        "`json_schema.schema`, "
         "or a `grammar` of /generate.",
     )
     regex: str | None = Field(None, description="A regular expression that the whole text matches.")
@@ -103,7 +109,7 @@ class StructuredFields(schemas.RequestBody):
             return schemas.tgi_grammar(form, "response_format")
         if form.json_schema is not None:
             return Grammar.json_schema(form.json_schema.schema_)
-        return Grammar.json_schema({"type": "object"})
+        return Grammar.json_schema({"type": "object"} if form.schema_ is None else form.schema_)
 
 
 class OpenAIBody(schemas.SamplingFields, StructuredFields):

@@ -1,72 +1,95 @@
-"""The effect of a chat request's tools on its answer: which text is a call, and the grammar."""
+"""The effect of a chat request on the form of its answer: reasoning, calls, and the grammar."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-from server.api.openai.chat_schemas import ChatBody
+from server.api.openai.chat_schemas import ChatBody, NamedTool
 from server.engine.grammar.constraints import Grammar
 from server.errors import InvalidRequestError
 from server.requests.service import Service
+from server.text.answer import AnswerParser
 from server.text.chat_format import ChatFormat
+from server.text.reasoning import ReasoningFormat, ReasoningParser
 from server.text.tool_calls import ToolCallFormat, ToolCallParser
-from server.text.tool_grammar import calls_in_text, calls_only
+from server.text.tool_grammar import calls_in_text, calls_only, reasoning_before
 
 
 @dataclass(frozen=True, slots=True)
-class ToolUse:
-    """The calls that a choice may have."""
+class AnswerForm:
+    """The parts that a choice may have."""
 
-    form: ToolCallFormat | None  # None if no text is a call
+    reasoning: ReasoningFormat | None  # None if no text is reasoning
+    is_reasoning: bool  # the prompt ends in reasoning
+    calls: ToolCallFormat | None  # None if no text is a call
     max_calls: int | None  # of a choice; None is any number
+    schemas: Mapping[str, Mapping[str, Any]]  # of the arguments of the functions, by name
     grammar: Grammar | None
     kept_ids: frozenset[int]  # special tokens that tags consist of
 
-    def parser(self) -> ToolCallParser | None:
+    def parser(self) -> AnswerParser:
         """Return a parser for one choice."""
-        return None if self.form is None else ToolCallParser(self.form, self.max_calls)
+        form, calls = self.reasoning, self.calls
+        return AnswerParser(
+            None if form is None else ReasoningParser(form, is_open=self.is_reasoning),
+            None if calls is None else ToolCallParser(calls, self.max_calls, self.schemas),
+        )
 
     @classmethod
-    def of(cls, body: ChatBody, chat: ChatFormat, service: Service) -> ToolUse:
-        """Return a body's tool use. Raises InvalidRequestError for fields that exclude others."""
-        form, name, wanted = chat.tool_calls, body.named_function, body.any_grammar()
-        functions = [tool.function for tool in body.tools if name in (None, tool.function.name)]
-        must_call = body.tool_choice not in ("none", "auto")
-        is_strict = any(function.strict for function in functions)
-        if form is None and must_call:
-            form = ToolCallFormat.LLAMA  # the grammar can enforce any format
-        if form is None and is_strict:
-            raise InvalidRequestError(
-                "tools: strict cannot be held, for this model's chat template writes calls in no "
-                "known format; leave it out, or let tool_choice ask for a call",
-                param="tools",
-            )
-        if form is None or not functions:
-            return cls(None, None, wanted, frozenset())
-        if wanted is not None and must_call:
-            raise InvalidRequestError(
-                f"{wanted.param} constrains the text, but tool_choice asks for a call; "
-                "give one of them",
-                param=wanted.param,
-            )
-        if wanted is not None and wanted.kind != "json":
-            raise InvalidRequestError(
-                f"{wanted.param} leaves no room for calls; leave tools out, or let tool_choice be "
-                "none",
-                param=wanted.param,
-            )
-        tokens = {tag: i for tag, i in service.added_ids.items() if tag in form.tags}
-        max_calls = None if name is None and body.parallel_tool_calls else 1
-        source = None
-        if wanted is not None or must_call:
-            schemas = {function.name: function.arguments_schema for function in functions}
+    def of(cls, body: ChatBody, chat: ChatFormat, prompt: str, service: Service) -> AnswerForm:
+        """Return the form of a body's answers. Raises InvalidRequestError for fields at odds."""
+        reasoning, calls = chat.reasoning, _call_format(body, chat)
+        if reasoning is not None and reasoning.is_over(prompt):
+            reasoning = None
+        is_reasoning = reasoning is not None and reasoning.is_begun(prompt)
+        tags = {tag for form in (reasoning, calls) if form is not None for tag in form.tags}
+        tokens = {tag: i for tag, i in service.added_ids.items() if tag in tags}
+        is_named = isinstance(body.tool_choice, NamedTool)
+        max_calls = None if body.parallel_tool_calls and not is_named else 1
+        schemas = {function.name: function.arguments_schema for function in body.functions}
+        wanted = grammar = body.any_grammar()
+        if calls is not None and (wanted is not None or body.must_call):
             otherwise = None if wanted is None else json.loads(wanted.source)
-            source = calls_only(form, schemas, tokens, most=max_calls, otherwise=otherwise)
-        elif is_strict:
-            held = {
-                f.name: f.arguments_schema if f.strict else {"type": "object"} for f in functions
-            }
-            source = calls_in_text(form, held, tokens)
-        grammar = None if source is None else Grammar("lark", source, "tools")
-        return cls(form, max_calls, grammar, service.special_ids.intersection(tokens.values()))
+            source = calls_only(calls, schemas, tokens, most=max_calls, otherwise=otherwise)
+            grammar = Grammar("lark", source, "tools")
+        elif calls is not None and body.holds_calls:
+            strict = {function.name for function in body.functions if function.strict}
+            held = {k: v if k in strict else {"type": "object"} for k, v in schemas.items()}
+            grammar = Grammar("lark", calls_in_text(calls, held, tokens), "tools")
+        if grammar is not None and reasoning is not None:
+            lead = reasoning_before(reasoning, tokens, is_open=is_reasoning)
+            grammar = replace(grammar, lead=lead)
+        kept_ids = service.special_ids.intersection(tokens.values())
+        return cls(reasoning, is_reasoning, calls, max_calls, schemas, grammar, kept_ids)
+
+
+def _call_format(body: ChatBody, chat: ChatFormat) -> ToolCallFormat | None:
+    """Return the format of a body's calls. Raises InvalidRequestError for fields at odds."""
+    form, wanted = chat.tool_calls, body.any_grammar()
+    if not body.functions:
+        return None
+    if body.must_call:
+        form = form or ToolCallFormat.LLAMA  # the grammar can enforce any format
+    elif form in (None, ToolCallFormat.PYTHONIC) and any(f.strict for f in body.functions):
+        raise InvalidRequestError(
+            "tools: strict cannot be held, for this model's chat template writes calls in no "
+            "format that a grammar has; leave it out, or let tool_choice ask for a call",
+            param="tools",
+        )
+    if form is None:
+        return None
+    if wanted is not None and body.must_call:
+        raise InvalidRequestError(
+            f"{wanted.param} constrains the text, but tool_choice asks for a call; "
+            "give one of them",
+            param=wanted.param,
+        )
+    if wanted is not None and wanted.kind != "json":
+        raise InvalidRequestError(
+            f"{wanted.param} leaves no room for calls; leave tools out, or let tool_choice be none",
+            param=wanted.param,
+        )
+    return form.forced if wanted is not None or body.must_call or body.holds_calls else form

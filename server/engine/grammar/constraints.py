@@ -64,11 +64,15 @@ class GrammarError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The source of a grammar."""
+    """The source of a grammar.
+
+    lead: rules in Lark's notation of what comes before the text, its rule `before`.
+    """
 
     kind: Literal["json", "regex", "lark"]
     source: str  # a JSON schema, a pattern for the whole text, or rules from `start` on
     param: str = field(compare=False)  # the field of the request that holds it
+    lead: str = ""
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any], param: str = "response_format") -> Grammar:
@@ -203,17 +207,18 @@ def enforceable_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def _translate(grammar: Grammar) -> str:
     if grammar.kind == "lark":
-        return LLMatcher.grammar_from_lark(f"{grammar.source}\n{_OPTIONS}")
-    if grammar.kind == "regex":
-        translated = LLMatcher.grammar_from_regex(grammar.source)
+        whole = {"name": "text", "lark_grammar": f"{grammar.source}\n{_OPTIONS}"}
+    elif grammar.kind == "regex":
+        (whole,) = json.loads(LLMatcher.grammar_from_regex(grammar.source))["grammars"]
     else:
         try:
             schema = json.dumps(enforceable_schema(json.loads(grammar.source)))
             translated = LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
         except ValueError as error:
             raise GrammarError(_one_line(str(error))) from None
-    (whole,) = json.loads(translated)["grammars"]
-    start = {"lark_grammar": f"start: @{whole['name']}\n{_OPTIONS}"}
+        (whole,) = json.loads(translated)["grammars"]
+    before = "before " if grammar.lead else ""
+    start = {"lark_grammar": f"start: {before}@{whole['name']}\n{grammar.lead}\n{_OPTIONS}"}
     return json.dumps({"grammars": [start, whole]})
 
 

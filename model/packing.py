@@ -1,0 +1,46 @@
+"""Texts packed for one run of a graph that makes vectors: its inputs, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Inputs and outputs of the graph. Only a network with token types has the input for them.
+TYPES_INPUT = "token_type_ids"
+VECTORS_OUTPUT = "vectors"
+HIDDEN_OUTPUT = "token_vectors"
+
+
+def pack(
+    texts: Sequence[Sequence[int]], types: Sequence[Sequence[int] | None] | None = None
+) -> tuple[dict[str, NDArray[np.int64]], NDArray[np.int64]]:
+    """Return the inputs for texts of token ids, and the end of each text among the tokens.
+
+    types: each text's token types, None where all are 0; None for a network without types.
+    """
+    lengths = np.array([len(text) for text in texts])
+    ends = lengths.cumsum()
+    starts = ends - lengths
+    # A product of one row rounds differently: a lone token runs beside one that nobody reads.
+    n_extra = int(ends[-1] == 1)
+    n_tokens, width = int(ends[-1]) + n_extra, max(2, int(lengths.max()))
+    in_row = np.arange(width)
+    places = np.flatnonzero(in_row < lengths[:, None] + n_extra)
+    ids = np.zeros(n_tokens, dtype=np.int64)
+    ids[: ends[-1]] = np.fromiter(chain.from_iterable(texts), np.int64)
+    inputs = {
+        "input_ids": ids,
+        "position_ids": places % width,
+        "rows": starts[:, None] + np.minimum(in_row, lengths[:, None] - 1),
+        "lengths": lengths,
+        "places": places,
+    }
+    if types is not None:
+        inputs[TYPES_INPUT] = of_tokens = np.zeros(n_tokens, dtype=np.int64)
+        for start, end, given in zip(starts, ends, types, strict=True):
+            if given is not None:
+                of_tokens[start:end] = given
+    return inputs, ends

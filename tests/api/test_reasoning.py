@@ -1,0 +1,148 @@
+"""Reasoning over HTTP: beside the content, whole and streamed, before calls and structured text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from tokenizers import AddedToken, Tokenizer
+
+from tests.api.test_chat_completions import (
+    BOTH,
+    HERMES_TEXT,
+    TIME,
+    TOOLS,
+    USER,
+    calls_of,
+    chatting,
+    events,
+    post,
+    with_template,
+    without_ids,
+)
+from tests.serving import CHAT_TEMPLATE, small_tokenizer
+
+# Reasoning begins with the answer, or with the prompt if `deep`; without `enable_thinking` it ends
+# with the prompt.
+THINKING = (
+    CHAT_TEMPLATE.removesuffix("{% if add_generation_prompt %}a>{% endif %}\n")
+    + """\
+{% if add_generation_prompt %}a>{{ reasoning_effort }}
+{%- if not enable_thinking | default(true) %}<think></think>{% elif deep %}<think>{% endif %}
+{%- endif %}"""
+)
+THOUGHT = "First\nsecond."
+
+
+def both_forms(deep: bool, text: str) -> tuple[str, dict[str, Any]]:
+    lead = "\n" if deep else "<think>\n"
+    return f"{lead}{THOUGHT}\n</think>\n\n{text}", {"chat_template_kwargs": {"deep": deep}}
+
+
+def summed(chunks: list[dict[str, Any]], key: str) -> str:
+    return "".join(c["delta"].get(key, "") for chunk in chunks for c in chunk["choices"])
+
+
+@pytest.mark.parametrize("deep", [False, True])
+async def test_reasoning_is_apart_from_content_and_calls(deep: bool) -> None:
+    text, body = both_forms(deep, HERMES_TEXT)
+    body["tools"] = TOOLS
+    async with chatting(text, with_template(THINKING)) as (served, _, _):
+        answer = await post(served, **body)
+        chunks = await events(served, **body, stream_options={"include_usage": True})
+        for n_tokens in range(1, 30, 4):
+            cut = await post(served, **body, max_tokens=n_tokens)
+            pieces = await events(served, **body, max_tokens=n_tokens)
+            message = cut["choices"][0]["message"]
+            for key in ("content", "reasoning_content"):
+                assert summed(pieces, key) == (message.get(key) or "")
+            assert not {"<think>", "</think>"} & {message["content"]}
+            assert THOUGHT.startswith(message.get("reasoning_content", ""))
+    choice = without_ids(answer["choices"][0])
+    assert choice["message"]["reasoning_content"] == THOUGHT == summed(chunks, "reasoning_content")
+    assert choice["message"]["content"] == "Let me see." == summed(chunks, "content")
+    assert calls_of(choice) == BOTH
+    before = text.partition("\n\nLet")[0]
+    n_reasoning = len(small_tokenizer().encode(before).ids)
+    details = answer["usage"]["completion_tokens_details"]
+    assert abs(details["reasoning_tokens"] - n_reasoning) <= 1
+    assert chunks[-1]["usage"] == answer["usage"]
+
+
+@pytest.mark.parametrize("kind", ["text", "added", "special"])
+@pytest.mark.parametrize("deep", [False, True])
+async def test_structured_text_and_forced_calls_come_after_the_reasoning(
+    deep: bool, kind: str
+) -> None:
+    tagged = Tokenizer.from_str(small_tokenizer().to_str())
+    if kind != "text":
+        tags = [AddedToken(t, special=kind == "special") for t in ("<think>", "</think>")]
+        tagged.add_tokens(tags)
+    text, body = both_forms(deep, "No JSON.")
+    bundle = with_template(THINKING, tokenizer=tagged)
+    schema = {"type": "json_schema", "json_schema": {"name": "t", "schema": TIME}}
+    body |= {"max_tokens": 300, "seed": 1}
+    async with chatting(tagged.encode(text).ids, bundle) as (served, _, _):
+        held = (await post(served, **body, response_format=schema))["choices"][0]["message"]
+        regex = (await post(served, **body, regex="[a-c]{3}"))["choices"][0]["message"]
+        rules = (await post(served, **body, grammar='start: "x" /[0-9]/'))["choices"][0]["message"]
+        forced = (await post(served, **body, tools=TOOLS, tool_choice="any"))["choices"][0]
+        off = {"chat_template_kwargs": {"enable_thinking": False}, "response_format": schema}
+        plain = (await post(served, **body | off))["choices"][0]["message"]
+    for message in (held, regex, rules, forced["message"]):
+        assert message["reasoning_content"] == THOUGHT
+    jsonschema.validate(json.loads(held["content"]), TIME)
+    jsonschema.validate(json.loads(plain["content"]), TIME)
+    assert "reasoning_content" not in plain
+    assert set(regex["content"]) <= set("abc")
+    assert rules["content"][0] == "x"
+    assert calls_of(forced)
+
+
+async def test_the_effort_reaches_the_template() -> None:
+    async with chatting("Yes.", with_template(THINKING)) as (served, _, prompts):
+        for body in (
+            {"reasoning_effort": "high"},
+            {"reasoning_effort": "none"},
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+        ):
+            message = (await post(served, **body))["choices"][0]["message"]
+            assert message["content"] == "Yes."
+        assert [small_tokenizer().decode(ids).partition("a>")[2] for ids in prompts] == [
+            "high",
+            "none<think></think>",
+            "none",
+        ]
+    async with chatting("<think>a</think>b", with_template(CHAT_TEMPLATE)) as (served, _, _):
+        message = (await post(served, reasoning_effort="low"))["choices"][0]["message"]
+        assert message["content"] == "<think>a</think>b", "the template names no reasoning"
+    async with chatting(
+        "<think>a</think>b", with_template(CHAT_TEMPLATE), reasoning_format="think"
+    ) as (served, _, _):
+        message = (await post(served))["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("a", "b")
+
+
+async def test_keys_that_clients_add_are_ignored() -> None:
+    """As litellm sends back a call's answer, and Anthropic's clients mark texts for a cache."""
+    function = {"name": "time", "arguments": {"utc": True}, "parsed_arguments": 1}
+    call = {"id": "c", "type": "function", "function": function, "index": 0, "caller": None}
+    extra = {"provider_specific_fields": {"refusal": None}, "reasoning_details": [], "id": "x"}
+    cached = {"cache_control": {"type": "ephemeral"}}
+    told = [
+        {"role": "user", "content": [{"type": "text", "text": "Weather?"} | cached]},
+        {"role": "assistant", "content": None, "tool_calls": [call]} | extra,
+        {"role": "tool", "content": "12:00", "tool_call_id": "c"} | cached,
+    ]
+    plain_call = {"function": {"name": "time", "arguments": '{"utc": true}'}}
+    plain = [
+        *USER,
+        {"role": "assistant", "tool_calls": [plain_call]},
+        {"role": "tool", "content": "12:00"},
+    ]
+    async with chatting("Noon.") as (served, _, prompts):
+        await post(served, messages=told)
+        await post(served, messages=plain)
+    assert prompts[0] == prompts[1]

@@ -1,0 +1,86 @@
+"""A model with a pooling becomes a directory whose figures are of vectors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from export.directory import export_checkpoint, verify_directory
+from export.verification.vectors import verify_vectors
+from export.verification.verify import VerificationError
+from model.bundle import load_bundle
+from model.checkpoint import load_checkpoint, save_checkpoint
+from model.tokenizer import train_tokenizer
+from tests.encoders import BERT, MPNET
+from tests.random_models import make_config, make_decoder
+
+TEXT = "It was the best of times, it was the worst of times, in 1859. " * 40
+
+
+def save_run(folder: Path, **changes: Any) -> Path:
+    tokenizer = train_tokenizer([TEXT], 300)
+    size = tokenizer.get_vocab_size()
+    network = make_decoder(make_config(vocab_size=size, n_layer=1, **changes))
+    save_checkpoint(folder, 1, network, tokenizer, {"torch_rng": torch.get_rng_state()}, {})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_run(tmp_path_factory.mktemp("runs") / "tale", **BERT)
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("artifacts") / "tale"
+    export_checkpoint(run, out)
+    return out
+
+
+def test_the_manifest_has_cosines_and_retrieval(exported: Path) -> None:
+    figures = load_bundle(exported).manifest.verification
+    assert figures.mean_cosine is not None
+    assert figures.least_cosine is not None
+    assert 0.99 < figures.least_cosine <= figures.mean_cosine < 1.0 + 1e-9
+    assert figures.retrieval_torch is not None
+    assert figures.retrieval_torch == pytest.approx(figures.retrieval_onnx, abs=0.05)
+    assert "docstrings" in (figures.text or "")
+
+
+def test_another_checkpoints_graph_is_refused(run: Path, exported: Path) -> None:
+    bundle, checkpoint = load_bundle(exported), load_checkpoint(run)
+    weights = {name: checkpoint.weights[name].clone() for name in checkpoint.weights}
+    weights["blocks.0.feed_forward.down.weight"].neg_()
+    with pytest.raises(VerificationError, match="cosine"):
+        verify_vectors(bundle.config, weights, bundle.graph_path, bundle.tokenizer, "int8")
+
+
+def test_a_classifiers_graph_is_enough_to_verify_it(tmp_path: Path) -> None:
+    run = save_run(tmp_path / "run", **MPNET)
+    manifest, _ = export_checkpoint(run, tmp_path / "out", precision="fp32")
+    figures = manifest.verification
+    assert figures.retrieval_torch is None
+    assert figures.max_logit_error < 1e-4
+    _, again = verify_directory(tmp_path / "out")
+    assert again is not None
+    assert np.isclose(again.max_logit_error, figures.max_logit_error, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"device": "cuda"}, "cuda"),
+        ({"precision": "int4"}, "int4"),
+        ({"text": Path("prose.txt")}, "prose.txt"),
+    ],
+)
+def test_options_of_decoders_are_refused(
+    run: Path, tmp_path: Path, options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        export_checkpoint(run, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()

