@@ -114,6 +114,7 @@ def export_checkpoint(
             export_graph(
                 config, weights, graph, precision, rows, progress, int8_prompts=int8_prompts
             )
+        if device == "cpu":
             write_attention_graph(part)
         figures = _verify(checkpoint, graph, sample, device, precision, progress)
         notes = _describe_source(checkpoint)

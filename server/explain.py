@@ -12,8 +12,9 @@ import numpy as np
 from pydantic import Field, NonNegativeInt
 from tokenizers import Tokenizer, decoders
 
-from model.bundle import ATTENTION_GRAPH_FILE, TYPES_INPUT, ModelBundle
+from model.bundle import ATTENTION_GRAPH_FILE, ModelBundle
 from model.config import TransformerConfig
+from model.packing import pack
 from server.engine.machine import usable_cpus
 from server.engine.sampling import Floats
 from server.errors import ContextLengthError, InvalidRequestError, NotFoundError
@@ -88,13 +89,12 @@ class Explainer:
         for layer in layers:
             check_index("layer", layer, config.n_layer)
         check_length(n, config)
-        ids, places = np.array(token_ids, dtype=np.int64), np.arange(n)
         names = [f"attention.{layer}" for layer in layers]
         next_tokens = []
         if config.pooling is None:
             inputs = {
-                "input_ids": ids[None],
-                "position_ids": places[None],
+                "input_ids": np.array([token_ids], dtype=np.int64),
+                "position_ids": np.arange(n)[None],
                 "seqlens_k": np.array([n - 1], dtype=np.int32),
                 "total_sequence_length": np.array(n, dtype=np.int32),
                 "logits_indices": np.array([n - 1]),
@@ -108,15 +108,15 @@ class Explainer:
                 NextToken(i, token_name(tokenizer, i), float(probabilities[i])) for i in likeliest
             ]
         else:
-            inputs = {"input_ids": ids, "position_ids": places, "places": places}
-            inputs |= {"rows": places[None], "lengths": np.array([n])}
-            if config.n_token_types is not None:
-                inputs[TYPES_INPUT] = np.zeros_like(ids)
-            weights = self._session.run(names, inputs)
+            text, _ = pack([token_ids], None if config.n_token_types is None else [None])
+            weights = self._session.run(names, text)  # one token has another beside it
         return Explanation(
             token_ids,
             [_name(tokenizer, token_id) for token_id in token_ids],
-            {layer: of_layer[0] for layer, of_layer in zip(layers, weights, strict=True)},
+            {
+                layer: of_layer[0, :, :n, :n]
+                for layer, of_layer in zip(layers, weights, strict=True)
+            },
             next_tokens,
         )
 
