@@ -30,6 +30,8 @@ _FORMATS = {
     "retrieval_onnx": ".1%",
     "retrieval_error": ".2%",
     "positions": ",",
+    "longest": ",",
+    "error_growth": ".2f",
 }
 
 

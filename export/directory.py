@@ -14,11 +14,13 @@ from pydantic import ValidationError
 from export.attention_graph import write_attention_graph
 from export.encoder_graph import export_encoder_graph
 from export.graph import export_graph, load_weights
-from export.kv_cache import sample_rows
+from export.kv_cache import KVScales
 from export.paged_graph import KV_DTYPES, check_pageable, export_paged_graph
 from export.verification.paged_session import PagedSession, require_cuda
+from export.verification.plan import FEWEST_TOKENS, SampleText
+from export.verification.segments import SegmentedGraph
 from export.verification.vectors import verify_vectors
-from export.verification.verify import MAX_PERPLEXITY_LOSS, SampleText, Verifier, check
+from export.verification.verify import MAX_PERPLEXITY_LOSS, VerificationError, Verifier, check
 from model.bundle import (
     CONFIG_FILE,
     FORMAT_VERSION,
@@ -91,7 +93,6 @@ def export_checkpoint(
     if config.pooling is not None:
         check_vector_options(device, precision, text)
     sample = None if config.pooling else sample_text(checkpoint, text, precision)
-    rows = sample_rows(config, sample.token_ids, sample.prefix) if sample else None
     files = dict(checkpoint.extra_files)
     try:
         brought = GenerationDefaults.model_validate_json(files.get(GENERATION_FILE, b"{}"))
@@ -108,15 +109,21 @@ def export_checkpoint(
         graph = part / GRAPH_FILE
         if config.pooling is not None:
             export_encoder_graph(config, weights, graph, precision, progress)
-        elif device == "cuda":
-            export_paged_graph(config, weights, graph, precision, kv_cache, rows, progress)
-        else:
-            export_graph(
-                config, weights, graph, precision, rows, progress, int8_prompts=int8_prompts
-            )
-        if device == "cpu":
+            tokenizer = checkpoint.tokenizer
             write_attention_graph(part)
-        figures = _verify(checkpoint, graph, sample, device, precision, progress)
+            figures = verify_vectors(config, weights, graph, tokenizer, precision, progress)
+        else:
+            verifier, scales = Verifier(config, weights, sample, device), KVScales(config)
+            verifier.compute(progress, scales.observe)
+            steps = scales.steps()
+            if device == "cuda":
+                export_paged_graph(config, weights, graph, precision, kv_cache, steps, progress)
+            else:
+                export_graph(
+                    config, weights, graph, precision, steps, progress, int8_prompts=int8_prompts
+                )
+                write_attention_graph(part)
+            figures = _verify(verifier, graph, config, device, precision, progress)
         notes = _describe_source(checkpoint)
         manifest = make_manifest(config, part, precision, notes, figures, device)
         manifest.save(part / MANIFEST_FILE)
@@ -170,28 +177,26 @@ def verify_directory(
         )
     else:
         return manifest, None
-    device, precision = manifest.device, manifest.precision
-    if bundle.config.pooling is not None:
+    config, device, precision = checkpoint.config, manifest.device, manifest.precision
+    graph, weights, tokenizer = bundle.graph_path, checkpoint.weights, checkpoint.tokenizer
+    if config.pooling is not None:
         check_vector_options(device, precision, text)
-    sample = None if bundle.config.pooling else sample_text(checkpoint, text, precision)
-    return manifest, _verify(checkpoint, bundle.graph_path, sample, device, precision, progress)
+        return manifest, verify_vectors(config, weights, graph, tokenizer, precision, progress)
+    verifier = Verifier(config, weights, sample_text(checkpoint, text, precision), device)
+    return manifest, _verify(verifier, graph, config, device, precision, progress)
 
 
 def _verify(
-    checkpoint: Checkpoint,
+    verifier: Verifier,
     path: Path,
-    sample: SampleText | None,
+    config: TransformerConfig,
     device: Device,
     precision: str,
     progress: Progress,
 ) -> Verification:
-    config, session = checkpoint.config, None
-    if config.pooling is not None:
-        tokenizer = checkpoint.tokenizer
-        return verify_vectors(config, checkpoint.weights, path, tokenizer, precision, progress)
-    if device == "cuda":
-        session = PagedSession.open(path, config)
-    figures = Verifier(config, checkpoint.weights, path, sample, session).verify(progress)
+    """Measure a graph on its device. Raises VerificationError."""
+    open_graph = PagedSession.open if device == "cuda" else SegmentedGraph
+    figures = verifier.verify(open_graph(path, config), progress)
     check(figures, precision)
     return figures
 
@@ -225,30 +230,40 @@ def make_manifest(
 def sample_text(checkpoint: Checkpoint, file: Path | None, precision: str) -> SampleText | None:
     """Return the text to verify on: the file's, or the run's held-out text, or English prose.
 
-    Prose is for precisions measured on text, if Python brings any; else None. Raises ValueError for
-    a file that is not UTF-8 text of two tokens at least.
+    Prose is for precisions measured on text; without text there is None for others. Raises
+    ValueError for a file that is not UTF-8 text, or for too few tokens, and VerificationError for a
+    precision that needs text where Python brings none.
     """
     run, prefix = checkpoint.path.parent, tuple(leading_ids(checkpoint.tokenizer))
+    text, token_ids = "", np.empty(0, dtype=np.int64)
     if file is not None:
         try:
             name, text = file.name, file.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             raise ValueError(f"{file} is not UTF-8 text") from None
     elif checkpoint.progress and (run / DATA_FOLDER).is_dir():
-        held_out = open_tokens(run / DATA_FOLDER).held_out.astype(np.int64)
-        return SampleText(f"held-out text of {run.name}", held_out, prefix)
+        name = f"held-out text of {run.name}"
+        token_ids = open_tokens(run / DATA_FOLDER).held_out.astype(np.int64)
     elif precision in MAX_PERPLEXITY_LOSS:
         try:  # half a million characters on the language, which some distributions leave out
             from pydoc_data.topics import topics  # noqa: PLC0415
         except ImportError:
-            return None
+            raise VerificationError(
+                f"{precision} is measured on text, and the checkpoint has none; "
+                "give --text FILE, or --precision fp32"
+            ) from None
         name, text = _PYDOC, "\n\n".join(topics[name] for name in sorted(topics))
     else:
         return None
-    token_ids = checkpoint.tokenizer.encode(text, add_special_tokens=False).ids
-    if len(token_ids) < 2:
-        raise ValueError(f"{name} has {len(token_ids)} tokens, too few to measure on")
-    return SampleText(name, np.array(token_ids, dtype=np.int64), prefix)
+    if text:
+        token_ids = np.array(checkpoint.tokenizer.encode(text, add_special_tokens=False).ids)
+    fewest = FEWEST_TOKENS if precision in MAX_PERPLEXITY_LOSS else 2
+    if len(token_ids) < fewest:
+        raise ValueError(
+            f"{name} has {len(token_ids)} tokens, too few to measure {precision} on; "
+            f"give --text FILE with at least {fewest}"
+        )
+    return SampleText(name, token_ids, prefix)
 
 
 def _describe_source(checkpoint: Checkpoint) -> dict[str, str | int | float]:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from export.experts import place_experts
-from export.kv_cache import measure_scales, quantize_kv_cache, scale_kv_channels
+from export.kv_cache import quantize_kv_cache, scale_kv_channels
 from export.quantize import quantize
 from export.rewrite import contents, save
 from export.trace import TRANSPOSED, TensorSpec, trace
@@ -51,7 +51,7 @@ def export_graph(
     weights: Mapping[str, Tensor],
     path: Path,
     precision: str = "fp32",
-    sample: NDArray[np.int64] | None = None,
+    kv_scales: NDArray[np.float32] | None = None,
     progress: Progress = unheard,
     *,
     int8_prompts: bool = True,
@@ -59,8 +59,8 @@ def export_graph(
     """Write the graph to `path` and its weights beside it, as external data.
 
     weights: the decoder's parameters, each read when it is written. precision: one of PRECISIONS
-    for the CPU. sample: [rows, tokens] of a text that shows how large keys and values get, where
-    they are rounded; None is random tokens. int8_prompts: prompts of int4 have int8 weights.
+    for the CPU. kv_scales: of `KVScales.steps`, for int8 and int4, which round keys and values.
+    int8_prompts: prompts of int4 have int8 weights.
     """
     scaled = Weights(weights)
     # Put attention's scale into the weights that make queries; the operator's own is 1. ONNX
@@ -69,7 +69,8 @@ def export_graph(
     for name, factors in _query_scales(config, parameter_shapes(config)).items():
         scaled.scale(name, factors)
     if precision != "fp32":
-        scale_kv_channels(scaled, config, measure_scales(config, weights, sample, progress))
+        assert kv_scales is not None, f"{precision} needs scales of keys and values"
+        scale_kv_channels(scaled, config, kv_scales)
     progress("tracing PyTorch", 0, 0)
     rows: list[int | str] = ["batch", config.n_kv_head, "n_positions", config.head_dim]
     decoder, cache = make_skeleton(config), (torch.float32, rows)

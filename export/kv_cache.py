@@ -14,81 +14,48 @@ positions grow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 import onnx_ir as ir
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from export.quantize import products
 from export.rewrite import PROMPT, constant, copy_node
-from export.verification.layers import LayeredDecoder, affordable_tokens
 from export.weights import Weights
 from model.bundle import DECODE_INPUT
 from model.config import TransformerConfig
 from model.network.attention import LayerCache
-from model.network.skeleton import count_parameters
-from model.progress import Progress, unheard
 
-_SAMPLE_ROWS = 8
-_FEWEST, _MOST = 512, 4096  # tokens of the sample
 _SMALLEST_SCALE = 1e-8  # for a channel of zeros
 _N_INPUTS = 14  # of GroupQueryAttention; the last two are the scales of keys and values
 
 Floats = NDArray[np.float32]
-Ids = NDArray[np.int64]
 
 
-def sample_shape(config: TransformerConfig) -> tuple[int, int]:
-    """Return the rows and the tokens of each in a sample that can be afforded."""
-    n_tokens = affordable_tokens(count_parameters(config), _FEWEST, _MOST)
-    return _SAMPLE_ROWS, min(n_tokens // _SAMPLE_ROWS, config.max_model_len)
+class KVScales:
+    """The worth of an int8 step of each channel's keys and values, from all that are observed."""
 
+    def __init__(self, config: TransformerConfig) -> None:
+        self._rotates = config.position == "rotary"
+        self._largest = torch.zeros(config.n_layer, 2, config.n_kv_head, config.head_dim)
 
-def sample_rows(config: TransformerConfig, token_ids: Ids, prefix: Sequence[int]) -> Ids | None:
-    """Return [rows, tokens] of a text's end, each after the prefix; None where it is too short.
-
-    Verification measures on its beginning. Keys of opening tokens can be many times larger.
-    """
-    n_rows, n_tokens = sample_shape(config)
-    first = np.array(prefix[: n_tokens - 1], dtype=np.int64)
-    n_end = n_rows * (n_tokens - len(first))
-    if len(token_ids) < n_end:
-        return None
-    return np.hstack((np.tile(first, (n_rows, 1)), token_ids[-n_end:].reshape(n_rows, -1)))
-
-
-def measure_scales(
-    config: TransformerConfig,
-    weights: Mapping[str, Tensor],
-    sample: Ids | None,
-    progress: Progress = unheard,
-) -> Floats:
-    """Return the worth of an int8 step of each layer's keys, then values.
-
-    float [2 * n_layer, n_kv_head, head_dim]. weights: of `LayeredDecoder`. sample: of
-    `sample_rows`; None is random tokens.
-    """
-    if sample is None:
-        shape = sample_shape(config)
-        sample = np.random.default_rng(0).integers(config.vocab_size, size=shape)
-    largest = torch.zeros(config.n_layer, 2, config.n_kv_head, config.head_dim)
-
-    def hear(layer: int, present: LayerCache) -> None:
-        keys = present.key
-        if config.position == "rotary":  # sqrt(x_c² + x_c'²) for both channels of every pair
-            left, right = keys.chunk(2, dim=-1)
-            keys = torch.hypot(left, right).repeat(1, 1, 1, 2)
+    def observe(self, layer: int, _: int, cache: LayerCache) -> None:
+        """Take a row's keys and values [n_kv_head, tokens, head_dim] into account."""
+        keys, values = cache
+        if self._rotates:  # sqrt(x_c² + x_c'²) for both channels of every pair
+            keys = torch.hypot(*keys.chunk(2, dim=-1)).repeat(1, 1, 2)
         # A NaN or an infinity is for verification to find.
-        magnitudes = [rows.abs().nan_to_num(0.0, 0.0) for rows in (keys, present.value)]
-        seen = torch.stack([rows.amax(dim=(0, 2)) for rows in magnitudes])
-        largest[layer] = torch.maximum(largest[layer], seen)
+        magnitudes = [of.abs().nan_to_num(0.0, 0.0).amax(dim=1) for of in (keys, values)]
+        largest = torch.maximum(self._largest[layer], torch.stack(magnitudes).cpu())
+        self._largest[layer] = largest
 
-    LayeredDecoder(config, weights).run(list(sample), progress, "measuring keys and values", hear)
-    return (largest.flatten(0, 1) / 127.0).clamp(min=_SMALLEST_SCALE).numpy().astype(np.float32)
+    def steps(self) -> Floats:
+        """Return float [2 * n_layer, n_kv_head, head_dim], each layer's keys, then values."""
+        steps = (self._largest.flatten(0, 1) / 127.0).clamp(min=_SMALLEST_SCALE)
+        return steps.numpy().astype(np.float32)
 
 
 def scale_kv_channels(weights: Weights, config: TransformerConfig, scales: Floats) -> None:

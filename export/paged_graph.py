@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from export.kv_cache import measure_scales, scale_kv_channels
+from export.kv_cache import scale_kv_channels
 from export.quantize import quantize_in_blocks
 from export.rewrite import save
 from export.trace import TensorSpec, trace
@@ -63,19 +63,21 @@ def export_paged_graph(
     path: Path,
     precision: str = "bf16",
     kv_cache: str | None = None,
-    sample: NDArray[np.int64] | None = None,
+    kv_scales: NDArray[np.float32] | None = None,
     progress: Progress = unheard,
 ) -> None:
     """Write the graph to `path` and its weights beside it, as external data.
 
     precision: one of DTYPES. kv_cache: one of KV_DTYPES; None is the activations' own type. weights
-    and sample: see `export.graph.export_graph`. Raises ConfigError as `check_pageable`.
+    and kv_scales, which a kv_cache needs: see `export.graph.export_graph`. Raises ConfigError as
+    `check_pageable`.
     """
     dtype = DTYPES[precision]
     check_pageable(config)
     rounded = Weights(weights, dtype)
     if kv_cache is not None:
-        scale_kv_channels(rounded, config, measure_scales(config, weights, sample, progress))
+        assert kv_scales is not None, f"{kv_cache} keys and values need scales"
+        scale_kv_channels(rounded, config, kv_scales)
     progress("tracing PyTorch", 0, 0)
     decoder = make_skeleton(config, dtype)
     for name, module in decoder.named_modules():

@@ -64,6 +64,9 @@ class Verification(_Record):
     greedy_agreement: the share of positions where both hold the same token the likeliest. Both are
     of `positions` tokens. The perplexities are on `text`, of the tokens after each row's prompt.
     perplexity_error: the standard error of their relative difference, from those tokens.
+    longest: the tokens of the longest row. error_growth: the logits' errors (their deviation, over
+    the logits' own) in the worst 128 positions, over those of the first 128, or over 2 % if these
+    are less.
 
     Where a model makes vectors of texts, `positions` are texts, and the numbers of their vectors
     count as logits. The cosines are of both vectors, for a classifier those before its head.
@@ -83,6 +86,8 @@ class Verification(_Record):
     perplexity_error: float | None = None
     text: str | None = None
     positions: int | None = None
+    longest: int | None = None
+    error_growth: float | None = None
 
 
 # Ranges of sampling parameters, for models' defaults and for requests.

@@ -147,7 +147,8 @@ def weight_files(folder: Path) -> list[Path]:
         raise TensorFileError(
             f"it has neither {WEIGHTS_FILE} nor {INDEX_FILE}; where it has a pytorch_model.bin, "
             "save that as safetensors with transformers: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER)"
+            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER_FOLDER), for an "
+            "encoder with AutoModel"
         )
     try:
         names = sorted(set(parse_object(index.read_bytes())["weight_map"].values()))

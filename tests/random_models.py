@@ -6,10 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from export.graph import export_graph
-from model.bundle import GRAPH_FILE
+from export.kv_cache import KVScales
+from export.verification.layers import LayeredDecoder
+from export.verification.plan import SampleText
+from export.verification.segments import SegmentedGraph
+from export.verification.verify import Verifier
+from model.bundle import GRAPH_FILE, Verification
 from model.config import TransformerConfig
 from model.network.transformer import Transformer
 from server.engine.runner import OnnxRunner
@@ -25,6 +32,10 @@ class RandomModel:
     @property
     def config(self) -> TransformerConfig:
         return self.decoder.config
+
+    def verify(self, text: SampleText | None = None) -> Verification:
+        verifier = Verifier(self.config, self.decoder.state_dict(), text)
+        return verifier.verify(SegmentedGraph(self.graph, self.config))
 
     def runner(self, **options: Any) -> OnnxRunner:
         options = {"max_num_seqs": 4, "threads": 2, "kv_cache_bytes": 2**26, **options}
@@ -58,8 +69,26 @@ def make_decoder(config: TransformerConfig, seed: int = 0) -> Transformer:
     return decoder
 
 
+def measure_scales(
+    decoder: Transformer, ids: NDArray[np.int64] | None = None
+) -> NDArray[np.float32]:
+    """Return the scales of the keys and values of tokens [rows, sequence], or of random ones."""
+    config = decoder.config
+    if ids is None:
+        shape = (8, min(512, config.max_model_len))
+        ids = np.random.default_rng(0).integers(config.vocab_size, size=shape)
+    scales = KVScales(config)
+    LayeredDecoder(config, decoder.state_dict()).run(list(ids), observe=scales.observe)
+    return scales.steps()
+
+
 def export_random(folder: Path, precision: str = "fp32", **changes: Any) -> RandomModel:
-    decoder = make_decoder(make_config(**changes))
+    return export_decoder(make_decoder(make_config(**changes)), folder, precision)
+
+
+def export_decoder(decoder: Transformer, folder: Path, precision: str = "fp32") -> RandomModel:
     folder.mkdir(parents=True, exist_ok=True)
-    export_graph(decoder.config, decoder.state_dict(), folder / GRAPH_FILE, precision)
-    return RandomModel(decoder, folder / GRAPH_FILE)
+    model = RandomModel(decoder, folder / GRAPH_FILE)
+    scales = measure_scales(decoder)
+    export_graph(model.config, decoder.state_dict(), model.graph, precision, scales)
+    return model

@@ -33,6 +33,7 @@ RULES = {
     "model.importing": ("model.network", "model.tensor_files", *WITHOUT_TORCH),
     "model": ("model.network",),
     "export.verification.paged_session": (
+        "export.verification.segments",
         "model",
         "server.engine",
     ),  # verifies a graph as it is served

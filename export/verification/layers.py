@@ -6,7 +6,7 @@ Weights are read when they are needed, in whatever type they are stored.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -15,20 +15,16 @@ from torch import Tensor
 
 from model.config import TransformerConfig
 from model.network.attention import LayerCache, StepInputs
-from model.network.transformer import Block, Transformer, position_tables
+from model.network.skeleton import make_block, make_skeleton
+from model.network.transformer import Block
 from model.progress import Progress, followed, unheard
 
-_BUDGET = 2e11  # tokens · parameters
-_TOKENS = 512  # of short rows, computed together
+_TOKENS = 256  # computed together: of short rows, or of a chunk of a long one
 _WEIGHTS = 2**24  # of the head in float32 at a time
 
 Ids = NDArray[np.int64]
-Hear = Callable[[int, LayerCache], None]
-
-
-def affordable_tokens(n_parameters: int, fewest: int, most: int) -> int:
-    """Return how many tokens to compute: seconds of a small model, minutes of a large one."""
-    return max(fewest, min(most, int(_BUDGET / n_parameters)))
+# Called with a layer, the number of a row, and its keys and values [n_kv_head, tokens, head_dim].
+Observer = Callable[[int, int, LayerCache], None]
 
 
 class LayeredDecoder:
@@ -39,11 +35,9 @@ class LayeredDecoder:
     ) -> None:
         self.config = config
         self._weights, self._device = weights, device
-        with torch.device("meta"):
-            self._decoder = Transformer(config).eval()
-        self.n_parameters = self._decoder.n_parameters
-        for name, table in position_tables(config).items():
-            self._decoder.register_buffer(name, table.to(device), persistent=False)
+        self._decoder = make_skeleton(config)
+        for name, table in list(self._decoder.named_buffers()):
+            setattr(self._decoder, name, table.to(device))
         for name in ("embedding_norm", "position_embedding", "relative_bias", "norm"):
             if isinstance(module := getattr(self._decoder, name, None), torch.nn.Module):
                 self._load(module, name)
@@ -53,13 +47,11 @@ class LayeredDecoder:
         self,
         rows: Sequence[Ids],
         progress: Progress = unheard,
-        stage: str = "computing in PyTorch",
-        hear: Hear | None = None,
+        observe: Observer | None = None,
     ) -> list[Tensor]:
         """Return the last block's output for each row of tokens, [tokens, d_model].
 
-        hear: is called with a layer's number and the keys and values of some of the rows, for all
-        rows of a layer and then for the next.
+        observe: is called for each row of a layer, and then for those of the next.
         """
         groups: list[list[int]] = []
         for i, row in enumerate(rows):
@@ -73,12 +65,14 @@ class LayeredDecoder:
         table = self._weights["embedding.weight"]  # once: it may be made of rounded ones
         hidden = [self._embed(table, batch) for batch in batches]
         del table
-        for layer in followed(range(self.config.n_layer), stage, progress):
-            with torch.device("meta"):
-                block = Block(self.config, layer).eval()
+        for layer in followed(range(self.config.n_layer), "computing in PyTorch", progress):
+            block = make_block(self.config, layer)
             self._load(block, f"blocks.{layer}")
-            for i, x in enumerate(hidden):
-                hidden[i] = self._run_block(block, x, layer, hear)
+            for i, group in enumerate(groups):
+                hidden[i], cache = self._run_block(block, hidden[i])
+                if observe is not None:
+                    for place, key, value in zip(group, *cache, strict=True):
+                        observe(layer, place, LayerCache(key, value))
         return [x for batch in hidden for x in batch]
 
     @torch.inference_mode()
@@ -90,9 +84,11 @@ class LayeredDecoder:
         logits = torch.empty(len(hidden), self.config.vocab_size, device=self._device)
         step = max(1, _WEIGHTS // self.config.d_model)
         for start in range(0, len(head), step):
-            part = self._float(head[start : start + step])
-            of = None if bias is None else self._float(bias[start : start + step])
-            logits[:, start : start + step] = self._decoder.project(normed, part, of)
+            rows = slice(start, start + step)
+            weight = self._float(head[rows])
+            logits[:, rows] = self._decoder.project(
+                normed, weight, None if bias is None else self._float(bias[rows])
+            )
         return logits
 
     @cached_property
@@ -108,19 +104,22 @@ class LayeredDecoder:
         place = torch.arange(input_ids.shape[1], device=self._device)
         return self._decoder.embed(places.to(self._device), place[None])
 
-    def _run_block(self, block: Block, x: Tensor, layer: int, hear: Hear | None) -> Tensor:
+    def _run_block(self, block: Block, x: Tensor) -> tuple[Tensor, LayerCache]:
+        """Run x [batch, sequence, d_model] in chunks, since scores are [chunk, sequence]."""
         batch, sequence, _ = x.shape
-        place = torch.arange(sequence, device=self._device)
-        positions = self._decoder.positions(place[None], lambda: place)
-        if hear is None:
-            after: Tensor = block(x, positions)
-            return after
         empty = x.new_zeros(batch, self.config.n_kv_head, sequence, self.config.head_dim)
-        last = torch.full((batch,), sequence - 1, dtype=torch.int32)
-        inputs = StepInputs(last, last.max() + 1, place.expand(batch, -1))
-        after, present = block.step(x, positions, inputs, LayerCache(empty, empty))
-        hear(layer, present)
-        return after
+        cache, outputs = LayerCache(empty, empty), list[Tensor]()
+        with torch.device(self._device):
+            for chunk in x.split(max(1, _TOKENS // batch), dim=1):
+                start = sum(output.shape[1] for output in outputs)
+                place = torch.arange(start, start + chunk.shape[1])
+                last = place[-1].int()
+                inputs = StepInputs(last.expand(batch), last + 1, place.expand(batch, -1))
+                of_keys = partial(inputs.key_positions, cache)
+                positions = self._decoder.positions(place[None], of_keys)
+                output, cache = block.step(chunk, positions, inputs, cache)
+                outputs.append(output)
+        return torch.cat(outputs, dim=1), cache
 
     def _load(self, module: torch.nn.Module, prefix: str) -> None:
         names = module.state_dict()

@@ -1,16 +1,18 @@
-"""The exported CUDA graph for `verify`, whose rows are packed into blocks run by run."""
+"""The exported CUDA graph in one session, whose rows are packed into blocks run by run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from export.verification.segments import Case
 from model.bundle import KV_BLOCK_SIZE
 from model.config import TransformerConfig
+from model.progress import Progress, followed, unheard
 from server.engine.cuda.runner import PagedModel
 from server.engine.cuda.session import DeviceModel, open_cuda_session, require_cuda
 
@@ -21,7 +23,7 @@ Ids = NDArray[np.int64]
 
 
 class PagedSession:
-    """Rows for `export.verification.verify`; make_model: returns the graph with so many blocks."""
+    """A graph of `export.paged_graph`; make_model: returns it with so many blocks."""
 
     def __init__(
         self,
@@ -37,6 +39,15 @@ class PagedSession:
     def open(cls, path: Path, config: TransformerConfig) -> PagedSession:
         """Load a graph onto the GPU. Raises NoDeviceError where there is none."""
         return cls(config, partial(DeviceModel, open_cuda_session(path)))
+
+    def logits(self, cases: Sequence[Case], progress: Progress = unheard) -> Iterator[Floats]:
+        """Yield the logits [wanted, vocab] of each step of all cases."""
+        for case in followed(cases, "computing in ONNX Runtime", progress):
+            self.clear(*case.rows.shape)
+            for step in case.steps:
+                tokens = step.inputs(case.rows)["input_ids"]
+                logits = self.run(tokens, step.lengths, with_logits=bool(len(step.wanted)))
+                yield logits.reshape(-1, logits.shape[-1])[np.array(step.wanted, dtype=np.int64)]
 
     def clear(self, batch: int, n_positions: int) -> None:
         """Start with `batch` empty rows of `n_positions` positions."""

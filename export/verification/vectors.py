@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from export.verification.layers import affordable_tokens
+from export.verification.plan import affordable_tokens
 from export.verification.verify import MAX_LOGIT_ERROR, VerificationError
 from model.bundle import Verification
 from model.config import TransformerConfig

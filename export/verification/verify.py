@@ -1,163 +1,113 @@
 """ONNX Runtime against PyTorch, in every way the server runs the graph: the manifest's figures.
 
-Both compute a layer at a time over the same given tokens; on a GPU the graph runs whole. The number
-of tokens follows from the number of parameters, which bounds the time for a large model.
+Both compute a layer at a time over the same given tokens; on a GPU the graph runs whole.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from export.verification.layers import LayeredDecoder, affordable_tokens
-from export.verification.paged_session import PagedSession
-from export.verification.segments import Case, Floats, Ids, SegmentedGraph, Step
-from model.bundle import Verification
+from export.verification.layers import LayeredDecoder, Observer
+from export.verification.plan import Plan, SampleText
+from export.verification.segments import Case, Floats
+from model.bundle import Device, Verification
 from model.config import TransformerConfig
+from model.network.attention import LayerCache
 from model.progress import Progress, unheard
 
 MAX_LOGIT_ERROR = 1e-3  # fp32, relative to the standard deviation of the logits
 _MOST_DOUBT = 0.05  # of a perplexity loss that was measured on few tokens
 MAX_PERPLEXITY_LOSS = {"bf16": 0.01, "fp16": 0.01, "int8": 0.01, "int4": 0.05}  # relative
-# Tokens of the long row and of text. Of the fewest, more than 500 are decoded for perplexity.
-_FEWEST, _MOST = 1024, 4096
-_LONGEST, _LONG_SHARE = 2048, 4  # a quarter of the tokens is in one long row
-_CHUNK, _WANTED, _DECODES = 192, 8, 8  # of the long row; the wanted are of each chunk
-_CONTEXTS, _PROMPT_SHARE = (64, 128), 4  # of rows of text, a quarter of which is their prompt
-_SHORT = 37  # tokens of a short prompt
+MAX_ERROR_GROWTH = 2.0  # of rounded precisions, in long rows
+_SPAN = 128  # positions of which errors are added up
+_SMALL_ERROR = 0.02  # relative, from which growth is counted
 _NO_LABEL = -100
 _LOGITS = 2**24  # numbers at a time, in PyTorch and in ONNX Runtime each
+
+
+Pair = NDArray[np.float64]
 
 
 class VerificationError(Exception):
     """An exported graph that differs from PyTorch; the message has the figure and its limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampleText:
-    """Tokens to verify on, their name in the manifest, and the tokenizer's tokens before a text."""
+class Runnable(Protocol):
+    """An exported graph."""
 
-    name: str
-    token_ids: Ids
-    prefix: tuple[int, ...] = ()
-
-
-class _Test(NamedTuple):
-    """A case, its rows' places among the reference's, and whether it is for perplexity."""
-
-    case: Case
-    places: Sequence[int]
-    for_perplexity: bool = False
-
-    def wanted(self, step: Step) -> list[tuple[int, int]]:
-        """Return the place of the row, and the position in it, of each wanted token."""
-        indices, positions = np.array(step.wanted, dtype=np.int64), step.positions
-        rows, offsets = np.divmod(indices, step.sequence)
-        return [(self.places[i], int(positions[i, j])) for i, j in zip(rows, offsets, strict=True)]
+    def logits(self, cases: Sequence[Case], progress: Progress = unheard) -> Iterator[Floats]:
+        """Yield the logits [wanted, vocab] of each step of all cases."""
+        ...
 
 
 class Verifier:
-    """A comparison of an exported graph with its decoder.
-
-    weights: of `LayeredDecoder`. session: a graph on a GPU; None is one on the CPU.
-    """
+    """A comparison of an exported graph with its decoder; weights: of `LayeredDecoder`."""
 
     def __init__(
         self,
         config: TransformerConfig,
         weights: Mapping[str, Tensor],
-        path: Path,
-        text: SampleText | None,
-        session: PagedSession | None = None,
+        text: SampleText | None = None,
+        device: Device = "cpu",
     ) -> None:
-        self._config, self._path, self._text, self._session = config, path, text, session
-        on_gpu = session is not None and torch.cuda.is_available()
-        self._decoder = LayeredDecoder(config, weights, "cuda" if on_gpu else "cpu")
-        self._generator = np.random.default_rng(0)
+        if not torch.cuda.is_available():
+            device = "cpu"
+        self._text = text
+        self._plan = Plan(config, text)
+        self._decoder = LayeredDecoder(config, weights, device)
+        self._hidden: list[Tensor] = []  # the last block's output for each row
 
-    def verify(self, progress: Progress = unheard) -> Verification:
+    def compute(self, progress: Progress = unheard, observe: Observer | None = None) -> None:
+        """Compute all rows in PyTorch; observe: is called for the long rows."""
+        long_rows = self._plan.long_rows
+
+        def observe_long(layer: int, row: int, cache: LayerCache) -> None:
+            if observe is not None and row in long_rows:
+                observe(layer, row, cache)
+
+        rows = [row[:-1] for row in self._plan.rows]
+        self._hidden = self._decoder.run(rows, progress, observe_long)
+
+    def verify(self, graph: Runnable, progress: Progress = unheard) -> Verification:
         """Measure everything; see `Verification` for the figures' meaning."""
-        tests, rows = self._plan()
-        cases = [test.case for test in tests]
-        hidden = self._decoder.run([row[:-1] for row in rows], progress)
-        if self._session is None:
-            found = SegmentedGraph(self._path, self._config).logits(cases, progress)
-        else:
-            found = _run_whole(self._session, cases)
+        if not self._hidden:
+            self.compute(progress)
+        tests, rows = self._plan.tests, self._plan.rows
         runs = [(test, step) for test in tests for step in test.case.steps]
-        tally, outputs, labels, logits = _Tally(), list[Tensor](), list[int](), list[Tensor]()
+        found = graph.logits([test.case for test in tests], progress)
+        tally, logits = _Tally(), list[Tensor]()
+        wanted = list[tuple[int, int]]()  # rows and positions
+        labels, spans = list[int](), list[tuple[bool, int]]()
         for done, ((test, step), of_step) in enumerate(zip(runs, found, strict=True), 1):
-            wanted = test.wanted(step)
-            outputs += [hidden[place][position] for place, position in wanted]
+            places = test.wanted(step)
+            wanted += places
             labelled = test.for_perplexity
-            labels += [int(rows[at][i + 1]) if labelled else _NO_LABEL for at, i in wanted]
+            labels += [int(rows[row][i + 1]) if labelled else _NO_LABEL for row, i in places]
+            spans += [(step.decode, i // _SPAN) for _, i in places]
             logits.append(torch.from_numpy(of_step))
             # Many tokens at a time, for each of which the head's weights are converted.
-            if len(outputs) * self._config.vocab_size >= _LOGITS or done == len(runs):
-                expected = self._decoder.logits(torch.stack(outputs)).cpu()
-                tally.add(expected, torch.cat(logits), torch.tensor(labels))
-                for pending in (outputs, labels, logits):
+            if len(wanted) * self._decoder.config.vocab_size >= _LOGITS or done == len(runs):
+                hidden = torch.stack([self._hidden[row][position] for row, position in wanted])
+                expected = self._decoder.logits(hidden).cpu()
+                tally.add(expected, torch.cat(logits), torch.tensor(labels), spans)
+                for pending in (wanted, labels, spans, logits):
                     pending.clear()
             progress("comparing logits", done, len(runs))
-        figures: dict[str, Any] = tally.figures()
+        figures: dict[str, Any] = tally.figures() | {"longest": self._plan.longest}
         if self._text is not None:
             texts = next(test.case.rows for test in tests if test.for_perplexity)
             figures["text"] = f"{self._text.name}, {len(texts)} x {texts.shape[1]} tokens"
         # Not validated: `check` refuses a figure that is no number.
         return Verification.model_construct(**figures)
-
-    def _plan(self) -> tuple[list[_Test], list[Ids]]:
-        """Return the tests and the reference's rows, each with one token more than is run."""
-        n_tokens = affordable_tokens(self._decoder.n_parameters, _FEWEST, _MOST)
-        longest = min(self._config.max_model_len, _LONGEST, n_tokens // _LONG_SHARE)
-        short = min(_SHORT, self._config.max_model_len - 1)
-        odd = sorted({end for end in (short // 3, short // 3 + 2, short) if 0 < end <= short})
-        prompts = [self._stretch(short + 2) for _ in range(3)]
-        rows = [*prompts, self._stretch(longest + 1)]
-        tests = [
-            _Test(_in_chunks(prompts[0][:short], [short]), [0]),
-            _Test(_in_chunks(prompts[0][:short], odd), [0]),
-            _Test(_in_chunks(prompts[0][:1], [1]), [0]),
-            _Test(_ragged(np.stack(prompts)[:, :-1]), range(3)),
-            _Test(_long(rows[3][:-1]), [3]),
-        ]
-        if self._text is not None:
-            stretches, n_given = self._text_rows(self._text, n_tokens - longest)
-            tests.append(
-                _Test(_decoded(stretches[:, :-1], n_given), range(4, 4 + len(stretches)), True)
-            )
-            rows += list(stretches)
-        return tests, rows
-
-    def _text_rows(self, text: SampleText, n_tokens: int) -> tuple[Ids, int]:
-        """Return the text's first stretches [rows, context + 1], and the length of their prompts.
-
-        They overlap by one token. The prefix is cut to leave room for one.
-        """
-        context = int(np.clip(n_tokens // 16, *_CONTEXTS))
-        context = min(context, self._config.max_model_len)
-        prefix, token_ids = np.array(text.prefix[: context - 1], dtype=np.int64), text.token_ids
-        step = min(context - len(prefix), len(token_ids) - 1)
-        n_rows = min(n_tokens // context, (len(token_ids) - 1) // step)
-        stretches = (token_ids[i * step : (i + 1) * step + 1] for i in range(n_rows))
-        rows = np.stack([np.concatenate((prefix, stretch)) for stretch in stretches])
-        return rows, max((rows.shape[1] - 1) // _PROMPT_SHARE, len(prefix))
-
-    def _stretch(self, count: int) -> Ids:
-        """Return a random stretch of the text after its prefix; random ids if it is too short."""
-        if self._text is None or len(self._text.token_ids) < count:
-            return self._generator.integers(self._config.vocab_size, size=count)
-        start = self._generator.integers(len(self._text.token_ids) - count + 1)
-        stretch = self._text.token_ids[start : start + count]
-        return np.concatenate((np.array(self._text.prefix, dtype=np.int64), stretch))[:count]
 
 
 class _Tally:
@@ -169,9 +119,21 @@ class _Tally:
         self.n_logits, self.sums = 0, np.zeros(2)  # of the reference's logits, and of squares
         self.losses = np.zeros(2)  # in PyTorch and in ONNX Runtime
         self.squares = 0.0  # of the differences between both
+        # By span: squares of the logits' errors, and of the reference's deviations from its mean.
+        self.by_span = defaultdict[tuple[bool, int], Pair](lambda: np.zeros(2))
 
-    def add(self, expected: Tensor, actual: Tensor, labels: Tensor) -> None:
-        """Add logits [tokens, vocab]; labels: [tokens], each the next token or _NO_LABEL."""
+    def add(
+        self,
+        expected: Tensor,
+        actual: Tensor,
+        labels: Tensor,
+        spans: Sequence[tuple[bool, int]],
+    ) -> None:
+        """Add logits [tokens, vocab].
+
+        labels: [tokens], each the next token or _NO_LABEL. spans: whether each token was decoded,
+        and its position // _SPAN.
+        """
         self.n_tokens += len(labels)
         self.n_equal += int((expected.argmax(dim=1) == actual.argmax(dim=1)).sum())
         self.n_labels += int((labels != _NO_LABEL).sum())
@@ -186,8 +148,12 @@ class _Tally:
         ).double()
         self.losses += losses.sum(dim=1).numpy()
         self.squares += (losses[1] - losses[0]).square().sum().item()
-        error = (actual - expected).abs_().max().item()
+        errors = actual - expected
+        error = errors.abs().max().item()
         self.largest_error = float(np.maximum(self.largest_error, error))  # max() may pass a NaN
+        squares = torch.stack([of.var(dim=1, correction=0) for of in (errors, expected)], dim=1)
+        for span, pair in zip(spans, squares.numpy(), strict=True):
+            self.by_span[span] += pair
 
     def figures(self) -> dict[str, Any]:
         """Return the fields of `Verification`, without the text."""
@@ -198,6 +164,14 @@ class _Tally:
             "greedy_agreement": self.n_equal / self.n_tokens,
             "positions": self.n_tokens,
         }
+        errors = {span: np.sqrt(error / total) for span, (error, total) in self.by_span.items()}
+        growths = [
+            error / max(errors[decoded, 0], _SMALL_ERROR)
+            for (decoded, span), error in errors.items()
+            if span and (decoded, 0) in errors
+        ]
+        if growths:
+            figures["error_growth"] = float(max(growths))
         if self.n_labels:
             in_torch, in_onnx = np.exp(self.losses / self.n_labels).tolist()
             mean = (self.losses[1] - self.losses[0]) / self.n_labels
@@ -208,18 +182,15 @@ class _Tally:
 
 
 def check(verification: Verification, precision: str) -> None:
-    """Raise VerificationError over the limit: on logits for fp32, else on perplexity."""
-    in_torch, in_onnx = verification.perplexity_torch, verification.perplexity_onnx
+    """Raise VerificationError over a limit: on logits for fp32, else on perplexity and errors."""
     doubt = 0.0  # two standard errors, since a large model is measured on few tokens
     if precision == "fp32" or np.isnan(verification.max_logit_error):
         error, limit = verification.max_logit_error, MAX_LOGIT_ERROR
         what = "logits differ from PyTorch's, relative to their standard deviation,"
-    elif in_torch is None or in_onnx is None:
-        raise VerificationError(
-            f"{precision} is measured on text, and the checkpoint has none; "
-            "give --text FILE, or --precision fp32"
-        )
     else:
+        in_torch, in_onnx = verification.perplexity_torch, verification.perplexity_onnx
+        assert in_torch is not None
+        assert in_onnx is not None
         error, limit = in_onnx / in_torch - 1.0, MAX_PERPLEXITY_LOSS[precision]
         what = "perplexity is above PyTorch's"
         doubt = 2.0 * (verification.perplexity_error or 0.0)
@@ -227,50 +198,10 @@ def check(verification: Verification, precision: str) -> None:
         raise VerificationError(
             f"the graph's {what} by {error:.2e}, more than {limit:.0e}; it must not be served"
         )
-
-
-def _in_chunks(row: Ids, ends: Sequence[int]) -> Case:
-    """Compute one row, cut at `ends`, with the logits of all its tokens."""
-    sizes = np.diff([0, *ends]).tolist()
-    steps = [Step(size, [end], range(size)) for size, end in zip(sizes, ends, strict=True)]
-    return Case(row[None], steps)
-
-
-def _ragged(rows: Ids) -> Case:
-    """Compute prompts of different lengths, padded on the right, and then a token of each."""
-    longest = rows.shape[1] - 1
-    lengths = [longest, max(1, longest // 2), min(3, longest)]
-    wanted = [i * longest + j for i, length in enumerate(lengths) for j in range(length)]
-    decode = Step(1, [length + 1 for length in lengths], range(len(lengths)), decode=True)
-    return Case(rows, [Step(longest, lengths, wanted), decode])
-
-
-def _long(row: Ids) -> Case:
-    """Compute a long row in chunks, with the logits of some tokens, and decode its last ones."""
-    n_decodes = min(_DECODES, len(row) // 2)
-    n_given = len(row) - n_decodes
-    steps = []
-    for start in range(0, n_given, _CHUNK):
-        size = min(_CHUNK, n_given - start)
-        wanted = np.unique(np.linspace(0, size - 1, _WANTED, dtype=np.int64)).tolist()
-        steps.append(Step(size, [start + size], wanted))
-    steps += [Step(1, [i + 1], [0], decode=True) for i in range(n_given, len(row))]
-    return Case(row[None], steps)
-
-
-def _decoded(rows: Ids, n_given: int) -> Case:
-    """Compute the rows' first tokens without logits, and decode the others."""
-    batch, context = rows.shape
-    steps = [Step(n_given, [n_given] * batch)] if n_given else []
-    steps += [Step(1, [i + 1] * batch, range(batch), decode=i > 0) for i in range(n_given, context)]
-    return Case(rows, steps)
-
-
-def _run_whole(session: PagedSession, cases: Sequence[Case]) -> Iterator[Floats]:
-    """Yield the logits of each step's wanted tokens, as `SegmentedGraph.logits`."""
-    for case in cases:
-        session.clear(*case.rows.shape)
-        for step in case.steps:
-            tokens = step.inputs(case.rows)["input_ids"]
-            logits = session.run(tokens, step.lengths, with_logits=bool(len(step.wanted)))
-            yield logits.reshape(-1, logits.shape[-1])[np.array(step.wanted, dtype=np.int64)]
+    growth = verification.error_growth or 0.0
+    if precision != "fp32" and not growth <= MAX_ERROR_GROWTH:
+        raise VerificationError(
+            f"in rows of {verification.longest} tokens, the graph's errors grow to {growth:.1f} "
+            f"times those at the beginning, more than {MAX_ERROR_GROWTH:.0f} times; it must not be "
+            "served"
+        )

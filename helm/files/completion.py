@@ -1,5 +1,5 @@
 # ruff: noqa: S310, T201
-"""Check the server at URL with one streamed completion. The chart's test runs this file."""
+"""Check the server at URL with one streamed answer of its first model. The chart's test runs it."""
 
 import json
 import os
@@ -13,10 +13,9 @@ if file := os.environ.get("KEY_FILE"):
     keys = [line.split()[-1] for line in lines if line.strip() and not line.strip().startswith("#")]
     headers["authorization"] = f"Bearer {keys[0]}"
 urllib.request.urlopen(f"{url}/health/ready", timeout=10).close()
-body = json.dumps({"prompt": "Hello", "max_tokens": 4, "stream": True}).encode()
-request = urllib.request.Request(f"{url}/v1/completions", body, headers)
+body = json.dumps({"inputs": "Hello", "parameters": {"max_new_tokens": 4}}).encode()
+request = urllib.request.Request(f"{url}/generate_stream", body, headers)
 with urllib.request.urlopen(request, timeout=60) as answer:
-    events = [line for line in answer.read().decode().splitlines() if line.startswith("data: ")]
-assert events[-1] == "data: [DONE]", events[-1:]
-assert json.loads(events[-2][6:])["choices"][0]["finish_reason"], events[-2]
-print(f"{len(events) - 1} events and the end: the server answers")
+    events = [line for line in answer.read().decode().splitlines() if line.startswith("data:")]
+assert json.loads(events[-1][5:])["details"]["finish_reason"], events[-1:]
+print(f"{len(events)} events: the server answers")

@@ -69,6 +69,13 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- end }}
 
+{{/* The setting model: one directory, or several by name. */}}
+{{- define "kvasir.models" -}}
+{{- $models := list }}
+{{- range .Values.model.directories }}{{ $models = append $models (printf "%s=/models/served/%s" .name .path) }}{{ end }}
+{{- join "," ($models | default (list "/models/served")) }}
+{{- end }}
+
 {{/* Names of a server without keys: the Service's, those of the routes (all, if a route has none), and the setting's. */}}
 {{- define "kvasir.allowedHosts" -}}
 {{- $names := list (include "kvasir.fullname" .) }}

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from model.config import TransformerConfig
-from model.network.transformer import Transformer
+from model.network.transformer import Block, Transformer
 
 
 class _Uninitialised(TorchFunctionMode):
@@ -35,6 +35,12 @@ def make_skeleton(config: TransformerConfig, dtype: torch.dtype = torch.float32)
         for parameter in decoder.parameters():  # conversion would read and write their memory
             parameter.data = torch.empty(parameter.shape, dtype=dtype)
     return decoder.to(dtype)  # tables of positions
+
+
+def make_block(config: TransformerConfig, layer: int) -> Block:
+    """Make one block of such a decoder."""
+    with _Uninitialised():
+        return Block(config, layer).eval()
 
 
 def count_parameters(config: TransformerConfig) -> int:

@@ -82,6 +82,8 @@ def prepare_run(
     if not all(_LEFTOVER.fullmatch(path.name) for path in held):
         mend = "continue it with --resume or choose another --out"
         raise FileExistsError(f"{folder} is not empty; {mend}")
+    if config.pooling is not None or not config.causal:
+        raise ConfigError("an encoder is not trained on next tokens; train a decoder: causal=true")
     if init is not None and settings.context > config.max_model_len:
         raise ConfigError(
             f"{init.path} has positions for {config.max_model_len} tokens, fewer than a context of "

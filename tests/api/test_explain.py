@@ -15,9 +15,8 @@ from typer.testing import CliRunner
 
 from export.attention_graph import write_attention_graph
 from export.directory import make_manifest
-from export.graph import export_graph
 from kvasir import app
-from model.bundle import GRAPH_FILE, ModelBundle, Verification, load_bundle
+from model.bundle import ModelBundle, Verification, load_bundle
 from model.config import RopeScaling
 from model.network.attention import Attention, attention_weights, split_heads, visible_keys
 from model.network.positions import Positions, rotate
@@ -25,7 +24,7 @@ from model.network.transformer import Transformer
 from model.tokenizer import train_tokenizer
 from server.errors import ContextLengthError, InvalidRequestError, NotFoundError
 from server.explain import Explainer
-from tests.random_models import make_config, make_decoder
+from tests.random_models import export_decoder, make_config, make_decoder
 from tests.whole_graph import GraphSession
 
 TEXT = "The studious student graduated with honors."
@@ -46,7 +45,7 @@ def make_directory(folder: Path, precision: str, **changes: Any) -> tuple[Transf
     folder.mkdir(parents=True)
     decoder.config.save(folder / "config.json")
     tokenizer.save(str(folder / "tokenizer.json"))
-    export_graph(decoder.config, decoder.state_dict(), folder / GRAPH_FILE, precision)
+    export_decoder(decoder, folder, precision)
     write_attention_graph(folder)
     figures = Verification(max_logit_error=0.0, greedy_agreement=1.0)
     make_manifest(decoder.config, folder, precision, {}, figures).save(folder / "manifest.json")

@@ -13,7 +13,10 @@ from tests.deploy.dockerfile import read_stages
 from tests.deploy.server_container import PATHS, ServerContainer
 
 VARIABLE = re.compile(r"\$\{\w+(?::?([-+])([^{}]*))?\}")
-OVERLAYS = (None, "docker-compose.gpu.yml", "docker-compose.key.yml")
+OVERLAYS = (
+    *(None, "docker-compose.gpu.yml"),
+    *("docker-compose.key.yml", "docker-compose.models.yml"),
+)
 LOCKED = {"read_only": True, "cap_drop": ["ALL"], "security_opt": ["no-new-privileges:true"]}
 
 

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from export.graph import export_graph
-from export.kv_cache import measure_scales, scale_kv_channels
-from export.verification.verify import Verifier
+from export.kv_cache import scale_kv_channels
 from export.weights import Weights
 from model.network.attention import split_heads
 from model.network.positions import rotary_table, rotate
@@ -20,7 +18,13 @@ from server.engine.batch import Chunk, StepBatch
 from server.engine.sampling import SamplingParams
 from server.engine.sequence import SequenceStatus
 from tests.engine_driver import make_sequence
-from tests.random_models import RandomModel, make_config, make_decoder
+from tests.random_models import (
+    RandomModel,
+    export_decoder,
+    make_config,
+    make_decoder,
+    measure_scales,
+)
 
 
 def keys_and_values(decoder: Transformer, ids: torch.Tensor) -> list[torch.Tensor]:
@@ -54,7 +58,7 @@ def test_a_scale_reaches_as_far_as_the_sample(changes: dict[str, object]) -> Non
     config = make_config(**changes, max_model_len=32)
     decoder = make_decoder(config)
     ids = np.random.default_rng(3).integers(config.vocab_size, size=(8, 32))
-    scales = measure_scales(config, decoder.state_dict(), ids)
+    scales = measure_scales(decoder, ids)
     assert scales.shape == (2 * config.n_layer, config.n_kv_head, config.head_dim)
     seen = keys_and_values(decoder, torch.from_numpy(ids))
     for block, tensor in enumerate(seen):
@@ -76,7 +80,7 @@ def test_scaled_channels_leave_logits_as_they_were_and_fit_int8(qk_norm: bool) -
     ids = torch.from_numpy(np.random.default_rng(3).integers(config.vocab_size, size=(8, 32)))
     with torch.inference_mode():
         before = decoder(ids)
-        scales = measure_scales(config, decoder.state_dict(), ids.numpy())
+        scales = measure_scales(decoder, ids.numpy())
         scaled = Weights(copy.deepcopy(decoder.state_dict()))
         scale_kv_channels(scaled, config, scales)
         decoder.load_state_dict({name: scaled.read(name) for name in decoder.state_dict()})
@@ -115,9 +119,6 @@ def test_layers_with_equal_attention_have_scales_of_their_own(tmp_path: Path) ->
     decoder = make_decoder(make_config(qk_norm=True))
     first, second = (decoder.get_submodule(f"blocks.{i}.attention") for i in range(2))
     second.load_state_dict(first.state_dict())
-    export_graph(decoder.config, decoder.state_dict(), tmp_path / "model.onnx", "int8")
-    figures = Verifier(
-        decoder.config, decoder.state_dict(), tmp_path / "model.onnx", text=None
-    ).verify()
+    figures = export_decoder(decoder, tmp_path, "int8").verify()
     assert figures.max_logit_error < 0.5
     assert figures.greedy_agreement > 0.9

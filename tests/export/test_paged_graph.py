@@ -15,7 +15,7 @@ from export.quantize import BLOCK, quantize_blocks
 from model.bundle import KV_BLOCK_SIZE, PRECISIONS
 from model.config import ConfigError, RopeScaling
 from tests import paged_reference
-from tests.random_models import make_config, make_decoder
+from tests.random_models import make_config, make_decoder, measure_scales
 
 BIASES = {"qkv_bias": True, "output_bias": True, "feed_forward_bias": True}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -133,7 +133,8 @@ def test_keys_and_values_of_8_bits_stay_near(
     """Scales are in the weights: nothing overflows, and what is rounded is far from lost."""
     decoder = make_decoder(make_config(**changes, max_model_len=64))
     path = tmp_path / "model.onnx"
-    export_paged_graph(decoder.config, decoder.state_dict(), path, "fp16", kv_cache)
+    scales = measure_scales(decoder)
+    export_paged_graph(decoder.config, decoder.state_dict(), path, "fp16", kv_cache, scales)
     ids = np.random.default_rng(1).integers(300, size=40).tolist()
     caches = make_caches(path, 1)
     assert {cache.dtype.itemsize for cache in caches.values()} == {1}

@@ -32,19 +32,13 @@ def test_a_graph_for_cuda_is_verified_as_one_for_the_cpu(
     session = PagedSession(
         decoder.config, lambda n_blocks: NumpyModel(path, n_blocks), block_size=BLOCK
     )
-    figures = Verifier(
-        decoder.config, decoder.state_dict(), path, text=None, session=session
-    ).verify()
+    figures = Verifier(decoder.config, decoder.state_dict()).verify(session)
     assert figures.max_logit_error < 1e-4
     assert figures.greedy_agreement == 1.0
     with torch.no_grad():
         decoder.get_parameter("blocks.0.attention.qkv.weight")[3, 5] += 0.5
-    assert (
-        Verifier(decoder.config, decoder.state_dict(), path, text=None, session=session)
-        .verify()
-        .max_logit_error
-        > 1e-3
-    )
+    figures = Verifier(decoder.config, decoder.state_dict()).verify(session)
+    assert figures.max_logit_error > 1e-3
 
 
 @NO_GPU

@@ -10,21 +10,27 @@ import numpy as np
 import pytest
 import torch
 
-from export.graph import export_graph, load_weights
-from export.verification.verify import VerificationError, Verifier, check
+from export.graph import load_weights
+from export.verification.verify import VerificationError, check
 from model.reference import generate
 from server.engine.engine import Engine
 from server.engine.sampling import SamplingParams
 from tests.engine_driver import make_sequence, run_to_end
 from tests.model.variants import VARIANTS
-from tests.random_models import RandomModel, export_random, make_config, make_decoder
+from tests.random_models import (
+    RandomModel,
+    export_decoder,
+    export_random,
+    make_config,
+    make_decoder,
+)
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS.keys())
 def test_the_graph_computes_what_pytorch_does(changes: dict[str, Any], tmp_path: Path) -> None:
     """Prefill, chunks, ragged decode, a full row; then the engine against uncached generation."""
     model = export_random(tmp_path, **changes)
-    figures = Verifier(model.config, model.decoder.state_dict(), model.graph, text=None).verify()
+    figures = model.verify()
     assert figures.max_logit_error < 2e-5
     assert figures.greedy_agreement == 1.0
 
@@ -65,10 +71,7 @@ def test_a_logit_that_is_no_number_fails_wherever_it_is(precision: str, tmp_path
     decoder = make_decoder(make_config(position="learned", n_layer=1))
     with torch.no_grad():
         decoder.position_embedding.weight[-1] = torch.nan
-    export_graph(decoder.config, decoder.state_dict(), tmp_path / "model.onnx", precision)
-    figures = Verifier(
-        decoder.config, decoder.state_dict(), tmp_path / "model.onnx", text=None
-    ).verify()
+    figures = export_decoder(decoder, tmp_path, precision).verify()
     assert np.isnan(figures.max_logit_error)
     perplexities = {"perplexity_torch": 5.0, "perplexity_onnx": 5.0}
     with pytest.raises(VerificationError, match="nan"):
@@ -85,5 +88,5 @@ def test_verification_notices_a_wrong_weight(random_model: RandomModel) -> None:
     decoder = copy.deepcopy(random_model.decoder)
     with torch.no_grad():
         decoder.get_parameter("blocks.1.attention.qkv.weight")[3, 5] += 0.5
-    figures = Verifier(decoder.config, decoder.state_dict(), random_model.graph, text=None).verify()
+    figures = RandomModel(decoder, random_model.graph).verify()
     assert figures.max_logit_error > 1e-3

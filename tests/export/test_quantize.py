@@ -13,13 +13,12 @@ from numpy.typing import NDArray
 from export.graph import export_graph
 from export.quantize import BLOCK, quantize, quantize_blocks, quantize_rows
 from export.rewrite import branches
-from export.verification.verify import Verifier
 from export.weights import Weights
 from model.bundle import GRAPH_FILE, WEIGHTS_FILE
 from model.onnx_runtime import onnxruntime, open_cpu_session
 from tests import paged_reference
 from tests.model.variants import VARIANTS
-from tests.random_models import RandomModel, export_random
+from tests.random_models import RandomModel, export_random, measure_scales
 
 Floats = NDArray[np.float32]
 
@@ -154,7 +153,7 @@ def test_rows_are_symmetric_and_within_half_a_step() -> None:
 def test_every_kind_of_decoder_can_be_quantised(changes: dict[str, object], tmp_path: Path) -> None:
     """No float matrix is left but positions, and the logits stay near PyTorch's."""
     model = export_random(tmp_path, "int8", **{"n_layer": 1, **changes})
-    figures = Verifier(model.config, model.decoder.state_dict(), model.graph, text=None).verify()
+    figures = model.verify()
     assert figures.max_logit_error < 0.5
     assert figures.greedy_agreement > 0.8
     operators = {node.op_type for node in ir.load(model.graph).graph}
@@ -213,7 +212,7 @@ def test_experts_are_those_of_the_rounded_weights(
     assert min(steps) > 0
     router = graph.initializers["blocks.1.feed_forward.router.weight.T"]
     assert router.dtype == ir.DataType.FLOAT
-    figures = Verifier(model.config, model.decoder.state_dict(), model.graph, text=None).verify()
+    figures = model.verify()
     assert figures.max_logit_error < (0.5 if bits == 8 else 2.5)
     assert figures.greedy_agreement > (0.8 if bits == 8 else 0.6)
 
@@ -233,7 +232,7 @@ def test_int4_stays_near_and_computes_prompts_and_the_head_in_int8(tmp_path: Pat
         "decode": ["MatMulNBits"] * n_products,
         "prompt": ["MatMulIntegerToFloat"] * n_products,
     }
-    figures = Verifier(model.config, model.decoder.state_dict(), model.graph, text=None).verify()
+    figures = model.verify()
     assert 0.01 < figures.max_logit_error < 1.5
     assert figures.greedy_agreement > 0.6
 
@@ -253,8 +252,8 @@ def test_prompts_of_a_mixture_in_int4_have_int8_attention_and_the_same_experts(
 def test_int4_without_int8_prompts_has_one_copy_of_its_weights(tmp_path: Path) -> None:
     model = export_random(tmp_path / "whole", "int4")
     path = tmp_path / GRAPH_FILE
-    weights = model.decoder.state_dict()
-    export_graph(model.config, weights, path, "int4", int8_prompts=False)
+    weights, scales = model.decoder.state_dict(), measure_scales(model.decoder)
+    export_graph(model.config, weights, path, "int4", scales, int8_prompts=False)
     graph = ir.load(path).graph
     operators = [node.op_type for node in graph]
     assert operators.count("MatMulNBits") == 4 * model.config.n_layer
@@ -264,5 +263,5 @@ def test_int4_without_int8_prompts_has_one_copy_of_its_weights(tmp_path: Path) -
     }
     sizes = [(of.parent / WEIGHTS_FILE).stat().st_size for of in (path, model.graph)]
     assert sizes[0] < 0.6 * sizes[1]
-    figures = Verifier(model.config, weights, path, text=None).verify()
+    figures = RandomModel(model.decoder, path).verify()
     assert figures.greedy_agreement > 0.6

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from tokenizers import processors
 
 from export.directory import sample_text
-from export.kv_cache import sample_rows
-from export.verification.verify import SampleText, VerificationError, Verifier, _Tally, check
-from model.bundle import Verification
+from export.verification import plan
+from export.verification.plan import Plan, SampleText
+from export.verification.verify import VerificationError, _Tally, check
+from model.bundle import GRAPH_FILE, WEIGHTS_FILE, Verification
 from model.checkpoint import Checkpoint
 from model.tokenizer import train_tokenizer
-from tests.random_models import RandomModel, make_config
+from tests.random_models import RandomModel, export_random, make_config
 
 TEXT = np.random.default_rng(5).integers(10, 300, size=500)
 
@@ -44,63 +45,112 @@ def test_every_row_begins_with_what_the_tokenizer_puts_before_a_text(
     """A row from the middle has no BOS, unlike the texts that a decoder is trained and used on."""
     model: RandomModel = request.getfixturevalue(name)
     text = SampleText("text", TEXT, prefix)
-    verifier = Verifier(model.config, model.decoder.state_dict(), model.graph, text)
-    tests, rows = verifier._plan()
-    for row in rows:
+    of_text = Plan(model.config, text)
+    for row in of_text.rows:
         assert row.tolist()[: len(prefix)] == list(prefix)
-    for test in tests:
+    for test in of_text.tests:
         for place, run in zip(test.places, test.case.rows, strict=True):
-            assert (rows[place][: len(run)] == run).all()
-    figures = verifier.verify()
+            assert (of_text.rows[place][: len(run)] == run).all()
+    figures = model.verify(text)
     step = 128 - len(prefix)
-    n_rows = 499 // step
-    rows_of_text = [[*prefix, *TEXT[i * step : (i + 1) * step + 1]] for i in range(n_rows)]
+    half = TEXT[: len(TEXT) // 2]
+    n_rows = (len(half) - 1) // step
+    rows_of_text = [[*prefix, *half[i * step : (i + 1) * step + 1]] for i in range(n_rows)]
     expected = perplexity(model, rows_of_text, first=33)
     assert figures.text == f"text, {n_rows} x 128 tokens"
     assert figures.perplexity_torch == pytest.approx(expected, rel=1e-4)
     assert figures.perplexity_onnx == pytest.approx(
         figures.perplexity_torch, rel=1e-4 if name == "random_model" else 0.1
     )
-    wanted = sum(len(step.wanted) for test in tests for step in test.case.steps)
+    wanted = sum(len(step.wanted) for test in of_text.tests for step in test.case.steps)
     assert figures.positions == wanted > 96 * n_rows
 
 
 @pytest.mark.parametrize("n_parameters", [10**6, 135 * 10**6, 8 * 10**9])
 def test_the_tokens_of_a_large_model_are_few_and_still_enough(
-    n_parameters: int, random_model: RandomModel, monkeypatch: pytest.MonkeyPatch
+    n_parameters: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = dataclasses.replace(random_model.config, max_model_len=4096)
-    text = SampleText("text", np.resize(TEXT, 10_000))
-    verifier = Verifier(config, random_model.decoder.state_dict(), random_model.graph, text)
-    monkeypatch.setattr(verifier._decoder, "n_parameters", n_parameters)
-    tests, rows = verifier._plan()
-    n_tokens = sum(len(row) - 1 for row in rows)
-    assert n_tokens * n_parameters < max(4e11, 1200 * n_parameters)
-    assert max(map(len, rows)) > 256  # a long row
-    decoded = [step for step in tests[-1].case.steps if step.decode]
+    monkeypatch.setattr(plan, "count_parameters", lambda _: n_parameters)
+    of_model = Plan(make_config(max_model_len=8192), SampleText("text", np.resize(TEXT, 50_000)))
+    n_tokens = sum(len(row) - 1 for row in of_model.rows)
+    assert n_tokens * n_parameters < max(5e11, 3000 * n_parameters)
+    assert of_model.longest == 2048
+    decoded = [step for step in of_model.tests[-1].case.steps if step.decode]
     assert sum(len(step.wanted) for step in decoded) > 500
 
 
-def test_a_prefix_is_cut_where_a_row_cannot_hold_it(random_model: RandomModel) -> None:
-    text = SampleText("text", TEXT[:2], tuple(range(300)))
-    figures = Verifier(
-        random_model.config, random_model.decoder.state_dict(), random_model.graph, text
-    ).verify()
-    assert figures.perplexity_torch is not None
+@pytest.mark.parametrize(
+    ("window", "longest"), [(100, 2048), (2048, 2056), (4096, 4104), (10**5, 4104)]
+)
+def test_a_long_row_reaches_beyond_a_window(window: int, longest: int) -> None:
+    config = make_config(max_model_len=8192, sliding_window=window)
+    assert Plan(config, None).longest == longest
 
 
-def test_the_sample_of_keys_and_values_begins_so_too() -> None:
-    rows = sample_rows(make_config(max_model_len=32), TEXT, (7, 9))
-    assert rows is not None
-    assert rows.shape == (8, 32)
-    assert (rows[:, :2] == (7, 9)).all()
-    assert rows[:, 2:].flatten().tolist() == TEXT[-8 * 30 :].tolist()
-    assert sample_rows(make_config(max_model_len=32), TEXT[:239], (7, 9)) is None
+@pytest.mark.parametrize("n_tokens", [256, 300, 2000, 20_000])
+def test_long_rows_are_of_text_that_perplexity_is_not_measured_on(n_tokens: int) -> None:
+    """Keys and values are scaled by them: a text too short gives shorter ones."""
+    text = np.arange(n_tokens)
+    of_text = Plan(make_config(max_model_len=512), SampleText("text", text, (-1, -2)))
+    long_rows = [of_text.rows[place] for place in of_text.long_rows]
+    others = [row for i, row in enumerate(of_text.rows) if i not in of_text.long_rows]
+    for row in of_text.rows:
+        assert row[:2].tolist() == [-1, -2]
+        assert (np.diff(row[2:]) == 1).all()
+    assert min(row[2] for row in long_rows) > max(row[-1] for row in others)
+    assert long_rows[-1][-1] == n_tokens - 1
+    assert sum(map(len, long_rows)) > min(n_tokens // 2, 8 * 512) / 2
+
+
+@pytest.mark.parametrize("n_tokens", [2, 5])
+def test_a_prefix_is_cut_where_a_row_cannot_hold_it(
+    n_tokens: int, random_model: RandomModel
+) -> None:
+    text = SampleText("text", TEXT[:n_tokens], tuple(range(300)))
+    assert random_model.verify(text).perplexity_torch is not None
+
+
+def turn_wrongly(graph: onnx.GraphProto, first: int) -> None:
+    """Give positions from `first` on the angles of position 0."""
+    for tensor in graph.initializer:
+        if "rotary" in tensor.name:
+            table = onnx.numpy_helper.to_array(tensor).copy()
+            table[first:] = table[0]
+            tensor.CopyFrom(onnx.numpy_helper.from_array(table, tensor.name))
+
+
+def narrow(graph: onnx.GraphProto, window: int) -> None:
+    """Hide the keys beyond a window, in prompts and in decoding."""
+    choices = (node for node in graph.node if node.op_type == "If")
+    for node in (node for choice in choices for of in choice.attribute for node in of.g.node):
+        if node.op_type == "GroupQueryAttention":
+            node.attribute.append(onnx.helper.make_attribute("local_window_size", window))
+
+
+def test_a_graph_that_is_wrong_beyond_some_position_is_refused(tmp_path: Path) -> None:
+    """Perplexity is measured on short rows, and would not move."""
+    text = SampleText("text", np.resize(TEXT, 3000))
+    model = export_random(tmp_path, "int8", max_model_len=640)
+    right = model.verify(text)
+    assert right.longest == 640
+    right = right.model_copy(update={"perplexity_torch": right.perplexity_onnx})
+    check(right, "int8")
+    for break_it, position in ((turn_wrongly, 450), (narrow, 150)):
+        proto = onnx.load(model.graph)
+        break_it(proto.graph, position)
+        broken = tmp_path / break_it.__name__ / GRAPH_FILE
+        broken.parent.mkdir()
+        onnx.save(proto, broken, save_as_external_data=True, location=WEIGHTS_FILE)
+        wrong = RandomModel(model.decoder, broken).verify(text)
+        assert wrong.perplexity_onnx == right.perplexity_onnx
+        wrong = wrong.model_copy(update={"perplexity_torch": wrong.perplexity_onnx})
+        with pytest.raises(VerificationError, match="in rows of 640 tokens"):
+            check(wrong, "int8")
 
 
 @pytest.mark.parametrize("template", ["$A", "<s> $A", "<s> $A </s>", "<s> <s> $A"])
 def test_the_prefix_is_found_in_the_tokenizer(template: str, tmp_path: Path) -> None:
-    content = "<s> the same text, again and again: " * 20
+    content = "<s> the same text, again and again: " * 40
     tokenizer = train_tokenizer([content], 280)
     tokenizer.add_special_tokens(["<s>", "</s>"])
     special = [(token, tokenizer.token_to_id(token)) for token in ("<s>", "</s>")]
@@ -142,8 +192,8 @@ def test_the_error_of_a_perplexity_is_that_of_its_tokens() -> None:
     actual = expected + 0.1 * torch.randn(40, 50, generator=generator)
     labels = torch.arange(40)
     tally = _Tally()
-    tally.add(expected[:15], actual[:15], labels[:15])
-    tally.add(expected[15:], actual[15:], labels[15:])
+    tally.add(expected[:15], actual[:15], labels[:15], [(False, 0)] * 15)
+    tally.add(expected[15:], actual[15:], labels[15:], [(False, 0)] * 25)
     before, after = (
         torch.tensor([-logits[i].log_softmax(0)[i] for i in range(40)])
         for logits in (expected, actual)

@@ -12,7 +12,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from export import graph as export_graph_module
 from export import weights as export_weights
 from export.graph import export_graph, load_weights
 from export.paged_graph import export_paged_graph
@@ -126,10 +125,9 @@ def test_initializers_are_bit_for_bit_what_plain_formulas_make(
     stored = {name: of.to(dtype) for name, of in make_decoder(config).state_dict().items()}
     shape = (2, config.n_kv_head, config.head_dim)
     scales = np.random.default_rng(0).uniform(0.1, 9, shape).astype(np.float32)
-    monkeypatch.setattr(export_graph_module, "measure_scales", lambda *_: scales)
     for precision in ("fp32", "int8", "int4"):
         path = tmp_path / f"{precision}.onnx"
-        export_graph(config, stored, path, precision)
+        export_graph(config, stored, path, precision, scales)
         expected = scaled(config, stored, None if precision == "fp32" else scales)
         found = initializers(path)
         for name, whole in expected.items():
