@@ -27,7 +27,7 @@ def explain(
     out: Path | None = Option(None, callback=_check_picture, help="Draw the weights: a PNG."),
     as_json: Json = False,
 ) -> None:
-    """Show what the exported model attends to in a text, and its likeliest next tokens."""
+    """Show what the exported model attends to in a text, and a decoder's likeliest next tokens."""
     from model.bundle import load_bundle
     from server.explain import Explainer, check_index
 
@@ -43,10 +43,19 @@ def explain(
 
             progress(f"drawing {out.name}", 0, 0)
             draw_attention(explanation, bundle, layer, heads, out)
-    rows = [
-        (repr(one.text), str(one.token_id), f"{one.probability:.1%}")
-        for one in explanation.next_tokens
-    ]
-    title = f"after {len(explanation.tokens):,} tokens"
-    table = make_table(title, ("next token", "id", "probability"), rows)
-    show(as_json, explanation.as_json(layer, heads), table)
+    tokens = explanation.tokens
+    if bundle.config.pooling is None:
+        rows = [
+            (repr(one.text), str(one.token_id), f"{one.probability:.1%}")
+            for one in explanation.next_tokens
+        ]
+        title, columns = f"after {len(tokens):,} tokens", ("next token", "id", "probability")
+    else:
+        weights = explanation.weights[layer][heads].mean(axis=0)  # [n_tokens, n_tokens]
+        rows = [
+            (repr(token), repr(tokens[row.argmax()]), f"{row.max():.1%}")
+            for token, row in zip(tokens, weights, strict=True)
+        ]
+        which = f"the mean of {len(heads)} heads" if head is None else f"head {head}"
+        title, columns = f"layer {layer}, {which}", ("token", "attends most to", "weight")
+    show(as_json, explanation.as_json(layer, heads), make_table(title, columns, rows))

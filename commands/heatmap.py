@@ -24,7 +24,9 @@ def draw_attention(
     labels = [token.translate(_VISIBLE) or "∅" for token in explanation.tokens]
     n, is_single = len(labels), len(heads) == 1
     distances = np.subtract.outer(np.arange(n), np.arange(n))
-    masked = (distances < 0) | (distances >= (bundle.config.window_of(layer) or n))
+    masked = abs(distances) >= (bundle.config.window_of(layer) or n)
+    if bundle.config.causal:
+        masked |= distances < 0
     colours = colormaps["viridis"].with_extremes(bad="white")
     columns = math.ceil(math.sqrt(len(heads)))
     rows = math.ceil(len(heads) / columns)

@@ -21,12 +21,13 @@ _PAST = (3, 4)  # the operator's inputs for keys and values
 def write_attention_graph(directory: Path) -> None:
     """Make attention.onnx from model.onnx; both read model.onnx.data.
 
-    Outputs: logits, and attention.{i}: float [batch, n_head, sequence, sequence].
+    Outputs: of a decoder logits, and attention.{i}: float [batch, n_head, sequence, sequence].
     """
     model = ir.load(directory / GRAPH_FILE)
     graph = model.graph
-    graph.outputs[:] = [value for value in graph.outputs if value.name == "logits"]
-    graph.inputs[:] = [value for value in graph.inputs if value.name in STEP_INPUTS]
+    if any(value.name == "logits" for value in graph.outputs):
+        graph.outputs[:] = [value for value in graph.outputs if value.name == "logits"]
+        graph.inputs[:] = [value for value in graph.inputs if value.name in STEP_INPUTS]
     for choice in [node for node in graph if node.op_type == "If"]:
         take_branch(choice, "else_branch")  # over rows of floats
     attentions = [node for node in graph if node.op_type == "GroupQueryAttention"]

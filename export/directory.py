@@ -110,6 +110,7 @@ def export_checkpoint(
         if config.pooling is not None:
             export_encoder_graph(config, weights, graph, precision, progress)
             tokenizer = checkpoint.tokenizer
+            write_attention_graph(part)
             figures = verify_vectors(config, weights, graph, tokenizer, precision, progress)
         else:
             verifier, scales = Verifier(config, weights, sample, device), KVScales(config)

@@ -10,9 +10,11 @@ from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field, NonNegativeInt
+from tokenizers import Tokenizer, decoders
 
 from model.bundle import ATTENTION_GRAPH_FILE, ModelBundle
 from model.config import TransformerConfig
+from model.packing import pack
 from server.engine.machine import usable_cpus
 from server.engine.sampling import Floats
 from server.errors import ContextLengthError, InvalidRequestError, NotFoundError
@@ -34,8 +36,8 @@ class NextToken:
 class Explanation:
     """The attention weights of one text, and the candidates for its next token, likeliest first.
 
-    weights: by layer, float [n_head, n_tokens, n_tokens]. A row is a query: its weights over the
-    keys up to itself sum to 1, and those of later keys are exactly 0.
+    weights: by layer, float [n_head, n_tokens, n_tokens]. A row is a query, whose weights over the
+    keys sum to 1. In a decoder those of later keys are exactly 0; an encoder has no next tokens.
     """
 
     token_ids: list[int]
@@ -87,26 +89,43 @@ class Explainer:
         for layer in layers:
             check_index("layer", layer, config.n_layer)
         check_length(n, config)
-        # logits: [1, vocab] of the last token; weights: [1, n_head, n, n] for each layer
-        logits, *weights = self._session.run(
-            ["logits", *(f"attention.{layer}" for layer in layers)],
-            {
+        names = [f"attention.{layer}" for layer in layers]
+        next_tokens = []
+        if config.pooling is None:
+            inputs = {
                 "input_ids": np.array([token_ids], dtype=np.int64),
                 "position_ids": np.arange(n)[None],
                 "seqlens_k": np.array([n - 1], dtype=np.int32),
                 "total_sequence_length": np.array(n, dtype=np.int32),
                 "logits_indices": np.array([n - 1]),
-            },
-        )
-        probabilities = np.exp(logits[0] - logits[0].max(), dtype=np.float64)
-        probabilities /= probabilities.sum()
-        likeliest = np.argsort(-probabilities, kind="stable")[:top_k].tolist()
+            }
+            # logits: [1, vocab] of the last token; weights: [1, n_head, n, n] for each layer
+            logits, *weights = self._session.run(["logits", *names], inputs)
+            probabilities = np.exp(logits[0] - logits[0].max(), dtype=np.float64)
+            probabilities /= probabilities.sum()
+            likeliest = np.argsort(-probabilities, kind="stable")[:top_k].tolist()
+            next_tokens = [
+                NextToken(i, token_name(tokenizer, i), float(probabilities[i])) for i in likeliest
+            ]
+        else:
+            text, _ = pack([token_ids], None if config.n_token_types is None else [None])
+            weights = self._session.run(names, text)  # one token has another beside it
         return Explanation(
             token_ids,
-            [token_name(tokenizer, token_id) for token_id in token_ids],
-            {layer: of_layer[0] for layer, of_layer in zip(layers, weights, strict=True)},
-            [NextToken(i, token_name(tokenizer, i), float(probabilities[i])) for i in likeliest],
+            [_name(tokenizer, token_id) for token_id in token_ids],
+            {
+                layer: of_layer[0, :, :n, :n]
+                for layer, of_layer in zip(layers, weights, strict=True)
+            },
+            next_tokens,
         )
+
+
+def _name(tokenizer: Tokenizer, token_id: int) -> str:
+    """Name a token. WordPiece's own names tell which continue a word: those after ##."""
+    if isinstance(tokenizer.decoder, decoders.WordPiece):
+        return str(tokenizer.id_to_token(token_id))
+    return token_name(tokenizer, token_id)
 
 
 def most_tokens(config: TransformerConfig) -> int:

@@ -12,6 +12,9 @@ from fastapi.routing import APIRoute
 
 from model.bundle import load_bundle
 from server.api import explain, schemas, tgi, tokenize
+from server.api.embeddings import openai as embeddings_openai
+from server.api.embeddings import requests as embeddings
+from server.api.embeddings import scores, tei
 from server.api.openai import chat_schemas
 from server.api.openai import schemas as openai_schemas
 from server.api.openai.answers import ChatEvent, CompletionEvent
@@ -42,6 +45,17 @@ BODIES: dict[str, type[schemas.RequestBody]] = {
         tokenize.TokenizeInputsBody,
         tokenize.DetokenizeBody,
         explain.ExplainBody,
+        embeddings.EncoderFields,
+        embeddings.PromptFields,
+        embeddings_openai.EmbeddingsBody,
+        scores.RankBody,
+        scores.ClassifyBody,
+        tei.EmbedAllBody,
+        tei.EmbedBody,
+        tei.SimilarityBody,
+        tei.Sentences,
+        tei.RerankBody,
+        tei.PredictBody,
     )
 }
 OF_REQUESTS = (

@@ -9,8 +9,9 @@ import asyncio
 import json
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import Depends, Query
@@ -32,7 +33,10 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 _PIECE = 2**16  # bytes: uvicorn's limit on data that waits to be sent
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
-TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"})  # their errors have TGI's form
+# Their errors have the form of TGI, which is TEI's, too.
+TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"}) | {
+    *("/embed", "/embed_all", "/similarity", "/rerank", "/predict"),
+}
 _TGI_TYPES = {"invalid_request_error": "validation", "internal_error": "generation"}
 
 STATUSES = {
@@ -205,14 +209,11 @@ class Formatter(ABC):
 def respond(
     request: Request, wanted: CompletionRequest, formatter: Formatter, *, stream: bool
 ) -> Response:
-    """Return the response to a request, whole or as a stream.
-
-    The request runs when the response is sent: nothing holds its body any more, which is larger.
-    """
+    """Return the response to a request, whole or as a stream, which runs when it is sent."""
     state = state_of(request.scope)
     if stream:
         return EventStream(_events(state, wanted, formatter), end=formatter.end)
-    return _Whole(state, wanted, formatter)
+    return Deferred(partial(_whole, state, wanted, formatter))
 
 
 async def _events(
@@ -230,25 +231,28 @@ async def _events(
             yield tail
 
 
-class _Whole(Response):
-    def __init__(
-        self, state: RequestState, wanted: CompletionRequest, formatter: Formatter
-    ) -> None:
-        self._request = state, wanted, formatter
+async def _whole(state: RequestState, wanted: CompletionRequest, formatter: Formatter) -> Response:
+    async with formatter.service.complete(wanted) as completion:
+        state.completion = formatter.completion = completion
+        async for deltas in completion.deltas():
+            for delta in deltas:
+                formatter.add(delta)
+    return JSONResponse(formatter.whole())
+
+
+class Deferred(Response):
+    """A response that is made when it is sent: nothing holds the request's body any more.
+
+    A client that disconnects before that cancels the work.
+    """
+
+    def __init__(self, work: Callable[[], Coroutine[Any, Any, Response]]) -> None:
+        self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        response = await unless_disconnected(receive, self._complete(*self._request))
+        """Make the response and send it, as an ASGI application does."""
+        response = await unless_disconnected(receive, self._work())
         await response(scope, receive, send)
-
-    async def _complete(
-        self, state: RequestState, wanted: CompletionRequest, formatter: Formatter
-    ) -> Response:
-        async with formatter.service.complete(wanted) as completion:
-            state.completion = formatter.completion = completion
-            async for deltas in completion.deltas():
-                for delta in deltas:
-                    formatter.add(delta)
-        return JSONResponse(formatter.whole())
 
 
 def event(data: str) -> bytes:

@@ -15,6 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from server.api import explain, health, models, playground, tgi, tokenize
+from server.api.embeddings import openai as embeddings
+from server.api.embeddings import scores, tei
 from server.api.openai import chat, completions
 from server.api.openai.answers import ChatEvent, CompletionEvent
 from server.api.responses import READ_ERRORS, TGI_PATHS, error_response, path_of
@@ -39,6 +41,7 @@ def openapi(request: Request) -> dict[str, Any]:  # no coroutine: it takes a whi
 
 ROUTERS = (
     *(chat.router, completions.router, models.router, tgi.router, tokenize.router),
+    *(embeddings.router, tei.router, tei.label_router, scores.router),
     *(explain.router, health.router, playground.router, router),
 )
 ROUTES = [route for one in ROUTERS for route in one.routes if isinstance(route, APIRoute)]

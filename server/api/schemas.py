@@ -395,6 +395,18 @@ class TextRoute(BodyRoute):
     task = "generate"
 
 
+class VectorRoute(BodyRoute):
+    """A route of the models that make vectors of texts."""
+
+    task = "embed"
+
+
+class LabelRoute(BodyRoute):
+    """A route of the models that score labels."""
+
+    task = "classify"
+
+
 def check_amount(raw: bytes) -> None:
     """Raise InvalidRequestError for a JSON text that would take too long to parse."""
     if not (_excess(raw, *MOST_IN_BODY) or _has_long_number(raw)):

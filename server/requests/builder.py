@@ -106,7 +106,6 @@ class RequestBuilder:
                 param="stop_token_ids",
             )
         seed = secrets.randbits(64) if options.seed is None else options.seed
-        milliseconds = options.timeout_ms or self.settings.default_timeout_ms or math.inf
         return CompletionRequest(
             prompts=prompts,
             params=replace(params, max_tokens=max_tokens, seed=seed),
@@ -114,7 +113,7 @@ class RequestBuilder:
             n=options.n,
             ending_ids=ending_ids,
             stops=tuple(options.stops),
-            deadline=state.arrived + milliseconds / 1000,
+            deadline=self.deadline(state, options.timeout_ms),
             priority=options.priority,
             caller=state.caller,
             cache_salt=_salt(
@@ -124,6 +123,10 @@ class RequestBuilder:
             kept_ids=options.kept_ids,
             begins_text=options.begins_text,
         )
+
+    def deadline(self, state: RequestState, timeout_ms: int | None) -> float:
+        """Return the end of a request's time, or of the default one, in `perf_counter` seconds."""
+        return state.arrived + (timeout_ms or self.settings.default_timeout_ms or math.inf) / 1000
 
     async def tokenize(
         self,

@@ -77,7 +77,8 @@ class Models:
         service = self.named(name or "")
         if task not in (None, service.task):
             others = "".join(f", but {one!r} can" for one in fit[:1])
-            raise InvalidRequestError(f"the model {name!r} cannot {task}{others}", param="model")
+            message = f"the model {name!r} can {service.task}, and cannot {task}{others}"
+            raise InvalidRequestError(message, param="model")
         return service
 
     def named(self, name: str) -> Service:

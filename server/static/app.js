@@ -8,26 +8,34 @@ import * as live from "./live/live.js";
 import * as model from "./model/model.js";
 import { pause } from "./common/pause.js";
 import * as playground from "./playground/playground.js";
+import * as similarity from "./similarity/similarity.js";
 import { load, save } from "./common/storage.js";
 
 // Each view has start(card), called once. It may have show() and hide(), called when it appears and
 // disappears.
-const VIEWS = { playground, attention: explorer, live, model };
+const VIEWS = { playground, similarity, attention: explorer, live, model };
 const THEMES = ["system", "light", "dark"];
 const RETRY_SECONDS = 2;
 
 let shown = null;
-let isStarted = false;
+let views = []; // the names of the model's, once they are started
+
+/** Return the names of the views of what the model does. */
+function viewsOf({ config: { pooling } }) {
+  const absent = pooling === null ? ["similarity"] : ["playground"];
+  if (pooling?.labels.length) absent.push("similarity");
+  return Object.keys(VIEWS).filter((name) => !absent.includes(name));
+}
 
 function show() {
-  if (!isStarted) return; // the views are not initialised yet
-  const requested = location.hash.slice(1) || "playground";
+  if (!views.length) return; // the views are not initialised yet
+  const requested = location.hash.slice(1);
   // Other hashes, such as "#main", are places within the current view.
-  const name = Object.hasOwn(VIEWS, requested) ? requested : (shown ?? "playground");
+  const name = views.includes(requested) ? requested : (shown ?? views[0]);
   if (name === shown) return;
   if (shown !== null) VIEWS[shown].hide?.();
   shown = name;
-  for (const each of Object.keys(VIEWS)) byId(each).hidden = each !== name;
+  for (const each of views) byId(each).hidden = each !== name;
   for (const link of document.querySelectorAll("header nav a")) {
     if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
@@ -58,11 +66,14 @@ async function start() {
   try {
     const card = await getCard();
     byId("failure").hidden = true;
-    isStarted = true;
     byId("key-forget").hidden = !getKey();
     byId("served").textContent = `${card.model} · ${card.precision} on ${card.device}`;
     document.title = `${card.model} · Kvasir`;
-    for (const view of Object.values(VIEWS)) view.start(card);
+    const known = viewsOf(card);
+    for (const link of document.querySelectorAll("header nav a"))
+      link.hidden = !known.includes(link.hash.slice(1));
+    for (const name of known) VIEWS[name].start(card);
+    views = known;
     show();
   } catch (error) {
     byId("failure").hidden = true;
@@ -114,7 +125,7 @@ function useKey(event) {
   }
   byId("key-form").hidden = true;
   byId("main").focus();
-  if (isStarted)
+  if (views.length)
     window.dispatchEvent(new Event("kvasir:new-key")); // views repeat rejected requests
   else start();
 }

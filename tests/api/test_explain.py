@@ -63,13 +63,15 @@ def eager_weights(decoder: Transformer, token_ids: list[int]) -> list[torch.Tens
         if attention.rotates:
             assert positions.rotary is not None
             query, key = (rotate(part, positions.rotary, place[None]) for part in (query, key))
-        visible = visible_keys(place[None], place, attention.window)
+        causal = attention.config.causal
+        visible = visible_keys(place[None], place, attention.window, causal=causal)
         found.append(attention_weights(query, key, visible, positions.bias, attention.config)[0])
 
     attentions = [module for module in decoder.modules() if isinstance(module, Attention)]
     hooks = [attention.register_forward_pre_hook(listen) for attention in attentions]
     with torch.inference_mode():
-        decoder(torch.tensor([token_ids]))
+        read = decoder if decoder.pooler is None else decoder.hidden
+        read(torch.tensor([token_ids]))
     for hook in hooks:
         hook.remove()
     return found

@@ -25,6 +25,11 @@ _TGI = {
 }  # fmt: skip
 _DETAILS = {"details": True, "decoder_input_details": True, "return_full_text": True}
 
+_ENCODER = {
+    "model": "fake-model", "truncate": True, "truncate_prompt_tokens": 20,
+    "truncation_direction": "left", "timeout_ms": 60_000, "priority": 1, "user": "somebody",
+}  # fmt: skip
+
 # By route, a valid body with as many fields as go together.
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": _COMMON | {
@@ -56,10 +61,35 @@ VALID: dict[str, dict[str, Any]] = {
         "return_token_strs": True,
     },
     "/detokenize": {"model": "fake-model", "tokens": [5, 6, 7]},
+    "/v1/embeddings": _ENCODER | {
+        "input": ["def", "read"], "encoding_format": "base64", "dimensions": 3,
+        "prompt_name": "query",
+    },
+    "/embed": _ENCODER | {"inputs": "def", "normalize": True, "prompt_name": "query"},
+    "/embed_all": _ENCODER | {"inputs": [[5, 6], [7]]},
+    "/similarity": {
+        "model": "fake-model",
+        "inputs": {"source_sentence": "def", "sentences": ["read", "x"]},
+        "parameters": {"truncate": True, "prompt_name": "query"},
+    },
+    "/rerank": _ENCODER | {
+        "query": "def", "texts": ["read", "x"], "raw_scores": True, "return_text": True,
+    },
+    "/predict": _ENCODER | {"inputs": [["def", "read"], ["x"]], "raw_scores": False},
+    "/v1/rerank": _ENCODER | {
+        "query": "def", "documents": ["read", "x"], "top_n": 1, "return_documents": False,
+    },
+    "/v2/rerank": _ENCODER | {"query": "def", "documents": [{"text": "read"}, {"text": "x"}]},
+    "/v1/classify": _ENCODER | {"input": ["def", "read"]},
     "/explain": {
         "model": "fake-model", "text": "def read", "layers": [0], "heads": [0], "top_k": 3,
     },
 }  # fmt: skip
+
+OF_ENCODERS = frozenset({
+    "/v1/embeddings", "/embed", "/embed_all", "/similarity", "/rerank", "/predict", "/v1/rerank",
+    "/v2/rerank", "/v1/classify",
+})  # fmt: skip
 
 _NUMBERS = (
     0, 1, -1, 0.1, -0.0, 300, 2**31, 2**53 + 1, 2**63, -(2**63) - 1, 2**64, 10**400, 1e308, -1e308,

@@ -14,7 +14,7 @@ from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import MAX_LOGPROBS
 from server.requests.builder import RequestOptions
 
-_Prompts = (
+_AnyPrompts = (
     str
     | Annotated[list[str], Field(min_length=1)]
     | Annotated[list[int], Field(min_length=1)]
@@ -170,13 +170,17 @@ def _as_prompts(value: object, validate: Validate) -> object:
         raise ValueError(f"must be {forms}") from None
 
 
+# Texts or lists of token ids, in OpenAI's four forms.
+Prompts = Annotated[
+    schemas.Items[str] | schemas.Items[schemas.Items[int]],
+    WrapValidator(_as_prompts, json_schema_input_type=_AnyPrompts),
+]
+
+
 class CompletionsBody(OpenAIBody):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[
-        schemas.Items[str] | schemas.Items[schemas.Items[int]],
-        WrapValidator(_as_prompts, json_schema_input_type=_Prompts),
-    ] = Field(description="Text, token ids, or a list of either.")
+    prompt: Prompts = Field(description="Text, token ids, or a list of either.")
     logprobs: int | None = Field(
         None,
         ge=0,

@@ -7,7 +7,7 @@ import { showFormula } from "./formula.js";
 import { HeadView } from "./head_view.js";
 import { Heads } from "./heads.js";
 import { showNextTokens } from "./next_tokens.js";
-import { windowOf } from "./weights.js";
+import { maskOf } from "./weights.js";
 
 const MAX_OVERVIEW_WEIGHTS = 2 ** 22; // of all heads together: four responses
 
@@ -33,6 +33,7 @@ export function start(modelCard) {
   overview.setHeads(range(card.config.n_layer), range(card.config.n_head), false);
   fillSelect("layer", card.config.n_layer);
   fillSelect("head", card.config.n_head);
+  byId("next-card").hidden = card.config.pooling !== null;
   colour();
   byId("explain-form").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -188,7 +189,7 @@ function draw() {
   const { layer, head } = selected;
   byId("layer").value = layer;
   byId("head").value = head;
-  const windowAt = (of) => windowOf(card.config, of);
+  const maskAt = (of) => maskOf(card.config, of);
   const colours = themeColours();
   if (byId("heads-layer").textContent !== `${layer}`) {
     byId("heads-layer").textContent = layer;
@@ -196,11 +197,11 @@ function draw() {
   }
   for (const heads of byId("overview-details").open ? [layerHeads, overview] : [layerHeads]) {
     heads.select(layer, head);
-    heads.draw(explanation, windowAt, palette, colours);
+    heads.draw(explanation, maskAt, palette, colours);
   }
   // The previous head stays, dimmed, until the weights arrive.
   if (!explanation.weights(layer, head)) return;
   shownSelection = selected;
-  view.show(explanation, layer, head, windowAt(layer), palette);
+  view.show(explanation, layer, head, maskAt(layer), palette);
   showFormula(card, layer, head, explanation.n);
 }

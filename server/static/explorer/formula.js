@@ -1,13 +1,14 @@
 // The attention formula, with the shapes and properties of one head of this model.
 
 import { byId } from "../common/dom.js";
-import { windowOf } from "./weights.js";
+import { maskOf } from "./weights.js";
 
 const UNROTATED = {
   rotary: "This layer does not rotate them by position.",
   learned: "Positions are learned vectors, added to X before the first layer.",
   sinusoidal: "Positions are sinusoids, added to X before the first layer.",
   none: "The model has no positions; only the mask tells it the order.",
+  learned_relative: "Positions are learned vectors, added to X before the first layer.",
 };
 
 /** Fill in the formula for a text of n tokens. */
@@ -17,11 +18,11 @@ export function showFormula(card, layer, head, n) {
     layer,
     head,
     n,
-    window: windowOf(config, layer),
+    window: maskOf(config, layer).window,
     rotates: rotates(config, layer),
   };
   const [biased, capped] = [
-    ["alibi", "relative"].includes(config.position),
+    ["alibi", "relative", "learned_relative"].includes(config.position),
     config.attention_softcap !== null,
   ];
   const isUsual = !biased && !capped && config.attention_scale === null;
@@ -63,10 +64,7 @@ function descriptions(config, { layer, head, window, rotates }) {
     "about-k": sharing(config, head),
     "about-c": `Soft cap: it keeps scores between −${cap} and ${cap}.`,
     "about-b": bias(config),
-    "about-m":
-      window === null
-        ? ""
-        : `In this layer a token sees ${window} tokens: itself and those before it.`,
+    "about-m": maskNote(config.causal, window),
     "about-v":
       nHead === config.n_kv_head
         ? "Each head has its own."
@@ -74,6 +72,17 @@ function descriptions(config, { layer, head, window, rotates }) {
     "about-z": `The results of all ${nHead} heads together are ${nHead * headDim} numbers per token,
       which learned weights map to the layer's width of ${dModel}.`,
   };
+}
+
+function maskNote(causal, window) {
+  if (causal)
+    return window === null
+      ? "0 where a token may attend, −∞ at all later tokens."
+      : `0 at the ${window} tokens that a token sees in this layer, itself and those before it, −∞
+        elsewhere.`;
+  return window === null
+    ? "0 everywhere: in an encoder each token sees all of them."
+    : `0 at tokens less than ${window} positions away, −∞ elsewhere.`;
 }
 
 const rotates = (config, layer) =>

@@ -26,17 +26,20 @@ export class HeadView {
     zoom.addEventListener("input", () => this.map.zoom(zoom.valueAsNumber));
   }
 
-  /** Show a head. In a new text the last token is pinned, because it predicts the next one. */
-  show(explanation, layer, head, window, palette) {
+  /**
+   * Show a head. In a new text a decoder's last token is pinned, because it predicts the next one,
+   * and an encoder's first, which may stand for the text.
+   */
+  show(explanation, layer, head, mask, palette) {
     const isNew = explanation !== this.explanation;
     Object.assign(this, {
       explanation,
-      window,
+      mask,
       palette,
       weights: explanation.weights(layer, head),
     });
     if (isNew) this.reset(explanation);
-    this.map.show({ tokens: explanation.tokens, weights: this.weights, window, palette });
+    this.map.show({ tokens: explanation.tokens, weights: this.weights, mask, palette });
     if (isNew) this.map.reveal(this.pinned);
     byId("map").setAttribute("aria-label", `Attention weights of layer ${layer}, head ${head}`);
     drawLegend(palette);
@@ -47,7 +50,7 @@ export class HeadView {
   reset({ tokens, n }) {
     this.strip.setTokens(tokens);
     this.map.zoom(0);
-    this.map.marks = { pinned: n - 1, point: null };
+    this.map.marks = { pinned: this.mask.causal ? n - 1 : 0, point: null };
     this.map.cursor = null;
     byId("zoom").value = this.map.size;
   }
@@ -79,7 +82,7 @@ export class HeadView {
   row(query) {
     const { n } = this.explanation;
     const row = Array.from(this.weights.subarray(query * n, (query + 1) * n));
-    return row.map((weight, key) => (isVisible(query, key, this.window) ? weight : null));
+    return row.map((weight, key) => (isVisible(query, key, this.mask) ? weight : null));
   }
 
   /** Shade the text by the row under the pointer, or the pinned one, and show one weight of it. */
@@ -97,7 +100,8 @@ export class HeadView {
 
   showWeight(query, key, weight, most) {
     const { tokens, n } = this.explanation;
-    const reason = key > query ? "comes later" : "is outside the window";
+    const isLater = this.mask.causal && key > query;
+    const reason = isLater ? "comes later" : "is outside the window";
     const [queryToken, keyToken] = [quoted(tokens[query]), quoted(tokens[key])];
     const text =
       weight !== null
@@ -134,14 +138,16 @@ export class HeadView {
 
   /** Check the weights: rows must sum to 1, and masked cells must be 0. */
   showChecks() {
-    const { deviation, leak } = check(this.weights, this.explanation.n, this.window);
-    const hidden =
-      this.window === null ? "above the diagonal" : "above the diagonal or outside the window";
+    const { causal, window } = this.mask;
+    const { deviation, leak } = check(this.weights, this.explanation.n, this.mask);
+    const places = [causal && "above the diagonal", window !== null && "outside the window"];
+    const hidden = places.filter(Boolean).join(" or ");
     const sums = deviation <= TOLERANCE ? "rows sum to 1" : "rows do not sum to 1";
-    const mask = leak === 0 ? `nothing ${hidden}` : `up to ${leak.toExponential(1)} ${hidden}`;
+    const rest = leak === 0 ? "nothing" : `up to ${leak.toExponential(1)}`;
+    const masked = hidden && ` · ${rest} ${hidden}`;
     const broken = deviation > TOLERANCE || leak > 0;
     byId("contract").textContent =
-      `${broken ? "✗" : "✓"} ${sums} (largest deviation ${deviation.toExponential(1)}) · ${mask}`;
+      `${broken ? "✗" : "✓"} ${sums} (largest deviation ${deviation.toExponential(1)})${masked}`;
     byId("contract").className = broken ? "error" : "quiet";
   }
 }

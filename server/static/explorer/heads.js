@@ -48,7 +48,7 @@ export class Heads {
   }
 
   /** Draw the heads that have been fetched and not drawn yet. The others stay empty. */
-  draw(explanation, windowAt, palette, colours) {
+  draw(explanation, maskAt, palette, colours) {
     for (const [layer, buttons] of this.rows) {
       buttons.forEach((button, head) => {
         const weights = explanation.weights(layer, head);
@@ -58,7 +58,7 @@ export class Heads {
         const pen = sharpen(button.querySelector("canvas"), this.side, this.side);
         button.classList.toggle("missing", !weights);
         if (weights)
-          this.paint(pen, weightImage(weights, explanation.n, windowAt(layer), palette), colours);
+          this.paint(pen, weightImage(weights, explanation.n, maskAt(layer), palette), colours);
       });
     }
   }

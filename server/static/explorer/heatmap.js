@@ -27,11 +27,11 @@ export class HeatMap {
   }
 
   /** Show n × n weights with the palette of the current theme. */
-  show({ tokens, weights, window, palette }) {
+  show({ tokens, weights, mask, palette }) {
     this.labels = tokens.map(label);
     this.n = tokens.length;
     this.colours = themeColours();
-    this.image = weightImage(weights, this.n, window, palette);
+    this.image = weightImage(weights, this.n, mask, palette);
     this.layOut();
   }
 

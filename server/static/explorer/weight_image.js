@@ -6,13 +6,13 @@ import { isVisible } from "./weights.js";
 /**
  * Return an image of n × n pixels. Masked pixels are transparent, so the hatching shows through.
  */
-export function weightImage(weights, n, window, palette) {
+export function weightImage(weights, n, mask, palette) {
   const canvas = new OffscreenCanvas(n, n);
   const context = canvas.getContext("2d");
   const image = context.createImageData(n, n);
   for (let query = 0; query < n; query++) {
-    for (let key = 0; key <= query; key++) {
-      if (!isVisible(query, key, window)) continue;
+    for (let key = 0; key < n; key++) {
+      if (!isVisible(query, key, mask)) continue;
       const pixel = query * n + key;
       palette.paint(weights[pixel], image.data, 4 * pixel);
       image.data[4 * pixel + 3] = 255;

@@ -1,14 +1,18 @@
 // Attention weights of one head: which cells are visible, and whether the weights are valid.
 
-/** Return the number of tokens that a token sees in this layer, itself included; null is all. */
-export function windowOf(config, layer) {
+/**
+ * Return which tokens a token sees in this layer: if `causal`, none after itself; if `window` is a
+ * number, none that is so many or more positions away.
+ */
+export function maskOf(config, layer) {
   const everywhere = config.sliding_window_layers === null;
-  return everywhere || config.sliding_window_layers.includes(layer) ? config.sliding_window : null;
+  const has = everywhere || config.sliding_window_layers.includes(layer);
+  return { causal: config.causal, window: has ? config.sliding_window : null };
 }
 
 /** Return whether a query may attend to a key. */
-export function isVisible(query, key, window) {
-  return key <= query && (window === null || query - key < window);
+export function isVisible(query, key, { causal, window }) {
+  return !(causal && key > query) && (window === null || Math.abs(query - key) < window);
 }
 
 /**
@@ -21,7 +25,7 @@ export function flatten(rows) {
 }
 
 /** Return the largest deviation of a row's sum from 1, and the largest weight of a masked cell. */
-export function check(weights, n, window) {
+export function check(weights, n, mask) {
   let deviation = 0;
   let leak = 0;
   for (let query = 0; query < n; query++) {
@@ -29,7 +33,7 @@ export function check(weights, n, window) {
     for (let key = 0; key < n; key++) {
       const weight = weights[query * n + key];
       sum += weight;
-      if (!isVisible(query, key, window)) leak = Math.max(leak, Math.abs(weight));
+      if (!isVisible(query, key, mask)) leak = Math.max(leak, Math.abs(weight));
     }
     deviation = Math.max(deviation, Math.abs(sum - 1));
   }

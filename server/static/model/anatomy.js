@@ -1,4 +1,4 @@
-// The steps of a decoder, derived from its configuration. They are drawn, and listed as text.
+// The steps of a model, derived from its configuration. They are drawn, and listed as text.
 
 import { formatCount as n } from "../common/format.js";
 
@@ -24,8 +24,12 @@ export const mixturesOf = ({ n_experts: experts, n_layer: layers, dense_layers: 
 /** Return the width of the feed-forward, or of each expert. */
 export const innerWidth = ({ d_expert: ofExpert, d_ff: inner }) => ofExpert ?? inner;
 
+/** Return whether positions have learned vectors, or distances learned biases. */
+export const hasLearnedPositions = ({ position }) => position.startsWith("learned");
+export const hasRelativeBias = ({ position }) => position.endsWith("relative");
+
 /**
- * Return the steps from tokens to logits.
+ * Return the steps from tokens to logits, or to a vector of the text or its labels' scores.
  *
  * A step is { kind, title, notes }. A residual is { branches: [[step]] }, whose input is added to the
  * output of its branches. A repetition is { times, steps }.
@@ -41,13 +45,36 @@ export function stepsOf(config) {
     ...(config.embedding_norm ? [normStep(config)] : []),
     { times: config.n_layer, steps: blockSteps(config) },
     ...(config.norm_placement === "post" ? [] : [normStep(config)]),
-    { kind: "embedding", title: "Output head", notes: headNotes(config) },
-    {
-      kind: "value",
-      title: "Logits",
-      notes: [`${n(config.vocab_size)} numbers, which softmax turns into probabilities`],
-    },
+    ...(config.pooling === null ? headSteps(config) : poolingSteps(config)),
   ];
+}
+
+function headSteps(config) {
+  const notes = [`${n(config.vocab_size)} numbers, which softmax turns into probabilities`];
+  return [
+    { kind: "embedding", title: "Output head", notes: headNotes(config) },
+    { kind: "value", title: "Logits", notes },
+  ];
+}
+
+function poolingSteps({ d_model: width, pooling }) {
+  const { kind, projections, normalize, labels } = pooling;
+  const title = { cls: "First token", last: "Last token", mean: "Mean of all tokens" }[kind];
+  const widths = [width, ...projections.map(({ d_out: out }) => out)];
+  const dense = projections.map(({ activation, norm }, i) => ({
+    kind: "embedding",
+    title: "Projection",
+    notes: [
+      `${n(widths[i])} → ${n(widths[i + 1])}`,
+      ...(activation === "identity" ? [] : [`then ${activation}`]),
+      ...(norm ? ["then a norm"] : []),
+    ],
+  }));
+  const out = n(widths.at(-1));
+  const result = labels.length
+    ? { kind: "value", title: "Scores", notes: [`of ${out} labels`] }
+    : { kind: "value", title: "Vector", notes: [`${out} numbers${normalize ? ", of length 1" : ""}`] };
+  return [{ kind: "norm", title, notes: [] }, ...dense, result];
 }
 
 function blockSteps(config) {
@@ -76,9 +103,11 @@ function embeddingNotes(config) {
   const { d_model: width, max_model_len: length, position } = config;
   const notes = [`${n(config.vocab_size)} tokens × ${n(width)} channels`];
   if (config.embedding_scale !== 1) notes.push(`times ${round(config.embedding_scale)}`);
-  if (position === "learned")
+  if (hasLearnedPositions(config))
     notes.push(`plus a learned vector for each of ${n(length)} positions`);
   if (position === "sinusoidal") notes.push(`times √${n(width)}, plus sinusoids of the position`);
+  if (config.n_token_types !== null)
+    notes.push(`plus a learned vector for each of ${n(config.n_token_types)} token types`);
   return notes;
 }
 
@@ -87,6 +116,7 @@ function attentionStep(config) {
   const notes = [
     `${n(heads)} query ${heads === 1 ? "head" : "heads"} of ${n(channels)} channels`,
     sharing(config),
+    ...(config.causal ? [] : ["each token sees all tokens, later ones too"]),
     ...positionNotes(config),
     scale === null ? `scores / √${n(channels)}` : `scores × ${round(scale)}`,
   ];
@@ -121,7 +151,7 @@ function positionNotes(config) {
   if (config.position === "alibi")
     return ["ALiBi: a penalty that grows with the distance, with one slope per head"];
   if (config.position === "none") return ["no positions: only the mask tells the order"];
-  if (config.position !== "relative") return [];
+  if (!hasRelativeBias(config)) return [];
   const [buckets, most] = [n(config.relative_buckets), n(config.relative_max_distance)];
   return [`a learned bias for each of ${buckets} buckets of distance, up to ${most}`];
 }
@@ -139,6 +169,7 @@ function rotaryNote(config) {
 
 function windowNote({ sliding_window: window, sliding_window_layers: layers, ...config }) {
   const where = layers === null ? "in all layers" : layersNote(layers, config);
+  if (!config.causal) return `only tokens less than ${n(window)} positions away, ${where}`;
   return `sliding window of ${n(window)} tokens, the token itself included, ${where}`;
 }
 

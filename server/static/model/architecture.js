@@ -1,4 +1,4 @@
-// A drawing of a decoder from top to bottom. Colours are classes of model.css, so it is drawn once
+// A drawing of a model from top to bottom. Colours are classes of model.css, so it is drawn once
 // for all themes.
 
 import { innerWidth, isGated, stepsOf } from "./anatomy.js";

@@ -55,10 +55,9 @@ function generalFacts(card) {
   return {
     name: card.model,
     summary:
-      `A decoder of ${formatCompact(card.parameters)} parameters in ` +
-      `${formatCount(config.n_layer)} layers. It reads up to ` +
-      `${formatCount(card.max_model_len)} tokens, including those it generates, and gives a ` +
-      `probability for each of ${formatCount(config.vocab_size)} possible next tokens.`,
+      `A ${config.causal ? "decoder" : "bidirectional encoder"} of ` +
+      `${formatCompact(card.parameters)} parameters in ${formatCount(config.n_layer)} layers. ` +
+      `It reads up to ${formatCount(card.max_model_len)} tokens${purpose(config)}.`,
     parameters: `${formatCompact(card.parameters)} (${formatCount(card.parameters)})`,
     precision: card.precision,
     device: card.device,
@@ -67,7 +66,9 @@ function generalFacts(card) {
     batch: `${formatCount(card.max_num_seqs)} sequences`,
     chat: card.has_chat_template
       ? "yes, with its chat template"
-      : "no chat template: completions only",
+      : config.pooling === null
+        ? "no chat template: completions only"
+        : "no: it generates no text",
     attention: card.has_attention
       ? "yes"
       : card.explain_limits
@@ -76,10 +77,19 @@ function generalFacts(card) {
   };
 }
 
+function purpose({ pooling, vocab_size: size }) {
+  if (pooling === null)
+    return `, including those it generates, and gives a probability for each of ${formatCount(size)}
+      possible next tokens`;
+  return pooling.labels.length
+    ? ` and scores ${pooling.labels.length === 1 ? "a label" : `${pooling.labels.length} labels`}`
+    : " and makes one vector of them";
+}
+
 function memoryFacts({ config, kv_cache: cache, max_model_len: length }) {
   if (cache === null)
     return {
-      token: "not known until the model is loaded",
+      token: config.pooling === null ? "not known until the model is loaded" : "none",
       prompt: "–",
       sequence: "–",
       budget: "–",

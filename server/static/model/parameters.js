@@ -1,17 +1,19 @@
-// The number of parameters of each part of a decoder, from its configuration.
+// The number of parameters of each part of a model, from its configuration.
 
-import { isGated, mixturesOf } from "./anatomy.js";
+import { hasLearnedPositions, hasRelativeBias, isGated, mixturesOf } from "./anatomy.js";
 
 /** Return [[part, count]] of all parts that have parameters. */
 export function parametersOf(config) {
   const parts = [
     ["Embedding", config.vocab_size * config.d_model],
     ["Positions", positions(config)],
+    ["Token types", (config.n_token_types ?? 0) * config.d_model],
     ["Attention", config.n_layer * attention(config)],
     ["Feed-forward", (config.n_layer - mixturesOf(config)) * feedForward(config)],
     ["Experts", mixturesOf(config) * mixture(config)],
     ["Norms", norms(config)],
-    ["Output head", config.tied_embeddings ? 0 : head(config)],
+    ["Output head", config.tied_embeddings || config.pooling !== null ? 0 : head(config)],
+    ["Projections", projections(config)],
   ];
   return parts.filter(([, count]) => count > 0);
 }
@@ -19,15 +21,18 @@ export function parametersOf(config) {
 const head = ({ d_model: width, vocab_size: size, head_bias: isBiased }) =>
   width * size + (isBiased ? size : 0);
 
-function positions({
-  position,
-  max_model_len: length,
-  d_model: width,
-  relative_buckets: buckets,
-  n_head: heads,
-}) {
-  if (position === "learned") return length * width;
-  return position === "relative" ? buckets * heads : 0;
+function positions(config) {
+  const learned = hasLearnedPositions(config) ? config.max_model_len * config.d_model : 0;
+  return learned + (hasRelativeBias(config) ? config.relative_buckets * config.n_head : 0);
+}
+
+function projections({ pooling, d_model, norm_bias: isBiased }) {
+  let [sum, width] = [0, d_model];
+  for (const { d_out: out, bias, norm } of pooling?.projections ?? []) {
+    sum += width * out + (bias ? out : 0) + (norm ? (isBiased ? 2 : 1) * out : 0);
+    width = out;
+  }
+  return sum;
 }
 
 function attention({
@@ -61,9 +66,10 @@ function norms({
   head_dim: channels,
   ...config
 }) {
-  const one = config.norm === "layernorm" ? 2 * width : width;
+  const one = config.norm === "layernorm" && config.norm_bias ? 2 * width : width;
   const ofHeads = config.qk_norm ? (heads + shared) * channels : 0;
   const perLayer = (config.norm_placement === "both" ? 4 : 2) * one + ofHeads;
   const outside = (config.norm_placement === "post" ? 0 : 1) + (config.embedding_norm ? 1 : 0);
-  return config.n_layer * perLayer + outside * one;
+  const absent = config.layers_without_attention_norm.length;
+  return config.n_layer * perLayer + (outside - absent) * one;
 }

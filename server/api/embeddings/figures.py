@@ -1,0 +1,58 @@
+"""Vectors and scores as answers show them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from pydantic_core import to_json
+
+from model.config import Pooling
+from server.engine.sampling import Floats
+
+
+def unit(vector: Floats) -> Floats:
+    """Return the vector [d] of length 1 in the same direction; one of zeros as it is."""
+    length = np.sqrt(np.dot(vector, vector))
+    return vector / length if length else vector
+
+
+def shares(scores: Floats, pooling: Pooling) -> list[float]:
+    """Return the probabilities of labels [n_labels] from the scores that the model computes.
+
+    Those of labels that exclude each other sum to 1.
+    """
+    exact = scores.astype(np.float64)
+    if len(scores) == 1 or pooling.label_activation == "sigmoid":
+        exact = np.tanh(exact / 2) / 2 + 0.5  # the sigmoid, without overflow
+    else:
+        exact = np.exp(exact - exact.max())
+        exact /= exact.sum()
+    return [float(share) for share in exact]
+
+
+def best_first(scores: Floats) -> list[int]:
+    """Return the places of scores [n], the highest score's first."""
+    return [int(place) for place in np.argsort(-scores, kind="stable")]
+
+
+def listed(items: Iterable[Any]) -> Iterator[bytes]:
+    """Yield the JSON of a list of at least one item, in pieces."""
+    for place, item in enumerate(items):
+        yield (b"," if place else b"[") + to_json(item)
+    yield b"]"
+
+
+def enveloped(
+    head: Mapping[str, Any], name: str, items: Iterable[Any], tail: Mapping[str, Any]
+) -> Iterator[bytes]:
+    """Yield the JSON of an object with a list under `name`, in pieces."""
+    yield to_json(head)[:-1] + b',"%s":' % name.encode()
+    yield from listed(items)
+    yield b"," + to_json(tail)[1:]
+
+
+def usage(n_tokens: int) -> dict[str, int]:
+    """Return the numbers of tokens, of which all are the inputs'."""
+    return {"prompt_tokens": n_tokens, "total_tokens": n_tokens}

@@ -1,0 +1,83 @@
+"""OpenAI's embeddings: POST /v1/embeddings."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from server.api.embeddings.figures import enveloped, unit, usage
+from server.api.embeddings.requests import PromptFields, pooling_of, respond
+from server.api.openai.schemas import Prompts
+from server.api.responses import GENERATE_ERRORS, service_of
+from server.api.schemas import ModelName, ResponseBody, Size, VectorRoute
+from server.engine.sampling import Floats
+from server.errors import InvalidRequestError
+
+router = APIRouter(route_class=VectorRoute)
+
+
+class EmbeddingsBody(PromptFields):
+    """The body of POST /v1/embeddings."""
+
+    model: ModelName = None
+    input: Prompts = Field(description="Text, token ids, or a list of up to 2,048 of either.")
+    encoding_format: Literal["float", "base64"] = Field(
+        "float", description="Numbers, or base64 of their bytes as float32, little-endian."
+    )
+    dimensions: int | None = Field(
+        None, ge=1, description="Keep so many numbers of a vector, and make its length 1 again."
+    )
+
+
+class Embedding(ResponseBody):
+    """The vector of an input."""
+
+    object: Literal["embedding"]
+    index: Size
+    embedding: list[float] | str
+
+
+class InputUsage(ResponseBody):
+    """Numbers of tokens, of which all are the inputs'."""
+
+    prompt_tokens: Size
+    total_tokens: Size
+
+
+class Embeddings(ResponseBody):
+    """The response of /v1/embeddings."""
+
+    object: Literal["list"]
+    model: str
+    data: list[Embedding]
+    usage: InputUsage
+
+
+@router.post("/v1/embeddings", response_model=Embeddings, responses=GENERATE_ERRORS)
+async def embeddings(request: Request, body: EmbeddingsBody) -> Response:
+    """Return a vector for each text, as OpenAI does."""
+    service = service_of(request)
+    config, projections = service.bundle.config, pooling_of(service).projections
+    d_out = projections[-1].d_out if projections else config.d_model
+    if body.dimensions is not None and body.dimensions > d_out:
+        raise InvalidRequestError(
+            f"dimensions: {body.dimensions} are more than the model's {d_out}", param="dimensions"
+        )
+    head = {"object": "list", "model": service.name}
+    n, as_text = body.dimensions, body.encoding_format == "base64"
+
+    def show(vectors: list[Floats], n_tokens: int) -> Iterator[bytes]:
+        def embedding(index: int) -> dict[str, Any]:
+            kept = vectors[index] if n is None else unit(vectors[index][:n])
+            shown = b64encode(kept.astype("<f4").tobytes()).decode() if as_text else kept.tolist()
+            return {"object": "embedding", "index": index, "embedding": shown}
+
+        items = map(embedding, range(len(vectors)))
+        return enveloped(head, "data", items, {"usage": usage(n_tokens)})
+
+    return await respond(request, body, body.input, "input", "pooled", show)

@@ -1,0 +1,157 @@
+"""The parts that the routes of encoders share: fields of bodies, requests, and answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from time import sleep
+from typing import Annotated, Literal
+
+from fastapi import Request
+from pydantic import Field
+from starlette.responses import Response
+
+from model.config import Pooling
+from server.api import schemas
+from server.api.responses import Deferred, json_response, service_of, state_of
+from server.engine.sampling import Floats
+from server.errors import InvalidRequestError
+from server.requests.embedding import EmbeddingRequest, Output
+from server.requests.encoding import MAX_INPUTS, EncodingOptions, Text, encode
+from server.requests.service import Service
+from server.requests.text_worker import SHORT
+
+_MAX_NUMBERS = 2**23  # of tokens' vectors in an answer, 13 bytes each
+
+# The JSON of an answer in pieces, from an array for each input and the number of tokens.
+Show = Callable[[list[Floats], int], Iterator[bytes]]
+
+
+class EncoderFields(schemas.RequestBody):
+    """The fields that all routes of encoders take."""
+
+    truncate: bool = Field(False, description="Cut inputs of too many tokens; else they are a 400.")
+    truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Cut inputs to so many tokens; -1 is the model's limit, as `truncate`."
+    )
+    truncation_direction: Literal["left", "right", "Left", "Right"] = Field(
+        "right", description="The end at which inputs are cut."
+    )
+    timeout_ms: schemas.Milliseconds | None = Field(
+        None, description="Time from arrival to the answer. Default: `default_timeout_ms`."
+    )
+    priority: schemas.Priority = Field(
+        0, description="Lower is earlier in the queue; 10 seconds of waiting outweigh one level."
+    )
+
+
+class PromptFields(EncoderFields):
+    """The fields of routes whose texts may follow one of the model's prompts."""
+
+    prompt_name: str | None = Field(
+        None, description="The model's prompt to put before each text. Default: the model's choice."
+    )
+
+
+async def respond(
+    request: Request,
+    fields: EncoderFields,
+    inputs: Sequence[Text | list[int]],
+    param: str,
+    output: Output,
+    show: Show,
+) -> Response:
+    """Return the response to a request; `param` names the field of its inputs in errors.
+
+    The request runs when the response is sent: nothing holds its body any more.
+    Raises InvalidRequestError for inputs or a prompt that the model cannot take.
+    """
+    service, state = service_of(request), state_of(request.scope)
+    if len(inputs) > MAX_INPUTS:
+        message = f"{param}: {len(inputs)} inputs are too many: at most {MAX_INPUTS} may be given"
+        raise InvalidRequestError(message, param=param)
+    limit, truncate_to = service.builder.max_model_len, fields.truncate_prompt_tokens
+    if truncate_to == -1 or (truncate_to is None and fields.truncate):
+        truncate_to = limit
+    options = EncodingOptions(
+        inputs=inputs,
+        param=param,
+        prompt=_prompt(service, fields, inputs),
+        truncate_to=truncate_to,
+        side="left" if fields.truncation_direction.lower() == "left" else "right",
+    )
+    size = sum(len(one) if isinstance(one, str) else sum(map(_size, one)) for one in inputs)
+    encodings = await service.text_worker.call(size, partial(encode, service.builder, options))
+    if output == "tokens":
+        n_numbers = sum(len(one.ids) for one in encodings) * service.bundle.config.d_model
+        if n_numbers > _MAX_NUMBERS:
+            raise InvalidRequestError(
+                f"{param}: the answer would have {n_numbers} numbers, but may have at most "
+                f"{_MAX_NUMBERS}; send fewer or shorter inputs",
+                param=param,
+            )
+    wanted = EmbeddingRequest(
+        inputs=encodings,
+        output=output,
+        request_id=state.id,
+        caller=state.caller,
+        deadline=service.builder.deadline(state, fields.timeout_ms),
+        priority=fields.priority,
+    )
+    return Deferred(partial(_answer, service, wanted, show))
+
+
+def _size(part: str | int) -> int:
+    return len(part) if isinstance(part, str) else 1
+
+
+def _prompt(service: Service, fields: EncoderFields, inputs: Sequence[Text | list[int]]) -> str:
+    """Return the prompt that precedes texts."""
+    given = fields.prompt_name if isinstance(fields, PromptFields) else None
+    known = service.bundle.embedding.prompts
+    name = given or service.bundle.embedding.default_prompt_name
+    if given is not None and any(isinstance(one, list) for one in inputs):
+        message = "prompt_name is for texts: token ids are read as they are; leave it out"
+        raise InvalidRequestError(message, param="prompt_name")
+    if name is None:
+        return ""
+    if name not in known:
+        names = ", ".join(map(repr, known)) or "none"
+        message = f"prompt_name: the model has no prompt {name!r}; it has {names}"
+        raise InvalidRequestError(message, param="prompt_name")
+    return known[name]
+
+
+async def _answer(service: Service, wanted: EmbeddingRequest, show: Show) -> Response:
+    """Run a request; write a long answer in a thread."""
+    outputs = await service.embed(wanted)
+    n_tokens = sum(len(one.ids) for one in wanted.inputs)
+
+    def work() -> bytes:
+        pieces = []
+        for piece in show(outputs, n_tokens):
+            pieces.append(piece)
+            sleep(0)  # release the interpreter's lock, for which others would wait 5 ms
+        return b"".join(pieces)
+
+    if sum(array.size for array in outputs) <= SHORT:
+        return json_response(work())
+    loop = asyncio.get_running_loop()
+    return json_response(await loop.run_in_executor(service.text_worker, work))
+
+
+def pooling_of(service: Service, n_labels: int | None = None) -> Pooling:
+    """Return how the model makes a vector, or scores, of a text.
+
+    Raises InvalidRequestError for another number of labels than `n_labels`, if that is given.
+    """
+    pooling = service.bundle.config.pooling
+    assert pooling is not None
+    if n_labels not in (None, len(pooling.labels)):
+        raise InvalidRequestError(
+            f"the model {service.name!r} has the labels {', '.join(pooling.labels)}; this path is "
+            f"for models with {n_labels}; see /predict and /v1/classify",
+            param="model",
+        )
+    return pooling

@@ -1,0 +1,189 @@
+"""The routes of Hugging Face's TEI: /embed, /embed_all, /similarity, /rerank and /predict."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Annotated, Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+from pydantic import Field
+from pydantic_core import to_json
+from starlette.responses import Response
+
+from model.config import Pooling
+from server.api.embeddings.figures import best_first, listed, shares, unit
+from server.api.embeddings.requests import EncoderFields, PromptFields, pooling_of, respond
+from server.api.openai.schemas import Prompts
+from server.api.responses import GENERATE_ERRORS, service_of
+from server.api.schemas import (
+    Items,
+    LabelRoute,
+    ModelName,
+    RequestBody,
+    ResponseBody,
+    Size,
+    VectorRoute,
+)
+from server.engine.sampling import Floats
+from server.errors import InvalidRequestError
+
+router = APIRouter(route_class=VectorRoute)
+label_router = APIRouter(route_class=LabelRoute)
+
+_RawScores = Annotated[bool, Field(description="Return scores as the model computes them.")]
+
+
+class EmbedAllBody(PromptFields):
+    """The body of POST /embed_all."""
+
+    model: ModelName = None
+    inputs: Prompts = Field(description="Text, token ids, or a list of up to 2,048 of either.")
+
+
+class EmbedBody(EmbedAllBody):
+    """The body of POST /embed."""
+
+    normalize: bool = Field(True, description="Make the length of each vector 1.")
+
+
+class Sentences(RequestBody):
+    """A text, and others to compare it with."""
+
+    source_sentence: str = Field(description="The text to compare with others.")
+    sentences: Items[str] = Field(min_length=1, description="The others.")
+
+
+class SimilarityBody(RequestBody):
+    """The body of POST /similarity."""
+
+    model: ModelName = None
+    inputs: Sentences = Field(description="See below.")
+    parameters: PromptFields = Field(
+        default_factory=lambda: PromptFields.model_validate({}), description="See above."
+    )
+
+
+class RerankBody(EncoderFields):
+    """The body of POST /rerank."""
+
+    model: ModelName = None
+    query: str = Field(description="The question.")
+    texts: Items[str] = Field(min_length=1, description="The texts that may answer it.")
+    raw_scores: _RawScores = False
+    return_text: bool = Field(False, description="Return the texts, too.")
+
+
+_OneOrTwo = Annotated[list[str], Field(min_length=1, max_length=2)]
+
+
+class PredictBody(EncoderFields):
+    """The body of POST /predict."""
+
+    model: ModelName = None
+    inputs: str | _OneOrTwo | Annotated[Items[_OneOrTwo], Field(min_length=1)] = Field(
+        description="Text, a list of one or two that are read together, or a list of such lists."
+    )
+    raw_scores: _RawScores = False
+
+
+class Rank(ResponseBody):
+    """A text's place in the order."""
+
+    index: Size = Field(description="Its place in the request.")
+    score: float
+    text: str | None = None
+
+
+class Prediction(ResponseBody):
+    """The score of a label."""
+
+    score: float
+    label: str
+
+
+@router.post("/embed", response_model=list[list[float]], responses=GENERATE_ERRORS)
+async def embed(request: Request, body: EmbedBody) -> Response:
+    """Return a vector for each text, as TEI does."""
+    is_unit = pooling_of(service_of(request)).normalize
+    if is_unit and not body.normalize:
+        message = "normalize: the model's vectors always have length 1; leave it out"
+        raise InvalidRequestError(message, param="normalize")
+    scales = body.normalize and not is_unit
+
+    def show(vectors: list[Floats], _n_tokens: int) -> Iterator[bytes]:
+        return listed(one.tolist() for one in (map(unit, vectors) if scales else vectors))
+
+    return await respond(request, body, body.inputs, "inputs", "pooled", show)
+
+
+@router.post("/embed_all", response_model=list[list[list[float]]], responses=GENERATE_ERRORS)
+async def embed_all(request: Request, body: EmbedAllBody) -> Response:
+    """Return a vector for each token of each text, as TEI does."""
+
+    def show(outputs: list[Floats], _n_tokens: int) -> Iterator[bytes]:
+        for place, vectors in enumerate(outputs):  # [n_tokens, d_model]
+            yield b"," if place else b"["
+            yield from listed(vector.tolist() for vector in vectors)
+        yield b"]"
+
+    return await respond(request, body, body.inputs, "inputs", "tokens", show)
+
+
+@router.post("/similarity", response_model=list[float], responses=GENERATE_ERRORS)
+async def similarity(request: Request, body: SimilarityBody) -> Response:
+    """Return the cosine of a text's vector and those of others, as TEI does."""
+
+    def show(vectors: list[Floats], _n_tokens: int) -> Iterator[bytes]:
+        source, *others = map(unit, vectors)
+        return listed(float(np.dot(source, other)) for other in others)
+
+    inputs = [body.inputs.source_sentence, *body.inputs.sentences]
+    return await respond(request, body.parameters, inputs, "inputs", "pooled", show)
+
+
+@label_router.post("/rerank", response_model=list[Rank], responses=GENERATE_ERRORS)
+async def rerank(request: Request, body: RerankBody) -> Response:
+    """Return the scores of texts that may answer a question, best first, as TEI does."""
+    figures = _figures(pooling_of(service_of(request), n_labels=1), raw=body.raw_scores)
+    texts = body.texts if body.return_text else None
+
+    def show(outputs: list[Floats], _n_tokens: int) -> Iterator[bytes]:
+        def rank(place: int) -> dict[str, Any]:
+            found = {"index": place, "score": figures(outputs[place])[0]}
+            return found if texts is None else {**found, "text": texts[place]}
+
+        return listed(map(rank, best_first(np.concatenate(outputs))))
+
+    pairs = [(body.query, text) for text in body.texts]
+    return await respond(request, body, pairs, "texts", "scores", show)
+
+
+@label_router.post(
+    "/predict", response_model=list[Prediction] | list[list[Prediction]], responses=GENERATE_ERRORS
+)
+async def predict(request: Request, body: PredictBody) -> Response:
+    """Return the scores of a text's labels, the highest first, as TEI does."""
+    pooling = pooling_of(service_of(request))
+    figures, labels = _figures(pooling, raw=body.raw_scores), pooling.labels
+    is_batch = isinstance(body.inputs, list) and isinstance(body.inputs[0], list)
+    batch: Any = body.inputs if is_batch else [body.inputs]
+
+    def show(outputs: list[Floats], _n_tokens: int) -> Iterator[bytes]:
+        def predictions(scores: Floats) -> list[dict[str, Any]]:
+            shown = figures(scores)
+            return [{"score": shown[i], "label": labels[i]} for i in best_first(scores)]
+
+        found = map(predictions, outputs)
+        return listed(found) if is_batch else map(to_json, found)
+
+    inputs = [one if isinstance(one, str) else tuple(one) if one[1:] else one[0] for one in batch]
+    return await respond(request, body, inputs, "inputs", "scores", show)
+
+
+def _figures(pooling: Pooling, *, raw: bool) -> Callable[[Floats], list[float]]:
+    """Return the function from an input's scores to those that are shown."""
+    if raw:
+        return lambda scores: [float(score) for score in scores]
+    return partial(shares, pooling=pooling)
