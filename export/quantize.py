@@ -229,7 +229,8 @@ class _Int8:
         """Replace a product without a bias. A Gemm is the head, with activations of rank 2."""
         x, weight = cast("tuple[ir.Value, ...]", node.inputs)
         tape, is_head = Tape(), node.op_type == "Gemm"
-        matrix, scales = self._matrix(weight)
+        is_inner = owner_of(node) is not self._graph
+        matrix, scales = self._matrix(weight, torch.uint8 if is_inner else torch.int8)
         if is_head:
             matrix = tape.op("Transpose", [matrix], {"perm": [1, 0]})
         rank = 2 if is_head else self._rank
@@ -237,6 +238,8 @@ class _Int8:
         one = constant(self._graph, "quantize.one", np.array(1.0, dtype=np.float32))
         zero_point = constant(self._graph, "quantize.zero_point", np.array(128, dtype=np.uint8))
         inputs = [quantized, matrix, one, scales, zero_point]
+        if is_inner:
+            inputs.append(zero_point)
         product = tape.op("MatMulIntegerToFloat", inputs, domain=MICROSOFT)
         splits = [user for user, _ in node.outputs[0].uses() if user.op_type == "Split"]
         if not splits or len(splits[0].outputs) != 2:
@@ -258,7 +261,7 @@ class _Int8:
         """Replace the embedding's Gather."""
         table, ids = cast("tuple[ir.Value, ...]", node.inputs)
         tape = Tape()
-        matrix, scales = self._matrix(table)
+        matrix, scales = self._matrix(table, torch.int8)
         integers = tape.op("Gather", [matrix, ids], {"axis": 0})
         rows = tape.op("Cast", [integers], {"to": ir.DataType.FLOAT})
         of_ids = tape.op("Gather", [scales, ids], {"axis": 0})
@@ -298,9 +301,22 @@ class _Int8:
     def _axis(self, n: int) -> ir.Value:
         return constant(self._graph, f"quantize.axis_{n}", np.array([n], dtype=np.int64))
 
-    def _matrix(self, weight: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Return int8 of a weight in its own layout, and a scale for each output; made once."""
+    def _matrix(self, weight: ir.Value, dtype: torch.dtype) -> tuple[ir.Value, ir.Value]:
+        """Return integers of a weight in its own layout, and a scale for each output.
+
+        They are made once. dtype: int8, or uint8, which is 128 more. Branches get uint8, because
+        ONNX Runtime makes the weights of exact products uint8 in the main graph only
+        (`open_cpu_session`).
+        """
         assert weight.shape is not None
         shapes = weight.shape.numpy(), [_sizes(weight)[1]]
         of = self._graph, self._weights, weight
-        return rounded_weight(*of, "int8", quantize_rows, torch.int8, shapes)
+        if dtype == torch.uint8:
+            return rounded_weight(*of, "uint8", _quantize_rows_unsigned, dtype, shapes)
+        return rounded_weight(*of, "int8", quantize_rows, dtype, shapes)
+
+
+def _quantize_rows_unsigned(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows as `quantize_rows`, to integers that are 128 more."""
+    integers, scales = quantize_rows(matrix)
+    return integers.to(torch.int16).add_(128).to(torch.uint8), scales

@@ -81,8 +81,9 @@ def test_large_products_do_not_overflow(tmp_path: Path, n_rows: int, sign: float
     weight = np.full((64, 64), sign * 0.5, dtype=np.float32)
     session = small_model(table, weight, tmp_path)
     ids, rows = np.zeros((n_rows, 1), dtype=np.int64), np.zeros(1, dtype=np.int64)
-    (hidden,) = session.run(["hidden"], {"ids": ids, "rows": rows})
+    hidden, logits = session.run(["hidden", "logits"], {"ids": ids, "rows": rows})
     assert np.allclose(hidden, sign * 32.0, rtol=1e-5)
+    assert np.allclose(logits, sign * 2048.0, rtol=1e-5)
 
 
 @pytest.mark.parametrize("n_rows", [0, 1, 5])
