@@ -149,7 +149,7 @@ class _Tally:
         self.losses += losses.sum(dim=1).numpy()
         self.squares += (losses[1] - losses[0]).square().sum().item()
         errors = actual - expected
-        error = errors.abs().max().item()
+        error = torch.linalg.vector_norm(errors, torch.inf).item()
         self.largest_error = float(np.maximum(self.largest_error, error))  # max() may pass a NaN
         squares = torch.stack([of.var(dim=1, correction=0) for of in (errors, expected)], dim=1)
         for span, pair in zip(spans, squares.numpy(), strict=True):
