@@ -89,8 +89,9 @@ tolerations: {{- toYaml . | nindent 2 }}
 
 {{/* Public paths; health, metrics and debugging stay internal. publishExplain adds /explain. */}}
 {{- define "kvasir.publicPaths" -}}
-prefixes: [/v1, /static]
-exact: [/, /model, /generate, /generate_stream, /info, /tokenize, /detokenize, /openapi.json, /version]
+prefixes: [/v1, /v2, /static]
+exact: [/, /model, /generate, /generate_stream, /info, /embed, /embed_all, /similarity, /rerank, /predict, /tokenize,
+  /detokenize, /openapi.json, /version]
 {{- end }}
 
 {{/* The sum for scaling: running and waiting requests of this Deployment's pods alone, in any job. */}}

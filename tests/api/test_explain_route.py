@@ -83,7 +83,7 @@ async def test_the_numbers_are_the_explainers(directory: Path) -> None:
     ({"text": "a", "layers": [0, 2]}, "layers", "there is no layer 2; the model has layers 0 to 1"),
     ({"text": "a", "heads": [4]}, "heads", "there is no head 4; the model has heads 0 to 3"),
     ({"text": ""}, "text", "there is no token in the text"),
-    ({"text": "a" * 65}, "prompt", "at most 64"),
+    ({"text": "a" * 65}, "prompt", "is 64 tokens"),
     ({"text": "a", "prompt": "a"}, None, "give either text or prompt"),
     ({}, None, "give either text or prompt"),
     ({"text": "a", "layers": []}, "layers", "layers: List should have at least 1 item"),
