@@ -215,5 +215,5 @@ async def test_the_api_over_blocks_is_the_same_api(exported: tuple[Transformer, 
         expected = generate(decoder, prompt, max_tokens=6)
         assert answer.json()["choices"][0]["text"] == bundle.tokenizer.decode(expected)
         assert answer.json()["usage"]["completion_tokens"] == 6
-    assert "kvasir_kv_cache_usage_ratio 0.0" in metrics
-    assert "kvasir_generation_tokens_total 12.0" in metrics
+    assert f'kvasir_kv_cache_usage_ratio{{model="{MODEL}"}} 0.0' in metrics
+    assert f'kvasir_generation_tokens_total{{model="{MODEL}"}} 12.0' in metrics
