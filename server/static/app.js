@@ -29,7 +29,7 @@ function viewsOf({ config: { pooling } }) {
 
 function show() {
   if (!views.length) return; // the views are not initialised yet
-  const requested = location.hash.slice(1);
+  const requested = location.hash.slice(1) || views[0];
   // Other hashes, such as "#main", are places within the current view.
   const name = views.includes(requested) ? requested : (shown ?? views[0]);
   if (name === shown) return;
