@@ -108,7 +108,7 @@ REFUSED: Cases = [
     (lambda _, c: complete(c.with_options(api_key="wrong")), openai.AuthenticationError),
     (lambda _, c: complete(c, model="other"), openai.NotFoundError),
     (lambda _, c: c.chat.completions.create(model=MODEL, messages=[]), openai.BadRequestError),
-    (lambda _, c: c.embeddings.create(model=MODEL, input="a"), openai.NotFoundError),
+    (lambda _, c: c.embeddings.create(model=MODEL, input="a"), openai.BadRequestError),
     (overload, openai.RateLimitError),
 ]
 FAILED: Cases = [(fail_the_engine, openai.InternalServerError)]

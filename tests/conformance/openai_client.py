@@ -132,7 +132,7 @@ def _fail(client: openai.OpenAI, server: Server) -> None:
     with pytest.raises(openai.NotFoundError):
         client.completions.create(**body | {"model": "another"})
     with pytest.raises(openai.NotFoundError):
-        client.embeddings.create(model=server.model, input="a")
+        client.moderations.create(input="a")
     with pytest.raises(openai.APIConnectionError):
         client.with_options(base_url="http://127.0.0.1:9").completions.create(**body)
     longest = body | {"max_tokens": server.max_model_len - 10, "extra_body": {"ignore_eos": True}}

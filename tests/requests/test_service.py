@@ -107,9 +107,7 @@ async def test_a_long_text_means_the_same_as_in_short_with_its_special_tokens() 
 @pytest.mark.parametrize(("cut", "length"), [(None, 2_000_000), (100, 100)])
 async def test_token_ids_that_cannot_fit_are_refused_unread(cut: int | None, length: int) -> None:
     service, watched = watched_service(max_model_len=64)
-    with pytest.raises(
-        ContextLengthError, match=f"at most 64 tokens, but the prompt has {length}"
-    ) as caught:
+    with pytest.raises(ContextLengthError, match=f"64 tokens.* the prompt has {length}") as caught:
         await service.builder.tokenize([[-1] * 2_000_000], keep_last=cut)
     assert caught.value.param == "prompt"
     assert watched.calls == []
@@ -125,7 +123,7 @@ async def test_a_text_that_cannot_fit_is_refused_with_both_numbers() -> None:
     service, _ = watched_service(max_model_len=64)
     text = "json\n" * 800
     n = len(tokenizer.encode(text).ids)
-    with pytest.raises(ContextLengthError, match=f"at most 64 tokens, but the prompt has {n}"):
+    with pytest.raises(ContextLengthError, match=f"64 tokens.* the prompt has {n}"):
         await service.builder.tokenize([text])
 
 
