@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,6 +97,15 @@ class Lengths:
     def run(self, texts: list[EncoderSequence]) -> list[Floats]:
         self.batches.append(texts)
         return [np.array([len(text.prompt_ids)], dtype=np.float32) for text in texts]
+
+
+def test_types_that_the_model_lacks_have_no_effect(tmp_path: Path) -> None:
+    """A tokenizer may give the second text of a pair type 1, and the model have type 0 alone."""
+    model = export_encoder(tmp_path, "fp32", **BERT | {"n_token_types": 1})
+    runner, text = open_runner(model), make_text(model, 0)
+    (expected,) = runner.run([replace(text, type_ids=None)])
+    (found,) = runner.run([replace(text, type_ids=[1] * len(text.prompt_ids))])
+    assert np.array_equal(found, expected)
 
 
 def make_texts(lengths: list[int], **fields: Any) -> list[EncoderSequence]:

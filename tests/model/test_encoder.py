@@ -11,32 +11,13 @@ from torch.nn import functional
 
 from model.config import Pooling, Projection, TransformerConfig
 from model.network.transformer import Transformer
+from tests import encoders
 from tests.random_models import make_config, make_decoder
 
-BERT: dict[str, Any] = {
-    "causal": False,
-    "position": "learned",
-    "norm": "layernorm",
-    "norm_placement": "post",
-    "embedding_norm": True,
-    "n_token_types": 2,
-    "n_kv_head": 4,
-    "feed_forward": "gelu",
-    "qkv_bias": True,
-    "output_bias": True,
-    "feed_forward_bias": True,
-}
-MODERN: dict[str, Any] = {
-    "causal": False,
-    "norm": "layernorm",
-    "norm_bias": False,
-    "embedding_norm": True,
-    "layers_without_attention_norm": (0,),
-    "sliding_window": 4,
-    "sliding_window_layers": (1,),
-    "sliding_window_rope_theta": 50.0,
-    "feed_forward": "geglu",
-}
+BERT, MODERN = (
+    {field: value for field, value in shape.items() if field != "pooling"}
+    for shape in (encoders.BERT, encoders.MODERN)
+)
 ENCODERS = {
     "bert": BERT,
     "mpnet": BERT | {"position": "learned_relative", "n_token_types": None},

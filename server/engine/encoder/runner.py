@@ -34,11 +34,13 @@ class EncoderRunner:
         self._session = open_session(
             graph, threads or usable_cpus(), spin_microseconds, plans_memory=False
         )
-        self._has_types = config.n_token_types is not None
+        self._n_types = config.n_token_types or 0
 
     def run(self, texts: list[EncoderSequence]) -> list[Floats]:
         """Return each text's vector [d_out] or, if it wants them, its tokens' [tokens, d_model]."""
-        types = [text.type_ids for text in texts] if self._has_types else None
+        types = None
+        if self._n_types:  # of a lone type, a tokenizer may still number others
+            types = [text.type_ids if self._n_types > 1 else None for text in texts]
         inputs, ends = pack([text.prompt_ids for text in texts], types)
         names = [VECTORS_OUTPUT]
         if any(text.wants_tokens for text in texts):
