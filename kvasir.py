@@ -5,18 +5,18 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
-from commands.progress import on_interrupt
+from commands.console.progress import on_interrupt
 
 # Ctrl-C during these imports ends the process as a signal does, without a traceback.
 with on_interrupt(signal.SIG_DFL):
     import typer
 
     from commands.bench import bench_embed, bench_engine, bench_model, bench_serve
+    from commands.console.output import CommandGroup
     from commands.explain import explain
     from commands.export import export, verify
     from commands.generate import generate
     from commands.import_ import import_
-    from commands.output import CommandGroup
     from commands.serve import serve
     from commands.train import train
 

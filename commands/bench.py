@@ -12,9 +12,9 @@ from typing import Any
 import typer
 from typer import Argument, Option
 
-from commands.options import Device, Json, Precision, Preset, complete_precision
-from commands.output import fail, make_table, one_line_errors, show
-from commands.progress import ProgressBar, loading
+from commands.console.options import Device, Json, Precision, Preset, complete_precision
+from commands.console.output import fail, make_table, one_line_errors, show
+from commands.console.progress import ProgressBar, loading
 from model.bundle import PRECISIONS
 
 _RANDOM_MODELS = Path("artifacts/bench")

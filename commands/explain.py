@@ -7,9 +7,9 @@ from pathlib import Path
 import typer
 from typer import Option
 
-from commands.options import InputText, Json, ModelDirectory
-from commands.output import make_table, one_line_errors, show
-from commands.progress import ProgressBar
+from commands.console.options import InputText, Json, ModelDirectory
+from commands.console.output import make_table, one_line_errors, show
+from commands.console.progress import ProgressBar
 
 
 def _check_picture(out: Path | None) -> Path | None:
@@ -39,7 +39,7 @@ def explain(
         explanation = Explainer(bundle).explain(text, [layer], top_k=top_k)
         heads = list(range(bundle.config.n_head)) if head is None else [head]
         if out is not None:
-            from commands.heatmap import draw_attention
+            from commands.console.heatmap import draw_attention
 
             progress(f"drawing {out.name}", 0, 0)
             draw_attention(explanation, bundle, layer, heads, out)

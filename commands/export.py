@@ -10,9 +10,17 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
-from commands.options import Device, Json, ModelDirectory, Precision, Temperature, TopK, TopP
-from commands.output import cost_since, make_table, one_line_errors, show
-from commands.progress import ProgressBar, loading
+from commands.console.options import (
+    Device,
+    Json,
+    ModelDirectory,
+    Precision,
+    Temperature,
+    TopK,
+    TopP,
+)
+from commands.console.output import cost_since, make_table, one_line_errors, show
+from commands.console.progress import ProgressBar, loading
 from model.bundle import GenerationDefaults, Verification
 
 _TEXT = Option(None, help="Text for perplexity. Default: held-out text, or English.")

@@ -8,9 +8,9 @@ from typing import Any
 import typer
 from typer import Option
 
-from commands.options import InputText, Json, ModelDirectory, Temperature, TopK, TopP
-from commands.output import one_line_errors, show
-from commands.progress import ProgressBar
+from commands.console.options import InputText, Json, ModelDirectory, Temperature, TopK, TopP
+from commands.console.output import one_line_errors, show
+from commands.console.progress import ProgressBar
 
 
 def generate(
@@ -24,11 +24,11 @@ def generate(
     as_json: Json = False,
 ) -> None:
     """Continue a prompt in this process. Sampling defaults to what the model recommends."""
-    from commands.terminal import complete
+    from commands.console.terminal import complete
     from model.bundle import GenerationDefaults, load_bundle
     from server.engine.sampling import SamplingParams
     from server.process.engine_builder import build_engine
-    from server.requests.admission import check_length
+    from server.requests.admission.queue import check_length
     from server.settings import load_settings
 
     seed = secrets.randbits(64) if seed is None else seed

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from typer import Argument, Option
 
-from commands.options import Json
-from commands.output import cost_since, make_table, one_line_errors, show
-from commands.progress import ProgressBar, loading
+from commands.console.options import Json
+from commands.console.output import cost_since, make_table, one_line_errors, show
+from commands.console.progress import ProgressBar, loading
 
 _SOURCE = "A folder with config.json, *.safetensors and tokenizer.json, or a .gguf file."
 

@@ -10,7 +10,7 @@ import typer
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
-from commands.output import fail
+from commands.console.output import fail
 from server.errors import StartupError
 from server.settings import PREFIX, Settings, load_settings
 

@@ -12,9 +12,9 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
-from commands.options import Preset
-from commands.output import console, one_line_errors
-from commands.progress import ProgressBar, loading
+from commands.console.options import Preset
+from commands.console.output import console, one_line_errors
+from commands.console.progress import ProgressBar, loading
 from model.files import writing
 
 # Options that --resume allows: where the run is, and how the processes share it.

@@ -24,7 +24,7 @@ from loadtest.random_model import make_random_model
 from model.bundle import GRAPH_FILE, Device
 from model.config import TransformerConfig, preset
 from model.network.transformer import Transformer
-from model.onnx_runtime import onnxruntime
+from model.onnx.runtime import onnxruntime
 from model.progress import Progress, followed, unheard
 from server.engine.cuda.runner import PagedRunner
 from server.engine.cuda.session import open_cuda_runner

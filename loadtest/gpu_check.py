@@ -25,7 +25,7 @@ from loadtest.bench_engine import DECODE_BATCHES, bench_engine, median_seconds
 from loadtest.random_model import make_random_model
 from model.bundle import PRECISIONS, load_bundle
 from model.config import TransformerConfig, preset
-from model.onnx_runtime import onnxruntime
+from model.onnx.runtime import onnxruntime
 from server.engine.cuda.session import open_cuda_runner
 from server.engine.engine import Engine
 from server.engine.sampling import SamplingParams

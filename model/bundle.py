@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from tokenizers import Tokenizer
 
 from model.config import TransformerConfig, first_problem
-from model.external_data import external_files
 from model.files import parse_object
+from model.onnx.external_data import external_files
 from model.tokenizer import load_tokenizer
 
 FORMAT_VERSION = 1

@@ -15,10 +15,10 @@ from server.api import explain, schemas, tgi, tokenize
 from server.api.embeddings import openai as embeddings_openai
 from server.api.embeddings import requests as embeddings
 from server.api.embeddings import scores, tei
+from server.api.http.responses import STATUSES
 from server.api.openai import chat_schemas
 from server.api.openai import schemas as openai_schemas
 from server.api.openai.answers import ChatEvent, CompletionEvent
-from server.api.responses import STATUSES
 from server.api.routes import ROUTES
 from server.errors import KvasirError
 from server.requests.service import Service

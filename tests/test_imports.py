@@ -16,9 +16,9 @@ WITHOUT_TORCH = (
     "model.bundle",
     "model.chat_template",
     "model.config",
-    "model.external_data",
+    "model.onnx.external_data",
     "model.files",
-    "model.onnx_runtime",
+    "model.onnx.runtime",
     "model.packing",
     "model.progress",
     "model.template_limits",
@@ -61,7 +61,7 @@ RULES = {
     "kvasir": ("commands",),
 }
 ONLY_IMPORTERS = {
-    "onnxruntime": ("model/onnx_runtime.py",),
+    "onnxruntime": ("model/onnx/runtime.py",),
     "prometheus_client": ("server/telemetry/metrics.py",),
     "llguidance": ("server/engine/grammar/constraints.py",),
     "opentelemetry.sdk.trace.export": ("server/process/tracing.py",),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from export.verification.segments import Case, Floats, Ids, Step
 from model.bundle import CACHE_OUTPUTS, DECODE_INPUT, cache_names
 from model.config import TransformerConfig
-from model.onnx_runtime import open_cpu_session
+from model.onnx.runtime import open_cpu_session
 
 
 class GraphSession:

@@ -20,7 +20,7 @@ from onnx.helper import make_tensor_value_info, np_dtype_to_tensor_dtype
 
 from model.bundle import CACHE_OUTPUTS, DECODE_INPUT
 from model.config import TransformerConfig
-from model.onnx_runtime import onnxruntime, open_cpu_session
+from model.onnx.runtime import onnxruntime, open_cpu_session
 from model.progress import Progress, followed, unheard
 
 Floats = NDArray[np.float32]

@@ -23,7 +23,7 @@ from export.verification.verify import MAX_LOGIT_ERROR, VerificationError
 from model.bundle import Verification
 from model.config import TransformerConfig
 from model.network.skeleton import build_decoder, count_parameters
-from model.onnx_runtime import open_cpu_session
+from model.onnx.runtime import open_cpu_session
 from model.packing import HIDDEN_OUTPUT, TYPES_INPUT, VECTORS_OUTPUT, pack
 from model.progress import Progress, unheard
 

@@ -1,4 +1,4 @@
-"""The Transformer decoder as PyTorch modules, the only definition of the model.
+"""The Transformer as PyTorch modules, the only definition of the model.
 
 Imports `model.config` alone.
 """

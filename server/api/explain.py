@@ -20,7 +20,7 @@ from starlette.responses import Response
 from model.bundle import ModelBundle
 from server import explain as explainer
 from server.api import schemas
-from server.api.responses import (
+from server.api.http.responses import (
     BODY_ERRORS,
     json_response,
     service_of,
@@ -29,7 +29,7 @@ from server.api.responses import (
 )
 from server.errors import InvalidRequestError, OverloadedError
 from server.explain import Explainer, NextToken, check_index, check_length
-from server.requests.callers import Caller
+from server.requests.admission.callers import Caller
 
 router = APIRouter(route_class=schemas.BodyRoute)
 

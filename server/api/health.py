@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from server.api.responses import MODEL_ERRORS, OPEN, NamedService, models_of
+from server.api.http.responses import MODEL_ERRORS, OPEN, NamedService, models_of
 from server.api.schemas import ResponseBody, Size
 from server.engine.sequence import SequenceStatus
 from server.requests.models import ModelState

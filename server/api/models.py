@@ -11,7 +11,7 @@ from pydantic import Field
 
 from model.bundle import ATTENTION_GRAPH_FILE
 from server.api.explain import MAX_WEIGHTS
-from server.api.responses import MODEL_ERRORS, READ_ERRORS, NamedService, errors, models_of
+from server.api.http.responses import MODEL_ERRORS, READ_ERRORS, NamedService, errors, models_of
 from server.api.schemas import ResponseBody, Size
 from server.engine.engine import Engine
 from server.explain import most_tokens

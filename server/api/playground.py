@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.responses import FileResponse, HTMLResponse, Response
 from starlette.staticfiles import StaticFiles
 
-from server.api.responses import OPEN, errors
+from server.api.http.responses import OPEN, errors
 
 STATIC = Path(__file__).parent.parent / "static"
 # The page loads nothing from other servers, runs no inline script, and cannot be framed.

@@ -17,9 +17,9 @@ from starlette.responses import Response
 from server.api import explain, health, models, playground, tgi, tokenize
 from server.api.embeddings import openai as embeddings
 from server.api.embeddings import scores, tei
+from server.api.http.responses import READ_ERRORS, TGI_PATHS, error_response, path_of
 from server.api.openai import chat, completions
 from server.api.openai.answers import ChatEvent, CompletionEvent
-from server.api.responses import READ_ERRORS, TGI_PATHS, error_response, path_of
 from server.api.schemas import Error
 from server.api.tgi import GenerateError, GenerateEvent
 from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError

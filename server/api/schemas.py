@@ -32,7 +32,7 @@ from pydantic_core import CoreSchema, from_json
 from starlette.responses import Response
 
 from model.bundle import MinP, RepetitionPenalty, Temperature, TopP
-from server.api.responses import models_of, state_of, unless_disconnected
+from server.api.http.responses import models_of, state_of, unless_disconnected
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import SamplingParams
 from server.errors import InvalidRequestError

@@ -10,8 +10,9 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field, Json
 from starlette.responses import Response
 
-from server.api import responses, schemas
-from server.api.responses import GENERATE_ERRORS, compact, finite, streamed
+from server.api import schemas
+from server.api.http import responses
+from server.api.http.responses import GENERATE_ERRORS, compact, finite, streamed
 from server.engine.sampling import MAX_LOGPROBS
 from server.engine.sequence import FinishReason
 from server.errors import InvalidRequestError

@@ -12,9 +12,9 @@ from starlette.responses import Response
 from tokenizers import Encoding
 
 from server.api import schemas
+from server.api.http.responses import BODY_ERRORS, json_response, service_of
 from server.api.openai.chat import render
 from server.api.openai.chat_schemas import Conversation
-from server.api.responses import BODY_ERRORS, json_response, service_of
 from server.errors import ContextLengthError
 from server.requests.service import Service
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from model.bundle import DECODE_INPUT
 from model.config import TransformerConfig
-from model.onnx_runtime import onnxruntime
+from model.onnx.runtime import onnxruntime
 from server.engine.batch import Chunk, StepBatch
 from server.engine.engine import SCORING_LOGITS_BYTES, check_max_model_len
 from server.engine.kv.prefix_cache import BLOCK_SIZE, PrefixCache

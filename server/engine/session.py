@@ -8,7 +8,7 @@ from pathlib import Path
 
 from model.bundle import CACHE_OUTPUTS
 from model.config import TransformerConfig
-from model.onnx_runtime import onnxruntime, open_cpu_session
+from model.onnx.runtime import onnxruntime, open_cpu_session
 
 _ELEMENT_TYPES = {  # numbers in onnx.TensorProto, and bytes
     "tensor(float)": (1, 4),

@@ -13,8 +13,8 @@ from starlette.middleware.cors import CORSMiddleware
 
 from model.bundle import ModelBundle
 from server.api.explain import Explanations
-from server.api.keys import ApiKeys, Limits
-from server.api.middleware import (
+from server.api.http.keys import ApiKeys, Limits
+from server.api.http.middleware import (
     body_limit,
     error_responses,
     key_check,

@@ -17,8 +17,8 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from server.api.middleware import PROBED_PATHS, log_request, new_state
-from server.api.responses import error_response
+from server.api.http.middleware import PROBED_PATHS, log_request, new_state
+from server.api.http.responses import error_response
 from server.errors import HeadTooLargeError, InvalidRequestError, KvasirError, UnavailableError
 from server.settings import Settings
 

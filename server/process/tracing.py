@@ -21,7 +21,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.responses import TGI_PATHS, path_of, state_of
+from server.api.http.responses import TGI_PATHS, path_of, state_of
 from server.engine.sequence import FinishReason
 from server.requests.completion import Completion
 

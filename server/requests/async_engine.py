@@ -22,7 +22,7 @@ from server.engine.encoder.engine import EncoderEngine
 from server.engine.engine import Engine, StepStats, TokenOutput
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from server.errors import EngineError
-from server.requests.forecast import Forecast, Snapshot, Work
+from server.requests.admission.forecast import Forecast, Snapshot, Work
 from server.telemetry.metrics import Load, Metrics
 
 logger = logging.getLogger("kvasir")

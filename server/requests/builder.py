@@ -18,7 +18,7 @@ from server.engine.engine import Engine
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import SamplingParams
 from server.errors import ContextLengthError, InvalidRequestError
-from server.requests.admission import Admission, context_length
+from server.requests.admission.queue import Admission, context_length
 from server.requests.async_engine import AsyncEngine
 from server.requests.completion import CompletionRequest, Prompt, RequestState
 from server.requests.text_worker import SHORT, TextWorker

@@ -22,9 +22,9 @@ from server.errors import (
     KvasirError,
     UnavailableError,
 )
+from server.requests.admission.callers import Caller
+from server.requests.admission.forecast import Work
 from server.requests.async_engine import OutputStream
-from server.requests.callers import Caller
-from server.requests.forecast import Work
 from server.text.detokenizer import Detokenizer, StopChecker
 
 

@@ -11,10 +11,10 @@ from typing import Literal
 from server.engine.encoder.sequence import EncoderOutput, EncoderSequence, Encoding
 from server.engine.sampling import Floats, SamplingParams
 from server.engine.sequence import Sequence, SequenceStatus, queue_time
+from server.requests.admission.callers import Caller
+from server.requests.admission.forecast import Work
 from server.requests.async_engine import OutputStream
-from server.requests.callers import Caller
 from server.requests.completion import raise_failure
-from server.requests.forecast import Work
 
 # pooled: a vector of each text; tokens: one of each of its tokens; scores: one of its labels.
 Output = Literal["pooled", "tokens", "scores"]

@@ -10,7 +10,7 @@ from typing import Literal
 
 from model.bundle import ModelBundle
 from server.errors import InvalidRequestError, ModelNotFoundError, StartupError, UnavailableError
-from server.requests.admission import Phase
+from server.requests.admission.queue import Phase
 from server.requests.async_engine import AnyEngine
 from server.requests.service import Service, Task
 from server.requests.text_worker import TextWorker

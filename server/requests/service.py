@@ -18,12 +18,12 @@ from model.tokenizer import keep_spaces_in_offsets
 from server.engine.engine import Engine
 from server.engine.sampling import Floats
 from server.errors import DeadlineExceededError, StartupError
-from server.requests.admission import Admission, Phase, check_length
+from server.requests.admission.forecast import Work
+from server.requests.admission.queue import Admission, Phase, check_length
 from server.requests.async_engine import AnyEngine, AsyncEngine
 from server.requests.builder import RequestBuilder
 from server.requests.completion import Completion, CompletionRequest, make_choices
 from server.requests.embedding import Embedding, EmbeddingRequest
-from server.requests.forecast import Work
 from server.requests.grammars import Grammars
 from server.requests.text_worker import TextWorker
 from server.settings import Settings

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from server.api.keys import LARGEST_FILE, ApiKeys, Limits
+from server.api.http.keys import LARGEST_FILE, ApiKeys, Limits
 from server.errors import StartupError
-from server.requests.callers import Caller
+from server.requests.admission.callers import Caller
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from server.engine.engine import StepStats
-from server.requests.admission import Phase
+from server.requests.admission.queue import Phase
 from server.requests.async_engine import OutputStream
 from tests.fake_runner import FakeRunner
 from tests.serving import VOCAB_SIZE, Served, sample, serving
@@ -139,7 +139,7 @@ async def deadline(served: Served, post: Post) -> httpx.Response:
 async def deadline_at_admission(served: Served, post: Post) -> httpx.Response:
     """Reading and tokenising the request takes all its time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("server.api.middleware.perf_counter", lambda: perf_counter() - 3600)
+        patch.setattr("server.api.http.middleware.perf_counter", lambda: perf_counter() - 3600)
         response = await post(timeout_ms=3_600_000)
     assert served.runner.batches == []
     return response
@@ -241,7 +241,9 @@ async def test_a_deadline_that_has_passed_is_no_matter_of_the_load(fields: dict[
         async with occupied(served, post):
             early = await post(timeout_ms=60_000, **fields)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("server.api.middleware.perf_counter", lambda: perf_counter() - 3600)
+                patch.setattr(
+                    "server.api.http.middleware.perf_counter", lambda: perf_counter() - 3600
+                )
                 late = await post(timeout_ms=3_600_000, **fields)
             assert served.submitted.locked(), "neither reached the engine"
     assert (early.status_code, late.status_code) == (429, 504)

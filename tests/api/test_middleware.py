@@ -13,12 +13,12 @@ from typing import Any
 import httpx
 import pytest
 
-from server.api.keys import ApiKeys
+from server.api.http.keys import ApiKeys
 from server.engine.sampling import SamplingParams
 from server.errors import OverloadedError
-from server.requests.admission import Phase
+from server.requests.admission.callers import Caller
+from server.requests.admission.queue import Phase
 from server.requests.builder import RequestOptions
-from server.requests.callers import Caller
 from server.requests.completion import RequestState
 from server.requests.text_worker import THREADS
 from tests.fake_runner import TIMEOUT

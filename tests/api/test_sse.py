@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from server.api.responses import EventStream, event
+from server.api.http.responses import EventStream, event
 from server.errors import UnavailableError
 from server.requests.completion import RequestState
 

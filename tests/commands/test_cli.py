@@ -16,8 +16,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import model.bundle
-from commands import progress
-from commands.output import console
+from commands.console import progress
+from commands.console.output import console
 from kvasir import app
 from model.training import run
 from model.training.metrics import StepMetrics
@@ -166,7 +166,7 @@ def test_control_c_ends_without_output(monkeypatch: pytest.MonkeyPatch) -> None:
 
 LOADING = """
 import signal
-from commands.progress import loading
+from commands.console.progress import loading
 with loading():
     try:
         signal.raise_signal(signal.SIGINT)

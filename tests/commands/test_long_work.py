@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from commands import progress
+from commands.console import progress
 from kvasir import app
 from model.checkpoint import save_checkpoint
 from model.tokenizer import train_tokenizer

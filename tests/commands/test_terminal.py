@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from commands.terminal import complete
+from commands.console.terminal import complete
 from model.bundle import GRAPH_FILE, ModelBundle
 from model.reference import generate as oracle
 from model.tokenizer import train_tokenizer

@@ -15,7 +15,7 @@ from onnx import TensorProto, helper
 
 from export.paged_graph import export_paged_graph
 from model.config import TransformerConfig
-from model.onnx_runtime import onnxruntime
+from model.onnx.runtime import onnxruntime
 from server.engine.cuda import session as session_module
 from server.engine.cuda.runtime import NoDeviceError, free_memory
 from server.engine.cuda.session import DeviceModel, block_bytes, open_cuda_session

@@ -15,7 +15,7 @@ from export.quantize import BLOCK, quantize, quantize_blocks, quantize_rows
 from export.rewrite import branches
 from export.weights import Weights
 from model.bundle import GRAPH_FILE, WEIGHTS_FILE
-from model.onnx_runtime import onnxruntime, open_cpu_session
+from model.onnx.runtime import onnxruntime, open_cpu_session
 from tests import paged_reference
 from tests.model.variants import VARIANTS
 from tests.random_models import RandomModel, export_random, measure_scales

@@ -9,7 +9,7 @@ import onnx
 import pytest
 
 from export.verification.segments import Case, SegmentedGraph, Step
-from model.onnx_runtime import onnxruntime
+from model.onnx.runtime import onnxruntime
 from tests.random_models import RandomModel
 from tests.whole_graph import GraphSession
 

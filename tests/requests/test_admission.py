@@ -10,9 +10,9 @@ import pytest
 from server.engine.engine import Engine, StepStats
 from server.engine.sampling import SamplingParams
 from server.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
-from server.requests.admission import SLACK, Admission, Phase, check_length
+from server.requests.admission.forecast import LEAST_SHARE, Forecast, Snapshot, Work
+from server.requests.admission.queue import SLACK, Admission, Phase, check_length
 from server.requests.completion import CompletionRequest, Prompt
-from server.requests.forecast import LEAST_SHARE, Forecast, Snapshot, Work
 from tests.fake_runner import FakeRunner
 
 IDLE = Snapshot(n_slots=2)

@@ -21,7 +21,7 @@ from server.errors import (
     InvalidRequestError,
     UnavailableError,
 )
-from server.requests.callers import Caller
+from server.requests.admission.callers import Caller
 from server.requests.embedding import EmbeddingRequest
 from server.requests.service import Service
 from server.settings import load_settings

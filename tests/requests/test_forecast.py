@@ -11,8 +11,8 @@ import pytest
 
 from server.engine.engine import StepStats
 from server.errors import OverloadedError
-from server.requests.admission import longest_wait
-from server.requests.forecast import LEAST_SHARE, Forecast, Snapshot, Work
+from server.requests.admission.forecast import LEAST_SHARE, Forecast, Snapshot, Work
+from server.requests.admission.queue import longest_wait
 
 N_SLOTS, CHUNK = 4, 64
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from model.config import Pooling
 from server.api import schemas
-from server.api.responses import Deferred, json_response, service_of, state_of
+from server.api.http.responses import Deferred, json_response, service_of, state_of
 from server.engine.sampling import Floats
 from server.errors import InvalidRequestError
 from server.requests.embedding import EmbeddingRequest, Output

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from model.config import Pooling
 from server.api.embeddings.figures import best_first, listed, shares, unit
 from server.api.embeddings.requests import EncoderFields, PromptFields, pooling_of, respond
+from server.api.http.responses import GENERATE_ERRORS, service_of
 from server.api.openai.schemas import Prompts
-from server.api.responses import GENERATE_ERRORS, service_of
 from server.api.schemas import (
     Items,
     LabelRoute,

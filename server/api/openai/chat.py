@@ -9,11 +9,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from model.chat_template import ChatTemplateError
+from server.api.http.responses import finite, respond, service_of, state_of, streamed
 from server.api.openai.answers import Chat, ChatEvent
 from server.api.openai.chat_schemas import ChatBody, Conversation
 from server.api.openai.formatting import JSON, OpenAIFormatter, join
 from server.api.openai.tools import AnswerForm
-from server.api.responses import finite, respond, service_of, state_of, streamed
 from server.api.schemas import TextRoute
 from server.engine.sequence import FinishReason
 from server.errors import ContextLengthError, InvalidRequestError

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from server.api.http.responses import compact, finite, respond, service_of, state_of, streamed
 from server.api.openai.answers import Completion, CompletionEvent
 from server.api.openai.formatting import JSON, OpenAIFormatter
 from server.api.openai.schemas import CompletionsBody
-from server.api.responses import compact, finite, respond, service_of, state_of, streamed
 from server.api.schemas import TextRoute
 from server.engine.sampling import TokenLogprobs
 from server.requests.completion import Delta, Prompt

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from time import time
 from typing import Any
 
+from server.api.http.responses import DONE, Formatter, compact, event
 from server.api.openai.schemas import OpenAIBody
-from server.api.responses import DONE, Formatter, compact, event
 from server.requests.completion import Delta
 from server.requests.service import Service
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from model.bundle import KV_BLOCK_SIZE
 from model.config import TransformerConfig
-from model.onnx_runtime import onnxruntime
+from model.onnx.runtime import onnxruntime
 from server.engine.cuda.runner import Inputs, PagedRunner
 from server.engine.cuda.runtime import DeviceBuffer, NoDeviceError, free_memory
 from server.engine.engine import check_max_model_len, warm_up

@@ -51,7 +51,7 @@ class ProgressBar:
     def __init__(self, *, quiet: bool = False, takes_minutes: bool = False) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-        from commands.output import console
+        from commands.console.output import console
 
         self._bar = Progress(
             TextColumn("{task.description}", style="bold", markup=False),

@@ -19,8 +19,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.api.keys import ApiKeys
-from server.api.responses import error_response, models_of, path_of, state_of
+from server.api.http.keys import ApiKeys
+from server.api.http.responses import error_response, models_of, path_of, state_of
 from server.errors import (
     AuthenticationError,
     ForbiddenError,

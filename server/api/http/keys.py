@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from server.errors import StartupError
-from server.requests.callers import Caller
+from server.requests.admission.callers import Caller
 
 logger = logging.getLogger("kvasir")
 

@@ -11,9 +11,9 @@ from enum import Enum
 
 from server.engine.engine import Engine
 from server.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
+from server.requests.admission.forecast import LEAST_SHARE, Snapshot, Work
 from server.requests.completion import CompletionRequest
 from server.requests.embedding import EmbeddingRequest
-from server.requests.forecast import LEAST_SHARE, Snapshot, Work
 
 Request = CompletionRequest | EmbeddingRequest
 # A request that will probably be late must get its slot SLACK times its run time before the

@@ -1,0 +1,1 @@
+"""What routes share: API keys, limits, metrics, answers, errors and streams."""
