@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from model.config import TransformerConfig, first_problem
 from model.files import parse_object
+from model.mistaken import find_mistake
 from model.onnx.external_data import external_files
 from model.tokenizer import load_tokenizer
 
@@ -205,13 +206,10 @@ def hash_files(directory: Path) -> dict[str, str]:
 
 def load_bundle(directory: Path) -> ModelBundle:
     """Read a model directory and check every file against the manifest. Raises BundleError."""
-    if not directory.is_dir():
-        raise BundleError(
-            f"{directory} is not a directory; "
-            f"make one with: kvasir export CHECKPOINT --out {directory}"
-        )
     remedy = "copy it again or export the model again"
     try:
+        if wrong := find_mistake(directory):
+            raise BundleError(wrong)
         manifest = _read_manifest(directory / MANIFEST_FILE)
         for name, expected in manifest.files.items():
             path = directory / name
@@ -259,7 +257,8 @@ def _check_external_data(graph: Path, manifest: Manifest) -> None:
 def _read_manifest(path: Path) -> Manifest:
     if not path.is_file():
         raise BundleError(
-            f"{path.parent} has no {path.name}, so it is not a model directory; see kvasir export"
+            f"{path.parent} has no {path.name}, so it is not a model directory; make one with: "
+            f"kvasir export {path.parent} --out FOLDER"
         )
     try:
         values = parse_object(path.read_bytes())
