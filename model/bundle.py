@@ -206,10 +206,14 @@ def hash_files(directory: Path) -> dict[str, str]:
 
 def load_bundle(directory: Path) -> ModelBundle:
     """Read a model directory and check every file against the manifest. Raises BundleError."""
+    if not directory.is_dir():
+        source, out = ("CHECKPOINT", directory) if not directory.exists() else (directory, "FOLDER")
+        problem = (
+            f"{directory} is not a directory; make one with: kvasir export {source} --out {out}"
+        )
+        raise BundleError(find_mistake(directory) or problem)
     remedy = "copy it again or export the model again"
     try:
-        if wrong := find_mistake(directory):
-            raise BundleError(wrong)
         manifest = _read_manifest(directory / MANIFEST_FILE)
         for name, expected in manifest.files.items():
             path = directory / name
@@ -220,7 +224,8 @@ def load_bundle(directory: Path) -> ModelBundle:
             if not path.is_file():
                 raise BundleError(f"{path} is missing; {remedy}")
             if sha256(path) != expected:
-                raise BundleError(f"{path} does not match its hash in {MANIFEST_FILE}; {remedy}")
+                problem = f"{path} does not match its hash in {MANIFEST_FILE}; {remedy}"
+                raise BundleError(find_mistake(directory) or problem)
         for name in {*EXTRA_FILES, *_GRAPHS} - manifest.files.keys():
             if (directory / name).exists():
                 raise BundleError(
@@ -257,7 +262,8 @@ def _check_external_data(graph: Path, manifest: Manifest) -> None:
 def _read_manifest(path: Path) -> Manifest:
     if not path.is_file():
         raise BundleError(
-            f"{path.parent} has no {path.name}, so it is not a model directory; make one with: "
+            find_mistake(path.parent)
+            or f"{path.parent} has no {path.name}, so it is not a model directory; make one with: "
             f"kvasir export {path.parent} --out FOLDER"
         )
     try:

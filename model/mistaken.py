@@ -23,7 +23,7 @@ def find_mistake(source: Path) -> str | None:
     if not source.exists():
         if _HUB_ID.fullmatch(str(source)):
             return f"{source} does not exist; a model of Hugging Face's hub is hf://{source}"
-        return f"{source} does not exist"
+        return None
     if source.is_file():
         if source.suffix == ".safetensors":
             return f"{source} is a file of weights alone; name its folder: {source.parent}"

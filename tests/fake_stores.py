@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,7 +35,7 @@ class Store:
     challenge: str = ""  # to requests without CREDENTIALS, or the token "ours" that they buy
     url: str = ""
 
-    def body(self, name: str, headers: Mapping[str, str], more: dict[str, str]) -> Answer:
+    def body(self, name: str, headers: Any, more: dict[str, str]) -> Answer:
         content = self.files[name]
         if name in self.corrupt:
             content = content[:-1] + bytes([content[-1] ^ 1])
@@ -52,7 +52,7 @@ class Store:
         return [name for name, _ in self.asked]
 
 
-Respond = Callable[[Store, str, dict[str, list[str]], Mapping[str, str]], Answer]
+Respond = Callable[[Store, str, dict[str, list[str]], Any], Answer]
 
 
 @contextmanager
@@ -104,7 +104,7 @@ def running(store: Store, respond: Respond) -> Iterator[Store]:
             thread.join()
 
 
-def hub(store: Store, path: str, _: Any, headers: Mapping[str, str]) -> Answer:
+def hub(store: Store, path: str, _: Any, headers: Any) -> Answer:
     """Answer for the one repository org/name, whose branch is main."""
     api = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/(revision|tree)/([^/]+))?", path)
     if api and api[1] != "org/name":
@@ -140,7 +140,7 @@ def _git(name: str, store: Store) -> dict[str, Any]:
     return entry
 
 
-def oci(store: Store, path: str, _: Any, headers: Mapping[str, str]) -> Answer:
+def oci(store: Store, path: str, _: Any, headers: Any) -> Answer:
     """Answer for the repository org/name with the tag v1."""
     named = {_digest(content): name for name, content in store.files.items()}
     layers = [
@@ -160,7 +160,7 @@ def _digest(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-def s3(store: Store, path: str, query: dict[str, list[str]], headers: Mapping[str, str]) -> Answer:
+def s3(store: Store, path: str, query: dict[str, list[str]], headers: Any) -> Answer:
     """Answer for the bucket models; a page of a listing has two objects."""
     if path.rstrip("/") == "/models" and "list-type" in query:
         prefix = query["prefix"][0]
