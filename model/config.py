@@ -300,6 +300,8 @@ class TransformerConfig:
         allowed = f"in the vocabulary of {self.vocab_size}"
         bos = self.bos_token_id is None or self.bos_token_id in range(self.vocab_size)
         require("bos_token_id", bos, allowed)
+        untied = not (self.head_bias and self.tied_embeddings) or self.encoder is not None
+        require("head_bias", untied, "left out with tied_embeddings")
         for name in ("eos_token_ids", "target_prefix"):
             known = all(token_id in range(self.vocab_size) for token_id in getattr(self, name))
             require(name, known, allowed)

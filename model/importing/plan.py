@@ -35,6 +35,27 @@ def plan_parameters(
             names = f"{held[name].name!r} and {tensor.name!r}"
             raise UnsupportedError(f"tensors {names} are the same parameter")
         held[name] = tensor
+    config = _merge_embeddings(held, family, config)
+    config.check_size(sum(torch.Size(tensor.shape).numel() for tensor in held.values()))
+    shapes = parameter_shapes(config)
+    taken: set[str] = set()
+    weights = [_take(name, shape, family, config, held, taken) for name, shape in shapes.items()]
+    for name in held.keys() - taken:
+        tensor, (module, _, kind) = held[name], name.rpartition(".")
+        if name.startswith(family.unused):
+            continue
+        # AutoGPTQ stores a bias of zeros for every layer.
+        if kind == "bias" and f"{module}.weight" in taken and not tensor.read().any():
+            continue
+        unknown = f"the unknown tensor {tensor.name!r}"
+        raise UnsupportedError(f"{tensor.file.name} holds {unknown} for its configuration")
+    return config, weights
+
+
+def _merge_embeddings(
+    held: dict[str, StoredTensor], family: Family, config: TransformerConfig
+) -> TransformerConfig:
+    """Leave one of equal embeddings; return the configuration of the head that is left."""
     embedding, head = (
         f"{family.modules['embedding']}.weight",
         f"{family.modules.get('head')}.weight",
@@ -59,20 +80,7 @@ def plan_parameters(
         if not _same(held.setdefault(embedding, other), other):
             held[head] = other
             config = replace(config, tied_embeddings=False)
-    config.check_size(sum(torch.Size(tensor.shape).numel() for tensor in held.values()))
-    shapes = parameter_shapes(config)
-    taken: set[str] = set()
-    weights = [_take(name, shape, family, config, held, taken) for name, shape in shapes.items()]
-    for name in held.keys() - taken:
-        tensor, (module, _, kind) = held[name], name.rpartition(".")
-        if name.startswith(family.unused):
-            continue
-        # AutoGPTQ stores a bias of zeros for every layer.
-        if kind == "bias" and f"{module}.weight" in taken and not tensor.read().any():
-            continue
-        unknown = f"the unknown tensor {tensor.name!r}"
-        raise UnsupportedError(f"{tensor.file.name} holds {unknown} for its configuration")
-    return config, weights
+    return config
 
 
 def _same(one: StoredTensor, other: StoredTensor) -> bool:

@@ -132,9 +132,7 @@ def computed(table: Callable[[int, int], Tensor]) -> Source:
 
     table: returns [n_positions, d_model] for both numbers.
     """
-    return Source(
-        (), lambda _, config: [], lambda _, config: table(config.max_model_len, config.d_model)
-    )
+    return Source((), lambda *_: [], lambda _, config: table(config.max_model_len, config.d_model))
 
 
 def first_rows(source: Source, count: int) -> Source:

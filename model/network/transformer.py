@@ -112,6 +112,13 @@ class _HeadBias(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size))
 
 
+def _make_head(config: TransformerConfig) -> nn.Linear | _HeadBias | None:
+    """Make what the logits need beside the embedding."""
+    if not config.tied_embeddings:
+        return nn.Linear(config.d_model, config.vocab_size, bias=config.head_bias)
+    return _HeadBias(config) if config.head_bias else None
+
+
 class Transformer(nn.Module):
     """Token ids to logits, or to a vector of each text where there is a pooling.
 
@@ -133,7 +140,9 @@ class Transformer(nn.Module):
         self.config = config
         if embedding is None:
             self.embedding = nn.Embedding(config.vocab_size, config.d_model)
-        self._borrowed = () if embedding is None else (embedding,)  # a module in a tuple is no child
+        self._borrowed = (
+            () if embedding is None else (embedding,)
+        )  # a module in a tuple is no child
         self.encoder = None
         if config.encoder is not None:
             own = self.embedding if config.shared_embedding else None
@@ -144,11 +153,7 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.Identity() if config.norm_placement == "post" else make_norm(config)
         self.dropout = nn.Dropout(config.dropout)
-        self.head: nn.Linear | _HeadBias | None = None
-        if not config.tied_embeddings:
-            self.head = nn.Linear(config.d_model, config.vocab_size, bias=config.head_bias)
-        elif config.head_bias:
-            self.head = _HeadBias(config)
+        self.head = _make_head(config)
         self.pooler = None if config.pooling is None else Pooler(config, config.pooling)
         if config.has_learned_positions:
             self.position_embedding = nn.Embedding(config.max_model_len, config.d_model)

@@ -1,4 +1,4 @@
-"""Published encoder–decoders against transformers: logits, greedy text and beams."""
+"""Published encoder-decoders against transformers: logits, greedy text and beams."""
 
 from __future__ import annotations
 
@@ -86,7 +86,10 @@ def imported(folder: Path, model: Any) -> Checkpoint:
 def test_logits(name: str, tmp_path: Path) -> None:
     model = make_model(name)
     checkpoint = imported(tmp_path, model)
-    sources, targets = torch.randint(4, _VOCABULARY, (3, 30)), torch.randint(4, _VOCABULARY, (3, 25))
+    sources, targets = (
+        torch.randint(4, _VOCABULARY, (3, 30)),
+        torch.randint(4, _VOCABULARY, (3, 25)),
+    )
     lengths = torch.tensor([30, 11, 1])
     within = (torch.arange(30) < lengths[:, None]).long()
     theirs = model(sources.where(within == 1, 1), within, decoder_input_ids=targets).logits

@@ -109,7 +109,10 @@ def _read_config(
         for key in ("bos_token_id", "eos_token_id")
     )
     ends = eos if isinstance(eos, list) else [eos] * (eos is not None)
-    tokens: dict[str, Any] = {"bos_token_id": bos, "target_prefix": _prefix(values, family, generation)}
+    tokens: dict[str, Any] = {
+        "bos_token_id": bos,
+        "target_prefix": _prefix(values, family, generation),
+    }
     config = family.config(values, **tokens, eos_token_ids=[])
     given = [end for end in ends if type(end) is not int or 0 <= end < config.vocab_size]
     if ends and not given:
@@ -126,9 +129,7 @@ def _read_config(
     return family.config(values, **tokens, eos_token_ids=given)
 
 
-def _prefix(
-    values: dict[str, Any], family: Family, generation: dict[str, Any]
-) -> tuple[int, ...]:
+def _prefix(values: dict[str, Any], family: Family, generation: dict[str, Any]) -> tuple[int, ...]:
     """Return the tokens with which a target begins: one that starts it, and one that is forced."""
     if family.encoder is None:
         return ()
