@@ -103,7 +103,11 @@ async def test_a_stream_adds_up_to_the_whole_wherever_it_is_cut() -> None:
         async with chatting(text, with_template(THINKING)) as (served, _, _):
             for n in [*rng.sample(range(1, n_tokens), 3), n_tokens + 9]:
                 stop = [text[at : at + 2] for at in rng.sample(range(len(text)), rng.randrange(2))]
-                body = {"tools": THEIR_TOOLS, "max_tokens": n, "stop_sequences": stop}
+                body: dict[str, Any] = {
+                    "tools": THEIR_TOOLS,
+                    "max_tokens": n,
+                    "stop_sequences": stop,
+                }
                 whole = await post(served, **body)
                 assert without_ids(joined(await stream(served, **body))) == without_ids(whole)
                 seen |= {block["type"] for block in whole["content"]} | {whole["stop_reason"]}
@@ -157,7 +161,7 @@ async def test_a_conversation_makes_the_prompt_that_openais_makes() -> None:
         {"type": "tool_result", "tool_use_id": "toolu_2", "is_error": True}
         | {"content": [{"type": "text", "text": "no"}, {"type": "text", "text": "city"}]},
     ]
-    theirs = {
+    theirs: dict[str, Any] = {
         "system": [
             {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1;"},
             {"type": "text", "text": "Be brief."} | MARK,
@@ -176,7 +180,7 @@ async def test_a_conversation_makes_the_prompt_that_openais_makes() -> None:
         {"id": one["id"], "function": {"name": one["name"], "arguments": one["input"]}}
         for one in CALLS
     ]
-    ours = {
+    ours: dict[str, Any] = {
         "messages": [
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": "Time?\nNow?"},
