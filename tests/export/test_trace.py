@@ -19,7 +19,6 @@ from tests.model.variants import VARIANTS
 from tests.random_models import make_config, make_decoder
 
 
-
 def described(path: Path) -> Iterator[tuple[Any, ...]]:
     """Yield each node's operator and attributes, and what makes each input; then the outputs."""
     graph = onnx_ir.load(path).graph
