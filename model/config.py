@@ -388,6 +388,11 @@ def _shape(*sizes: int) -> dict[str, Any]:
 
 PRESETS = {
     "tiny": TransformerConfig(**_shape(2048, 1024, 4, 6, 2, 32, 192, 480)),
+    "tiny-encoder": TransformerConfig(
+        **_shape(2048, 1024, 4, 6, 2, 32, 192, 480),
+        causal=False,
+        pooling=Pooling(kind="mean", normalize=True),
+    ),
     "gpt2-124m": TransformerConfig(
         **_shape(50257, 1024, 12, 12, 12, 64, 768, 3072),
         position="learned",

@@ -140,8 +140,15 @@ class Transformer(nn.Module):
         """The number of parameters, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def forward(self, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return logits [batch, sequence, vocab] of whole sequences; also serving's oracle."""
+    def forward(
+        self, input_ids: Tensor, lengths: Tensor | None = None, *, pooled: bool = False
+    ) -> Tensor:
+        """Return logits [batch, sequence, vocab] of whole sequences; also serving's oracle.
+
+        pooled: return the texts' vectors instead, as `encode` does.
+        """
+        if pooled and lengths is not None:
+            return self.encode(input_ids, lengths)
         return self._logits(self.hidden(input_ids, lengths))
 
     def encode(
