@@ -388,11 +388,6 @@ def _shape(*sizes: int) -> dict[str, Any]:
 
 PRESETS = {
     "tiny": TransformerConfig(**_shape(2048, 1024, 4, 6, 2, 32, 192, 480)),
-    "tiny-encoder": TransformerConfig(
-        **_shape(2048, 1024, 4, 6, 2, 32, 192, 480),
-        causal=False,
-        pooling=Pooling(kind="mean", normalize=True),
-    ),
     "gpt2-124m": TransformerConfig(
         **_shape(50257, 1024, 12, 12, 12, 64, 768, 3072),
         position="learned",
@@ -415,6 +410,11 @@ PRESETS = {
         **_shape(128256, 2048, 16, 32, 8, 64, 2048, 8192),
         rope_theta=5e5,
         rope_scaling=RopeScaling(kind="llama3", factor=32.0, original_max_model_len=8192),
+    ),
+    "tiny-encoder": TransformerConfig(
+        **_shape(2048, 1024, 4, 6, 2, 32, 192, 480),
+        causal=False,
+        pooling=Pooling(kind="mean", normalize=True),
     ),
 }
 
