@@ -110,6 +110,8 @@ def prepare_run(
     if not all(_LEFTOVER.fullmatch(path.name) for path in held):
         mend = "continue it with --resume or choose another --out"
         raise FileExistsError(f"{folder} is not empty; {mend}")
+    if config.encoder is not None:
+        raise ConfigError("an encoder-decoder is not trained on texts without sources")
     extra_files = _extra_files(corpus, init)
     tell = partial(lines.print, soft_wrap=True)
     if not config.causal and config.pooling is None:
