@@ -49,7 +49,7 @@ validate: build/validate/.ready  ## Check the deployment files; ARGS=--strict: s
 	PATH=$(CURDIR)/build/validate/bin:$$PATH build/validate/bin/python -m loadtest.local_server $(EXAMPLE) \
 		build/validate/bin/python -m tests.deploy.validate $(ARGS)
 
-browser-test: $(VENV)/.serve build/browser/.ready  ## Test the page in Chromium; pictures in build/browser
+browser-test: $(VENV)/.dev build/browser/.ready  ## Test the page in Chromium; pictures in build/browser
 	build/browser/bin/python -m pytest -q -c tests/browser/pytest.ini --rootdir . tests/browser $(ARGS)
 
 dashboard-smoke: $(VENV)/.dev  ## Run each query of the dashboards on a Prometheus
