@@ -136,6 +136,7 @@ build/browser/.ready: constraints.txt
 build/conformance/.ready:  # these need other versions than constraints.txt has
 	$(PYTHON) -m venv build/conformance
 	build/conformance/bin/pip install --quiet --disable-pip-version-check guidellm==0.8.1 'lm_eval[api]==0.4.13'
+	npm install --silent --no-audit --no-fund --prefix build/conformance @anthropic-ai/sdk@1.12.0
 	@touch $@
 
 .PHONY: compose-check browser-test overload soak cold-start dashboard-smoke conformance faults flood image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check example
