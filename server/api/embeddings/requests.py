@@ -128,6 +128,9 @@ async def _answer(service: Service, wanted: EmbeddingRequest, show: Show) -> Res
     outputs = await service.embed(wanted)
     n_tokens = sum(len(one.ids) for one in wanted.inputs)
 
+    if sum(array.size for array in outputs) <= SHORT:
+        return json_response(b"".join(show(outputs, n_tokens)))
+
     def work() -> bytes:
         pieces = []
         for piece in show(outputs, n_tokens):
@@ -135,8 +138,6 @@ async def _answer(service: Service, wanted: EmbeddingRequest, show: Show) -> Res
             sleep(0)  # release the interpreter's lock, for which others would wait 5 ms
         return b"".join(pieces)
 
-    if sum(array.size for array in outputs) <= SHORT:
-        return json_response(work())
     loop = asyncio.get_running_loop()
     return json_response(await loop.run_in_executor(service.text_worker, work))
 
