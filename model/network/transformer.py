@@ -177,12 +177,20 @@ class Transformer(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(
-        self, input_ids: Tensor, lengths: Tensor | None = None, source: Source | None = None
+        self,
+        input_ids: Tensor,
+        lengths: Tensor | None = None,
+        source: Source | None = None,
+        *,
+        pooled: bool = False,
     ) -> Tensor:
         """Return logits [batch, sequence, vocab] of whole sequences; also serving's oracle.
 
-        source: of each row, which a decoder with an encoder needs.
+        source: of each row, which a decoder with an encoder needs. pooled: return the texts'
+        vectors instead, as `encode` does.
         """
+        if pooled and lengths is not None:
+            return self.encode(input_ids, lengths)
         return self._logits(self.hidden(input_ids, lengths, source=source))
 
     def read(self, source_ids: Tensor, lengths: Tensor) -> Source:
