@@ -19,6 +19,8 @@ from server.api.http.responses import STATUSES
 from server.api.openai import chat_schemas
 from server.api.openai import schemas as openai_schemas
 from server.api.openai.answers import ChatEvent, CompletionEvent
+from server.api.openai.responses import schemas as responses
+from server.api.openai.responses.answers import ResponseEvent
 from server.api.routes import ROUTES
 from server.errors import KvasirError
 from server.requests.service import Service
@@ -37,6 +39,7 @@ BODIES: dict[str, type[schemas.RequestBody]] = {
         openai_schemas.StreamOptions,
         chat_schemas.Conversation,
         chat_schemas.ChatBody,
+        responses.ResponsesBody,
         tgi.GenerateBody,
         tgi.GenerateParameters,
         tgi.CompatibleBody,
@@ -64,9 +67,11 @@ OF_REQUESTS = (
     "receive_timeout", "send_timeout", "keep_alive_interval", "tool_call_format",
     "reasoning_format", "api_key", "api_key_file", "share_prefix_cache", "cors_origins",
     "allowed_hosts", "root_path",
-    "explain",
+    "explain", "max_stored_responses", "stored_responses_memory",
 )  # fmt: skip
-EVENTS = {kind.__name__: kind for kind in (CompletionEvent, ChatEvent, tgi.GenerateEvent)}
+EVENTS = {
+    kind.__name__: kind for kind in (CompletionEvent, ChatEvent, tgi.GenerateEvent, ResponseEvent)
+}
 
 
 def body_type(route: APIRoute) -> Any:
@@ -78,10 +83,10 @@ def check_events(route: APIRoute, stream: str) -> int:
     """Check that each event of a stream has its type. Returns how many there are."""
     content = route.responses[200]["content"]["text/event-stream"]
     kind = EVENTS[content["schema"]["$ref"].rpartition("/")[2]]
-    events = [one.removeprefix("data:").strip() for one in stream.split("\n\n") if one]
+    events = [one.partition("data:")[2].strip() for one in stream.split("\n\n") if one]
     for event in events:
         kind.model_validate({"data": event})
-    assert (events[-1] == "[DONE]") == (kind is not tgi.GenerateEvent)
+    assert (events[-1] == "[DONE]") == (kind not in (tgi.GenerateEvent, ResponseEvent))
     return len(events)
 
 

@@ -81,7 +81,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
             known = NotFoundError("/explain is switched off on this server (setting explain)")
     elif error.status_code == 405:
         known = MethodNotAllowedError(f"{path} does not take {request.method}")
-        methods = sorted(x for one in ROUTES if one.path == path for x in one.methods or ())
+        named = [one for one in ROUTES if one.path_regex.match(path)]
+        methods = sorted({method for one in named for method in one.methods or ()})
         known.headers |= {"allow": ", ".join(methods)} if methods else dict(error.headers or {})
     return error_response(request.scope, known)
 

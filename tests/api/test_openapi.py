@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from server.api.openai.responses.schemas import LOGPROBS
 from server.api.routes import ROUTES, document
 from tests.api_reference import check_events
 from tests.fake_runner import FakeRunner
@@ -72,7 +74,7 @@ def test_every_answer_is_as_described(
 def test_all_but_open_routes_want_a_key(server: Live, session: requests.Session) -> None:
     for path, operations in DOCUMENT["paths"].items():
         for method, operation in operations.items():
-            response = session.request(method, server.url + path.format(model_id="x"))
+            response = session.request(method, server.url + re.sub("{.*?}", "x", path))
             is_open = not operation["security"]
             assert (response.status_code != 401) is is_open, (method, path)
             assert ("401" in operation["responses"]) is not is_open
@@ -80,6 +82,8 @@ def test_all_but_open_routes_want_a_key(server: Live, session: requests.Session)
 
 CHAT = [{"role": "user", "content": "a"}]
 TOOL = {"type": "function", "function": {"name": "f", "strict": True}}
+FUNCTION = {"type": "function", "name": "f"}
+REQUIRED = {"tool_choice": "required"}
 LONG = {"ignore_eos": True}  # a stream of one token would show no event but the last
 FULL: list[tuple[str, dict[str, Any]]] = [
     (
@@ -107,6 +111,10 @@ FULL: list[tuple[str, dict[str, Any]]] = [
         "/v1/chat/completions",
         LONG | {"messages": CHAT, "stream": True, "logprobs": True, "max_tokens": 5},
     ),
+    ("/v1/responses", {"input": "ab", "tools": [FUNCTION], "tool_choice": "required"}),
+    ("/v1/responses", {"input": CHAT, "include": [LOGPROBS], "top_logprobs": 2}),
+    ("/v1/responses", {"input": "ab", "tools": [FUNCTION], "stream": True, **REQUIRED}),
+    ("/v1/responses", LONG | {"input": "ab", "stream": True, "include": [LOGPROBS]}),
     (
         "/generate",
         {"inputs": "ab", "parameters": {"details": True, "decoder_input_details": True}},

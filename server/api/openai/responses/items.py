@@ -110,7 +110,7 @@ def _check_item(value: object) -> object:
     if not isinstance(value, dict):
         raise ValueError("must be an object")
     kind = value.get("type") or ("message" if "role" in value else "item_reference")
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise ValueError(
             f"has the type {kind!r}, which is not served here; items are {', '.join(_KINDS)}"
         )
