@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.conformance.anthropic_client import use_anthropic
 from tests.conformance.huggingface_client import use_huggingface
 from tests.conformance.openai_client import use_openai
 from tests.conformance.server import CAPACITY, Conformed, Server
@@ -16,7 +17,7 @@ from tests.serving import MODEL, VOCAB_SIZE
 
 # The openai package causes this warning with `parsed`.
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
-@pytest.mark.parametrize("use", [use_openai, use_huggingface])
+@pytest.mark.parametrize("use", [use_openai, use_anthropic, use_huggingface])
 def test_a_client_finds_what_it_expects(use: Callable[[Server], Conformed]) -> None:
     runner = FakeRunner(VOCAB_SIZE, max_model_len=2000, max_num_seqs=CAPACITY)
     with live(runner, max_queue=CAPACITY) as served:
