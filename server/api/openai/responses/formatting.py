@@ -121,7 +121,10 @@ class ResponseFormatter(Formatter):
         if self._with_logprobs and delta.logprobs is not None:
             scored = token_logprobs(self.tokenizer, delta.logprobs, self._hidden_ids, hidden=[])
             self._scored.append(scored)
+        n_reasoning = self._reader.parser.n_reasoning
         pieces, reason = self._reader.read(delta, self.completion)
+        if self._reader.parser.n_reasoning > n_reasoning:  # its tags are no text either
+            self._scored.clear()
         for piece in pieces:
             yield from self._add(piece)
         if reason is not None:
