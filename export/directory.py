@@ -47,7 +47,8 @@ from model.training.data import DATA_FOLDER, open_tokens
 
 # The manifest's names for what a checkpoint notes of its training.
 _NOTES = {"step": "training_step", "seconds": "training_seconds"}
-_NOTES |= {name: name for name in ("train_tokens", "held_out_tokens", "held_out_loss")}
+_NOTES |= {name: name for name in ("train_tokens", "held_out_tokens")}
+_NOTES |= {name: name for name in ("held_out_loss", "held_out_accuracy")}
 _VERSIONS = ("torch", "onnx", "onnxruntime", "kvasir-lm")
 _PYDOC = f"Python {sys.version_info[0]}.{sys.version_info[1]}'s pydoc topics"
 
@@ -220,6 +221,7 @@ def make_manifest(
         device=device,
         precision=precision,
         max_model_len=config.max_model_len,
+        fits_16_bits=config.pooling is not None,
         graph_inputs=[str(value.name) for value in graph.inputs],
         graph_outputs=[str(value.name) for value in graph.outputs],
         versions={name: version(name) for name in _VERSIONS},
