@@ -141,6 +141,10 @@ class Settings(BaseSettings):
         description="Tags of the model's reasoning: think is <think>, mistral is [THINK], seed is "
         "<seed:think>, none finds none. Default: those that its chat template names.",
     )
+    max_stored_responses: int = Field(1024, ge=0)
+    """Answers of /v1/responses that are kept in memory for follow-ups; 0 keeps none."""
+    stored_responses_memory: ByteSize = ByteSize(64 * 2**20)
+    """Memory for these answers and the conversations before them; the oldest are dropped."""
     explain: bool = True
     """Serve POST /explain, whose requests cost a pass over their text in a second session."""
     otlp_endpoint: str | None = Field(None, pattern=r"^https?://.+")

@@ -21,6 +21,7 @@ from server.api.http.middleware import (
     page_check,
     request_context,
 )
+from server.api.openai.responses.store import ResponseStore
 from server.api.routes import add_routes
 from server.engine.machine import yield_to_streams
 from server.errors import StartupError
@@ -96,6 +97,9 @@ def create_app(
     app.state.explanations = {
         name: Explanations(service.bundle) for name, service in models.services.items()
     }
+    app.state.response_store = ResponseStore(
+        settings.max_stored_responses, settings.stored_responses_memory
+    )
     add_routes(app)
     # Middleware runs in reverse order: the last one added is the outermost.
     app.add_middleware(body_limit, max_bytes=settings.max_body_bytes)
@@ -108,7 +112,7 @@ def create_app(
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after", "x-should-retry"],
         )
