@@ -14,7 +14,13 @@ from tokenizers import Tokenizer
 from server.engine.engine import TokenOutput
 from server.engine.grammar.constraints import Constraint, Grammar
 from server.engine.sampling import SamplingParams, TokenLogprobs
-from server.engine.sequence import FinishReason, Sequence, SequenceStatus, queue_time
+from server.engine.sequence import (
+    BACKGROUND_PRIORITY,
+    FinishReason,
+    Sequence,
+    SequenceStatus,
+    queue_time,
+)
 from server.errors import (
     DeadlineExceededError,
     EngineError,
@@ -263,7 +269,7 @@ def raise_failure(reason: FinishReason | None) -> None:
 class RequestState:
     """An HTTP request's id, arrival in seconds of `perf_counter`, sender, and completion if any.
 
-    model: its name, "" until it is known. body_size: in bytes, once it is read. error: the `reason`
+    is_background: a line of a batch. model: its name, "" until it is known. body_size: in bytes, once it is read. error: the `reason`
     of the error that it ended in. trace_id: 32 hexadecimal digits.
     """
 
@@ -275,3 +281,8 @@ class RequestState:
     completion: Completion | None = None
     error: str | None = None
     trace_id: str | None = None
+    is_background: bool = False
+
+    def priority(self, asked: int) -> int:
+        """Return the priority of its sequences, if it asks for `asked`."""
+        return BACKGROUND_PRIORITY + asked if self.is_background else asked

@@ -219,11 +219,12 @@ class Metrics:
         """Record an output, with the times of it and the one before, in `perf_counter` seconds."""
         self._generation_tokens.inc(has_token)
         if previous is not None:
-            if has_token:
+            if has_token and not sequence.is_background:
                 self._inter_token.observe(now - previous)
         elif sequence.n_computed >= len(sequence.prompt_ids):
             self._prompt_tokens.inc(len(sequence.prompt_ids))
-            self._first_token.observe(now - sequence.arrived_at)
+            if not sequence.is_background:
+                self._first_token.observe(now - sequence.arrived_at)
 
     def finished(self, sequence: Sequence, reason: FinishReason, *, wasted: bool) -> None:
         """Record the end of a sequence; its tokens are wasted if its client has disconnected."""
@@ -234,7 +235,7 @@ class Metrics:
         if wasted:
             self._wasted.inc(n_generated)
         scheduled, end, n_later = sequence.scheduled_at, sequence.finished_at, n_generated - 1
-        if end is None:
+        if end is None or sequence.is_background:  # whose times are nobody's wait
             return
         arrived = sequence.arrived_at
         first = (
