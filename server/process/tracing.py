@@ -29,7 +29,7 @@ _Phase = tuple[str, float, float]  # its name, start and end, in seconds of `per
 _LOG_SECONDS = 60.0  # between two lines of one kind about the collector
 _TRACE_CONTEXT = TraceContextTextMapPropagator()  # and no baggage: nothing here reads it
 _OPERATIONS = dict.fromkeys(("/v1/completions", *TGI_PATHS), "text_completion")
-_OPERATIONS["/v1/chat/completions"] = "chat"
+_OPERATIONS |= dict.fromkeys(("/v1/chat/completions", "/v1/messages"), "chat")
 
 
 def request_spans(app: ASGIApp, provider: TracerProvider, model: str) -> ASGIApp:

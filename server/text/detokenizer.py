@@ -61,13 +61,19 @@ class StopChecker:
     """A search for the stop string that is complete first, the longest of several.
 
     Text that may begin one is held back; the stop string and what follows it are never returned.
+    found: the stop string.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
         self._longest = max(map(len, stops), default=0)
         self._held = ""
-        self.stopped = False
+        self.found: str | None = None
+
+    @property
+    def stopped(self) -> bool:
+        """True if a stop string has ended the text."""
+        return self.found is not None
 
     def push(self, text: str) -> str:
         """Return the text that is safe to show."""
@@ -76,8 +82,9 @@ class StopChecker:
         buffer = self._held + text
         found = [(at + len(stop), at) for stop in self._stops if (at := buffer.find(stop)) >= 0]
         if found:
-            self.stopped, self._held = True, ""
-            return buffer[: min(found)[1]]
+            end, at = min(found)
+            self.found, self._held = buffer[at:end], ""
+            return buffer[:at]
         begins = range(max(0, len(buffer) - self._longest + 1), len(buffer))
         begun = (at for at in begins if any(s.startswith(buffer[at:]) for s in self._stops))
         at = next(begun, len(buffer))

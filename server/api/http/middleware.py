@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.http.keys import ApiKeys
-from server.api.http.responses import error_response, models_of, path_of, state_of
+from server.api.http.responses import error_response, is_anthropic, models_of, path_of, state_of
 from server.errors import (
     AuthenticationError,
     ForbiddenError,
@@ -54,7 +54,10 @@ def request_context(app: ASGIApp) -> ASGIApp:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = state.id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = state.id
+                if is_anthropic(scope):
+                    headers["request-id"] = state.id
             await send(message)
 
         try:

@@ -37,6 +37,17 @@ _LOWEST_LOGPROB = -9999.0  # JSON has no infinity
 TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"}) | {
     *("/embed", "/embed_all", "/similarity", "/rerank", "/predict"),
 }
+_ANTHROPIC_PATH = "/v1/messages"  # and the paths below it
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _TGI_TYPES = {"invalid_request_error": "validation", "internal_error": "generation"}
 
 STATUSES = {
@@ -118,6 +129,11 @@ def path_of(scope: Scope) -> str:
     return str(scope.get("path", "")).removeprefix(root_path)
 
 
+def is_anthropic(scope: Scope) -> bool:
+    """Return whether a path is of Anthropic's API."""
+    return f"{path_of(scope)}/".startswith(f"{_ANTHROPIC_PATH}/")
+
+
 def error_body(scope: Scope, error: Exception) -> tuple[KvasirError, dict[str, Any]]:
     """Return an error of our tree, and its body in the dialect of the path."""
     if not isinstance(error, KvasirError):
@@ -129,6 +145,10 @@ def error_body(scope: Scope, error: Exception) -> tuple[KvasirError, dict[str, A
         message = f"{message}; request id {state_of(scope).id}"  # to be found in the log
     if path_of(scope) in TGI_PATHS:
         return error, {"error": message, "error_type": _TGI_TYPES.get(error.type, error.type)}
+    if is_anthropic(scope):
+        kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error")
+        cause = {"type": kind, "message": message}
+        return error, {"type": "error", "error": cause, "request_id": state_of(scope).id}
     fields = {"message": message, "type": error.type, "param": error.param, "code": error.code}
     return error, {"error": fields}
 
@@ -184,6 +204,7 @@ class Formatter(ABC):
     """The form of a completion's response: `chunk` if it is streamed, else `add` and `whole`."""
 
     end = b""  # the last event of a stream
+    keep_alive = KEEP_ALIVE
     completion: Completion  # once the request is admitted
 
     def __init__(self, service: Service) -> None:
@@ -227,7 +248,7 @@ async def _events(
             if chunk := b"".join(formatter.chunk(delta) for delta in deltas):
                 yield chunk
             elif not deltas:
-                yield KEEP_ALIVE
+                yield formatter.keep_alive
         if tail := formatter.tail():
             yield tail
 
@@ -256,17 +277,18 @@ class Deferred(Response):
         await response(scope, receive, send)
 
 
-def event(data: str) -> bytes:
+def event(data: str, name: str | None = None) -> bytes:
     """Return a server-sent event with one line of data: JSON, which holds no line break."""
-    return f"data: {data}\n\n".encode()
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {data}\n\n".encode()
 
 
 class EventStream(Response):
     """A stream of server-sent events, which closes `events` in any case.
 
     The response starts with the first event, so an error before it has a status of its own. A later
-    error is an event `{"error": ...}`, followed by `end`. A client that disconnects, waiting or
-    reading, cancels the stream.
+    error is an event `{"error": ...}`, named if it has a type, followed by `end`. A client that
+    disconnects, waiting or reading, cancels the stream.
     """
 
     media_type = "text/event-stream"
@@ -291,5 +313,6 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                 body = b""
             except Exception as error:
-                body = event(compact(error_body(scope, error)[1])) + self._end
+                _, fields = error_body(scope, error)
+                body = event(compact(fields), fields.get("type")) + self._end
             await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -13,13 +13,12 @@ from server.api.http.responses import finite, respond, service_of, state_of, str
 from server.api.openai.answers import Chat, ChatEvent
 from server.api.openai.chat_schemas import ChatBody, Conversation
 from server.api.openai.formatting import JSON, OpenAIFormatter, join
-from server.api.openai.tools import AnswerForm
+from server.api.openai.tools import AnswerForm, AnswerReader
 from server.api.schemas import TextRoute
-from server.engine.sequence import FinishReason
 from server.errors import ContextLengthError, InvalidRequestError
-from server.requests.completion import Delta
+from server.requests.completion import CompletionRequest, Delta
 from server.requests.service import Service
-from server.text.answer import AnswerParser, AnswerPiece, Reasoning
+from server.text.answer import AnswerPiece, Reasoning
 from server.text.chat_format import ChatFormat
 from server.text.detokenizer import token_bytes, token_text
 
@@ -29,6 +28,18 @@ router = APIRouter(route_class=TextRoute)
 @router.post("/v1/chat/completions", response_model=Chat, responses=streamed(ChatEvent))
 async def chat_completions(request: Request, body: ChatBody) -> Response:
     """Answer in a conversation, as OpenAI does."""
+    wanted, form = await prepare(request, body)
+    formatter = ChatFormatter(service_of(request), body, state_of(request.scope).id, form)
+    return respond(request, wanted, formatter, stream=body.stream)
+
+
+async def prepare(
+    request: Request, body: ChatBody, default_max_tokens: int | None = None
+) -> tuple[CompletionRequest, AnswerForm]:
+    """Return the request for a chat, and the form of its answers. Raises InvalidRequestError.
+
+    default_max_tokens: as RequestOptions has it; None is as many as fit.
+    """
     service, state = service_of(request), state_of(request.scope)
     chat, text = await render(request, body)
     form = await service.text_worker.call(
@@ -37,7 +48,7 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
     options = body.options(
         [text],
         service.bundle.generation,
-        default_max_tokens=service.builder.max_model_len,
+        default_max_tokens=default_max_tokens or service.builder.max_model_len,
         logprobs=body.top_logprobs if body.logprobs else None,
         grammar=form.grammar,
         kept_ids=form.kept_ids,
@@ -45,11 +56,9 @@ async def chat_completions(request: Request, body: ChatBody) -> Response:
         add_special_tokens=body.add_special_tokens,
     )
     try:
-        wanted = await service.builder.build(options, state)
+        return await service.builder.build(options, state), form
     except ContextLengthError as error:
         raise ContextLengthError(error.message, param="messages") from None
-    formatter = ChatFormatter(service, body, state.id, form)
-    return respond(request, wanted, formatter, stream=body.stream)
 
 
 async def render(request: Request, conversation: Conversation) -> tuple[ChatFormat, str]:
@@ -89,28 +98,20 @@ class ChatFormatter(OpenAIFormatter):
         self._form = form
         self._with_logprobs = body.logprobs
         self._hidden_ids = service.special_ids - form.kept_ids
-        self._parsers: dict[int, AnswerParser] = {}  # by choice
+        self._readers: dict[int, AnswerReader] = {}  # by choice
 
     def parts(self, delta: Delta) -> Iterator[JSON]:
         """Yield the new parts of a message, the first with the role."""
-        index, reason = delta.choice.index, delta.finish_reason
+        index = delta.choice.index
         part: JSON = {"index": index, "delta": {}, "logprobs": None, "finish_reason": None}
-        if index not in self._parsers:
-            self._parsers[index] = self._form.parser()
+        if index not in self._readers:
+            self._readers[index] = AnswerReader(self._form)
             yield part | {"delta": {"role": "assistant", "content": ""}}
-        parser = self._parsers[index]
-        if parser.is_over:  # the calls are complete; the rest of the text is not shown
+        reader = self._readers[index]
+        if reader.parser.is_over:  # the calls are complete; the rest of the text is not shown
             return
-        pieces = parser.push(delta.text, delta.token_id is not None)
-        if parser.is_over:
-            self.completion.stop(delta.choice)
-            reason = FinishReason.STOP
+        pieces, reason = reader.read(delta, self.completion)
         part["finish_reason"] = reason
-        if reason is not None:
-            pieces += parser.flush(is_cut=reason is not FinishReason.STOP)
-            # A stop string or token may have cut the last call short.
-            if reason is FinishReason.STOP and parser.calls_end_it:
-                part["finish_reason"] = delta.choice.shown_reason = "tool_calls"
         part["delta"] = _changes(pieces)
         if logprobs := self._logprobs(delta):
             part["logprobs"] = {"content": logprobs}
@@ -133,7 +134,7 @@ class ChatFormatter(OpenAIFormatter):
     def _usage(self, n_generated: int) -> JSON:
         usage = super()._usage(n_generated)
         if self._form.reasoning is not None:
-            n_reasoning = sum(parser.n_reasoning for parser in self._parsers.values())
+            n_reasoning = sum(reader.parser.n_reasoning for reader in self._readers.values())
             usage["completion_tokens_details"] = {"reasoning_tokens": n_reasoning}
         return usage
 

@@ -9,9 +9,11 @@ from typing import Any
 
 from server.api.openai.chat_schemas import ChatBody, NamedTool
 from server.engine.grammar.constraints import Grammar
+from server.engine.sequence import FinishReason
 from server.errors import InvalidRequestError
+from server.requests.completion import Completion, Delta
 from server.requests.service import Service
-from server.text.answer import AnswerParser
+from server.text.answer import AnswerParser, AnswerPiece
 from server.text.chat_format import ChatFormat
 from server.text.reasoning import ReasoningFormat, ReasoningParser
 from server.text.tool_calls import ToolCallFormat, ToolCallParser
@@ -64,6 +66,30 @@ class AnswerForm:
             grammar = replace(grammar, lead=lead)
         kept_ids = service.special_ids.intersection(tokens.values())
         return cls(reasoning, is_reasoning, calls, max_calls, schemas, grammar, kept_ids)
+
+
+class AnswerReader:
+    """A reader of the parts of one choice's answer."""
+
+    def __init__(self, form: AnswerForm) -> None:
+        self.parser = form.parser()
+
+    def read(self, delta: Delta, completion: Completion) -> tuple[list[AnswerPiece], str | None]:
+        """Return the parts that a delta completes, and at the end the reason in OpenAI's words.
+
+        Once the parser is over, the choice is stopped, and no delta may follow.
+        """
+        parser, reason = self.parser, delta.finish_reason
+        pieces = parser.push(delta.text, delta.token_id is not None)
+        if parser.is_over:
+            completion.stop(delta.choice)
+            reason = FinishReason.STOP
+        if reason is not None:
+            pieces += parser.flush(is_cut=reason is not FinishReason.STOP)
+            # A stop string or token may have cut the last call short.
+            if reason is FinishReason.STOP and parser.calls_end_it:
+                delta.choice.shown_reason = "tool_calls"
+        return pieces, reason and (delta.choice.shown_reason or reason)
 
 
 def _call_format(body: ChatBody, chat: ChatFormat) -> ToolCallFormat | None:
