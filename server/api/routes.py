@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
@@ -18,9 +19,9 @@ from server.api import explain, health, models, playground, tgi, tokenize
 from server.api.embeddings import openai as embeddings
 from server.api.embeddings import scores, tei
 from server.api.http.responses import READ_ERRORS, TGI_PATHS, error_response, path_of
-from server.api.openai import chat, completions
+from server.api.openai import batches, chat, completions, files
 from server.api.openai.answers import ChatEvent, CompletionEvent
-from server.api.schemas import Error
+from server.api.schemas import BodyRoute, Error
 from server.api.tgi import GenerateError, GenerateEvent
 from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError
 
@@ -42,6 +43,7 @@ def openapi(request: Request) -> dict[str, Any]:  # no coroutine: it takes a whi
 ROUTERS = (
     *(chat.router, completions.router, models.router, tgi.router, tokenize.router),
     *(embeddings.router, tei.router, tei.label_router, scores.router),
+    *(files.router, batches.router),
     *(explain.router, health.router, playground.router, router),
 )
 ROUTES = [route for one in ROUTERS for route in one.routes if isinstance(route, APIRoute)]
@@ -51,12 +53,17 @@ for route in ROUTES:
 
 def add_routes(app: FastAPI) -> None:
     """Add all routes, and the responses for paths and methods that have none."""
-    has_explain = app.state.models.settings.explain
+    settings = app.state.models.settings
+    absent = [] if settings.explain else [explain.router]
+    absent += [files.router, batches.router] if settings.batch_dir is None else []
     for one in ROUTERS:
-        if has_explain or one is not explain.router:
+        if not any(one is other for other in absent):
             app.include_router(one)
+    bodies = [one.path for one in ROUTES if isinstance(one, BodyRoute)]
+    app.state.endpoints = [path for path in bodies if re.fullmatch("/v1/[a-z/]+", path)]
     app.mount("/static", playground.StaticPlayground(directory=playground.STATIC))
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(RequestValidationError, _on_validation_error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -66,12 +73,23 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         nearest = get_close_matches(path[:128], [one.path for one in ROUTES], 1, cutoff=0.0)[0]
         known = NotFoundError(f"there is no {path} here; the nearest path is {nearest}")
+        if path_of(request.scope).startswith(("/v1/files", "/v1/batches")):
+            known = NotFoundError("batches are switched off on this server (setting batch_dir)")
         if path_of(request.scope) == "/explain":
             known = NotFoundError("/explain is switched off on this server (setting explain)")
     elif error.status_code == 405:
         known = MethodNotAllowedError(f"{path} does not take {request.method}")
         methods = sorted(x for one in ROUTES if one.path == path for x in one.methods or ())
         known.headers |= {"allow": ", ".join(methods)} if methods else dict(error.headers or {})
+    return error_response(request.scope, known)
+
+
+async def _on_validation_error(request: Request, error: Exception) -> Response:
+    """Answer 400 for a parameter of the query: FastAPI itself checks nothing else."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    param = str(first["loc"][-1])
+    known = InvalidRequestError(f"{param}: {first['msg']}", param=param)
     return error_response(request.scope, known)
 
 

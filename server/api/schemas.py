@@ -362,7 +362,6 @@ class BodyRoute(APIRoute):
     """
 
     task: Task | None = None  # None is for every model
-    finds_model = True  # False for a route that needs none
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler. An endpoint with a body takes the request and the body."""

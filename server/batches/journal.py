@@ -76,11 +76,13 @@ class Journal:
             self.usage.add(content)
 
     def append(self, custom_id: str, reply: Reply) -> None:
-        """Answer a request. Raises OSError and RequestTooLargeError, and then nothing is written."""
+        """Answer a request. Raises OSError or RequestTooLargeError, and then writes nothing."""
         body = reply.body
         for end, escaped in _LINE_ENDS.items():
             body = body.replace(end, escaped)
-        response = f'{{"status_code":{reply.status_code},"request_id":{json.dumps(reply.request_id)}'
+        response = (
+            f'{{"status_code":{reply.status_code},"request_id":{json.dumps(reply.request_id)}'
+        )
         rest = b'"response":%b,"body":%b},"error":null' % (response.encode(), body)
         self._append(custom_id, rest, is_failure=_is_failure(reply.status_code))
         self._count(custom_id, reply.status_code, reply.content)
@@ -121,7 +123,8 @@ class Journal:
         self.sync()
         batch = self._batch
         for is_failure, name in (False, "output"), (True, "error"):
-            file_id, size = self._ids[is_failure], os.fstat(self._files[is_failure].fileno()).st_size
+            file_id = self._ids[is_failure]
+            size = self._store.path(file_id).stat().st_size
             if not size:
                 self._store.discard(file_id)
                 continue

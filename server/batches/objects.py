@@ -8,8 +8,14 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field
 
 Status = Literal[
-    *("validating", "failed", "in_progress", "finalizing", "completed"),
-    *("expired", "cancelling", "cancelled"),
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
 ]
 ENDED = ("failed", "completed", "expired", "cancelled")
 

@@ -8,7 +8,6 @@ a description yet, a line at a time; a line cut off by a crash is removed when t
 from __future__ import annotations
 
 import fcntl
-import os
 import secrets
 import threading
 from collections.abc import Mapping
@@ -114,7 +113,7 @@ class BatchStore:
             self.n_bytes -= size
 
     def take(self, n_bytes: int) -> None:
-        """Count bytes that are about to be written. Raises RequestTooLargeError if they do not fit."""
+        """Count bytes that are about to be written. Raises RequestTooLargeError for too many."""
         with self._writing:
             if self.n_bytes + n_bytes > self._max_bytes:
                 raise RequestTooLargeError(

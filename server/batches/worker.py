@@ -57,7 +57,7 @@ class BatchWorker:
         self.clock = clock
         self._answer, self._parse, self._max_line, self._counted = answer, parse, max_line, count
         self._places = asyncio.Semaphore(n_at_once)  # fair: batches get places in turn
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
         self._limits: dict[str, asyncio.Timeout] = {}
 
     def start(self) -> None:
@@ -68,8 +68,8 @@ class BatchWorker:
     def begin(self, batch: StoredBatch) -> None:
         """Start to answer a batch."""
         task = asyncio.create_task(self._run(batch))
-        self._tasks[batch.id] = task
-        task.add_done_callback(lambda _: self._tasks.pop(batch.id))
+        self.tasks[batch.id] = task
+        task.add_done_callback(lambda _: self.tasks.pop(batch.id))
 
     def cancel(self, batch: StoredBatch) -> None:
         """End a batch, which the caller has marked as cancelling; what is answered stays."""
@@ -78,7 +78,7 @@ class BatchWorker:
 
     async def close(self) -> None:
         """Stop, and leave unfinished batches to the next start."""
-        tasks = list(self._tasks.values())
+        tasks = list(self.tasks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -159,7 +159,11 @@ class BatchWorker:
         if missing := sorted(_FIELDS - line.keys()):
             wrong = "missing_required_parameter", f"This line lacks {missing[0]}.", missing[0]
         elif unknown := sorted(line.keys() - _FIELDS):
-            wrong = "unknown_parameter", f"This line has the unknown field {unknown[0]}.", unknown[0]
+            wrong = (
+                "unknown_parameter",
+                f"This line has the unknown field {unknown[0]}.",
+                unknown[0],
+            )
         elif not isinstance(custom_id, str) or not 1 <= len(custom_id) <= _MAX_ID:
             message = f"custom_id must be a string of 1 to {_MAX_ID} characters."
             wrong = "invalid_custom_id", message, "custom_id"

@@ -269,8 +269,8 @@ def raise_failure(reason: FinishReason | None) -> None:
 class RequestState:
     """An HTTP request's id, arrival in seconds of `perf_counter`, sender, and completion if any.
 
-    is_background: a line of a batch. model: its name, "" until it is known. body_size: in bytes, once it is read. error: the `reason`
-    of the error that it ended in. trace_id: 32 hexadecimal digits.
+    model: its name, "" until it is known. body_size: in bytes, once it is read. error: the `reason`
+    of the error that it ended in. trace_id: 32 hexadecimal digits. is_background: a batch's line.
     """
 
     id: str

@@ -93,6 +93,26 @@ class ServerMetrics:
             self._families[name] = kind(name, text, ["model", *labels], **options)
         return self._families[name]
 
+    def show_batches(self, read: Callable[[], tuple[float, float]]) -> None:
+        """Show the requests of batches; `read` gives those not answered, and bytes of files."""
+        self._batch_requests = Counter(
+            "batch_requests",
+            "Requests of batches that were answered, by outcome.",
+            ["outcome"],
+            namespace="kvasir",
+            registry=self.registry,
+        )
+        for outcome in ("completed", "failed"):
+            self._batch_requests.labels(outcome)
+        gauge = partial(Gauge, namespace="kvasir", registry=self.registry)
+        text = "Requests of batches that are not answered."
+        gauge("batch_requests_pending", text).set_function(lambda: read()[0])
+        gauge("batch_dir_bytes", "Size of the files of batches.").set_function(lambda: read()[1])
+
+    def batch_request(self, outcome: str) -> None:
+        """Record that a request of a batch was answered: completed or failed."""
+        self._batch_requests.labels(outcome).inc()
+
     def add_load(self, load: Load) -> None:
         """Add what a model's router gauges are read from."""
         self._loads.append(load)

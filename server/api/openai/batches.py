@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Path, Query, Request
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 from pydantic_core import from_json
 from starlette.types import Message
 
 from server.api.http.keys import ApiKeys
 from server.api.http.middleware import new_state
-from server.api.http.responses import compact, error_body
+from server.api.http.responses import compact, error_body, models_of
 from server.api.openai.files import CHANGE_ERRORS, ERRORS, After, Owner, Store, page
-from server.api.schemas import BodyRoute, RequestBody, ResponseBody, check_amount
+from server.api.schemas import RequestBody, ResponseBody, check_amount, parse
 from server.batches.journal import Reply
 from server.batches.objects import Batch
 from server.batches.worker import BatchWorker
@@ -27,13 +28,7 @@ _FAILED_RETRY = 60.0  # seconds, once an engine has failed and a restart is need
 _CANCELLABLE = ("validating", "in_progress", "cancelling")
 
 
-class BatchRoute(BodyRoute):
-    """A route that needs no model."""
-
-    finds_model = False
-
-
-router = APIRouter(route_class=BatchRoute)
+router = APIRouter()
 
 _Key = Annotated[str, Field(max_length=64)]
 _Value = Annotated[str, Field(max_length=512)]
@@ -61,17 +56,19 @@ class BatchList(ResponseBody):
     has_more: bool
 
 
-def endpoints(app: FastAPI) -> list[str]:
-    """Return the paths whose requests can be lines of a batch."""
-    routes = [one for one in app.routes if isinstance(one, BodyRoute) and one.finds_model]
-    return [one.path for one in routes if one.path.startswith("/v1/") and "{" not in one.path]
+_SCHEMA = {"$ref": f"#/components/schemas/{BatchBody.__name__}"}
+_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": _SCHEMA}}}}
+_PARSER = TypeAdapter(BatchBody)
 
 
-@router.post("/v1/batches", responses=CHANGE_ERRORS)
-async def create(request: Request, body: BatchBody, store: Store, owner: Owner) -> Batch:
+@router.post("/v1/batches", responses=CHANGE_ERRORS, openapi_extra=_BODY)
+async def create(request: Request, store: Store, owner: Owner) -> Batch:
     """Answer the requests of a file, in the background."""
     worker: BatchWorker = request.app.state.batches
-    known = endpoints(request.app)
+    raw = await request.body()
+    text_worker = models_of(request.scope).text_worker
+    body = await text_worker.call(len(raw), partial(parse, _PARSER, raw))
+    known = request.app.state.endpoints
     if body.endpoint not in known:
         message = f"endpoint: it must be one of {', '.join(known)}, not {body.endpoint!r}"
         raise InvalidRequestError(message, param="endpoint")
@@ -144,9 +141,13 @@ class Answers:
             state.caller = self._callers.setdefault(owner, Caller(owner, known.salt))
             state.caller.tokens_per_minute = known.tokens_per_minute
         scope = {
-            **{"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http"},
-            **{"path": path, "root_path": "", "query_string": b"", "app": self._app},
-            "headers": [(b"content-type", b"application/json")],
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "root_path": "",
+            "query_string": b"",
+            "headers": [],
+            "app": self._app,
             "state": {"request": state},
         }
         sent: list[Message] = []

@@ -31,9 +31,7 @@ _UPLOAD = {
         "file": {"type": "string", "format": "binary", "minLength": 1},
     },
 }
-_BODY = {
-    "requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}
-}
+_BODY = {"requestBody": {"required": True, "content": {"multipart/form-data": {"schema": _UPLOAD}}}}
 _CONTENT: dict[int | str, dict[str, Any]] = {
     200: {"description": "The content.", "content": {"application/octet-stream": {}}}
 }
@@ -132,9 +130,7 @@ async def file(file_id: FileId, store: Store, owner: Owner) -> File:
     return store.file(file_id, owner)
 
 
-@router.get(
-    "/v1/files/{file_id}/content", responses=ERRORS | _CONTENT, response_class=FileResponse
-)
+@router.get("/v1/files/{file_id}/content", responses=ERRORS | _CONTENT, response_class=FileResponse)
 async def content(file_id: FileId, store: Store, owner: Owner) -> FileResponse:
     """Return the content of a file."""
     known = store.file(file_id, owner)

@@ -54,7 +54,7 @@ class EncoderEngine:
 
     @property
     def occupancy(self) -> tuple[int, float]:
-        """The number of clients' texts in this step, and the used share of a cache that does not exist."""
+        """The number of clients' texts in this step, and the used share of no cache."""
         return sum(not sequence.is_background for sequence in self._running), 0.0
 
     def release_idle_memory(self) -> None:
