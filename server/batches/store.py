@@ -56,7 +56,8 @@ class BatchStore:
             for path in self._files.iterdir():
                 if path.name.removesuffix(".json") not in known:
                     path.unlink()
-            self.n_bytes = sum(path.stat().st_size for path in self._files.iterdir())
+            contents = (path for path in self._files.iterdir() if path.suffix != ".json")
+            self.n_bytes = sum(path.stat().st_size for path in contents)
         except BlockingIOError:
             message = "is used by another server; give each a batch_dir of its own"
             raise StartupError(f"batch_dir {folder} {message}") from None

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from pathlib import Path
 
 import psutil
 
 SPIN_MICROSECONDS = 100  # default time that an idle thread keeps its processor
+
+_NICENESS = 5  # of an encoder beside streams: Linux gives it a third of a stream's time
 
 _CGROUP = Path("/sys/fs/cgroup")
 _MEMORY_FILES = (  # of v2 and v1: folder, limit, usage, and the field of unused page cache
@@ -43,6 +46,12 @@ def available_memory(cgroup: Path = _CGROUP) -> int:
             left = int(limit) - int(usage) + int(fields.get(idle_field, 0))
             return min(available, max(0, left))
     return available
+
+
+def yield_to_streams() -> None:
+    """Let this thread and those that it will start run less often than threads of streams."""
+    if sys.platform == "linux":  # elsewhere the whole process would yield
+        os.nice(_NICENESS)
 
 
 def _read(path: Path) -> str:

@@ -25,6 +25,7 @@ from server.api.openai.batches import Answers, parse_line
 from server.api.routes import add_routes
 from server.batches.store import BatchStore
 from server.batches.worker import BatchWorker
+from server.engine.machine import yield_to_streams
 from server.errors import StartupError
 from server.process.engine_builder import build_encoder_engine, build_engine
 from server.requests.async_engine import AnyEngine
@@ -72,13 +73,13 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         clock.lap("application")
-        services = models.services.values()
-        if engine is None:
-            for service in services:
-                if service.task == "generate":
-                    service.grammars.warm_up()
+        of_text = [one for one in models.services.values() if one.task == "generate"]
+        for service in of_text if engine is None else ():
+            service.grammars.warm_up()
 
         def build(service: Service) -> AnyEngine:
+            if service.task != "generate" and of_text:
+                yield_to_streams()
             make = build_engine if service.task == "generate" else build_encoder_engine
             return engine or make(settings, service.bundle, clock)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,11 +17,13 @@ import pytest
 
 from model.bundle import ModelBundle
 from model.config import Pooling
+from server.engine.encoder.engine import EncoderEngine
 from server.engine.engine import Engine
 from server.errors import StartupError
 from server.process.app import create_app
 from server.requests.models import Models
 from server.settings import Settings, load_settings
+from tests.fake_encoder import FakeTextRunner, encoder_bundle
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.serving import VOCAB_SIZE, fake_bundle, sample, small_tokenizer
 
@@ -42,14 +46,28 @@ def build(_: Settings, bundle: ModelBundle, *_clock: object) -> Engine:
     return Engine(FakeRunner(VOCAB_SIZE, next_token=lambda _: said), chunk_size=8)
 
 
+def build_encoder(_: Settings, bundle: ModelBundle, *_clock: object) -> EncoderEngine:
+    assert bundle.config.pooling is not None
+    runner = FakeTextRunner(bundle.config.pooling)
+    return EncoderEngine(runner, token_budget=100, max_num_seqs=4)
+
+
 @asynccontextmanager
 async def serving_all(*names: str) -> AsyncIterator[tuple[Models, httpx.AsyncClient]]:
-    """Serve models once all are loaded; `damaged` has no directory, `unloadable` no graph."""
+    """Serve models once all are loaded.
+
+    `damaged` has no directory, `unloadable` no graph, and `encoder` makes vectors.
+    """
     settings = load_settings(model=[Path(name) for name in names])
-    bundles: dict[str, ModelBundle | StartupError] = {n: fake_bundle(Path(n)) for n in names}
+    bundles: dict[str, ModelBundle | StartupError] = {
+        name: encoder_bundle() if name == "encoder" else fake_bundle(Path(name)) for name in names
+    }
     if "damaged" in names:
         bundles["damaged"] = StartupError("damaged has no manifest")
-    with patch("server.process.app.build_engine", build):
+    with (
+        patch("server.process.app.build_engine", build),
+        patch("server.process.app.build_encoder_engine", build_encoder),
+    ):
         app = create_app(settings, bundles)
         models: Models = app.state.models
         loaded, start = asyncio.Event(), models.start
@@ -171,3 +189,14 @@ async def test_a_router_sees_one_series_of_all_models() -> None:
         "kvasir_num_requests_waiting 5.0",
         "kvasir_kv_cache_usage_ratio 0.5",
     ]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere threads have no priority")
+async def test_an_encoder_yields_to_streams_and_to_nobody_else() -> None:
+    async with serving_all("first", "encoder") as (models, _):
+        threads = [service.engine._thread for service in models.services.values()]
+        text, vectors = (os.getpriority(os.PRIO_PROCESS, one.native_id) for one in threads)  # type: ignore
+    async with serving_all("encoder") as (models, _):
+        alone = models.services["encoder"].engine._thread
+        assert os.getpriority(os.PRIO_PROCESS, alone.native_id) == text < vectors  # type: ignore
+    assert os.getpriority(os.PRIO_PROCESS, 0) == text
