@@ -16,7 +16,7 @@ from server.api.embeddings import openai as embeddings_openai
 from server.api.embeddings import requests as embeddings
 from server.api.embeddings import scores, tei
 from server.api.http.responses import STATUSES
-from server.api.openai import chat_schemas
+from server.api.openai import batches, chat_schemas
 from server.api.openai import schemas as openai_schemas
 from server.api.openai.answers import ChatEvent, CompletionEvent
 from server.api.routes import ROUTES
@@ -48,6 +48,7 @@ BODIES: dict[str, type[schemas.RequestBody]] = {
         embeddings.EncoderFields,
         embeddings.PromptFields,
         embeddings_openai.EmbeddingsBody,
+        batches.BatchBody,
         scores.RankBody,
         scores.ClassifyBody,
         tei.EmbedAllBody,
@@ -64,7 +65,7 @@ OF_REQUESTS = (
     "receive_timeout", "send_timeout", "keep_alive_interval", "tool_call_format",
     "reasoning_format", "api_key", "api_key_file", "share_prefix_cache", "cors_origins",
     "allowed_hosts", "root_path",
-    "explain",
+    "explain", "batch_dir", "batch_dir_bytes", "max_batches",
 )  # fmt: skip
 EVENTS = {kind.__name__: kind for kind in (CompletionEvent, ChatEvent, tgi.GenerateEvent)}
 

@@ -129,7 +129,8 @@ class Journal:
                 self._store.discard(file_id)
                 continue
             setattr(batch, f"{name}_file_id", file_id)
-            self._store.n_bytes += RECORD_BYTES
+            if file_id not in self._store.files:  # as after a crash
+                self._store.n_bytes += RECORD_BYTES
             self._store.describe(
                 StoredFile(
                     id=file_id,

@@ -59,6 +59,7 @@ class BatchStore:
             contents = (path for path in self._files.iterdir() if path.suffix != ".json")
             self.n_bytes = sum(path.stat().st_size for path in contents)
         except BlockingIOError:
+            self._lock.close()
             message = "is used by another server; give each a batch_dir of its own"
             raise StartupError(f"batch_dir {folder} {message}") from None
         except (OSError, ValidationError) as error:

@@ -6,7 +6,8 @@ import asyncio
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,24 @@ from server.errors import StartupError
 
 ENDPOINT = "/v1/completions"
 NOW = 1_000_000.0
+Open = Callable[[Path], BatchStore]
 LINES = [
     {"custom_id": f"ü{i}", "method": "POST", "url": ENDPOINT, "body": {"prompt": i}}
     for i in range(7)
 ]
 
 
-def open_store(folder: Path) -> BatchStore:
-    return BatchStore(folder, max_bytes=10**6, max_batches=10)
+@pytest.fixture
+def open_store() -> Iterator[Open]:
+    """Open stores that are closed at the end of the test, whatever it finds."""
+    with ExitStack() as stack:
+
+        def opened(folder: Path) -> BatchStore:
+            store = BatchStore(folder, max_bytes=10**6, max_batches=10)
+            stack.callback(store.close)
+            return store
+
+        yield opened
 
 
 def upload(store: BatchStore, owner: str = "") -> str:
@@ -95,7 +106,9 @@ class CrashError(Exception):
 
 
 @pytest.mark.parametrize("seed", range(40))
-async def test_a_batch_ends_whole_after_crashes_at_any_byte(tmp_path: Path, seed: int) -> None:
+async def test_a_batch_ends_whole_after_crashes_at_any_byte(
+    tmp_path: Path, open_store: Open, seed: int
+) -> None:
     """Stop after a random number of answers, cut a random end off both files, begin again."""
     chance = random.Random(seed)
     folder = tmp_path / "batches"
@@ -128,10 +141,11 @@ async def test_a_batch_ends_whole_after_crashes_at_any_byte(tmp_path: Path, seed
         store = open_store(folder)
     await run_all(worker(store))
     check_whole(store, batch_id)
-    store.close()
 
 
-async def test_a_crash_between_two_steps_of_the_end_is_mended(tmp_path: Path) -> None:
+async def test_a_crash_between_two_steps_of_the_end_is_mended(
+    tmp_path: Path, open_store: Open
+) -> None:
     """Copy the folder whenever a description is written; each copy ends as the batch did."""
     store = open_store(tmp_path / "first")
     write, copies = store._write, []
@@ -152,10 +166,11 @@ async def test_a_crash_between_two_steps_of_the_end_is_mended(tmp_path: Path) ->
         again = open_store(folder)
         await run_all(worker(again))
         check_whole(again, batch_id)
-        again.close()
 
 
-async def test_a_line_that_the_server_cannot_take_is_tried_again(tmp_path: Path) -> None:
+async def test_a_line_that_the_server_cannot_take_is_tried_again(
+    tmp_path: Path, open_store: Open
+) -> None:
     refused: set[bytes] = set()
 
     async def answer(path: str, body: bytes, owner: str) -> Reply | float:
@@ -168,11 +183,12 @@ async def test_a_line_that_the_server_cannot_take_is_tried_again(tmp_path: Path)
     batch_id = begun(store).id
     await run_all(worker(store, answer))
     check_whole(store, batch_id)
-    store.close()
 
 
 @pytest.mark.parametrize("answered", [0, 3])
-async def test_a_batch_expires_after_its_window(tmp_path: Path, answered: int) -> None:
+async def test_a_batch_expires_after_its_window(
+    tmp_path: Path, open_store: Open, answered: int
+) -> None:
     store = open_store(tmp_path)
     batch = begun(store)
     waiting = asyncio.Event()
@@ -198,10 +214,9 @@ async def test_a_batch_expires_after_its_window(tmp_path: Path, answered: int) -
     both = [*lines_of(store, batch.output_file_id), *failures]
     assert sorted(line["custom_id"] for line in both) == [f"ü{i}" for i in range(7)]
     assert len(failures) == 7 - answered
-    store.close()
 
 
-async def test_batches_take_turns(tmp_path: Path) -> None:
+async def test_batches_take_turns(tmp_path: Path, open_store: Open) -> None:
     order: list[str] = []
 
     async def answer(path: str, body: bytes, owner: str) -> Reply | float:
@@ -213,12 +228,11 @@ async def test_batches_take_turns(tmp_path: Path) -> None:
         begun(store, owner)
     await run_all(worker(store, answer))
     assert set(order[:6]) == {"a", "b"}
-    store.close()
 
 
-def test_a_folder_has_one_owner(tmp_path: Path) -> None:
+def test_a_folder_has_one_owner(tmp_path: Path, open_store: Open) -> None:
     store = open_store(tmp_path)
     with pytest.raises(StartupError, match="another server"):
         open_store(tmp_path)
     store.close()
-    open_store(tmp_path).close()
+    open_store(tmp_path)

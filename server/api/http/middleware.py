@@ -205,7 +205,7 @@ def body_limit(app: ASGIApp, settings: Settings) -> ASGIApp:
             raise RequestTooLargeError(f"the body has more than {most} bytes, the limit")
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        most = settings.max_body_bytes
+        most: int = settings.max_body_bytes
         if settings.batch_dir is not None and path_of(scope) == UPLOAD_PATH:
             most = MAX_FILE_BYTES + FORM_BYTES
         n_received = 0
