@@ -148,7 +148,8 @@ async def test_a_crash_between_two_steps_of_the_end_is_mended(
 ) -> None:
     """Copy the folder whenever a description is written; each copy ends as the batch did."""
     store = open_store(tmp_path / "first")
-    write, copies = store._write, []
+    write = store._write
+    copies: list[Path] = []
 
     def copying(*arguments: Any) -> None:
         for moment in "before", "after":
@@ -158,7 +159,7 @@ async def test_a_crash_between_two_steps_of_the_end_is_mended(
             shutil.copytree(tmp_path / "first", copies[-1])
 
     batch_id = begun(store).id
-    store._write = copying  # type: ignore[method-assign]
+    store._write = copying  # type: ignore[assignment,method-assign]
     await run_all(worker(store))
     store.close()
     assert len(copies) >= 8
