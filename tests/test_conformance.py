@@ -19,9 +19,7 @@ from tests.serving import MODEL, VOCAB_SIZE
 # The openai package causes this warning with `parsed`.
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
 @pytest.mark.parametrize("use", [use_openai, use_openai_batches, use_huggingface])
-def test_a_client_finds_what_it_expects(
-    use: Callable[[Server], Conformed], tmp_path: Path
-) -> None:
+def test_a_client_finds_what_it_expects(use: Callable[[Server], Conformed], tmp_path: Path) -> None:
     runner = FakeRunner(VOCAB_SIZE, max_model_len=2000, max_num_seqs=CAPACITY)
     with live(runner, max_queue=CAPACITY, batch_dir=tmp_path) as served:
         conformed = use(Server(served.url, MODEL, KEY, runner.max_model_len))

@@ -24,7 +24,7 @@ def use_openai_batches(server: Server) -> Conformed:
         _cancel(client, server)
         with pytest.raises(openai.NotFoundError):
             client.batches.retrieve("batch_none")
-        for file in client.files.list(limit=2):
+        for file in list(client.files.list(limit=2)):
             assert client.files.delete(file.id).deleted
         assert list(client.files.list()) == []
     return Conformed("openai batches", openai.__version__, len(calls))
