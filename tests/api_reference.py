@@ -12,6 +12,8 @@ from fastapi.routing import APIRoute
 
 from model.bundle import load_bundle
 from server.api import explain, schemas, tgi, tokenize
+from server.api.anthropic import schemas as anthropic_schemas
+from server.api.anthropic.answers import MessageEvent
 from server.api.embeddings import openai as embeddings_openai
 from server.api.embeddings import requests as embeddings
 from server.api.embeddings import scores, tei
@@ -37,6 +39,8 @@ BODIES: dict[str, type[schemas.RequestBody]] = {
         openai_schemas.StreamOptions,
         chat_schemas.Conversation,
         chat_schemas.ChatBody,
+        anthropic_schemas.CountTokensBody,
+        anthropic_schemas.MessagesBody,
         tgi.GenerateBody,
         tgi.GenerateParameters,
         tgi.CompatibleBody,
@@ -67,7 +71,9 @@ OF_REQUESTS = (
     "allowed_hosts", "root_path",
     "explain", "batch_dir", "batch_dir_bytes", "max_batches",
 )  # fmt: skip
-EVENTS = {kind.__name__: kind for kind in (CompletionEvent, ChatEvent, tgi.GenerateEvent)}
+EVENTS = {
+    kind.__name__: kind for kind in (CompletionEvent, ChatEvent, MessageEvent, tgi.GenerateEvent)
+}
 
 
 def body_type(route: APIRoute) -> Any:
@@ -79,10 +85,10 @@ def check_events(route: APIRoute, stream: str) -> int:
     """Check that each event of a stream has its type. Returns how many there are."""
     content = route.responses[200]["content"]["text/event-stream"]
     kind = EVENTS[content["schema"]["$ref"].rpartition("/")[2]]
-    events = [one.removeprefix("data:").strip() for one in stream.split("\n\n") if one]
+    events = [data.strip() for data in re.findall("^data:(.*)$", stream, re.MULTILINE)]
     for event in events:
         kind.model_validate({"data": event})
-    assert (events[-1] == "[DONE]") == (kind is not tgi.GenerateEvent)
+    assert (events[-1] == "[DONE]") == (kind in (CompletionEvent, ChatEvent))
     return len(events)
 
 
@@ -151,7 +157,8 @@ def _metrics() -> Iterator[str]:
 def _fields(body: type[schemas.RequestBody]) -> Iterator[str]:
     """Yield a row for each field that a body adds to inherited ones."""
     schema = body.model_json_schema()
-    for name in body.__annotations__:
+    for given in body.__annotations__:
+        name = body.model_fields[given].alias or given
         field = schema["properties"][name]
         default = "" if field.get("default") is None else f"`{json.dumps(field['default'])}`"
         shown = "required" if name in schema.get("required", ()) else default

@@ -11,15 +11,29 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from server.api import explain, health, models, playground, tgi, tokenize
+from server.api.anthropic import messages
+from server.api.anthropic.answers import AnthropicError, MessageEvent
 from server.api.embeddings import openai as embeddings
 from server.api.embeddings import scores, tei
+<<<<<<< HEAD
 from server.api.http.responses import READ_ERRORS, TGI_PATHS, error_response, path_of
 from server.api.openai import batches, chat, completions, files
+=======
+from server.api.http.responses import (
+    READ_ERRORS,
+    TGI_PATHS,
+    error_response,
+    is_anthropic,
+    path_of,
+)
+from server.api.openai import chat, completions
+>>>>>>> main
 from server.api.openai.answers import ChatEvent, CompletionEvent
 from server.api.schemas import BodyRoute, Error
 from server.api.tgi import GenerateError, GenerateEvent
@@ -28,7 +42,10 @@ from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedErro
 router = APIRouter()
 
 _REF = "#/components/schemas/{model}"
-_UNDECLARED = (Error, GenerateError, CompletionEvent, ChatEvent, GenerateEvent)
+_UNDECLARED = (
+    *(Error, GenerateError, AnthropicError),
+    *(CompletionEvent, ChatEvent, MessageEvent, GenerateEvent),
+)
 _STRING = {"required": True, "schema": {"type": "string"}}
 _REQUEST_ID = _STRING | {"description": "The request's own, or a new one."}
 _RETRY_AFTER = _STRING | {"description": "Seconds until it is worth trying again."}
@@ -41,7 +58,7 @@ def openapi(request: Request) -> dict[str, Any]:  # no coroutine: it takes a whi
 
 
 ROUTERS = (
-    *(chat.router, completions.router, models.router, tgi.router, tokenize.router),
+    *(chat.router, completions.router, messages.router, models.router, tgi.router, tokenize.router),
     *(embeddings.router, tei.router, tei.label_router, scores.router),
     *(files.router, batches.router),
     *(explain.router, health.router, playground.router, router),
@@ -119,7 +136,11 @@ def document(app: FastAPI) -> dict[str, Any]:
             operation["operationId"] = re.sub(r"[{}]", "", f"{method} {path}").replace("/", "_")
             del operation["description"]
             operation.setdefault("security", security)
-            error = GenerateError if path in TGI_PATHS and method == "post" else Error
+            error: type[BaseModel] = Error
+            if path in TGI_PATHS and method == "post":
+                error = GenerateError
+            elif is_anthropic({"path": path}):
+                error = AnthropicError
             responses = operation["responses"]
             for absent in ("422", "403" if settings.has_keys else "401"):  # 422 is FastAPI's own
                 responses.pop(absent, None)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from itertools import product
+from itertools import product, takewhile
 from os.path import commonprefix
 from typing import Any
 
@@ -61,6 +61,8 @@ class ChatFormat:
                 self._takes_text.add(role)
             if parts is not None and text in {None, parts}:  # else it shows how parts are written
                 self._takes_parts.add(role)
+        late = self._render([_USER, {"role": "system", "content": _WORD}])
+        self._takes_late_system = late is not None and _WORD in late
         self._takes_any_role = self._probe("narrator", _WORD) is not None
         if tool_calls == "auto":
             self.tool_calls = self._call_format()
@@ -79,7 +81,7 @@ class ChatFormat:
 
         continue_final_message: end it where the last message ends. Raises ChatTemplateError.
         """
-        fitted = [self._fit(message) for message in messages]
+        fitted = self._placed([self._fit(message) for message in messages])
         if not continue_final_message:
             return self._template.render(fitted, **others)
         content = fitted[-1].get("content")
@@ -98,6 +100,23 @@ class ChatFormat:
                 "the chat template cannot render this: it leaves out the final message"
             )
         return text if after.startswith(" ") else text.rstrip()  # as the template trims content
+
+    def _placed(self, messages: list[Message]) -> list[Message]:
+        """Return messages with system messages only where the template shows them.
+
+        One after the first turn becomes part of the user's turn there, if it has to.
+        """
+        n_first = sum(1 for _ in takewhile(lambda one: one["role"] == "system", messages))
+        late = {i for i, one in enumerate(messages) if i > n_first and one["role"] == "system"}
+        if self._takes_late_system or not late:
+            return messages
+        placed: list[Message] = []
+        for i, message in enumerate(messages):
+            told = {**message, "role": "user"} if i in late else message
+            if placed and placed[-1]["role"] == told["role"] == "user" and {i - 1, i} & late:
+                told = self._fit({**told, "content": _parts(placed.pop()) + _parts(told)})
+            placed.append(told)
+        return placed
 
     def _fit(self, message: Message) -> Message:
         """Return a message with the role, content and calls in the forms that the template takes.
@@ -206,6 +225,11 @@ class ChatFormat:
             if re.search(pattern, shown) and not re.search(pattern, plain):
                 return form
         return None
+
+
+def _parts(message: Message) -> list[Message]:
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _calling(no_content: Message, as_json: bool, short_id: bool) -> dict[str, Any]:

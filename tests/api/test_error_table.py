@@ -1,4 +1,4 @@
-"""Every row of the error table, in both dialects, over HTTP."""
+"""Every row of the error table, in each dialect, over HTTP."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from server.api.anthropic.answers import AnthropicError
 from server.engine.engine import StepStats
 from server.requests.admission.queue import Phase
 from server.requests.async_engine import OutputStream
@@ -24,8 +25,13 @@ Case = Callable[[Served, Post], Awaitable[httpx.Response]]
 
 
 def bodies(dialect: str, **fields: Any) -> tuple[str, dict[str, Any]]:
-    """Return path and body of a request, in OpenAI's form or TGI's."""
+    """Return path and body of a request, in OpenAI's form, Anthropic's or TGI's."""
     fields = {"max_tokens": 2} | fields
+    if dialect == "anthropic":  # whose max_tokens may exceed the context
+        text = "a" * fields["max_tokens"] if fields["max_tokens"] >= 50 else "a"
+        fields["stop_sequences"] = fields.pop("stop", [])
+        messages = [{"role": "user", "content": text}]
+        return "/v1/messages", {"messages": messages, "ignore_eos": True} | fields
     if dialect == "openai":
         return "/v1/completions", {"prompt": "a", "ignore_eos": True} | fields
     fields["max_new_tokens"] = fields.pop("max_tokens")
@@ -191,10 +197,21 @@ REASONS = {  # in the metric, where several limits share a status
     "key in use": "overloaded_key",
     "key has used its tokens": "overloaded_key_tokens",
 }
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 TGI_TYPES = {"invalid_request_error": "validation", "internal_error": "generation"}
 
 
-@pytest.mark.parametrize(("dialect", "stream"), [("openai", False), ("tgi", True)])
+@pytest.mark.parametrize(
+    ("dialect", "stream"), [("openai", False), ("tgi", True), ("anthropic", True)]
+)
 @pytest.mark.parametrize("name", CASES)
 async def test_row(name: str, dialect: str, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     case, status, kind, code = CASES[name]
@@ -218,6 +235,9 @@ async def test_row(name: str, dialect: str, stream: bool, caplog: pytest.LogCapt
     if dialect == "openai":
         assert body["error"].keys() == {"message", "type", "param", "code"}
         assert (body["error"]["type"], body["error"]["code"]) == (kind, code)
+    elif dialect == "anthropic":
+        assert AnthropicError.model_validate(body).error.type == ANTHROPIC_TYPES[status]
+        assert body["request_id"] == response.headers["request-id"]
     else:
         assert body.keys() == {"error", "error_type"}
         assert body["error_type"] == TGI_TYPES.get(kind, kind)

@@ -81,6 +81,11 @@ def test_all_but_open_routes_want_a_key(server: Live, session: requests.Session)
 CHAT = [{"role": "user", "content": "a"}]
 TOOL = {"type": "function", "function": {"name": "f", "strict": True}}
 LONG = {"ignore_eos": True}  # a stream of one token would show no event but the last
+ANTHROPIC: dict[str, Any] = {
+    "messages": CHAT,
+    "max_tokens": 9,
+    "tools": [{"name": "f", "input_schema": {}}],
+}
 FULL: list[tuple[str, dict[str, Any]]] = [
     (
         "/v1/completions",
@@ -107,6 +112,11 @@ FULL: list[tuple[str, dict[str, Any]]] = [
         "/v1/chat/completions",
         LONG | {"messages": CHAT, "stream": True, "logprobs": True, "max_tokens": 5},
     ),
+    ("/v1/messages", ANTHROPIC | {"thinking": {"type": "enabled"}}),
+    ("/v1/messages", ANTHROPIC | {"tool_choice": {"type": "any"}, "max_tokens": 60}),
+    ("/v1/messages", ANTHROPIC | {"tool_choice": {"type": "any"}, "stream": True}),
+    ("/v1/messages", ANTHROPIC | LONG | {"stream": True}),
+    ("/v1/messages/count_tokens", {"messages": CHAT}),
     (
         "/generate",
         {"inputs": "ab", "parameters": {"details": True, "decoder_input_details": True}},

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typer import echo
 
 from loadtest.local_server import serve_locally
+from tests.conformance.anthropic_client import use_anthropic
 from tests.conformance.heavy import Tools, use_guidellm, use_lm_eval
 from tests.conformance.huggingface_client import use_huggingface
 from tests.conformance.model import MAX_MODEL_LEN, make_model, make_tokenizer
@@ -38,7 +39,11 @@ def main(environment: Path) -> int:
         with serve_locally(model, *options) as url:
             server = Server(url, model.name, _KEY, MAX_MODEL_LEN)
             passed &= _try("openai", lambda: use_openai(server))
+<<<<<<< HEAD
             passed &= _try("openai batches", lambda: use_openai_batches(server))
+=======
+            passed &= _try("anthropic", lambda: use_anthropic(server))
+>>>>>>> main
             passed &= _try("huggingface_hub", lambda: use_huggingface(server))
         with serve_locally(model, *limits) as url:  # lm_eval's local-completions sends no key
             server = Server(url, model.name, "", MAX_MODEL_LEN)

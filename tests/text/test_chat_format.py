@@ -198,3 +198,23 @@ def test_a_prompt_may_begin_the_reasoning_or_end_it() -> None:
         assert chat.reasoning is not None
         assert chat.reasoning.is_begun(prompt) is begun
         assert chat.reasoning.is_over(prompt) is over
+
+
+def test_a_system_message_inside_the_conversation_is_shown_by_every_template() -> None:
+    """Claude Code sends one after the first turn; many templates take it first or nowhere."""
+    user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "b"}
+    turn = [{"type": "text", "text": "c"}]
+    messages = [system, user, system, {"role": "user", "content": turn}]
+    free = "{% for m in messages %}{{ m.role[0] }}>{{ m.content }} {% endfor %}"
+    strict = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('only first') }}{% endif %}{{ m.role[0] }}>{{ m.content }} {% endfor %}"
+    )
+    silent = (
+        "{% for m in messages %}{% if m.role != 'system' or loop.first %}"
+        "{{ m.role[0] }}>{{ m.content }} {% endif %}{% endfor %}"
+    )
+    assert ChatFormat(ChatTemplate(free)).render(messages) == "s>b u>a s>b u>c "
+    for source in (strict, silent):
+        assert ChatFormat(ChatTemplate(source)).render(messages) == "s>b u>a\nb\nc "
+        assert ChatFormat(ChatTemplate(source)).render([user, system]) == "u>a\nb "

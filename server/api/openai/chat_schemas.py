@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
     Tag,
-    field_validator,
     model_validator,
 )
 from pydantic import ValidatorFunctionWrapHandler as Validate
@@ -95,22 +95,24 @@ class Message(Part):
         return self
 
 
+def _require_object(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type", "object") != "object":
+        raise ValueError(f"must be a schema of type object, not {schema['type']!r}")
+    return schema
+
+
+ObjectSchema = Annotated[dict[str, Any], AfterValidator(_require_object)]
+
+
 class Function(Part):
     """A function that the model may call."""
 
     name: str = Field(min_length=1, max_length=256)
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(
+    parameters: ObjectSchema | None = Field(
         None, description="JSON schema of its arguments. Default: it has none."
     )
     strict: bool = Field(False, description="Hold optional calls to the schema too.")
-
-    @field_validator("parameters")
-    @classmethod
-    def _require_object(cls, parameters: dict[str, Any]) -> dict[str, Any]:
-        if parameters.get("type", "object") != "object":
-            raise ValueError(f"must be a schema of type object, not {parameters['type']!r}")
-        return parameters
 
     @property
     def arguments_schema(self) -> dict[str, Any]:
