@@ -16,7 +16,6 @@ from tests.fake_runner import FakeRunner
 from tests.live import KEY, live
 from tests.serving import MODEL, VOCAB_SIZE
 
-
 CLIENTS = (use_openai, use_openai_batches, use_anthropic, use_huggingface)
 
 

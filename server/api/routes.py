@@ -21,10 +21,6 @@ from server.api.anthropic import messages
 from server.api.anthropic.answers import AnthropicError, MessageEvent
 from server.api.embeddings import openai as embeddings
 from server.api.embeddings import scores, tei
-<<<<<<< HEAD
-from server.api.http.responses import READ_ERRORS, TGI_PATHS, error_response, path_of
-from server.api.openai import batches, chat, completions, files
-=======
 from server.api.http.responses import (
     READ_ERRORS,
     TGI_PATHS,
@@ -32,8 +28,7 @@ from server.api.http.responses import (
     is_anthropic,
     path_of,
 )
-from server.api.openai import chat, completions
->>>>>>> main
+from server.api.openai import batches, chat, completions, files
 from server.api.openai.answers import ChatEvent, CompletionEvent
 from server.api.schemas import BodyRoute, Error
 from server.api.tgi import GenerateError, GenerateEvent

@@ -39,11 +39,8 @@ def main(environment: Path) -> int:
         with serve_locally(model, *options) as url:
             server = Server(url, model.name, _KEY, MAX_MODEL_LEN)
             passed &= _try("openai", lambda: use_openai(server))
-<<<<<<< HEAD
             passed &= _try("openai batches", lambda: use_openai_batches(server))
-=======
             passed &= _try("anthropic", lambda: use_anthropic(server))
->>>>>>> main
             passed &= _try("huggingface_hub", lambda: use_huggingface(server))
         with serve_locally(model, *limits) as url:  # lm_eval's local-completions sends no key
             server = Server(url, model.name, "", MAX_MODEL_LEN)
