@@ -87,6 +87,8 @@ def export_checkpoint(
     progress("reading the checkpoint", 0, 0)
     checkpoint = load_checkpoint(source, max_model_len)
     config, weights = checkpoint.config, checkpoint.weights
+    if config.encoder is not None:
+        raise ValueError(f"{source} is an encoder-decoder, which Kvasir reads but does not export")
     if device == "cuda":
         check_pageable(config)
         require_cuda()

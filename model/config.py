@@ -20,7 +20,7 @@ Position = Literal[
 Norm = Literal["rmsnorm", "layernorm"]
 NormPlacement = Literal["pre", "post", "both", "output"]
 FeedForward = Literal[
-    "swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu", "swiglu_clamped"
+    "swiglu", "geglu", "geglu_tanh", "silu", "gelu", "gelu_tanh", "relu", "swiglu_clamped"
 ]
 Activation = Literal["identity", "tanh", "relu", "gelu", "gelu_tanh"]
 LabelActivation = Literal["identity", "sigmoid", "softmax"]
@@ -156,10 +156,13 @@ class Pooling:
 @_raising_config_error
 @dataclass(config=ConfigDict(extra="forbid", title=_TITLE), frozen=True, slots=True, kw_only=True)
 class TransformerConfig:
-    """A Transformer that is a decoder or an encoder alone (Vaswani et al. 2017).
+    """A Transformer: a decoder, an encoder, or a decoder with an encoder (Vaswani et al. 2017).
 
     causal: a token sees those before it alone, as in a decoder; in an encoder it sees all. pooling
     makes one vector of a text; a model with it computes no next tokens.
+    encoder: a source goes through it, and each block attends to its vectors between attention and
+    feed-forward. With shared_embedding both have one table of tokens. A target begins with
+    target_prefix, which no source decides: a token that starts it, and perhaps one of its language.
     n_kv_head: n_head of them is multi-head attention, 1 is multi-query (Shazeer 2019), a number
     between is grouped-query (Ainslie et al. 2023). qk_norm: RMSNorm over each head of queries and
     keys (Henry et al. 2020), or, with `qk_norm_across_heads`, over all of a token's heads together
@@ -205,6 +208,9 @@ class TransformerConfig:
     d_model: Size
     d_ff: Size
     causal: StrictBool = True
+    encoder: TransformerConfig | None = None
+    shared_embedding: StrictBool = True
+    target_prefix: tuple[StrictInt, ...] = ()
     pooling: Pooling | None = None
     n_token_types: Size | None = None
     position: Position = "rotary"
@@ -277,8 +283,6 @@ class TransformerConfig:
             require("qk_norm", not self.qk_norm, "left out with a query_growth")
         across = self.qk_norm or not self.qk_norm_across_heads
         require("qk_norm_across_heads", across, "left out without qk_norm")
-        untied = not (self.head_bias and self.tied_embeddings)
-        require("head_bias", untied, "left out with tied_embeddings")
         of_layers = ("layers_without_rotary", "sliding_window_layers", "dense_layers")
         for name in (*of_layers, "layers_without_attention_norm"):
             exist = all(layer in range(self.n_layer) for layer in getattr(self, name) or ())
@@ -296,12 +300,39 @@ class TransformerConfig:
         allowed = f"in the vocabulary of {self.vocab_size}"
         bos = self.bos_token_id is None or self.bos_token_id in range(self.vocab_size)
         require("bos_token_id", bos, allowed)
-        eos = all(token_id in range(self.vocab_size) for token_id in self.eos_token_ids)
-        require("eos_token_ids", eos, allowed)
+        untied = not (self.head_bias and self.tied_embeddings) or self.encoder is not None
+        require("head_bias", untied, "left out with tied_embeddings")
+        for name in ("eos_token_ids", "target_prefix"):
+            known = all(token_id in range(self.vocab_size) for token_id in getattr(self, name))
+            require(name, known, allowed)
+        self._check_encoder()
 
     def _require(self, name: str, valid: bool, allowed: str) -> None:
         if not valid:
             raise ConfigError(f"{name} must be {allowed}, not {getattr(self, name)!r}")
+
+    def _check_encoder(self) -> None:
+        require, encoder = self._require, self.encoder
+        prefixed = bool(self.target_prefix) == (encoder is not None)
+        require("target_prefix", prefixed, "given with an encoder, and only then")
+        if encoder is None:
+            require("shared_embedding", self.shared_embedding, "true without an encoder")
+            return
+        require("causal", self.causal, "true with an encoder")
+        require("pooling", self.pooling is None, "left out with an encoder")
+        allowed = "pre or post with an encoder"
+        require("norm_placement", self.norm_placement in ("pre", "post"), allowed)
+        require("parallel_residual", not self.parallel_residual, "false with an encoder")
+        plain = encoder.encoder is None and encoder.pooling is None and encoder.tied_embeddings
+        if encoder.causal or not plain:
+            raise ConfigError(
+                "encoder must be one that is not causal, without encoder, pooling and head"
+            )
+        if self.shared_embedding:
+            for name in ("vocab_size", "d_model"):
+                if (its := getattr(encoder, name)) != getattr(self, name):
+                    allowed = f"the encoder's, {its}, with shared_embedding"
+                    require(name, False, allowed)
 
     def _check_experts(self) -> None:
         require = self._require
@@ -324,6 +355,15 @@ class TransformerConfig:
 
     def check_size(self, n_numbers: int) -> None:
         """Raise ConfigError if `n_numbers` are too few for the weights, before memory is taken."""
+        if (least := self.least_weights) > n_numbers:
+            raise ConfigError(
+                f"a model of this shape has at least {least:,} weights, and there are "
+                f"{n_numbers:,}; copy the files again"
+            )
+
+    @property
+    def least_weights(self) -> int:
+        """A lower bound on the number of weights."""
         n_mixtures = sum(map(self.has_experts, range(self.n_layer)))
         widths = self.d_ff * (self.n_layer - n_mixtures)
         widths += (self.n_experts or 0) * (self.d_expert or 0) * n_mixtures
@@ -332,11 +372,10 @@ class TransformerConfig:
         least = (matrices + rows) * self.d_model
         if self.has_relative_bias:
             least += self.relative_buckets * self.n_head
-        if least > n_numbers:
-            raise ConfigError(
-                f"a model of this shape has at least {least:,} weights, and there are "
-                f"{n_numbers:,}; copy the files again"
-            )
+        if self.encoder is None:
+            return least
+        shared = self.vocab_size * self.d_model * self.shared_embedding
+        return least + self.encoder.least_weights - shared
 
     @property
     def n_groups(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import openai
 import uvicorn
+from fastapi import FastAPI
 
 from server.engine.sequence import Sequence
 from server.process.serve import bind, configure
@@ -28,12 +29,11 @@ KEY = "a-key"
 class Live:
     """A server in a thread; semaphores announce its events to tests that wait for them."""
 
-    def __init__(self, runner: FakeRunner, **settings: Any) -> None:
+    def __init__(self, app: FastAPI, runner: FakeRunner) -> None:
         self.runner = runner
         self.submitted = threading.Semaphore(0)
         self.left = threading.Semaphore(0)
         self.freed = threading.Semaphore(0)
-        app = fake_app(runner, **{"api_key": KEY} | settings)
         self.service: Service = app.state.models.find()
         self._announce(self.service.engine)
         listener = bind("127.0.0.1", 0)
@@ -109,7 +109,15 @@ def wait(semaphore: threading.Semaphore) -> None:
 
 @contextmanager
 def live(runner: FakeRunner | None = None, **settings: Any) -> Iterator[Live]:
-    started = Live(runner or FakeRunner(VOCAB_SIZE), **settings)
+    runner = runner or FakeRunner(VOCAB_SIZE)
+    with live_app(fake_app(runner, **{"api_key": KEY} | settings), runner) as started:
+        yield started
+
+
+@contextmanager
+def live_app(app: FastAPI, runner: FakeRunner | None = None) -> Iterator[Live]:
+    """Serve an application; the runner is its own, if it continues texts."""
+    started = Live(app, runner or FakeRunner(VOCAB_SIZE))
     try:
         yield started
     finally:

@@ -17,7 +17,9 @@ from model.importing.tensors import reorder_rotary_pairs
 from model.network.skeleton import parameter_shapes
 from model.tensor_files import PlannedTensor, Shape, StoredTensor
 
-_LAYER = re.compile(r"(?<=^blocks\.)\d+")
+_LAYER = re.compile(r"(?<=\bblocks\.)\d+")
+_ENCODER = "encoder."
+_LOGIT_BIAS = "final_logits_bias.bias"
 
 
 def plan_parameters(
@@ -33,25 +35,14 @@ def plan_parameters(
             names = f"{held[name].name!r} and {tensor.name!r}"
             raise UnsupportedError(f"tensors {names} are the same parameter")
         held[name] = tensor
-    embedding, head = (
-        f"{family.modules['embedding']}.weight",
-        f"{family.modules.get('head')}.weight",
-    )
-    if (
-        config.pooling is None and config.tied_embeddings and head in held
-    ):  # tied ones are stored under either name or both
-        other = held.pop(head)
-        one = held.setdefault(embedding, other)
-        if one is not other and not torch.equal(one.read(), other.read()):
-            held[head] = other
-            config = replace(config, tied_embeddings=False)
+    config = _merge_embeddings(held, family, config)
     config.check_size(sum(torch.Size(tensor.shape).numel() for tensor in held.values()))
     shapes = parameter_shapes(config)
     taken: set[str] = set()
     weights = [_take(name, shape, family, config, held, taken) for name, shape in shapes.items()]
     for name in held.keys() - taken:
         tensor, (module, _, kind) = held[name], name.rpartition(".")
-        if config.pooling is not None and name.startswith(family.unused):
+        if name.startswith(family.unused):
             continue
         # AutoGPTQ stores a bias of zeros for every layer.
         if kind == "bias" and f"{module}.weight" in taken and not tensor.read().any():
@@ -59,6 +50,41 @@ def plan_parameters(
         unknown = f"the unknown tensor {tensor.name!r}"
         raise UnsupportedError(f"{tensor.file.name} holds {unknown} for its configuration")
     return config, weights
+
+
+def _merge_embeddings(
+    held: dict[str, StoredTensor], family: Family, config: TransformerConfig
+) -> TransformerConfig:
+    """Leave one of equal embeddings; return the configuration of the head that is left."""
+    embedding, head = (
+        f"{family.modules['embedding']}.weight",
+        f"{family.modules.get('head')}.weight",
+    )
+    for module in family.same_embeddings:
+        if (other := held.pop(f"{module}.weight", None)) is None:
+            continue
+        if not _same(one := held.setdefault(embedding, other), other):
+            raise UnsupportedError(
+                f"tensors {one.name!r} and {other.name!r} differ, and Kvasir computes "
+                f"{family.title} with one embedding for both"
+            )
+    if (bias := held.get(_LOGIT_BIAS)) is not None:
+        if bias.read().any():
+            config = replace(config, head_bias=True)
+        else:
+            del held[_LOGIT_BIAS]
+    if (
+        config.pooling is None and config.tied_embeddings and head in held
+    ):  # tied ones are stored under either name or both
+        other = held.pop(head)
+        if not _same(held.setdefault(embedding, other), other):
+            held[head] = other
+            config = replace(config, tied_embeddings=False)
+    return config
+
+
+def _same(one: StoredTensor, other: StoredTensor) -> bool:
+    return one is other or torch.equal(one.read(), other.read())
 
 
 def _take(
@@ -72,6 +98,8 @@ def _take(
     """Return the plan of a parameter; the names of its tensors are added to `taken`."""
     layer = (_LAYER.search(name) or ("",))[0]
     module, _, kind = _LAYER.sub("*", name).rpartition(".")
+    if name.startswith(_ENCODER) and config.encoder is not None:
+        config = config.encoder
     source = family.source(module)
     tensors = []
     for theirs, expected in zip(source.names(config), source.shapes(shape, config), strict=True):
@@ -89,7 +117,8 @@ def _take(
                 f"not {list(expected)}"
             )
         tensors.append(tensor)
-    stored = reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
+    types = [tensor.dtype for tensor in tensors] or [torch.float32]
+    stored = reduce(torch.promote_types, types)
     dtype = torch.float32 if source.in_float32 else stored
 
     def make() -> Tensor:

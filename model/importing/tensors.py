@@ -122,6 +122,19 @@ def without_rows(module: str, count: int) -> Source:
     )
 
 
+def without_first_axis(module: str) -> Source:
+    """Return the source of a bias [1, n]."""
+    return Source((module,), lambda shape, _: [(1, *shape)], lambda tensors, _: tensors[0][0])
+
+
+def computed(table: Callable[[int, int], Tensor]) -> Source:
+    """Return the source of an embedding of positions that no file holds.
+
+    table: returns [n_positions, d_model] for both numbers.
+    """
+    return Source((), lambda *_: [], lambda _, config: table(config.max_model_len, config.d_model))
+
+
 def first_rows(source: Source, count: int) -> Source:
     """Return the source of an embedding of `count` rows, of which the first are kept."""
     return replace(

@@ -19,6 +19,7 @@ _ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "swiglu": (functional.silu, True),
     "geglu": (functional.gelu, True),
     "geglu_tanh": (_gelu_tanh, True),
+    "silu": (functional.silu, False),
     "gelu": (functional.gelu, False),
     "gelu_tanh": (_gelu_tanh, False),
     "relu": (functional.relu, False),

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from model.config import TransformerConfig
 from model.network.attention import Attention, CachedInputs, LayerCache, RunInputs
+from model.network.cross_attention import CrossAttention, Source
 from model.network.feed_forward import ExpertLinear, FeedForward, Mixture
 from model.network.norm import make_norm
 from model.network.pooling import Pooler
@@ -27,7 +28,10 @@ from model.network.positions import (
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each with a residual and norms as `norm_placement` says."""
+    """Attention and feed-forward, each with a residual and norms as `norm_placement` says.
+
+    Between them, in a decoder with an encoder, is cross-attention.
+    """
 
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__()
@@ -37,15 +41,19 @@ class Block(nn.Module):
         normed = before and layer not in config.layers_without_attention_norm
         self.attention_norm = make_norm(config) if normed else nn.Identity()
         self.attention = Attention(config, layer)
+        self.cross_attention = None
+        if config.encoder is not None:
+            self.cross_attention_norm = make_norm(config)
+            self.cross_attention = CrossAttention(config, config.encoder)
         self.feed_forward_norm = make_norm(config) if before else nn.Identity()
         self.feed_forward = Mixture(config) if config.has_experts(layer) else FeedForward(config)
         self.attention_output_norm = make_norm(config) if after else nn.Identity()
         self.feed_forward_output_norm = make_norm(config) if after else nn.Identity()
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions, source: Source | None = None) -> Tensor:
         """Run whole sequences x [batch, sequence, d_model]."""
-        return self._finish(x, self.attention(self._attention_input(x), positions))
+        return self._finish(x, self.attention(self._attention_input(x), positions), source)
 
     def step(
         self, x: Tensor, positions: Positions, inputs: RunInputs, cache: LayerCache
@@ -58,14 +66,20 @@ class Block(nn.Module):
         normed: Tensor = x if self.placement == "post" else self.attention_norm(x)
         return normed
 
-    def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Add what was attended to x, and then the feed-forward."""
+    def _finish(self, x: Tensor, attended: Tensor, source: Source | None = None) -> Tensor:
+        """Add what was attended to x, then what its source holds, and then the feed-forward."""
         if self.placement == "post":
             between = self.attention_norm(x + self.dropout(attended))
+            if self.cross_attention is not None:
+                read = self.cross_attention(between, source)
+                between = self.cross_attention_norm(between + self.dropout(read))
             lowered = self.feed_forward(between)
             normed: Tensor = self.feed_forward_norm(between + self.dropout(lowered))
             return normed
         between = x + self.dropout(self.attention_output_norm(attended))
+        if self.cross_attention is not None:
+            read = self.cross_attention(self.cross_attention_norm(between), source)
+            between = between + self.dropout(read)
         lowered = self.feed_forward(self.feed_forward_norm(x if self.parallel else between))
         after: Tensor = between + self.dropout(self.feed_forward_output_norm(lowered))
         return after
@@ -90,10 +104,26 @@ def position_tables(config: TransformerConfig) -> dict[str, Tensor]:
     return {}
 
 
+class _HeadBias(nn.Module):
+    """The bias of a head whose matrix is the embedding's."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+
+def _make_head(config: TransformerConfig) -> nn.Linear | _HeadBias | None:
+    """Make what the logits need beside the embedding."""
+    if not config.tied_embeddings:
+        return nn.Linear(config.d_model, config.vocab_size, bias=config.head_bias)
+    return _HeadBias(config) if config.head_bias else None
+
+
 class Transformer(nn.Module):
     """Token ids to logits, or to a vector of each text where there is a pooling.
 
-    Weights start as in GPT-2, with narrower projections.
+    Weights start as in GPT-2, with narrower projections. embedding: another network's, which this
+    one uses as its own.
     """
 
     sinusoids: Tensor
@@ -105,19 +135,25 @@ class Transformer(nn.Module):
     window_sin: Tensor
     query_scales: Tensor
 
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, embedding: nn.Embedding | None = None) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        if embedding is None:
+            self.embedding = nn.Embedding(config.vocab_size, config.d_model)
+        self._borrowed = (
+            () if embedding is None else (embedding,)
+        )  # a module in a tuple is no child
+        self.encoder = None
+        if config.encoder is not None:
+            own = self.embedding if config.shared_embedding else None
+            self.encoder = Transformer(config.encoder, own)
         if config.n_token_types is not None:
             self.token_type_embedding = nn.Embedding(config.n_token_types, config.d_model)
         self.embedding_norm = make_norm(config) if config.embedding_norm else nn.Identity()
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.n_layer))
         self.norm = nn.Identity() if config.norm_placement == "post" else make_norm(config)
         self.dropout = nn.Dropout(config.dropout)
-        self.head = None
-        if not config.tied_embeddings:
-            self.head = nn.Linear(config.d_model, config.vocab_size, bias=config.head_bias)
+        self.head = _make_head(config)
         self.pooler = None if config.pooling is None else Pooler(config, config.pooling)
         if config.has_learned_positions:
             self.position_embedding = nn.Embedding(config.max_model_len, config.d_model)
@@ -140,9 +176,19 @@ class Transformer(nn.Module):
         """The number of parameters, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
-    def forward(self, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
-        """Return logits [batch, sequence, vocab] of whole sequences; also serving's oracle."""
-        return self._logits(self.hidden(input_ids, lengths))
+    def forward(
+        self, input_ids: Tensor, lengths: Tensor | None = None, source: Source | None = None
+    ) -> Tensor:
+        """Return logits [batch, sequence, vocab] of whole sequences; also serving's oracle.
+
+        source: of each row, which a decoder with an encoder needs.
+        """
+        return self._logits(self.hidden(input_ids, lengths, source=source))
+
+    def read(self, source_ids: Tensor, lengths: Tensor) -> Source:
+        """Encode sources [batch, n_source] of `lengths` [batch], after which rows are padded."""
+        assert self.encoder is not None, "a model without an encoder has no sources"
+        return Source(self.encoder.hidden(source_ids, lengths), lengths)
 
     def encode(
         self, input_ids: Tensor, lengths: Tensor, token_type_ids: Tensor | None = None
@@ -157,6 +203,7 @@ class Transformer(nn.Module):
         input_ids: Tensor,
         lengths: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        source: Source | None = None,
     ) -> Tensor:
         """Return the vectors of tokens [batch, sequence, d_model] after the last norm.
 
@@ -167,7 +214,7 @@ class Transformer(nn.Module):
         x = self.embed(input_ids, place[None], token_type_ids)
         positions = self.positions(place[None], lambda: place)._replace(lengths=lengths)
         for block in self.blocks:
-            x = block(x, positions)
+            x = block(x, positions, source)
         normed: Tensor = self.norm(x)
         return normed
 
@@ -221,7 +268,8 @@ class Transformer(nn.Module):
         self, input_ids: Tensor, position_ids: Tensor, token_type_ids: Tensor | None = None
     ) -> Tensor:
         """Return the first block's input [..., d_model]; without type ids all are of type 0."""
-        x: Tensor = self.embedding(input_ids)
+        embedding = self._borrowed[0] if self._borrowed else self.embedding
+        x: Tensor = embedding(input_ids)
         if self.config.embedding_scale != 1.0:
             x = x * self.config.embedding_scale
         if self.config.has_learned_positions:
@@ -235,7 +283,7 @@ class Transformer(nn.Module):
         return dropped
 
     def _logits(self, normed: Tensor) -> Tensor:
-        weight = self.embedding.weight if self.head is None else self.head.weight
+        weight = self.head.weight if isinstance(self.head, nn.Linear) else self.embedding.weight
         bias = None if self.head is None else self.head.bias
         return self.project(normed, weight, bias)
 

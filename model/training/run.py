@@ -84,6 +84,8 @@ def prepare_run(
         raise FileExistsError(f"{folder} is not empty; {mend}")
     if config.pooling is not None or not config.causal:
         raise ConfigError("an encoder is not trained on next tokens; train a decoder: causal=true")
+    if config.encoder is not None:
+        raise ConfigError("an encoder-decoder is not trained on texts without sources")
     if init is not None and settings.context > config.max_model_len:
         raise ConfigError(
             f"{init.path} has positions for {config.max_model_len} tokens, fewer than a context of "

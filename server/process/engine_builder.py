@@ -22,6 +22,13 @@ def build_encoder_engine(
     """Load a model with a pooling. Raises ValueError for settings that it cannot meet."""
     from server.engine.encoder.runner import EncoderRunner  # noqa: PLC0415  imports ONNX Runtime
 
+    n_types = bundle.config.n_token_types or 1
+    highest = max(bundle.tokenizer.encode("a", "a").type_ids, default=0)
+    if highest >= n_types > 1:  # of a lone type, the runner ignores others
+        raise ValueError(
+            f"its tokenizer gives token type {highest} to pairs of texts, but the model has only "
+            f"{n_types} types; mend the tokenizer's post-processor, and export the model again"
+        )
     runner = EncoderRunner(
         bundle.graph_path,
         bundle.config,

@@ -1,4 +1,4 @@
-"""OpenTelemetry: the spans of each request for text, sent by OTLP.
+"""OpenTelemetry: the spans of each request for text, vectors or scores, sent by OTLP.
 
 The SDK is imported only where an endpoint is set. Spans are made when their request has ended, from
 the times that the request has recorded. Most names are those of OpenTelemetry's semantic
@@ -29,11 +29,16 @@ _Phase = tuple[str, float, float]  # its name, start and end, in seconds of `per
 _LOG_SECONDS = 60.0  # between two lines of one kind about the collector
 _TRACE_CONTEXT = TraceContextTextMapPropagator()  # and no baggage: nothing here reads it
 _OPERATIONS = dict.fromkeys(("/v1/completions", *TGI_PATHS), "text_completion")
+_OPERATIONS |= dict.fromkeys(
+    ("/v1/embeddings", "/embed", "/embed_all", "/similarity"), "embeddings"
+)
+_OPERATIONS |= dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "rerank")
+_OPERATIONS |= dict.fromkeys(("/predict", "/v1/classify"), "classify")
 _OPERATIONS |= dict.fromkeys(("/v1/chat/completions", "/v1/messages"), "chat")
 
 
 def request_spans(app: ASGIApp, provider: TracerProvider, model: str) -> ASGIApp:
-    """Send the spans of each request for text when it ends, and set its state's `trace_id`.
+    """Send the spans of each such request when it ends, and set its state's `trace_id`.
 
     model: the name of requests that end before their model is known.
     A caller's `traceparent` header makes its span the parent (W3C Trace Context).
@@ -90,6 +95,8 @@ def _send_spans(tracer: trace.Tracer, scope: Scope, attributes: dict[str, Any]) 
             "gen_ai.latency.time_in_queue": left_queue - arrived if phases[1:] else None,
             "gen_ai.latency.time_to_first_token": completion.seconds_to_first_token,
         }
+    if state.n_embedded is not None:
+        attributes["gen_ai.usage.input_tokens"] = state.n_embedded
     now, now_ns = perf_counter(), time_ns()
     attributes |= {
         "gen_ai.request.id": state.id,

@@ -270,7 +270,8 @@ class RequestState:
     """An HTTP request's id, arrival in seconds of `perf_counter`, sender, and completion if any.
 
     model: its name, "" until it is known. body_size: in bytes, once it is read. error: the `reason`
-    of the error that it ended in. trace_id: 32 hexadecimal digits. is_background: a batch's line.
+    of the error that it ended in. trace_id: 32 hexadecimal digits. n_embedded: tokens of its texts,
+    once their vectors or scores are known. is_background: a batch's line.
     """
 
     id: str
@@ -279,6 +280,7 @@ class RequestState:
     model: str = ""
     body_size: int = 0
     completion: Completion | None = None
+    n_embedded: int | None = None
     error: str | None = None
     trace_id: str | None = None
     is_background: bool = False

@@ -30,6 +30,12 @@ _PHASES: dict[Phase, ModelState] = {
 # huggingface_hub and TGI's clients use these names for whatever a server serves.
 _ANY_MODEL = (None, "dummy", "tgi")
 _FAILED_RETRY = 60  # seconds
+# The purpose of a model, and paths for it.
+_PURPOSES: dict[Task, tuple[str, str]] = {
+    "generate": ("continues texts", "/v1/completions or /v1/chat/completions"),
+    "embed": ("makes vectors of texts", "/v1/embeddings or /similarity"),
+    "classify": ("scores texts", "/v1/classify, /predict or /v1/rerank"),
+}
 
 
 class Models:
@@ -75,9 +81,13 @@ class Models:
                 raise InvalidRequestError(f"model is needed: one of {served}", param="model")
             name = (fit or self.names)[0]
         service = self.named(name or "")
-        if task not in (None, service.task):
-            others = "".join(f", but {one!r} can" for one in fit[:1])
-            message = f"the model {name!r} can {service.task}, and cannot {task}{others}"
+        if task is not None and task != service.task:
+            (does, paths), (wanted, _) = _PURPOSES[service.task], _PURPOSES[task]
+            other = "".join(f", such as {one!r}" for one in fit[:1])
+            message = (
+                f"the model {name!r} {does}: use {paths}; this path is for a model that "
+                f"{wanted}{other}"
+            )
             raise InvalidRequestError(message, param="model")
         return service
 
@@ -146,5 +156,6 @@ class Models:
             path = self.services[name].bundle.path
             error = StartupError(f"{path} cannot be served: {reason}")
         self.failures[name] = error
+        self.metrics.failed(name, is_failed=True)
         if len(self.names) > 1:
             logger.error("%s", error, extra={"fields": {"model": name}})

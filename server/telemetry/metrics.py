@@ -79,6 +79,13 @@ class ServerMetrics:
             "Requests answered with an error, by reason; model is empty before one is known.",
             ["model", "reason"],
         )
+        self._failed = Gauge(
+            "model_failed",
+            "1 if the model could not be loaded; the server's log says why.",
+            ["model"],
+            namespace="kvasir",
+            registry=self.registry,
+        )
         self._key_names: set[str] = set()
         self._key_requests = counter("key_requests", "HTTP requests, by API key.", ["key"])
         build = ["version"]
@@ -116,6 +123,10 @@ class ServerMetrics:
     def add_load(self, load: Load) -> None:
         """Add what a model's router gauges are read from."""
         self._loads.append(load)
+
+    def failed(self, model: str, *, is_failed: bool) -> None:
+        """Show whether a model could not be loaded."""
+        self._failed.labels(model).set(is_failed)
 
     def begin_rejections(self, model: str) -> None:
         """Show a zero for each reason: a series that begins with 1 shows no rise to `rate`."""
@@ -156,6 +167,7 @@ class Metrics:
         self.server, self.model = server or ServerMetrics(), model
         self.server.add_load(load)
         self.server.begin_rejections(model)
+        self.server.failed(model, is_failed=False)
 
         def metric(
             kind: Any, name: str, text: str, labels: Iterable[str] = (), **options: Any

@@ -12,15 +12,18 @@ from unittest.mock import Mock
 
 import httpx
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from server.engine.engine import Engine
 from server.engine.runner import OnnxRunner
 from server.process.app import create_app
-from server.process.engine_builder import build_engine
+from server.process.engine_builder import build_encoder_engine, build_engine
 from server.settings import load_settings
+from tests.fake_encoder import encoder_bundle
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.random_models import RandomModel
-from tests.serving import MODEL, VOCAB_SIZE, fake_bundle
+from tests.serving import EOS, MODEL, VOCAB_SIZE, fake_bundle
 
 
 async def test_it_answers_while_the_model_loads_and_serves_once_it_has(
@@ -131,6 +134,19 @@ def test_threads_spin_as_long_as_was_set(
     entry = runner._session.get_session_options().get_session_config_entry
     assert entry("session.intra_op.allow_spinning") == allowed
     assert entry("session.intra_op.spin_duration_us") == str(max(1, settings.spin_microseconds))
+
+
+def test_token_types_that_the_model_lacks_are_refused_at_load() -> None:
+    bundle = encoder_bundle(("relevant",))
+    tokenizer = Tokenizer.from_str(bundle.tokenizer.to_str())
+    tokenizer.post_processor = TemplateProcessing(
+        single="$A", pair="$A $B:2", special_tokens=[("<|endoftext|>", EOS)]
+    )
+    config = replace(bundle.config, n_token_types=2)
+    with pytest.raises(ValueError, match="token type 2"):
+        build_encoder_engine(
+            load_settings(model=bundle.path), replace(bundle, config=config, tokenizer=tokenizer)
+        )
 
 
 def test_importing_the_server_loads_neither_torch_nor_a_runtime() -> None:

@@ -455,11 +455,11 @@ async def test_a_bad_field_is_named_in_teis_form(monkeypatch: pytest.MonkeyPatch
 
 
 OTHER_TASKS: list[tuple[ModelBundle, str, dict[str, Any], str]] = [
-    (EMBEDDER, "/v1/completions", {"prompt": "a"}, "can embed"),
+    (EMBEDDER, "/v1/completions", {"prompt": "a"}, "/v1/embeddings"),
     (EMBEDDER, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "embed"),
-    (EMBEDDER, "/rerank", {"query": "a", "texts": ["b"]}, "can embed"),
-    (EMBEDDER, "/v1/classify", {"input": "a"}, "can embed"),
-    (CLASSIFIER, "/v1/embeddings", {"input": "a"}, "can classify"),
+    (EMBEDDER, "/rerank", {"query": "a", "texts": ["b"]}, "/similarity"),
+    (EMBEDDER, "/v1/classify", {"input": "a"}, "/v1/embeddings"),
+    (CLASSIFIER, "/v1/embeddings", {"input": "a"}, "/v1/classify"),
     (CLASSIFIER, "/v1/rerank", {"query": "a", "documents": ["b"]}, ", ".join(LABELS)),
     (CLASSIFIER, "/rerank", {"query": "a", "texts": ["b"]}, "/predict and /v1/classify"),
 ]
@@ -474,7 +474,7 @@ async def test_a_model_for_another_task_names_its_own() -> None:
     async with serving() as served:
         response = await served.client.post("/v1/embeddings", json={"input": "a"})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
-    assert "can generate" in response.text
+    assert "/v1/completions" in response.text
 
 
 async def test_hostile_bodies_are_answers_or_refusals() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ from schemathesis.specs.openapi.checks import (
 
 from server.api.routes import ROUTES, document
 from tests.api_reference import check_events
+from tests.fake_encoder import encoder_app, encoder_bundle
 from tests.fake_runner import FakeRunner
-from tests.live import KEY, Live, live
+from tests.live import KEY, Live, live, live_app
 from tests.serving import VOCAB_SIZE, fake_app
 
 # Without positive_data_acceptance: a body that fits its schema may still be too long for the model,
@@ -40,12 +42,24 @@ CHECKS = [
     allow_header_conformance,
 ]
 DOCUMENT = document(fake_app(FakeRunner(VOCAB_SIZE), api_key=KEY))
+TASKS: dict[str, str | None] = {one.path: getattr(one, "task", None) for one in ROUTES}
 api = schemathesis.openapi.from_dict(DOCUMENT)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
     with live(FakeRunner(VOCAB_SIZE, max_model_len=256)) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def servers(server: Live) -> Iterator[dict[str, Live]]:
+    """A server of each task."""
+    with ExitStack() as stack:
+        started = {"generate": server}
+        for task, labels in (("embed", ()), ("classify", ("relevant",))):
+            app, _ = encoder_app(encoder_bundle(labels, max_model_len=256), api_key=KEY)
+            started[task] = stack.enter_context(live_app(app))
         yield started
 
 
@@ -58,11 +72,14 @@ def session() -> Iterator[requests.Session]:
 @api.parametrize()
 @settings(max_examples=30, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_every_answer_is_as_described(
-    case: schemathesis.Case[Any], server: Live, session: requests.Session
+    case: schemathesis.Case[Any], servers: dict[str, Live], session: requests.Session
 ) -> None:
     key = {"authorization": f"Bearer {KEY}"}
     response = case.call_and_validate(
-        base_url=server.url, session=session, headers=key, checks=CHECKS
+        base_url=servers[TASKS.get(case.path) or "generate"].url,
+        session=session,
+        headers=key,
+        checks=CHECKS,
     )
     assert (
         response.status_code < 500 or response.status_code == 504

@@ -138,7 +138,9 @@ async def test_a_model_for_another_task_says_so_and_is_no_default() -> None:
 async def test_a_model_that_cannot_be_loaded_leaves_the_others(
     failed: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving_all(failed, "second") as (_, client):
+    async with serving_all(failed, "second") as (models, client):
+        metrics = models.services["second"].metrics
+        assert [sample(metrics, "model_failed", model=n) for n in (failed, "second")] == [1, 0]
         assert [record.levelname for record in caplog.records if failed in record.message]
         health = await client.get("/health/ready")
         assert health.status_code == (await client.get("/health/startup")).status_code == 200

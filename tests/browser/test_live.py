@@ -23,11 +23,11 @@ QUANTILES = """async ([buckets, qs]) => {
   const { quantile } = await import("./static/live/prometheus.js");
   return qs.map((q) => quantile(q, buckets.map(([bound, count]) => [bound ?? Infinity, count])));
 }"""
-FIGURES = """async (moments) => {
+FIGURES = """async ([moments, model]) => {
   const { Figures } = await import("./static/live/figures.js");
-  const figures = new Figures();
+  const figures = new Figures(model);
   for (const [text, at] of moments) figures.add(text, at);
-  return figures.points;
+  return [figures.points, figures.rejected];
 }"""
 # Once it is answered, all earlier requests have been counted.
 LATER_REQUEST = "fetch('health/live').then((response) => response.status)"
@@ -163,7 +163,8 @@ def test_rates_and_percentiles_have_windows(page: Page) -> None:
     """Poll at irregular times a server that does the same work between any two polls."""
     rng = random.Random(0)
     at = list(accumulate(rng.uniform(0.2, 8) for _ in range(60)))
-    points = page.evaluate(FIGURES, [(metrics(step), when) for step, when in enumerate(at)])
+    moments = [(metrics(step), when) for step, when in enumerate(at)]
+    points, _ = page.evaluate(FIGURES, [moments, None])
     assert [point["at"] for point in points] == [when for when in at if at[-1] - when <= 120]
 
     for n, point in enumerate(points, start=len(at) - len(points)):
@@ -174,6 +175,27 @@ def test_rates_and_percentiles_have_windows(page: Page) -> None:
         assert point["output"] == rate
         assert point["rejected"] == n - of_others
         assert point["ttft-p50"] == pytest.approx(0.015)
+
+
+def test_figures_are_of_one_model(page: Page) -> None:
+    def moment(step: int) -> str:
+        lines = []
+        for model, rate, bound in (("first", 50, "0.02"), ("second", 7, "0.01"), ("", 1, None)):
+            of = f'model="{model}"'
+            lines.append(f'kvasir_requests_rejected_total{{{of},reason="overloaded"}} {rate}')
+            if bound is None:
+                continue
+            lines.append(f"kvasir_generation_tokens_total{{{of}}} {rate * step}")
+            for le in ("0.01", "0.02", "+Inf"):
+                count = 0 if (bound, le) == ("0.02", "0.01") else step
+                name = "kvasir_time_to_first_token_seconds_bucket"
+                lines.append(f'{name}{{{of},le="{le}"}} {count}')
+        return "\n".join(lines)
+
+    for model, rate, latency in (("first", 50, 0.015), ("second", 7, 0.005)):
+        points, rejected = page.evaluate(FIGURES, [[(moment(0), 0), (moment(1), 1)], model])
+        assert (points[-1]["output"], points[-1]["ttft-p50"]) == (rate, pytest.approx(latency))
+        assert rejected == {"overloaded": rate + 1}
 
 
 @pytest.mark.usefixtures("server")

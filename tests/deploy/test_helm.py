@@ -18,7 +18,8 @@ from server.api.routes import ROUTES
 from server.errors import StartupError
 from server.settings import PREFIX, load_settings
 from tests.deploy.helm_schema import generated, settings_schema
-from tests.live import KEY, live
+from tests.fake_encoder import encoder_app, encoder_bundle
+from tests.live import KEY, Live, live, live_app
 
 CHART = Path(__file__).parents[2] / "helm"
 SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
@@ -112,15 +113,28 @@ def test_the_page_needs_only_public_routes_and_three_others(published: set[str])
     assert asked - published == {"/metrics", "/debug/batch", "/explain"}
 
 
+def run_chart_test(server: Live, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(CHART / "files/completion.py")]
+    environment |= {"URL": server.url}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+
+
 @pytest.mark.parametrize("content", [f"# of the team\n\n  {KEY} \nanother\n", f"\ufeff{KEY}"])
 def test_the_chart_s_test_reads_its_key_from_any_legal_file(content: str, tmp_path: Path) -> None:
     path = tmp_path / "keys"
     path.write_text(content, encoding="utf-8")
-    command = [sys.executable, str(CHART / "files/completion.py")]
     with live() as server:
-        environment = {"URL": server.url, "KEY_FILE": str(path)}
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False, timeout=60
-        )
+        done = run_chart_test(server, KEY_FILE=str(path))
     assert done.returncode == 0, done.stderr
     assert "the server answers" in done.stdout
+
+
+@pytest.mark.parametrize("labels", [(), ("relevant",), ("calm", "glad")])
+def test_the_chart_s_test_asks_an_encoder_for_what_it_does(labels: tuple[str, ...]) -> None:
+    app, runner = encoder_app(encoder_bundle(labels))
+    with live_app(app) as server:
+        done = run_chart_test(server)
+    assert done.returncode == 0, done.stderr
+    assert len(runner.texts) == 1

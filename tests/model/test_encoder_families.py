@@ -319,7 +319,7 @@ def test_the_longest_text_and_the_prompts(bert: Path, tmp_path: Path) -> None:
     [
         ("config.json", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
         ("config.json", {"is_decoder": True}, "is_decoder"),
-        ("config.json", {"hidden_act": "silu"}, "hidden_act"),
+        ("config.json", {"hidden_act": "quick_gelu"}, "hidden_act"),
         ("config.json", {"architectures": ["BertForTokenClassification"]}, "supported are"),
         ("1_Pooling/config.json", {"pooling_mode": "max"}, "pooling_mode is 'max'"),
         ("1_Pooling/config.json", {"pooling_mode_cls_token": True}, "pooling_mode is "),

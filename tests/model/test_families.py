@@ -377,7 +377,11 @@ def test_rotary_scalings(rope: dict[str, Any], expected: RopeScaling | None) -> 
 LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
-    ("gpt2", {"activation_function": "swish"}, "activation_function is 'swish', .* only 'gelu' or"),
+    (
+        "gpt2",
+        {"activation_function": "quick_gelu"},
+        "activation_function is 'quick_gelu', .* only 'gelu' or",
+    ),
     (
         "gpt2",
         {"add_cross_attention": True},

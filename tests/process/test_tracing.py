@@ -19,6 +19,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 import server.process.tracing
 from server.engine.sequence import FinishReason
 from server.process.tracing import make_provider
+from tests.fake_encoder import encoder_app, encoder_bundle
 from tests.fake_runner import FakeRunner
 from tests.serving import EOS, MODEL, VOCAB_SIZE, serving, small_tokenizer
 
@@ -68,6 +69,40 @@ def phases(exporter: InMemorySpanExporter) -> list[str]:
 def trace_ids_logged(caplog: pytest.LogCaptureFixture) -> list[str | None]:
     lines = [vars(one)["fields"] for one in caplog.records if one.getMessage() == "request"]
     return [fields.get("trace_id") for fields in lines]
+
+
+@pytest.mark.parametrize(
+    ("path", "operation", "body"),
+    [
+        ("/v1/embeddings", "embeddings", {"input": [[5] * 9, [6] * 3]}),
+        ("/rerank", "rerank", {"query": "a", "texts": ["b", "c"]}),
+        ("/v1/classify", "classify", {"input": [[5] * 9, [6] * 3]}),
+    ],
+)
+async def test_spans_and_log_have_the_tokens_of_an_encoders_request(
+    exporter: InMemorySpanExporter,
+    path: str,
+    operation: str,
+    body: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "kvasir")
+    bundle = encoder_bundle(() if operation == "embeddings" else ("relevant",))
+    app, runner = encoder_app(bundle, otlp_endpoint=ENDPOINT)
+    transport = httpx.ASGITransport(app)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
+    ):
+        assert (await client.post(path, json=body)).status_code == 200
+        assert (await client.post(path, json={})).status_code == 400
+    answered, refused = (dict(span.attributes or {}) for span in request_spans(exporter))
+    n_tokens = sum(len(text.prompt_ids) for text in runner.texts)
+    assert answered["gen_ai.operation.name"] == operation
+    assert answered["gen_ai.usage.input_tokens"] == n_tokens
+    lines = [vars(one)["fields"] for one in caplog.records if one.getMessage() == "request"]
+    assert [one.get("prompt_tokens") for one in lines] == [n_tokens, None]
+    assert "gen_ai.usage.input_tokens" not in refused
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -19,7 +19,8 @@ from tests.serving import VOCAB_SIZE, Served, serving, small_tokenizer
 from tests.serving import sample as value
 
 NAMES = {
-    "gauge": "num_requests_running num_requests_waiting kv_cache_usage_ratio build_info model_info",
+    "gauge": """num_requests_running num_requests_waiting kv_cache_usage_ratio build_info model_info
+        model_failed""",
     "counter": """prompt_tokens generation_tokens request_success requests_rejected requests_good
         tokens_wasted prefix_cache_queries prefix_cache_hits spec_decode_draft_tokens
         spec_decode_accepted_tokens key_requests key_tokens""",

@@ -19,7 +19,7 @@ from model.importing.tensors import Source, scaled
 _LARGEST, _MOST_LAYERS = 2**31 - 1, 10_000
 _GELU_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh")
 _PLAIN = {"gelu": "gelu", "gelu_python": "gelu", **dict.fromkeys(_GELU_TANH, "gelu_tanh")}
-_PLAIN |= {"relu": "relu"}
+_PLAIN |= {"relu": "relu", "silu": "silu", "swish": "silu"}
 _GATED = {"silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_python": "geglu"}
 _GATED |= dict.fromkeys(_GELU_TANH, "geglu_tanh")
 # Names of tensors for all experts, which lack the ending of a linear layer's.
@@ -136,23 +136,37 @@ class Family:
     prefixes: tuple[str, ...] = ("model.",)  # of tensor names; a file has one or none
     former_names: Mapping[str, str] = field(default_factory=dict)  # of modules: the present name
     classifier: tuple[Dense, ...] = (Dense("score", bias=False),)  # of ...ForSequenceClassification
-    unused: tuple[str, ...] = ()  # beginnings of names of tensors that an encoder leaves out
+    unused: tuple[str, ...] = ()  # beginnings of names of tensors that are left out
+    # Returns modules whose places the options decide.
+    variant: Callable[[Options], Mapping[str, Source]] | None = None
+    encoder: Family | None = None  # of a decoder that has one; it reads the same config.json
+    same_embeddings: tuple[str, ...] = ()  # modules whose weight must be the embedding's
+    start_token: int | None = None  # the default of decoder_start_token_id, with an encoder
 
     def options(self, values: Mapping[str, Any]) -> Options:
         """Return the keys that the family reads from a config.json."""
         defaults = dict(zip(_SHAPE, self.shape + self.tokens, strict=True)) | self.defaults
-        read = {
-            key: values.get(self.names.get(key, key), values.get(key, default))
-            for key, default in defaults.items()
-        }
+        read = {}
+        for key, default in defaults.items():
+            names = (*self.names.get(key, key).split("|"), key)  # "a|b" is b where there is no a
+            read[key] = next((values[name] for name in names if name in values), default)
         return Options(read, self.names)
 
-    def scaled(self, values: Mapping[str, Any]) -> Family:
-        """Return the family with the factors of a config.json in the sources of its modules."""
-        options = self.options(values)
-        factors = {module: factor(options) for module, factor in self.scales.items()}
-        sources = {m: scaled(self.source(m), by) for m, by in factors.items() if by != 1.0}
-        return replace(self, modules={**self.modules, **sources})
+    def adapted(self, values: Mapping[str, Any]) -> Family:
+        """Return the family with the places and factors of its modules that values decide.
+
+        Those of its encoder are among them.
+        """
+        options, modules = self.options(values), dict(self.modules)
+        if self.variant is not None:
+            modules |= self.variant(options)
+        for module, factor in self.scales.items():
+            if (by := factor(options)) != 1.0:
+                modules[module] = scaled(self.source(module), by)
+        if self.encoder is not None:
+            inner = self.encoder.adapted(values).modules
+            modules |= {f"encoder.{module}": source for module, source in inner.items()}
+        return replace(self, modules=modules)
 
     def config(self, values: Mapping[str, Any], **tokens: Any) -> TransformerConfig:
         """Return the TransformerConfig for a config.json, with bos_token_id and eos_token_ids.
@@ -161,7 +175,7 @@ class Family:
         """
         options = self.options(values)
         options.whole("num_hidden_layers", most=_MOST_LAYERS)
-        read = {self.names.get(key, key) for key in options}
+        read = {name for key in options for name in self.names.get(key, key).split("|")}
         # Beside the family's own name the usual one may say the same.
         neutral = {
             key: (None, *allowed, *([options[key]] if key in options else ()))
@@ -191,6 +205,8 @@ class Family:
             fields["feed_forward"] = known[name]
         for name, value in self.fields.items():
             fields[name] = value(options) if callable(value) else value
+        if self.encoder is not None:
+            fields["encoder"] = self.encoder.config(values)
         return TransformerConfig(**{**fields, **tokens})
 
     def source(self, module: str) -> Source:
@@ -204,6 +220,8 @@ class Family:
         prefix = next((prefix for prefix in self.prefixes if tensor.startswith(prefix)), "")
         module, _, kind = tensor.removeprefix(prefix).rpartition(".")
         kind = {"gamma": "weight", "beta": "bias"}.get(kind, kind)  # as TensorFlow named norms'
+        if not module:  # final_logits_bias
+            module, kind = kind, "bias"
         return f"{self.former_names.get(module, module)}.{kind}"
 
 

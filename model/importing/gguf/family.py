@@ -163,7 +163,7 @@ def read_family(
         config = family.config(values, bos_token_id=bos, eos_token_ids=ends)
     except UnsupportedError as error:
         raise UnsupportedError(str(error).replace("config.json's", "its key")) from None
-    return family.scaled(values), config, list(tensors.values())
+    return family.adapted(values), config, list(tensors.values())
 
 
 def _values(kind: str, given: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from model.config import TransformerConfig
 from model.importing.contents import Contents, generation_defaults, to_json
 from model.importing.errors import UnsupportedError
 from model.importing.families.decoders import FAMILIES, WITH_VISION
+from model.importing.families.encoder_decoders import ENCODER_DECODERS
 from model.importing.families.encoders import ENCODERS
 from model.importing.families.family import Family
 from model.importing.huggingface.pooling import (
@@ -35,10 +36,11 @@ from model.importing.huggingface.tokenizer import (
 from model.importing.quantized import QUANTIZATION_KEYS, restore
 from model.tensor_files import list_tensors, weight_files
 
-_KNOWN = FAMILIES | ENCODERS
+_KNOWN = FAMILIES | ENCODERS | ENCODER_DECODERS
 # Tensors that are computed, not learned, and those that only see images.
 _IGNORED = re.compile(
-    r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias)|embeddings\.position_ids)$"
+    r"(^|\.)(rotary_emb\.inv_freq|(attn|attention)\.(bias|masked_bias)|embeddings\.position_ids"
+    r"|EncDecAttention\.relative_attention_bias\.weight)$"
     r"|^(model\.)?(vision_tower|multi_modal_projector)\."
 )
 _OF_BOTH = (
@@ -57,7 +59,7 @@ def read_folder(source: Path, notes: list[str]) -> Contents:
     whole, generation = (read_optional(source / name) for name in (CONFIG_FILE, GENERATION_FILE))
     family, values = _find_family(whole, notes)
     config = _read_config(family, values, generation, notes)
-    family, config, of_layers = add_pooling(source, whole, family.scaled(values), config, notes)
+    family, config, of_layers = add_pooling(source, whole, family.adapted(values), config, notes)
     template = read_chat_template(source, notes)
     tokenizer = read_tokenizer(source, whole["model_type"], config.vocab_size, template, notes)
     texts = {
@@ -107,7 +109,11 @@ def _read_config(
         for key in ("bos_token_id", "eos_token_id")
     )
     ends = eos if isinstance(eos, list) else [eos] * (eos is not None)
-    config = family.config(values, bos_token_id=None, eos_token_ids=[])
+    tokens: dict[str, Any] = {
+        "bos_token_id": bos,
+        "target_prefix": _prefix(values, family, generation),
+    }
+    config = family.config(values, **tokens, eos_token_ids=[])
     given = [end for end in ends if type(end) is not int or 0 <= end < config.vocab_size]
     if ends and not given:
         raise UnsupportedError(
@@ -120,7 +126,17 @@ def _read_config(
             f"end-of-text token {beyond} is left out: it is beyond the vocabulary of "
             f"{config.vocab_size}, so the model never produces it"
         )
-    return family.config(values, bos_token_id=bos, eos_token_ids=given)
+    return family.config(values, **tokens, eos_token_ids=given)
+
+
+def _prefix(values: dict[str, Any], family: Family, generation: dict[str, Any]) -> tuple[int, ...]:
+    """Return the tokens with which a target begins: one that starts it, and one that is forced."""
+    if family.encoder is None:
+        return ()
+    defaults = {"decoder_start_token_id": family.start_token, "forced_bos_token_id": None}
+    given = {key: generation.get(key, values.get(key)) for key in defaults}
+    tokens = [default if given[key] is None else given[key] for key, default in defaults.items()]
+    return tuple(token for token in tokens if token is not None)
 
 
 def _text_part(values: dict[str, Any]) -> dict[str, Any]:

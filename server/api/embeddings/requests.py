@@ -17,6 +17,7 @@ from server.api import schemas
 from server.api.http.responses import Deferred, json_response, service_of, state_of
 from server.engine.sampling import Floats
 from server.errors import InvalidRequestError
+from server.requests.completion import RequestState
 from server.requests.embedding import EmbeddingRequest, Output
 from server.requests.encoding import MAX_INPUTS, EncodingOptions, Text, encode
 from server.requests.service import Service
@@ -99,7 +100,7 @@ async def respond(
         deadline=service.builder.deadline(state, fields.timeout_ms),
         priority=state.priority(fields.priority),
     )
-    return Deferred(partial(_answer, service, wanted, show))
+    return Deferred(partial(_answer, service, wanted, show, state))
 
 
 def _size(part: str | int) -> int:
@@ -123,10 +124,12 @@ def _prompt(service: Service, fields: EncoderFields, inputs: Sequence[Text | lis
     return known[name]
 
 
-async def _answer(service: Service, wanted: EmbeddingRequest, show: Show) -> Response:
+async def _answer(
+    service: Service, wanted: EmbeddingRequest, show: Show, state: RequestState
+) -> Response:
     """Run a request; write a long answer in a thread."""
     outputs = await service.embed(wanted)
-    n_tokens = sum(len(one.ids) for one in wanted.inputs)
+    n_tokens = state.n_embedded = wanted.n_prompt_tokens
 
     def work() -> bytes:
         pieces = []

@@ -258,6 +258,8 @@ def log_request(scope: Scope, status: int, seconds: float) -> None:
         fields["key"] = state.caller.name
     if state.trace_id is not None:
         fields["trace_id"] = state.trace_id
+    if state.n_embedded is not None:
+        fields["prompt_tokens"] = state.n_embedded
     if (completion := state.completion) is not None:
         first = completion.seconds_to_first_token
         fields |= {

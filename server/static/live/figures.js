@@ -15,11 +15,17 @@ const STARTED = "process_start_time_seconds";
 /** Points { at, running, waiting, … } of the last two minutes. A figure without data is null. */
 export class Figures {
   points = [];
+  #model;
   #snapshots = []; // { at, metrics } of the last window, oldest first
+
+  /** model: the one whose figures are computed; without it, all of a server together. */
+  constructor(model) {
+    this.#model = model;
+  }
 
   /** Add a snapshot of /metrics, taken `at` a time in seconds. */
   add(text, at) {
-    const metrics = new Metrics(text);
+    const metrics = new Metrics(text, this.#model);
     const last = this.#snapshots.at(-1);
     const hasRestarted = last && last.metrics.total(STARTED) !== metrics.total(STARTED);
     if (hasRestarted) this.#snapshots = [];
@@ -32,7 +38,10 @@ export class Figures {
   /** Requests rejected since the server started: { reason: count }. */
   get rejected() {
     const samples = this.#snapshots.at(-1).metrics.samples("kvasir_requests_rejected_total");
-    return Object.fromEntries(samples.map(({ labels, value }) => [labels.reason, value]));
+    const counts = {};
+    for (const { labels, value } of samples)
+      counts[labels.reason] = (counts[labels.reason] ?? 0) + value; // without a model, and of it
+    return counts;
   }
 
   /** True if the server has had no request since it started. */

@@ -11,7 +11,7 @@ import { pause } from "../common/pause.js";
 const EVERY_MS = 1000;
 const UNPUBLISHED = [403, 404]; // responses of a gateway for routes that it does not publish
 
-const figures = new Figures();
+let figures;
 let charts = [];
 let isShown = false;
 let isPaused = false;
@@ -19,6 +19,7 @@ let isRefused = false; // polling again would not help
 let polling = null; // aborts polling
 
 export function start(card) {
+  figures = new Figures(card.model);
   startBatch(card.max_num_seqs);
   charts = [...byId("live").querySelectorAll("[data-series]")].map(
     (element) => new Chart(element, element.closest(".tile").querySelector("h3").textContent),

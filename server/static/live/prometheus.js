@@ -5,14 +5,18 @@ const LABEL = /[ \t]*([a-zA-Z_]\w*)[ \t]*=[ \t]*"((?:[^"\\]|\\.)*)"[ \t]*(?:,|$)
 const ESCAPES = { "\\n": "\n", '\\"': '"', "\\\\": "\\" };
 const SPECIAL = { "+inf": Infinity, inf: Infinity, "-inf": -Infinity, nan: NaN };
 
-/** All samples of one snapshot, by name. Throws an Error for an invalid line. */
+/**
+ * All samples of one snapshot, by name, but those of other models than `model`, if it is given.
+ * Throws an Error for an invalid line.
+ */
 export class Metrics {
   #samples = new Map();
 
-  constructor(text) {
+  constructor(text, model) {
     for (const line of text.split("\n").map((one) => one.trim())) {
       if (line === "" || line.startsWith("#")) continue;
       const { name, labels, value } = readSample(line);
+      if (model && labels.model && labels.model !== model) continue;
       if (!this.#samples.has(name)) this.#samples.set(name, []);
       this.#samples.get(name).push({ labels, value });
     }

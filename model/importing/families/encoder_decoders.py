@@ -1,0 +1,252 @@
+"""The published encoder-decoders that `kvasir import` reads.
+
+As `decoders.py` has it: to add one, add a `Family` to ENCODER_DECODERS, with that of its encoder.
+Keys, defaults and tensor names are those of Hugging Face transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from model.importing.families.family import Family, Options, refuse
+from model.importing.tensors import Source, computed, stacked, without_first_axis, without_rows
+
+_T5_KINDS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gated-relu": None,
+    "gated-gelu": "geglu_tanh",  # for transformers this word means the approximation
+    "gated-silu": "swiglu",
+}
+
+
+def _t5_feed_forward(options: Options) -> str:
+    kind = options["feed_forward_proj"]
+    known = [name for name, ours in _T5_KINDS.items() if ours]
+    if kind not in known:
+        raise refuse("feed_forward_proj", kind, "only " + " or ".join(map(repr, known)))
+    return str(_T5_KINDS[kind])
+
+
+def _t5_scale(options: Options) -> float:
+    """Return the factor of what the head reads; T5 1.1 has none, and a head of its own."""
+    scaled = options["scale_decoder_outputs"]
+    if scaled is None:  # files before transformers 5
+        scaled = options["tie_word_embeddings"] is not False
+    return options.whole("hidden_size") ** -0.5 if scaled else 1.0
+
+
+def _t5_layer(side: str, layer: int) -> Callable[[Options], Mapping[str, Source]]:
+    """Return the modules of a feed-forward, which has a gate or none."""
+    inner = f"{side}.block.*.layer.{layer}.DenseReluDense"
+
+    def modules(options: Options) -> Mapping[str, Source]:
+        gated = str(options["feed_forward_proj"]).startswith("gated")
+        names = (f"{inner}.wi_0", f"{inner}.wi_1") if gated else (f"{inner}.wi",)
+        return {"blocks.*.feed_forward.up": stacked(*names)}
+
+    return modules
+
+
+def _t5_modules(side: str, last: int) -> dict[str, str | Source]:
+    """Return the modules of one side; `last` is the number of a layer's feed-forward."""
+    block = f"{side}.block.*.layer"
+    return {
+        "relative_bias": f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias",
+        "norm": f"{side}.final_layer_norm",
+        "blocks.*.attention_norm": f"{block}.0.layer_norm",
+        "blocks.*.attention.qkv": stacked(*(f"{block}.0.SelfAttention.{part}" for part in "qkv")),
+        "blocks.*.attention.output": f"{block}.0.SelfAttention.o",
+        "blocks.*.feed_forward_norm": f"{block}.{last}.layer_norm",
+        "blocks.*.feed_forward.down": f"{block}.{last}.DenseReluDense.wo",
+    }
+
+
+def _scaled_embedding(options: Options) -> float:
+    return math.sqrt(options.whole("hidden_size")) if options["scale_embedding"] else 1.0
+
+
+def _bart_modules(side: str) -> dict[str, str | Source]:
+    layer = f"{side}.layers.*"
+    return {
+        "position_embedding": without_rows(f"{side}.embed_positions", 2),
+        "embedding_norm": f"{side}.layernorm_embedding",
+        "norm": f"{side}.layer_norm",
+        "blocks.*.attention_norm": f"{layer}.self_attn_layer_norm",
+        "blocks.*.attention.qkv": stacked(*(f"{layer}.self_attn.{part}_proj" for part in "qkv")),
+        "blocks.*.attention.output": f"{layer}.self_attn.out_proj",
+        "blocks.*.feed_forward_norm": f"{layer}.final_layer_norm",
+        "blocks.*.feed_forward.up": f"{layer}.fc1",
+        "blocks.*.feed_forward.down": f"{layer}.fc2",
+    }
+
+
+def _bart_names(side: str) -> dict[str, str]:
+    return {
+        "hidden_size": "d_model",
+        "hidden_act": "activation_function",
+        "num_hidden_layers": f"{side}_layers",
+        "num_attention_heads": f"{side}_attention_heads",
+        "intermediate_size": f"{side}_ffn_dim",
+    }
+
+
+def _halves(angles: Tensor) -> Tensor:
+    """Return the sines of angles [positions, d_model / 2], followed by their cosines."""
+    return torch.cat((angles.sin(), angles.cos()), dim=1).float()
+
+
+def _marian_sinusoids(n_positions: int, d_model: int) -> Tensor:
+    """Vaswani et al. 2017, section 3.5, with all sines before all cosines."""
+    pairs = torch.arange(0, d_model, 2, dtype=torch.float64) / d_model
+    return _halves(torch.outer(torch.arange(n_positions, dtype=torch.float64), 10000.0**-pairs))
+
+
+def _fairseq_sinusoids(n_positions: int, d_model: int) -> Tensor:
+    """Like Marian's, but the last pair turns 1/10000 a position, and the first position is 2."""
+    steps = torch.arange(d_model // 2, dtype=torch.float64) / (d_model // 2 - 1)
+    places = torch.arange(2, n_positions + 2, dtype=torch.float64)
+    return _halves(torch.outer(places, 10000.0**-steps))
+
+
+def _with_sinusoids(family: Family, table: Callable[[int, int], Tensor]) -> Family:
+    """Return a family whose positions are computed; they become a table of learned ones."""
+    assert family.encoder is not None
+    of_both = []
+    for one in (family, family.encoder):
+        modules = {**one.modules, "position_embedding": computed(table)}
+        of_both.append(replace(one, modules=modules))
+    unused = tuple(f"{side}.embed_positions." for side in ("encoder", "decoder"))
+    return replace(of_both[0], encoder=of_both[1], unused=unused)
+
+
+_NOT_ALONE: dict[str, tuple[Any, ...]] = {"is_encoder_decoder": (True,)}
+_T5_NAMES = {
+    "hidden_size": "d_model",
+    "intermediate_size": "d_ff",
+    "num_attention_heads": "num_heads",
+    "num_hidden_layers": "num_layers",
+    "head_dim": "d_kv",
+    "rms_norm_eps": "layer_norm_epsilon",
+    "max_position_embeddings": "n_positions",
+}
+_T5_FIELDS: dict[str, Any] = {
+    "position": "relative",
+    "attention_scale": 1.0,
+    "feed_forward": _t5_feed_forward,
+    "relative_buckets": lambda options: options.whole("relative_attention_num_buckets"),
+    "relative_max_distance": lambda options: options.whole("relative_attention_max_distance"),
+}
+_BART_FIELDS: dict[str, Any] = {
+    "position": "learned",
+    "norm": "layernorm",
+    "norm_placement": "post",
+    "qkv_bias": True,
+    "output_bias": True,
+    "feed_forward_bias": True,
+    "embedding_scale": _scaled_embedding,
+}
+_ENCODER: dict[str, Any] = {"causal": False, "tied_embeddings": True}
+_SIDES = ("encoder.embed_tokens", "decoder.embed_tokens")
+
+# fmt: off
+_T5_ENCODER = Family(
+    title="T5", architectures=(),
+    shape=(32128, 512, 2048, 6, 8, None, 512), tokens=(None, None),
+    defaults={"head_dim": 64, "rms_norm_eps": 1e-6, "feed_forward_proj": "relu",
+              "relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
+    names=_T5_NAMES, only=_NOT_ALONE,
+    fields=_T5_FIELDS | _ENCODER,
+    modules=_t5_modules("encoder", 1), variant=_t5_layer("encoder", 1),
+)
+_T5 = replace(
+    _T5_ENCODER,
+    architectures=("T5ForConditionalGeneration", "T5WithLMHeadModel"),
+    tokens=(None, 1), encoder=_T5_ENCODER,
+    defaults=_T5_ENCODER.defaults | {"tie_word_embeddings": True,
+                                     "scale_decoder_outputs": None},
+    names=_T5_NAMES | {"num_hidden_layers": "num_decoder_layers|num_layers"},
+    fields=_T5_FIELDS | {"tied_embeddings": True},  # unless the file holds another head
+    scales={"norm": _t5_scale},
+    start_token=0, same_embeddings=_SIDES,
+    modules=_t5_modules("decoder", 2) | {
+        "embedding": "shared", "head": "lm_head",
+        "blocks.*.cross_attention_norm": "decoder.block.*.layer.1.layer_norm",
+        "blocks.*.cross_attention.query": "decoder.block.*.layer.1.EncDecAttention.q",
+        "blocks.*.cross_attention.key_value":
+            stacked(*(f"decoder.block.*.layer.1.EncDecAttention.{part}" for part in "kv")),
+        "blocks.*.cross_attention.output": "decoder.block.*.layer.1.EncDecAttention.o",
+    },
+    variant=_t5_layer("decoder", 2),
+)
+_BART_ENCODER = Family(
+    title="BART", architectures=(),
+    shape=(50265, 1024, 4096, 12, 16, None, 1024), tokens=(None, None),
+    defaults={"hidden_act": "gelu", "scale_embedding": False},
+    names=_bart_names("encoder"), only=_NOT_ALONE,
+    fields=_BART_FIELDS | _ENCODER | {"embedding_norm": True},
+    gated=False, modules=_bart_modules("encoder"),
+)
+_BART = replace(
+    _BART_ENCODER, architectures=("BartForConditionalGeneration",), tokens=(None, 2),
+    encoder=_BART_ENCODER, names=_bart_names("decoder"),
+    fields=_BART_FIELDS | {"embedding_norm": True},
+    start_token=2, same_embeddings=(*_SIDES, "lm_head"),
+    modules=_bart_modules("decoder") | {
+        "embedding": "shared", "head": without_first_axis("final_logits_bias"),
+        "blocks.*.cross_attention_norm": "decoder.layers.*.encoder_attn_layer_norm",
+        "blocks.*.cross_attention.query": "decoder.layers.*.encoder_attn.q_proj",
+        "blocks.*.cross_attention.key_value":
+            stacked(*(f"decoder.layers.*.encoder_attn.{part}_proj" for part in "kv")),
+        "blocks.*.cross_attention.output": "decoder.layers.*.encoder_attn.out_proj",
+    },
+)
+
+
+def _like_bart(title: str, architecture: str, **changes: Any) -> Family:
+    """Return a family with BART's modules; `fields` and `defaults` are added on both sides."""
+    fields, defaults = changes.pop("fields"), changes.pop("defaults", {})
+    of_both = []
+    for one in (_BART, _BART_ENCODER):
+        new = {"title": title, "fields": {**one.fields, **fields},
+               "defaults": {**one.defaults, **defaults}, "only": {**one.only,
+                                                                  **changes.get("only", {})}}
+        of_both.append(replace(one, **(changes | new)))
+    return replace(of_both[0], architectures=(architecture,), encoder=of_both[1])
+
+
+_PRE: dict[str, Any] = {"norm_placement": "pre", "embedding_norm": False}
+ENCODER_DECODERS: dict[str, Family] = {
+    "t5": _T5,
+    "mt5": replace(
+        _T5, title="mT5", architectures=("MT5ForConditionalGeneration",), scales={},
+        defaults=_T5.defaults | {"feed_forward_proj": "gated-gelu"},
+        encoder=replace(_T5_ENCODER, title="mT5", defaults=_T5_ENCODER.defaults | {
+            "feed_forward_proj": "gated-gelu"}),
+    ),
+    "bart": _BART,
+    "mbart": _like_bart("mBART", "MBartForConditionalGeneration",
+                        fields={"norm_placement": "pre"}),
+    "marian": _with_sinusoids(
+        _like_bart(
+            "Marian", "MarianMTModel", fields={"embedding_norm": False}, start_token=58100,
+            shape=(58101, 1024, 4096, 12, 16, None, 1024), tokens=(None, 0),
+            only={"share_encoder_decoder_embeddings": (True, None)}),
+        _marian_sinusoids),
+    "m2m_100": _with_sinusoids(
+        _like_bart("M2M-100", "M2M100ForConditionalGeneration", fields=_PRE,
+                   defaults={"scale_embedding": True, "hidden_act": "relu"},
+                   shape=(128112, 1024, 4096, 12, 16, None, 1024)),
+        _fairseq_sinusoids),
+    "pegasus": _with_sinusoids(
+        _like_bart("PEGASUS", "PegasusForConditionalGeneration", fields=_PRE, tokens=(None, 1),
+                   start_token=0),
+        _marian_sinusoids),
+}
+# fmt: on

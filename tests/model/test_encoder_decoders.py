@@ -1,0 +1,151 @@
+"""Published encoder-decoders against transformers: logits, greedy text and beams."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from model.checkpoint import Checkpoint, load_checkpoint
+from model.importing.published import import_checkpoint
+from model.network.cross_attention import Source
+from model.network.transformer import Transformer
+from model.reference import beam_search, generate
+from tests.huggingface_checkpoints import save_tokenizer
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+
+_VOCABULARY, _START, _END = 320, 3, 2
+_MAX_TOKENS = 12
+_T5: dict[str, Any] = {"d_model": 48, "d_kv": 16, "d_ff": 96, "num_heads": 4}
+_T5 |= {"num_layers": 2, "num_decoder_layers": 3, "relative_attention_num_buckets": 12}
+_T5 |= {"relative_attention_max_distance": 20, "n_positions": 64}
+_BART: dict[str, Any] = {"d_model": 64, "max_position_embeddings": 64}
+_BART |= {"encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 96}
+_BART |= {"decoder_layers": 3, "decoder_attention_heads": 2, "decoder_ffn_dim": 80}
+
+# Name: architecture, configuration.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "t5": ("T5ForConditionalGeneration", _T5),
+    "t5 1.1": (
+        "T5ForConditionalGeneration",
+        _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    ),
+    "mt5": ("MT5ForConditionalGeneration", _T5 | {"feed_forward_proj": "gated-silu"}),
+    "bart": ("BartForConditionalGeneration", _BART | {"forced_bos_token_id": 5}),
+    "mbart": ("MBartForConditionalGeneration", _BART | {"scale_embedding": True}),
+    "marian": (
+        "MarianMTModel",
+        _BART | {"scale_embedding": True, "activation_function": "swish"},
+    ),
+    "m2m_100": ("M2M100ForConditionalGeneration", _BART),
+    "pegasus": ("PegasusForConditionalGeneration", _BART | {"scale_embedding": True}),
+}
+
+
+def make_model(name: str, **changes: Any) -> Any:
+    """Return a model with uneven weights, norms and biases, so that mistakes show."""
+    architecture, values = FAMILIES[name]
+    kind = getattr(transformers, architecture)
+    tokens = {"pad_token_id": 1, "eos_token_id": _END, "decoder_start_token_id": _START}
+    config = kind.config_class(vocab_size=_VOCABULARY, **{**tokens, **values, **changes})
+    torch.manual_seed(0)
+    model = kind._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "embed_positions" in parameter_name and not parameter.requires_grad:
+                continue
+            if parameter.dim() > 1:  # with wide embeddings a token would predict itself
+                parameter.normal_(std=0.07 if "shared" in parameter_name else 0.2)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+        if hasattr(model, "final_logits_bias"):
+            model.final_logits_bias.normal_()
+    return model
+
+
+def save(folder: Path, model: Any) -> Path:
+    model.save_pretrained(folder)
+    save_tokenizer(folder, chat_template=None)
+    return folder
+
+
+def imported(folder: Path, model: Any) -> Checkpoint:
+    import_checkpoint(save(folder / "theirs", model), folder / "ours")
+    return load_checkpoint(folder / "ours")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.inference_mode()
+def test_logits(name: str, tmp_path: Path) -> None:
+    model = make_model(name)
+    checkpoint = imported(tmp_path, model)
+    sources, targets = (
+        torch.randint(4, _VOCABULARY, (3, 30)),
+        torch.randint(4, _VOCABULARY, (3, 25)),
+    )
+    lengths = torch.tensor([30, 11, 1])
+    within = (torch.arange(30) < lengths[:, None]).long()
+    theirs = model(sources.where(within == 1, 1), within, decoder_input_ids=targets).logits
+    decoder = checkpoint.decoder
+    ours = decoder(targets, source=decoder.read(sources, lengths))
+    assert (ours - theirs).abs().max() < 1e-4 * theirs.std()
+
+
+def make_source(decoder: Transformer, seed: int, n_tokens: int) -> tuple[Tensor, Source]:
+    torch.manual_seed(seed)
+    ids = torch.randint(4, _VOCABULARY, (1, n_tokens))
+    return ids, decoder.read(ids, torch.tensor([n_tokens]))
+
+
+def options(decoder: Transformer) -> dict[str, Any]:
+    """Return the arguments of transformers' generate; a forced token counts as new there."""
+    forced = len(decoder.config.target_prefix) - 1
+    fixed = {"do_sample": False, "use_cache": False, "forced_eos_token_id": None}
+    return fixed | {"max_new_tokens": _MAX_TOKENS + forced}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.inference_mode()
+def test_the_likeliest_text(name: str, tmp_path: Path) -> None:
+    model = make_model(name)
+    decoder = imported(tmp_path, model).decoder
+    prefix, ends = list(decoder.config.target_prefix), decoder.config.eos_token_ids
+    for n_source in (9, 1):
+        ids, source = make_source(decoder, n_source, n_source)
+        theirs = model.generate(ids, num_beams=1, **options(decoder))[0].tolist()
+        ours = generate(decoder, prefix, max_tokens=_MAX_TOKENS, ending_ids=ends, source=source)
+        assert prefix + ours == theirs
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0, 2.5])
+@pytest.mark.parametrize("early", [True, False, "never"])
+@torch.inference_mode()
+def test_beams(penalty: float, early: Any, tmp_path: Path) -> None:
+    """With a forced token, and an ending one that is likely at times."""
+    model = make_model("bart")
+    model.final_logits_bias[0, _END] = 4.0
+    decoder = imported(tmp_path, model).decoder
+    prefix, ends = list(decoder.config.target_prefix), decoder.config.eos_token_ids
+    asked = {"length_penalty": penalty, "early_stopping": early}
+    for seed in range(3):
+        ids, source = make_source(decoder, seed, 7)
+        kinds = {"num_beams": 3, "num_return_sequences": 3, "output_scores": True}
+        found = model.generate(
+            ids, return_dict_in_generate=True, **kinds, **asked, **options(decoder)
+        )
+        ours = beam_search(
+            decoder, source, n_beams=3, max_tokens=_MAX_TOKENS, ending_ids=ends, **asked
+        )
+        texts = [[*prefix, *one.token_ids] for one in ours]
+        theirs = found.sequences.tolist()
+        assert texts == [one[: len(text)] for one, text in zip(theirs, texts, strict=True)]
+        assert all(set(one[len(text) :]) <= {1} for one, text in zip(theirs, texts, strict=True))
+        scores = torch.tensor([one.score for one in ours])
+        torch.testing.assert_close(scores, found.sequences_scores, rtol=1e-4, atol=1e-5)
