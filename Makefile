@@ -49,7 +49,7 @@ validate: build/validate/.ready  ## Check the deployment files; ARGS=--strict: s
 	PATH=$(CURDIR)/build/validate/bin:$$PATH build/validate/bin/python -m loadtest.local_server $(EXAMPLE) \
 		build/validate/bin/python -m tests.deploy.validate $(ARGS)
 
-browser-test: $(VENV)/.serve build/browser/.ready  ## Test the page in Chromium; pictures in build/browser
+browser-test: $(VENV)/.dev build/browser/.ready  ## Test the page in Chromium; pictures in build/browser
 	build/browser/bin/python -m pytest -q -c tests/browser/pytest.ini --rootdir . tests/browser $(ARGS)
 
 dashboard-smoke: $(VENV)/.dev  ## Run each query of the dashboards on a Prometheus
@@ -136,6 +136,7 @@ build/browser/.ready: constraints.txt
 build/conformance/.ready:  # these need other versions than constraints.txt has
 	$(PYTHON) -m venv build/conformance
 	build/conformance/bin/pip install --quiet --disable-pip-version-check guidellm==0.8.1 'lm_eval[api]==0.4.13'
+	npm install --silent --no-audit --no-fund --prefix build/conformance @anthropic-ai/sdk@1.12.0
 	@touch $@
 
 .PHONY: compose-check browser-test overload soak cold-start dashboard-smoke conformance faults flood image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check example

@@ -19,7 +19,7 @@ from model.files import writing
 
 # Options that --resume allows: where the run is, and how the processes share it.
 _WITH_RESUME = {"out", "resume", "shard"}
-_WITH_INIT = {"dropout", "attention_dropout"}  # changes that a checkpoint's weights allow
+_WITH_INIT = {"dropout", "attention_dropout", "pooling"}  # changes that weights allow
 
 
 def _check_seed(seed: int) -> int:
@@ -52,7 +52,9 @@ def _parse_changes(changes: list[str]) -> dict[str, Any]:
 def train(
     invocation: typer.Context,
     out: Path = Option(help="Folder of the run: checkpoints, metrics.csv, loss.png."),
-    corpus: list[Path] | None = Argument(None, help="Text files or folders; or chats: *.jsonl."),
+    corpus: list[Path] | None = Argument(
+        None, help="Text files or folders; or chats, pairs: *.jsonl."
+    ),
     init: Path | None = Option(None, help="Run, checkpoint or published model to start from."),
     preset: Preset = "tiny",
     changes: list[str] | None = Option(None, "--set", help="Change a preset's field: name=value."),
@@ -76,9 +78,10 @@ def train(
     resume: bool = Option(False, "--resume", help="Continue the run in --out as it is."),
     shard: bool = Option(False, "--shard", help="Shard the decoder over the processes (FSDP2)."),
 ) -> None:
-    """Train a decoder on text, or on chats in JSONL files.
+    """Train a decoder on text or chats, or an encoder on text or pairs.
 
-    A chat is a line of {"messages": [{"role": …, "content": …}, …]}.
+    A chat is a line of JSON, {"messages": [{"role": …, "content": …}, …]}. A pair is one of
+    {"query": …, "document": …}, or of "anchor" and "positive", and may have a "negative".
 
     In several processes: torchrun --nproc-per-node N -m commands.train …
     """

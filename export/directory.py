@@ -47,7 +47,8 @@ from model.training.data import DATA_FOLDER, open_tokens
 
 # The manifest's names for what a checkpoint notes of its training.
 _NOTES = {"step": "training_step", "seconds": "training_seconds"}
-_NOTES |= {name: name for name in ("train_tokens", "held_out_tokens", "held_out_loss")}
+_NOTES |= {name: name for name in ("train_tokens", "held_out_tokens")}
+_NOTES |= {name: name for name in ("held_out_loss", "held_out_accuracy")}
 _VERSIONS = ("torch", "onnx", "onnxruntime", "kvasir-lm")
 _PYDOC = f"Python {sys.version_info[0]}.{sys.version_info[1]}'s pydoc topics"
 

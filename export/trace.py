@@ -1,29 +1,38 @@
-"""PyTorch → ONNX: `Transformer.step` as a graph, with our own names of tensors and dimensions."""
+"""PyTorch → ONNX: `Transformer.step` as a graph, with our own names of tensors and dimensions.
+
+Of layers that are alike one is traced, and its nodes are repeated: `Block.step` marks where a layer
+begins and ends.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import cast
 
 import onnx_ir
 import torch
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 from torch import Tensor, nn
 
-from export.rewrite import lazy_constant, remove_unused_constants
+from export.rewrite import copy_node, lazy_constant, remove_unused_constants
 from export.weights import Weights
 from model.bundle import cache_names
 from model.network.attention import CachedInputs, LayerCache
-from model.network.transformer import Transformer
+from model.network.transformer import LAYER_MARK, Transformer
 
 OPSET = 23  # the first with RMSNormalization
 TRANSPOSED = ".T"  # ends the name of a weight that the graph has transposed
 # Sizes of free dimensions in the example that is traced; a size of 1 would become a constant.
 _EXAMPLE = {"batch": 2, "sequence": 3, "n_positions": 4, "rows": 2}
 _EXAMPLE |= {"tokens": 5, "texts": 2, "batch + 1": 3, "blocks": 3, "num_blocks": 3}
+
+# Of the name of a parameter, or of an input or output of the graph: its layer.
+_LAYER = re.compile(r"((?:^|\.)blocks\.|^past_key_values\.|^present\.)(\d+)(?=\.)")
 
 # A tensor's type and dimensions; those with names are free.
 TensorSpec = tuple[torch.dtype, Sequence[int | str]]
@@ -79,8 +88,43 @@ def trace_module(
 ) -> onnx_ir.Model:
     """Return the graph of a module with one attribute, a network, and with `tensors` as arguments.
 
-    outputs: the shape of each by name. The other arguments are as `trace` has them.
+    outputs: the shape of each by name. The other arguments are as `trace` has them. Of layers that
+    are alike one is traced.
     """
+    (network,) = module.children()
+    assert isinstance(network, Transformer)
+    blocks = network.blocks
+    kinds = [_kind_of(block) for block in blocks]
+    firsts = list(dict.fromkeys(kinds))
+    network.blocks = nn.ModuleList(blocks[kinds.index(kind)] for kind in firsts)
+
+    def is_traced(name: str) -> bool:
+        return (_layer_of(name) or 0) < len(firsts)
+
+    traced = {name: of for name, of in tensors.items() if is_traced(name)}
+    model, parameters = _export(module, traced, list(filter(is_traced, outputs)))
+    network.blocks = blocks
+    graph = model.graph
+    for value in _repeat_layers(model, parameters, [firsts.index(kind) for kind in kinds]):
+        _place(graph, value, str(value.name).partition(".")[2], weights)
+    remove_unused_constants(graph)
+    ClearMetadataAndDocStringPass()(model)  # of stack traces, with this machine's paths
+    # Replace the exporter's symbols (s72, …), one for each dimension it saw, by the contract's.
+    shapes = {name: shape for name, (_, shape) in tensors.items()} | dict(outputs)
+    for value in (*graph.inputs, *graph.outputs):
+        value.metadata_props.clear()
+        value.shape = onnx_ir.Shape(shapes[str(value.name)])
+    for node in graph:
+        for output in node.outputs:
+            if output not in graph.outputs:
+                output.shape = None
+    return model
+
+
+def _export(
+    module: nn.Module, tensors: Mapping[str, TensorSpec], outputs: Sequence[str]
+) -> tuple[onnx_ir.Model, list[onnx_ir.Value]]:
+    """Return PyTorch's graph of a module, optimized, and its parameters, which have no values."""
     arguments = tuple(
         torch.zeros([_EXAMPLE[n] if isinstance(n, str) else n for n in shape], dtype=dtype)
         for dtype, shape in tensors.values()
@@ -101,7 +145,7 @@ def trace_module(
             dynamic_shapes=(free,),
             opset_version=OPSET,
             input_names=list(tensors),
-            output_names=list(outputs),
+            output_names=outputs,
             verbose=False,
             optimize=False,
         )
@@ -109,29 +153,83 @@ def trace_module(
     # As inputs of the graph, parameters keep their names, and the optimizer neither reads them nor
     # merges equal ones.
     graph = program.model.graph
-    parameters = {name: name.partition(".")[2] for name in module.state_dict()}
-    values = [graph.initializers.pop(name) for name in parameters]
-    for value in values:
+    parameters = [graph.initializers.pop(name) for name in module.state_dict()]
+    for value in parameters:
         value.const_value = None
     n_inputs = len(graph.inputs)
-    graph.inputs.extend(values)
+    graph.inputs.extend(parameters)
     program.optimize()
-    graph = program.model.graph
-    del graph.inputs[n_inputs:]
-    for value in values:
-        _place(graph, value, parameters[str(value.name)], weights)
-    remove_unused_constants(graph)
-    ClearMetadataAndDocStringPass()(program.model)  # of stack traces, with this machine's paths
-    # Replace the exporter's symbols (s72, …), one for each dimension it saw, by the contract's.
-    shapes = {name: shape for name, (_, shape) in tensors.items()} | dict(outputs)
-    for value in (*graph.inputs, *graph.outputs):
-        value.metadata_props.clear()
-        value.shape = onnx_ir.Shape(shapes[str(value.name)])
-    for node in graph:
-        for output in node.outputs:
-            if output not in graph.outputs:
-                output.shape = None
-    return program.model
+    del program.model.graph.inputs[n_inputs:]
+    return program.model, parameters
+
+
+def _kind_of(block: nn.Module) -> str:
+    """Return what the nodes of a block depend on: equal for blocks that become equal graphs."""
+    modules = [
+        (name, type(of), {key: value for key, value in vars(of).items() if key[0] != "_"})
+        for name, of in block.named_modules()
+    ]
+    return repr((modules, [(name, of.shape) for name, of in block.named_parameters()]))
+
+
+def _layer_of(name: str) -> int | None:
+    """Return the layer that a parameter, or an input or output of the graph, belongs to."""
+    found = _LAYER.search(name)
+    return int(found[2]) if found else None
+
+
+def _repeat_layers(
+    model: onnx_ir.Model, parameters: Sequence[onnx_ir.Value], traced: Sequence[int]
+) -> list[onnx_ir.Value]:
+    """Make a graph of some layers one of all, in place, and return the parameters of all.
+
+    traced: for each layer, the place of its like among those that the graph has.
+    """
+    graph, domain = model.graph, LAYER_MARK.partition("::")[0]
+    marks = [node for node in graph if node.domain == domain]
+    begins, ends = marks[::2], marks[1::2]
+    given = [*parameters, *graph.inputs]
+    owners = {value: layer for value in given if (layer := _layer_of(str(value.name))) is not None}
+    owners |= {node.outputs[0]: layer for layer, node in enumerate(begins)}
+    nodes: list[list[onnx_ir.Node]] = [[] for _ in begins]
+    for node in graph:  # those that read no layer's input, parameters or cache are shared
+        found = {owners[value] for value in node.inputs if value in owners}
+        if found and node not in marks:
+            (layer,) = found
+            nodes[layer].append(node)
+            owners |= dict.fromkeys(node.outputs, layer)
+    x, copies = cast("onnx_ir.Value", begins[0].inputs[0]), list[onnx_ir.Node]()
+    inputs, of_all, outputs = (
+        [value for value in values if value not in owners]
+        for values in (graph.inputs, parameters, graph.outputs)
+    )
+    for layer, like in enumerate(traced):
+        own: dict[onnx_ir.Value | None, onnx_ir.Value]
+        own = {value: _of(value, layer) for value in given if owners.get(value) == like}
+        inputs += [own[value] for value in graph.inputs if value in own]
+        of_all += [own[value] for value in parameters if value in own]
+        own[begins[like].outputs[0]] = x
+        for node in nodes[like]:
+            copies.append(copy_node(node, [own.get(value, value) for value in node.inputs]))
+            for old, new in zip(node.outputs, copies[-1].outputs, strict=True):
+                new.name, new.type = f"{layer}.{old.name}", old.type
+                own[old] = new
+        for value in (value for value in graph.outputs if owners.get(value) == like):
+            own[value].name = _of(value, layer).name
+            outputs.append(own[value])
+        x = own[ends[like].inputs[0]]
+    graph.insert_before(ends[-1], copies)
+    onnx_ir.convenience.replace_all_uses_with(ends[-1].outputs[0], x)
+    graph.inputs[:], graph.outputs[:] = inputs, outputs
+    graph.remove([*marks, *(node for part in nodes for node in part)], safe=True)
+    del model.opset_imports[domain]
+    return of_all
+
+
+def _of(value: onnx_ir.Value, layer: int) -> onnx_ir.Value:
+    """Return a parameter, an input or an output as another layer has it."""
+    name = _LAYER.sub(rf"\g<1>{layer}", str(value.name))
+    return onnx_ir.val(name, type=value.type, shape=value.shape)
 
 
 def _place(graph: onnx_ir.Graph, value: onnx_ir.Value, name: str, weights: Weights) -> None:

@@ -37,6 +37,8 @@ def make_random_model(
     """
     check_precision(precision, device)
     config = preset(name)
+    if config.pooling is not None:
+        raise ValueError(f"{name} generates no text; measure encoders with: kvasir bench embed")
     source = f"{_PREFIX}-{name}-{device}-{precision}-{_fingerprint(config)}"
     manifest = out / MANIFEST_FILE
     found = json.loads(manifest.read_bytes())["source"]["name"] if manifest.is_file() else ""

@@ -450,6 +450,11 @@ PRESETS = {
         rope_theta=5e5,
         rope_scaling=RopeScaling(kind="llama3", factor=32.0, original_max_model_len=8192),
     ),
+    "tiny-encoder": TransformerConfig(
+        **_shape(2048, 1024, 4, 6, 2, 32, 192, 480),
+        causal=False,
+        pooling=Pooling(kind="mean", normalize=True),
+    ),
 }
 
 

@@ -6,9 +6,11 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 END_OF_TEXT = "<|endoftext|>"
+MASKS = ("[MASK]", "<mask>")  # BERT's name, and RoBERTa's
+_FIRST, _LAST = "[CLS]", "[SEP]"
 # No token crosses the boundary of one of these: an indentation, a line break, a name, up to three
 # digits, punctuation, spaces.
 _WORDS = r"(?<=\n)[^\S\n]+|\n| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|[^\S\n]+"
@@ -24,18 +26,22 @@ class TokenizerError(ValueError):
     """A tokenizer that cannot be trained or loaded."""
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE with `<|endoftext|>` as token 0.
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, *, for_encoder: bool = False
+) -> Tokenizer:
+    """Train a byte-level BPE with `<|endoftext|>` as token 0, or an encoder's special tokens.
+
+    An encoder's tokenizer puts [CLS] before a text and [SEP] after it, and has [MASK].
 
     Sennrich et al. 2016; Radford et al. 2019. No token crosses a line break or the end of a line's
     indentation, so a prompt that ends there is cut where the training text was. Any text
     round-trips; `<|endoftext|>` in it is read as that token, which decoding leaves out by default.
     Raises TokenizerError when `vocab_size` cannot hold the 256 bytes and the special token.
     """
-    if vocab_size < 257:
-        raise TokenizerError(
-            f"vocab_size must be at least 257 (256 bytes and {END_OF_TEXT}), not {vocab_size}"
-        )
+    special = [_FIRST, _LAST, MASKS[0]] if for_encoder else [END_OF_TEXT]
+    if vocab_size < (least := 256 + len(special)):
+        allowed = f"at least {least} (256 bytes and {', '.join(special)})"
+        raise TokenizerError(f"vocab_size must be {allowed}, not {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -46,11 +52,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    if for_encoder:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{_FIRST} $A {_LAST}",
+            pair=f"{_FIRST} $A {_LAST} $B {_LAST}",
+            special_tokens=[(_FIRST, 0), (_LAST, 1)],
+        )
     return tokenizer
 
 
@@ -125,11 +137,26 @@ def longest_token(tokenizer: Tokenizer) -> int | None:
 
 def leading_ids(tokenizer: Tokenizer) -> list[int]:
     """Return the special tokens that the tokenizer puts before any text, such as Llama's BOS."""
-    mark = 2**32 - 1  # no token's id: stands for the text, so that what follows it is left out
+    return _surrounding_ids(tokenizer)[0]
+
+
+def trailing_ids(tokenizer: Tokenizer) -> list[int]:
+    """Return those that it puts after any text, such as BERT's [SEP]."""
+    return _surrounding_ids(tokenizer)[1]
+
+
+def _surrounding_ids(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    mark = 2**32 - 1  # no token's id: stands for the text
     text = tokenizer.encode("", add_special_tokens=False)
     text.pad(len(text.ids) + 1, direction="left", pad_id=mark)
     ids = tokenizer.post_process(text).ids
-    return ids[: ids.index(mark)]
+    place = ids.index(mark)
+    return ids[:place], ids[place + 1 :]
+
+
+def special_ids(tokenizer: Tokenizer) -> set[int]:
+    """Return the ids of its special tokens."""
+    return {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
 
 def keep_spaces_in_offsets(tokenizer: Tokenizer) -> None:

@@ -30,7 +30,7 @@ _PRECISIONS = "int8 (default), int4 or fp32; for cuda bf16 (default), fp16, int8
 Json = Annotated[bool, Option("--json", help="Print one JSON object, and nothing else.")]
 ModelDirectory = Annotated[Path, Argument(help="A model directory.")]
 InputText = Annotated[str, Argument(callback=_check_text, help="The text that the model reads.")]
-Preset = Annotated[str, Option(help="Shape of the decoder.", autocompletion=lambda: list(PRESETS))]
+Preset = Annotated[str, Option(help="Shape of the network.", autocompletion=lambda: list(PRESETS))]
 Device = Annotated[bundle.Device, Option(help="Device that the model runs on.")]
 Precision = Annotated[str | None, Option(help=_PRECISIONS, autocompletion=complete_precision)]
 Temperature = Annotated[float | None, Option(min=0.0, max=100.0, help="Of sampling; 0 is greedy.")]

@@ -26,6 +26,8 @@ from model.network.positions import (
     sinusoidal_table,
 )
 
+LAYER_MARK = "kvasir::LayerMark"  # an operator that the exporter takes out again
+
 
 class Block(nn.Module):
     """Attention and feed-forward, each with a residual and norms as `norm_placement` says.
@@ -59,8 +61,9 @@ class Block(nn.Module):
         self, x: Tensor, positions: Positions, inputs: RunInputs, cache: LayerCache
     ) -> tuple[Tensor, LayerCache]:
         """Run new tokens x [..., d_model] over cached keys and values."""
+        x = _mark(x)
         attended, present = self.attention.step(self._attention_input(x), positions, inputs, cache)
-        return self._finish(x, attended), present
+        return _mark(self._finish(x, attended)), present
 
     def _attention_input(self, x: Tensor) -> Tensor:
         normed: Tensor = x if self.placement == "post" else self.attention_norm(x)
@@ -83,6 +86,13 @@ class Block(nn.Module):
         lowered = self.feed_forward(self.feed_forward_norm(x if self.parallel else between))
         after: Tensor = between + self.dropout(self.feed_forward_output_norm(lowered))
         return after
+
+
+def _mark(x: Tensor) -> Tensor:
+    """Return x, which an exported graph marks as a layer's input or output."""
+    if not torch.onnx.is_in_onnx_export():
+        return x
+    return torch.onnx.ops.symbolic(LAYER_MARK, [x], dtype=x.dtype, shape=x.shape)
 
 
 def position_tables(config: TransformerConfig) -> dict[str, Tensor]:
@@ -177,12 +187,20 @@ class Transformer(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(
-        self, input_ids: Tensor, lengths: Tensor | None = None, source: Source | None = None
+        self,
+        input_ids: Tensor,
+        lengths: Tensor | None = None,
+        source: Source | None = None,
+        *,
+        pooled: bool = False,
     ) -> Tensor:
         """Return logits [batch, sequence, vocab] of whole sequences; also serving's oracle.
 
-        source: of each row, which a decoder with an encoder needs.
+        source: of each row, which a decoder with an encoder needs. pooled: return the texts'
+        vectors instead, as `encode` does.
         """
+        if pooled and lengths is not None:
+            return self.encode(input_ids, lengths)
         return self._logits(self.hidden(input_ids, lengths, source=source))
 
     def read(self, source_ids: Tensor, lengths: Tensor) -> Source:

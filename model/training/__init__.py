@@ -1,4 +1,4 @@
-"""The training of a decoder on text or chats, in one process or several.
+"""The training of a decoder on text or chats, or of an encoder on text or pairs, by processes.
 
 It may import the files of `model` and `model.network`.
 """

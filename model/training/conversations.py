@@ -11,7 +11,6 @@ and the chat template reads the rest; a field that the template does not name is
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -23,7 +22,8 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from model.chat_template import REASONING, ChatTemplate, ChatTemplateError
-from model.training.data import CorpusError, encode
+from model.tokenizer import special_ids
+from model.training.data import CorpusError, encode, read_lines
 
 _WEIGHT = "weight"  # OpenAI's fine-tuning format: 1 if an assistant's message is learned, else 0
 # Fields that a template may leave out, or that are not for the template.
@@ -75,30 +75,13 @@ def read_conversations(
     paths: Sequence[Path], template: ChatTemplate, seed: int
 ) -> list[Conversation]:
     """Render every line of the files, shuffled by `seed`. Raises CorpusError naming a bad line."""
-    conversations = []
-    for path in paths:
-        try:
-            lines = path.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CorpusError(f"{path} cannot be read: {error}") from None
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    conversations.append(_render(template, *_parse(line, template)))
-                except ValueError as error:
-                    raise CorpusError(f"{path}:{number}: {error}") from None
-    if not conversations:
-        raise CorpusError(f"no chats in {', '.join(map(str, paths))}")
+    conversations = read_lines(paths, lambda line: _render(template, *_parse(line, template)))
     order = np.random.default_rng(seed).permutation(len(conversations))
     return [conversations[i] for i in order]
 
 
-def _parse(line: str, template: ChatTemplate) -> tuple[list[_Object], list[_Object] | None]:
-    """Return the line's messages and tools. Raises ValueError saying what is wrong."""
-    try:
-        chat = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"not JSON: {error}") from None
+def _parse(chat: Any, template: ChatTemplate) -> tuple[list[_Object], list[_Object] | None]:
+    """Return a line's messages and tools. Raises ValueError saying what is wrong."""
     messages = chat.get("messages") if isinstance(chat, dict) else None
     if not isinstance(messages, list) or not messages:
         chat = '{"messages": [{"role": …, "content": …}, …]}'
@@ -163,8 +146,7 @@ def pack(
     At least one conversation is held out. Raises CorpusError when there are fewer than two to learn
     from, or when the tokenizer joins an answer with its prompt, and TokenizerError.
     """
-    added = tokenizer.get_added_tokens_decoder().items()
-    special = {token_id for token_id, token in added if token.special}
+    special = special_ids(tokenizer)
     size = context + 1
     kept: list[list[_Tokens]] = []
     ending_ids: set[int] = set()

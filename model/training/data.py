@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from model.tokenizer import END_OF_TEXT, TokenizerError, leading_ids, vocabulary_size
+from model.training.masking import IGNORED, Masking
 
 DATA_FOLDER = "data"  # token shards in the folder of a run
-IGNORED = -100  # target that is not learned; PyTorch's default for cross-entropy
 SHARD_TOKENS = 2**26
 _ENCODE_BATCH = 256  # documents tokenised at once
+T = TypeVar("T")
 
 
 class CorpusError(ValueError):
@@ -103,8 +104,31 @@ def _read_text(path: Path) -> str | None:
     return None if "\0" in text else text
 
 
+def read_lines(paths: Sequence[Path], parse: Callable[[Any], T]) -> list[T]:
+    """Parse every line of JSONL files. Raises CorpusError naming one that raises ValueError."""
+    parsed = []
+    for path in paths:
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CorpusError(f"{path} cannot be read: {error}") from None
+        for number, line in enumerate(lines, start=1):
+            try:
+                parsed += [parse(json.loads(line))] if line.strip() else []
+            except json.JSONDecodeError as error:
+                raise CorpusError(f"{path}:{number}: not JSON: {error}") from None
+            except ValueError as error:
+                raise CorpusError(f"{path}:{number}: {error}") from None
+    if not parsed:
+        raise CorpusError(f"no lines in {', '.join(map(str, paths))}")
+    return parsed
+
+
 class Batch(NamedTuple):
-    """Token ids [rows, context] and targets: the ids that follow, or IGNORED if not learned."""
+    """Token ids [rows, context] and targets, IGNORED if not learned.
+
+    Targets are the ids that follow, or, where `Masking` changed the inputs, the ids before that.
+    """
 
     inputs: NDArray[np.int64]
     targets: NDArray[np.int64]
@@ -128,18 +152,25 @@ class TokenData:
 
     Text may be cut anywhere. Chats come in rows of `row` tokens, which is the run's context + 1
     (None: text), and with a bit for each token that says whether it is learned: `masks`, uint8
-    [rows, ⌈row / 8⌉] for each shard and, last, for what is held out.
+    [rows, ⌈row / 8⌉] for each shard and, last, for what is held out. With `masking`, batches are an
+    encoder's.
     """
 
     shards: list[NDArray[np.unsignedinteger]]
     held_out: NDArray[np.unsignedinteger]
     row: int | None = None
     masks: list[NDArray[np.uint8]] = field(default_factory=list)
+    masking: Masking | None = None
 
     @property
     def n_train(self) -> int:
         """Number of tokens to train on."""
         return sum(len(shard) for shard in self.shards)
+
+    @property
+    def n_held_out(self) -> int:
+        """Number of tokens that are held out."""
+        return len(self.held_out)
 
     @property
     def prompt_length(self) -> int | None:
@@ -161,13 +192,25 @@ class TokenData:
         wanted = drawn if rows is None else drawn[rows.start : rows.stop]
         shards = np.searchsorted(ends, wanted, side="right")
         starts = (wanted - np.append(0, ends)[shards]) * stride
-        return self._read([*zip(shards, starts, strict=True)], context)
+        batch = self._read([*zip(shards, starts, strict=True)], context)
+        first = 0 if rows is None else rows.start
+        return self._mask(batch, [(seed, step, first + i) for i in range(len(wanted))])
 
     def held_out_rows(self, context: int, n_rows: int) -> Batch:
         """Return the first `n_rows` held-out rows; those of text overlap by one token."""
         stride = self.row or context
         n_rows = min(n_rows, (len(self.held_out) - context - 1) // stride + 1)
-        return self._read([(len(self.shards), i * stride) for i in range(n_rows)], context)
+        batch = self._read([(len(self.shards), i * stride) for i in range(n_rows)], context)
+        return self._mask(batch, [(i,) for i in range(n_rows)])
+
+    def _mask(self, batch: Batch, seeds: Sequence[Sequence[int]]) -> Batch:
+        """Mask each row by a seed of its own, so that it depends on no other row."""
+        if self.masking is None:
+            return batch
+        rows = zip(batch.inputs[:, None], seeds, strict=True)
+        made = [self.masking.apply(row, np.random.default_rng(seed)) for row, seed in rows]
+        inputs, targets = (np.concatenate(part) for part in zip(*made, strict=True))
+        return Batch(inputs, targets)
 
     def _read(self, places: Sequence[tuple[int, int]], context: int) -> Batch:
         """Read the rows that begin at these places: the part's number, and a token in it."""
@@ -258,11 +301,13 @@ def open_tokens(folder: Path) -> TokenData:
     return TokenData([*shards], held_out, row, masks)
 
 
-def encode(texts: Iterable[str], tokenizer: Tokenizer) -> Iterator[Encoding]:
-    """Tokenise texts without adding special tokens. Raises TokenizerError."""
+def encode(
+    texts: Iterable[str], tokenizer: Tokenizer, *, add_special_tokens: bool = False
+) -> Iterator[Encoding]:
+    """Tokenise texts. Raises TokenizerError."""
     remaining = iter(texts)
     while batch := list(islice(remaining, _ENCODE_BATCH)):
         try:
-            yield from tokenizer.encode_batch(batch, add_special_tokens=False)
+            yield from tokenizer.encode_batch(batch, add_special_tokens=add_special_tokens)
         except Exception as error:  # tokenizers raises bare Exception
             raise TokenizerError(f"the tokenizer cannot encode the corpus: {error}") from None

@@ -76,6 +76,15 @@ class Processes:
         dist.all_reduce(tensor, operation, self.control)
         return tensor.item()
 
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """Return all processes' rows, by rank; gradients reach those of this process alone."""
+        if self.control is None:
+            return rows
+        parts = [torch.empty_like(rows) for _ in range(self.size)]
+        dist.all_gather(parts, rows.detach().contiguous())
+        parts[self.rank] = rows
+        return torch.cat(parts)
+
     @contextmanager
     def together(self) -> Iterator[None]:
         """Make all processes leave this block together, or none.

@@ -25,18 +25,18 @@ _PEAKS = {
 _SECONDS = 0.5  # to measure products; a few milliseconds may all be slowed by other processes
 
 
-def flops_per_token(decoder: Transformer, context: int) -> int:
+def flops_per_token(decoder: Transformer, context: int, *, has_logits: bool = True) -> int:
     """Return the FLOPs of forward and backward pass (Chowdhery et al. 2022, appendix B).
 
     They are 6 N + 12 · n_layer · n_head · head_dim · context. N is the number of parameters without
     embedding tables, which are looked up and not multiplied; a tied embedding counts once, as the
-    output projection. As in the paper, attention counts as if it were not causal. Of a mixture the
-    experts count that a token goes through.
+    output projection if there are logits. As in the paper, attention counts as if it were not
+    causal. Of a mixture the experts count that a token goes through.
     """
     config = decoder.config
     tables = [module for module in decoder.modules() if isinstance(module, nn.Embedding)]
     looked_up = sum(table.weight.numel() for table in tables)
-    output = decoder.embedding.weight.numel() if config.tied_embeddings else 0
+    output = decoder.embedding.weight.numel() if config.tied_embeddings and has_logits else 0
     of_experts = sum(
         parameter.numel()
         for module in decoder.modules()

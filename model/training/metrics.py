@@ -27,6 +27,7 @@ class StepMetrics:
     gradient_norm: float
     seconds: float
     mfu: float  # model FLOPs utilisation
+    held_out_accuracy: float | None = None  # share of targets that are the likeliest
 
 
 @contextmanager
@@ -79,7 +80,7 @@ def plot_losses(metrics: Path, picture: Path) -> None:
     for name, label, style in curves:
         points = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
         axes.plot(*np.reshape(points, (-1, 2)).T, style, linewidth=0.8, label=label)
-    axes.set(xlabel="step", ylabel="cross-entropy (nats per token)", title="Loss")
+    axes.set(xlabel="step", ylabel="cross-entropy (nats)", title="Loss")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(picture, dpi=120)

@@ -1,4 +1,8 @@
-"""A training run on disk: a fresh folder, or one that is resumed."""
+"""A training run on disk: a fresh folder, or one that is resumed.
+
+The configuration and the corpus say what is learned: a decoder predicts the next token of text or
+chats, an encoder masked tokens of text; whatever has a pooling is trained on pairs.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +18,35 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.text import Text
+from tokenizers import Tokenizer
 
 from model.bundle import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE
 from model.chat_template import ChatTemplate
 from model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
-from model.config import ConfigError, TransformerConfig
+from model.config import ConfigError, Pooling, TransformerConfig
 from model.files import new_directory
 from model.network.transformer import Transformer
-from model.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer, vocabulary_size
+from model.tokenizer import (
+    END_OF_TEXT,
+    load_tokenizer,
+    trailing_ids,
+    train_tokenizer,
+    vocabulary_size,
+)
 from model.training import data
 from model.training.conversations import Conversation, pack, read_conversations
 from model.training.distributed import Processes
+from model.training.masking import Masking
 from model.training.metrics import METRICS_FILE, StepMetrics, plot_losses
+from model.training.pairs import (
+    PAIRS_FILE,
+    PairData,
+    Pairs,
+    is_pair,
+    open_pairs,
+    read_pairs,
+    write_pairs,
+)
 from model.training.trainer import Report, Trainer, TrainSettings
 
 PICTURE_FILE = "loss.png"
@@ -33,6 +54,8 @@ PICTURE_FILE = "loss.png"
 _LEFTOVER = re.compile(rf"{data.DATA_FOLDER}\.part(-\w+)?|step-0+\.part(-\w+)?")
 # Called with "training", the step, the number of steps, and a note: loss, speed and MFU.
 Progress = Callable[[str, int, int, str], object]
+Documents = data.Corpus | Pairs | list[Conversation]
+_EVALUATED_PAIRS = 512  # at most, among which each query's document is looked for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +65,7 @@ class CorpusSettings:
     paths: Sequence[Path]
     include: Sequence[str] = ("*",)
     exclude: Sequence[str] = ()
-    held_out: float = 0.05  # share of the tokens or chats
+    held_out: float = 0.05  # share of the tokens, chats or pairs
     tokenizer: Path | None = None  # used instead of a trained tokenizer
     chat_template: Path | None = None  # used instead of the initial checkpoint's
 
@@ -52,8 +75,7 @@ def console_report(lines: Console, progress: Progress, steps: int) -> Report:
 
     def report(metrics: StepMetrics, tokens_per_second: float, sample: tuple[str, str]) -> None:
         if metrics.held_out_loss is not None:
-            loss = f"  held-out loss {metrics.held_out_loss:.4f}"
-            lines.print(Text.assemble((f"step {metrics.step}", "bold"), loss))
+            print_held_out(lines, metrics.step, metrics.held_out_loss, metrics.held_out_accuracy)
             if sample[1]:
                 text = f"{sample[0]!r} … {sample[1]!r}"
                 lines.print(text, style="dim", soft_wrap=not lines.is_terminal)
@@ -61,6 +83,12 @@ def console_report(lines: Console, progress: Progress, steps: int) -> Report:
         progress("training", metrics.step, steps, f"{note} · MFU {metrics.mfu:.1%}")
 
     return report
+
+
+def print_held_out(lines: Console, step: int, loss: float, accuracy: float | None) -> None:
+    """Print an evaluation as a line."""
+    figures = f"  held-out loss {loss:.4f}, accuracy {accuracy or 0.0:.1%}"
+    lines.print(Text.assemble((f"step {step}", "bold"), figures))
 
 
 def prepare_run(
@@ -71,7 +99,7 @@ def prepare_run(
     lines: Console,
     init: Checkpoint | None = None,
 ) -> None:
-    """Write token shards, and a checkpoint of step 0 with tokenizer and weights.
+    """Write tokens, and a checkpoint of step 0 with tokenizer and weights.
 
     With `init`, weights, tokenizer and extra files are its own. Without, weights are random, and a
     tokenizer is trained to `config.vocab_size`, which becomes the size it reaches. The remains of a
@@ -82,61 +110,131 @@ def prepare_run(
     if not all(_LEFTOVER.fullmatch(path.name) for path in held):
         mend = "continue it with --resume or choose another --out"
         raise FileExistsError(f"{folder} is not empty; {mend}")
-    if config.pooling is not None or not config.causal:
-        raise ConfigError("an encoder is not trained on next tokens; train a decoder: causal=true")
     if config.encoder is not None:
         raise ConfigError("an encoder-decoder is not trained on texts without sources")
-    if init is not None and settings.context > config.max_model_len:
-        raise ConfigError(
-            f"{init.path} has positions for {config.max_model_len} tokens, fewer than a context of "
-            f"{settings.context}; use --context {config.max_model_len} or less"
-        )
     extra_files = _extra_files(corpus, init)
     tell = partial(lines.print, soft_wrap=True)
-    documents = _read_documents(corpus, extra_files, settings.seed)
-    if isinstance(documents, data.Corpus):
-        tell(documents.summary)
-        texts = documents.texts
-    else:
-        tell(f"{len(documents):,} conversations")
-        texts = [part.text for parts in documents for part in parts]
+    if not config.causal and config.pooling is None:
+        tell("note: a text's vector is the mean of its tokens', of length 1, without --set pooling")
+        config = replace(config, pooling=Pooling(kind="mean", normalize=True))
+    documents = _read_documents(corpus, extra_files, settings.seed, config)
+    _check_objective(config, documents, settings.context, init)
     if init is not None:
         tokenizer = init.tokenizer
     else:
-        given = corpus.tokenizer
-        tokenizer = load_tokenizer(given) if given else train_tokenizer(texts, config.vocab_size)
-        end = tokenizer.token_to_id(END_OF_TEXT)
-        config = replace(
-            config,
-            vocab_size=vocabulary_size(tokenizer),
-            max_model_len=max(config.max_model_len, settings.context),
-            bos_token_id=end,
-            eos_token_ids=() if end is None else (end,),
-        )
-    share, context, size = corpus.held_out, settings.context, vocabulary_size(tokenizer)
+        tokenizer, config = _new_tokenizer(corpus.tokenizer, documents, config, settings.context)
+    if isinstance(documents, Pairs):
+        settings = replace(settings, evaluate_rows=_EVALUATED_PAIRS)
     for leftover in held:
         shutil.rmtree(leftover)
     with new_directory(folder / data.DATA_FOLDER) as part:
-        if isinstance(documents, data.Corpus):
-            end = next(iter(config.eos_token_ids), None)
-            tokens = data.write_tokens(documents, tokenizer, part, share, context, end)
-        else:
-            chats = pack(documents, tokenizer, share, context)
-            tell(chats.summary)
-            # The tokens that end an answer have to end generation, too.
-            endings = dict.fromkeys((*config.eos_token_ids, *sorted(chats.ending_ids)))
-            config = replace(config, eos_token_ids=tuple(endings))
-            tokens = data.write_shards(part, chats.ids, chats.n_train, size, chats.learned)
+        config = _write_data(part, documents, tokenizer, config, corpus.held_out, settings, tell)
+        tokens = _open_data(part, tokenizer, config)
         torch.manual_seed(settings.seed)
         decoder = Transformer(config)
         if init is not None:
             decoder.load_state_dict(init.decoder.state_dict())
         tell(
-            f"{tokens.n_train:,} tokens to train on, {len(tokens.held_out):,} held out; "
+            f"{tokens.n_train:,} tokens to train on, {tokens.n_held_out:,} held out; "
             f"vocabulary {config.vocab_size:,}; {decoder.n_parameters:,} parameters"
         )
         on_cpu = Processes(0, 1, torch.device("cpu"))  # a GPU may not hold a decoder to be sharded
         Trainer(decoder, tokenizer, tokens, settings, extra_files, on_cpu).save(folder)
+
+
+def _check_objective(
+    config: TransformerConfig, documents: Documents, context: int, init: Checkpoint | None
+) -> None:
+    """Raise ConfigError for a model that is not trained on such documents, or not so long ones."""
+    if init is not None and context > config.max_model_len:
+        raise ConfigError(
+            f"{init.path} has positions for {config.max_model_len} tokens, fewer than a context of "
+            f"{context}; use --context {config.max_model_len} or less"
+        )
+    pooling, in_pairs = config.pooling, isinstance(documents, Pairs)
+    if pooling is None:
+        if in_pairs:
+            mend = 'use --preset tiny-encoder, or --set pooling=\'{"kind": "last"}\''
+            raise ConfigError(f"pairs are for a model that makes vectors; {mend}")
+        return
+    if pooling.labels:
+        raise ConfigError("a classifier or reranker is not trained; begin with an embedding model")
+    if config.causal and not in_pairs:
+        raise ConfigError("a decoder that makes vectors is trained on pairs, not on text")
+    if init is not None:
+        own = () if init.config.pooling is None else init.config.pooling.projections
+        if pooling.projections != own:
+            raise ConfigError(f"pooling.projections must be those of {init.path}")
+
+
+def _new_tokenizer(
+    given: Path | None, documents: Documents, config: TransformerConfig, context: int
+) -> tuple[Tokenizer, TransformerConfig]:
+    """Return the given tokenizer, or one trained on the documents, and the configuration for it."""
+    if given:
+        tokenizer = load_tokenizer(given)
+    else:
+        if isinstance(documents, list):
+            texts = [part.text for parts in documents for part in parts]
+        else:
+            texts = documents.texts
+        for_encoder = config.pooling is not None
+        tokenizer = train_tokenizer(texts, config.vocab_size, for_encoder=for_encoder)
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    return tokenizer, replace(
+        config,
+        vocab_size=vocabulary_size(tokenizer),
+        max_model_len=max(config.max_model_len, context),
+        bos_token_id=end,
+        eos_token_ids=() if end is None else (end,),
+    )
+
+
+def _write_data(
+    folder: Path,
+    documents: Documents,
+    tokenizer: Tokenizer,
+    config: TransformerConfig,
+    share: float,
+    settings: TrainSettings,
+    tell: Callable[[str], None],
+) -> TransformerConfig:
+    """Write documents as tokens; return the configuration, with what ends an answer of chats."""
+    context = settings.context
+    if isinstance(documents, Pairs):
+        pairs, n_cut = write_pairs(documents, tokenizer, folder, share, context)
+        n_train = len(pairs.pairs) - pairs.n_held_out_pairs
+        tell(f"{n_train:,} pairs, and {pairs.n_held_out_pairs:,} held out; {n_cut} texts were cut")
+        if n_train < settings.batch_size:
+            wrong = f"a batch of {settings.batch_size} is more than {n_train} pairs to train on"
+            raise data.CorpusError(f"{wrong}; use a smaller --batch-size")
+    elif isinstance(documents, data.Corpus):
+        tell(documents.summary)
+        ends: Sequence[int] = config.eos_token_ids
+        if config.pooling is not None:
+            ends, masking = trailing_ids(tokenizer), Masking.of(tokenizer)
+            if context <= (n_around := len(masking.leading) + len(ends)):
+                raise ConfigError(f"--context must be more than {n_around}, not {context}")
+        data.write_tokens(documents, tokenizer, folder, share, context, next(iter(ends), None))
+    else:
+        tell(f"{len(documents):,} conversations")
+        chats = pack(documents, tokenizer, share, context)
+        tell(chats.summary)
+        # The tokens that end an answer have to end generation, too.
+        endings = dict.fromkeys((*config.eos_token_ids, *sorted(chats.ending_ids)))
+        config = replace(config, eos_token_ids=tuple(endings))
+        size = vocabulary_size(tokenizer)
+        data.write_shards(folder, chats.ids, chats.n_train, size, chats.learned)
+    return config
+
+
+def _open_data(
+    folder: Path, tokenizer: Tokenizer, config: TransformerConfig
+) -> data.TokenData | PairData:
+    if (folder / PAIRS_FILE).is_file():
+        return open_pairs(folder)
+    tokens = data.open_tokens(folder)
+    return tokens if config.causal else replace(tokens, masking=Masking.of(tokenizer))
 
 
 def _extra_files(corpus: CorpusSettings, init: Checkpoint | None) -> dict[str, bytes]:
@@ -156,14 +254,16 @@ def _extra_files(corpus: CorpusSettings, init: Checkpoint | None) -> dict[str, b
 
 
 def _read_documents(
-    corpus: CorpusSettings, files: dict[str, bytes], seed: int
-) -> data.Corpus | list[Conversation]:
+    corpus: CorpusSettings, files: dict[str, bytes], seed: int, config: TransformerConfig
+) -> Documents:
     chats = [path for path in corpus.paths if path.suffix == ".jsonl" and not path.is_dir()]
     if chats and len(chats) < len(corpus.paths):
-        message = "is for chats, which cannot be mixed with text; train on one at a time"
+        message = "is for chats or pairs, which cannot be mixed with text; train on one at a time"
         raise data.CorpusError(f"{chats[0]} {message}")
     if not chats:
         return data.read_corpus(corpus.paths, corpus.include, corpus.exclude, seed)
+    if config.pooling is not None or any(data.read_lines(corpus.paths, is_pair)):
+        return read_pairs(corpus.paths, seed)
     template = ChatTemplate.parse(files)
     if template is None:
         raise data.CorpusError(
@@ -184,7 +284,7 @@ def open_run(folder: Path, processes: Processes, *, shard: bool = False) -> Trai
         if not checkpoint.progress:
             reason = "was not written by a training run, so it cannot be resumed"
             raise CheckpointError(f"{checkpoint.path} {reason}")
-        tokens = data.open_tokens(folder / data.DATA_FOLDER)
+        tokens = _open_data(folder / data.DATA_FOLDER, checkpoint.tokenizer, checkpoint.config)
         try:
             settings = TrainSettings(**checkpoint.progress["settings"])
             itemgetter("step", "seconds", "held_out_loss")(checkpoint.progress)
@@ -202,6 +302,8 @@ def train_run(folder: Path, trainer: Trainer, lines: Console, progress: Progress
     """Train to the end, or to Ctrl-C (then return False), and draw the loss curve."""
     steps = trainer.settings.steps
     progress("training", trainer.step, steps, "")
+    if trainer.step == 0 and isinstance(trainer.data, PairData):
+        print_held_out(lines, 0, *trainer.evaluate())
     complete = trainer.train(folder, console_report(lines, progress, steps))
     # torchrun kills the others soon after one process has ended, so all wait for the picture.
     with trainer.processes.together():

@@ -1,4 +1,7 @@
-"""The training loop: next-token cross-entropy, in one process or in several that share each batch.
+"""The training loop, in one process or in several that share each batch.
+
+The loss is a cross-entropy: of next tokens, of tokens that were masked, or of the document that
+belongs to a query among all of a batch.
 
 A step depends on (settings, seed, step) and the saved state alone, so a resumed run has the same
 losses as an uninterrupted one. The number of processes changes nothing but rounding without
@@ -28,10 +31,12 @@ from torch.nn.utils import clip_grad_norm_
 from model import checkpoint
 from model.network.transformer import Transformer
 from model.reference import generate
-from model.training.data import IGNORED, Batch, TokenData
+from model.training.data import Batch, TokenData
 from model.training.distributed import Processes, gather, one_process, without_reducing
 from model.training.flops import flops_per_token, peak_flops
+from model.training.masking import IGNORED
 from model.training.metrics import StepMetrics, open_metrics
+from model.training.pairs import PairBatch, PairData, rank_documents
 
 # Called after each step with its metrics, tokens per second, and a held-out prompt with a sampled
 # continuation (empty where the step had no evaluation).
@@ -64,11 +69,6 @@ class TrainSettings:
     mixed_precision: bool = True
     tensorboard: bool = False
 
-    @property
-    def tokens_per_step(self) -> int:
-        """Number of tokens in a step, over all processes."""
-        return self.batch_size * self.accumulate * self.context
-
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
         if step < self.warmup:
@@ -83,11 +83,11 @@ class DivergedError(Exception):
 
 @dataclass
 class Trainer:
-    """A decoder, its optimizer and the step they have reached, in each process that trains it."""
+    """A network, its optimizer and the step they have reached, in each process that trains it."""
 
     decoder: Transformer
     tokenizer: Tokenizer
-    data: TokenData
+    data: TokenData | PairData
     settings: TrainSettings
     extra_files: Mapping[str, bytes] = field(default_factory=dict)  # go into every checkpoint
     processes: Processes = field(default_factory=one_process)
@@ -95,12 +95,19 @@ class Trainer:
     step: int = field(default=0, init=False)
     seconds: float = field(default=0.0, init=False)  # of training, since the run began
     held_out_loss: float | None = field(default=None, init=False)
+    held_out_accuracy: float | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         settings, device = self.settings, self.processes.device
         self.n_rows = self.processes.rows_per_process(settings.batch_size)
         self.dtype = compute_type(device) if settings.mixed_precision else torch.float32
-        self.flops_per_token = flops_per_token(self.decoder, settings.context)
+        n_texts, length, in_pairs = 1, settings.context, isinstance(self.data, PairData)
+        if isinstance(self.data, PairData):
+            n_texts, length = self.data.pairs.shape[1], self.data.mean_length
+        elif self.decoder.pooler is not None:
+            self.decoder.pooler.requires_grad_(False)  # masked tokens do not train it
+        self.tokens_per_step = settings.batch_size * settings.accumulate * n_texts * length
+        self.flops_per_token = flops_per_token(self.decoder, length, has_logits=not in_pairs)
         self.module = self.processes.spread(self.decoder, self.shard)
         matrices = [p for p in self.decoder.parameters() if p.dim() >= 2]
         vectors = [p for p in self.decoder.parameters() if p.dim() < 2]
@@ -126,16 +133,17 @@ class Trainer:
                 elapsed = time.perf_counter() - started
                 self.step += 1
                 self.seconds += elapsed
-                speed = settings.tokens_per_step / elapsed
+                speed = self.tokens_per_step / elapsed
                 mfu = speed * self.flops_per_token / peak
-                tokens, seconds = self.step * settings.tokens_per_step, round(self.seconds, 3)
-                held_out_loss, sample = None, ("", "")
+                tokens, seconds = self.step * self.tokens_per_step, round(self.seconds, 3)
+                held_out_loss, accuracy, sample = None, None, ("", "")
                 is_last = self.step == settings.steps
                 if is_last or self.step % settings.evaluate_every == 0:
-                    held_out_loss = self.held_out_loss = self.evaluate()
+                    held_out_loss, accuracy = self.evaluate()
+                    self.held_out_loss, self.held_out_accuracy = held_out_loss, accuracy
                     sample = self._sample()
                 metrics = StepMetrics(
-                    self.step, tokens, loss, held_out_loss, rate, norm, seconds, mfu
+                    self.step, tokens, loss, held_out_loss, rate, norm, seconds, mfu, accuracy
                 )
                 write(metrics)
                 report(metrics, speed, sample)
@@ -178,33 +186,75 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return total, norm
 
-    def _loss(self, batch: Batch) -> Tensor:
-        """Return the summed cross-entropy, in nats, of a batch's targets."""
-        device = self.processes.device
-        inputs, targets = (torch.from_numpy(ids).to(device) for ids in batch)
-        # Only products are in bfloat16; parameters, gradients and the optimizer's state are not.
-        in_bfloat16 = self.dtype == torch.bfloat16
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=in_bfloat16):
+    def _loss(self, batch: Batch | PairBatch) -> Tensor:
+        """Return the summed cross-entropy, in nats, of a batch's targets in this process."""
+        if isinstance(batch, Batch):
+            return _cross_entropy(*self._logits(batch))
+        # Every process ranks all documents, because its gradients are those of its own vectors.
+        vectors = self.processes.gather_rows(self._vectors(batch))
+        loss = _cross_entropy(*rank_documents(vectors, batch.texts))
+        return loss - loss.detach() * (1 - 1 / self.processes.size)
+
+    def _logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return logits [tokens, vocab] and targets [tokens]."""
+        inputs, targets = (torch.from_numpy(ids).to(self.processes.device) for ids in batch)
+        with self._precision():
             logits = self.module(inputs)
-        return functional.cross_entropy(
-            logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-        )
+        return logits.flatten(0, 1).float(), targets.flatten()
+
+    def _vectors(self, batch: PairBatch) -> Tensor:
+        """Return the vectors of this process's pairs, [pairs, columns, d_out]."""
+        inputs = (batch.ids, batch.lengths)
+        ids, lengths = (torch.from_numpy(one).to(self.processes.device) for one in inputs)
+        with self._precision():
+            vectors: Tensor = self.module(ids, lengths, pooled=True)
+        rows: Tensor = vectors.float().unflatten(0, (-1, batch.texts.shape[1]))
+        return rows
+
+    def _precision(self) -> torch.autocast:
+        # Only products are in bfloat16; parameters, gradients and the optimizer's state are not.
+        enabled = self.dtype == torch.bfloat16
+        return torch.autocast(self.processes.device.type, dtype=torch.bfloat16, enabled=enabled)
 
     @torch.inference_mode()
-    def evaluate(self) -> float:
-        """Return the mean cross-entropy, in nats, on held-out rows, shared by the processes."""
+    def evaluate(self) -> tuple[float, float]:
+        """Return the mean cross-entropy, in nats, and the accuracy, on what is held out."""
         self.module.eval()
-        batch = self.data.held_out_rows(self.settings.context, self.settings.evaluate_rows)
-        total, n_targets = 0.0, 0
-        share = batch.share(self.processes.rank, self.processes.size)
+        settings, processes = self.settings, self.processes
+        if isinstance(self.data, PairData):
+            return self._evaluate_pairs(self.data)
+        batch = self.data.held_out_rows(settings.context, settings.evaluate_rows)
+        total, n_right, n_targets = 0.0, 0.0, 0
+        share = batch.share(processes.rank, processes.size)
         for start in range(0, len(share.inputs), self.n_rows):
             part = Batch(*(ids[start : start + self.n_rows] for ids in share))
-            total += self._loss(part).item()
+            logits, targets = self._logits(part)
+            total += _cross_entropy(logits, targets).item()
+            n_right += (logits.argmax(dim=1) == targets).sum().item()
             n_targets += part.n_targets
-        return self.processes.reduce(total) / self.processes.reduce(n_targets)
+        total, n_right, n = (processes.reduce(value) for value in (total, n_right, n_targets))
+        return total / n, n_right / n
+
+    def _evaluate_pairs(self, data: PairData) -> tuple[float, float]:
+        """Return the loss of batches of held-out pairs, and the share of queries that find theirs.
+
+        Candidates are all documents that are held out. Every process computes everything.
+        """
+        pairs, size = data.held_out_pairs(self.settings.evaluate_rows), self.settings.batch_size
+        starts = range(0, len(pairs), self.n_rows)
+        parts = (data.read(pairs[i : i + self.n_rows], range(self.n_rows)) for i in starts)
+        vectors = torch.cat([self._vectors(part) for part in parts])
+        total = 0.0
+        for start in range(0, len(pairs), size):
+            some = slice(start, start + size)
+            total += _cross_entropy(*rank_documents(vectors[some], pairs[some])).item()
+        logits, targets = rank_documents(vectors, pairs)
+        return total / len(pairs), (logits.argmax(dim=1) == targets).double().mean().item()
 
     def _sample(self) -> tuple[str, str]:
-        """Return the start of the held-out text and a sampled continuation of it."""
+        """Return the start of the held-out text and a decoder's sampled continuation of it."""
+        if isinstance(self.data, PairData) or self.data.masking is not None:
+            return "", ""
         decoder, step, longest = self.decoder, self.step, self.decoder.config.max_model_len
         n_prompt = self.data.prompt_length or _SAMPLE_PROMPT_TOKENS
         prompt = self.data.held_out[: min(n_prompt, max(1, longest // 2))].tolist()
@@ -228,8 +278,9 @@ class Trainer:
             "settings": asdict(self.settings),
             "seconds": round(self.seconds, 1),
             "held_out_loss": self.held_out_loss,
+            "held_out_accuracy": self.held_out_accuracy,
             "train_tokens": self.data.n_train,
-            "held_out_tokens": len(self.data.held_out),
+            "held_out_tokens": self.data.n_held_out,
         }
         with self.processes.together():
             if is_first:
@@ -255,6 +306,12 @@ class Trainer:
         checkpoint.restore_optimizer(self.decoder, self.optimizer, state)
         self.step, self.seconds = progress["step"], progress["seconds"]
         self.held_out_loss = progress["held_out_loss"]
+        self.held_out_accuracy = progress.get("held_out_accuracy")
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the sum, in nats; logits: [targets, classes]."""
+    return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
 
 def seed_dropout(seed: int, step: int, rank: int = 0) -> None:

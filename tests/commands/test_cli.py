@@ -280,11 +280,12 @@ def test_training_shows_its_bar_beside_lines_that_go_into_a_pipe(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "" if colours else "1")
     monkeypatch.setattr(progress, "_DELAY", 0)
-    metrics = StepMetrics(1, 8, 2.5, 3.25, 1e-3, 1.0, 0.1, 0.5)
+    metrics = StepMetrics(1, 8, 2.5, 3.25, 1e-3, 1.0, 0.1, 0.5, 0.25)
     with progress.ProgressBar() as bar:
         run.console_report(console(), bar, 2)(metrics, 1e3, ("a" * 90, "[b] 12"))
         bar._timer.join()
-    assert pipe.getvalue() == f"step 1  held-out loss 3.2500\n{'a' * 90!r} … '[b] 12'\n"
+    figures = "step 1  held-out loss 3.2500, accuracy 25.0%"
+    assert pipe.getvalue() == f"{figures}\n{'a' * 90!r} … '[b] 12'\n"
     assert "loss 2.500" in screen.getvalue()
     assert ("\x1b[1m" in screen.getvalue()) == colours
 
@@ -294,7 +295,7 @@ def test_training_shows_its_bar_beside_lines_that_go_into_a_pipe(
     [
         ("", ["train", "import", "export", "verify", "serve", "generate", "explain", "bench"]),
         ("train x --preset smol", ["smollm2-135m"]),
-        ("bench engine --preset t", ["tiny"]),
+        ("bench engine --preset t", ["tiny", "tiny-encoder"]),
         ("export x --device ", ["cpu", "cuda"]),
         ("export x --precision ", ["int8", "int4", "fp32"]),
         ("export x --device cuda --precision ", ["bf16", "fp16", "int8", "int4"]),

@@ -1,7 +1,7 @@
 """Run all clients against a small real model: python -m tests.conformance ENVIRONMENT
 
-ENVIRONMENT holds lm_eval and guidellm. Prints a line for each client. Exit code 1 if one of them
-fails.
+ENVIRONMENT holds lm_eval, guidellm and the packages of Node. Prints a line for each client. Exit
+code 1 if one of them fails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typer import echo
 
 from loadtest.local_server import serve_locally
 from tests.conformance.anthropic_client import use_anthropic
-from tests.conformance.heavy import Tools, use_guidellm, use_lm_eval
+from tests.conformance.heavy import Tools, use_anthropic_node, use_guidellm, use_lm_eval
 from tests.conformance.huggingface_client import use_huggingface
 from tests.conformance.model import MAX_MODEL_LEN, make_model, make_tokenizer
 from tests.conformance.openai_batches import use_openai_batches
@@ -46,6 +46,7 @@ def main(environment: Path) -> int:
             server = Server(url, model.name, "", MAX_MODEL_LEN)
             tools = Tools(environment, Path(folder), server, tokenizer)
             passed &= _try("lm_eval", lambda: use_lm_eval(tools, model))
+            passed &= _try("anthropic (Node)", lambda: use_anthropic_node(tools))
             passed &= _try("guidellm", lambda: use_guidellm(tools))
     return int(not passed)
 

@@ -1,4 +1,4 @@
-"""Tools in an environment of their own: lm_eval, checked against PyTorch, and guidellm."""
+"""Tools in an environment of their own: lm_eval, checked against PyTorch, guidellm, and Node's."""
 
 from __future__ import annotations
 
@@ -106,6 +106,18 @@ def use_guidellm(tools: Tools) -> Conformed:
         counts = (one["input_metrics"]["text_tokens"], one["output_metrics"]["text_tokens"])
         assert counts == (64, 16), "tokens in and out"
     return Conformed("guidellm", tools.version("guidellm"), _REQUESTS)
+
+
+def use_anthropic_node(tools: Tools) -> Conformed:
+    """Run Anthropic's package for Node: messages, streams, tools, token counts."""
+    script = Path(__file__).parent / "anthropic_node.cjs"
+    server = tools.server
+    command = ["node", str(script), str(tools.environment.resolve()), server.url, server.model]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    package = tools.environment / "node_modules/@anthropic-ai/sdk/package.json"
+    version = json.loads(package.read_text(encoding="utf-8"))["version"]
+    return Conformed("anthropic (Node)", version, int(ran.stdout))
 
 
 def _samples(out: Path, task: str) -> Iterator[dict[str, Any]]:

@@ -127,14 +127,17 @@ def narrow(graph: onnx.GraphProto, window: int) -> None:
             node.attribute.append(onnx.helper.make_attribute("local_window_size", window))
 
 
-def test_a_graph_that_is_wrong_beyond_some_position_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_graph_that_is_wrong_beyond_some_position_is_refused(
+    precision: str, tmp_path: Path
+) -> None:
     """Perplexity is measured on short rows, and would not move."""
     text = SampleText("text", np.resize(TEXT, 3000))
-    model = export_random(tmp_path, "int8", max_model_len=640)
+    model = export_random(tmp_path, precision, max_model_len=640)
     right = model.verify(text)
     assert right.longest == 640
     right = right.model_copy(update={"perplexity_torch": right.perplexity_onnx})
-    check(right, "int8")
+    check(right, precision)
     for break_it, position in ((turn_wrongly, 450), (narrow, 150)):
         proto = onnx.load(model.graph)
         break_it(proto.graph, position)
@@ -145,7 +148,7 @@ def test_a_graph_that_is_wrong_beyond_some_position_is_refused(tmp_path: Path) -
         assert wrong.perplexity_onnx == right.perplexity_onnx
         wrong = wrong.model_copy(update={"perplexity_torch": wrong.perplexity_onnx})
         with pytest.raises(VerificationError, match="in rows of 640 tokens"):
-            check(wrong, "int8")
+            check(wrong, precision)
 
 
 @pytest.mark.parametrize("template", ["$A", "<s> $A", "<s> $A </s>", "<s> <s> $A"])

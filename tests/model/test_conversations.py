@@ -19,7 +19,8 @@ from model.tokenizer import train_tokenizer
 from model.training import conversations
 from model.training import data as training_data
 from model.training.conversations import Rendering, pack, read_conversations
-from model.training.data import IGNORED, CorpusError, TokenData, open_tokens, write_shards
+from model.training.data import CorpusError, TokenData, open_tokens, write_shards
+from model.training.masking import IGNORED
 from model.training.trainer import Trainer, TrainSettings
 from tests.random_models import make_config, make_decoder
 
@@ -280,7 +281,7 @@ def test_files_that_cannot_be_read_or_hold_nothing(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match=r"nowhere\.jsonl cannot be read: "):
         read_conversations([tmp_path / "nowhere.jsonl"], ChatTemplate(CHATML), seed=0)
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(CorpusError, match=r"^no chats in "):
+    with pytest.raises(CorpusError, match=r"^no lines in "):
         read_conversations([tmp_path / "empty.jsonl"], ChatTemplate(CHATML), seed=0)
 
 

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from model.tokenizer import TokenizerError, train_tokenizer
 from model.training import data
 from model.training.data import (
-    IGNORED,
     Batch,
     Corpus,
     CorpusError,
@@ -27,6 +26,7 @@ from model.training.data import (
     read_corpus,
     write_tokens,
 )
+from model.training.masking import IGNORED
 
 TEXTS = [f"document {i}: " + "abc " * i for i in range(1, 30)]
 tokenizer = train_tokenizer(TEXTS, 300)

@@ -29,7 +29,12 @@ def write_rows(write: Callable[[StepMetrics], None], steps: range, scale: float 
         held_out = step / 7 if step % 2 == 0 else None
         write(
             replace(
-                ROW, step=step, tokens=512 * step, train_loss=scale / step, held_out_loss=held_out
+                ROW,
+                step=step,
+                tokens=512 * step,
+                train_loss=scale / step,
+                held_out_loss=held_out,
+                held_out_accuracy=held_out,
             )
         )
 

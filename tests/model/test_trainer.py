@@ -215,14 +215,17 @@ def test_steps_are_adamw_on_all_their_rows_at_once(
 def test_held_out_loss_is_the_mean_over_every_token(data: TokenData) -> None:
     """Three rows in batches of two: a mean of the batches' means would weigh the last row twice."""
     trainer = make_trainer(data, replace(SETTINGS, mixed_precision=False), dropout=0.5)
-    losses = []
+    losses, right = [], []
     decoder = trainer.decoder.eval()
     for row in rows_of(data.held_out_rows(CONTEXT, 3)):
         log_probabilities = decoder(row[None, :-1])[0].log_softmax(dim=-1).detach()
         losses += [-float(log_probabilities[t, token]) for t, token in enumerate(row[1:])]
+        right += [int(log_probabilities[t].argmax()) == token for t, token in enumerate(row[1:])]
     assert len(losses) == 3 * CONTEXT
     decoder.train()
-    assert math.isclose(trainer.evaluate(), sum(losses) / len(losses), rel_tol=1e-5)
+    loss, accuracy = trainer.evaluate()
+    assert math.isclose(loss, sum(losses) / len(losses), rel_tol=1e-5)
+    assert math.isclose(accuracy, sum(right) / len(right))
 
 
 # A run
