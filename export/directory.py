@@ -221,6 +221,7 @@ def make_manifest(
         device=device,
         precision=precision,
         max_model_len=config.max_model_len,
+        fits_16_bits=config.pooling is not None,
         graph_inputs=[str(value.name) for value in graph.inputs],
         graph_outputs=[str(value.name) for value in graph.outputs],
         versions={name: version(name) for name in _VERSIONS},

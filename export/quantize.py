@@ -50,16 +50,25 @@ from export.weights import Weights
 
 BLOCK = 32
 _EMBEDDING = "embedding.weight"  # the decoder's name, which the graph keeps
-_SMALLEST_SCALE = 1e-12  # for zeros
+SMALLEST_SCALE = 1e-12  # for zeros
 _KEPT = re.compile(r"\.router\.|^pooler\.")  # weights that are not rounded
 
+Rounder = Callable[[Tensor], tuple[Tensor, Tensor]]  # of a matrix, to integers and scales
 
-def quantize(model: ir.Model, weights: Weights, precision: str, rank: int = 3) -> None:
+
+def quantize(
+    model: ir.Model,
+    weights: Weights,
+    precision: str,
+    rank: int = 3,
+    rounder: Rounder | None = None,
+) -> None:
     """Round products with constant matrices, and the embedding, for the CPU, to int8 or int4.
 
-    rank: of activations, [batch, sequence, width] or, packed, [tokens, width].
+    rank: of activations, [batch, sequence, width] or, packed, [tokens, width]. rounder: of
+    products' weights to int8; None is `quantize_rows`.
     """
-    graph, quantizer = model.graph, _Int8(model.graph, weights, rank)
+    graph, quantizer = model.graph, _Int8(model.graph, weights, rank, rounder or quantize_rows)
     gathers = [node for node in graph if node.op_type == "Gather"]
     for part in (graph, *branches(graph)):
         in_blocks = precision == "int4" and not str(part.name).startswith(PROMPT)
@@ -91,7 +100,7 @@ def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
     The matrix is overwritten.
     """
     least, most = matrix.aminmax(dim=1)
-    scales = (torch.maximum(most, -least) / 127.0).clamp(min=_SMALLEST_SCALE)
+    scales = (torch.maximum(most, -least) / 127.0).clamp(min=SMALLEST_SCALE)
     return matrix.div_(scales[:, None]).round_().to(torch.int8), scales
 
 
@@ -107,7 +116,7 @@ def quantize_blocks(matrix: Tensor, bits: int = 4) -> tuple[Tensor, Tensor]:
     reach = 2 ** (bits - 1)
     blocks = functional.pad(matrix, (0, -matrix.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
     largest = blocks.gather(2, blocks.abs().argmax(dim=2, keepdim=True))
-    scales = (largest / -reach).masked_fill_(largest == 0.0, _SMALLEST_SCALE)
+    scales = (largest / -reach).masked_fill_(largest == 0.0, SMALLEST_SCALE)
     if bits == 4:
         sizes, some = largest.abs(), slice(None, None, -(-len(blocks) // 16))
         found = _earlier_scales(blocks[some], sizes[some], scales[some])
@@ -128,7 +137,7 @@ def _earlier_scales(blocks: Tensor, largest: Tensor, scales: Tensor) -> Tensor:
     found, scales = torch.zeros(scales.numel(), dtype=torch.bool), scales.clone()
     rows, flat = blocks.reshape(-1, BLOCK), scales.view(-1)
     for n in range(8, 0, -1):
-        scale = flat if n == 8 else (largest / n).clamp(min=_SMALLEST_SCALE).view(-1)
+        scale = flat if n == 8 else (largest / n).clamp(min=SMALLEST_SCALE).view(-1)
         exact = ~found
         for part in (slice(0, 4), slice(4, None)):  # few blocks get past the first
             chosen = exact.nonzero()[:, 0]
@@ -186,7 +195,7 @@ def rounded_weight(
     weights: Weights,
     weight: ir.Value,
     kind: str,
-    rounder: Callable[[Tensor], tuple[Tensor, Tensor]],
+    rounder: Rounder,
     dtype: torch.dtype,
     shapes: tuple[Sequence[int], Sequence[int]],
 ) -> tuple[ir.Value, ir.Value]:
@@ -217,8 +226,8 @@ def rounded_weight(
 class _Int8:
     """Products and lookups in int8; what layers share is made once."""
 
-    def __init__(self, graph: ir.Graph, weights: Weights, rank: int) -> None:
-        self._graph, self._weights, self._rank = graph, weights, rank
+    def __init__(self, graph: ir.Graph, weights: Weights, rank: int, rounder: Rounder) -> None:
+        self._graph, self._weights, self._rank, self._rounder = graph, weights, rank, rounder
         # By the float activations: uint8, and the scale of each token.
         self._activations: dict[ir.Value, tuple[ir.Value, ir.Value]] = {}
         self._deferred: dict[ir.Value, ir.Value] = {}  # factors of tokens still to be applied
@@ -313,7 +322,8 @@ class _Int8:
         of = self._graph, self._weights, weight
         if dtype == torch.uint8:
             return rounded_weight(*of, "uint8", _quantize_rows_unsigned, dtype, shapes)
-        return rounded_weight(*of, "int8", quantize_rows, dtype, shapes)
+        rounder = quantize_rows if weight.name == _EMBEDDING else self._rounder
+        return rounded_weight(*of, "int8", rounder, dtype, shapes)
 
 
 def _quantize_rows_unsigned(matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -147,7 +147,11 @@ class EmbeddingDefaults(_Defaults):
 
 
 class Manifest(_Record):
-    """The contents of manifest.json; files: the SHA-256, in hex, of every other file by name."""
+    """The contents of manifest.json; files: the SHA-256, in hex, of every other file by name.
+
+    fits_16_bits: two neighbouring products of uint8 and int8 sum to less than 2^15, so every CPU
+    computes them exactly.
+    """
 
     format_version: int
     architecture: str
@@ -155,6 +159,7 @@ class Manifest(_Record):
     device: Device
     precision: str
     max_model_len: int
+    fits_16_bits: bool = False
     graph_inputs: list[str]
     graph_outputs: list[str]
     versions: dict[str, str]

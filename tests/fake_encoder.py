@@ -72,13 +72,15 @@ def output_of(encoding: Encoding, pooling: Pooling, *, tokens: bool = False) -> 
 class FakeTextRunner:
     """A model of texts, whose runs a test can hold."""
 
+    max_runs = 1
+
     def __init__(self, pooling: Pooling, *, max_model_len: int = 64) -> None:
         self.pooling, self.max_model_len = pooling, max_model_len
         self.texts: list[EncoderSequence] = []
         self.begun, self.gate = threading.Event(), threading.Event()
         self.gate.set()
 
-    def run(self, texts: list[EncoderSequence]) -> list[Floats]:
+    def run(self, texts: list[EncoderSequence], *, alone: bool = True) -> list[Floats]:  # noqa: ARG002
         self.texts += texts
         self.begun.set()
         assert self.gate.wait(TIMEOUT)

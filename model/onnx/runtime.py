@@ -24,18 +24,20 @@ def open_cpu_session(
     entries: Mapping[str, object] | None = None,
     *,
     plans_memory: bool = True,
+    fits_16_bits: bool = False,
 ) -> onnxruntime.InferenceSession:
     """Open a session on the CPU whose products of integers are exact.
 
     threads: 0 is one for each core. entries: of the session's configuration, by name.
     plans_memory: keep a plan of memory for each shape of the inputs, of which there should be few.
+    fits_16_bits: as the manifest has it.
     """
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.enable_mem_pattern = plans_memory
     # x86 without VNNI adds pairs of products of uint8 and int8 in 16 bits, which overflow. With
     # this, ONNX Runtime makes the weights uint8 there, whose kernel adds in 32 bits.
-    exact = {"session.x64quantprecision": 1}
+    exact = {"session.x64quantprecision": int(not fits_16_bits)}
     for name, value in (exact | dict(entries or {})).items():
         options.add_session_config_entry(name, str(value))
     return onnxruntime.InferenceSession(graph, options, providers=["CPUExecutionProvider"])

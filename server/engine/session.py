@@ -20,7 +20,12 @@ _ELEMENT_TYPES = {  # numbers in onnx.TensorProto, and bytes
 
 
 def open_session(
-    graph: Path, threads: int, spin_microseconds: int, *, plans_memory: bool = True
+    graph: Path,
+    threads: int,
+    spin_microseconds: int,
+    *,
+    plans_memory: bool = True,
+    fits_16_bits: bool = False,
 ) -> onnxruntime.InferenceSession:
     """Open a session on the CPU. spin_microseconds: how long an idle thread keeps its processor."""
     entries = {
@@ -28,7 +33,9 @@ def open_session(
         "session.intra_op.spin_duration_us": max(1, spin_microseconds),
         "session.force_spinning_stop": 1,  # no thread spins between two runs
     }
-    return open_cpu_session(graph, threads, entries, plans_memory=plans_memory)
+    return open_cpu_session(
+        graph, threads, entries, plans_memory=plans_memory, fits_16_bits=fits_16_bits
+    )
 
 
 @dataclass(frozen=True, slots=True)

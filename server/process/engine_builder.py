@@ -13,7 +13,7 @@ from server.telemetry.start_clock import StartClock
 logger = logging.getLogger("kvasir")
 
 _CPU_CHUNK = 256  # prompt tokens in a step, unless `chunk_size` is set
-_ENCODER_TOKENS = 512  # of a step of texts, unless `chunk_size` is set
+_ENCODER_TOKENS = 256  # of a run of texts, unless `chunk_size` is set
 
 
 def build_encoder_engine(
@@ -35,6 +35,7 @@ def build_encoder_engine(
         max_model_len=settings.max_model_len,
         threads=settings.threads,
         spin_microseconds=settings.spin_microseconds,
+        fits_16_bits=bundle.manifest.fits_16_bits,
     )
     if clock is not None:
         clock.lap("session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier, Event
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from tests.encoders import (
     of_tokens,
     open_runner,
 )
+from tests.fake_runner import TIMEOUT
 from tests.random_models import RandomModel
 
 N_TEXTS = 21
@@ -63,7 +65,8 @@ def test_vectors_are_pytorchs(model: RandomModel) -> None:
 def test_same_text_same_bits(model: RandomModel, seed: int) -> None:
     generator = np.random.default_rng(seed)
     alone = open_runner(model, threads=1)
-    runner = open_runner(model, threads=[1, 2][seed % 2])
+    # Products of int8 encoders are exact either way.
+    runner = open_runner(model, threads=[1, 2][seed % 2], fits_16_bits=True)
     budget, max_num_seqs = [1, 40, 300, 2000][seed % 4], [3, 16][seed % 2]
     engine = EncoderEngine(runner, token_budget=budget, max_num_seqs=max_num_seqs)
     order = generator.permutation(N_TEXTS).tolist()
@@ -89,12 +92,12 @@ def test_same_text_same_bits(model: RandomModel, seed: int) -> None:
 class Lengths:
     """A runner of lengths, which keeps the batches that it ran."""
 
-    max_model_len = 100
+    max_model_len, max_runs = 100, 1
 
     def __init__(self) -> None:
         self.batches: list[list[EncoderSequence]] = []
 
-    def run(self, texts: list[EncoderSequence]) -> list[Floats]:
+    def run(self, texts: list[EncoderSequence], *, alone: bool = True) -> list[Floats]:  # noqa: ARG002
         self.batches.append(texts)
         return [np.array([len(text.prompt_ids)], dtype=np.float32) for text in texts]
 
@@ -139,6 +142,37 @@ def test_a_step_takes_the_first_text_and_others_within_its_limits(seed: int) -> 
             assert max(lengths) * len(batch) <= MAX_PADDING * sum(lengths)
         waiting = [text for text in waiting if text not in batch]
     assert not waiting
+
+
+def test_texts_run_at_the_same_time_and_one_that_runs_may_be_aborted() -> None:
+    """As many runs as threads; fewer texts than threads run alone, with all of them."""
+    both, may_end, runs_alone = Barrier(2), Event(), list[bool]()
+
+    class Pair(Lengths):
+        max_runs = 2
+
+        def run(self, texts: list[EncoderSequence], *, alone: bool = True) -> list[Floats]:
+            runs_alone.append(alone)
+            if not alone:
+                both.wait(TIMEOUT)
+                assert texts[0].id == 0 or may_end.wait(TIMEOUT)
+            return super().run(texts)
+
+    engine = EncoderEngine(Pair(), token_budget=60, max_num_seqs=4)
+    first, second = make_texts([60, 60])
+    engine.add(first)
+    engine.add(second)
+    assert [output.sequence_id for output in engine.step()[0]] == [0]
+    ended = engine.abort(second.id)
+    assert ended is not None
+    assert ended.finish_reason is FinishReason.ABORT
+    assert engine.abort(second.id) is None
+    may_end.set()
+    assert not engine.step()[0]
+    assert not engine.has_work
+    engine.add(*make_texts([5]))
+    assert len(engine.step()[0]) == 1
+    assert runs_alone == [False, False, True]
 
 
 def test_an_aborted_text_never_runs() -> None:

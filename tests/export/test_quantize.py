@@ -10,6 +10,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from export.encoder_graph import quantize_pairs
 from export.graph import export_graph
 from export.quantize import BLOCK, quantize, quantize_blocks, quantize_rows
 from export.rewrite import branches
@@ -134,6 +135,20 @@ def test_rows_are_symmetric_and_within_half_a_step() -> None:
     assert steps.dtype == np.int8
     assert (np.abs(steps).max(axis=1) == [0 if i == 4 else 127 for i in range(20)]).all()
     assert (np.abs(steps * scales[:, None] - matrix) <= scales[:, None] / 2 * 1.001).all()
+
+
+def test_pairs_fit_in_16_bits_with_no_more_error_than_seven_bits() -> None:
+    matrix = np.random.default_rng(1).standard_normal((20, 51), dtype=np.float32) ** 3
+    matrix[4], matrix[5] = 0.0, 1.0
+    steps, scales = (of.numpy() for of in quantize_pairs(torch.tensor(matrix)))
+    assert steps.dtype == np.int8
+    for sign in (1, -1):
+        of_sign = np.pad(np.maximum(sign * steps.astype(int), 0), ((0, 0), (0, 1)))
+        assert (255 * (of_sign[:, ::2] + of_sign[:, 1::2]) < 2**15).all()
+    step = np.maximum(np.abs(matrix).max(axis=1, keepdims=True) * 2 / 127, 1e-12)
+    most = np.linalg.norm(np.rint(matrix / step) * step - matrix, axis=1)
+    errors = np.linalg.norm(steps * scales[:, None] - matrix, axis=1)
+    assert (errors <= most * 1.001 + 1e-6).all()
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from tests.serving import fake_bundle
 class FirstTokens:
     """A runner whose vector of a text is its first token. It runs when it may."""
 
-    max_model_len = 64
+    max_model_len, max_runs = 64, 1
 
     def __init__(self) -> None:
         self.ran: list[int] = []
@@ -41,7 +41,7 @@ class FirstTokens:
         self.may_run.set()
         self.error: Exception | None = None
 
-    def run(self, texts: list[EncoderSequence]) -> list[Floats]:
+    def run(self, texts: list[EncoderSequence], *, alone: bool = True) -> list[Floats]:  # noqa: ARG002
         self.has_begun.set()
         assert self.may_run.wait(TIMEOUT)
         if self.error:

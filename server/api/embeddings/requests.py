@@ -131,6 +131,9 @@ async def _answer(
     outputs = await service.embed(wanted)
     n_tokens = state.n_embedded = wanted.n_prompt_tokens
 
+    if sum(array.size for array in outputs) <= SHORT:
+        return json_response(b"".join(show(outputs, n_tokens)))
+
     def work() -> bytes:
         pieces = []
         for piece in show(outputs, n_tokens):
@@ -138,8 +141,6 @@ async def _answer(
             sleep(0)  # release the interpreter's lock, for which others would wait 5 ms
         return b"".join(pieces)
 
-    if sum(array.size for array in outputs) <= SHORT:
-        return json_response(work())
     loop = asyncio.get_running_loop()
     return json_response(await loop.run_in_executor(service.text_worker, work))
 

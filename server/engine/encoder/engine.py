@@ -1,9 +1,14 @@
-"""The engine of an encoder: each step runs whole texts, which wait until then."""
+"""The engine of an encoder: whole texts, several runs of them at a time.
+
+One thread for each run wastes less of a processor than several threads for one, which wait for each
+other at each of its operators. Only texts with which the processors are not busy get all threads.
+"""
 
 from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from time import perf_counter
 from typing import Protocol
 
@@ -19,16 +24,17 @@ class TextRunner(Protocol):
     """A model of texts: `EncoderRunner`, or a function in tests."""
 
     max_model_len: int
+    max_runs: int  # at a time, each with one thread
 
-    def run(self, texts: list[EncoderSequence]) -> list[Floats]:
-        """Return what each text asks for."""
+    def run(self, texts: list[EncoderSequence], *, alone: bool = True) -> list[Floats]:
+        """Return what each text asks for. alone: no other run happens at the same time."""
 
 
 class EncoderEngine:
     """Continuous batching of texts: those that arrive during a step can run in the next.
 
-    token_budget: most tokens of a step, unless one text has more. max_num_seqs: most texts of a
-    step. clock: seconds.
+    token_budget: most tokens of a run, unless one text has more. max_num_seqs: most texts of a
+    run. clock: seconds.
     """
 
     def __init__(
@@ -45,17 +51,19 @@ class EncoderEngine:
         self._token_budget = token_budget
         self._clock = clock
         self._waiting: list[EncoderSequence] = []  # in the order of their queue keys
-        self._running: list[EncoderSequence] = []
+        self._runs: dict[Future[list[Floats]], tuple[list[EncoderSequence], float]] = {}
+        self._threads = ThreadPoolExecutor(runner.max_runs, "encoder")
 
     @property
     def has_work(self) -> bool:
         """True if a step would do something."""
-        return bool(self._waiting)
+        return bool(self._waiting or self._runs)
 
     @property
     def occupancy(self) -> tuple[int, float]:
-        """The number of clients' texts in this step, and the used share of no cache."""
-        return sum(not sequence.is_background for sequence in self._running), 0.0
+        """The number of clients' texts that run, and the used share of no cache."""
+        runs = list(self._runs.values())
+        return sum(not text.is_background for texts, _ in runs for text in texts), 0.0
 
     def release_idle_memory(self) -> None:
         """Do nothing: no memory is kept between two steps."""
@@ -69,27 +77,42 @@ class EncoderEngine:
     def abort(
         self, sequence_id: int, reason: FinishReason = FinishReason.ABORT
     ) -> EncoderOutput | None:
-        """End a text between two steps; return its output, or None if it has ended."""
+        """End a text between two steps; return its output, or None if it has ended.
+
+        One that runs is computed to the end, which gives no further output.
+        """
         for place, sequence in enumerate(self._waiting):
             if sequence.id == sequence_id:
                 del self._waiting[place]
                 return self._finish(sequence, reason)
+        for sequence in (sequence for texts, _ in self._runs.values() for sequence in texts):
+            if sequence.id == sequence_id and sequence.status is SequenceStatus.RUNNING:
+                return self._finish(sequence, reason)
         return None
 
     def step(self) -> tuple[list[EncoderOutput], StepStats]:
-        """Run the first text that waits, and others with it."""
-        started = self._clock()
-        self._running = self._schedule()
-        for sequence in self._running:
-            sequence.status, sequence.scheduled_at = SequenceStatus.RUNNING, perf_counter()
-        outputs, n_tokens = [], 0
-        vectors = self.runner.run(self._running)
-        for sequence, found in zip(self._running, vectors, strict=True):
-            sequence.n_computed = len(sequence.prompt_ids)
-            n_tokens += sequence.n_computed
-            outputs.append(self._finish(sequence, FinishReason.STOP, found))
-        self._running = []
-        seconds = self._clock() - started
+        """Start as many runs as there may be, and wait until one ends."""
+        alone = not self._runs and len(self._waiting) < self.runner.max_runs
+        while self._waiting and len(self._runs) < self.runner.max_runs:
+            texts = self._schedule()
+            for sequence in texts:
+                sequence.status, sequence.scheduled_at = SequenceStatus.RUNNING, perf_counter()
+            started, run = self._clock(), Future[list[Floats]]()
+            if not alone:
+                run = self._threads.submit(self.runner.run, texts, alone=False)
+            self._runs[run] = texts, started
+            if alone:
+                run.set_result(self.runner.run(texts))
+                break
+        n_runs, outputs, n_tokens, seconds = len(self._runs), list[EncoderOutput](), 0, 0.0
+        for run in wait(self._runs, return_when=FIRST_COMPLETED).done:
+            texts, started = self._runs.pop(run)
+            seconds += (self._clock() - started) / n_runs  # of all threads
+            for sequence, found in zip(texts, run.result(), strict=True):
+                sequence.n_computed = len(sequence.prompt_ids)
+                n_tokens += sequence.n_computed
+                if sequence.status is SequenceStatus.RUNNING:
+                    outputs.append(self._finish(sequence, FinishReason.STOP, found))
         # As many tokens as there were filled the step.
         return outputs, StepStats(0, n_tokens, n_tokens, 0, 0, 0, 0, seconds)
 

@@ -6,6 +6,7 @@ for each text, padded on the right. So the texts of a run should be of similar l
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from model.config import TransformerConfig
@@ -18,7 +19,10 @@ from server.engine.session import open_session
 
 
 class EncoderRunner:
-    """One session. Raises ValueError for a limit that the model cannot meet."""
+    """Two sessions: with all threads for one run, and with one thread for each of several runs.
+
+    fits_16_bits: as the manifest has it. Raises ValueError for a limit that the model cannot meet.
+    """
 
     def __init__(
         self,
@@ -28,16 +32,21 @@ class EncoderRunner:
         max_model_len: int | None = None,
         threads: int | None = None,
         spin_microseconds: int = SPIN_MICROSECONDS,
+        fits_16_bits: bool = False,
     ) -> None:
         self.max_model_len = check_max_model_len(max_model_len, config)
+        self.max_runs = threads or usable_cpus()
         # Hardly two runs have the same shapes.
-        self._session = open_session(
-            graph, threads or usable_cpus(), spin_microseconds, plans_memory=False
-        )
+        opened = partial(open_session, graph, plans_memory=False, fits_16_bits=fits_16_bits)
+        self._single = opened(1, 0)
+        self._all = opened(self.max_runs, spin_microseconds) if self.max_runs > 1 else self._single
         self._n_types = config.n_token_types or 0
 
-    def run(self, texts: list[EncoderSequence]) -> list[Floats]:
-        """Return each text's vector [d_out] or, if it wants them, its tokens' [tokens, d_model]."""
+    def run(self, texts: list[EncoderSequence], *, alone: bool = True) -> list[Floats]:
+        """Return each text's vector [d_out] or, if it wants them, its tokens' [tokens, d_model].
+
+        alone: use all threads, since no other run happens at the same time.
+        """
         types = None
         if self._n_types:  # of a lone type, a tokenizer may still number others
             types = [text.type_ids if self._n_types > 1 else None for text in texts]
@@ -45,7 +54,7 @@ class EncoderRunner:
         names = [VECTORS_OUTPUT]
         if any(text.wants_tokens for text in texts):
             names.append(HIDDEN_OUTPUT)
-        vectors, *of_tokens = self._session.run(names, inputs)
+        vectors, *of_tokens = (self._all if alone else self._single).run(names, inputs)
         return [
             of_tokens[0][end - len(text.prompt_ids) : end] if text.wants_tokens else vector
             for text, vector, end in zip(texts, vectors, ends, strict=True)

@@ -25,6 +25,10 @@ class EncoderSequence(Sequence):
     type_ids: collections.abc.Sequence[int] | None = None
     wants_tokens: bool = False
 
+    def __post_init__(self) -> None:
+        """Leave the generator out: nothing is drawn."""
+        self.scores = None
+
 
 @dataclass(frozen=True, slots=True)
 class EncoderOutput(TokenOutput):
