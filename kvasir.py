@@ -17,12 +17,14 @@ with on_interrupt(signal.SIG_DFL):
     from commands.export import export, verify
     from commands.generate import generate
     from commands.import_ import import_
+    from commands.pull import pull
     from commands.serve import serve
     from commands.train import train
 
 # The panel of the help, the function, and an example, which also names the command.
 _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("Make a model", train, "kvasir train my-texts/ --out runs/mine"),
+    ("Make a model", pull, "kvasir pull hf://HuggingFaceTB/SmolLM2-135M-Instruct"),
     ("Make a model", import_, "kvasir import SmolLM2-135M/ --out runs/smollm2"),
     ("Make a model", export, "kvasir export runs/mine --out artifacts/mine"),
     ("Make a model", verify, "kvasir verify artifacts/mine --checkpoint runs/mine"),

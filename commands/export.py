@@ -11,6 +11,7 @@ from rich.text import Text
 from typer import Argument, Option
 
 from commands.console.options import (
+    CacheDir,
     Device,
     Json,
     ModelDirectory,
@@ -21,10 +22,11 @@ from commands.console.options import (
 )
 from commands.console.output import cost_since, make_table, one_line_errors, show
 from commands.console.progress import ProgressBar, loading
+from commands.pull import on_this_machine
 from model.bundle import GenerationDefaults, Verification
 
 _TEXT = Option(None, help="Text for perplexity. Default: held-out text, or English.")
-_SOURCE = "A training run, a checkpoint, a Hugging Face folder, or a .gguf file."
+_SOURCE = "A training run, a checkpoint, a Hugging Face folder, a .gguf file, or hf://org/name."
 _SHOWN = {"device", "precision", "parameters", "max_model_len", "verification"}
 _FORMATS = {
     "max_logit_error": ".4g",
@@ -55,6 +57,7 @@ def export(
     top_k: TopK = None,
     top_p: TopP = None,
     max_model_len: int | None = Option(None, min=2, help="Longest sequence. Default: unchanged."),
+    cache_dir: CacheDir = None,
     as_json: Json = False,
 ) -> None:
     """Export a model to a model directory, and verify it against PyTorch.
@@ -67,7 +70,7 @@ def export(
     started = time.monotonic()
     with one_line_errors(), ProgressBar(quiet=as_json, takes_minutes=True) as progress:
         manifest, notes = export_checkpoint(
-            checkpoint,
+            on_this_machine(checkpoint, cache_dir, progress),
             out,
             device=device,
             precision=precision,

@@ -8,16 +8,18 @@ from pathlib import Path
 
 from typer import Argument, Option
 
-from commands.console.options import Json
+from commands.console.options import CacheDir, Json
 from commands.console.output import cost_since, make_table, one_line_errors, show
 from commands.console.progress import ProgressBar, loading
+from commands.pull import on_this_machine
 
-_SOURCE = "A folder with config.json, *.safetensors and tokenizer.json, or a .gguf file."
+_SOURCE = "A folder with config.json, *.safetensors and tokenizer.json, a .gguf file, or hf://…"
 
 
 def import_(
     source: Path = Argument(help=_SOURCE),
     out: Path = Option(help="The checkpoint directory to write."),
+    cache_dir: CacheDir = None,
     as_json: Json = False,
 ) -> None:
     """Convert a Hugging Face folder or a GGUF file to a checkpoint directory.
@@ -29,7 +31,7 @@ def import_(
 
     started = time.monotonic()
     with one_line_errors(), ProgressBar(quiet=as_json, takes_minutes=True) as progress:
-        imported = import_checkpoint(source, out, progress)
+        imported = import_checkpoint(on_this_machine(source, cache_dir, progress), out, progress)
     (cost, took), config = cost_since(started), imported.config
     rows = {
         "family": imported.family,

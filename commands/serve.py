@@ -11,6 +11,7 @@ from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
 from commands.console.output import fail
+from commands.pull import served_directory
 from server.errors import StartupError
 from server.settings import PREFIX, Settings, load_settings
 
@@ -18,12 +19,18 @@ _METAVARS = {int: "<int>", float: "<float>", ByteSize: "<size>"}
 
 
 def serve(**options: list[Path] | Path | str | bool | None) -> None:
-    """Serve a model directory over HTTP, or several.
+    """Serve a model directory over HTTP, or several; or a model of a store, exported once.
 
     Every option is an environment variable, too: --max-num-seqs is KVASIR_MAX_NUM_SEQS.
     """
     try:
         settings = load_settings(**options | {"model": options["model"] or None})
+        directories = [
+            served_directory(one, settings.served_model_name, settings.cache_dir)
+            for one in settings.model
+        ]
+        if directories != [*settings.model]:
+            settings = load_settings(**options | {"model": directories})
     except StartupError as error:
         fail(error, exit_code=2)
     from server.process.serve import serve as serve_model

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from model.config import TransformerConfig, first_problem
 from model.files import parse_object
+from model.mistaken import find_mistake
 from model.onnx.external_data import external_files
 from model.tokenizer import load_tokenizer
 
@@ -211,10 +212,11 @@ def hash_files(directory: Path) -> dict[str, str]:
 def load_bundle(directory: Path) -> ModelBundle:
     """Read a model directory and check every file against the manifest. Raises BundleError."""
     if not directory.is_dir():
-        raise BundleError(
-            f"{directory} is not a directory; "
-            f"make one with: kvasir export CHECKPOINT --out {directory}"
+        source, out = ("CHECKPOINT", directory) if not directory.exists() else (directory, "FOLDER")
+        problem = (
+            f"{directory} is not a directory; make one with: kvasir export {source} --out {out}"
         )
+        raise BundleError(find_mistake(directory) or problem)
     remedy = "copy it again or export the model again"
     try:
         manifest = _read_manifest(directory / MANIFEST_FILE)
@@ -227,7 +229,8 @@ def load_bundle(directory: Path) -> ModelBundle:
             if not path.is_file():
                 raise BundleError(f"{path} is missing; {remedy}")
             if sha256(path) != expected:
-                raise BundleError(f"{path} does not match its hash in {MANIFEST_FILE}; {remedy}")
+                problem = f"{path} does not match its hash in {MANIFEST_FILE}; {remedy}"
+                raise BundleError(find_mistake(directory) or problem)
         for name in {*EXTRA_FILES, *_GRAPHS} - manifest.files.keys():
             if (directory / name).exists():
                 raise BundleError(
@@ -264,7 +267,9 @@ def _check_external_data(graph: Path, manifest: Manifest) -> None:
 def _read_manifest(path: Path) -> Manifest:
     if not path.is_file():
         raise BundleError(
-            f"{path.parent} has no {path.name}, so it is not a model directory; see kvasir export"
+            find_mistake(path.parent)
+            or f"{path.parent} has no {path.name}, so it is not a model directory; make one with: "
+            f"kvasir export {path.parent} --out FOLDER"
         )
     try:
         values = parse_object(path.read_bytes())

@@ -27,6 +27,7 @@ from model.config import ConfigError, TransformerConfig
 from model.files import in_words, new_directory, read_object
 from model.importing.errors import UnsupportedError
 from model.importing.published import is_published, read_published
+from model.mistaken import find_mistake
 from model.network.skeleton import build_decoder, parameter_shapes
 from model.network.transformer import Transformer
 from model.tensor_files import (
@@ -133,6 +134,8 @@ def load_checkpoint(source: Path, max_model_len: int | None = None) -> Checkpoin
     max_model_len: the longest row to prepare for; None is the checkpoint's own. Raises
     CheckpointError.
     """
+    if wrong := find_mistake(source):
+        raise CheckpointError(wrong)
     checkpoint = _open_published(source) if is_published(source) else _open_directory(source)
     config, weights = checkpoint.config, checkpoint.weights
     if max_model_len is None:

@@ -54,7 +54,9 @@ class Settings(BaseSettings):
     )
 
     model: Annotated[tuple[Path, ...], NoDecode, BeforeValidator(_listed)]
-    """Model directory, as written by kvasir export, or several. NAME=DIR gives one another name."""
+    """Model directory, or several, or hf://org/name. NAME=DIR gives one another name."""
+    cache_dir: Path | None = None
+    """Folder of pulled models and their exports. Default: ~/.cache/kvasir."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 is every interface."""
     port: int = Field(8000, ge=0, le=65535)
@@ -145,6 +147,10 @@ class Settings(BaseSettings):
     """Maximum size of all files in batch_dir."""
     max_batches: int = Field(1000, ge=1)
     """Batches kept for each API key; the oldest that has ended is forgotten for a new one."""
+    max_stored_responses: int = Field(1024, ge=0)
+    """Answers of /v1/responses that are kept in memory for follow-ups; 0 keeps none."""
+    stored_responses_memory: ByteSize = ByteSize(64 * 2**20)
+    """Memory for these answers and the conversations before them; the oldest are dropped."""
     explain: bool = True
     """Serve POST /explain, whose requests cost a pass over their text in a second session."""
     otlp_endpoint: str | None = Field(None, pattern=r"^https?://.+")
@@ -190,6 +196,11 @@ class Settings(BaseSettings):
     def model_name(self) -> str:
         """The id of the first model, which is the default where a protocol names none."""
         return next(iter(self.models))
+
+
+def user_cache() -> Path:
+    """Return the folder of this user for what can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "kvasir"
 
 
 def describe_fault(error: ValidationError) -> str:

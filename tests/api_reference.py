@@ -21,6 +21,8 @@ from server.api.http.responses import STATUSES
 from server.api.openai import batches, chat_schemas
 from server.api.openai import schemas as openai_schemas
 from server.api.openai.answers import ChatEvent, CompletionEvent
+from server.api.openai.responses import schemas as responses
+from server.api.openai.responses.answers import ResponseEvent
 from server.api.routes import ROUTES
 from server.errors import KvasirError
 from server.requests.service import Service
@@ -39,6 +41,7 @@ BODIES: dict[str, type[schemas.RequestBody]] = {
         openai_schemas.StreamOptions,
         chat_schemas.Conversation,
         chat_schemas.ChatBody,
+        responses.ResponsesBody,
         anthropic_schemas.CountTokensBody,
         anthropic_schemas.MessagesBody,
         tgi.GenerateBody,
@@ -69,10 +72,12 @@ OF_REQUESTS = (
     "receive_timeout", "send_timeout", "keep_alive_interval", "tool_call_format",
     "reasoning_format", "api_key", "api_key_file", "share_prefix_cache", "cors_origins",
     "allowed_hosts", "root_path",
-    "explain", "batch_dir", "batch_dir_bytes", "max_batches",
+    "explain", "batch_dir", "batch_dir_bytes", "max_batches", "max_stored_responses",
+    "stored_responses_memory",
 )  # fmt: skip
 EVENTS = {
-    kind.__name__: kind for kind in (CompletionEvent, ChatEvent, MessageEvent, tgi.GenerateEvent)
+    kind.__name__: kind
+    for kind in (CompletionEvent, ChatEvent, MessageEvent, ResponseEvent, tgi.GenerateEvent)
 }
 
 

@@ -16,8 +16,10 @@ WITHOUT_TORCH = (
     "model.bundle",
     "model.chat_template",
     "model.config",
+    "model.download",
     "model.onnx.external_data",
     "model.files",
+    "model.mistaken",
     "model.onnx.runtime",
     "model.packing",
     "model.progress",
@@ -31,6 +33,7 @@ RULES = {
     "model.network": ("model.config",),
     "model.training": ("model",),
     "model.importing": ("model.network", "model.tensor_files", *WITHOUT_TORCH),
+    "model.download": ("model.bundle", "model.files", "model.mistaken", "model.progress"),
     "model": ("model.network",),
     "export.verification.paged_session": (
         "export.verification.segments",

@@ -28,6 +28,10 @@ def complete_precision(context: typer.Context) -> tuple[str, ...]:
 _PRECISIONS = "int8 (default), int4 or fp32; for cuda bf16 (default), fp16, int8 or int4."
 
 Json = Annotated[bool, Option("--json", help="Print one JSON object, and nothing else.")]
+CacheDir = Annotated[
+    Path | None,
+    Option(envvar="KVASIR_CACHE_DIR", help="Folder of pulled models. Default: ~/.cache/kvasir."),
+]
 ModelDirectory = Annotated[Path, Argument(help="A model directory.")]
 InputText = Annotated[str, Argument(callback=_check_text, help="The text that the model reads.")]
 Preset = Annotated[str, Option(help="Shape of the network.", autocompletion=lambda: list(PRESETS))]

@@ -28,6 +28,7 @@ _LONGEST_LINE = 1000
 _EXTRAS = {"onnxruntime": "cpu", "tensorboard": "tensorboard"} | dict.fromkeys(
     ("torch", "gguf", "onnx", "onnx_ir", "safetensors", "matplotlib"), "train"
 )
+_EXTRAS |= {"huggingface_hub": "hub", "oras": "oci", "boto3": "s3"}
 
 
 class CommandGroup(TyperGroup):

@@ -20,6 +20,7 @@ from model.importing.errors import UnsupportedError
 from model.importing.gguf.model import read_gguf_model
 from model.importing.huggingface.folder import read_folder
 from model.importing.plan import plan_parameters
+from model.mistaken import find_mistake
 from model.progress import Progress, unheard
 from model.tensor_files import WEIGHTS_FILE, PlannedTensor, TensorFileError, write_safetensors
 from model.tokenizer import TokenizerError
@@ -86,6 +87,8 @@ def import_checkpoint(source: Path, out: Path, progress: Progress = unheard) -> 
     One parameter at a time is in memory. Raises as `read_published` before anything is written, and
     FileExistsError when `out` is in use.
     """
+    if wrong := find_mistake(source):
+        raise UnsupportedError(wrong)
     published = read_published(source)
     with new_directory(out) as part:
         published.config.save(part / CONFIG_FILE)

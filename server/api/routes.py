@@ -30,6 +30,8 @@ from server.api.http.responses import (
 )
 from server.api.openai import batches, chat, completions, files
 from server.api.openai.answers import ChatEvent, CompletionEvent
+from server.api.openai.responses import routes as responses
+from server.api.openai.responses.answers import ResponseEvent
 from server.api.schemas import BodyRoute, Error
 from server.api.tgi import GenerateError, GenerateEvent
 from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError
@@ -39,7 +41,7 @@ router = APIRouter()
 _REF = "#/components/schemas/{model}"
 _UNDECLARED = (
     *(Error, GenerateError, AnthropicError),
-    *(CompletionEvent, ChatEvent, MessageEvent, GenerateEvent),
+    *(CompletionEvent, ChatEvent, MessageEvent, ResponseEvent, GenerateEvent),
 )
 _STRING = {"required": True, "schema": {"type": "string"}}
 _REQUEST_ID = _STRING | {"description": "The request's own, or a new one."}
@@ -53,7 +55,8 @@ def openapi(request: Request) -> dict[str, Any]:  # no coroutine: it takes a whi
 
 
 ROUTERS = (
-    *(chat.router, completions.router, messages.router, models.router, tgi.router, tokenize.router),
+    *(chat.router, responses.router, completions.router, messages.router, models.router),
+    *(tgi.router, tokenize.router),
     *(embeddings.router, tei.router, tei.label_router, scores.router),
     *(files.router, batches.router),
     *(explain.router, health.router, playground.router, router),
@@ -75,7 +78,7 @@ def add_routes(app: FastAPI) -> None:
     app.state.endpoints = [path for path in bodies if re.fullmatch("/v1/[a-z/]+", path)]
     app.mount("/static", playground.StaticPlayground(directory=playground.STATIC))
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(RequestValidationError, _on_validation_error)
+    app.add_exception_handler(RequestValidationError, _on_wrong_parameter)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -91,18 +94,17 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
             known = NotFoundError("/explain is switched off on this server (setting explain)")
     elif error.status_code == 405:
         known = MethodNotAllowedError(f"{path} does not take {request.method}")
-        methods = sorted(x for one in ROUTES if one.path == path for x in one.methods or ())
+        named = [one for one in ROUTES if one.path_regex.match(path)]
+        methods = sorted({method for one in named for method in one.methods or ()})
         known.headers |= {"allow": ", ".join(methods)} if methods else dict(error.headers or {})
     return error_response(request.scope, known)
 
 
-async def _on_validation_error(request: Request, error: Exception) -> Response:
-    """Answer 400 for a parameter of the query: FastAPI itself checks nothing else."""
+async def _on_wrong_parameter(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    param = str(first["loc"][-1])
-    known = InvalidRequestError(f"{param}: {first['msg']}", param=param)
-    return error_response(request.scope, known)
+    name = str(first["loc"][-1])
+    return error_response(request.scope, InvalidRequestError(f"{name}: {first['msg']}", param=name))
 
 
 def document(app: FastAPI) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from server.api.http.middleware import (
     request_context,
 )
 from server.api.openai.batches import Answers, parse_line
+from server.api.openai.responses.store import ResponseStore
 from server.api.routes import add_routes
 from server.batches.store import BatchStore
 from server.batches.worker import BatchWorker
@@ -99,6 +100,9 @@ def create_app(
         name: Explanations(service.bundle) for name, service in models.services.items()
     }
     app.state.batches = _batch_worker(app, keys if settings.has_keys else None)
+    app.state.response_store = ResponseStore(
+        settings.max_stored_responses, settings.stored_responses_memory
+    )
     add_routes(app)
     # Middleware runs in reverse order: the last one added is the outermost.
     app.add_middleware(body_limit, settings=settings)

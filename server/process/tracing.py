@@ -34,7 +34,7 @@ _OPERATIONS |= dict.fromkeys(
 )
 _OPERATIONS |= dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), "rerank")
 _OPERATIONS |= dict.fromkeys(("/predict", "/v1/classify"), "classify")
-_OPERATIONS |= dict.fromkeys(("/v1/chat/completions", "/v1/messages"), "chat")
+_OPERATIONS |= dict.fromkeys(("/v1/chat/completions", "/v1/messages", "/v1/responses"), "chat")
 
 
 def request_spans(app: ASGIApp, provider: TracerProvider, model: str) -> ASGIApp:

@@ -66,6 +66,10 @@ class OutputStream:
         """End what still runs after its deadline, with a terminal output."""
         self._engine.abort(self._ids, FinishReason.TIMEOUT)
 
+    def finish(self) -> None:
+        """End what still runs as if its text were complete, with a terminal output."""
+        self._engine.abort(self._ids, FinishReason.STOP)
+
     def stop(self, sequence_id: int) -> None:
         """End a sequence that has produced a stop string; it gives no further output."""
         self._engine.cancel([sequence_id], FinishReason.STOP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -22,6 +23,7 @@ from schemathesis.specs.openapi.checks import (
     unsupported_method,
 )
 
+from server.api.openai.responses.schemas import LOGPROBS
 from server.api.routes import ROUTES, document
 from tests.api_reference import check_events
 from tests.fake_encoder import encoder_app, encoder_bundle
@@ -89,7 +91,7 @@ def test_every_answer_is_as_described(
 def test_all_but_open_routes_want_a_key(server: Live, session: requests.Session) -> None:
     for path, operations in DOCUMENT["paths"].items():
         for method, operation in operations.items():
-            response = session.request(method, server.url + path.format(model_id="x"))
+            response = session.request(method, server.url + re.sub("{.*?}", "x", path))
             is_open = not operation["security"]
             assert (response.status_code != 401) is is_open, (method, path)
             assert ("401" in operation["responses"]) is not is_open
@@ -97,6 +99,8 @@ def test_all_but_open_routes_want_a_key(server: Live, session: requests.Session)
 
 CHAT = [{"role": "user", "content": "a"}]
 TOOL = {"type": "function", "function": {"name": "f", "strict": True}}
+FUNCTION = {"type": "function", "name": "f"}
+REQUIRED = {"tool_choice": "required"}
 LONG = {"ignore_eos": True}  # a stream of one token would show no event but the last
 ANTHROPIC: dict[str, Any] = {
     "messages": CHAT,
@@ -129,6 +133,10 @@ FULL: list[tuple[str, dict[str, Any]]] = [
         "/v1/chat/completions",
         LONG | {"messages": CHAT, "stream": True, "logprobs": True, "max_tokens": 5},
     ),
+    ("/v1/responses", {"input": "ab", "tools": [FUNCTION], "tool_choice": "required"}),
+    ("/v1/responses", {"input": CHAT, "include": [LOGPROBS], "top_logprobs": 2}),
+    ("/v1/responses", {"input": "ab", "tools": [FUNCTION], "stream": True, **REQUIRED}),
+    ("/v1/responses", LONG | {"input": "ab", "stream": True, "include": [LOGPROBS]}),
     ("/v1/messages", ANTHROPIC | {"thinking": {"type": "enabled"}}),
     ("/v1/messages", ANTHROPIC | {"tool_choice": {"type": "any"}, "max_tokens": 60}),
     ("/v1/messages", ANTHROPIC | {"tool_choice": {"type": "any"}, "stream": True}),

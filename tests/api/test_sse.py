@@ -10,7 +10,7 @@ import pytest
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from server.api.http.responses import EventStream, event
+from server.api.http.responses import EventStream, event, failure
 from server.errors import UnavailableError
 from server.requests.completion import RequestState
 
@@ -85,7 +85,9 @@ async def test_a_bug_after_the_first_event_ends_the_stream_in_words(
         raise ZeroDivisionError("secret")
 
     client = Client()
-    await EventStream(events(), end=b"bye")(scope(), client.receive, client.send)
+    await EventStream(events(), lambda fields: failure(fields) + b"bye")(
+        scope(), client.receive, client.send
+    )
     last = client.messages[-1]
     assert last["more_body"] is False
     assert last["body"].endswith(b'"code":null}}\n\nbye')

@@ -25,7 +25,17 @@ from server.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = str(ROOT / "examples/stdlib")
-COMMANDS = ("train", "import", "export", "verify", "serve", "generate", "explain", "bench serve")
+COMMANDS = (
+    "train",
+    "pull",
+    "import",
+    "export",
+    "verify",
+    "serve",
+    "generate",
+    "explain",
+    "bench serve",
+)
 BENCHES = ("bench model", "bench engine", "bench embed", "bench serve")
 PLAIN = {"COLUMNS": "80", "_TYPER_FORCE_DISABLE_TERMINAL": "1"}  # without CI's own wishes
 
@@ -293,7 +303,20 @@ def test_training_shows_its_bar_beside_lines_that_go_into_a_pipe(
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("", ["train", "import", "export", "verify", "serve", "generate", "explain", "bench"]),
+        (
+            "",
+            [
+                "train",
+                "pull",
+                "import",
+                "export",
+                "verify",
+                "serve",
+                "generate",
+                "explain",
+                "bench",
+            ],
+        ),
         ("train x --preset smol", ["smollm2-135m"]),
         ("bench engine --preset t", ["tiny", "tiny-encoder"]),
         ("export x --device ", ["cpu", "cuda"]),

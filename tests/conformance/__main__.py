@@ -1,11 +1,12 @@
-"""Run all clients against a small real model: python -m tests.conformance ENVIRONMENT
+"""Run all clients against small real models: python -m tests.conformance ENVIRONMENT ENCODERS
 
-ENVIRONMENT holds lm_eval, guidellm and the packages of Node. Prints a line for each client. Exit
-code 1 if one of them fails.
+ENVIRONMENT holds lm_eval, guidellm and the packages of Node, ENCODERS the clients of vectors and
+ranks. Prints a line for each client. Exit code 1 if one of them fails.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from typer import echo
 
@@ -24,17 +26,20 @@ from tests.conformance.model import MAX_MODEL_LEN, make_model, make_tokenizer
 from tests.conformance.openai_batches import use_openai_batches
 from tests.conformance.openai_client import use_openai
 from tests.conformance.server import CAPACITY, Conformed, Server
+from tests.fake_encoder import encoder_app, encoder_bundle
+from tests.live import live_app
 
 _KEY = "a-key"
 
 
-def main(environment: Path) -> int:
+def main(environment: Path, encoders: Path) -> int:
     with TemporaryDirectory() as folder:
         model, tokenizer = Path(folder) / "random-model", Path(folder) / "tokenizer"
         make_model(model)
         make_tokenizer(model, tokenizer)
         limits = ("--max-num-seqs", str(CAPACITY), "--max-queue", str(CAPACITY))
         passed = _try("schemathesis", use_schemathesis)
+        passed &= _try("embedding clients", lambda: use_embedding_clients(encoders))
         options = (*limits, "--api-key", _KEY, "--batch-dir", str(Path(folder) / "batches"))
         with serve_locally(model, *options) as url:
             server = Server(url, model.name, _KEY, MAX_MODEL_LEN)
@@ -62,6 +67,35 @@ def use_schemathesis() -> Conformed:
     return Conformed("schemathesis", version("schemathesis"), int(passed[1]), note)
 
 
+def use_embedding_clients(environment: Path) -> Conformed:
+    """Compare what clients get with what fake encoders make."""
+    texts = ("def", "read json", "x" * 40)
+    vectors, reranker = encoder_app(encoder_bundle()), encoder_app(encoder_bundle(("relevant",)))
+    with live_app(vectors[0]) as one, live_app(reranker[0]) as other:
+        script = str(Path(__file__).with_name("embedding_clients.py"))
+        command = [str(environment / "bin/python"), script, one.url, other.url]
+        ran = subprocess.run(
+            [*command, "fake-encoder", _KEY, *texts], capture_output=True, text=True, check=False
+        )
+        assert ran.returncode == 0, ran.stderr[-2000:]
+        with one.http() as client:
+            data = client.post("/v1/embeddings", json={"input": texts}).json()["data"]
+        with other.http() as client:
+            body: dict[str, Any] = {"query": texts[0], "documents": texts, "top_n": 2}
+            results = client.post("/v2/rerank", json=body).json()["results"]
+    found = json.loads(ran.stdout)
+    for got in found["vectors"].values():
+        assert got == [vector["embedding"] for vector in data]
+    for got in found["ranks"].values():
+        assert got == [[rank["index"], rank["relevance_score"]] for rank in results]
+    listed = [str(environment / "bin/pip"), "list", "--format=json"]
+    installed = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
+    versions = {one["name"]: one["version"] for one in json.loads(installed)}
+    names = ("langchain-openai", "llama-index-embeddings-openai", "cohere")
+    note = ", ".join(f"{name} {versions[name]}" for name in names)
+    return Conformed("encoders", "", len(found["vectors"]) * 2 + len(found["ranks"]), note)
+
+
 def _try(name: str, use: Callable[[], Conformed]) -> bool:
     try:
         found = use()
@@ -73,4 +107,4 @@ def _try(name: str, use: Callable[[], Conformed]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(*map(Path, sys.argv[1:])))

@@ -1,6 +1,7 @@
-"""langchain-openai and llama-index, in an environment without Kvasir: vectors of texts as JSON.
+"""Clients of encoders, in an environment without Kvasir: what they get for texts, as JSON.
 
-Arguments: the server's URL of OpenAI's API, a model, a key, and the texts.
+langchain-openai and llama-index make vectors; Cohere's two clients rank texts by the first of them.
+Arguments: the URLs of a server of vectors and of a reranker, a model, a key, and the texts.
 """
 
 from __future__ import annotations
@@ -8,23 +9,30 @@ from __future__ import annotations
 import json
 import sys
 
+import cohere
 from langchain_openai import OpenAIEmbeddings
 from llama_index.embeddings.openai import OpenAIEmbedding
 
 
-def main(url: str, model: str, key: str, *texts: str) -> None:
+def main(url: str, reranker: str, model: str, key: str, *texts: str) -> None:
     # By default it sends ids of OpenAI's tokenizers.
     langchain = OpenAIEmbeddings(
-        model=model, base_url=url, api_key=key, check_embedding_ctx_length=False
+        model=model, base_url=f"{url}/v1", api_key=key, check_embedding_ctx_length=False
     )
-    llama_index = OpenAIEmbedding(model_name=model, api_base=url, api_key=key)
+    llama_index = OpenAIEmbedding(model_name=model, api_base=f"{url}/v1", api_key=key)
     vectors = {
         "langchain-openai": langchain.embed_documents(list(texts)),
         "llama-index-embeddings-openai": llama_index.get_text_embedding_batch(list(texts)),
     }
     assert langchain.embed_query(texts[0]) == vectors["langchain-openai"][0]
     assert llama_index.get_query_embedding(texts[0]) == vectors["llama-index-embeddings-openai"][0]
-    sys.stdout.write(json.dumps(vectors))
+    ranks = {}
+    for client in (cohere.Client, cohere.ClientV2):
+        ranking = client(api_key=key, base_url=reranker).rerank(
+            model=model, query=texts[0], documents=list(texts), top_n=2
+        )
+        ranks[client.__name__] = [[one.index, one.relevance_score] for one in ranking.results]
+    sys.stdout.write(json.dumps({"vectors": vectors, "ranks": ranks}))
 
 
 if __name__ == "__main__":

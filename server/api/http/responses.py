@@ -28,6 +28,7 @@ from server.requests.service import Service
 logger = logging.getLogger("kvasir")
 
 T = TypeVar("T")
+Failed = Callable[[dict[str, Any]], bytes]
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -227,6 +228,10 @@ class Formatter(ABC):
         """Return the events after all deltas."""
         return self.end
 
+    def failed(self, fields: dict[str, Any]) -> bytes:
+        """Return the last events of a stream that an error has ended, given the error's body."""
+        return failure(fields) + self.end
+
 
 def respond(
     request: Request, wanted: CompletionRequest, formatter: Formatter, *, stream: bool
@@ -234,7 +239,7 @@ def respond(
     """Return the response to a request, whole or as a stream, which runs when it is sent."""
     state = state_of(request.scope)
     if stream:
-        return EventStream(_events(state, wanted, formatter), end=formatter.end)
+        return EventStream(_events(state, wanted, formatter), formatter.failed)
     return Deferred(partial(_whole, state, wanted, formatter))
 
 
@@ -283,21 +288,26 @@ def event(data: str, name: str | None = None) -> bytes:
     return f"{head}data: {data}\n\n".encode()
 
 
+def failure(fields: dict[str, Any]) -> bytes:
+    """Return the event of an error, named if its body has a type."""
+    return event(compact(fields), fields.get("type"))
+
+
 class EventStream(Response):
     """A stream of server-sent events, which closes `events` in any case.
 
     The response starts with the first event, so an error before it has a status of its own. A later
-    error is an event `{"error": ...}`, named if it has a type, followed by `end`. A client that
+    error ends it with the events that `failed` returns for the error's body. A client that
     disconnects, waiting or reading, cancels the stream.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], *, end: bytes = b"") -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], failed: Failed = failure) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
-        self._end = end
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, as an ASGI application does."""
@@ -313,6 +323,5 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                 body = b""
             except Exception as error:
-                _, fields = error_body(scope, error)
-                body = event(compact(fields), fields.get("type")) + self._end
+                body = self._failed(error_body(scope, error)[1])
             await send({"type": "http.response.body", "body": body, "more_body": False})

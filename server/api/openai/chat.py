@@ -9,10 +9,10 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from model.chat_template import ChatTemplateError
-from server.api.http.responses import finite, respond, service_of, state_of, streamed
+from server.api.http.responses import respond, service_of, state_of, streamed
 from server.api.openai.answers import Chat, ChatEvent
 from server.api.openai.chat_schemas import ChatBody, Conversation
-from server.api.openai.formatting import JSON, OpenAIFormatter, join
+from server.api.openai.formatting import JSON, OpenAIFormatter, join, token_logprobs
 from server.api.openai.tools import AnswerForm, AnswerReader
 from server.api.schemas import TextRoute
 from server.errors import ContextLengthError, InvalidRequestError
@@ -20,7 +20,6 @@ from server.requests.completion import CompletionRequest, Delta
 from server.requests.service import Service
 from server.text.answer import AnswerPiece, Reasoning
 from server.text.chat_format import ChatFormat
-from server.text.detokenizer import token_bytes, token_text
 
 router = APIRouter(route_class=TextRoute)
 
@@ -142,16 +141,7 @@ class ChatFormatter(OpenAIFormatter):
         scored = delta.logprobs
         if scored is None or not self._with_logprobs:
             return []
-        top = [self._entry(token_id, logprob) for token_id, logprob in scored.top]
-        return [{**self._entry(scored.token_id, scored.logprob), "top_logprobs": top}]
-
-    def _entry(self, token_id: int, logprob: float) -> JSON:
-        is_text = token_id not in self._hidden_ids
-        return {
-            "token": token_text(self.tokenizer, token_id),
-            "logprob": finite(logprob),
-            "bytes": list(token_bytes(self.tokenizer, token_id)) if is_text else None,
-        }
+        return [token_logprobs(self.tokenizer, scored, self._hidden_ids)]
 
 
 def _changes(pieces: list[AnswerPiece]) -> JSON:

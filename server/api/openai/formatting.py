@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from time import time
 from typing import Any
 
-from server.api.http.responses import DONE, Formatter, compact, event
+from tokenizers import Tokenizer
+
+from server.api.http.responses import DONE, Formatter, compact, event, finite
 from server.api.openai.schemas import OpenAIBody
+from server.engine.sampling import TokenLogprobs
 from server.requests.completion import Delta
 from server.requests.service import Service
+from server.text.detokenizer import token_bytes, token_text
 
 JSON = dict[str, Any]
 
@@ -79,6 +83,29 @@ class OpenAIFormatter(Formatter):
             "total_tokens": n_prompt + n_generated,
             "prompt_tokens_details": {"cached_tokens": self.completion.n_cached_tokens},
         }
+
+
+def token_logprobs(
+    tokenizer: Tokenizer,
+    scored: TokenLogprobs,
+    hidden_ids: Container[int],
+    hidden: list[int] | None = None,
+) -> JSON:
+    """Return a token with its log-probability and alternatives.
+
+    hidden: the bytes of a token that is not shown.
+    """
+
+    def entry(token_id: int, logprob: float) -> JSON:
+        is_text = token_id not in hidden_ids
+        return {
+            "token": token_text(tokenizer, token_id),
+            "logprob": finite(logprob),
+            "bytes": list(token_bytes(tokenizer, token_id)) if is_text else hidden,
+        }
+
+    top = [entry(token_id, logprob) for token_id, logprob in scored.top]
+    return {**entry(scored.token_id, scored.logprob), "top_logprobs": top}
 
 
 def join(old: Any, new: Any) -> Any:

@@ -1,0 +1,115 @@
+"""Models of Hugging Face's hub, in its own cache, which transformers and others share.
+
+HF_TOKEN, HF_ENDPOINT, HF_HOME and HF_HUB_OFFLINE mean what they mean to huggingface_hub.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.download.choice import choose_files
+from model.download.reference import DownloadError, Reference
+from model.download.transfer import digest
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A revision of a model; hashes: those of its files, none for a copy in the cache."""
+
+    reference: Reference
+    revision: str
+    hashes: dict[str, str]
+    cached: Path | None = None
+
+    def pull(self) -> tuple[Path, list[str]]:
+        """Return the folder of its files, which are verified, and their names in it.
+
+        Raises DownloadError.
+        """
+        import huggingface_hub as hub  # noqa: PLC0415  of the extra hub
+        from huggingface_hub.utils.tqdm import disable_progress_bars  # noqa: PLC0415
+
+        reference = self.reference
+        if (kept := self.cached) is not None:
+            names = {path.relative_to(kept).as_posix() for path in kept.rglob("*.*")}
+            return kept, choose_files(reference, names, lambda name: (kept / name).read_bytes())
+        if not sys.stderr.isatty():
+            disable_progress_bars()
+        repository = reference.name
+        with _in_words(reference):
+
+            def read(name: str) -> bytes:
+                path = hub.hf_hub_download(repository, name, revision=self.revision)
+                return Path(path).read_bytes()
+
+            chosen = choose_files(reference, self.hashes, read)
+            # By the name of its branch or tag, which the cache then finds offline.
+            revision = reference.revision
+            folder = Path(
+                hub.snapshot_download(repository, revision=revision, allow_patterns=chosen)
+            )
+        wrong = [name for name in chosen if not _matches(folder / name, self.hashes[name])]
+        for name in wrong:
+            (folder / name).resolve().unlink()
+        if wrong:
+            raise DownloadError(
+                f"{reference}: {', '.join(wrong)} does not match its hash; run this again"
+            )
+        return folder, chosen
+
+
+def find_hub_model(reference: Reference) -> HubModel:
+    """Return the revision that the hub has now, or offline the cache. Raises DownloadError."""
+    import huggingface_hub as hub  # noqa: PLC0415  of the extra hub
+    from huggingface_hub import constants  # noqa: PLC0415
+
+    revision = reference.revision
+    if constants.HF_HUB_OFFLINE:
+        name = reference.file or "config.json"
+        found = hub.try_to_load_from_cache(reference.name, name, revision=revision)
+        if not isinstance(found, str):
+            raise DownloadError(
+                f"{reference}: {name} is not in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE "
+                f"is set; run once without it: kvasir pull {reference}"
+            )
+        folder = Path(found.removesuffix(name))
+        return HubModel(reference, folder.name, {}, folder)
+    with _in_words(reference):
+        info = hub.HfApi().model_info(reference.name, revision=revision, files_metadata=True)
+    files = info.siblings or ()
+    hashes = {f.rfilename: f.lfs.sha256 if f.lfs else f.blob_id or "" for f in files}
+    return HubModel(reference, info.sha or "", hashes)
+
+
+def _matches(path: Path, expected: str) -> bool:
+    """Compare a file with the hub's hash: git's own or, of a larger file, SHA-256."""
+    if len(expected) == 64:
+        return digest(path, "sha256") == expected
+    return digest(path, "sha1", b"blob %d\0" % path.stat().st_size) == expected
+
+
+@contextmanager
+def _in_words(reference: Reference) -> Iterator[None]:
+    """Make errors of the hub and of the connection a DownloadError."""
+    from huggingface_hub import errors  # noqa: PLC0415
+
+    try:
+        yield
+    except errors.GatedRepoError:
+        cause = "is gated: accept its terms on its page, and set HF_TOKEN"
+    except errors.RepositoryNotFoundError:
+        cause = "is not on the hub, or private; check the name, and set HF_TOKEN for a private one"
+    except errors.RevisionNotFoundError:
+        cause = f"has no revision {reference.revision!r}; name a branch, a tag or a commit"
+    except DownloadError:
+        raise
+    except Exception as error:  # the library's connections raise kinds of their own
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        cause = f"cannot be pulled: {first}; run this again, and it goes on from there"
+    else:
+        return
+    raise DownloadError(f"{reference} {cause}")

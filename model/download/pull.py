@@ -1,0 +1,55 @@
+"""The revision of a model in a store, and its files on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from model.download.choice import choose_files
+from model.download.hub import find_hub_model
+from model.download.oci import list_oci
+from model.download.reference import Reference
+from model.download.s3 import list_s3
+from model.download.transfer import transfer
+from model.progress import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A model as it is in its store now; revision: a hash that no other content has."""
+
+    reference: Reference
+    revision: str
+    _pull: Callable[[Progress], tuple[Path, list[str]]]
+
+    def pull(self, progress: Progress) -> Path:
+        """Return its folder, or its GGUF file, whole and verified. Raises DownloadError."""
+        folder, names = self._pull(progress)
+        return folder / names[0] if names[0].endswith(".gguf") else folder
+
+    def key(self, *more: str) -> str:
+        """Return a folder's name for what is made of it with `more`."""
+        text = " ".join((str(self.reference), self.revision, *more))
+        stem = self.reference.name.replace("/", "--")
+        return f"{stem}-{hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def find(reference: Reference, cache: Path) -> Found:
+    """Ask the store for a model's revision and files; `cache` keeps what the hub's does not.
+
+    Raises DownloadError, and ModuleNotFoundError for an extra that is not installed.
+    """
+    if reference.scheme == "hf":
+        model = find_hub_model(reference)
+        return Found(reference, model.revision, lambda _: model.pull())
+    revision, files = (list_oci if reference.scheme == "oci" else list_s3)(reference)
+    folder = cache / reference.scheme / reference.place.replace(":", "_") / revision
+
+    def pull(progress: Progress) -> tuple[Path, list[str]]:
+        chosen = choose_files(reference, files, lambda name: b"".join(files[name].read(0)))
+        transfer({name: files[name] for name in chosen}, folder, progress)
+        return folder, chosen
+
+    return Found(reference, revision, pull)

@@ -1,0 +1,100 @@
+"""Files from a store into a folder of the cache: resumed, verified, and there only when whole."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from model.download.reference import DownloadError
+from model.files import sync
+from model.progress import Progress
+
+_MB = 10**6
+_ATTEMPTS = 5  # in a row that bring nothing
+
+# Yields a file's content from an offset on. Raises OSError where a connection ends.
+Reader = Callable[[int], Iterable[bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file of a store; `matches` compares a copy with the store's hash of it."""
+
+    size: int
+    read: Reader
+    matches: Callable[[Path], bool]
+
+
+def digest(path: Path, algorithm: str, prefix: bytes = b"") -> str:
+    """Return the hash of a prefix and a file's content, in hex."""
+    found = hashlib.new(algorithm, prefix, usedforsecurity=False)
+    with path.open("rb") as file:
+        while chunk := file.read(2**20):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def transfer(files: Mapping[str, RemoteFile], folder: Path, progress: Progress) -> None:
+    """Make a folder of files, unless it exists. Raises DownloadError, and OSError.
+
+    What an interrupted call brought lies beside it, and the next call goes on from there.
+    """
+    total = sum(file.size for file in files.values())
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(folder.with_name(f"{folder.name}.lock")):
+        if folder.is_dir():
+            return
+        part, before = folder.with_name(f"{folder.name}.part"), 0
+        for name, file in files.items():
+            if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise DownloadError(f"the store names a file {name!r}, outside the model's folder")
+            target = part / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.exists():
+                for done in _fetch(name, file, target):
+                    progress(f"pulling {name}, MB", (before + done) // _MB, total // _MB)
+            before += file.size
+        sync(*part.rglob("*"), part)
+        part.rename(folder)
+        sync(folder.parent)
+
+
+def _fetch(name: str, file: RemoteFile, target: Path) -> Iterator[int]:
+    """Yield the number of bytes that are there."""
+    incomplete = target.with_name(f"{target.name}.incomplete")
+    with incomplete.open("ab") as out:
+        if out.tell() > file.size:
+            out.truncate(0)
+        failed, cause = 0, ""
+        while (start := out.tell()) < file.size and failed < _ATTEMPTS:
+            try:
+                for chunk in file.read(start):
+                    out.write(chunk)
+                    yield out.tell()
+            except OSError as error:
+                cause = f": {error}"
+            failed = 0 if out.tell() > start else failed + 1
+        if out.tell() != file.size:
+            raise DownloadError(
+                f"{name} has {out.tell():,} of {file.size:,} bytes{cause}; run this again, and it "
+                "goes on from there"
+            )
+    if not file.matches(incomplete):
+        incomplete.unlink()
+        raise DownloadError(
+            f"{name} does not match the store's hash; run this again, and if that fails publish "
+            "the file again"
+        )
+    incomplete.rename(target)
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Wait for other processes that hold the lock."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,172 @@
+"""OpenAI's Responses: POST /v1/responses, and the routes of the responses that are kept."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from server.api.http.responses import (
+    compact,
+    errors,
+    json_response,
+    respond,
+    service_of,
+    state_of,
+    streamed,
+)
+from server.api.openai.chat import prepare
+from server.api.openai.chat_schemas import ChatBody
+from server.api.openai.formatting import JSON
+from server.api.openai.responses.answers import (
+    DeletedResponse,
+    InputItems,
+    ModelResponse,
+    ResponseEvent,
+)
+from server.api.openai.responses.formatting import ResponseFormatter
+from server.api.openai.responses.items import PREFIXES
+from server.api.openai.responses.schemas import ResponsesBody
+from server.api.openai.responses.store import Key, ResponseStore
+from server.api.schemas import TextRoute
+from server.errors import InvalidRequestError
+
+router = APIRouter(route_class=TextRoute)
+
+_ERRORS = errors(400, 401, 403, 404, 429)
+
+
+@router.post("/v1/responses", response_model=ModelResponse, responses=streamed(ResponseEvent))
+async def create_response(request: Request, body: ResponsesBody) -> Response:
+    """Answer a conversation of items, as OpenAI's Responses API does."""
+    service, store = service_of(request), _store(request)
+    chat, items = await _chat(request, body)
+    try:
+        wanted, form = await prepare(request, chat)
+    except InvalidRequestError as error:
+        if error.param != "messages":
+            raise
+        raise type(error)(error.message.removeprefix("messages: "), param="input") from None
+    key = _key(request, f"resp_{secrets.token_hex(16)}")
+    formatter = ResponseFormatter(service, body, wanted, form, key)
+    if body.store:
+        formatter.store, formatter.items = store, items
+    if body.stream:
+        store.streaming[key] = formatter
+    return respond(request, wanted, formatter, stream=body.stream)
+
+
+async def _chat(request: Request, body: ResponsesBody) -> tuple[ChatBody, bytes]:
+    """Return the chat that a body stands for, and its items as JSON if they are to be kept."""
+    store, state = _store(request), state_of(request.scope)
+    owner, given = state.caller.salt, body.items
+    earlier = body.previous_response_id
+    previous = earlier and store.get((owner, earlier), "previous_response_id")
+    references = [item["id"] for item in given if item["type"] == "item_reference"]
+    stored = {key: store.get(key) for key in (store.of_item(owner, one) for one in references)}
+    state.body_size += previous.n_bytes if previous else 0
+    state.body_size += sum(one.n_bytes for one in stored.values())
+
+    def work() -> tuple[ChatBody, bytes]:
+        known = {
+            item["id"]: item
+            for one in stored.values()
+            for item in json.loads(one.response)["output"]
+        }
+        if lost := [one for one in references if one not in known]:
+            raise store.missing(lost[0], "input")
+        items = previous.conversation() if previous else []
+        items += [known[one["id"]] if one["type"] == "item_reference" else one for one in given]
+        return body.chat(items), compact(items).encode() if body.store else b""
+
+    return await service_of(request).text_worker.call(state.body_size, work)
+
+
+@router.get("/v1/responses/{response_id}", response_model=ModelResponse, responses=_ERRORS)
+async def response(
+    request: Request,
+    response_id: str,
+    stream: Annotated[bool, Query(description="Must be false.")] = False,
+) -> Response:
+    """Return a response that is kept, or that is being streamed."""
+    if stream:
+        raise InvalidRequestError("a response is not streamed again; leave stream out")
+    key = _key(request, response_id)
+    if (running := _running(request, key)) is not None:
+        return json_response(compact(running.response).encode())
+    return json_response(_store(request).get(key).response)
+
+
+@router.post("/v1/responses/{response_id}/cancel", response_model=ModelResponse, responses=_ERRORS)
+async def cancel_response(request: Request, response_id: str) -> Response:
+    """End a response that is being streamed. One that has ended is returned as it is."""
+    key = _key(request, response_id)
+    if (running := _running(request, key)) is None:
+        return json_response(_store(request).get(key).response)
+    running.cancel()
+    return json_response(compact(running.response | {"status": "cancelled"}).encode())
+
+
+@router.delete("/v1/responses/{response_id}", responses=_ERRORS)
+async def delete_response(request: Request, response_id: str) -> DeletedResponse:
+    """Forget a response."""
+    _store(request).pop(_key(request, response_id))
+    return DeletedResponse(id=response_id)
+
+
+@router.get("/v1/responses/{response_id}/input_items", responses=_ERRORS)
+async def input_items(
+    request: Request,
+    response_id: str,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: Annotated[str | None, Query(description="The last item before the page.")] = None,
+) -> InputItems:
+    """List the conversation before a response that is kept."""
+    stored = json.loads(_store(request).get(_key(request, response_id)).items)
+    items = [_listed(item, response_id, place) for place, item in enumerate(stored)]
+    if order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise InvalidRequestError(f"after: {after[:100]!r} is no item of it", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    page = items[start : start + limit]
+    return InputItems(
+        data=page,
+        first_id=page[0]["id"] if page else None,
+        last_id=page[-1]["id"] if page else None,
+        has_more=start + limit < len(items),
+    )
+
+
+def _listed(item: JSON, response_id: str, place: int) -> JSON:
+    """Return an item of the input with the fields that clients expect."""
+    prefix = PREFIXES.get(item["type"], "fco")
+    listed: JSON = {"id": f"{prefix}_{response_id.removeprefix('resp_')}_i{place}"} | item
+    if item["type"] == "reasoning":
+        return listed | {"summary": item.get("summary", [])}
+    listed["status"] = "completed"
+    name = "content" if item["type"] == "message" else "output"
+    if name in item:
+        is_answer = item.get("role") == "assistant"
+        more = {"type": "output_text", "annotations": []} if is_answer else {"type": "input_text"}
+        listed[name] = [part | more for part in item[name]]
+    return listed
+
+
+def _store(request: Request) -> ResponseStore:
+    store: ResponseStore = request.app.state.response_store
+    return store
+
+
+def _key(request: Request, response_id: str) -> Key:
+    return state_of(request.scope).caller.salt, response_id
+
+
+def _running(request: Request, key: Key) -> ResponseFormatter | None:
+    formatter = _store(request).streaming.get(key)
+    return formatter if formatter is not None and formatter.is_running else None

@@ -1,0 +1,59 @@
+"""Paths that are named in place of a model: each command names the file and the mend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from model.bundle import BundleError, load_bundle
+from model.checkpoint import CheckpointError, load_checkpoint
+from model.importing.errors import UnsupportedError
+from model.importing.published import import_checkpoint
+
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+HEADER = b'{"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}'
+WHOLE = len(HEADER).to_bytes(8, "little") + HEADER + bytes(36)
+ADAPTER = {
+    "adapter_config.json": b'{"base_model_name_or_path": "org/base"}',
+    "adapter_model.safetensors": WHOLE,
+}
+
+
+@pytest.mark.parametrize(
+    ("files", "name", "complaint"),
+    [
+        (
+            {"model.safetensors": POINTER},
+            "",
+            r"model\.safetensors is a Git LFS pointer.*git lfs pull",
+        ),
+        ({"tokenizer.json": POINTER}, "", r"tokenizer\.json is a Git LFS pointer"),
+        ({"model.onnx.data": POINTER}, "", r"model\.onnx\.data is a Git LFS pointer"),
+        ({"a.gguf": POINTER}, "a.gguf", r"a\.gguf is a Git LFS pointer"),
+        ({"model.safetensors": WHOLE[:-1]}, "", "cut off: it has 105 of 106 bytes; copy it again"),
+        ({"model.safetensors": WHOLE[:30]}, "", "cut off: it ends in its header; copy it again"),
+        ({"model.safetensors": WHOLE}, "model.safetensors", "name its folder"),
+        (ADAPTER, "", "is a LoRA adapter of org/base, not a model; merge it"),
+        ({}, "org/name", "does not exist; a model of Hugging Face's hub is hf://org/name"),
+    ],
+)
+@pytest.mark.parametrize(
+    "read", [load_checkpoint, lambda path: import_checkpoint(path, Path("out")), load_bundle]
+)
+def test_a_path_that_is_no_model(
+    read: Callable[[Path], object],
+    files: dict[str, bytes],
+    name: str,
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("m").mkdir()
+    for file, content in files.items():
+        Path("m", file).write_bytes(content)
+    path = Path("m", name) if files else Path(name)
+    with pytest.raises((CheckpointError, UnsupportedError, BundleError), match=complaint):
+        read(path)
