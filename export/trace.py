@@ -219,8 +219,10 @@ def _repeat_layers(
             outputs.append(own[value])
         x = own[ends[like].inputs[0]]
     graph.insert_before(ends[-1], copies)
-    onnx_ir.convenience.replace_all_uses_with(ends[-1].outputs[0], x)
     graph.inputs[:], graph.outputs[:] = inputs, outputs
+    last = ends[-1].outputs[0]  # of a network without a last norm it is an output
+    onnx_ir.convenience.replace_all_uses_with(last, x, replace_graph_outputs=True)
+    x.name = last.name
     graph.remove([*marks, *(node for part in nodes for node in part)], safe=True)
     del model.opset_imports[domain]
     return of_all

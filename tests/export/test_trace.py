@@ -14,7 +14,7 @@ from export import trace
 from export.encoder_graph import export_encoder_graph
 from export.graph import export_graph
 from model.bundle import GRAPH_FILE
-from tests.encoders import MODERN
+from tests.encoders import BERT
 from tests.model.variants import VARIANTS
 from tests.random_models import make_config, make_decoder
 
@@ -41,7 +41,7 @@ MIXED = VARIANTS["qwen3 mixture"] | {
     "sliding_window_layers": (0, 2),
     "sliding_window_rope_theta": 50.0,
 }
-OF_TEXTS = MODERN | {"sliding_window_layers": (1, 2)}
+OF_TEXTS = BERT | {"sliding_window": 4, "sliding_window_layers": (1, 2)}
 
 
 @pytest.mark.parametrize(("changes", "n_kinds"), [(MIXED, 2), (OF_TEXTS, 2)])
