@@ -202,7 +202,8 @@ def test_a_prompt_may_begin_the_reasoning_or_end_it() -> None:
 
 def test_a_system_message_inside_the_conversation_is_shown_by_every_template() -> None:
     """Claude Code sends one after the first turn; many templates take it first or nowhere."""
-    user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "b"}
+    user: dict[str, Any] = {"role": "user", "content": "a"}
+    system: dict[str, Any] = {"role": "system", "content": "b"}
     turn = [{"type": "text", "text": "c"}]
     messages = [system, user, system, {"role": "user", "content": turn}]
     free = "{% for m in messages %}{{ m.role[0] }}>{{ m.content }} {% endfor %}"
