@@ -16,7 +16,8 @@ from tests.api_reference import BODIES, PAGE, body_type, check_events, with_tabl
 
 TEXT = PAGE.read_text(encoding="utf-8")
 EXAMPLE = re.compile(
-    r"```sh\ncurl (?:-N )?localhost:8000(\S+)(?: -H '[^']*')?(?: -d '(.*?)')?\n```\n\n```(json)?\n(.*?)```",
+    r"```sh\ncurl (?:-N )?localhost:8000(\S+)(?: -H '[^']*')?(?: -d '(.*?)')?\n```"
+    r"\n\n```(json)?\n(.*?)```",
     re.DOTALL,
 )
 EXAMPLES = EXAMPLE.findall(TEXT)
