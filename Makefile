@@ -23,7 +23,7 @@ serve: $(VENV)/.serve  ## Serve MODEL=DIR (the example); ARGS="--port 9000"
 	$(BIN)/kvasir serve $(MODEL) $(ARGS)
 
 test: $(VENV)/.dev  ## Run the tests; ARGS="-k name" selects some
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q --numprocesses auto --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.dev  ## Check style, formatting and types
 	$(BIN)/ruff check .

@@ -80,8 +80,12 @@ class MethodNotAllowedError(KvasirError, status=405, code="method_not_allowed"):
     """A method that a path does not take."""
 
 
+class ConflictError(KvasirError, status=409, code="conflict"):
+    """A change that the state of a file or a batch does not allow."""
+
+
 class RequestTooLargeError(KvasirError, status=413, code="request_too_large"):
-    """A body that is longer than allowed."""
+    """A body that is longer than allowed, or for which the files of batches leave no room."""
 
 
 class OverloadedError(KvasirError, status=429, error_type="overloaded"):

@@ -141,6 +141,12 @@ class Settings(BaseSettings):
         description="Tags of the model's reasoning: think is <think>, mistral is [THINK], seed is "
         "<seed:think>, none finds none. Default: those that its chat template names.",
     )
+    batch_dir: Path | None = None
+    """Folder for /v1/files and /v1/batches, of this server alone. Default: neither is served."""
+    batch_dir_bytes: ByteSize = Field(ByteSize(2 * 2**30), gt=0)
+    """Maximum size of all files in batch_dir."""
+    max_batches: int = Field(1000, ge=1)
+    """Batches kept for each API key; the oldest that has ended is forgotten for a new one."""
     max_stored_responses: int = Field(1024, ge=0)
     """Answers of /v1/responses that are kept in memory for follow-ups; 0 keeps none."""
     stored_responses_memory: ByteSize = ByteSize(64 * 2**20)

@@ -18,7 +18,7 @@ from server.api.embeddings import openai as embeddings_openai
 from server.api.embeddings import requests as embeddings
 from server.api.embeddings import scores, tei
 from server.api.http.responses import STATUSES
-from server.api.openai import chat_schemas
+from server.api.openai import batches, chat_schemas
 from server.api.openai import schemas as openai_schemas
 from server.api.openai.answers import ChatEvent, CompletionEvent
 from server.api.openai.responses import schemas as responses
@@ -55,6 +55,7 @@ BODIES: dict[str, type[schemas.RequestBody]] = {
         embeddings.EncoderFields,
         embeddings.PromptFields,
         embeddings_openai.EmbeddingsBody,
+        batches.BatchBody,
         scores.RankBody,
         scores.ClassifyBody,
         tei.EmbedAllBody,
@@ -71,7 +72,8 @@ OF_REQUESTS = (
     "receive_timeout", "send_timeout", "keep_alive_interval", "tool_call_format",
     "reasoning_format", "api_key", "api_key_file", "share_prefix_cache", "cors_origins",
     "allowed_hosts", "root_path",
-    "explain", "max_stored_responses", "stored_responses_memory",
+    "explain", "batch_dir", "batch_dir_bytes", "max_batches", "max_stored_responses",
+    "stored_responses_memory",
 )  # fmt: skip
 EVENTS = {
     kind.__name__: kind

@@ -48,6 +48,7 @@ RULES = {
     "server.engine": WITHOUT_TORCH,
     "server.telemetry": ("server.errors", "server.engine"),
     "server.text": (*WITHOUT_TORCH, "server.engine.grammar"),
+    "server.batches": SHARED,
     "server.explain": (*SHARED, "server.engine", "server.text"),
     "server.requests": (
         *(*SHARED, "server.settings"),
@@ -55,7 +56,7 @@ RULES = {
     ),
     "server.api": (
         *(*SHARED, "server.settings", "server.explain"),
-        *("server.engine", "server.telemetry", "server.text", "server.requests"),
+        *("server.engine", "server.telemetry", "server.text", "server.requests", "server.batches"),
     ),
     "server.process": (*WITHOUT_TORCH, "server"),
     "loadtest.locust": ("loadtest.sse_client", "loadtest.local_server"),

@@ -28,11 +28,11 @@ from server.api.http.responses import (
     is_anthropic,
     path_of,
 )
-from server.api.openai import chat, completions
+from server.api.openai import batches, chat, completions, files
 from server.api.openai.answers import ChatEvent, CompletionEvent
 from server.api.openai.responses import routes as responses
 from server.api.openai.responses.answers import ResponseEvent
-from server.api.schemas import Error
+from server.api.schemas import BodyRoute, Error
 from server.api.tgi import GenerateError, GenerateEvent
 from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError
 
@@ -58,6 +58,7 @@ ROUTERS = (
     *(chat.router, responses.router, completions.router, messages.router, models.router),
     *(tgi.router, tokenize.router),
     *(embeddings.router, tei.router, tei.label_router, scores.router),
+    *(files.router, batches.router),
     *(explain.router, health.router, playground.router, router),
 )
 ROUTES = [route for one in ROUTERS for route in one.routes if isinstance(route, APIRoute)]
@@ -67,10 +68,14 @@ for route in ROUTES:
 
 def add_routes(app: FastAPI) -> None:
     """Add all routes, and the responses for paths and methods that have none."""
-    has_explain = app.state.models.settings.explain
+    settings = app.state.models.settings
+    absent = [] if settings.explain else [explain.router]
+    absent += [files.router, batches.router] if settings.batch_dir is None else []
     for one in ROUTERS:
-        if has_explain or one is not explain.router:
+        if not any(one is other for other in absent):
             app.include_router(one)
+    bodies = [one.path for one in ROUTES if isinstance(one, BodyRoute)]
+    app.state.endpoints = [path for path in bodies if re.fullmatch("/v1/[a-z/]+", path)]
     app.mount("/static", playground.StaticPlayground(directory=playground.STATIC))
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_wrong_parameter)
@@ -83,6 +88,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         nearest = get_close_matches(path[:128], [one.path for one in ROUTES], 1, cutoff=0.0)[0]
         known = NotFoundError(f"there is no {path} here; the nearest path is {nearest}")
+        if path_of(request.scope).startswith(("/v1/files", "/v1/batches")):
+            known = NotFoundError("batches are switched off on this server (setting batch_dir)")
         if path_of(request.scope) == "/explain":
             known = NotFoundError("/explain is switched off on this server (setting explain)")
     elif error.status_code == 405:

@@ -15,6 +15,7 @@ from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import (
     AfterValidator,
+    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -78,7 +79,7 @@ NO_OPS: dict[str, list[Any]] = {
         ("length_penalty", [1.0]),
         ("tool_choice function_call reasoning_effort", ["none"]),
         ("tools functions bad_words", [[]]),
-        ("parallel_tool_calls include_reasoning detokenize", [True]),
+        ("parallel_tool_calls include_reasoning detokenize cache_prompt", [True]),
         ("skip_special_tokens spaces_between_special_tokens", [True]),
         ("echo stream prompt_logprobs include_obfuscation watermark", [False]),
         ("use_beam_search early_stopping include_stop_str_in_output", [False]),
@@ -99,6 +100,7 @@ _USED_HERE = {
     "structured_outputs": f"regex, grammar, or {_SCHEMA}",
     "repeat_penalty": "repetition_penalty",
     "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
     "max_new_tokens": "max_tokens",
     "ignore_eos_token": "ignore_eos",
     "typical": "typical_p",
@@ -196,14 +198,23 @@ class RequestBody(BaseModel):
             schema["properties"] = fields
             return schema
         no_ops = {name: {"enum": [*values, None]} for name, values in NO_OPS.items()}
-        schema["properties"] = no_ops | dict.fromkeys(sorted(IGNORED), True) | fields
+        given = {name: fields[own] for own, name in _other_names(cls)}
+        schema["properties"] = no_ops | dict.fromkeys(sorted(IGNORED), True) | given | fields
         schema["additionalProperties"] = null
         return schema
 
 
 @cache
 def _names(kind: type[RequestBody]) -> frozenset[str]:
-    return frozenset(field.alias or name for name, field in kind.model_fields.items())
+    own = (field.alias or name for name, field in kind.model_fields.items())
+    return frozenset(own).union(name for _, name in _other_names(kind))
+
+
+def _other_names(kind: type[RequestBody]) -> Iterator[tuple[str, str]]:
+    """Yield the names that fields have in other servers too, each after the field's own."""
+    for own, field in kind.model_fields.items():
+        if isinstance(field.validation_alias, AliasChoices):
+            yield from ((own, str(name)) for name in field.validation_alias.choices[1:])
 
 
 class ResponseBody(BaseModel):
@@ -245,7 +256,10 @@ class SamplingFields(RequestBody):
     min_p: MinP = Field(0.0, description="Minimum probability, as a share of the likeliest's.")
     typical_p: TopP = Field(1.0, description="Sample from the most typical that sum to this.")
     repetition_penalty: RepetitionPenalty = Field(
-        1.0, description="Divides the logits of tokens in the prompt or the text; 1 is off."
+        1.0,
+        validation_alias=AliasChoices("repetition_penalty", "repeat_penalty"),
+        description="Divides the logits of tokens in the prompt or the text; 1 is off. "
+        "Also named `repeat_penalty`.",
     )
     frequency_penalty: Penalty = Field(
         0.0, description="Subtracted from a token's logit for each time it is in the text."
@@ -255,12 +269,16 @@ class SamplingFields(RequestBody):
     )
     logit_bias: LogitBias = Field({}, description="Added to logits, by token id.")
     seed: Seed | None = Field(
-        None, description="The same seed gives the same text. Default: random."
+        None, description="The same seed gives the same text. Default, and -1: random."
     )
     stop: Stops = Field([], description="Strings that end the text, without being part of it.")
     stop_token_ids: Counts = Field([], description="Tokens that end the text.")
     min_tokens: Count = Field(0, description="Minimum number of new tokens.")
-    ignore_eos: bool = Field(False, description="Continue after the model's end-of-text token.")
+    ignore_eos: bool = Field(
+        False,
+        validation_alias=AliasChoices("ignore_eos", "ignore_eos_token"),
+        description="Continue after the model's end-of-text token. Also named `ignore_eos_token`.",
+    )
     timeout_ms: Milliseconds | None = Field(
         None, description="Time from arrival to the last token. Default: `default_timeout_ms`."
     )
@@ -296,7 +314,7 @@ class SamplingFields(RequestBody):
         return RequestOptions(
             prompts=prompts,
             params=params,
-            seed=self.seed,
+            seed=None if self.seed == -1 else self.seed,
             stops=self.stop,
             timeout_ms=self.timeout_ms,
             priority=self.priority,

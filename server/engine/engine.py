@@ -140,8 +140,9 @@ class Engine:
 
     @property
     def occupancy(self) -> tuple[int, float]:
-        """The number of sequences that hold a slot, and the reserved share of the KV cache."""
-        return len(self.scheduler.held), self.kv.reserved_tokens / self.kv.budget_tokens
+        """The number of clients' sequences in a slot, and the reserved share of the KV cache."""
+        n_held = sum(not sequence.is_background for sequence in self.scheduler.held)
+        return n_held, self.kv.reserved_tokens / self.kv.budget_tokens
 
     def release_idle_memory(self) -> None:
         """Return memory that only a next sequence would use to the operating system."""
@@ -169,6 +170,8 @@ class Engine:
     def step(self) -> tuple[list[TokenOutput], StepStats]:
         """Advance every running sequence by a token, or more after a draft, and some prompts."""
         started, decoded = self._clock(), self.runner.decode_seconds
+        preempted = self.scheduler.preempted()
+        outputs = [self._finish(sequence, FinishReason.ABORT) for sequence in preempted]
         batch = self.scheduler.schedule()
         constrained = [
             (chunk.sequence.constraint, chunk.sequence.ending_ids)
@@ -178,7 +181,6 @@ class Engine:
         finish_masks = self._masks.begin(constrained)
         logits = self.runner.run(batch)
         finish_masks()
-        outputs: list[TokenOutput] = []
         n_done = 0
         for chunk in batch.chunks:
             outputs += self._update(chunk, logits[n_done : n_done + chunk.n_logits])

@@ -2,7 +2,8 @@
 
 Iteration-level scheduling (Orca, OSDI '22) with chunked prefill (Sarathi-Serve, OSDI '24): prompts
 never stall a stream. Sequences are served in the order of arrival, shifted by priorities, which
-age. A sequence that holds a row has all its memory, too, so nothing that runs is preempted.
+age. A sequence that holds a row has all its memory, too, so nothing that runs is preempted, except
+sequences in the background: beside those of clients few may run, and the others end.
 """
 
 from __future__ import annotations
@@ -16,6 +17,10 @@ from server.engine.sequence import Sequence, SequenceStatus
 from server.engine.step_capacity import StepCapacity
 
 _MIN_PREFILL = 2  # tokens of a prompt that run even where the prefix cache has all
+# Beside streams of clients: streams for each that runs in the background beside the first, and
+# steps for each that computes a prompt in the background. So fewer than 1 % of steps do.
+_STREAMS_PER_BACKGROUND = 8
+_STEPS_PER_BACKGROUND = 128
 
 
 class Scheduler:
@@ -32,6 +37,8 @@ class Scheduler:
         self.scoring_chunk_size = scoring_chunk_size
         self.waiting: list[Sequence] = []  # in the order of their queue keys
         self._window: list[Sequence | None] = []  # the holder of each row
+        self._is_crowded = False  # no room for a client's sequence in the last step
+        self._n_steps = 0  # with streams of clients, since a prompt in the background
 
     @property
     def held(self) -> list[Sequence]:
@@ -43,10 +50,27 @@ class Scheduler:
         sequence.block_names = self.kv.cache.names(sequence.prompt_ids, sequence.cache_salt)
         insort(self.waiting, sequence, key=lambda waiting: waiting.queue_key)
 
+    def preempted(self) -> list[Sequence]:
+        """Return the sequences in the background that must end before the next step."""
+        background = sorted(
+            (s for s in self.held if s.is_background), key=lambda held: held.queue_key
+        )
+        client_waits = bool(self.waiting) and not self.waiting[0].is_background
+        n_kept = min(self._most_in_background, len(background) - (self._is_crowded & client_waits))
+        self._is_crowded = False
+        return background[max(0, n_kept) :]
+
+    @property
+    def _most_in_background(self) -> int:
+        """The number of sequences that may run in the background beside those of clients."""
+        n_clients = sum(not sequence.is_background for sequence in self.held)
+        most = 1 + n_clients // _STREAMS_PER_BACKGROUND
+        return most if n_clients else self.kv.max_num_seqs
+
     def schedule(self) -> StepBatch:
         """Choose the chunks of the next step, and admit sequences for them."""
         prefills = self._schedule_prefills()
-        if not self.waiting:
+        if not self.waiting or self.waiting[0].is_background:
             self._fill_hole()
         running = [s for s in self.held if s.status is SequenceStatus.RUNNING]
         decodes: list[Chunk] = []
@@ -90,12 +114,12 @@ class Scheduler:
         """Cut chunks from prompts in order until the step is full; a scored prompt ends it."""
         chunks: list[Chunk] = []
         room = self.chunk_size
-        has_streams = any(s.status is SequenceStatus.RUNNING for s in self.held)
+        running = SequenceStatus.RUNNING
+        has_streams = any(s.status is running and not s.is_background for s in self.held)
+        self._n_steps = self._n_steps + 1 if has_streams else _STEPS_PER_BACKGROUND
         if has_streams and self.capacity.is_stale:
             return []
-        # At most one sequence has an unfinished prompt between two steps.
-        sequence = next((s for s in self.held if s.status is SequenceStatus.PREFILLING), None)
-        sequence = sequence or self._admit(room, chunks)
+        sequence = self._next_prompt()
         if sequence is not None and has_streams:
             room = self.capacity.beside_streams(sequence.n_computed)
         self.prefill_capacity = room
@@ -108,11 +132,31 @@ class Scheduler:
             n_logits = int(is_last and sequence.params.max_tokens > 0)
             chunk = Chunk(sequence, start, count, count if sequence.is_scored else n_logits)
             chunks.append(chunk)
+            if has_streams and sequence.is_background:
+                self._n_steps = 0
             if sequence.is_scored or not is_last:
                 break
             room -= self._cost(chunk)
             sequence = self._admit(room, chunks)
         return chunks
+
+    def _next_prompt(self) -> Sequence | None:
+        """Return the unfinished prompt of the last step, or the next of the queue, if it may run.
+
+        Between two steps at most one of clients and one in the background are unfinished.
+        """
+        unfinished = [s for s in self.held if s.status is SequenceStatus.PREFILLING]
+        first = min(unfinished, key=lambda held: held.is_background, default=None)
+        if first is None:
+            return self._admit(self.chunk_size, [])
+        if first.is_background and self.waiting and not self.waiting[0].is_background:
+            first = self._admit(self.chunk_size, []) or first
+        return first if not first.is_background or self._is_due else None
+
+    @property
+    def _is_due(self) -> bool:
+        """True if a prompt in the background may run in this step."""
+        return self._n_steps >= _STEPS_PER_BACKGROUND
 
     def _cost(self, chunk: Chunk) -> int:
         """Return the share of a step that a chunk takes, in tokens."""
@@ -123,13 +167,16 @@ class Scheduler:
         """Admit the next sequence of the queue; None if it has to wait.
 
         It waits for a row, for a step with room for two of its tokens, and for a block that one of
-        `chunks` computes: a step later that can be reused.
+        `chunks` computes: a step later that can be reused. In the background it also waits for
+        others, see `_may_begin`.
         """
         if not self.waiting:
             return None
         sequence, size = self.waiting[0], self.kv.cache.block_size
         n_prompt = len(sequence.prompt_ids)
         if room < min(_MIN_PREFILL, n_prompt):
+            return None
+        if sequence.is_background and not self._may_begin(chunks):
             return None
         n_reusable = 0 if sequence.is_scored else max(0, n_prompt - _MIN_PREFILL) // size
         names = sequence.block_names[:n_reusable]
@@ -139,6 +186,7 @@ class Scheduler:
             return None
         admitted = self.kv.admit(n_prompt, sequence.params.max_tokens, names)
         if admitted is None:
+            self._is_crowded = not sequence.is_background
             return None
         del self.waiting[0]
         row, sequence.n_cached = admitted
@@ -147,6 +195,16 @@ class Scheduler:
         sequence.scheduled_at = perf_counter()
         sequence.n_computed = sequence.n_cached
         return sequence
+
+    def _may_begin(self, chunks: list[Chunk]) -> bool:
+        """Return whether a sequence may begin in the background, beside the step's chunks."""
+        background = [sequence for sequence in self.held if sequence.is_background]
+        computed = {chunk.sequence for chunk in chunks}
+        return (
+            self._is_due
+            and len(background) < self._most_in_background
+            and all(s in computed for s in background if s.status is SequenceStatus.PREFILLING)
+        )
 
     def _fill_hole(self) -> None:
         """Move the last row of a mostly empty decode window into a hole: one move a step.

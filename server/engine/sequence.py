@@ -13,11 +13,17 @@ from server.engine.sampling import Occurrences, SamplingParams, TokenLogprobs
 from server.engine.speculation import Speculation
 
 PRIORITY_LEVEL_SECONDS = 10.0  # waiting time that offsets one level of priority
+BACKGROUND_PRIORITY = 10**6  # behind every client, who may name far fewer levels
 
 
 def queue_time(arrived: float, priority: int) -> float:
     """Return the moment that orders the queue: the earliest is served first."""
     return arrived + priority * PRIORITY_LEVEL_SECONDS
+
+
+def is_background(priority: int) -> bool:
+    """Return whether a priority is that of a batch's line, which yields to requests of clients."""
+    return priority >= BACKGROUND_PRIORITY // 2
 
 
 class SequenceStatus(Enum):
@@ -84,6 +90,11 @@ class Sequence:
     def queue_key(self) -> tuple[float, int]:
         """Order in the queue. It is constant, because all who wait age alike; nobody starves."""
         return queue_time(self.arrived_at, self.priority), self.id
+
+    @property
+    def is_background(self) -> bool:
+        """True for a line of a batch."""
+        return is_background(self.priority)
 
     @property
     def token_ids(self) -> list[int]:

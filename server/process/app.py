@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from threading import Thread
@@ -21,8 +21,11 @@ from server.api.http.middleware import (
     page_check,
     request_context,
 )
+from server.api.openai.batches import Answers, parse_line
 from server.api.openai.responses.store import ResponseStore
 from server.api.routes import add_routes
+from server.batches.store import BatchStore
+from server.batches.worker import BatchWorker
 from server.engine.machine import yield_to_streams
 from server.errors import StartupError
 from server.process.engine_builder import build_encoder_engine, build_engine
@@ -84,25 +87,25 @@ def create_app(
         loading = asyncio.create_task(models.start(build, clock))
         if engine is not None:
             await loading
-        yield
+        async with _answering(app.state.batches):
+            yield
         loading.cancel()
         await models.close()
-        if provider is not None:  # a daemon: an exporter tries long to reach a missing collector
-            flushing = Thread(target=provider.shutdown, name="last spans", daemon=True)
-            flushing.start()
-            await asyncio.to_thread(flushing.join, _FLUSH_SECONDS)
+        if provider is not None:
+            await asyncio.to_thread(_flush, provider.shutdown)
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.models = models
     app.state.explanations = {
         name: Explanations(service.bundle) for name, service in models.services.items()
     }
+    app.state.batches = _batch_worker(app, keys if settings.has_keys else None)
     app.state.response_store = ResponseStore(
         settings.max_stored_responses, settings.stored_responses_memory
     )
     add_routes(app)
     # Middleware runs in reverse order: the last one added is the outermost.
-    app.add_middleware(body_limit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(body_limit, settings=settings)
     if settings.has_keys:
         app.add_middleware(key_check, keys=keys)
     else:
@@ -120,3 +123,44 @@ def create_app(
         app.add_middleware(tracing.request_spans, provider=provider, model=settings.model_name)
     app.add_middleware(request_context)
     return app
+
+
+def _flush(shut_down: Callable[[], None]) -> None:
+    """Send the last spans. A daemon, because an exporter tries long to reach no collector."""
+    flushing = Thread(target=shut_down, name="last spans", daemon=True)
+    flushing.start()
+    flushing.join(_FLUSH_SECONDS)
+
+
+@asynccontextmanager
+async def _answering(batches: BatchWorker | None) -> AsyncIterator[None]:
+    """Answer batches, if they are served, until the block is left."""
+    if batches is not None:
+        batches.start()
+    yield
+    if batches is not None:
+        await batches.close()
+        batches.store.close()
+
+
+def _batch_worker(app: FastAPI, keys: ApiKeys | None) -> BatchWorker | None:
+    """Return what answers the batches of an application; None if it serves none."""
+    models: Models = app.state.models
+    settings, metrics = models.settings, models.metrics
+    if settings.batch_dir is None:
+        return None
+    store = BatchStore(
+        settings.batch_dir,
+        max_bytes=settings.batch_dir_bytes,
+        max_batches=settings.max_batches,
+    )
+    worker = BatchWorker(
+        store,
+        Answers(app, keys),
+        parse_line,
+        n_at_once=settings.max_num_seqs,
+        max_line=settings.max_body_bytes,
+        count=metrics.batch_request,
+    )
+    metrics.show_batches(lambda: (worker.n_pending, store.n_bytes))
+    return worker

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import (
     RequestResponseCycle,
 )
 
-from server.api.http.middleware import PROBED_PATHS, log_request, new_state
+from server.api.http.middleware import PROBED_PATHS, UPLOAD_PATH, log_request, new_state
 from server.api.http.responses import error_response
 from server.errors import HeadTooLargeError, InvalidRequestError, KvasirError, UnavailableError
 from server.settings import Settings
@@ -177,7 +177,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_body(body)
         self._n_body += len(body)
         self._n_overhead = 0
-        if not self.cycle.response_complete:
+        if not self.cycle.response_complete and self._path != UPLOAD_PATH:
             self.shared.hold(self, len(body))
             self._stop_if_refused()
 

@@ -114,18 +114,20 @@ class AsyncEngine:
         return [live.sequence for live in self._live.values()]
 
     def occupancy(self) -> tuple[float, float, float]:
-        """Return the sequences that hold a slot, those that wait, the KV cache's reserved share."""
+        """Return clients' sequences in a slot, those that wait, the KV cache's reserved share."""
         if self.engine is None:
             return 0.0, 0.0, 0.0
         running, reserved = self.engine.occupancy
-        return running, max(0, len(self._live) - running), reserved
+        n_clients = sum(not live.sequence.is_background for live in list(self._live.values()))
+        return running, max(0, n_clients - running), reserved
 
     def snapshot(self) -> Snapshot:
-        """Return the work of all sequences and the measured rates, for admission."""
+        """Return the work of clients' sequences and the measured rates, for admission."""
         if self.engine is None:
             return Snapshot()
         now, n_slots = perf_counter(), self.engine.max_num_seqs
-        statuses = [(sequence, sequence.status) for sequence in self.sequences]
+        clients = (sequence for sequence in self.sequences if not sequence.is_background)
+        statuses = [(sequence, sequence.status) for sequence in clients]
         waiting = [sequence for sequence, status in statuses if status is SequenceStatus.WAITING]
         running = tuple(_work(sequence, now) for sequence, status in statuses if status in _IN_SLOT)
         # By identity: the samples of a prompt share it.
@@ -280,7 +282,7 @@ class AsyncEngine:
         is_wasted = live.cancelled_as is FinishReason.ABORT
         self.metrics.finished(live.sequence, live.cancelled_as or reason, wasted=is_wasted)
         scheduled, finished = live.sequence.scheduled_at, live.sequence.finished_at
-        if scheduled is not None and finished is not None:
+        if scheduled is not None and finished is not None and not live.sequence.is_background:
             self.forecast.ended(finished - scheduled)
 
 

@@ -114,7 +114,7 @@ class RequestBuilder:
             ending_ids=ending_ids,
             stops=tuple(options.stops),
             deadline=self.deadline(state, options.timeout_ms),
-            priority=options.priority,
+            priority=state.priority(options.priority),
             caller=state.caller,
             cache_salt=_salt(
                 b"" if self.settings.share_prefix_cache else state.caller.salt, options.cache_salt
@@ -126,7 +126,8 @@ class RequestBuilder:
 
     def deadline(self, state: RequestState, timeout_ms: int | None) -> float:
         """Return the end of a request's time, or of the default one, in `perf_counter` seconds."""
-        return state.arrived + (timeout_ms or self.settings.default_timeout_ms or math.inf) / 1000
+        default = None if state.is_background else self.settings.default_timeout_ms
+        return state.arrived + (timeout_ms or default or math.inf) / 1000
 
     async def tokenize(
         self,

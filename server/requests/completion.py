@@ -14,7 +14,13 @@ from tokenizers import Tokenizer
 from server.engine.engine import TokenOutput
 from server.engine.grammar.constraints import Constraint, Grammar
 from server.engine.sampling import SamplingParams, TokenLogprobs
-from server.engine.sequence import FinishReason, Sequence, SequenceStatus, queue_time
+from server.engine.sequence import (
+    BACKGROUND_PRIORITY,
+    FinishReason,
+    Sequence,
+    SequenceStatus,
+    queue_time,
+)
 from server.errors import (
     DeadlineExceededError,
     EngineError,
@@ -265,7 +271,7 @@ class RequestState:
 
     model: its name, "" until it is known. body_size: in bytes, once it is read. error: the `reason`
     of the error that it ended in. trace_id: 32 hexadecimal digits. n_embedded: tokens of its texts,
-    once their vectors or scores are known.
+    once their vectors or scores are known. is_background: a batch's line.
     """
 
     id: str
@@ -277,3 +283,8 @@ class RequestState:
     n_embedded: int | None = None
     error: str | None = None
     trace_id: str | None = None
+    is_background: bool = False
+
+    def priority(self, asked: int) -> int:
+        """Return the priority of its sequences, if it asks for `asked`."""
+        return BACKGROUND_PRIORITY + asked if self.is_background else asked

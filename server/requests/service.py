@@ -7,7 +7,8 @@ import logging
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter, time
 from typing import Literal
@@ -93,6 +94,13 @@ class Service:
         """Return the model's name, precision and device."""
         manifest = self.bundle.manifest
         return {"model": self.name, "precision": manifest.precision, "device": manifest.device}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A name of the files and software, whose answers to the same seed are the same."""
+        versions = (version("kvasir-lm"), onnxruntime_version(), self.settings.speculate)
+        parts = (self.bundle.manifest.model_dump_json(), *versions)
+        return f"fp_{sha256(repr(parts).encode()).hexdigest()[:12]}"
 
     async def start(self, build: Callable[[], AnyEngine], clock: StartClock) -> None:
         """Build the engine in its thread, then accept requests, and log the clock's laps.

@@ -100,6 +100,26 @@ class ServerMetrics:
             self._families[name] = kind(name, text, ["model", *labels], **options)
         return self._families[name]
 
+    def show_batches(self, read: Callable[[], tuple[float, float]]) -> None:
+        """Show the requests of batches; `read` gives those not answered, and bytes of files."""
+        self._batch_requests = Counter(
+            "batch_requests",
+            "Requests of batches that were answered, by outcome.",
+            ["outcome"],
+            namespace="kvasir",
+            registry=self.registry,
+        )
+        for outcome in ("completed", "failed"):
+            self._batch_requests.labels(outcome)
+        gauge = partial(Gauge, namespace="kvasir", registry=self.registry)
+        text = "Requests of batches that are not answered."
+        gauge("batch_requests_pending", text).set_function(lambda: read()[0])
+        gauge("batch_dir_bytes", "Size of the files of batches.").set_function(lambda: read()[1])
+
+    def batch_request(self, outcome: str) -> None:
+        """Record that a request of a batch was answered: completed or failed."""
+        self._batch_requests.labels(outcome).inc()
+
     def add_load(self, load: Load) -> None:
         """Add what a model's router gauges are read from."""
         self._loads.append(load)
@@ -231,11 +251,12 @@ class Metrics:
         """Record an output, with the times of it and the one before, in `perf_counter` seconds."""
         self._generation_tokens.inc(has_token)
         if previous is not None:
-            if has_token:
+            if has_token and not sequence.is_background:
                 self._inter_token.observe(now - previous)
         elif sequence.n_computed >= len(sequence.prompt_ids):
             self._prompt_tokens.inc(len(sequence.prompt_ids))
-            self._first_token.observe(now - sequence.arrived_at)
+            if not sequence.is_background:
+                self._first_token.observe(now - sequence.arrived_at)
 
     def finished(self, sequence: Sequence, reason: FinishReason, *, wasted: bool) -> None:
         """Record the end of a sequence; its tokens are wasted if its client has disconnected."""
@@ -246,7 +267,7 @@ class Metrics:
         if wasted:
             self._wasted.inc(n_generated)
         scheduled, end, n_later = sequence.scheduled_at, sequence.finished_at, n_generated - 1
-        if end is None:
+        if end is None or sequence.is_background:  # whose times are nobody's wait
             return
         arrived = sequence.arrived_at
         first = (

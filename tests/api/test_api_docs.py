@@ -7,13 +7,17 @@ import re
 import pytest
 from pydantic import TypeAdapter
 
+from server.api.openai.chat_schemas import ChatBody
+from server.api.openai.schemas import CompletionsBody
 from server.api.routes import ROUTES
 from server.api.schemas import Error
+from server.settings import Settings
 from tests.api_reference import BODIES, PAGE, body_type, check_events, with_tables
 
 TEXT = PAGE.read_text(encoding="utf-8")
 EXAMPLE = re.compile(
-    r"```sh\ncurl (?:-N )?localhost:8000(\S+)(?: -d '(.*?)')?\n```\n\n```(json)?\n(.*?)```",
+    r"```sh\ncurl (?:-N )?localhost:8000(\S+)(?: -H '[^']*')?(?: -d '(.*?)')?\n```"
+    r"\n\n```(json)?\n(.*?)```",
     re.DOTALL,
 )
 EXAMPLES = EXAMPLE.findall(TEXT)
@@ -26,6 +30,15 @@ def test_tables_are_up_to_date() -> None:
 def test_every_body_has_its_table_and_every_example_is_tested() -> None:
     assert all(f"<!-- table: {name} -->" in TEXT for name in BODIES)
     assert TEXT.count("```sh\n") == len(EXAMPLES)
+
+
+def test_names_for_newcomers_exist() -> None:
+    table = TEXT.partition("## Coming from another server")[2].partition("\n## ")[0]
+    here = " ".join(row.rsplit(" | ", 1)[1] for row in table.splitlines() if row.startswith("| "))
+    options = {f"--{name.replace('_', '-')}" for name in Settings.model_fields}
+    assert set(re.findall("--[a-z-]+", here)) <= options | {"--precision", "--out"}
+    fields = CompletionsBody.model_fields.keys() | ChatBody.model_fields.keys()
+    assert set(re.findall("`([a-z_]+)`", here)) <= fields | {"json_schema", "enable_thinking"}
 
 
 @pytest.mark.parametrize(

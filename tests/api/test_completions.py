@@ -313,6 +313,49 @@ async def test_the_default_length_is_sixteen_or_what_there_is_room_for() -> None
         assert long["usage"]["completion_tokens"] == 3
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ({"n_predict": 3}, {"max_tokens": 3}),
+        ({"n_predict": -1}, {"max_tokens": 62}),
+        ({"max_tokens": -1}, {"max_tokens": 62}),
+        ({"max_completion_tokens": -1}, {"max_tokens": 62}),
+        ({"repeat_penalty": 100.0}, {"repetition_penalty": 100.0}),
+        ({"ignore_eos_token": True}, {"ignore_eos": True}),
+    ],
+)
+async def test_other_servers_names_and_values_mean_the_same(
+    theirs: dict[str, Any], ours: dict[str, Any]
+) -> None:
+    body = {"prompt": [5, 6], "temperature": 0, "logit_bias": {"66": 10}}
+    if "ignore_eos" in ours:
+        body["logit_bias"] = {str(EOS): 100}
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=64)) as served:
+        answer = await complete(served, **body, **theirs)
+        same = await complete(served, **body, **ours)
+        without = await complete(served, **body)
+    assert answer["choices"] == same["choices"] != without["choices"]
+
+
+async def test_a_seed_of_minus_one_draws_one() -> None:
+    body = {"prompt": "a", "max_tokens": 20, "temperature": 100, "ignore_eos": True, "seed": -1}
+    async with serving() as served:
+        answers = [await complete(served, **body) for _ in range(2)]
+    assert answers[0]["choices"] != answers[1]["choices"]
+
+
+async def test_the_fingerprint_is_that_of_the_files() -> None:
+    async with serving() as served, serving() as other:
+        whole = await complete(served, prompt="a", max_tokens=2)
+        chunks = await stream(served, prompt="b", max_tokens=2)
+        assert {one["system_fingerprint"] for one in chunks} == {whole["system_fingerprint"]}
+        bundle = other.service.bundle
+        manifest = bundle.manifest.model_copy(update={"files": {"model.onnx": "0"}})
+        other.service.bundle = replace(bundle, manifest=manifest)
+        changed = await complete(other, prompt="a", max_tokens=2)
+    assert changed["system_fingerprint"] != whole["system_fingerprint"]
+
+
 async def test_fields_that_ask_for_nothing_are_accepted() -> None:
     no_ops = {name: values[-1] for name, values in NO_OPS.items()} | dict.fromkeys(IGNORED, "x")
     nulls = dict.fromkeys(("suffix", "regex", "grammar", "stream_options", "stop", "temperature"))

@@ -32,7 +32,9 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),
     ({"logit_bias": {"1": 101}}, "logit_bias.1"),
-    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": -2}, "max_tokens"),
+    ({"max_tokens": 2, "n_predict": 2}, "n_predict"),
+    ({"repeat_penalty": 0}, "repeat_penalty"),
     ({"max_tokens": 10**40}, "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
@@ -311,7 +313,7 @@ async def test_prompts_of_many_token_ids_are_parsed() -> None:
 async def test_a_refusal_names_the_equivalent() -> None:
     """A field of another server by its name here, and the route that a path may mean."""
     async with serving(FakeRunner(VOCAB_SIZE)) as served:
-        for name, here in (("guided_json", "json_schema"), ("n_predict", "max_tokens")):
+        for name, here in (("guided_json", "json_schema"), ("num_predict", "max_tokens")):
             response = await served.client.post("/v1/completions", json={"prompt": "a", name: 1})
             assert (response.status_code, response.json()["error"]["param"]) == (400, name)
             assert here in response.json()["error"]["message"]

@@ -25,6 +25,7 @@ from tests.conformance.anthropic_client import use_anthropic
 from tests.conformance.heavy import Tools, use_guidellm, use_lm_eval, use_node
 from tests.conformance.huggingface_client import use_huggingface
 from tests.conformance.model import MAX_MODEL_LEN, make_model, make_tokenizer
+from tests.conformance.openai_batches import use_openai_batches
 from tests.conformance.openai_client import use_openai
 from tests.conformance.server import CAPACITY, Conformed, Server
 from tests.fake_encoder import encoder_app, encoder_bundle
@@ -46,9 +47,11 @@ def main(environment: Path, encoders: Path, agents: Path) -> int:
         limits = ("--max-num-seqs", str(CAPACITY), "--max-queue", str(CAPACITY))
         passed = _try("schemathesis", use_schemathesis)
         passed &= _try("embedding clients", lambda: use_embedding_clients(encoders))
-        with serve_locally(model, *limits, "--api-key", _KEY) as url:
+        options = (*limits, "--api-key", _KEY, "--batch-dir", str(Path(folder) / "batches"))
+        with serve_locally(model, *options) as url:
             server = Server(url, model.name, _KEY, MAX_MODEL_LEN)
             passed &= _try("openai", lambda: use_openai(server))
+            passed &= _try("openai batches", lambda: use_openai_batches(server))
             passed &= _try("anthropic", lambda: use_anthropic(server))
             passed &= _try("huggingface_hub", lambda: use_huggingface(server))
             for client in ("openai-agents", "pydantic-ai-slim"):

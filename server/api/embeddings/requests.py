@@ -98,7 +98,7 @@ async def respond(
         request_id=state.id,
         caller=state.caller,
         deadline=service.builder.deadline(state, fields.timeout_ms),
-        priority=fields.priority,
+        priority=state.priority(fields.priority),
     )
     return Deferred(partial(_answer, service, wanted, show, state))
 

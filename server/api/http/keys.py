@@ -81,6 +81,10 @@ class ApiKeys:
             await asyncio.to_thread(self._reload, self._path, stamp)
         return self._known.get(self._digest(key))
 
+    def named(self, name: str) -> Caller | None:
+        """Return the caller of a name that a key has; None for another name."""
+        return next((one for one in self._known.values() if one.name == name), None)
+
     def _reload(self, path: Path, stamp: Stamp | None) -> None:
         """Take the file's keys, if it has any. Concurrent callers wait for the first."""
         with self._reloading:

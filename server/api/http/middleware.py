@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.http.keys import ApiKeys
 from server.api.http.responses import error_response, is_anthropic, models_of, path_of, state_of
+from server.api.http.upload import FORM_BYTES, MAX_FILE_BYTES
 from server.errors import (
     AuthenticationError,
     ForbiddenError,
@@ -34,6 +35,7 @@ from server.settings import Settings
 logger = logging.getLogger("kvasir")
 
 _HEALTH_PATHS = ("/health", "/health/live", "/health/ready", "/health/startup")
+UPLOAD_PATH = "/v1/files"  # whose bodies go to disk as they arrive
 PROBED_PATHS = frozenset((*_HEALTH_PATHS, "/metrics", "/metrics/router"))
 _LENGTH_DIGITS = 20  # of 2**64, beyond which HTTP's parser refuses
 _CLIENT_DISCONNECTED = 499  # nginx's status for the log: no response was sent
@@ -192,24 +194,27 @@ def _reads_page(scope: Scope) -> bool:
     return is_page and scope.get("method") in ("GET", "HEAD")
 
 
-def body_limit(app: ASGIApp, max_bytes: int) -> ASGIApp:
-    """Answer 413 once a body is known to exceed `max_bytes`: when announced, or as it arrives.
+def body_limit(app: ASGIApp, settings: Settings) -> ASGIApp:
+    """Answer 413 once a body is known to exceed its limit: when announced, or as it arrives.
 
     Answer 400 to an encoding that is not known, and to a length that is no plain number.
     """
 
-    def check(n_bytes: int) -> None:
-        if n_bytes > max_bytes:
-            raise RequestTooLargeError(f"the body has more than {max_bytes} bytes, the limit")
+    def check(n_bytes: int, most: int) -> None:
+        if n_bytes > most:
+            raise RequestTooLargeError(f"the body has more than {most} bytes, the limit")
 
     async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        most: int = settings.max_body_bytes
+        if settings.batch_dir is not None and path_of(scope) == UPLOAD_PATH:
+            most = MAX_FILE_BYTES + FORM_BYTES
         n_received = 0
 
         async def receive_and_count() -> Message:
             nonlocal n_received
             message = await receive()
             n_received += len(message.get("body", b""))
-            check(n_received)
+            check(n_received, most)
             return message
 
         if scope["type"] == "http":
@@ -222,7 +227,7 @@ def body_limit(app: ASGIApp, max_bytes: int) -> ASGIApp:
             if len(announced) > _LENGTH_DIGITS:
                 cause = f"content-length has {len(announced)} digits"
                 raise InvalidRequestError(f"{cause}; send it without leading zeros")
-            check(int(announced) if announced.isdecimal() else 0)
+            check(int(announced) if announced.isdecimal() else 0, most)
         await app(scope, receive_and_count, send)
 
     return run

@@ -40,6 +40,9 @@ class _Envelope(ResponseBody):
     id: str
     created: int = Field(description="Unix time.")
     model: str
+    system_fingerprint: str = Field(
+        description="Of the model's files and the software: seeded answers change only with it."
+    )
 
 
 class CompletionLogprobs(ResponseBody):

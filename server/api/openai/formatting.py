@@ -32,8 +32,13 @@ class OpenAIFormatter(Formatter):
         self._with_running_usage = options is not None and options.continuous_usage_stats
         self._n_shown = 0  # tokens of the deltas so far; more may have been generated
         self._choices: dict[int, JSON] = {}  # of a whole answer
-        model = service.name
-        self._head = {"id": response_id, "object": kind, "created": int(time()), "model": model}
+        self._head = {
+            "id": response_id,
+            "object": kind,
+            "created": int(time()),
+            "model": service.name,
+            "system_fingerprint": service.fingerprint,
+        }
         self._prefix = compact(self._head)[:-1]
 
     @abstractmethod

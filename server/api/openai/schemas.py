@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, Tag, ValidationError, WrapValidator, model_validator
+from pydantic import (
+    AliasChoices,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+)
 from pydantic import ValidatorFunctionWrapHandler as Validate
 
 from model.bundle import GenerationDefaults
@@ -20,6 +28,9 @@ _AnyPrompts = (
     | Annotated[list[int], Field(min_length=1)]
     | Annotated[list[list[int]], Field(min_length=1)]
 )
+
+
+MaxTokens = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 
 
 class StreamOptions(schemas.RequestBody):
@@ -116,8 +127,12 @@ class OpenAIBody(schemas.SamplingFields, StructuredFields):
     """The fields that OpenAI's routes share."""
 
     model: schemas.ModelName = None
-    max_tokens: schemas.Count | None = Field(None, description="Maximum number of new tokens.")
-    max_completion_tokens: schemas.Count | None = Field(
+    max_tokens: MaxTokens | None = Field(
+        None,
+        validation_alias=AliasChoices("max_tokens", "n_predict"),
+        description="Maximum number of new tokens; -1: as many as fit. Also named `n_predict`.",
+    )
+    max_completion_tokens: MaxTokens | None = Field(
         None, description="Another name for `max_tokens`."
     )
     n: int = Field(1, ge=1, le=16, description="Number of answers to each prompt.")
@@ -151,6 +166,8 @@ class OpenAIBody(schemas.SamplingFields, StructuredFields):
         more["max_tokens"] = self.max_tokens
         if self.max_tokens is None:
             more["max_tokens"] = self.max_completion_tokens
+        if more["max_tokens"] == -1:
+            more |= {"max_tokens": None, "default_max_tokens": 2**31 - 1}
         return self.model_copy(update=update).request_options(
             prompts,
             n=self.n,

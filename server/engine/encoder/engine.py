@@ -61,8 +61,9 @@ class EncoderEngine:
 
     @property
     def occupancy(self) -> tuple[int, float]:
-        """The number of texts that run, and the used share of a cache that does not exist."""
-        return sum(len(texts) for texts, _ in list(self._runs.values())), 0.0
+        """The number of clients' texts that run, and the used share of no cache."""
+        runs = list(self._runs.values())
+        return sum(not text.is_background for texts, _ in runs for text in texts), 0.0
 
     def release_idle_memory(self) -> None:
         """Do nothing: no memory is kept between two steps."""
@@ -116,7 +117,10 @@ class EncoderEngine:
         return outputs, StepStats(0, n_tokens, n_tokens, 0, 0, 0, 0, seconds)
 
     def _schedule(self) -> list[EncoderSequence]:
-        """Take the first text from the queue, and later ones of such length that they fit."""
+        """Take the first text from the queue, and later ones of such length that they fit.
+
+        Those in the background come last, and run only with each other.
+        """
         chosen: list[EncoderSequence] = []
         others: list[EncoderSequence] = []
         n_tokens = longest = 0
@@ -125,6 +129,7 @@ class EncoderEngine:
             n_then, longest_then = n_tokens + length, max(longest, length)
             n_positions = longest_then * (len(chosen) + 1)
             fits = n_then <= self._token_budget and len(chosen) < self.max_num_seqs
+            fits = fits and sequence.is_background is self._waiting[0].is_background
             if not chosen or (fits and n_positions <= MAX_PADDING * n_then):
                 chosen.append(sequence)
                 n_tokens, longest = n_then, longest_then

@@ -10,6 +10,7 @@ from dataclasses import replace
 from enum import Enum
 
 from server.engine.engine import Engine
+from server.engine.sequence import is_background
 from server.errors import ContextLengthError, InvalidRequestError, OverloadedError, UnavailableError
 from server.requests.admission.forecast import LEAST_SHARE, Snapshot, Work
 from server.requests.completion import CompletionRequest
@@ -57,9 +58,14 @@ class Admission:
             )
 
     def check(self, request: Request, work: Work, snapshot: Snapshot) -> float:
-        """Return for how many seconds a request may wait. Raises OverloadedError if not at all."""
+        """Return for how many seconds a request may wait. Raises OverloadedError if not at all.
+
+        A line of a batch takes no place from others, so it may always wait.
+        """
         self.check_open()
         self.check_size(request.n_sequences)
+        if is_background(request.priority):
+            return work.seconds_left
         n_inside = self.n_inside + request.n_sequences
         if n_inside > self.capacity:
             raise OverloadedError(
@@ -83,12 +89,13 @@ class Admission:
     def admit(self, request: Request, work: Work, snapshot: Snapshot) -> Iterator[float]:
         """Count a request's sequences as inside until it ends; yield and raise as `check` does."""
         max_wait = self.check(request, work, snapshot)
-        self.n_inside += request.n_sequences
+        n_sequences = 0 if is_background(request.priority) else request.n_sequences
+        self.n_inside += n_sequences
         self.empty.clear()
         try:
             yield max_wait
         finally:
-            self.n_inside -= request.n_sequences
+            self.n_inside -= n_sequences
             if not self.n_inside:
                 self.empty.set()
 

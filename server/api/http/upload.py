@@ -1,0 +1,114 @@
+"""A form with one file, which is written to disk while it arrives."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from fastapi import Request
+from python_multipart import MultipartParser
+from python_multipart.exceptions import MultipartParseError
+from python_multipart.multipart import parse_options_header
+
+from server.errors import InvalidRequestError
+
+MAX_FILE_BYTES = 200 * 10**6  # as OpenAI has it
+FORM_BYTES = 2**16  # of a form beside its file
+_MAX_FIELD = 512  # bytes
+
+
+class Sink(Protocol):
+    """The place for the content of the file."""
+
+    def write(self, data: bytes) -> None:
+        """Take the next piece."""
+
+
+class Form:
+    """A form that is being read: the text of its fields, and the name of its file."""
+
+    def __init__(self, content_type: str, sink: Sink) -> None:
+        kind, options = parse_options_header(content_type)
+        boundary = options.get(b"boundary")
+        if kind != b"multipart/form-data" or not boundary:
+            raise InvalidRequestError("send the file as multipart/form-data, with a boundary")
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None
+        self.is_complete = False
+        self._sink = sink
+        self._header = self._value = self._disposition = b""
+        self._field: str | None = None  # None is the file
+        self._data = b""
+        self._parser = MultipartParser(
+            boundary,
+            {
+                "on_header_field": self._add_header,
+                "on_header_value": self._add_value,
+                "on_header_end": self._end_header,
+                "on_headers_finished": self._begin_part,
+                "on_part_data": self._add_data,
+                "on_part_end": self._end_part,
+                "on_end": self._end,
+            },
+        )
+
+    def feed(self, piece: bytes) -> None:
+        """Read a piece of the body. Raises InvalidRequestError, and what the sink raises."""
+        try:
+            self._parser.write(piece)
+        except MultipartParseError as error:
+            raise InvalidRequestError(f"the form is malformed: {error}") from None
+
+    def _add_header(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _add_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _end_header(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition = self._value
+        self._header = self._value = b""
+
+    def _begin_part(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        name = options.get(b"name", b"").decode("utf-8", "replace")
+        self._disposition, self._data = b"", b""
+        self._field = name
+        if name in self.fields or (name == "file" and self.filename is not None):
+            raise InvalidRequestError(f"the form has two parts named {name!r}", param=name)
+        if name == "file":
+            given = options.get(b"filename", b"").decode("utf-8", "replace")
+            self._field, self.filename = None, given[:_MAX_FIELD] or "file"
+        elif name != "purpose":
+            message = f"the field {name!r} is unknown or not supported; leave it out"
+            raise InvalidRequestError(message, param=name)
+
+    def _add_data(self, data: bytes, start: int, end: int) -> None:
+        if self._field is None:
+            self._sink.write(data[start:end])
+        elif len(self._data) + end - start > _MAX_FIELD:
+            message = f"{self._field}: it has more than {_MAX_FIELD} bytes"
+            raise InvalidRequestError(message, param=self._field)
+        else:
+            self._data += data[start:end]
+
+    def _end_part(self) -> None:
+        if self._field is not None:
+            self.fields[self._field] = self._data.decode("utf-8", "replace")
+
+    def _end(self) -> None:
+        self.is_complete = True
+
+
+async def read_form(request: Request, sink: Sink) -> Form:
+    """Read a request's form, and write its file to `sink`, in threads.
+
+    Raises InvalidRequestError for a broken form, and what the sink raises.
+    """
+    form = Form(request.headers.get("content-type", ""), sink)
+    async for piece in request.stream():
+        await asyncio.to_thread(form.feed, piece)
+    if not form.is_complete:
+        raise InvalidRequestError("the form is cut off: its last boundary is missing")
+    return form

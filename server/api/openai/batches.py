@@ -1,0 +1,177 @@
+"""OpenAI's batches, and how a line of one is answered: by the route that a client would call."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, FastAPI, Path, Query, Request
+from pydantic import Field, TypeAdapter
+from pydantic_core import from_json
+from starlette.types import Message
+
+from server.api.http.keys import ApiKeys
+from server.api.http.middleware import new_state
+from server.api.http.responses import compact, error_body, models_of
+from server.api.openai.files import CHANGE_ERRORS, ERRORS, After, Owner, Store, page
+from server.api.schemas import RequestBody, ResponseBody, check_amount, parse
+from server.batches.journal import Reply
+from server.batches.objects import Batch
+from server.batches.worker import BatchWorker
+from server.errors import ConflictError, InvalidRequestError
+from server.requests.admission.callers import Caller
+from server.requests.text_worker import SHORT
+
+_KEY_RETRY = 60.0  # seconds until the name of a batch may have a key again
+_FAILED_RETRY = 60.0  # seconds, once an engine has failed and a restart is needed
+_CANCELLABLE = ("validating", "in_progress", "cancelling")
+
+
+router = APIRouter()
+
+_Key = Annotated[str, Field(max_length=64)]
+_Value = Annotated[str, Field(max_length=512)]
+BatchId = Annotated[str, Path(json_schema_extra={"minLength": 1})]
+
+
+class BatchBody(RequestBody):
+    """The body of POST /v1/batches."""
+
+    input_file_id: str = Field(description="The id of a file with a request in each line.")
+    endpoint: str = Field(description="The path of all requests, such as `/v1/chat/completions`.")
+    completion_window: Literal["24h"] = Field(description="What is not answered then, expires.")
+    metadata: dict[_Key, _Value] | None = Field(
+        None, max_length=16, description="Kept with the batch."
+    )
+
+
+class BatchList(ResponseBody):
+    """A page of batches, the newest first."""
+
+    object: Literal["list"] = "list"
+    data: list[Batch]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+_SCHEMA = {"$ref": f"#/components/schemas/{BatchBody.__name__}"}
+_BODY = {"requestBody": {"required": True, "content": {"application/json": {"schema": _SCHEMA}}}}
+_PARSER = TypeAdapter(BatchBody)
+
+
+@router.post("/v1/batches", responses=CHANGE_ERRORS, openapi_extra=_BODY)
+async def create(request: Request, store: Store, owner: Owner) -> Batch:
+    """Answer the requests of a file, in the background."""
+    worker: BatchWorker = request.app.state.batches
+    raw = await request.body()
+    text_worker = models_of(request.scope).text_worker
+    body = await text_worker.call(len(raw), partial(parse, _PARSER, raw))
+    known = request.app.state.endpoints
+    if body.endpoint not in known:
+        message = f"endpoint: it must be one of {', '.join(known)}, not {body.endpoint!r}"
+        raise InvalidRequestError(message, param="endpoint")
+    file = store.file(body.input_file_id, owner)
+    if file.purpose != "batch":
+        message = f"input_file_id: the file's purpose is {file.purpose}, not batch"
+        raise InvalidRequestError(message, param="input_file_id")
+    batch = store.create(file, body.endpoint, body.metadata, worker.clock())
+    await asyncio.to_thread(store.save, batch)
+    worker.begin(batch)
+    return batch
+
+
+@router.get("/v1/batches", responses=ERRORS)
+async def batches(
+    store: Store,
+    owner: Owner,
+    after: After = None,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+) -> BatchList:
+    """List the batches of this key."""
+    mine = [one for one in store.batches.values() if one.owner == owner]
+    return BatchList.model_construct(**page(mine[::-1], after, limit))
+
+
+@router.get("/v1/batches/{batch_id}", responses=ERRORS)
+async def batch(batch_id: BatchId, store: Store, owner: Owner) -> Batch:
+    """Return a batch, with the number of its requests that are answered."""
+    return store.batch(batch_id, owner)
+
+
+@router.post("/v1/batches/{batch_id}/cancel", responses=CHANGE_ERRORS)
+async def cancel(request: Request, batch_id: BatchId, store: Store, owner: Owner) -> Batch:
+    """End a batch; answers that it has stay."""
+    worker: BatchWorker = request.app.state.batches
+    found = store.batch(batch_id, owner)
+    if found.status not in _CANCELLABLE:
+        raise ConflictError(f"the batch is {found.status} and cannot be cancelled")
+    found.enter("cancelling", worker.clock())
+    await asyncio.to_thread(store.save, found)
+    worker.cancel(found)
+    return found
+
+
+def parse_line(raw: bytes) -> Any:
+    """Return what a line of JSON holds. Raises ValueError, or InvalidRequestError for too much."""
+    check_amount(raw)
+    return from_json(raw, allow_inf_nan=False)
+
+
+class Answers:
+    """The answers of an application's routes to requests without a connection.
+
+    keys: None is a server without keys. Those of one name have, beside the tokens of a minute that
+    its clients may use, as many for its batches.
+    """
+
+    def __init__(self, app: FastAPI, keys: ApiKeys | None) -> None:
+        self._app, self._keys = app, keys
+        self._callers: dict[str, Caller] = {}
+
+    async def __call__(self, path: str, body: bytes, owner: str) -> Reply | float:
+        """Answer a request of a key's name, or return the seconds after which to try again."""
+        state = new_state(None)
+        state.is_background = True
+        if self._keys is not None:
+            known = self._keys.named(owner)
+            if known is None:
+                return _KEY_RETRY
+            state.caller = self._callers.setdefault(owner, Caller(owner, known.salt))
+            state.caller.tokens_per_minute = known.tokens_per_minute
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "root_path": "",
+            "query_string": b"",
+            "headers": [],
+            "app": self._app,
+            "state": {"request": state},
+        }
+        sent: list[Message] = []
+        given = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def receive() -> Message:
+            for message in given:
+                return message
+            await asyncio.Event().wait()  # nobody disconnects
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        try:
+            await self._app.router(scope, receive, send)
+        except Exception as error:
+            known_error, content = error_body(scope, error)
+            if known_error.retry_after is not None:
+                return float(known_error.retry_after)
+            if any(one.engine.failed for one in self._app.state.models.services.values()):
+                return _FAILED_RETRY
+            return Reply(known_error.status, state.id, compact(content).encode(), content)
+        answer = b"".join(message.get("body", b"") for message in sent)
+        work = asyncio.to_thread(from_json, answer) if len(answer) > SHORT else None
+        content = from_json(answer) if work is None else await work
+        return Reply(sent[0]["status"], state.id, answer, content)

@@ -1,0 +1,301 @@
+"""Files and batches over HTTP: what a client sends, gets, and may not do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fake_runner import FakeRunner
+from tests.serving import VOCAB_SIZE, Served, serving
+
+ENDPOINT = "/v1/completions"
+Fields = dict[str, Any]
+
+
+def line(custom_id: str, *, url: str = ENDPOINT, **body: Any) -> Fields:
+    body = {"prompt": "a", "max_tokens": 2, "ignore_eos": True} | body
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def jsonl(lines: Sequence[Any]) -> bytes:
+    return b"".join(
+        (one if isinstance(one, bytes) else json.dumps(one).encode()) + b"\n" for one in lines
+    )
+
+
+@asynccontextmanager
+async def batching(tmp_path: Path, **settings: Any) -> AsyncIterator[Served]:
+    runner = FakeRunner(VOCAB_SIZE, max_model_len=256)
+    async with serving(runner, batch_dir=tmp_path / "batches", **settings) as served:
+        yield served
+
+
+async def upload(served: Served, content: bytes, key: str | None = None) -> Fields:
+    response = await served.client.post(
+        "/v1/files",
+        data={"purpose": "batch"},
+        files={"file": ("requests.jsonl", content)},
+        headers={} if key is None else {"x-api-key": key},
+    )
+    assert response.status_code == 200, response.text
+    found: Fields = response.json()
+    return found
+
+
+async def begin(served: Served, file_id: str, endpoint: str = ENDPOINT) -> Fields:
+    body = {"input_file_id": file_id, "endpoint": endpoint, "completion_window": "24h"}
+    response = await served.client.post("/v1/batches", json=body | {"metadata": {"a": "b"}})
+    assert response.status_code == 200, response.text
+    found: Fields = response.json()
+    return found
+
+
+async def ended(served: Served, batch: Fields) -> Fields:
+    """Wait for the batch's task; return the batch."""
+    worker = served.app.state.batches
+    if batch["id"] in worker.tasks:
+        await worker.tasks[batch["id"]]
+    response = await served.client.get(f"/v1/batches/{batch['id']}")
+    found: Fields = response.json()
+    return found
+
+
+async def answers(served: Served, file_id: str | None) -> dict[str, Fields]:
+    """Return a file's lines by custom id; each is there once."""
+    if file_id is None:
+        return {}
+    response = await served.client.get(f"/v1/files/{file_id}/content")
+    lines = [json.loads(one) for one in response.text.splitlines()]
+    found = {one["custom_id"]: one for one in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+async def test_a_batch_answers_each_line_as_the_route_does(tmp_path: Path) -> None:
+    async with batching(tmp_path) as served:
+        good = [line(str(i), prompt="abc"[: 1 + i % 3], seed=i) for i in range(9)]
+        wrong = [line("cold", temperature=-1), line("long", max_tokens=10**6)]
+        file = await upload(served, jsonl([*good[:5], *wrong, *good[5:]]))
+        assert file | {"id": "", "created_at": 0} == {
+            "id": "",
+            "object": "file",
+            "bytes": file["bytes"],
+            "created_at": 0,
+            "expires_at": None,
+            "filename": "requests.jsonl",
+            "purpose": "batch",
+            "status": "processed",
+            "status_details": None,
+        }
+        begun = await begin(served, file["id"])
+        assert (begun["status"], begun["metadata"]) == ("validating", {"a": "b"})
+        assert "owner" not in begun
+        batch = await ended(served, begun)
+        assert batch["status"] == "completed"
+        assert batch["request_counts"] == {"total": 11, "completed": 9, "failed": 2}
+        found = await answers(served, batch["output_file_id"])
+        n_tokens = 0
+        for one in good:
+            direct = (await served.client.post(ENDPOINT, json=one["body"])).json()
+            response = found[one["custom_id"]]["response"]
+            assert response["status_code"] == 200
+            assert response["body"]["choices"] == direct["choices"]
+            n_tokens += direct["usage"]["total_tokens"]
+        assert batch["usage"]["total_tokens"] == n_tokens
+        failures = await answers(served, batch["error_file_id"])
+        for one in wrong:
+            refused = await served.client.post(ENDPOINT, json=one["body"])
+            response = failures[one["custom_id"]]["response"]
+            assert response["body"] == refused.json()
+            assert response["status_code"] == 400
+        assert served.app.state.batches.n_pending == 0
+
+
+@pytest.mark.parametrize(
+    ("bad", "code", "number"),
+    [
+        (b"{", "invalid_json_line", 2),
+        (b"[]", "invalid_json_line", 2),
+        (b'{"custom_id": "x", "body": NaN}', "invalid_json_line", 2),
+        ({"custom_id": "x", "method": "POST", "url": ENDPOINT}, "missing_required_parameter", 2),
+        (line("x") | {"more": 1}, "unknown_parameter", 2),
+        (line(""), "invalid_custom_id", 2),
+        (line("0"), "duplicate_custom_id", 2),
+        (line("x") | {"method": "GET"}, "invalid_method", 2),
+        (line("x", url="/v1/embeddings"), "mismatched_endpoint", 2),
+        (line("x") | {"body": "a"}, "invalid_body", 2),
+        (line("x", stream=True), "invalid_body", 2),
+        (line("x", prompt="a" * 3000), "line_too_long", 2),
+        (b" ", None, None),
+    ],
+)
+async def test_a_line_that_is_no_request_fails_the_batch(
+    tmp_path: Path, bad: Any, code: str | None, number: int | None
+) -> None:
+    async with batching(tmp_path, max_body_bytes=2000) as served:
+        file = await upload(served, jsonl([line("0"), bad, line("1")]))
+        batch = await ended(served, await begin(served, file["id"]))
+    if code is None:
+        assert batch["status"] == "completed"
+    else:
+        assert batch["status"] == "failed"
+        assert [(one["code"], one["line"]) for one in batch["errors"]["data"]] == [(code, number)]
+        assert batch["output_file_id"] is None
+
+
+async def test_a_cancelled_batch_answers_the_rest_with_errors(tmp_path: Path) -> None:
+    async with batching(tmp_path) as served:
+        served.runner.hold()
+        file = await upload(served, jsonl([line(str(i)) for i in range(9)]))
+        batch = await begin(served, file["id"])
+        await served.submitted.acquire()
+        kept = await served.client.delete(f"/v1/files/{file['id']}")
+        assert kept.status_code == 409
+        cancelled = await served.client.post(f"/v1/batches/{batch['id']}/cancel")
+        assert cancelled.json()["status"] == "cancelling"
+        served.runner.release()
+        batch = await ended(served, batch)
+        assert batch["status"] == "cancelled"
+        assert batch["request_counts"]["total"] == 9
+        output = await answers(served, batch["output_file_id"])
+        failures = await answers(served, batch["error_file_id"])
+        assert output.keys() | failures.keys() == set(map(str, range(9)))
+        assert {one["error"]["code"] for one in failures.values()} == {"batch_cancelled"}
+        again = await served.client.post(f"/v1/batches/{batch['id']}/cancel")
+        assert again.status_code == 409
+        gone = await served.client.delete(f"/v1/files/{file['id']}")
+        assert gone.json() == {"id": file["id"], "object": "file", "deleted": True}
+        assert (await served.client.get(f"/v1/files/{file['id']}")).status_code == 404
+
+
+async def test_lists_have_pages_in_order(tmp_path: Path) -> None:
+    async with batching(tmp_path, max_batches=3) as served:
+        files = [(await upload(served, jsonl([line("0")])))["id"] for _ in range(4)]
+
+        async def ids(path: str, **query: Any) -> list[str]:
+            response = await served.client.get(path, params=query)
+            found = response.json()
+            listed = [one["id"] for one in found["data"]]
+            assert (found["first_id"], found["last_id"]) == (listed[0], listed[-1])
+            assert found["has_more"] is (len(listed) == query.get("limit"))
+            return listed
+
+        assert await ids("/v1/files") == files[::-1]
+        assert await ids("/v1/files", order="asc", limit=2) == files[:2]
+        assert await ids("/v1/files", order="asc", after=files[1]) == files[2:]
+        batches = [await ended(served, await begin(served, one)) for one in files]
+        assert await ids("/v1/batches") == [one["id"] for one in batches[:0:-1]]  # one forgotten
+        assert len(await ids("/v1/files", purpose="batch_output")) == 4
+        for path, query in ("/v1/files", "limit=0"), ("/v1/batches", "limit=x"):
+            assert (await served.client.get(f"{path}?{query}")).status_code == 400
+        assert (await served.client.get("/v1/files?after=x")).status_code == 404
+
+
+async def test_files_and_batches_belong_to_a_named_key(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("name=ann ann-key\nname=bob bob-key\nnameless\n", encoding="utf-8")
+    async with batching(tmp_path, api_key_file=keys) as served:
+        file = await upload(served, jsonl([line("0")]), key="ann-key")
+        served.client.headers["x-api-key"] = "bob-key"
+        for path in ("", "/content"):
+            assert (await served.client.get(f"/v1/files/{file['id']}{path}")).status_code == 404
+        assert (await served.client.delete(f"/v1/files/{file['id']}")).status_code == 404
+        assert (await served.client.get("/v1/files")).json()["data"] == []
+        body = {"input_file_id": file["id"], "endpoint": ENDPOINT, "completion_window": "24h"}
+        assert (await served.client.post("/v1/batches", json=body)).status_code == 404
+        served.client.headers["x-api-key"] = "nameless"
+        assert (await served.client.get("/v1/files")).status_code == 400
+        served.client.headers["x-api-key"] = "ann-key"
+        batch = await ended(served, await begin(served, file["id"]))
+        assert batch["status"] == "completed"
+
+
+BOUNDARY = "cut"
+HEAD = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
+
+
+def part(name: str, content: str, filename: str = "") -> str:
+    extra = f'; filename="{filename}"' if filename else ""
+    head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"{extra}\r\n\r\n'
+    return f"{head}{content}\r\n"
+
+
+PURPOSE, FILE = part("purpose", "batch"), part("file", "{}", "a.jsonl")
+END = f"--{BOUNDARY}--\r\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (PURPOSE + FILE + END, 200),
+        (FILE + PURPOSE + END, 200),
+        (PURPOSE + FILE, 400),
+        (PURPOSE + END, 400),
+        (FILE + END, 400),
+        (part("purpose", "vision") + FILE + END, 400),
+        (PURPOSE + part("file", "", "a") + END, 400),
+        (PURPOSE + FILE + FILE + END, 400),
+        (PURPOSE + PURPOSE + FILE + END, 400),
+        (part("expires_after[seconds]", "3600") + PURPOSE + FILE + END, 400),
+        (part("purpose", "batch" * 200) + FILE + END, 400),
+        ("nothing", 400),
+        ("", 400),
+        (PURPOSE + part("file", "a" * 30_000, "a") + END, 413),
+    ],
+)
+async def test_uploads_leave_nothing_behind_unless_whole(
+    tmp_path: Path, body: str, status: int
+) -> None:
+    async with batching(tmp_path, batch_dir_bytes=20_000) as served:
+        response = await served.client.post("/v1/files", content=body.encode(), headers=HEAD)
+        assert response.status_code == status, response.text
+        kept = list((tmp_path / "batches/files").iterdir())
+        assert len(kept) == (2 if status == 200 else 0)
+        store = served.app.state.batches.store
+        assert (store.n_bytes == 0) is (status != 200)
+        if status == 200:
+            assert response.json()["bytes"] == 2
+        plain = await served.client.post("/v1/files", json={})
+        assert plain.status_code == 400
+
+
+async def test_a_batch_without_room_for_its_answers_fails(tmp_path: Path) -> None:
+    async with batching(tmp_path, batch_dir_bytes=22_000) as served:
+        file = await upload(served, jsonl([line(str(i)) for i in range(30)]))
+        batch = await ended(served, await begin(served, file["id"]))
+        assert batch["status"] == "failed"
+        assert batch["errors"]["data"][0]["code"] == "storage_full"
+        found = await answers(served, batch["output_file_id"])
+        assert 0 < len(found) < 30
+
+
+@pytest.mark.parametrize("method", ["get", "post", "delete"])
+async def test_without_a_folder_the_paths_name_the_setting(method: str) -> None:
+    async with serving() as served:
+        response = await served.client.request(method, "/v1/files/x")
+    assert response.status_code == 404
+    assert "batch_dir" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"endpoint": "/v1/models"},
+        {"endpoint": "/v1/batches"},
+        {"completion_window": "1h"},
+        {"output_expires_after": {"anchor": "created_at", "seconds": 3600}},
+        {"metadata": {"a": 1}},
+    ],
+)
+async def test_what_a_batch_cannot_be_is_refused(tmp_path: Path, change: Fields) -> None:
+    async with batching(tmp_path) as served:
+        file = await upload(served, jsonl([line("0")]))
+        body = {"input_file_id": file["id"], "endpoint": ENDPOINT, "completion_window": "24h"}
+        response = await served.client.post("/v1/batches", json=body | change)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith(next(iter(change)))

@@ -1,0 +1,239 @@
+"""The folder of batches after crashes: whatever is cut off, each request is answered once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic_core import from_json
+
+from server.batches.journal import Reply
+from server.batches.objects import StoredBatch
+from server.batches.store import WINDOW, BatchStore
+from server.batches.worker import Answer, BatchWorker
+from server.errors import StartupError
+
+ENDPOINT = "/v1/completions"
+NOW = 1_000_000.0
+Open = Callable[[Path], BatchStore]
+LINES = [
+    {"custom_id": f"ü{i}", "method": "POST", "url": ENDPOINT, "body": {"prompt": i}}
+    for i in range(7)
+]
+
+
+@pytest.fixture
+def open_store() -> Iterator[Open]:
+    """Open stores that are closed at the end of the test, whatever it finds."""
+    with ExitStack() as stack:
+
+        def opened(folder: Path) -> BatchStore:
+            store = BatchStore(folder, max_bytes=10**6, max_batches=10)
+            stack.callback(store.close)
+            return store
+
+        yield opened
+
+
+def upload(store: BatchStore, owner: str = "") -> str:
+    content = store.begin_file()
+    for line in LINES:
+        content.write(json.dumps(line).encode() + b"\n")
+    return content.keep(owner, "a.jsonl").id
+
+
+def begun(store: BatchStore, owner: str = "") -> StoredBatch:
+    batch = store.create(store.file(upload(store, owner), owner), ENDPOINT, None, NOW)
+    store.save(batch)
+    return batch
+
+
+async def doubled(_path: str, body: bytes, _owner: str) -> Reply | float:
+    """The service: numbers are doubled, five is refused."""
+    prompt = from_json(body)["prompt"]
+    content = {"text": f"\u2028{2 * prompt}", "usage": {"prompt_tokens": 1, "completion_tokens": 2}}
+    status = 400 if prompt == 5 else 200
+    return Reply(status, "r", json.dumps(content, ensure_ascii=False).encode(), content)
+
+
+def worker(
+    store: BatchStore, answer: Answer = doubled, clock: Callable[[], float] = lambda: NOW
+) -> BatchWorker:
+    return BatchWorker(
+        store, answer, from_json, n_at_once=2, max_line=1000, count=lambda _: None, clock=clock
+    )
+
+
+async def run_all(working: BatchWorker) -> None:
+    working.start()
+    await asyncio.gather(*working.tasks.values())
+
+
+def lines_of(store: BatchStore, file_id: str | None) -> list[dict[str, Any]]:
+    if file_id is None:
+        return []
+    text = store.path(file_id).read_text(encoding="utf-8")
+    assert text.splitlines() == text.split("\n")[:-1]
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def check_whole(store: BatchStore, batch_id: str) -> None:
+    """Compare a completed batch with the answers that the service gives."""
+    batch = store.batches[batch_id]
+    assert batch.status == "completed"
+    output = lines_of(store, batch.output_file_id)
+    failures = lines_of(store, batch.error_file_id)
+    numbers = {line["custom_id"]: line["response"]["body"]["text"] for line in output}
+    assert numbers == {f"ü{i}": f"\u2028{2 * i}" for i in range(7) if i != 5}
+    assert [line["custom_id"] for line in failures] == ["ü5"]
+    assert len(output) == 6
+    counts = batch.request_counts
+    assert (counts.total, counts.completed, counts.failed) == (7, 6, 1)
+    assert (batch.usage.input_tokens, batch.usage.output_tokens) == (6, 12)
+    contents = sum(file.bytes for file in store.files.values())
+    assert store.n_bytes == contents + 4096 * (len(store.files) + len(store.batches))
+
+
+class CrashError(Exception):
+    """The end of the process."""
+
+
+@pytest.mark.parametrize("seed", range(40))
+async def test_a_batch_ends_whole_after_crashes_at_any_byte(
+    tmp_path: Path, open_store: Open, seed: int
+) -> None:
+    """Stop after a random number of answers, cut a random end off both files, begin again."""
+    chance = random.Random(seed)
+    folder = tmp_path / "batches"
+    store = open_store(folder)
+    batch_id = begun(store).id
+    for life in range(4):
+        n_left = chance.randrange(8)
+
+        async def answer(path: str, body: bytes, owner: str) -> Reply | float:
+            nonlocal n_left
+            n_left -= 1
+            if n_left < 0:
+                raise CrashError
+            return await doubled(path, body, owner)
+
+        working = worker(store, answer)
+        working.start()
+        await asyncio.gather(*working.tasks.values(), return_exceptions=True)
+        store.close()
+        batch = store.batches[batch_id]
+        if batch.status != "completed":
+            for name in (batch.answers, batch.failures):
+                path = folder / "files" / name
+                content = path.read_bytes() if path.exists() else b""
+                kept = content[: chance.randint(0, len(content))]
+                path.write_bytes(kept + chance.choice([b"", b"\0\0", b"{}\n", b'{"custom_id":']))
+        crashed = tmp_path / str(life)
+        shutil.copytree(folder, crashed)
+        folder = crashed
+        store = open_store(folder)
+    await run_all(worker(store))
+    check_whole(store, batch_id)
+
+
+async def test_a_crash_between_two_steps_of_the_end_is_mended(
+    tmp_path: Path, open_store: Open
+) -> None:
+    """Copy the folder whenever a description is written; each copy ends as the batch did."""
+    store = open_store(tmp_path / "first")
+    write = store._write
+    copies: list[Path] = []
+
+    def copying(*arguments: Any) -> None:
+        for moment in "before", "after":
+            copies.append(tmp_path / f"copy-{len(copies)}")
+            if moment == "after":
+                write(*arguments)
+            shutil.copytree(tmp_path / "first", copies[-1])
+
+    batch_id = begun(store).id
+    store._write = copying  # type: ignore[assignment,method-assign]
+    await run_all(worker(store))
+    store.close()
+    assert len(copies) >= 8
+    for folder in copies:
+        again = open_store(folder)
+        await run_all(worker(again))
+        check_whole(again, batch_id)
+
+
+async def test_a_line_that_the_server_cannot_take_is_tried_again(
+    tmp_path: Path, open_store: Open
+) -> None:
+    refused: set[bytes] = set()
+
+    async def answer(path: str, body: bytes, owner: str) -> Reply | float:
+        if body in refused:
+            return await doubled(path, body, owner)
+        refused.add(body)
+        return 0.0
+
+    store = open_store(tmp_path)
+    batch_id = begun(store).id
+    await run_all(worker(store, answer))
+    check_whole(store, batch_id)
+
+
+@pytest.mark.parametrize("answered", [0, 3])
+async def test_a_batch_expires_after_its_window(
+    tmp_path: Path, open_store: Open, answered: int
+) -> None:
+    store = open_store(tmp_path)
+    batch = begun(store)
+    waiting = asyncio.Event()
+    n_left = answered
+
+    async def answer(path: str, body: bytes, owner: str) -> Reply | float:
+        nonlocal n_left
+        n_left -= 1
+        if n_left < 0:
+            waiting.set()
+            await asyncio.Event().wait()
+        return await doubled(path, body, owner)
+
+    first = worker(store, answer)
+    first.start()
+    await waiting.wait()
+    await first.close()
+    assert batch.status == "in_progress"
+    await run_all(worker(store, clock=lambda: NOW + WINDOW))
+    assert (batch.status, batch.expired_at) == ("expired", NOW + WINDOW)
+    failures = lines_of(store, batch.error_file_id)
+    assert {line["error"]["code"] for line in failures} == {"batch_expired"}
+    both = [*lines_of(store, batch.output_file_id), *failures]
+    assert sorted(line["custom_id"] for line in both) == [f"ü{i}" for i in range(7)]
+    assert len(failures) == 7 - answered
+
+
+async def test_batches_take_turns(tmp_path: Path, open_store: Open) -> None:
+    order: list[str] = []
+
+    async def answer(path: str, body: bytes, owner: str) -> Reply | float:
+        order.append(owner)
+        return await doubled(path, body, owner)
+
+    store = open_store(tmp_path)
+    for owner in ("a", "b"):
+        begun(store, owner)
+    await run_all(worker(store, answer))
+    assert set(order[:6]) == {"a", "b"}
+
+
+def test_a_folder_has_one_owner(tmp_path: Path, open_store: Open) -> None:
+    store = open_store(tmp_path)
+    with pytest.raises(StartupError, match="another server"):
+        open_store(tmp_path)
+    store.close()
+    open_store(tmp_path)
