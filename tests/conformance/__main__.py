@@ -33,9 +33,9 @@ from tests.live import live_app
 
 _KEY = "a-key"
 _NODE = {
-    "@anthropic-ai/sdk": "anthropic_node.cjs",
-    "openai": "openai_node.cjs",
-    "@ai-sdk/openai": "openai_node.cjs",
+    "@anthropic-ai/sdk": "anthropic.cjs",
+    "openai": "openai.cjs",
+    "@ai-sdk/openai": "openai.cjs",
 }
 
 

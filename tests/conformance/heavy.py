@@ -111,7 +111,7 @@ def use_guidellm(tools: Tools) -> Conformed:
 def use_node(tools: Tools, script: str, package: str) -> Conformed:
     """Run a script of Node, which uses a package and prints its number of calls."""
     server = tools.server
-    path = str(Path(__file__).with_name(script))
+    path = str(Path(__file__).parent / "node" / script)
     command = ["node", path, str(tools.environment.resolve()), server.url, server.model, package]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]

@@ -1,4 +1,4 @@
-// Responses by OpenAI's package for Node, or by the AI SDK: node openai_node.cjs ENVIRONMENT URL MODEL PACKAGE.
+// Responses by OpenAI's package for Node, or by the AI SDK: node openai.cjs ENVIRONMENT URL MODEL PACKAGE.
 // Prints its number of calls.
 const assert = require("node:assert");
 const { createRequire } = require("node:module");
