@@ -79,8 +79,8 @@ overload: $(VENV)/.dev  ## Send MODEL=DIR ten times its peak load for a minute
 soak: $(VENV)/.dev  ## Load MODEL=DIR for SECONDS=600 and look for leaks
 	$(BIN)/python -m tests.faults.soak $(MODEL) --seconds $(or $(SECONDS),600) $(ARGS)
 
-conformance: $(VENV)/.dev build/conformance/.ready build/encoder-clients/.ready  ## Test the server with third-party clients
-	$(BIN)/python -m tests.conformance build/conformance build/encoder-clients
+conformance: $(VENV)/.dev build/conformance/.ready build/encoder-clients/.ready build/agent-clients/.ready  ## Test the server with third-party clients
+	$(BIN)/python -m tests.conformance build/conformance build/encoder-clients build/agent-clients
 
 gpu-check:  ## Check and measure on an NVIDIA GPU, offline; WHEELS=DIR
 	@test -d "$(WHEELS)" || { echo "make gpu-check WHEELS=folder: a folder with the wheels of .[cuda,train] and transformers"; exit 1; }
@@ -136,13 +136,20 @@ build/browser/.ready: constraints.txt
 build/conformance/.ready:  # these need other versions than constraints.txt has
 	$(PYTHON) -m venv build/conformance
 	build/conformance/bin/pip install --quiet --disable-pip-version-check guidellm==0.8.1 'lm_eval[api]==0.4.13'
-	npm install --silent --no-audit --no-fund --prefix build/conformance @anthropic-ai/sdk@1.12.0
+	npm install --silent --no-audit --no-fund --prefix build/conformance @anthropic-ai/sdk@1.12.0 \
+		openai@6.49.0 ai@6.0.326 @ai-sdk/openai@3.0.141 zod@4.6.7
 	@touch $@
 
 build/encoder-clients/.ready:
 	$(PYTHON) -m venv build/encoder-clients
 	build/encoder-clients/bin/pip install --quiet --disable-pip-version-check \
 		langchain-openai==1.7.3 llama-index-embeddings-openai==0.7.0 cohere==7.3.1
+	@touch $@
+
+build/agent-clients/.ready:
+	$(PYTHON) -m venv build/agent-clients
+	build/agent-clients/bin/pip install --quiet --disable-pip-version-check \
+		openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0'
 	@touch $@
 
 .PHONY: compose-check browser-test overload soak cold-start dashboard-smoke conformance faults flood image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check example

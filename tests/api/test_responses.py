@@ -372,10 +372,14 @@ async def test_structured_text_and_forced_calls() -> None:
         ("drain", "response.failed", "failed"),
         ("deadline", "response.incomplete", "incomplete"),
         ("cancel", "response.incomplete", "cancelled"),
+        ("failure", "response.failed", "failed"),
+        ("failure before text", "response.failed", "failed"),
     ],
 )
 def test_a_stream_that_is_ended_has_one_end(ending: str, end: str, status: str) -> None:
-    runner = FakeRunner(VOCAB_SIZE, max_model_len=2000)
+    # "ð" stands for the first byte of four, which has no text yet.
+    token = small_tokenizer().token_to_id("ð" if ending == "failure before text" else "a")
+    runner = FakeRunner(VOCAB_SIZE, max_model_len=2000, next_token=lambda _: token)
     with live(runner, drain_timeout=0.01) as served, served.http() as client:
         runner.hold()
         runner.allow(3)
@@ -395,6 +399,9 @@ def test_a_stream_that_is_ended_has_one_end(ending: str, end: str, status: str) 
             elif ending == "cancel":
                 cancelled = client.post(f"/v1/responses/{response_id}/cancel").json()
                 assert cancelled["status"] == "cancelled"
+            else:
+                runner.wait_until_held()
+                runner.fail()
             runner.release()
             text += "".join(pieces)
         events = parsed(text)
@@ -402,7 +409,8 @@ def test_a_stream_that_is_ended_has_one_end(ending: str, end: str, status: str) 
         last = events[-1]
         assert (last["type"], last["response"]["status"]) == (end, status)
         assert last["response"]["output"] == output
-        assert output[-1]["status"] == "incomplete"
+        statuses = [item["status"] for item in output]
+        assert statuses == ([] if ending == "failure before text" else ["incomplete"])
         assert (last["response"]["error"] is None) == (status != "failed")
         if ending == "cancel":
             again = client.post(f"/v1/responses/{response_id}/cancel").json()

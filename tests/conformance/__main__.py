@@ -1,7 +1,8 @@
-"""Run all clients against small real models: python -m tests.conformance ENVIRONMENT ENCODERS
+"""Run all clients against small real models: python -m tests.conformance TOOLS ENCODERS AGENTS
 
-ENVIRONMENT holds lm_eval, guidellm and the packages of Node, ENCODERS the clients of vectors and
-ranks. Prints a line for each client. Exit code 1 if one of them fails.
+Each holds clients in an environment: TOOLS lm_eval, guidellm and the packages of Node, ENCODERS
+those of vectors and ranks, AGENTS those of agents. Prints a line for each client. Exit code 1 if
+one of them fails.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +22,7 @@ from typer import echo
 
 from loadtest.local_server import serve_locally
 from tests.conformance.anthropic_client import use_anthropic
-from tests.conformance.heavy import Tools, use_anthropic_node, use_guidellm, use_lm_eval
+from tests.conformance.heavy import Tools, use_guidellm, use_lm_eval, use_node
 from tests.conformance.huggingface_client import use_huggingface
 from tests.conformance.model import MAX_MODEL_LEN, make_model, make_tokenizer
 from tests.conformance.openai_batches import use_openai_batches
@@ -30,9 +32,14 @@ from tests.fake_encoder import encoder_app, encoder_bundle
 from tests.live import live_app
 
 _KEY = "a-key"
+_NODE = {
+    "@anthropic-ai/sdk": "anthropic.cjs",
+    "openai": "openai.cjs",
+    "@ai-sdk/openai": "openai.cjs",
+}
 
 
-def main(environment: Path, encoders: Path) -> int:
+def main(environment: Path, encoders: Path, agents: Path) -> int:
     with TemporaryDirectory() as folder:
         model, tokenizer = Path(folder) / "random-model", Path(folder) / "tokenizer"
         make_model(model)
@@ -47,11 +54,14 @@ def main(environment: Path, encoders: Path) -> int:
             passed &= _try("openai batches", lambda: use_openai_batches(server))
             passed &= _try("anthropic", lambda: use_anthropic(server))
             passed &= _try("huggingface_hub", lambda: use_huggingface(server))
+            for client in ("openai-agents", "pydantic-ai-slim"):
+                passed &= _try(client, partial(use_agents, agents, server, client))
         with serve_locally(model, *limits) as url:  # lm_eval's local-completions sends no key
             server = Server(url, model.name, "", MAX_MODEL_LEN)
             tools = Tools(environment, Path(folder), server, tokenizer)
             passed &= _try("lm_eval", lambda: use_lm_eval(tools, model))
-            passed &= _try("anthropic (Node)", lambda: use_anthropic_node(tools))
+            for package, script in _NODE.items():
+                passed &= _try(package, partial(use_node, tools, script, package))
             passed &= _try("guidellm", lambda: use_guidellm(tools))
     return int(not passed)
 
@@ -67,33 +77,46 @@ def use_schemathesis() -> Conformed:
     return Conformed("schemathesis", version("schemathesis"), int(passed[1]), note)
 
 
+def use_agents(environment: Path, server: Server, client: str) -> Conformed:
+    """Run agents of a package, which speaks Responses by default."""
+    printed = _run(environment, "agent_clients.py", server.openai_url, server.model, _KEY, client)
+    return Conformed(client, _versions(environment)[client], int(printed))
+
+
 def use_embedding_clients(environment: Path) -> Conformed:
     """Compare what clients get with what fake encoders make."""
     texts = ("def", "read json", "x" * 40)
     vectors, reranker = encoder_app(encoder_bundle()), encoder_app(encoder_bundle(("relevant",)))
     with live_app(vectors[0]) as one, live_app(reranker[0]) as other:
-        script = str(Path(__file__).with_name("embedding_clients.py"))
-        command = [str(environment / "bin/python"), script, one.url, other.url]
-        ran = subprocess.run(
-            [*command, "fake-encoder", _KEY, *texts], capture_output=True, text=True, check=False
-        )
-        assert ran.returncode == 0, ran.stderr[-2000:]
+        arguments = (one.url, other.url, "fake-encoder", _KEY, *texts)
+        found = json.loads(_run(environment, "embedding_clients.py", *arguments))
         with one.http() as client:
             data = client.post("/v1/embeddings", json={"input": texts}).json()["data"]
         with other.http() as client:
             body: dict[str, Any] = {"query": texts[0], "documents": texts, "top_n": 2}
             results = client.post("/v2/rerank", json=body).json()["results"]
-    found = json.loads(ran.stdout)
     for got in found["vectors"].values():
         assert got == [vector["embedding"] for vector in data]
     for got in found["ranks"].values():
         assert got == [[rank["index"], rank["relevance_score"]] for rank in results]
-    listed = [str(environment / "bin/pip"), "list", "--format=json"]
-    installed = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
-    versions = {one["name"]: one["version"] for one in json.loads(installed)}
+    versions = _versions(environment)
     names = ("langchain-openai", "llama-index-embeddings-openai", "cohere")
     note = ", ".join(f"{name} {versions[name]}" for name in names)
     return Conformed("encoders", "", len(found["vectors"]) * 2 + len(found["ranks"]), note)
+
+
+def _run(environment: Path, script: str, *arguments: str) -> str:
+    """Return what a script of this folder prints, run in an environment of its own."""
+    command = [str(environment / "bin/python"), str(Path(__file__).with_name(script)), *arguments]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    return ran.stdout
+
+
+def _versions(environment: Path) -> dict[str, str]:
+    listed = [str(environment / "bin/pip"), "list", "--format=json"]
+    installed = subprocess.run(listed, capture_output=True, text=True, check=True).stdout
+    return {one["name"]: one["version"] for one in json.loads(installed)}
 
 
 def _try(name: str, use: Callable[[], Conformed]) -> bool:

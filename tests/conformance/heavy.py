@@ -108,16 +108,16 @@ def use_guidellm(tools: Tools) -> Conformed:
     return Conformed("guidellm", tools.version("guidellm"), _REQUESTS)
 
 
-def use_anthropic_node(tools: Tools) -> Conformed:
-    """Run Anthropic's package for Node: messages, streams, tools, token counts."""
-    script = Path(__file__).parent / "anthropic_node.cjs"
+def use_node(tools: Tools, script: str, package: str) -> Conformed:
+    """Run a script of Node, which uses a package and prints its number of calls."""
     server = tools.server
-    command = ["node", str(script), str(tools.environment.resolve()), server.url, server.model]
+    path = str(Path(__file__).parent / "node" / script)
+    command = ["node", path, str(tools.environment.resolve()), server.url, server.model, package]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
-    package = tools.environment / "node_modules/@anthropic-ai/sdk/package.json"
-    version = json.loads(package.read_text(encoding="utf-8"))["version"]
-    return Conformed("anthropic (Node)", version, int(ran.stdout))
+    about = tools.environment / "node_modules" / package / "package.json"
+    version = json.loads(about.read_text(encoding="utf-8"))["version"]
+    return Conformed(package, version, int(ran.stdout), "Node")
 
 
 def _samples(out: Path, task: str) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-// Anthropic's package for Node: node anthropic_node.cjs ENVIRONMENT URL MODEL. Prints its number of calls.
+// Anthropic's package for Node: node anthropic.cjs ENVIRONMENT URL MODEL. Prints its number of calls.
 const assert = require("node:assert");
 const { createRequire } = require("node:module");
 
