@@ -30,6 +30,12 @@ _ENCODER = {
     "truncation_direction": "left", "timeout_ms": 60_000, "priority": 1, "user": "somebody",
 }  # fmt: skip
 
+_MESSAGES: dict[str, Any] = {
+    "model": "fake-model", "system": "be brief",
+    "messages": [{"role": "user", "content": [{"type": "text", "text": "def"}]}],
+    "tools": [{"name": "f", "input_schema": _SCHEMA}],
+}  # fmt: skip
+
 # By route, a valid body with as many fields as go together.
 VALID: dict[str, dict[str, Any]] = {
     "/v1/completions": _COMMON | {
@@ -53,6 +59,17 @@ VALID: dict[str, dict[str, Any]] = {
         "max_completion_tokens": 5, "chat_template_kwargs": {"enable_thinking": False},
         "add_generation_prompt": True,
     },
+    "/v1/responses": {
+        "model": "fake-model", "input": [{"role": "user", "content": "def"}], "stream": True,
+        "instructions": "be brief", "max_output_tokens": 5, "temperature": 0, "top_p": 0.9,
+        "tools": [{"type": "function", "name": "f", "parameters": _SCHEMA, "strict": True}],
+        "store": False, "metadata": {"a": "b"}, "timeout_ms": 60_000,
+    },
+    "/v1/messages": _MESSAGES | {
+        "max_tokens": 5, "stream": True, "stop_sequences": ["stop"], "temperature": 0,
+        "top_p": 0.9, "top_k": 5, "metadata": {"user_id": "u"},
+    },
+    "/v1/messages/count_tokens": _MESSAGES,
     "/generate": {"inputs": "def read", "parameters": _TGI | _DETAILS | {"truncate": 20}},
     "/generate_stream": {"inputs": "def read", "parameters": _TGI},
     "/": {"inputs": "def read", "parameters": _TGI, "stream": True},

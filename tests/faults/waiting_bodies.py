@@ -7,7 +7,7 @@ from itertools import cycle, islice
 from typing import Any
 
 from tests.faults.canary import canary
-from tests.faults.leaks import check_nothing_leaked, held
+from tests.faults.leaks import OF_LARGE_BODIES, check_nothing_leaked, held
 from tests.faults.paced_runner import PacedRunner
 from tests.faults.report import Report, errors_logged
 from tests.live import KEY, Live, live, wait
@@ -33,7 +33,7 @@ def waiting_bodies(n: int, _seed: int = 0) -> Report:
         before = held(served)
         with canary(report, served.port, tokens=_TOKENS, key=KEY):
             _send(served, n)
-        check_nothing_leaked(report, before, held(served))
+        check_nothing_leaked(report, before, held(served), OF_LARGE_BODIES)
         report.lost += errors
     report.check((report.grown or 0) < _MOST, f"memory grew by {report.grown} bytes")
     return report
