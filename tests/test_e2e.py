@@ -103,7 +103,7 @@ def fail_the_engine(served: Live, client: openai.OpenAI) -> None:
 
 Cases = list[tuple[Callable[[Live, openai.OpenAI], Any], type[openai.APIStatusError]]]
 REFUSED: Cases = [
-    (lambda _, c: complete(c, max_tokens=-1), openai.BadRequestError),
+    (lambda _, c: complete(c, max_tokens=-2), openai.BadRequestError),
     (lambda _, c: complete(c, max_tokens=1000, stream=True), openai.BadRequestError),
     (lambda _, c: complete(c.with_options(api_key="wrong")), openai.AuthenticationError),
     (lambda _, c: complete(c, model="other"), openai.NotFoundError),
