@@ -46,7 +46,8 @@ loadtest: $(VENV)/.serve build/loadtest/.ready  ## Load MODEL=DIR for a minute, 
 		-u 16 -r 100 -t 1m --pace step --slo "ttft:p99:2500 itl:p99:200 errors:1" $(LOAD)
 
 validate: build/validate/.ready  ## Check the deployment files; ARGS=--strict: skip no check
-	PATH=$(CURDIR)/build/validate/bin:$$PATH build/validate/bin/python -m loadtest.local_server $(EXAMPLE) \
+	KVASIR_BATCH_DIR=build/validate/batches PATH=$(CURDIR)/build/validate/bin:$$PATH \
+		build/validate/bin/python -m loadtest.local_server $(EXAMPLE) \
 		build/validate/bin/python -m tests.deploy.validate $(ARGS)
 
 browser-test: $(VENV)/.dev build/browser/.ready  ## Test the page in Chromium; pictures in build/browser

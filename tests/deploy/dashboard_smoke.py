@@ -97,7 +97,7 @@ async def main(url: str, seconds: float) -> int:
     print(f"{n_requests} requests in {seconds:g} s; {figures}")  # noqa: T201
     for panel, expr in empty:
         print(f"  {panel}: {expr}")  # noqa: T201
-    print(f"{len(alerts)} alerts", *broken, sep="\n  ")  # noqa: T201
+    print(f"{len(alerts)} alerts", *alerts, *broken, sep="\n  ")  # noqa: T201
     return int(bool(empty or alerts or broken))
 
 
