@@ -114,7 +114,7 @@ class Tool(Part):
 
 
 class ToolChoice(Part):
-    """Whether tools may (`auto`) or must (`any`, or the one named by `tool`) be called."""
+    """The choice of tools: `auto` allows calls; `any`, or `tool` with a name, demands one."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = Field(None, description="Of the tool, for type `tool`.")
@@ -128,7 +128,7 @@ class ToolChoice(Part):
 
 
 class Thinking(Part):
-    """Whether the chat template lets the model reason. `adaptive` leaves it as it is.
+    """The switch of reasoning in the chat template; `adaptive` leaves it as it is.
 
     budget_tokens: the template's `thinking_budget`.
     """
