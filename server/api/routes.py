@@ -16,11 +16,12 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from server.api import explain, health, models, playground, tgi, tokenize
+from server.api import explain, health, models, playground, tokenize
 from server.api.anthropic import messages
 from server.api.anthropic.answers import AnthropicError, MessageEvent
 from server.api.embeddings import openai as embeddings
 from server.api.embeddings import scores, tei
+from server.api.http.body import BodyRoute
 from server.api.http.responses import (
     READ_ERRORS,
     TGI_PATHS,
@@ -32,8 +33,9 @@ from server.api.openai import batches, chat, completions, files
 from server.api.openai.answers import ChatEvent, CompletionEvent
 from server.api.openai.responses import routes as responses
 from server.api.openai.responses.answers import ResponseEvent
-from server.api.schemas import BodyRoute, Error
-from server.api.tgi import GenerateError, GenerateEvent
+from server.api.schemas import Error
+from server.api.tgi import routes as tgi
+from server.api.tgi.answers import GenerateError, GenerateEvent
 from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError
 
 router = APIRouter()

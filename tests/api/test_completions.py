@@ -12,7 +12,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from model.bundle import GenerationDefaults
-from server.api.schemas import IGNORED, NO_OPS
+from server.api.other_servers import IGNORED, NO_OPS
 from server.text.detokenizer import token_name
 from tests.fake_runner import FakeRunner
 from tests.serving import (

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.api import schemas
+from server.api.http import body as body_parsing
 from server.errors import InvalidRequestError
 from tests.fake_runner import FakeRunner
 from tests.serving import VOCAB_SIZE, serving
@@ -271,28 +271,28 @@ JSON_VALUES: st.SearchStrategy[Any] = st.recursive(
 def test_what_a_body_holds_is_counted_outside_strings(
     value: Any, which: int, change: int, is_ascii: bool
 ) -> None:
-    name, marks, _ = schemas.MOST_IN_BODY[which]
+    name, marks, _ = body_parsing.MOST_IN_BODY[which]
     count = counts(value)[which]
-    limits = [(other, its_marks, 10**9) for other, its_marks, _ in schemas.MOST_IN_BODY]
+    limits = [(other, its_marks, 10**9) for other, its_marks, _ in body_parsing.MOST_IN_BODY]
     limits[which] = (name, marks, count + change)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schemas, "MOST_IN_BODY", tuple(limits))
+        patch.setattr(body_parsing, "MOST_IN_BODY", tuple(limits))
         raw = json.dumps(value, ensure_ascii=is_ascii).encode()
         if change >= 0:
-            schemas.check_amount(raw)
+            body_parsing.check_amount(raw)
         else:
             with pytest.raises(
                 InvalidRequestError, match=f"{count} {name}, more than {count - 1};"
             ):
-                schemas.check_amount(raw)
+                body_parsing.check_amount(raw)
 
 
 def test_long_numbers_are_refused_outside_strings() -> None:
     for text in ("1" * 400, '"' + "1" * 5000 + '"', '"\\"' + "1" * 401 + '"'):
-        schemas.check_amount(f'{{"a": [{text}, 1.5]}}'.encode())
+        body_parsing.check_amount(f'{{"a": [{text}, 1.5]}}'.encode())
     for text in ("1" * 401, "-" + "1" * 5000, "0." + "1" * 401, '"1", ' + "1" * 401):
         with pytest.raises(InvalidRequestError, match="has a number of more than 400 digits;"):
-            schemas.check_amount(f'{{"a": [{text}]}}'.encode())
+            body_parsing.check_amount(f'{{"a": [{text}]}}'.encode())
 
 
 async def test_a_message_quotes_little_of_a_body() -> None:

@@ -15,8 +15,9 @@ from pydantic import (
 )
 from pydantic import ValidatorFunctionWrapHandler as Validate
 
+from server.api.http.body import check_amount
 from server.api.openai.schemas import OpenAIBody
-from server.api.schemas import AddSpecialTokens, Items, RequestBody, check_amount
+from server.api.schemas import AddSpecialTokens, Items, RequestBody
 from server.engine.sampling import MAX_LOGPROBS
 from server.errors import InvalidRequestError
 

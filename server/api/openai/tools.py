@@ -64,7 +64,9 @@ class AnswerForm:
         if grammar is not None and reasoning is not None:
             lead = reasoning_before(reasoning, tokens, is_open=is_reasoning)
             grammar = replace(grammar, lead=lead)
-        kept_ids = service.special_ids.intersection(tokens.values())
+        kept_ids = service.special_ids
+        if body.skip_special_tokens:
+            kept_ids = kept_ids.intersection(tokens.values())
         return cls(reasoning, is_reasoning, calls, max_calls, schemas, grammar, kept_ids)
 
 

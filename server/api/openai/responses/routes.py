@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from server.api.http.body import TextRoute
 from server.api.http.responses import (
     compact,
     errors,
@@ -31,7 +32,6 @@ from server.api.openai.responses.formatting import ResponseFormatter
 from server.api.openai.responses.items import PREFIXES
 from server.api.openai.responses.schemas import ResponsesBody
 from server.api.openai.responses.store import Key, ResponseStore
-from server.api.schemas import TextRoute
 from server.errors import InvalidRequestError
 
 router = APIRouter(route_class=TextRoute)

@@ -2,159 +2,31 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
-from typing import Any, Literal
+from statistics import fmean
+from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field, Json
 from starlette.responses import Response
 
-from server.api import schemas
 from server.api.http import responses
+from server.api.http.body import TextRoute
 from server.api.http.responses import GENERATE_ERRORS, compact, finite, streamed
-from server.engine.sampling import MAX_LOGPROBS
+from server.api.structured import tgi_grammar
+from server.api.tgi.answers import Generated, GenerateEvent, Info
+from server.api.tgi.schemas import CompatibleBody, GenerateBody
 from server.engine.sequence import FinishReason
 from server.errors import InvalidRequestError
 from server.requests.completion import Choice, Delta
 from server.requests.service import Service
 from server.text.detokenizer import token_text
 
-router = APIRouter(route_class=schemas.TextRoute)
+router = APIRouter(route_class=TextRoute)
 
 DEFAULT_MAX_NEW_TOKENS = 100
-
-
-class GenerateParameters(schemas.SamplingFields):
-    """The `parameters` of a request, which samples only if one of them asks for it."""
-
-    max_new_tokens: schemas.Count | None = Field(
-        None, ge=1, description="Maximum number of new tokens. Default: 100, or the room left."
-    )
-    do_sample: bool = Field(False, description="Sample, even if no other field asks for it.")
-    return_full_text: bool = Field(False, description="Begin the text with the prompt.")
-    details: bool = Field(
-        False, description="Return tokens, log-probabilities and the finish reason."
-    )
-    decoder_input_details: bool = Field(
-        False, description="Return the prompt's tokens too; not available on a stream."
-    )
-    top_n_tokens: int = Field(
-        0, ge=0, le=MAX_LOGPROBS, description="Number of alternatives to return for each token."
-    )
-    truncate: schemas.KeepLast = None
-    grammar: schemas.TGIFormat | None = Field(
-        None,
-        description="`json` or `json_object` with a schema as `value`, `regex`, or `json_schema` "
-        "with `value.schema`.",
-    )
-
-    @property
-    def samples(self) -> bool:
-        """True to sample, False to decode greedily."""
-        is_cut = self.top_k > 0 or min(self.top_p, self.typical_p) < 1.0 or self.min_p > 0.0
-        return (self.do_sample or is_cut or self.temperature != 1.0) and self.temperature > 0.0
-
-
-class GenerateBody(schemas.RequestBody):
-    """The body of POST /generate and /generate_stream."""
-
-    model: schemas.ModelName = None
-    inputs: str = Field(description="The text to continue.")
-    parameters: GenerateParameters = Field(
-        default_factory=lambda: GenerateParameters.model_validate({}), description="See below."
-    )
-
-
-class CompatibleBody(GenerateBody):
-    """The body of POST /, for clients that know only a base URL."""
-
-    stream: bool = Field(False, description="Answer with server-sent events, as /generate_stream.")
-
-
-class GenerateError(schemas.ResponseBody):
-    """An error of TGI's routes."""
-
-    error: str
-    error_type: str
-
-
-class PrefillToken(schemas.ResponseBody):
-    """A token of the prompt."""
-
-    id: schemas.Size
-    text: str
-    logprob: schemas.Logprob | None
-
-
-class Token(schemas.ResponseBody):
-    """A generated token."""
-
-    id: schemas.Size
-    text: str
-    logprob: schemas.Logprob
-    special: bool
-
-
-class StreamDetails(schemas.ResponseBody):
-    """Details in the last event of a stream."""
-
-    finish_reason: Literal["length", "eos_token", "stop_sequence"]
-    generated_tokens: schemas.Size
-    seed: int | None = Field(description="Null for greedy decoding.")
-    input_length: schemas.Size
-
-
-class Details(StreamDetails):
-    """Details of a whole answer."""
-
-    prefill: list[PrefillToken]
-    tokens: list[Token]
-    top_tokens: list[list[Token]] | None = None
-
-
-class Generated(schemas.ResponseBody):
-    """The response of /generate."""
-
-    generated_text: str
-    details: Details | None = None
-
-
-class GeneratedToken(schemas.ResponseBody):
-    """The data of an event; the last event of a stream has the text and the details."""
-
-    index: schemas.Size
-    token: Token
-    top_tokens: list[Token] | None = None
-    generated_text: str | None
-    details: StreamDetails | None
-
-
-class GenerateEvent(BaseModel):
-    """A server-sent event. An error after the first event is an event too."""
-
-    data: Json[GeneratedToken | GenerateError]
-
-
-class Info(schemas.ResponseBody, json_schema_serialization_defaults_required=True):
-    """The response of /info."""
-
-    model_id: str
-    model_sha: None = None
-    model_dtype: str
-    model_device_type: str
-    model_pipeline_tag: Literal["text-generation"] = "text-generation"
-    max_concurrent_requests: schemas.Size
-    max_best_of: schemas.Size = 1
-    max_stop_sequences: schemas.Size = schemas.MAX_STOPS
-    max_input_tokens: schemas.Size
-    max_total_tokens: schemas.Size
-    validation_workers: schemas.Size = 1
-    max_client_batch_size: schemas.Size
-    router: Literal["kvasir"] = "kvasir"
-    version: str
-    sha: None = None
-    docker_label: None = None
 
 
 @router.post("/generate", response_model=Generated, responses=GENERATE_ERRORS)
@@ -181,10 +53,19 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
         raise InvalidRequestError(
             "decoder_input_details is not available on a stream; use /generate", param="parameters"
         )
+    n_samples = parameters.best_of or 1
+    if n_samples > 1 and stream:
+        raise InvalidRequestError(
+            "best_of is not available on a stream; use /generate", "parameters"
+        )
+    if n_samples > 1 and not parameters.samples:
+        raise InvalidRequestError(
+            "best_of samples, but greedy texts are all the same; set do_sample", param="parameters"
+        )
     service, state = responses.service_of(request), responses.state_of(request.scope)
     grammar, form = None, parameters.grammar
     if form is not None:
-        work = partial(schemas.tgi_grammar, form, "parameters.grammar")
+        work = partial(tgi_grammar, form, "parameters.grammar")
         grammar = await service.text_worker.call(state.body_size, work)
     changes = {} if parameters.samples else {"temperature": 0.0}
     options = parameters.model_copy(update=changes).request_options(
@@ -192,6 +73,7 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
         logprobs=parameters.top_n_tokens,
         prompt_logprobs=0 if parameters.decoder_input_details else None,
         max_tokens=parameters.max_new_tokens,
+        n=n_samples,
         default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
         grammar=grammar,
         keep_last=parameters.truncate,
@@ -202,74 +84,104 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
     return responses.respond(request, wanted, formatter, stream=stream)
 
 
+@dataclass
+class _Shown:
+    """What is known of one sample."""
+
+    choice: Choice
+    text: str = ""
+    tokens: list[dict[str, Any]] = field(default_factory=list)
+    top_tokens: list[list[dict[str, Any]]] = field(default_factory=list)
+    prefill: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def score(self) -> float:
+        """The mean log-probability of its tokens."""
+        scores = [token["logprob"] for token in self.tokens]
+        return fmean(scores) if scores else -math.inf
+
+
 class GenerateFormatter(responses.Formatter):
-    """The form of TGI's responses, which have one choice."""
+    """The form of TGI's responses, whose choices are samples of one prompt."""
 
     def __init__(self, service: Service, body: GenerateBody) -> None:
         super().__init__(service)
         self._parameters = body.parameters
         self._as_list = isinstance(body, CompatibleBody)
-        self._text = ""
-        self._tokens: list[dict[str, Any]] = []
-        self._top_tokens: list[list[dict[str, Any]]] = []
-        self._prefill: list[dict[str, Any]] = []
+        self._samples: dict[int, _Shown] = {}
 
     def add(self, delta: Delta) -> None:
         """Keep a delta's text and tokens."""
-        self._text += delta.text
+        shown = self._samples.setdefault(delta.choice.index, _Shown(delta.choice))
+        shown.text += delta.text
         if delta.prompt_logprobs is not None:
             logprobs = [None, *(finite(scored.logprob) for scored in delta.prompt_logprobs)]
-            self._prefill = [
+            shown.prefill = [
                 {"id": i, "text": token_text(self.tokenizer, i), "logprob": p}
                 for i, p in zip(delta.choice.prompt.ids, logprobs, strict=True)
             ]
         if (scored := delta.logprobs) is not None:
             token = self._token(scored.token_id, scored.logprob)
-            self._tokens.append(token if token["special"] else token | {"text": delta.text})
-            self._top_tokens.append([self._token(i, logprob) for i, logprob in scored.top])
+            shown.tokens.append(token if token["special"] else token | {"text": delta.text})
+            shown.top_tokens.append([self._token(i, logprob) for i, logprob in scored.top])
 
     def chunk(self, delta: Delta) -> bytes:
         """Return the event for a delta; the last one has the whole text."""
         self.add(delta)
+        sample = self._samples[delta.choice.index]
         token: dict[str, Any] = {"id": 0, "text": delta.text, "logprob": 0.0, "special": True}
         if delta.logprobs is not None:  # else the deadline ended it without a token
-            token = self._tokens[-1]
-        shown: dict[str, Any] = {"index": len(self._tokens), "token": token}
+            token = sample.tokens[-1]
+        shown: dict[str, Any] = {"index": len(sample.tokens), "token": token}
         if self._parameters.top_n_tokens:
-            shown["top_tokens"] = self._top_tokens[-1] if self._top_tokens else []
+            shown["top_tokens"] = sample.top_tokens[-1] if sample.top_tokens else []
         shown |= {"generated_text": None, "details": None}
         if delta.finish_reason is not None:
-            shown |= self._text_and_details(delta.choice)
+            details = self._details(sample)
+            shown |= {"generated_text": self._text(sample), "details": details}
         # Without a space, as TGI writes it: some of its clients cut off five characters.
         return f"data:{compact(shown)}\n\n".encode()
 
     def whole(self) -> Any:
-        """Return the body of a finished completion."""
+        """Return the body of a finished completion: its likeliest sample."""
         parameters = self._parameters
-        shown = self._text_and_details(self.completion.choices[0])
+        best, *others = sorted(self._samples.values(), key=lambda it: it.score, reverse=True)
+        shown: dict[str, Any] = {"generated_text": self._text(best)}
+        details = [self._whole_details(sample) for sample in (best, *others)]  # names the reasons
         if parameters.details or parameters.decoder_input_details:
-            shown["details"] |= {"prefill": self._prefill, "tokens": self._tokens}
-            if parameters.top_n_tokens:
-                shown["details"]["top_tokens"] = self._top_tokens
-        else:
-            del shown["details"]
+            shown["details"] = details[0]
+            if others:
+                shown["details"]["best_of_sequences"] = [
+                    {"generated_text": self._text(sample), **known}
+                    for sample, known in zip(others, details[1:], strict=True)
+                ]
         return [shown] if self._as_list else shown
 
-    def _text_and_details(self, choice: Choice) -> dict[str, Any]:
+    def _text(self, sample: _Shown) -> str:
+        return (
+            sample.choice.prompt.text if self._parameters.return_full_text else ""
+        ) + sample.text
+
+    def _whole_details(self, sample: _Shown) -> dict[str, Any]:
+        details = self._details(sample) | {"prefill": sample.prefill, "tokens": sample.tokens}
+        return details | (
+            {"top_tokens": sample.top_tokens} if self._parameters.top_n_tokens else {}
+        )
+
+    def _details(self, sample: _Shown) -> dict[str, Any]:
+        choice = sample.choice
         reason = "length"  # also at the deadline, for which TGI has no name
         if choice.stops.stopped:
             reason = "stop_sequence"
         elif choice.finish_reason is FinishReason.STOP:
             reason = "eos_token"
         choice.shown_reason = reason
-        details = {
+        return {
             "finish_reason": reason,
             "generated_tokens": choice.n_tokens,
             "seed": choice.sequence.params.seed if self._parameters.samples else None,
             "input_length": len(choice.prompt.ids),
         }
-        prompt = choice.prompt.text if self._parameters.return_full_text else ""
-        return {"generated_text": prompt + self._text, "details": details}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
