@@ -32,12 +32,12 @@ NO_OPS: dict[str, list[Any]] = {
 
 # What does here what other servers' fields do.
 _SCHEMA = "response_format (in /v1/responses text.format, in /v1/messages output_config.format)"
+_LENGTH = "max_tokens (in /v1/responses max_output_tokens)"
 USED_HERE = {
     **dict.fromkeys(("guided_json", "json_schema", "structured_outputs"), _SCHEMA),
     "repeat_penalty": "repetition_penalty",
-    "n_predict": "max_tokens",
-    "num_predict": "max_tokens",
-    "max_new_tokens": "max_tokens",
+    **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), _LENGTH),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
     "ignore_eos_token": "ignore_eos",
     "typical": "typical_p",
     "best_of": "n",

@@ -135,18 +135,21 @@ def document(app: FastAPI) -> dict[str, Any]:
             operation["operationId"] = re.sub(r"[{}]", "", f"{method} {path}").replace("/", "_")
             del operation["description"]
             operation.setdefault("security", security)
-            error: type[BaseModel] = Error
+            kinds: tuple[type[BaseModel], ...] = (Error,)
             if path in TGI_PATHS and method == "post":
-                error = GenerateError
+                kinds = (GenerateError,)
+            elif path.startswith("/v1/models"):
+                kinds = (Error, AnthropicError)
             elif is_anthropic({"path": path}):
-                error = AnthropicError
+                kinds = (AnthropicError,)
+            errors = [{"$ref": _REF.format(model=kind.__name__)} for kind in kinds]
             responses = operation["responses"]
             for absent in ("422", "403" if settings.has_keys else "401"):  # 422 is FastAPI's own
                 responses.pop(absent, None)
             for status, response in responses.items():
                 response["headers"] = {"x-request-id": _REQUEST_ID}
                 if int(status) >= 400 and "content" not in response:
-                    schema = {"$ref": _REF.format(model=error.__name__)}
+                    schema = {"anyOf": errors} if len(errors) > 1 else errors[0]
                     response["content"] = {"application/json": {"schema": schema}}
                     if status in ("429", "503"):
                         response["headers"]["retry-after"] = _RETRY_AFTER

@@ -139,7 +139,7 @@ class Service:
         engine = self.engine.engine
         assert isinstance(engine, Engine)
         for prompt in request.prompts:
-            check_length(len(prompt.ids), request.params.max_tokens, engine)
+            check_length(len(prompt.ids), request.params.max_tokens, engine, request.length_param)
         constraint, work = None, request.work
         if request.grammar is not None and work.seconds_left > 0:
             self.admission.check(request, work, self.engine.snapshot())

@@ -27,7 +27,7 @@ from server.requests.completion import CompletionRequest, Delta
 from server.requests.service import Service
 from server.settings import load_settings
 from server.text.reasoning import ReasoningFormat
-from server.text.tool_calls import ToolCallFormat
+from server.text.tool_formats import ToolCallFormat
 from tests.api.test_chat_completions import (
     BOTH,
     HERMES_TEXT,
@@ -148,7 +148,7 @@ def answer(random_: random.Random) -> tuple[str, list[str]]:
 def formatter(body: ResponsesBody, max_calls: int | None = None) -> ResponseFormatter:
     """Return a formatter for a model that reasons and calls as Hermes does."""
     form = AnswerForm(
-        ReasoningFormat.THINK, False, ToolCallFormat.HERMES, max_calls, {}, None, frozenset()
+        ReasoningFormat.THINK, False, False, ToolCallFormat.HERMES, max_calls, {}, None, frozenset()
     )
     params: Any = SimpleNamespace(temperature=1.0, top_p=0.9)
     wanted = CompletionRequest(prompts=[], params=params)

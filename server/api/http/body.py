@@ -12,8 +12,8 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 from starlette.responses import Response
 
-from server.api.http.responses import models_of, state_of, unless_disconnected
-from server.api.other_servers import USED_HERE
+from server.api.http.responses import compact, models_of, state_of, unless_disconnected
+from server.api.other_servers import NO_OPS, USED_HERE
 from server.errors import InvalidRequestError
 from server.requests.service import Task
 from server.requests.text_worker import SHORT
@@ -135,6 +135,9 @@ def parse(adapter: TypeAdapter[T], raw: bytes) -> T:
     if first["type"] == "extra_forbidden":
         mend = f"use {USED_HERE[place]}" if place in USED_HERE else "leave it out"
         message = f"the field {place!r} is unknown or not supported; {mend}"
+        if place in NO_OPS:
+            values = " or ".join(map(compact, NO_OPS[place]))
+            message = f"{place}: nothing but {values} is served here; {mend}"
     elif place:
         message = f"{place}: {message}"
     raise InvalidRequestError(message, param=place or None)

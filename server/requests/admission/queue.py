@@ -140,8 +140,11 @@ def context_length(n: int) -> str:
     return f"This model's maximum context length is {n} tokens. However,"
 
 
-def check_length(n_prompt: int, max_tokens: int, engine: Engine) -> None:
-    """Raise ContextLengthError or InvalidRequestError for a sequence that can never run."""
+def check_length(n_prompt: int, max_tokens: int, engine: Engine, param: str = "max_tokens") -> None:
+    """Raise ContextLengthError or InvalidRequestError for a sequence that can never run.
+
+    param: the field of `max_tokens` in the request.
+    """
     if not n_prompt:
         raise InvalidRequestError("the prompt is empty: give at least one token", param="prompt")
     total = n_prompt + max_tokens
@@ -149,7 +152,7 @@ def check_length(n_prompt: int, max_tokens: int, engine: Engine) -> None:
         raise ContextLengthError(
             f"{context_length(engine.max_model_len)} you asked for {total}: {n_prompt} in the "
             f"prompt and {max_tokens} to generate",
-            param="max_tokens",
+            param=param,
         )
     needed = engine.kv.n_needed(n_prompt, max_tokens)
     if needed > engine.kv.budget_tokens:
@@ -157,5 +160,5 @@ def check_length(n_prompt: int, max_tokens: int, engine: Engine) -> None:
             f"{total} tokens ({n_prompt} in the prompt and {max_tokens} to generate) take a KV "
             f"cache of {needed} tokens while the prompt is computed, but the server's has "
             f"{engine.kv.budget_tokens}; ask for fewer, or raise KVASIR_KV_CACHE_MEMORY",
-            param="max_tokens",
+            param=param,
         )

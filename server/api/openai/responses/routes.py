@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -50,6 +51,7 @@ async def create_response(request: Request, body: ResponsesBody) -> Response:
         if error.param != "messages":
             raise
         raise type(error)(error.message.removeprefix("messages: "), param="input") from None
+    wanted = replace(wanted, length_param="max_output_tokens")
     key = _key(request, f"resp_{secrets.token_hex(16)}")
     formatter = ResponseFormatter(service, body, wanted, form, key)
     if body.store:
