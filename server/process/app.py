@@ -53,12 +53,7 @@ def create_app(
     """
     if isinstance(bundles, ModelBundle):
         bundles = {settings.model_name: bundles}
-    key = settings.api_key.get_secret_value() if settings.api_key else None
-    keys = ApiKeys(
-        key,
-        settings.api_key_file,
-        Limits(settings.max_concurrency_per_key, settings.max_tokens_per_minute_per_key),
-    )
+    keys = _keys(settings)
     models = Models(settings, bundles)
     clock = clock or StartClock()
     provider = None
@@ -109,6 +104,12 @@ def create_app(
         app.add_middleware(tracing.request_spans, provider=provider, model=settings.model_name)
     app.add_middleware(request_context)
     return app
+
+
+def _keys(settings: Settings) -> ApiKeys:
+    key = settings.api_key.get_secret_value() if settings.api_key else None
+    limits = Limits(settings.max_concurrency_per_key, settings.max_tokens_per_minute_per_key)
+    return ApiKeys(key, settings.api_key_file, limits)
 
 
 def _add_middleware(app: FastAPI, keys: ApiKeys) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from server.api.http import body as body_parsing
+from server.api.http.responses import compact
 from server.errors import InvalidRequestError
 from tests.fake_runner import FakeRunner
 from tests.faults.bodies import VALID
@@ -344,7 +345,7 @@ async def test_a_refusal_lists_the_values_that_are_allowed() -> None:
             operation = described["paths"][path]["post"]
             reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
             for name, field in schemas[reference.rpartition("/")[2]]["properties"].items():
-                parts = field.get("anyOf", [field])
+                parts = [] if field is True else field.get("anyOf", [field])
                 allowed = [
                     value
                     for part in parts
@@ -357,7 +358,7 @@ async def test_a_refusal_lists_the_values_that_are_allowed() -> None:
                 response = await served.client.post(path, json=body)
                 message = response.json()["error"]["message"]
                 assert response.status_code == 400
-                for value in set(map(json.dumps, allowed)) - {"null"}:
+                for value in set(map(compact, allowed)) - {"null"}:
                     known = value.strip('"')
                     assert known in message or known.title() in message, (path, name, message)
     assert n_fields > 80

@@ -430,3 +430,19 @@ def test_a_client_that_leaves_ends_the_response() -> None:
         assert served.freed.acquire(timeout=TIMEOUT)
         gone = client.get(f"/v1/responses/{response_id['id']}")
         assert gone.status_code == 404
+
+
+async def test_errors_of_length_name_the_field_of_this_route() -> None:
+    async with serving() as served:
+
+        async def refused(**body: int) -> dict[str, Any]:
+            response = await served.client.post("/v1/responses", json={"input": "a", **body})
+            assert response.status_code == 400
+            error: dict[str, Any] = response.json()["error"]
+            return error
+
+        endless = {"input": "a", "max_output_tokens": -1}
+        assert (await served.client.post("/v1/responses", json=endless)).status_code == 200
+        assert (await refused(max_output_tokens=10**6))["param"] == "max_output_tokens"
+        assert (await refused(max_output_tokens=0))["param"] == "max_output_tokens"
+        assert "use max_output_tokens" in (await refused(max_tokens=5))["message"]

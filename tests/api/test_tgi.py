@@ -150,7 +150,7 @@ async def test_the_base_url_answers_whole_or_streamed() -> None:
     assert streamed.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert streamed.text == usual.text
     assert (wrong.status_code, wrong.json()["error_type"]) == (400, "validation")
-    assert "best_of" in wrong.json()["error"]
+    assert "parameters.best_of" in wrong.json()["error"]
 
 
 async def test_the_base_url_generates_only_with_a_key() -> None:

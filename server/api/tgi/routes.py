@@ -56,11 +56,12 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
     n_samples = parameters.best_of or 1
     if n_samples > 1 and stream:
         raise InvalidRequestError(
-            "best_of is not available on a stream; use /generate", "parameters"
+            "parameters.best_of: one of several cannot be streamed; use /generate",
+            param="parameters",
         )
     if n_samples > 1 and not parameters.samples:
         raise InvalidRequestError(
-            "best_of samples, but greedy texts are all the same; set do_sample", param="parameters"
+            "parameters.best_of: greedy texts are all the same; set do_sample", param="parameters"
         )
     service, state = responses.service_of(request), responses.state_of(request.scope)
     grammar, form = None, parameters.grammar
