@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -185,7 +186,7 @@ def _new_tokenizer(
         kind = kind if config.encoder is None else "encoder-decoder"
         tokenizer = train_tokenizer(texts, config.vocab_size, kind)
     end = tokenizer.token_to_id(END_OF_TEXT)
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": vocabulary_size(tokenizer),
         "max_model_len": max(config.max_model_len, context),
     }

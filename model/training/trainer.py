@@ -155,7 +155,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return total, norm
 
-    @torch.inference_mode()
+    @torch.no_grad()  # FSDP2 cannot train with memory that it first took in inference mode
     def evaluate(self) -> Evaluation:
         """Measure what is held out."""
         self.module.eval()

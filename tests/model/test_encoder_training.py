@@ -27,7 +27,8 @@ from model.tokenizer import train_tokenizer
 from model.training.data import Batch, Corpus, CorpusError, TokenData, write_tokens
 from model.training.distributed import Processes
 from model.training.masking import IGNORED, Masking
-from model.training.pairs import PairData, Pairs, rank_documents, read_pairs, write_pairs
+from model.training.objectives import Ranking
+from model.training.pairs import PairBatch, PairData, Pairs, rank_documents, read_pairs, write_pairs
 from model.training.settings import TrainSettings
 from model.training.trainer import Trainer
 from tests.encoders import BERT, LAST_TOKEN
@@ -42,6 +43,11 @@ TEXTS = [text for pair in PAIRS for text in pair]
 tokenizer = train_tokenizer(TEXTS, 290, "encoder")
 CLS, SEP, MASK = (tokenizer.get_vocab()[name] for name in ("[CLS]", "[SEP]", "[MASK]"))
 SETTINGS = TrainSettings(steps=4, context=16, batch_size=4, warmup=2, mixed_precision=False)
+
+
+def vectors_of(trainer: Trainer, batch: PairBatch) -> Tensor:
+    assert isinstance(trainer.objective, Ranking)
+    return trainer.objective.vectors(batch)
 
 
 def make_trainer(data: TokenData | PairData, **changes: Any) -> Trainer:
@@ -113,7 +119,9 @@ def test_the_loss_is_that_of_bert(tmp_path: Path) -> None:
     data = masked_data(tmp_path)
     trainer = Trainer(checkpoint.decoder, checkpoint.tokenizer, data, SETTINGS)
     batch = Batch(inputs, targets)
-    assert trainer.objective.loss(batch).item() / batch.n_targets == pytest.approx(expected, rel=1e-5)
+    assert trainer.objective.loss(batch).item() / batch.n_targets == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 def test_layers_after_the_pooling_wait_for_pairs(tmp_path: Path) -> None:
@@ -180,7 +188,7 @@ def test_a_batch_has_different_pairs_and_the_vectors_that_are_served(
     assert len(np.unique(batch.texts[:, 0])) == 8
     assert not np.isin(batch.texts[:, 0], data.held_out_pairs(99)[:, 0]).any()
     trainer.decoder.eval()
-    vectors = trainer.objective.vectors(batch).flatten(0, 1)
+    vectors = vectors_of(trainer, batch).flatten(0, 1)
     serving = load_tokenizer_cut_at(8)
     for vector, text in zip(vectors, batch.texts.ravel(), strict=True):
         ids = serving.encode(texts[text]).ids
@@ -215,7 +223,7 @@ def test_processes_that_share_a_batch_have_the_loss_and_gradients_of_one(tmp_pat
     batch = data.batch(0, 0, 4, 16)
     expected = whole.objective.loss(batch)
     expected.backward()
-    vectors = whole.objective.vectors(batch).detach()
+    vectors = vectors_of(whole, batch).detach()
     total, gradients = 0.0, []
     for rank in range(2):
         trainer = make_trainer(data)
@@ -238,7 +246,7 @@ def test_held_out_accuracy_is_over_all_held_out_documents(tmp_path: Path) -> Non
     loss, accuracy, _ = trainer.evaluate()
     pairs = data.held_out_pairs(4)
     with torch.inference_mode():
-        vectors = trainer.objective.vectors(data.read(pairs, range(4)))
+        vectors = vectors_of(trainer, data.read(pairs, range(4)))
     found = [int((vectors[i, 0] @ vectors[:, 1].T).argmax()) == i for i in range(4)]
     assert accuracy == sum(found) / 4
     parts = (infonce(vectors[part], pairs[part]) for part in (slice(3), slice(3, 4)))
