@@ -52,7 +52,7 @@ class BeamSearch:
 
     def advance(self, logits: Floats) -> bool:
         """Continue all running texts, given their logits [n, vocab]; return whether it is over."""
-        width, penalty = self.params.width, self.params.length_penalty
+        width = self.params.width
         n_tokens = len(self.running[0].token_ids) + 1
         n_likeliest = min(width * max(2, 1 + len(self._ending_ids)), logits.shape[1])
         candidates = [  # log-probability, the text that it continues, its new token
@@ -68,7 +68,7 @@ class BeamSearch:
                 going.append(candidate)
             elif rank < width:
                 text = [*self.running[place].token_ids, token_id]
-                self.finished.append(Hypothesis(score / self._length(n_tokens) ** penalty, text))
+                self.finished.append(Hypothesis(self._score(score, n_tokens), text))
         going = going[:width]
         self.finished = sorted(self.finished, key=lambda text: -text.score)[:width]
         if not going or (len(self.finished) == width and self._is_settled(going[0][0], n_tokens)):
@@ -76,17 +76,17 @@ class BeamSearch:
         self._continue(going)
         return False
 
-    def _length(self, n_tokens: int) -> int:
-        return self._n_given - 1 + n_tokens
+    def _score(self, logprob: float, n_tokens: int) -> float:
+        score: float = logprob / (self._n_given - 1 + n_tokens) ** self.params.length_penalty
+        return score
 
     def _is_settled(self, best: float, n_tokens: int) -> bool:
         """Return whether no unfinished text is wanted; best: the highest log-probability of one."""
         if self.params.early_stopping is True:
             return True
-        penalty = self.params.length_penalty
-        if self.params.early_stopping == "never" and penalty > 0.0:
+        if self.params.early_stopping == "never" and self.params.length_penalty > 0.0:
             n_tokens = self._max_tokens
-        return best / self._length(n_tokens) ** penalty <= self.finished[-1].score
+        return self._score(best, n_tokens) <= self.finished[-1].score
 
     def _continue(self, going: list[tuple[float, int, int]]) -> None:
         """Give each text a beam: the first that continues another stays in its place."""

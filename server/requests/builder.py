@@ -13,6 +13,7 @@ from hashlib import blake2b
 from tokenizers import Encoding
 
 from model.bundle import ModelBundle
+from model.config import TransformerConfig
 from model.tokenizer import longest_token
 from server.engine.engine import ContextLimits, Engine
 from server.engine.grammar.constraints import Grammar
@@ -84,7 +85,8 @@ class RequestBuilder:
 
     async def build(self, options: RequestOptions, state: RequestState) -> CompletionRequest:
         """Return the request for a body. Raises InvalidRequestError."""
-        params, max_tokens, config = options.params, options.max_tokens, self.bundle.config
+        params = replace(options.params, beams=options.target.beams)
+        max_tokens, config = options.max_tokens, self.bundle.config
         prefix = await self._target_prefix(options)
         n_each = params.n_rows if params.beams else options.n
         self.admission.check_size(len(options.prompts) * n_each)
@@ -224,7 +226,7 @@ class RequestBuilder:
                     param="prompt",
                 )
             if text is None:
-                self.check_token_ids(ids, "prompt")
+                self.check_token_ids(ids, "prompt", self.bundle.config.encoder)
                 text = tokenizer.decode(ids)
             prompts.append(Prompt(ids, text, offsets))
         return prompts
@@ -260,9 +262,11 @@ class RequestBuilder:
         """The maximum number of tokens that /tokenize returns and /detokenize takes."""
         return max(MOST_TOKENS, self.limits.prompt)
 
-    def check_token_ids(self, token_ids: Collection[int], param: str) -> None:
-        """Raise InvalidRequestError for an id that is not in the vocabulary."""
-        size = self.bundle.config.vocab_size
+    def check_token_ids(
+        self, token_ids: Collection[int], param: str, of: TransformerConfig | None = None
+    ) -> None:
+        """Raise InvalidRequestError for an id that is not in the vocabulary; of: an encoder's."""
+        size = (of or self.bundle.config).vocab_size
         for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token_id < size:
                 raise InvalidRequestError(

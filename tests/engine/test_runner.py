@@ -67,7 +67,7 @@ def test_a_kernel_for_a_lone_token_shows_in_no_answer(
         logits: Floats,
         first: int,
     ) -> float:
-        seconds = run(self, ends, length, indices, logits, first)
+        seconds: float = run(self, ends, length, indices, logits, first)
         last = len(ends) * length - 1
         shows = self.input_ids[last] > 0 and self.position_ids[last] > 0
         if last % 128 == 0 and last in indices and shows:
