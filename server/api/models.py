@@ -114,7 +114,8 @@ def _listed(service: Service) -> Model:
     return Model(
         id=service.name,
         created=service.created,
-        **service.builder.limits._asdict(),
+        max_model_len=service.builder.limits.max_model_len,
+        max_source_len=service.builder.limits.max_source_len,
     )
 
 
@@ -122,7 +123,7 @@ def _listed(service: Service) -> Model:
 def model_card(service: NamedService) -> ModelCard:  # no coroutine: it asks the file system
     """Return the model's shape, precision, verification and files."""
     bundle = service.bundle
-    manifest = bundle.manifest
+    manifest, limits = bundle.manifest, service.builder.limits
     kv_cache = None
     if isinstance(engine := service.engine.engine, Engine):
         rows = engine.kv
@@ -142,7 +143,8 @@ def model_card(service: NamedService) -> ModelCard:  # no coroutine: it asks the
     return ModelCard(
         **service.describe_model(),
         parameters=manifest.parameters,
-        **service.builder.limits._asdict(),
+        max_model_len=limits.max_model_len,
+        max_source_len=limits.max_source_len,
         target_languages=sorted(languages(bundle.tokenizer)) if bundle.config.encoder else [],
         max_num_seqs=service.settings.max_num_seqs,
         kv_cache=kv_cache,

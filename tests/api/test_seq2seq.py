@@ -32,7 +32,7 @@ def tokenizer_of_languages() -> Tokenizer:
 
 
 TOKENIZER = tokenizer_of_languages()
-DE, FR, EN = (TOKENIZER.token_to_id(name) for name in LANGUAGES)
+DE, FR, EN = (TOKENIZER.encode(name).ids[0] for name in LANGUAGES)
 NETWORK = small_model(small_config((3, DE), VOCAB_SIZE + len(LANGUAGES)))
 BUNDLE = replace(fake_bundle(chat_template=None), config=NETWORK.config, tokenizer=TOKENIZER)
 
