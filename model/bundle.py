@@ -29,6 +29,7 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 EMBEDDING_FILE = "config_sentence_transformers.json"
 MANIFEST_FILE = "manifest.json"
 GRAPH_FILE = "model.onnx"
+ENCODER_GRAPH_FILE = "encoder.onnx"  # of an encoder-decoder, whose decoder is GRAPH_FILE
 WEIGHTS_FILE = "model.onnx.data"
 ATTENTION_GRAPH_FILE = "attention.onnx"  # the same weights; also returns attention's weights
 REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
