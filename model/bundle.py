@@ -188,6 +188,13 @@ class ModelBundle:
     embedding: EmbeddingDefaults = field(default_factory=EmbeddingDefaults)
 
     @property
+    def default_sampling(self) -> GenerationDefaults:
+        """The model's recommended sampling; with an encoder the likeliest text, unless it says."""
+        if self.config.encoder is None or self.generation.temperature is not None:
+            return self.generation
+        return self.generation.model_copy(update={"temperature": 0.0})
+
+    @property
     def graph_path(self) -> Path:
         """The path of model.onnx."""
         return self.path / GRAPH_FILE

@@ -197,15 +197,18 @@ class Transformer(nn.Module):
         lengths: Tensor | None = None,
         source: Source | None = None,
         *,
+        source_ids: Tensor | None = None,
         pooled: bool = False,
     ) -> Tensor:
         """Return logits [batch, sequence, vocab] of whole sequences; also serving's oracle.
 
-        source: of each row, which a decoder with an encoder needs. pooled: return the texts'
-        vectors instead, as `encode` does.
+        source: of each row, which a decoder with an encoder needs; or source_ids [batch, n_source],
+        whose `lengths` are then given. pooled: return the texts' vectors instead, as `encode` does.
         """
         if pooled and lengths is not None:
             return self.encode(input_ids, lengths)
+        if source_ids is not None and lengths is not None:
+            return self._logits(self.hidden(input_ids, source=self.read(source_ids, lengths)))
         return self._logits(self.hidden(input_ids, lengths, source=source))
 
     def read(self, source_ids: Tensor, lengths: Tensor) -> Source:
