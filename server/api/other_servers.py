@@ -41,6 +41,8 @@ USED_HERE = {
     "ignore_eos_token": "ignore_eos",
     "typical": "typical_p",
     "best_of": "n",
+    "use_beam_search": "num_beams",
+    "forced_bos_token_id": "target_language",
 }
 
 

@@ -76,6 +76,7 @@ class CompletionChoice(ResponseBody):
     logprobs: CompletionLogprobs | None
     finish_reason: Finish
     prompt_logprobs: PromptLogprobs = Field([])
+    score: float | None = Field(None, description="Of a beam search: see `length_penalty`.")
 
 
 class Completion(_Envelope):

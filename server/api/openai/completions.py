@@ -33,7 +33,7 @@ async def completions(request: Request, body: CompletionsBody) -> Response:
         body = _filling(body, service.added_ids)
     options = body.options(
         body.prompt,
-        service.bundle.generation,
+        service.bundle.default_sampling,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
         prompt_logprobs=body.scored_prompt,
@@ -41,6 +41,7 @@ async def completions(request: Request, body: CompletionsBody) -> Response:
         with_offsets=body.echo and body.logprobs is not None,
         grammar=grammar,
         kept_ids=frozenset() if body.skip_special_tokens else service.special_ids,
+        target=body.target(),
     )
     wanted = await service.builder.build(options, state)
     formatter = CompletionFormatter(service, body, state.id)
@@ -86,7 +87,9 @@ class CompletionFormatter(OpenAIFormatter):
         logprobs = None if self._n_top is None else self._logprobs(delta)
         reason = delta.finish_reason
         if text or logprobs is not None or reason is not None:
-            yield {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+            part = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+            score = delta.choice.score
+            yield part if score is None else part | {"score": finite(score)}
 
     def finished(self, choice: JSON) -> JSON:
         """Return a whole choice, with the scores of its prompt if they were asked for."""

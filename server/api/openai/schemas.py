@@ -12,6 +12,7 @@ from model.bundle import GenerationDefaults
 from server.api import schemas
 from server.api.other_servers import NO_OPS
 from server.api.structured import StructuredFields
+from server.api.target import TargetFields
 from server.engine.sampling import MAX_LOGPROBS
 from server.errors import InvalidRequestError
 from server.requests.builder import RequestOptions
@@ -145,7 +146,7 @@ Prompts = Annotated[
 ]
 
 
-class CompletionsBody(OpenAIBody):
+class CompletionsBody(OpenAIBody, TargetFields):
     """The body of POST /v1/completions."""
 
     prompt: Prompts = Field(description="Text, token ids, or a list of either.")

@@ -40,6 +40,7 @@ class StreamDetails(schemas.ResponseBody):
     generated_tokens: schemas.Size
     seed: int | None = Field(description="Null for greedy decoding.")
     input_length: schemas.Size
+    score: float | None = Field(None, description="Of a beam search: see `length_penalty`.")
 
 
 class _WholeDetails(StreamDetails):
@@ -90,7 +91,7 @@ class Info(schemas.ResponseBody, json_schema_serialization_defaults_required=Tru
     model_sha: None = None
     model_dtype: str
     model_device_type: str
-    model_pipeline_tag: Literal["text-generation"] = "text-generation"
+    model_pipeline_tag: Literal["text-generation", "text2text-generation"] = "text-generation"
     max_concurrent_requests: schemas.Size
     max_best_of: schemas.Size = schemas.MAX_SAMPLES
     max_stop_sequences: schemas.Size = schemas.MAX_STOPS

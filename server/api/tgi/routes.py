@@ -77,6 +77,7 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
         n=n_samples,
         default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
         grammar=grammar,
+        target=parameters.target(),
         keep_last=parameters.truncate,
         field_prefix="parameters.",
     )
@@ -130,8 +131,9 @@ class GenerateFormatter(responses.Formatter):
         """Return the event for a delta; the last one has the whole text."""
         self.add(delta)
         sample = self._samples[delta.choice.index]
-        token: dict[str, Any] = {"id": 0, "text": delta.text, "logprob": 0.0, "special": True}
-        if delta.logprobs is not None:  # else the deadline ended it without a token
+        token: dict[str, Any] = {"id": 0, "text": delta.text, "logprob": 0.0}
+        token["special"] = not delta.text
+        if delta.logprobs is not None:  # else a deadline or a beam search ended without a token
             token = sample.tokens[-1]
         shown: dict[str, Any] = {"index": len(sample.tokens), "token": token}
         if self._parameters.top_n_tokens:
@@ -177,12 +179,13 @@ class GenerateFormatter(responses.Formatter):
         elif choice.finish_reason is FinishReason.STOP:
             reason = "eos_token"
         choice.shown_reason = reason
-        return {
+        details = {
             "finish_reason": reason,
             "generated_tokens": choice.n_tokens,
             "seed": choice.sequence.params.seed if self._parameters.samples else None,
             "input_length": len(choice.prompt.ids),
         }
+        return details if choice.score is None else details | {"score": finite(choice.score)}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {
@@ -196,15 +199,16 @@ class GenerateFormatter(responses.Formatter):
 @router.get("/info", responses=responses.MODEL_ERRORS)
 async def info(service: responses.NamedService) -> Info:
     """Return model and limits, in TGI's form."""
-    model = service.describe_model()
+    model, limits = service.describe_model(), service.builder.limits
     n_sequences = service.settings.max_num_seqs + service.settings.queue_limit
     return Info(
         model_id=model["model"],
         model_dtype=model["precision"],
         model_device_type=model["device"],
+        model_pipeline_tag="text2text-generation" if limits.max_source_len else "text-generation",
         max_concurrent_requests=n_sequences,
-        max_input_tokens=service.builder.max_model_len - 1,
-        max_total_tokens=service.builder.max_model_len,
+        max_input_tokens=limits.max_source_len or limits.max_model_len - 1,
+        max_total_tokens=limits.max_model_len + (limits.max_source_len or 0),
         max_client_batch_size=n_sequences,
         version=version("kvasir-lm"),
     )

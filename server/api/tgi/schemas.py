@@ -6,16 +6,17 @@ from pydantic import Field
 
 from server.api import schemas
 from server.api.structured import TGIFormat
+from server.api.target import TargetFields
 from server.engine.sampling import MAX_LOGPROBS
 
 
-class GenerateParameters(schemas.SamplingFields):
+class GenerateParameters(schemas.SamplingFields, TargetFields):
     """The `parameters` of a request, which samples only if one of them asks for it."""
 
     max_new_tokens: schemas.NewTokens | None = Field(
         None,
         description="Maximum number of new tokens; -1: as many as fit. Default: 100, or the room "
-        "left.",
+        "left; for encoder-decoders the longest target.",
     )
     best_of: int | None = Field(
         None,
