@@ -1,4 +1,4 @@
-"""Texts packed for one run of a graph that makes vectors: its inputs, by name."""
+"""Texts packed for one run of an encoder's graph: its inputs, by name."""
 
 from __future__ import annotations
 
