@@ -144,13 +144,13 @@ build/conformance/.ready:  # these need other versions than constraints.txt has
 build/encoder-clients/.ready:
 	$(PYTHON) -m venv build/encoder-clients
 	build/encoder-clients/bin/pip install --quiet --disable-pip-version-check \
-		langchain-openai==1.7.3 langchain-anthropic==1.7.10 llama-index-embeddings-openai==0.7.0 cohere==7.3.1
+		langchain-openai==1.7.3 llama-index-embeddings-openai==0.7.0 cohere==7.3.1
 	@touch $@
 
 build/chat-clients/.ready:
 	$(PYTHON) -m venv build/chat-clients
 	build/chat-clients/bin/pip install --quiet --disable-pip-version-check \
-		litellm==1.106.2 instructor==1.17.0 openai==2.54.0 anthropic==1.17.0
+		litellm==1.106.2 mcp==2.3.0 instructor==1.17.0 openai==2.54.0 anthropic==1.17.0
 	@touch $@
 
 build/agent-clients/.ready:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would be downloaded
 USER: dict[str, Any] = {"role": "user", "content": "def"}
@@ -21,11 +21,15 @@ LONG: dict[str, Any] = {"role": "user", "content": "def " * 4000}
 class Day(BaseModel):
     """The type of a structured answer, which an empty object has, too."""
 
+    model_config = ConfigDict(extra="forbid")
+
     day: Literal["mon", "tue"] = "mon"
 
 
 class Weather(BaseModel):
     """The weather of a day."""
+
+    model_config = ConfigDict(extra="forbid")
 
     day: Literal["mon", "tue"]
 
