@@ -147,7 +147,6 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ),
     (CALL | {"regex": "a"}, "regex"),
     ({"tools": [tool()], "regex": "a"}, "regex"),
-    (CALL | form("json_object"), "response_format"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": 1}, "logprobs"),

@@ -1,7 +1,8 @@
 """Run all clients against small real models: `make conformance`.
 
 Each argument is an environment with clients: first lm_eval, guidellm and the packages of Node, then
-those of vectors and ranks with LangChain's of chats, those of agents, and litellm with instructor.
+those of vectors and ranks with langchain-openai, those of agents, litellm with instructor, and
+langchain-anthropic.
 Prints a line for each client. Exit code 1 if one of them fails.
 """
 
@@ -39,7 +40,7 @@ _NODE = {
 }
 
 
-def main(environment: Path, encoders: Path, agents: Path, chats: Path) -> int:
+def main(environment: Path, encoders: Path, agents: Path, chats: Path, claude: Path) -> int:
     with TemporaryDirectory() as folder:
         model, tokenizer = Path(folder) / "random-model", Path(folder) / "tokenizer"
         make_model(model)
@@ -56,10 +57,13 @@ def main(environment: Path, encoders: Path, agents: Path, chats: Path) -> int:
             passed &= _try("huggingface_hub", lambda: use_huggingface(server))
             for client in ("openai-agents", "pydantic-ai-slim"):
                 passed &= _try(client, partial(use_agents, agents, server, client))
-            for client in ("litellm", "instructor"):
-                passed &= _try(client, partial(use_chats, chats, server, client))
-            for client in ("langchain-openai", "langchain-anthropic"):
-                passed &= _try(client, partial(use_chats, encoders, server, client))
+            for client, folder_of in (
+                ("litellm", chats),
+                ("instructor", chats),
+                ("langchain-openai", encoders),
+                ("langchain-anthropic", claude),
+            ):
+                passed &= _try(client, partial(use_chats, folder_of, server, client))
         with serve_locally(model, *limits) as url:  # lm_eval's local-completions sends no key
             server = Server(url, model.name, "", MAX_MODEL_LEN)
             tools = Tools(environment, Path(folder), server, tokenizer)

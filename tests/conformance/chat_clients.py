@@ -44,6 +44,7 @@ def use_litellm(url: str, model: str, key: str) -> int:
     """Speak chat, with a turn sent back, Responses and Messages."""
     import litellm  # noqa: PLC0415
 
+    litellm.suppress_debug_info = True
     to_openai = {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": key}
     brief: dict[str, Any] = to_openai | {"max_tokens": 8, "temperature": 0, "num_retries": 0}
     whole = litellm.completion(messages=[USER], **brief)
@@ -83,8 +84,13 @@ def use_instructor(url: str, model: str, key: str) -> int:
     tokens = httpx.post(f"{url}/tokenize", json={"prompt": "}"}, headers=headers).json()["tokens"]
     empty = {"logit_bias": {str(tokens[-1]): 100}}  # "{}", of the objects that may come
     day = '```json\n{"day": "tue"}\n```'
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
     mode = instructor.Mode
+
+    def patched(one: instructor.Mode) -> Any:
+        # A client that is patched again keeps what it was patched with before.
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+        return instructor.from_openai(client, mode=one)
+
     more: dict[instructor.Mode, dict[str, Any]] = {
         mode.TOOLS: {},
         mode.TOOLS_STRICT: {},
@@ -95,20 +101,18 @@ def use_instructor(url: str, model: str, key: str) -> int:
         mode.MD_JSON: {"extra_body": {"guided_choice": [day]}},
     }
     for one, extra in more.items():
-        patched = instructor.from_openai(client, mode=one)
         asked = {"model": model, "messages": [USER], "response_model": Day, "max_retries": 0}
-        assert isinstance(patched.chat.completions.create(**asked, **extra), Day), one
-    many = instructor.from_openai(client, mode=mode.PARALLEL_TOOLS)
-    found = many.chat.completions.create(
+        assert isinstance(patched(one).chat.completions.create(**asked, **extra), Day), one
+    found = patched(mode.PARALLEL_TOOLS).chat.completions.create(
         model=model,
         messages=[USER],
         response_model=Iterable[Weather],
-        tool_choice="required",
-        parallel_tool_calls=False,
+        extra_body={"tool_choice": "required", "parallel_tool_calls": False},  # it asks for auto
     )
     assert all(isinstance(one, Weather) for one in found)
-    by_responses = instructor.from_openai(client, mode=mode.RESPONSES_TOOLS)
-    response = by_responses.responses.create(model=model, input="def", response_model=Day)
+    response = patched(mode.RESPONSES_TOOLS).responses.create(
+        model=model, input="def", response_model=Day
+    )
     assert isinstance(response, Day)
     claude = anthropic.Anthropic(base_url=url, api_key=key, max_retries=0)
     by_messages = instructor.from_anthropic(claude, mode=mode.ANTHROPIC_TOOLS)
@@ -136,11 +140,12 @@ def use_langchain_openai(url: str, model: str, key: str) -> int:
 def use_langchain_anthropic(url: str, model: str, key: str) -> int:
     """Speak Messages, and count tokens."""
     from langchain_anthropic import ChatAnthropic  # noqa: PLC0415
+    from langchain_core.messages import HumanMessage  # noqa: PLC0415
 
     given: dict[str, Any] = {"base_url": url, "model": model, "api_key": key}
     chat = ChatAnthropic(**given, max_tokens=300, max_retries=0, temperature=0)
     assert isinstance(chat.with_structured_output(Weather).invoke("def"), Weather)
-    assert chat.get_num_tokens_from_messages([("user", "def")])
+    assert chat.get_num_tokens_from_messages([HumanMessage("def")])
     return _use_langchain(chat, chat.bind(max_tokens=8)) + 2
 
 

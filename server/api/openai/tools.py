@@ -59,7 +59,9 @@ class AnswerForm:
         schemas = {function.name: function.arguments_schema for function in body.functions}
         wanted = grammar = body.any_grammar()
         if calls is not None and (wanted is not None or body.must_call):
-            otherwise = None if wanted is None else json.loads(wanted.source)
+            otherwise = None  # a format is of content, and there is none where calls must come
+            if wanted is not None and not body.must_call:
+                otherwise = json.loads(wanted.source)
             source = calls_only(calls, schemas, tokens, most=max_calls, otherwise=otherwise)
             grammar = Grammar("lark", source, "tools")
         elif calls is not None and body.holds_calls:
@@ -123,7 +125,7 @@ def _call_format(body: ChatBody, chat: ChatFormat) -> ToolCallFormat | None:
         )
     if form is None:
         return None
-    if wanted is not None and body.must_call:
+    if wanted is not None and body.must_call and wanted.kind != "json":
         raise InvalidRequestError(
             f"{wanted.param} constrains the text, but tool_choice asks for a call; "
             "give one of them",

@@ -23,7 +23,8 @@ def _only(*served: object, instead: str) -> BeforeValidator:
 
     def check(value: object) -> object:
         if not any(value == one and type(value) is type(one) for one in served):
-            raise ValueError(f"{value!r} is not served here; {instead}")
+            known = " or ".join(map(repr, served))
+            raise ValueError(f"{value!r} is not served here, only {known}; {instead}")
         return value
 
     return BeforeValidator(check)
