@@ -11,8 +11,8 @@ from pathlib import Path
 import onnx_ir as ir
 
 from export.graph import STEP_INPUTS
-from export.trace import SOURCE_INPUTS
 from export.rewrite import remove_unused_constants, take_branch
+from export.trace import SOURCE_INPUTS
 from model.bundle import ATTENTION_GRAPH_FILE, GRAPH_FILE
 from model.packing import SOURCE_OUTPUT
 
