@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -201,8 +202,8 @@ def test_attention_weights(bart: Path, exported: Path) -> None:
     inputs |= plain.source_inputs([source[0].tolist()])
     names = [f"{kind}.{i}" for kind in ("attention", "source_attention") for i in range(3)]
     logits, *weights = session.run(["logits", *names], inputs)
-    tolerance = {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(torch.from_numpy(logits), theirs.logits[0], **tolerance)
+    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+    close(torch.from_numpy(logits), theirs.logits[0])
     expected = (*theirs.decoder_attentions, *theirs.cross_attentions)
     for ours, others in zip(weights, expected, strict=True):
-        torch.testing.assert_close(torch.from_numpy(ours), others, **tolerance)
+        close(torch.from_numpy(ours), others)
