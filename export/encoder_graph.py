@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from export.graph import record_parameters
-from export.quantize import SMALLEST_SCALE, products, quantize
+from export.quantize import products, quantize, quantize_pairs
 from export.rewrite import lazy_constant, remove_unused_constants, replace_node, save
 from export.trace import TRANSPOSED, TensorSpec, trace_module
 from export.weights import Weights
@@ -36,9 +36,6 @@ PACKED_INPUTS: dict[str, TensorSpec] = {
     "lengths": (torch.int64, ["texts"]),
     "places": (torch.int64, ["tokens"]),
 }
-
-_MOST_OF_PAIR = 128  # 255 · 128 < 2^15
-_PAIR_SCALES = (1.0, 1.1, 1.2, 1.35, 1.6, 2.0)  # to try, relative to that of eight bits
 
 
 class EncoderGraph(nn.Module):
@@ -119,31 +116,6 @@ def save_packed(
         _separate_biases(model.graph, weights)
         quantize(model, weights, precision, rank=2, rounder=quantize_pairs)
     save(model, path, progress)
-
-
-def quantize_pairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows of a matrix [out, in], so that x86 without VNNI multiplies them exactly and fast.
-
-    It adds the products of inputs 2 i and 2 i + 1 in 16 bits. They fit if two such weights of one
-    sign sum to 128 at most; larger pairs are reduced. A row gets the scale that changes it least.
-    """
-    n_in = matrix.shape[1]
-    pairs = functional.pad(matrix, (0, n_in % 2)).unflatten(1, (-1, 2))  # [out, pairs, 2]
-    largest = (matrix.abs().amax(dim=1) / 127.0).clamp(min=SMALLEST_SCALE)
-    integers, scales = torch.empty_like(pairs), largest.clone()
-    least = torch.full_like(largest, torch.inf)
-    for factor in _PAIR_SCALES:
-        scale = (largest * factor)[:, None, None]
-        rounded = (pairs / scale).round_()
-        has_one_sign = rounded[..., 0] * rounded[..., 1] > 0
-        excess = (rounded.abs().sum(dim=2) - _MOST_OF_PAIR).clamp(min=0) * has_one_sign
-        half = (excess / 2).floor()
-        rounded -= rounded.sign() * torch.stack((half, excess - half), dim=2)
-        error = (rounded * scale - pairs).square().sum(dim=(1, 2))
-        better = error < least
-        least[better], scales[better] = error[better], scale[better, 0, 0]
-        integers[better] = rounded[better]
-    return integers.flatten(1)[:, :n_in].to(torch.int8), scales
 
 
 def _separate_biases(graph: ir.Graph, weights: Weights) -> None:

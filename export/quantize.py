@@ -52,6 +52,8 @@ BLOCK = 32
 _EMBEDDING = "embedding.weight"  # the decoder's name, which the graph keeps
 SMALLEST_SCALE = 1e-12  # for zeros
 _KEPT = re.compile(r"\.router\.|^pooler\.")  # weights that are not rounded
+_MOST_OF_PAIR = 128  # 255 · 128 < 2^15
+_PAIR_SCALES = (1.0, 1.1, 1.2, 1.35, 1.6, 2.0)  # to try, relative to that of eight bits
 
 Rounder = Callable[[Tensor], tuple[Tensor, Tensor]]  # of a matrix, to integers and scales
 
@@ -102,6 +104,31 @@ def quantize_rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
     least, most = matrix.aminmax(dim=1)
     scales = (torch.maximum(most, -least) / 127.0).clamp(min=SMALLEST_SCALE)
     return matrix.div_(scales[:, None]).round_().to(torch.int8), scales
+
+
+def quantize_pairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows of a matrix [out, in], so that x86 without VNNI multiplies them exactly and fast.
+
+    It adds the products of inputs 2 i and 2 i + 1 in 16 bits. They fit if two such weights of one
+    sign sum to 128 at most; larger pairs are reduced. A row gets the scale that changes it least.
+    """
+    n_in = matrix.shape[1]
+    pairs = functional.pad(matrix, (0, n_in % 2)).unflatten(1, (-1, 2))  # [out, pairs, 2]
+    largest = (matrix.abs().amax(dim=1) / 127.0).clamp(min=SMALLEST_SCALE)
+    integers, scales = torch.empty_like(pairs), largest.clone()
+    least = torch.full_like(largest, torch.inf)
+    for factor in _PAIR_SCALES:
+        scale = (largest * factor)[:, None, None]
+        rounded = (pairs / scale).round_()
+        has_one_sign = rounded[..., 0] * rounded[..., 1] > 0
+        excess = (rounded.abs().sum(dim=2) - _MOST_OF_PAIR).clamp(min=0) * has_one_sign
+        half = (excess / 2).floor()
+        rounded -= rounded.sign() * torch.stack((half, excess - half), dim=2)
+        error = (rounded * scale - pairs).square().sum(dim=(1, 2))
+        better = error < least
+        least[better], scales[better] = error[better], scale[better, 0, 0]
+        integers[better] = rounded[better]
+    return integers.flatten(1)[:, :n_in].to(torch.int8), scales
 
 
 def quantize_blocks(matrix: Tensor, bits: int = 4) -> tuple[Tensor, Tensor]:
@@ -238,8 +265,9 @@ class _Int8:
         """Replace a product without a bias. A Gemm is the head, with activations of rank 2."""
         x, weight = cast("tuple[ir.Value, ...]", node.inputs)
         tape, is_head = Tape(), node.op_type == "Gemm"
+        # The session option for exact products leaves branches alone (`open_cpu_session`).
         is_inner = owner_of(node) is not self._graph
-        matrix, scales = self._matrix(weight, torch.uint8 if is_inner else torch.int8)
+        matrix, scales = self._matrix(weight, quantize_pairs if is_inner else self._rounder)
         if is_head:
             matrix = tape.op("Transpose", [matrix], {"perm": [1, 0]})
         rank = 2 if is_head else self._rank
@@ -247,8 +275,6 @@ class _Int8:
         one = constant(self._graph, "quantize.one", np.array(1.0, dtype=np.float32))
         zero_point = constant(self._graph, "quantize.zero_point", np.array(128, dtype=np.uint8))
         inputs = [quantized, matrix, one, scales, zero_point]
-        if is_inner:
-            inputs.append(zero_point)
         product = tape.op("MatMulIntegerToFloat", inputs, domain=MICROSOFT)
         splits = [user for user, _ in node.outputs[0].uses() if user.op_type == "Split"]
         if not splits or len(splits[0].outputs) != 2:
@@ -270,7 +296,7 @@ class _Int8:
         """Replace the embedding's Gather."""
         table, ids = cast("tuple[ir.Value, ...]", node.inputs)
         tape = Tape()
-        matrix, scales = self._matrix(table, torch.int8)
+        matrix, scales = self._matrix(table, quantize_rows)
         integers = tape.op("Gather", [matrix, ids], {"axis": 0})
         rows = tape.op("Cast", [integers], {"to": ir.DataType.FLOAT})
         of_ids = tape.op("Gather", [scales, ids], {"axis": 0})
@@ -310,23 +336,14 @@ class _Int8:
     def _axis(self, n: int) -> ir.Value:
         return constant(self._graph, f"quantize.axis_{n}", np.array([n], dtype=np.int64))
 
-    def _matrix(self, weight: ir.Value, dtype: torch.dtype) -> tuple[ir.Value, ir.Value]:
+    def _matrix(self, weight: ir.Value, rounder: Rounder) -> tuple[ir.Value, ir.Value]:
         """Return integers of a weight in its own layout, and a scale for each output.
 
-        They are made once. dtype: int8, or uint8, which is 128 more. Branches get uint8, because
-        ONNX Runtime makes the weights of exact products uint8 in the main graph only
-        (`open_cpu_session`).
+        They are made once.
         """
         assert weight.shape is not None
         shapes = weight.shape.numpy(), [_sizes(weight)[1]]
+        if weight.name == _EMBEDDING:
+            rounder = quantize_rows
         of = self._graph, self._weights, weight
-        if dtype == torch.uint8:
-            return rounded_weight(*of, "uint8", _quantize_rows_unsigned, dtype, shapes)
-        rounder = quantize_rows if weight.name == _EMBEDDING else self._rounder
-        return rounded_weight(*of, "int8", rounder, dtype, shapes)
-
-
-def _quantize_rows_unsigned(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows as `quantize_rows`, to integers that are 128 more."""
-    integers, scales = quantize_rows(matrix)
-    return integers.to(torch.int16).add_(128).to(torch.uint8), scales
+        return rounded_weight(*of, "int8", rounder, torch.int8, shapes)

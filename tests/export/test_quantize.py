@@ -10,9 +10,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from export.encoder_graph import quantize_pairs
 from export.graph import export_graph
-from export.quantize import BLOCK, quantize, quantize_blocks, quantize_rows
+from export.quantize import BLOCK, quantize, quantize_blocks, quantize_pairs, quantize_rows
 from export.rewrite import branches
 from export.weights import Weights
 from model.bundle import GRAPH_FILE, WEIGHTS_FILE

@@ -73,6 +73,6 @@ def test_a_segment_opens_its_own_weights_only(
     for layer, names in enumerate(of_layers[1:-1]):
         assert {name.split(".")[1] for name in names} == {str(layer)}
         assert f"blocks.{layer}.feed_forward.down.weight.T.int4" in names
-        assert f"blocks.{layer}.feed_forward.down.weight.T.uint8" in names
+        assert f"blocks.{layer}.feed_forward.down.weight.T.int8" in names
     assert not of_layers[0]
     assert not of_layers[-1]

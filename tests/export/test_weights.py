@@ -15,6 +15,7 @@ from torch import Tensor
 from export import weights as export_weights
 from export.graph import export_graph, load_weights
 from export.paged_graph import export_paged_graph
+from export.quantize import quantize_pairs
 from export.weights import Weights
 from model.config import TransformerConfig
 from model.tensor_files import LazyWeights
@@ -100,14 +101,14 @@ def compare(
         wanted = whole if stem == name else whole.T
         if stem in found:
             assert (found[stem] == wanted).all(), stem
-        in_rows = {"int8": np.int8, "uint8": np.uint8}  # of branches, 128 more
-        for kind, offset in (("int8", 0), ("uint8", 128)):
-            if f"{stem}.{kind}" in found and found[f"{stem}.{kind}"].dtype == in_rows[kind]:
+        if f"{stem}.int8" in found and found[f"{stem}.int8"].dtype == np.int8:
+            if f"{stem}.int4" in found:  # int8 in the branch of prompts
+                rounded, steps = (of.numpy() for of in quantize_pairs(torch.tensor(whole)))
+            else:
                 steps = (np.abs(whole).max(axis=1) / np.float32(127)).astype(np.float32)
-                rounded = np.rint(whole / steps[:, None]).astype(np.int16) + offset
-                wanted = rounded if stem == name else rounded.T
-                assert (found[f"{stem}.{kind}"] == wanted).all(), stem
-                assert (found[f"{stem}.{kind}.scales"] == steps).all(), stem
+                rounded = np.rint(whole / steps[:, None]).astype(np.int8)
+            assert (found[f"{stem}.int8"] == (rounded if stem == name else rounded.T)).all(), stem
+            assert (found[f"{stem}.int8.scales"] == steps).all(), stem
         if f"{stem}.int{bits}" in found and found[f"{stem}.int{bits}"].dtype == np.uint8:
             integers, scales = blocks(whole, bits)
             packed = integers if bits == 8 else integers[..., ::2] + 16 * integers[..., 1::2]

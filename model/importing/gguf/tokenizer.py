@@ -96,44 +96,17 @@ def read_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer:
             f"its key tokenizer.ggml.pre is {pre!r}; supported are {', '.join(_PRE_TOKENIZERS)}; "
             "import the model's folder with tokenizer.json"
         )
-    tokens: list[str] = _get(values, "tokens", list)
-    if (longest := max(map(len, tokens), default=0)) > _LONGEST_TOKEN:
-        raise UnsupportedError(
-            f"its key tokenizer.ggml.tokens has one of {longest:,} characters, more than "
-            f"{_LONGEST_TOKEN:,}; import the model's folder with tokenizer.json"
-        )
-    kinds = _numbers(values, "token_type", len(tokens))
+    tokens, kinds = _tokens(values)
+    ids = _special_ids(values, len(tokens))
     vocabulary = {token: i for i, token in enumerate(tokens) if kinds[i] != _UNUSED}
-    if len(vocabulary) != len(tokens) - kinds.count(_UNUSED):
-        raise UnsupportedError("its key tokenizer.ggml.tokens has a token twice; copy it again")
-    ids = {"bos": 1, "eos": 2, "unknown": 0} if model == "llama" else {}
-    for name in _IDS:
-        key = f"{name}_token_id"
-        ids[name] = _get(values, key, int, ids.get(name, -1))
-        if not -1 <= ids[name] < len(tokens):
-            raise UnsupportedError(
-                f"its key tokenizer.ggml.{key} is {ids[name]}, and it has {len(tokens)} tokens"
-            )
     document: dict[str, Any] = {"version": "1.0", "truncation": None, "padding": None}
     if model == "gpt2":
         document |= _byte_level(values, vocabulary, _PRE_TOKENIZERS[pre])
     else:
         unknown = tokens[ids["unknown"]] if ids["unknown"] >= 0 else None
         document |= _sentencepiece(values, vocabulary, unknown)
-    phi3 = values.get("general.architecture") == "phi3"
-    document["added_tokens"] = [
-        {
-            "id": i,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": phi3 and kinds[i] == _CONTROL and token not in _NOT_STRIPPED,
-            "normalized": False,
-            "special": kinds[i] != _USER_DEFINED,
-        }
-        for i, token in enumerate(tokens)
-        if kinds[i] in (_UNKNOWN, _CONTROL, _USER_DEFINED)
-    ]
+    keeps_spaces = values.get("general.architecture") != "phi3"
+    document["added_tokens"] = _added_tokens(tokens, kinds, keeps_spaces=keeps_spaces)
     starts = _get(
         values, "add_bos_token", bool, model == "llama" or _PRE_TOKENIZERS[pre].whole_words
     )
@@ -155,6 +128,53 @@ def read_tokenizer(values: Mapping[str, Any]) -> GgufTokenizer:
         [i for i in dict.fromkeys(last) if i >= 0 and (kinds[i] == _CONTROL or i == ids["eos"])],
         size,
     )
+
+
+def _tokens(values: Mapping[str, Any]) -> tuple[list[str], list[int]]:
+    """Return the texts of all tokens, and their kinds."""
+    tokens: list[str] = _get(values, "tokens", list)
+    if (longest := max(map(len, tokens), default=0)) > _LONGEST_TOKEN:
+        raise UnsupportedError(
+            f"its key tokenizer.ggml.tokens has one of {longest:,} characters, more than "
+            f"{_LONGEST_TOKEN:,}; import the model's folder with tokenizer.json"
+        )
+    kinds = _numbers(values, "token_type", len(tokens))
+    used = [token for token, kind in zip(tokens, kinds, strict=True) if kind != _UNUSED]
+    if len(set(used)) != len(used):
+        raise UnsupportedError("its key tokenizer.ggml.tokens has a token twice; copy it again")
+    return tokens, kinds
+
+
+def _special_ids(values: Mapping[str, Any], n_tokens: int) -> dict[str, int]:
+    """Return the ids of special tokens by names; -1 is none."""
+    is_sentencepiece = values.get("tokenizer.ggml.model") == "llama"
+    defaults = {"bos": 1, "eos": 2, "unknown": 0} if is_sentencepiece else {}
+    ids = {name: _get(values, f"{name}_token_id", int, defaults.get(name, -1)) for name in _IDS}
+    for name, i in ids.items():
+        if not -1 <= i < n_tokens:
+            raise UnsupportedError(
+                f"its key tokenizer.ggml.{name}_token_id is {i}, and it has {n_tokens} tokens"
+            )
+    return ids
+
+
+def _added_tokens(
+    tokens: list[str], kinds: list[int], *, keeps_spaces: bool
+) -> list[dict[str, Any]]:
+    """Return the tokens that are cut out of a text first. keeps_spaces: those behind them stay."""
+    return [
+        {
+            "id": i,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": not keeps_spaces and kinds[i] == _CONTROL and token not in _NOT_STRIPPED,
+            "normalized": False,
+            "special": kinds[i] != _USER_DEFINED,
+        }
+        for i, token in enumerate(tokens)
+        if kinds[i] in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]
 
 
 def _get(values: Mapping[str, Any], name: str, kind: type[T], default: T | None = None) -> T:
