@@ -41,7 +41,7 @@ class SourceGraph(nn.Module):
         """Return keys and values of all layers."""
         hidden = run_packed(self.network, *tensors)
         made: Tensor = self.network.get_submodule(_MADE)(hidden)
-        return made.unflatten(1, self.shape)
+        return made.view(-1, *self.shape)
 
 
 def export_source_graph(
@@ -62,7 +62,7 @@ def export_source_graph(
     made = nn.utils.skip_init(nn.Linear, config.encoder.d_model, width, bias=config.qkv_bias)
     network.add_module(_MADE, made)
     graph = SourceGraph(network, config)
-    outputs = {SOURCE_OUTPUT: ["tokens", *graph.shape]}
+    outputs: dict[str, list[int | str]] = {SOURCE_OUTPUT: ["tokens", *graph.shape]}
     model = trace_module(graph, read, PACKED_INPUTS, outputs)
     save_packed(model, network, read, path, precision, progress)
 

@@ -75,8 +75,8 @@ class LayeredDecoder:
             self._load(block, f"blocks.{layer}")
             for i, group in enumerate(groups):
                 if sources or not self.config.causal:
-                    place = torch.arange(hidden[i].shape[1], device=self._device)
-                    positions = self._decoder.positions(place[None], place.clone)
+                    in_row = torch.arange(hidden[i].shape[1], device=self._device)
+                    positions = self._decoder.positions(in_row[None], in_row.clone)
                     hidden[i] = block(hidden[i], positions, given[i])
                     continue
                 hidden[i], cache = self._run_block(block, hidden[i])

@@ -138,7 +138,7 @@ def test_figures_of_pairs(bart: Path, tmp_path: Path) -> None:
     targets, _ = session.generate(sources, 12)
     for i in range(0, 20, 3):
         targets[i][i % len(targets[i])] ^= 1
-    pairs = [tuple(map(np.array, pair)) for pair in zip(sources, targets, strict=True)]
+    pairs = [(np.array(a), np.array(b)) for a, b in zip(sources, targets, strict=True)]
     verifier = Verifier(config, checkpoint.weights, SamplePairs("pairs", pairs, True))
     figures = verifier.verify(SegmentedGraph(tmp_path / GRAPH_FILE, config))
     assert figures.exact_match_onnx == 13 / 20
