@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from importlib.metadata import version
 from pathlib import Path
 
-import numpy as np
 import onnx_ir
 from pydantic import ValidationError
 
@@ -16,13 +14,15 @@ from export.encoder_graph import export_encoder_graph
 from export.graph import export_graph, load_weights
 from export.kv_cache import KVScales
 from export.paged_graph import KV_DTYPES, check_pageable, export_paged_graph
+from export.source_graph import export_source_graph, load_both_weights
 from export.verification.paged_session import PagedSession, require_cuda
-from export.verification.plan import FEWEST_TOKENS, SampleText
+from export.verification.samples import make_sample
 from export.verification.segments import SegmentedGraph
 from export.verification.vectors import verify_vectors
-from export.verification.verify import MAX_PERPLEXITY_LOSS, VerificationError, Verifier, check
+from export.verification.verify import Verifier, check
 from model.bundle import (
     CONFIG_FILE,
+    ENCODER_GRAPH_FILE,
     FORMAT_VERSION,
     GENERATION_FILE,
     GRAPH_FILE,
@@ -42,15 +42,13 @@ from model.files import new_directory
 from model.network.skeleton import count_parameters
 from model.progress import Progress, unheard
 from model.tensor_files import hash_weights
-from model.tokenizer import leading_ids
-from model.training.data import DATA_FOLDER, open_tokens
 
 # The manifest's names for what a checkpoint notes of its training.
 _NOTES = {"step": "training_step", "seconds": "training_seconds"}
 _NOTES |= {name: name for name in ("train_tokens", "held_out_tokens")}
-_NOTES |= {name: name for name in ("held_out_loss", "held_out_accuracy")}
+_OF_HELD_OUT = ("held_out_loss", "held_out_accuracy", "held_out_exact_match")
+_NOTES |= {name: name for name in _OF_HELD_OUT}
 _VERSIONS = ("torch", "onnx", "onnxruntime", "kvasir-lm")
-_PYDOC = f"Python {sys.version_info[0]}.{sys.version_info[1]}'s pydoc topics"
 
 
 def export_checkpoint(
@@ -72,7 +70,7 @@ def export_checkpoint(
 
     device: a graph for cuda is verified on a GPU, so there must be one. precision: None is the
     device's first. kv_cache: on cuda, one of KV_DTYPES; None is the type of activations.
-    int8_prompts: give int4 on the CPU int8 weights as well, for prompts. text: see `sample_text`.
+    int8_prompts: give int4 on the CPU int8 weights as well, for prompts. text: see `make_sample`.
     generation: recommended sampling, which overrides the checkpoint's field by field.
     max_model_len: the longest row; None is the checkpoint's. Raises CheckpointError,
     VerificationError, FileExistsError when `out` is in use, and ValueError for text, a precision, a
@@ -89,21 +87,14 @@ def export_checkpoint(
     checkpoint = load_checkpoint(source, max_model_len)
     config, weights = checkpoint.config, checkpoint.weights
     if config.encoder is not None:
-        raise ValueError(f"{source} is an encoder-decoder, which Kvasir reads but does not export")
+        check_encoder_precision(device, precision, "an encoder-decoder")
     if device == "cuda":
         check_pageable(config)
         require_cuda()
     if config.pooling is not None:
         check_vector_options(device, precision, text)
-    sample = None if config.pooling else sample_text(checkpoint, text, precision)
-    files = dict(checkpoint.extra_files)
-    try:
-        brought = GenerationDefaults.model_validate_json(files.get(GENERATION_FILE, b"{}"))
-    except ValidationError as error:
-        file = checkpoint.path / GENERATION_FILE
-        raise CheckpointError(f"{file}: {first_problem(error)}") from None
-    if recommended := brought.given() | (generation.given() if generation else {}):
-        files[GENERATION_FILE] = json.dumps(recommended, indent=2).encode() + b"\n"
+    sample = None if config.pooling else make_sample(checkpoint, text, precision)
+    files = _extra_files(checkpoint, generation)
     with new_directory(out) as part:
         config.save(part / CONFIG_FILE)
         checkpoint.tokenizer.save(str(part / TOKENIZER_FILE))
@@ -126,6 +117,9 @@ def export_checkpoint(
                     config, weights, graph, precision, steps, progress, int8_prompts=int8_prompts
                 )
                 write_attention_graph(part)
+            if config.encoder is not None:
+                encoder = part / ENCODER_GRAPH_FILE
+                export_source_graph(config, weights, encoder, precision, progress)
             figures = _verify(verifier, graph, config, device, precision, progress)
         notes = _describe_source(checkpoint)
         manifest = make_manifest(config, part, precision, notes, figures, device)
@@ -133,13 +127,30 @@ def export_checkpoint(
     return manifest, checkpoint.notes
 
 
+def _extra_files(checkpoint: Checkpoint, generation: GenerationDefaults | None) -> dict[str, bytes]:
+    """Return the checkpoint's, by name, with its recommended sampling overridden."""
+    files = dict(checkpoint.extra_files)
+    try:
+        brought = GenerationDefaults.model_validate_json(files.get(GENERATION_FILE, b"{}"))
+    except ValidationError as error:
+        file = checkpoint.path / GENERATION_FILE
+        raise CheckpointError(f"{file}: {first_problem(error)}") from None
+    if recommended := brought.given() | (generation.given() if generation else {}):
+        files[GENERATION_FILE] = json.dumps(recommended, indent=2).encode() + b"\n"
+    return files
+
+
 def check_vector_options(device: Device, precision: str, text: Path | None) -> None:
     """Raise ValueError for options that a model with a pooling has not."""
-    if device == "cuda" or precision == "int4":
-        wrong = f"{precision} on {device}"
-        raise ValueError(f"a model that makes vectors is fp32 or int8 on cpu, not {wrong}")
+    check_encoder_precision(device, precision, "a model that makes vectors")
     if text is not None:
         raise ValueError(f"a model that makes vectors is not measured on {text}; leave it out")
+
+
+def check_encoder_precision(device: Device, precision: str, kind: str) -> None:
+    """Raise ValueError for what a model of this kind, which has an encoder, is not made to."""
+    if device == "cuda" or precision == "int4":
+        raise ValueError(f"{kind} is fp32 or int8 on cpu, not {precision} on {device}")
 
 
 def check_precision(precision: str, device: Device) -> None:
@@ -171,7 +182,8 @@ def verify_directory(
                 f"{directory} was not exported from {checkpoint.path}: the hashes differ"
             )
     elif manifest.precision == "fp32":
-        weights = load_weights(bundle.config, bundle.graph_path)
+        load = load_weights if bundle.config.encoder is None else load_both_weights
+        weights = load(bundle.config, bundle.graph_path)
         checkpoint = Checkpoint(directory, bundle.config, weights, bundle.tokenizer, {})
     elif text is not None:
         raise ValueError(
@@ -185,7 +197,7 @@ def verify_directory(
     if config.pooling is not None:
         check_vector_options(device, precision, text)
         return manifest, verify_vectors(config, weights, graph, tokenizer, precision, progress)
-    verifier = Verifier(config, weights, sample_text(checkpoint, text, precision), device)
+    verifier = Verifier(config, weights, make_sample(checkpoint, text, precision), device)
     return manifest, _verify(verifier, graph, config, device, precision, progress)
 
 
@@ -214,14 +226,15 @@ def make_manifest(
 ) -> Manifest:
     """Make the manifest of a directory whose other files are all written."""
     graph = onnx_ir.load(directory / GRAPH_FILE).graph
+    kind = "encoder" if config.pooling else "encoder-decoder" if config.encoder else "decoder"
     return Manifest(
         format_version=FORMAT_VERSION,
-        architecture="kvasir-encoder" if config.pooling else "kvasir-decoder",
+        architecture=f"kvasir-{kind}",
         parameters=count_parameters(config),
         device=device,
         precision=precision,
         max_model_len=config.max_model_len,
-        fits_16_bits=config.pooling is not None,
+        fits_16_bits=kind != "decoder",
         graph_inputs=[str(value.name) for value in graph.inputs],
         graph_outputs=[str(value.name) for value in graph.outputs],
         versions={name: version(name) for name in _VERSIONS},
@@ -229,45 +242,6 @@ def make_manifest(
         source=source,
         verification=verification,
     )
-
-
-def sample_text(checkpoint: Checkpoint, file: Path | None, precision: str) -> SampleText | None:
-    """Return the text to verify on: the file's, or the run's held-out text, or English prose.
-
-    Prose is for precisions measured on text; without text there is None for others. Raises
-    ValueError for a file that is not UTF-8 text, or for too few tokens, and VerificationError for a
-    precision that needs text where Python brings none.
-    """
-    run, prefix = checkpoint.path.parent, tuple(leading_ids(checkpoint.tokenizer))
-    text, token_ids = "", np.empty(0, dtype=np.int64)
-    if file is not None:
-        try:
-            name, text = file.name, file.read_text(encoding="utf-8")
-        except UnicodeDecodeError:
-            raise ValueError(f"{file} is not UTF-8 text") from None
-    elif checkpoint.progress and (run / DATA_FOLDER).is_dir():
-        name = f"held-out text of {run.name}"
-        token_ids = open_tokens(run / DATA_FOLDER).held_out.astype(np.int64)
-    elif precision in MAX_PERPLEXITY_LOSS:
-        try:  # half a million characters on the language, which some distributions leave out
-            from pydoc_data.topics import topics  # noqa: PLC0415
-        except ImportError:
-            raise VerificationError(
-                f"{precision} is measured on text, and the checkpoint has none; "
-                "give --text FILE, or --precision fp32"
-            ) from None
-        name, text = _PYDOC, "\n\n".join(topics[name] for name in sorted(topics))
-    else:
-        return None
-    if text:
-        token_ids = np.array(checkpoint.tokenizer.encode(text, add_special_tokens=False).ids)
-    fewest = FEWEST_TOKENS if precision in MAX_PERPLEXITY_LOSS else 2
-    if len(token_ids) < fewest:
-        raise ValueError(
-            f"{name} has {len(token_ids)} tokens, too few to measure {precision} on; "
-            f"give --text FILE with at least {fewest}"
-        )
-    return SampleText(name, token_ids, prefix)
 
 
 def _describe_source(checkpoint: Checkpoint) -> dict[str, str | int | float]:

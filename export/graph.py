@@ -12,7 +12,7 @@ prompt_present.{i}.key, .value (export.kv_cache).
 A decoder with an encoder also reads SOURCE_INPUTS and keys and values of sources,
 source_key_values.{i}.key and .value: float [batch, n_kv_head, n_source_positions, head_dim], which
 `export.source_graph` makes. It has rows of floats only, and no input `decode`. A run of several
-tokens a row takes one row.
+tokens a row takes one row, whose source is no shorter.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from export.encoder_graph import PACKED_INPUTS, run_packed, save_packed
 from export.graph import load_weights
 from export.trace import trace_module
 from export.weights import Weights
-from model.bundle import ENCODER_GRAPH_FILE, GRAPH_FILE
+from model.bundle import ENCODER_GRAPH_FILE
 from model.config import TransformerConfig
 from model.network.skeleton import make_skeleton
 from model.network.transformer import Transformer
@@ -41,7 +41,7 @@ class SourceGraph(nn.Module):
         """Return keys and values of all layers."""
         hidden = run_packed(self.network, *tensors)
         made: Tensor = self.network.get_submodule(_MADE)(hidden)
-        return made.unflatten(1, self.shape)
+        return made.view(-1, *self.shape)
 
 
 def export_source_graph(
@@ -62,7 +62,7 @@ def export_source_graph(
     made = nn.utils.skip_init(nn.Linear, config.encoder.d_model, width, bias=config.qkv_bias)
     network.add_module(_MADE, made)
     graph = SourceGraph(network, config)
-    outputs = {SOURCE_OUTPUT: ["tokens", *graph.shape]}
+    outputs: dict[str, list[int | str]] = {SOURCE_OUTPUT: ["tokens", *graph.shape]}
     model = trace_module(graph, read, PACKED_INPUTS, outputs)
     save_packed(model, network, read, path, precision, progress)
 
@@ -83,11 +83,11 @@ def encoder_weights(
     return LazyWeights(makers | {f"{_MADE}.{kind}": partial(stack, kind) for kind in kinds})
 
 
-def load_both_weights(config: TransformerConfig, folder: Path) -> Mapping[str, Tensor]:
-    """Return the parameters that a folder's two fp32 graphs were made from, as `load_weights`."""
+def load_both_weights(config: TransformerConfig, path: Path) -> Mapping[str, Tensor]:
+    """Return the parameters of an fp32 decoder's graph and the encoder's beside it, read lazily."""
     assert config.encoder is not None
-    decoder = load_weights(config, folder / GRAPH_FILE)
-    encoder = load_weights(config.encoder, folder / ENCODER_GRAPH_FILE)
+    decoder = load_weights(config, path)
+    encoder = load_weights(config.encoder, path.with_name(ENCODER_GRAPH_FILE))
 
     def part(kind: str, layer: int) -> Tensor:
         return encoder[f"{_MADE}.{kind}"].chunk(config.n_layer)[layer]

@@ -33,7 +33,7 @@ ENCODER_GRAPH_FILE = "encoder.onnx"  # of an encoder-decoder, whose decoder is G
 WEIGHTS_FILE = "model.onnx.data"
 ATTENTION_GRAPH_FILE = "attention.onnx"  # the same weights; also returns attention's weights
 REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
-_GRAPHS = frozenset({GRAPH_FILE, ATTENTION_GRAPH_FILE})
+_GRAPHS = frozenset({GRAPH_FILE, ENCODER_GRAPH_FILE, ATTENTION_GRAPH_FILE})
 EXTRA_FILES = (CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE, GENERATION_FILE, EMBEDDING_FILE)
 
 # Tokens, on CUDA: PagedAttention wants a multiple of this for heads of up to 64 channels.
@@ -74,6 +74,9 @@ class Verification(_Record):
     count as logits. The cosines are of both vectors, for a classifier those before its head.
     retrieval_torch, retrieval_onnx: the share of the pairs of `text` whose second half is the
     nearest to the first. retrieval_error: the standard error of their difference.
+
+    exact_match_torch, exact_match_onnx: of an encoder-decoder, the share of the pairs of `text`
+    whose target is the greedy answer; exact_match_error is as retrieval_error.
     """
 
     max_logit_error: float
@@ -83,6 +86,9 @@ class Verification(_Record):
     retrieval_torch: float | None = None
     retrieval_onnx: float | None = None
     retrieval_error: float | None = None
+    exact_match_torch: float | None = None
+    exact_match_onnx: float | None = None
+    exact_match_error: float | None = None
     perplexity_torch: float | None = None
     perplexity_onnx: float | None = None
     perplexity_error: float | None = None
@@ -151,8 +157,8 @@ class EmbeddingDefaults(_Defaults):
 class Manifest(_Record):
     """The contents of manifest.json; files: the SHA-256, in hex, of every other file by name.
 
-    fits_16_bits: two neighbouring products of uint8 and int8 sum to less than 2^15, so every CPU
-    computes them exactly.
+    fits_16_bits: in the encoder's graph two neighbouring products of uint8 and int8 sum to less
+    than 2^15, so every CPU computes them exactly.
     """
 
     format_version: int
@@ -248,6 +254,9 @@ def load_bundle(directory: Path) -> ModelBundle:
         for name in _GRAPHS & manifest.files.keys():
             _check_external_data(directory / name, manifest)
         config, tokenizer = load_config_and_tokenizer(directory)
+        if (config.encoder is not None) != (ENCODER_GRAPH_FILE in manifest.files):
+            wrong = "lacks" if config.encoder else "lists, for a model without an encoder,"
+            raise ValueError(f"{MANIFEST_FILE} {wrong} {ENCODER_GRAPH_FILE}")
         files = read_extra_files(directory)
         generation, embedding = GenerationDefaults.parse(files), EmbeddingDefaults.parse(files)
         template, special_tokens = parse_template(files)

@@ -44,8 +44,8 @@ class PairSession:
         (made,) = self._encoder.run([SOURCE_OUTPUT], inputs)
         return cast("list[Floats]", np.split(made, ends)[: len(sources)])
 
-    def start(self, sources: Sequence[Sequence[int]]) -> None:
-        """Begin a text for each source, all of them in one run."""
+    def source_inputs(self, sources: Sequence[Sequence[int]]) -> dict[str, NDArray[Any]]:
+        """Return what the decoder reads of sources."""
         encoded, batch = self.encode(sources), len(sources)
         lengths = np.array([len(of) for of in encoded], dtype=np.int32)
         config = self._config
@@ -54,11 +54,16 @@ class PairSession:
         for i, of in enumerate(encoded):
             rows[:, i, :, : len(of)] = of.transpose(1, 2, 0, 3)
         names = cache_names("source_key_values", config.n_layer)
-        self._feeds = {
+        return {
             "source_seqlens_k": lengths - 1,
             "source_total_length": np.array(lengths.max()),
             **dict(zip(names, rows, strict=True)),
         }
+
+    def start(self, sources: Sequence[Sequence[int]]) -> None:
+        """Begin a text for each source, all of them in one run."""
+        self._feeds = self.source_inputs(sources)
+        config, batch = self._config, len(sources)
         empty = np.zeros((batch, config.n_kv_head, config.max_model_len, config.head_dim), "f")
         self._feeds |= dict.fromkeys(self._names, empty)
 

@@ -1,4 +1,4 @@
-"""The decoder in float32, a layer at a time: its memory is one layer, and its sums are PyTorch's.
+"""The network in float32, a layer at a time: its memory is one layer, and its sums are PyTorch's.
 
 Weights are read when they are needed, in whatever type they are stored.
 """
@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from model.config import TransformerConfig
 from model.network.attention import LayerCache, StepInputs
-from model.network.skeleton import make_block, make_skeleton
+from model.network.cross_attention import Source
+from model.network.skeleton import make_block, make_target_skeleton
 from model.network.transformer import Block
 from model.progress import Progress, followed, unheard
 
@@ -35,7 +37,7 @@ class LayeredDecoder:
     ) -> None:
         self.config = config
         self._weights, self._device = weights, device
-        self._decoder = make_skeleton(config)
+        self._decoder = make_target_skeleton(config)
         for name, table in list(self._decoder.named_buffers()):
             setattr(self._decoder, name, table.to(device))
         for name in ("embedding_norm", "position_embedding", "relative_bias", "norm"):
@@ -48,10 +50,12 @@ class LayeredDecoder:
         rows: Sequence[Ids],
         progress: Progress = unheard,
         observe: Observer | None = None,
+        sources: Sequence[Tensor] = (),
     ) -> list[Tensor]:
         """Return the last block's output for each row of tokens, [tokens, d_model].
 
-        observe: is called for each row of a layer, and then for those of the next.
+        observe: is called for each row of a decoder's layer, and then for those of the next.
+        sources: of a decoder with an encoder, the vectors of each row's, as `encode` returns them.
         """
         groups: list[list[int]] = []
         for i, row in enumerate(rows):
@@ -65,15 +69,26 @@ class LayeredDecoder:
         table = self._weights["embedding.weight"]  # once: it may be made of rounded ones
         hidden = [self._embed(table, batch) for batch in batches]
         del table
+        given = [_pad([sources[i] for i in group]) if sources else None for group in groups]
         for layer in followed(range(self.config.n_layer), "computing in PyTorch", progress):
             block = make_block(self.config, layer)
             self._load(block, f"blocks.{layer}")
             for i, group in enumerate(groups):
+                if sources or not self.config.causal:
+                    in_row = torch.arange(hidden[i].shape[1], device=self._device)
+                    positions = self._decoder.positions(in_row[None], in_row.clone)
+                    hidden[i] = block(hidden[i], positions, given[i])
+                    continue
                 hidden[i], cache = self._run_block(block, hidden[i])
                 if observe is not None:
                     for place, key, value in zip(group, *cache, strict=True):
                         observe(layer, place, LayerCache(key, value))
         return [x for batch in hidden for x in batch]
+
+    @torch.inference_mode()
+    def encode(self, rows: Sequence[Ids], progress: Progress = unheard) -> list[Tensor]:
+        """Return the vectors of each row's tokens after the last norm, [tokens, d_model]."""
+        return [self._decoder.norm(hidden) for hidden in self.run(rows, progress)]
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -128,3 +143,8 @@ class LayeredDecoder:
 
     def _float(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, torch.float32)
+
+
+def _pad(sources: Sequence[Tensor]) -> Source:
+    lengths = torch.tensor([len(source) for source in sources])
+    return Source(pad_sequence(list(sources), batch_first=True), lengths)

@@ -70,7 +70,8 @@ class Plan:
     """The rows that PyTorch computes, each with one token more than is run, and the graph's tests.
 
     long_rows: the places of rows of the text's second half, the others being of its first; of
-    random tokens where there is no text of FEWEST_TOKENS.
+    random tokens where there is no text of FEWEST_TOKENS. text: the name of what perplexity is
+    measured on.
     """
 
     def __init__(self, config: TransformerConfig, text: SampleText | None) -> None:
@@ -92,11 +93,13 @@ class Plan:
             Test(_ragged(np.stack(prompts)[:, :-1]), range(3)),
             *(Test(_long(self.rows[i][:-1]), [i]) for i in self.long_rows[:_TESTED]),
         ]
+        self.text: str | None = None
         if text is not None:
             stretches, n_given = self._text_rows(text, affordable_tokens(n_parameters, *_OF_TEXT))
             places = range(len(self.rows), len(self.rows) + len(stretches))
             self.tests.append(Test(_decoded(stretches[:, :-1], n_given), places, True))
             self.rows += list(stretches)
+            self.text = f"{text.name}, {len(stretches)} x {stretches.shape[1] - 1} tokens"
 
     @property
     def longest(self) -> int:

@@ -2,7 +2,7 @@
 
 Its nodes are cut into segments of consecutive ones: the embedding, each layer, and the head. What
 crosses a cut is an output of one session and an input of later ones. A segment runs all steps of
-all cases before the next is loaded, since their tokens are given.
+all cases before the next is loaded, since their tokens are given. An encoder beside it runs whole.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import onnx
 from numpy.typing import NDArray
 from onnx.helper import make_tensor_value_info, np_dtype_to_tensor_dtype
 
-from model.bundle import CACHE_OUTPUTS, DECODE_INPUT
+from model.bundle import CACHE_OUTPUTS, DECODE_INPUT, ENCODER_GRAPH_FILE, cache_names
 from model.config import TransformerConfig
 from model.onnx.runtime import onnxruntime, open_cpu_session
+from model.packing import SOURCE_OUTPUT, pack
 from model.progress import Progress, followed, unheard
 
 Floats = NDArray[np.float32]
@@ -63,10 +64,14 @@ class Step(NamedTuple):
 
 
 class Case(NamedTuple):
-    """Steps over rows of tokens [batch, n_positions], from empty keys and values."""
+    """Steps over rows of tokens [batch, n_positions], from empty keys and values.
+
+    sources: the tokens of each row's, for a decoder with an encoder.
+    """
 
     rows: Ids
     steps: Sequence[Step]
+    sources: Sequence[Ids] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +93,19 @@ class SegmentedGraph:
 
     def __init__(self, path: Path, config: TransformerConfig) -> None:
         self._config, self._folder = config, path.parent
+        self._encoder = path.with_name(ENCODER_GRAPH_FILE)
         self._model = onnx.load(path, load_external_data=False)
         self._segments = _cut(self._model.graph)
 
     def logits(self, cases: Sequence[Case], progress: Progress = unheard) -> Iterator[Floats]:
         """Run all cases, and then yield the logits [wanted, vocab] of each of their steps."""
         # What is still to be read in each step.
-        pending = [step.inputs(case.rows) for case in cases for step in case.steps]
+        given = self._encode(cases, progress)
+        pending = [
+            step.inputs(case.rows) | of_case
+            for case, of_case in zip(cases, given, strict=True)
+            for step in case.steps
+        ]
         *layers, head = self._segments
         for segment in followed(layers, "computing in ONNX Runtime", progress):
             session, start = self._open(segment, pending), 0
@@ -105,6 +116,26 @@ class SegmentedGraph:
         for arrays in pending:
             (logits,) = session.run(["logits"], {name: arrays[name] for name in head.takes})
             yield logits
+
+    def _encode(self, cases: Sequence[Case], progress: Progress) -> list[Arrays]:
+        """Return what the decoder reads of the sources of each case."""
+        if not any(case.sources for case in cases):
+            return [{} for _ in cases]
+        session, found = open_cpu_session(self._encoder), list[Arrays]()
+        names = cache_names(SOURCE_OUTPUT, self._config.n_layer)
+        for case in followed(cases, "encoding in ONNX Runtime", progress):
+            inputs, ends = pack([source.tolist() for source in case.sources])
+            (made,) = session.run([SOURCE_OUTPUT], inputs)
+            lengths = np.diff(ends, prepend=0).astype(np.int32)
+            _, n_blocks, n_heads, head_dim = made.shape
+            shape = (n_blocks, len(lengths), n_heads, lengths.max(), head_dim)
+            rows = np.zeros(shape, dtype=np.float32)
+            for i, of_source in enumerate(np.split(made, ends)[: len(lengths)]):
+                rows[:, i, :, : lengths[i]] = of_source.transpose(1, 2, 0, 3)
+            arrays: Arrays = dict(zip(names, rows, strict=True))
+            arrays |= {"source_seqlens_k": lengths - 1}
+            found.append(arrays | {"source_total_length": np.array(lengths.max())})
+        return found
 
     def _run(
         self,

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from export.source_graph import encoder_weights
 from export.verification.layers import LayeredDecoder, Observer
+from export.verification.pair_plan import PairPlan, SamplePairs
 from export.verification.plan import Plan, SampleText
 from export.verification.segments import Case, Floats
 from model.bundle import Device, Verification
@@ -27,6 +29,7 @@ from model.progress import Progress, unheard
 MAX_LOGIT_ERROR = 1e-3  # fp32, relative to the standard deviation of the logits
 _MOST_DOUBT = 0.05  # of a perplexity loss that was measured on few tokens
 MAX_PERPLEXITY_LOSS = {"bf16": 0.01, "fp16": 0.01, "int8": 0.01, "int4": 0.05}  # relative
+MAX_EXACT_LOSS = 0.005  # of the share of pairs whose target is the greedy answer
 MAX_ERROR_GROWTH = 2.0  # of rounded precisions, in long rows
 _SPAN = 128  # positions of which errors are added up
 _SMALL_ERROR = 0.02  # relative, from which growth is counted
@@ -56,25 +59,36 @@ class Verifier:
         self,
         config: TransformerConfig,
         weights: Mapping[str, Tensor],
-        text: SampleText | None = None,
+        text: SampleText | SamplePairs | None = None,
         device: Device = "cpu",
     ) -> None:
         if not torch.cuda.is_available():
             device = "cpu"
-        self._text = text
-        self._plan = Plan(config, text)
+        self._sample, self._encoder = text, None
+        self._plan: Plan | PairPlan
+        if isinstance(text, SamplePairs):
+            assert config.encoder is not None
+            self._plan = PairPlan(config, text)
+            self._encoder = LayeredDecoder(config.encoder, encoder_weights(config, weights))
+        else:
+            self._plan = Plan(config, text)
         self._decoder = LayeredDecoder(config, weights, device)
         self._hidden: list[Tensor] = []  # the last block's output for each row
 
     def compute(self, progress: Progress = unheard, observe: Observer | None = None) -> None:
-        """Compute all rows in PyTorch; observe: is called for the long rows."""
+        """Compute all rows in PyTorch; observe: is called for a decoder's long rows."""
+        rows = [row[:-1] for row in self._plan.rows]
+        if isinstance(self._plan, PairPlan):
+            assert self._encoder is not None
+            sources = self._encoder.encode(self._plan.sources, progress)
+            self._hidden = self._decoder.run(rows, progress, sources=sources)
+            return
         long_rows = self._plan.long_rows
 
         def observe_long(layer: int, row: int, cache: LayerCache) -> None:
             if observe is not None and row in long_rows:
                 observe(layer, row, cache)
 
-        rows = [row[:-1] for row in self._plan.rows]
         self._hidden = self._decoder.run(rows, progress, observe_long)
 
     def verify(self, graph: Runnable, progress: Progress = unheard) -> Verification:
@@ -98,14 +112,15 @@ class Verifier:
             if len(wanted) * self._decoder.config.vocab_size >= _LOGITS or done == len(runs):
                 hidden = torch.stack([self._hidden[row][position] for row, position in wanted])
                 expected = self._decoder.logits(hidden).cpu()
-                tally.add(expected, torch.cat(logits), torch.tensor(labels), spans)
+                tally.add(expected, torch.cat(logits), torch.tensor(labels), spans, wanted)
                 for pending in (wanted, labels, spans, logits):
                     pending.clear()
             progress("comparing logits", done, len(runs))
         figures: dict[str, Any] = tally.figures() | {"longest": self._plan.longest}
-        if self._text is not None:
-            texts = next(test.case.rows for test in tests if test.for_perplexity)
-            figures["text"] = f"{self._text.name}, {len(texts)} x {texts.shape[1]} tokens"
+        if self._plan.text is not None:
+            figures["text"] = self._plan.text
+        if isinstance(self._sample, SamplePairs) and self._sample.are_translations:
+            figures |= tally.exact_matches()
         # Not validated: `check` refuses a figure that is no number.
         return Verification.model_construct(**figures)
 
@@ -118,6 +133,7 @@ class _Tally:
         self.largest_error = 0.0
         self.n_logits, self.sums = 0, np.zeros(2)  # of the reference's logits, and of squares
         self.losses = np.zeros(2)  # in PyTorch and in ONNX Runtime
+        self.labelled, self.missed = set[int](), (set[int](), set[int]())  # rows
         self.squares = 0.0  # of the differences between both
         # By span: squares of the logits' errors, and of the reference's deviations from its mean.
         self.by_span = defaultdict[tuple[bool, int], Pair](lambda: np.zeros(2))
@@ -128,15 +144,20 @@ class _Tally:
         actual: Tensor,
         labels: Tensor,
         spans: Sequence[tuple[bool, int]],
+        places: Sequence[tuple[int, int]],
     ) -> None:
         """Add logits [tokens, vocab].
 
         labels: [tokens], each the next token or _NO_LABEL. spans: whether each token was decoded,
-        and its position // _SPAN.
+        and its position // _SPAN. places: each token's row, and its position.
         """
         self.n_tokens += len(labels)
         self.n_equal += int((expected.argmax(dim=1) == actual.argmax(dim=1)).sum())
         self.n_labels += int((labels != _NO_LABEL).sum())
+        rows, is_label = torch.tensor([row for row, _ in places]), labels != _NO_LABEL
+        self.labelled.update(rows[is_label].tolist())
+        for missed, of in zip(self.missed, (expected, actual), strict=True):
+            missed.update(rows[is_label & (of.argmax(dim=1) != labels)].tolist())
         variance, mean = (of.item() for of in torch.var_mean(expected, correction=0))
         self.n_logits += expected.numel()
         self.sums += expected.numel() * np.array([mean, variance + mean**2])
@@ -154,6 +175,20 @@ class _Tally:
         squares = torch.stack([of.var(dim=1, correction=0) for of in (errors, expected)], dim=1)
         for span, pair in zip(spans, squares.numpy(), strict=True):
             self.by_span[span] += pair
+
+    def exact_matches(self) -> dict[str, float]:
+        """Return the shares of rows all of whose labels are the likeliest tokens.
+
+        These rows are what greedy decoding generates.
+        """
+        in_torch, in_onnx = (1.0 - len(rows) / len(self.labelled) for rows in self.missed)
+        differ = len(self.missed[0] ^ self.missed[1])
+        error = math.sqrt(differ) / len(self.labelled)
+        return {
+            "exact_match_torch": in_torch,
+            "exact_match_onnx": in_onnx,
+            "exact_match_error": error,
+        }
 
     def figures(self) -> dict[str, Any]:
         """Return the fields of `Verification`, without the text."""
@@ -197,6 +232,13 @@ def check(verification: Verification, precision: str) -> None:
     if not error - min(doubt, _MOST_DOUBT) <= limit:  # a NaN fails too
         raise VerificationError(
             f"the graph's {what} by {error:.2e}, more than {limit:.0e}; it must not be served"
+        )
+    matches = verification.exact_match_torch or 0.0, verification.exact_match_onnx or 0.0
+    doubt = 2.0 * (verification.exact_match_error or 0.0)
+    if matches[0] - matches[1] - min(doubt, _MOST_DOUBT) > MAX_EXACT_LOSS:
+        raise VerificationError(
+            f"the graph answers {matches[1]:.1%} of {verification.text} exactly, and PyTorch "
+            f"{matches[0]:.1%}; it must not be served"
         )
     growth = verification.error_growth or 0.0
     if precision != "fp32" and not growth <= MAX_ERROR_GROWTH:

@@ -50,7 +50,7 @@ class SourceRows(NamedTuple):
     def attend(self, attention: CrossAttention, query: Tensor) -> Tensor:
         """Emit GroupQueryAttention without new keys; see `Source.attend`.
 
-        With several queries a row, the operator takes one row only.
+        With several queries a row, the operator takes one row only, of no fewer keys.
         """
         assert torch.onnx.is_in_onnx_export(), "attention over sources' rows is for export only"
         config = attention.config

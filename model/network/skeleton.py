@@ -48,6 +48,7 @@ def make_target_skeleton(config: TransformerConfig) -> Transformer:
     decoder = make_skeleton(config)
     decoder.encoder = None
     for block in decoder.blocks:
+        assert isinstance(block, Block)
         if block.cross_attention is not None:
             del block.cross_attention.key_value
     return decoder

@@ -261,8 +261,8 @@ class Transformer(nn.Module):
         x = self.embed(input_ids, inputs.position_ids)
         positions = self.positions(inputs.position_ids, lambda: inputs.key_positions(caches[0]))
         presents = []
-        of_layers = zip(self.blocks, caches, sources or [None] * len(caches), strict=True)
-        for block, cache, source in of_layers:
+        given: Sequence[SourceRows | None] = sources or [None] * len(caches)
+        for block, cache, source in zip(self.blocks, caches, given, strict=True):
             assert isinstance(block, Block)
             x, present = block.step(x, positions, inputs, cache, source)
             presents.append(present)

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
+from export.directory import export_checkpoint, verify_directory
+from export.source_graph import load_both_weights
+from export.verification.pair_plan import SamplePairs
+from export.verification.samples import make_sample
+from export.verification.segments import SegmentedGraph
+from export.verification.verify import VerificationError, Verifier, check
+from model.bundle import (
+    ATTENTION_GRAPH_FILE,
+    GRAPH_FILE,
+    MANIFEST_FILE,
+    BundleError,
+    load_bundle,
+)
 from model.checkpoint import load_checkpoint
+from model.onnx.runtime import open_cpu_session
+from model.training.translations import HELD_OUT_FILE
 from tests.encoder_decoders import PairSession, export_both
 from tests.model.test_encoder_decoders import VOCABULARY, make_model, save
 
@@ -35,3 +56,154 @@ def test_the_likeliest_text(name: str, tmp_path: Path) -> None:
         expected = expected[len(prefix) - 1 :]
         assert (torch.from_numpy(of_text) - expected).abs().max() < 1e-3 * expected.std()
         assert prefix + text == model.generate(source_ids, **asked)[0].tolist()
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("published") / "bart", make_model("bart"))
+
+
+@pytest.fixture(scope="module")
+def exported(bart: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("artifacts") / "bart"
+    export_checkpoint(bart, out, precision="fp32")
+    return out
+
+
+def test_the_directory_proves_both_graphs(bart: Path, exported: Path) -> None:
+    bundle, checkpoint = load_bundle(exported), load_checkpoint(bart)
+    manifest, figures = bundle.manifest, bundle.manifest.verification
+    assert manifest.architecture == "kvasir-encoder-decoder"
+    assert figures.max_logit_error < 1e-4
+    assert figures.greedy_agreement == 1.0
+    assert figures.longest == bundle.config.max_model_len
+    assert figures.perplexity_onnx == pytest.approx(figures.perplexity_torch)
+    assert verify_directory(exported, bart)[1] == figures
+    again = verify_directory(exported)[1]  # against the weights in the graphs
+    assert again is not None
+    assert again.max_logit_error == pytest.approx(figures.max_logit_error, abs=1e-4)
+    loaded = load_both_weights(bundle.config, bundle.graph_path)
+    assert loaded.keys() == checkpoint.weights.keys()
+    for name in loaded:
+        torch.testing.assert_close(loaded[name], checkpoint.weights[name], rtol=2e-7, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["blocks.1.cross_attention.key_value.weight", "encoder.blocks.1.feed_forward.down.weight"],
+)
+def test_another_checkpoints_graphs_are_refused(name: str, bart: Path, exported: Path) -> None:
+    checkpoint = load_checkpoint(bart)
+    weights = {name: checkpoint.weights[name].clone() for name in checkpoint.weights}
+    weights[name].neg_()
+    sample = make_sample(checkpoint, None, "fp32")
+    verifier = Verifier(checkpoint.config, weights, sample)
+    figures = verifier.verify(SegmentedGraph(exported / GRAPH_FILE, checkpoint.config))
+    with pytest.raises(VerificationError, match="logits differ"):
+        check(figures, "fp32")
+
+
+@pytest.mark.parametrize("name", ["encoder.onnx", "encoder.onnx.data"])
+def test_a_directory_without_its_encoder_is_refused(
+    name: str, exported: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(exported, tmp_path / "copy")
+    manifest = json.loads((exported / MANIFEST_FILE).read_text())
+    (tmp_path / "copy" / name).unlink()
+    with pytest.raises(BundleError, match=f"{name} is missing"):
+        load_bundle(tmp_path / "copy")
+    del manifest["files"][name]
+    (tmp_path / "copy" / MANIFEST_FILE).write_text(json.dumps(manifest))
+    with pytest.raises(BundleError, match=name):
+        load_bundle(tmp_path / "copy")
+
+
+@pytest.mark.parametrize("options", [{"device": "cuda"}, {"precision": "int4"}])
+def test_what_encoder_decoders_lack_is_refused(
+    options: dict[str, Any], bart: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="an encoder-decoder is fp32 or int8 on cpu, not"):
+        export_checkpoint(bart, tmp_path / "out", **options)
+
+
+@torch.inference_mode()
+def test_figures_of_pairs(bart: Path, tmp_path: Path) -> None:
+    """Some targets are the likeliest texts, and others differ from them in one token."""
+    checkpoint = load_checkpoint(bart)
+    config, decoder = checkpoint.config, checkpoint.decoder
+    export_both(config, checkpoint.weights, tmp_path, "int8")
+    torch.manual_seed(1)
+    sources = [torch.randint(4, VOCABULARY, (n,)).tolist() for n in range(1, 21)]
+    session = PairSession(tmp_path, config)
+    targets, _ = session.generate(sources, 12)
+    for i in range(0, 20, 3):
+        targets[i][i % len(targets[i])] ^= 1
+    pairs = [(np.array(a), np.array(b)) for a, b in zip(sources, targets, strict=True)]
+    verifier = Verifier(config, checkpoint.weights, SamplePairs("pairs", pairs, True))
+    figures = verifier.verify(SegmentedGraph(tmp_path / GRAPH_FILE, config))
+    assert figures.exact_match_onnx == 13 / 20
+
+    prefix, losses, n_exact = list(config.target_prefix), list[torch.Tensor](), 0
+    for ids, target in zip(sources, targets, strict=True):
+        source = decoder.read(torch.tensor([ids]), torch.tensor([len(ids)]))
+        logits = decoder(torch.tensor([prefix + target[:-1]]), source=source)[0, len(prefix) - 1 :]
+        labels = torch.tensor(target)
+        losses.append(functional.cross_entropy(logits, labels, reduction="none"))
+        n_exact += int((logits.argmax(dim=1) == labels).all())
+    assert figures.exact_match_torch == n_exact / 20
+    expected = torch.cat(losses).mean().exp().item()
+    assert figures.perplexity_torch == pytest.approx(expected, rel=1e-4)
+    assert figures.perplexity_onnx == pytest.approx(expected, rel=0.1)
+    worse = figures.model_copy(update={"exact_match_torch": 0.9, "perplexity_onnx": expected})
+    with pytest.raises(VerificationError, match=r"answers 65.0% of pairs, 20 pairs exactly"):
+        check(worse, "int8")
+
+
+def test_pairs_are_those_that_were_held_out(bart: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "step"
+    shutil.copytree(bart, folder)
+    lines = [{"source": "one two", "target": "1 2"}, {"source": "three", "target": "3"}]
+    (folder / HELD_OUT_FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    checkpoint = load_checkpoint(folder)
+    sample = make_sample(checkpoint, None, "int8")
+    assert isinstance(sample, SamplePairs)
+    assert sample.are_translations
+    encode, (end,) = checkpoint.tokenizer.encode, checkpoint.config.eos_token_ids
+    expected = {
+        (
+            tuple(encode(line["source"]).ids),
+            (*encode(line["target"], add_special_tokens=False).ids, end),
+        )
+        for line in lines
+    }
+    assert {(tuple(source), tuple(target)) for source, target in sample.pairs} == expected
+    (tmp_path / "prose.txt").write_text("the same words again and again " * 40)
+    sample = make_sample(checkpoint, tmp_path / "prose.txt", "int8")
+    assert isinstance(sample, SamplePairs)
+    assert not sample.are_translations
+    assert len(sample.pairs) == 12
+
+
+@torch.inference_mode()
+def test_attention_weights(bart: Path, exported: Path) -> None:
+    config, model = load_checkpoint(bart).config, make_model("bart")
+    source, target = torch.randint(4, VOCABULARY, (1, 7)), torch.randint(4, VOCABULARY, (1, 5))
+    theirs = model(source, decoder_input_ids=target, output_attentions=True)
+    plain = PairSession(exported, config)
+    session = open_cpu_session(exported / ATTENTION_GRAPH_FILE)
+    places = np.arange(5)
+    inputs = {
+        "input_ids": target.numpy(),
+        "position_ids": places[None],
+        "seqlens_k": np.array([4], dtype=np.int32),
+        "total_sequence_length": np.array(5, dtype=np.int32),
+        "logits_indices": places,
+    }
+    inputs |= plain.source_inputs([source[0].tolist()])
+    names = [f"{kind}.{i}" for kind in ("attention", "source_attention") for i in range(3)]
+    logits, *weights = session.run(["logits", *names], inputs)
+    close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+    close(torch.from_numpy(logits), theirs.logits[0])
+    expected = (*theirs.decoder_attentions, *theirs.cross_attentions)
+    for ours, others in zip(weights, expected, strict=True):
+        close(torch.from_numpy(ours), others)

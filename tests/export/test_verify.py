@@ -12,9 +12,9 @@ import pytest
 import torch
 from tokenizers import processors
 
-from export.directory import sample_text
 from export.verification import plan
 from export.verification.plan import Plan, SampleText
+from export.verification.samples import sample_text
 from export.verification.verify import VerificationError, _Tally, check
 from model.bundle import GRAPH_FILE, WEIGHTS_FILE, Verification
 from model.checkpoint import Checkpoint
@@ -195,8 +195,8 @@ def test_the_error_of_a_perplexity_is_that_of_its_tokens() -> None:
     actual = expected + 0.1 * torch.randn(40, 50, generator=generator)
     labels = torch.arange(40)
     tally = _Tally()
-    tally.add(expected[:15], actual[:15], labels[:15], [(False, 0)] * 15)
-    tally.add(expected[15:], actual[15:], labels[15:], [(False, 0)] * 25)
+    tally.add(expected[:15], actual[:15], labels[:15], [(False, 0)] * 15, [(0, 0)] * 15)
+    tally.add(expected[15:], actual[15:], labels[15:], [(False, 0)] * 25, [(0, 0)] * 25)
     before, after = (
         torch.tensor([-logits[i].log_softmax(0)[i] for i in range(40)])
         for logits in (expected, actual)

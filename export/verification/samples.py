@@ -1,0 +1,119 @@
+"""What an export is measured on: held-out text or pairs, a file's, or English prose."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from export.verification.pair_plan import SamplePairs
+from export.verification.plan import FEWEST_TOKENS, SampleText
+from export.verification.verify import MAX_PERPLEXITY_LOSS, VerificationError
+from model.checkpoint import Checkpoint
+from model.tokenizer import leading_ids
+from model.training.data import DATA_FOLDER, encode, open_tokens
+from model.training.translations import HELD_OUT_FILE, SUFFIXES, read_translations
+
+_PYDOC = f"Python {sys.version_info[0]}.{sys.version_info[1]}'s pydoc topics"
+_MOST_PAIRS, _WORDS = 2000, 20  # pairs that are tokenised, and words of an excerpt
+
+
+def make_sample(
+    checkpoint: Checkpoint, file: Path | None, precision: str
+) -> SampleText | SamplePairs | None:
+    """Return what to verify a model on that makes text: see `sample_text` and `sample_pairs`."""
+    make = sample_text if checkpoint.config.encoder is None else sample_pairs
+    return make(checkpoint, file, precision)
+
+
+def sample_text(checkpoint: Checkpoint, file: Path | None, precision: str) -> SampleText | None:
+    """Return the text to verify on: the file's, or the run's held-out text, or English prose.
+
+    Prose is for precisions measured on text; without text there is None for others. Raises
+    ValueError for a file that is not UTF-8 text, or for too few tokens, and VerificationError for a
+    precision that needs text where Python brings none.
+    """
+    run, prefix = checkpoint.path.parent, tuple(leading_ids(checkpoint.tokenizer))
+    text, token_ids = "", np.empty(0, dtype=np.int64)
+    if file is not None:
+        name, text = file.name, _read(file)
+    elif checkpoint.progress and (run / DATA_FOLDER).is_dir():
+        name = f"held-out text of {run.name}"
+        token_ids = open_tokens(run / DATA_FOLDER).held_out.astype(np.int64)
+    elif precision in MAX_PERPLEXITY_LOSS:
+        name, text = _PYDOC, _prose(precision)
+    else:
+        return None
+    if text:
+        token_ids = np.array(checkpoint.tokenizer.encode(text, add_special_tokens=False).ids)
+    fewest = FEWEST_TOKENS if precision in MAX_PERPLEXITY_LOSS else 2
+    if len(token_ids) < fewest:
+        raise ValueError(
+            f"{name} has {len(token_ids)} tokens, too few to measure {precision} on; "
+            f"give --text FILE with at least {fewest}"
+        )
+    return SampleText(name, token_ids, prefix)
+
+
+def sample_pairs(checkpoint: Checkpoint, file: Path | None, precision: str) -> SamplePairs:
+    """Return pairs to verify an encoder-decoder on.
+
+    They are those of a TSV or JSONL file, or those that the checkpoint's training held out. Other
+    text, or prose, is cut into excerpts, each of which is a source and its target. Raises
+    ValueError for a file that is neither text nor translations, or has none, and VerificationError
+    where Python brings no prose.
+    """
+    held_out = checkpoint.path / HELD_OUT_FILE
+    if file is None and held_out.is_file():
+        name, file = f"held-out text of {checkpoint.path.absolute().parent.name}", held_out
+    else:
+        name = _PYDOC if file is None else file.name
+    are_translations = file is not None and file.suffix in SUFFIXES
+    if file is not None and are_translations:
+        pairs = list(read_translations([file], seed=0).pairs)[:_MOST_PAIRS]
+    else:
+        text = _prose(precision) if file is None else _read(file)
+        pairs = [(excerpt, excerpt) for excerpt in islice(_excerpts(text), _MOST_PAIRS)]
+    tokenizer, ends = checkpoint.tokenizer, checkpoint.config.eos_token_ids[:1]
+    sources = encode([source for source, _ in pairs], tokenizer, add_special_tokens=True)
+    targets = encode([target for _, target in pairs], tokenizer)
+    both = zip(
+        (np.array(of.ids) for of in sources), (np.array(of.ids) for of in targets), strict=True
+    )
+    kept = [
+        (source, np.append(target, ends).astype(np.int64))
+        for source, target in both
+        if len(source) * len(target)
+    ]
+    if not kept:
+        raise ValueError(f"{name} has no tokens to measure on; give --text FILE")
+    return SamplePairs(name, kept, are_translations)
+
+
+def _prose(precision: str) -> str:
+    """Return half a million characters on the language. Raises VerificationError for none."""
+    try:  # some distributions leave them out
+        from pydoc_data.topics import topics  # noqa: PLC0415
+    except ImportError:
+        raise VerificationError(
+            f"{precision} is measured on text, and the checkpoint has none; "
+            "give --text FILE, or --precision fp32"
+        ) from None
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{file} is not UTF-8 text") from None
+
+
+def _excerpts(text: str) -> Iterator[str]:
+    """Yield each _WORDS words of a text, and the last ones."""
+    words = iter(text.split())
+    while excerpt := " ".join(islice(words, _WORDS)):
+        yield excerpt
