@@ -80,8 +80,8 @@ overload: $(VENV)/.dev  ## Send MODEL=DIR ten times its peak load for a minute
 soak: $(VENV)/.dev  ## Load MODEL=DIR for SECONDS=600 and look for leaks
 	$(BIN)/python -m tests.faults.soak $(MODEL) --seconds $(or $(SECONDS),600) $(ARGS)
 
-conformance: $(VENV)/.dev build/conformance/.ready build/encoder-clients/.ready build/agent-clients/.ready build/chat-clients/.ready build/claude-clients/.ready  ## Test the server with third-party clients
-	$(BIN)/python -m tests.conformance build/conformance build/encoder-clients build/agent-clients build/chat-clients build/claude-clients
+conformance: $(VENV)/.dev build/conformance/.ready build/encoder-clients/.ready build/agent-clients/.ready build/chat-clients/.ready build/claude-clients/.ready build/aiperf/.ready  ## Test the server with third-party clients
+	$(BIN)/python -m tests.conformance build
 
 gpu-check:  ## Check and measure on an NVIDIA GPU, offline; WHEELS=DIR
 	@test -d "$(WHEELS)" || { echo "make gpu-check WHEELS=folder: a folder with the wheels of .[cuda,train] and transformers"; exit 1; }
@@ -145,6 +145,11 @@ build/encoder-clients/.ready:
 	$(PYTHON) -m venv build/encoder-clients
 	build/encoder-clients/bin/pip install --quiet --disable-pip-version-check \
 		langchain-openai==1.7.3 llama-index-embeddings-openai==0.7.0 cohere==7.3.1
+	@touch $@
+
+build/aiperf/.ready:
+	$(PYTHON) -m venv build/aiperf
+	build/aiperf/bin/pip install --quiet --disable-pip-version-check aiperf==0.13.0
 	@touch $@
 
 build/claude-clients/.ready:

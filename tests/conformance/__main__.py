@@ -1,9 +1,7 @@
 """Run all clients against small real models: `make conformance`.
 
-Each argument is an environment with clients: first lm_eval, guidellm and the packages of Node, then
-those of vectors and ranks with langchain-openai, those of agents, litellm with instructor, and
-langchain-anthropic.
-Prints a line for each client. Exit code 1 if one of them fails.
+The argument is the folder of the environments that hold the clients. Prints a line for each client.
+Exit code 1 if one of them fails.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +22,7 @@ from typer import echo
 
 from loadtest.local_server import serve_locally
 from tests.conformance.anthropic_client import use_anthropic
-from tests.conformance.heavy import Tools, use_guidellm, use_lm_eval, use_node
+from tests.conformance.heavy import Tools, use_aiperf, use_guidellm, use_lm_eval, use_node
 from tests.conformance.huggingface_client import use_huggingface
 from tests.conformance.model import MAX_MODEL_LEN, make_model, make_tokenizer
 from tests.conformance.openai_batches import use_openai_batches
@@ -40,7 +39,8 @@ _NODE = {
 }
 
 
-def main(environment: Path, encoders: Path, agents: Path, chats: Path, claude: Path) -> int:
+def main(build: Path) -> int:
+    encoders, chats = build / "encoder-clients", build / "chat-clients"
     with TemporaryDirectory() as folder:
         model, tokenizer = Path(folder) / "random-model", Path(folder) / "tokenizer"
         make_model(model)
@@ -56,21 +56,23 @@ def main(environment: Path, encoders: Path, agents: Path, chats: Path, claude: P
             passed &= _try("anthropic", lambda: use_anthropic(server))
             passed &= _try("huggingface_hub", lambda: use_huggingface(server))
             for client in ("openai-agents", "pydantic-ai-slim"):
-                passed &= _try(client, partial(use_agents, agents, server, client))
+                passed &= _try(client, partial(use_agents, build / "agent-clients", server, client))
             for client, folder_of in (
                 ("litellm", chats),
                 ("instructor", chats),
                 ("langchain-openai", encoders),
-                ("langchain-anthropic", claude),
+                ("langchain-anthropic", build / "claude-clients"),
             ):
                 passed &= _try(client, partial(use_chats, folder_of, server, client))
         with serve_locally(model, *limits) as url:  # lm_eval's local-completions sends no key
             server = Server(url, model.name, "", MAX_MODEL_LEN)
-            tools = Tools(environment, Path(folder), server, tokenizer)
+            tools = Tools(build / "conformance", Path(folder), server, tokenizer)
             passed &= _try("lm_eval", lambda: use_lm_eval(tools, model))
             for package, script in _NODE.items():
                 passed &= _try(package, partial(use_node, tools, script, package))
             passed &= _try("guidellm", lambda: use_guidellm(tools))
+            loading = replace(tools, environment=build / "aiperf")
+            passed &= _try("aiperf", lambda: use_aiperf(loading))
     return int(not passed)
 
 
@@ -144,4 +146,4 @@ def _try(name: str, use: Callable[[], Conformed]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(Path, sys.argv[1:])))
+    sys.exit(main(Path(sys.argv[1])))

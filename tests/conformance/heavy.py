@@ -35,10 +35,14 @@ class Tools:
     server: Server
     tokenizer: Path
 
-    def run_program(self, program: str, *arguments: str) -> None:
-        """Run a program. Raises AssertionError with the end of its output if it fails."""
-        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-        environment = os.environ | offline | {"HF_HOME": str(self.folder / "huggingface")}
+    def run_program(self, program: str, *arguments: str, offline: bool = True) -> None:
+        """Run a program. Raises AssertionError with the end of its output if it fails.
+
+        offline: tell Hugging Face's packages so; aiperf would then look for a local tokenizer in
+        their cache.
+        """
+        told = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"} if offline else {}
+        environment = os.environ | told | {"HF_HOME": str(self.folder / "huggingface")}
         command = [str(self.environment / "bin" / program), *arguments]
         ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert ran.returncode == 0, f"{program}: {(ran.stdout + ran.stderr)[-2000:]}"
@@ -106,6 +110,24 @@ def use_guidellm(tools: Tools) -> Conformed:
         counts = (one["input_metrics"]["text_tokens"], one["output_metrics"]["text_tokens"])
         assert counts == (64, 16), "tokens in and out"
     return Conformed("guidellm", tools.version("guidellm"), _REQUESTS)
+
+
+def use_aiperf(tools: Tools) -> Conformed:
+    """Stream simultaneous completions, each of exactly the requested number of tokens."""
+    out = tools.folder / "aiperf"
+    server = tools.server
+    tools.run_program("aiperf", "profile", "--model", server.model, "--url", server.url,
+              "--endpoint-type", "completions", "--streaming", "--ui-type", "none",
+              "--concurrency", str(CAPACITY), "--request-count", str(_REQUESTS),
+              "--tokenizer", str(tools.tokenizer), "--synthetic-input-tokens-mean", "64",
+              "--output-tokens-mean", "16", "--use-server-token-count",
+              "--extra-inputs", "ignore_eos:true", "--extra-inputs", "max_tokens:16",
+              "--artifact-dir", str(out), offline=False)  # fmt: skip
+    found = json.loads((out / "profile_export_aiperf.json").read_text(encoding="utf-8"))
+    assert found["completed_request_count"]["avg"] == _REQUESTS, found["error_summary"]
+    lengths = found["output_sequence_length"]
+    assert (lengths["min"], lengths["max"]) == (16, 16), "tokens out"
+    return Conformed("aiperf", tools.version("aiperf"), _REQUESTS)
 
 
 def use_node(tools: Tools, script: str, package: str) -> Conformed:
