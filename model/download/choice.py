@@ -17,6 +17,7 @@ _TEXTS = re.compile(
     r"|tokenizer_config|special_tokens_map|\d+_\w+/config)\.json"
     r"|chat_template\.jinja|additional_chat_templates/[^/]+\.jinja|\d+_\w+/model\.safetensors"
 )
+_OF_MARIAN = {"source.spm", "vocab.json"}  # which import makes a tokenizer.json of
 _PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf")
 _NOT_SAFETENSORS = re.compile(r".+\.(bin|pt|pth|msgpack|h5|ckpt)")
 
@@ -61,13 +62,16 @@ def _checkpoint(
         other = next(filter(_NOT_SAFETENSORS.fullmatch, sorted(names)), None)
         found = f"its weights are in {other}; save them" if other else "publish its weights"
         raise DownloadError(f"{reference} has no model.safetensors: {found} as safetensors")
-    for name in (CONFIG_FILE, TOKENIZER_FILE):
+    tokenizer = {TOKENIZER_FILE}
+    if TOKENIZER_FILE not in names and {*names} >= _OF_MARIAN:
+        tokenizer = _OF_MARIAN
+    for name in (CONFIG_FILE, *tokenizer):
         if name not in names:
             raise DownloadError(
                 f"{reference} has no {name}, which import needs; save the model with transformers: "
                 "save_pretrained(FOLDER) of the model and of its AutoTokenizer"
             )
-    return [*weights, *filter(_TEXTS.fullmatch, names)]
+    return [*weights, *tokenizer, *filter(_TEXTS.fullmatch, names)]
 
 
 def _gguf(reference: Reference, ggufs: list[str]) -> list[str]:

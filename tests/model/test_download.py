@@ -226,6 +226,7 @@ def test_a_wrong_reference_is_refused(text: str) -> None:
 SHARDS = {f"model-0000{i}-of-00002.safetensors": b"w" for i in (1, 2)}
 INDEX = json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))}).encode()
 PLAIN = {"config.json": b"{}", "tokenizer.json": b"{}"}
+MARIAN = dict.fromkeys(("config.json", "model.safetensors", "source.spm", "vocab.json"), b"{}")
 
 
 @pytest.mark.parametrize(
@@ -243,6 +244,7 @@ PLAIN = {"config.json": b"{}", "tokenizer.json": b"{}"}
           "adapter_model.safetensors": b""}, "hf://o/n", "LoRA adapter of o/base"),
         (PLAIN | {"pytorch_model.bin": b""}, "hf://o/n", r"weights are in pytorch_model\.bin"),
         ({"config.json": b"", "model.safetensors": b""}, "hf://o/n", r"has no tokenizer\.json"),
+        (MARIAN | {"target.spm": b"", "README.md": b""}, "hf://o/n", {*MARIAN}),
         (PLAIN | {"model.safetensors.index.json": INDEX}, "hf://o/n", "lacks model-00001"),
         ({"manifest.json": b"[]", "model.onnx": b""}, "hf://o/n", "must hold a JSON object"),
     ],

@@ -20,7 +20,8 @@ from model.bundle import (
 )
 from model.files import read_object
 from model.importing.errors import UnsupportedError
-from model.tokenizer import check_tokenizer, load_tokenizer
+from model.importing.huggingface.marian import SOURCE_FILE, VOCABULARY_FILE, read_marian
+from model.tokenizer import check_tokenizer, parse_tokenizer
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _CHAT_TEMPLATES = "additional_chat_templates"
@@ -46,12 +47,15 @@ def read_tokenizer(
     Such a token pads batches, or stands for an image. The chat template must not write it.
     """
     path = source / TOKENIZER_FILE
-    if not path.is_file():
+    if path.is_file():
+        text = path.read_text(encoding="utf-8")
+    elif (source / SOURCE_FILE).is_file() and (source / VOCABULARY_FILE).is_file():
+        text = read_marian(source)
+    else:
         raise UnsupportedError(f"it has no {TOKENIZER_FILE}; {_REWRITE_TOKENIZER}")
-    tokenizer = load_tokenizer(path)
+    tokenizer = parse_tokenizer(text.encode(), path)
     added = {str(i): token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
     beyond = {i: content for i, content in added.items() if int(i) >= size}
-    text = path.read_text(encoding="utf-8")
     state = json.loads(text)
     if max(tokenizer.get_vocab(with_added_tokens=False).values(), default=0) >= size:
         check_tokenizer(tokenizer, path, size)
