@@ -12,11 +12,11 @@ COPY pyproject.toml constraints.txt LICENSE README.md kvasir.py ./
 
 # The dependencies come first, because they change less often than the source.
 FROM packages AS packages-cpu
-RUN mkdir commands model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[cpu,otel]' \
+RUN mkdir commands model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[cpu,otel,hub,oci,s3]' \
     && rm /opt/kvasir/lib/python3*/site-packages/kvasir.py && /opt/kvasir/bin/pip uninstall --yes pip setuptools
 
 FROM packages AS packages-cuda
-RUN mkdir commands model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[cuda,otel]' \
+RUN mkdir commands model export server loadtest && /opt/kvasir/bin/pip install --constraint constraints.txt '.[cuda,otel,hub,oci,s3]' \
     && rm /opt/kvasir/lib/python3*/site-packages/kvasir.py && /opt/kvasir/bin/pip uninstall --yes pip setuptools
 
 FROM packages AS packages-load

@@ -80,8 +80,8 @@ overload: $(VENV)/.dev  ## Send MODEL=DIR ten times its peak load for a minute
 soak: $(VENV)/.dev  ## Load MODEL=DIR for SECONDS=600 and look for leaks
 	$(BIN)/python -m tests.faults.soak $(MODEL) --seconds $(or $(SECONDS),600) $(ARGS)
 
-conformance: $(VENV)/.dev build/conformance/.ready build/encoder-clients/.ready build/agent-clients/.ready  ## Test the server with third-party clients
-	$(BIN)/python -m tests.conformance build/conformance build/encoder-clients build/agent-clients
+conformance: $(VENV)/.dev build/conformance/.ready build/encoder-clients/.ready build/agent-clients/.ready build/chat-clients/.ready build/claude-clients/.ready  ## Test the server with third-party clients
+	$(BIN)/python -m tests.conformance build/conformance build/encoder-clients build/agent-clients build/chat-clients build/claude-clients
 
 gpu-check:  ## Check and measure on an NVIDIA GPU, offline; WHEELS=DIR
 	@test -d "$(WHEELS)" || { echo "make gpu-check WHEELS=folder: a folder with the wheels of .[cuda,train] and transformers"; exit 1; }
@@ -153,6 +153,17 @@ build/encoder-clients/.ready:
 	$(PYTHON) -m venv build/encoder-clients
 	build/encoder-clients/bin/pip install --quiet --disable-pip-version-check \
 		langchain-openai==1.7.3 llama-index-embeddings-openai==0.7.0 cohere==7.3.1
+	@touch $@
+
+build/claude-clients/.ready:
+	$(PYTHON) -m venv build/claude-clients
+	build/claude-clients/bin/pip install --quiet --disable-pip-version-check langchain-anthropic==1.6.1
+	@touch $@
+
+build/chat-clients/.ready:
+	$(PYTHON) -m venv build/chat-clients
+	build/chat-clients/bin/pip install --quiet --disable-pip-version-check \
+		litellm==1.106.2 mcp==2.3.0 instructor==1.17.0 openai==2.54.0 anthropic==1.17.0
 	@touch $@
 
 build/agent-clients/.ready:

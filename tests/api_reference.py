@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from fastapi.routing import APIRoute
 
 from model.bundle import load_bundle
-from server.api import explain, schemas, target, tgi, tokenize
+from server.api import explain, schemas, target, tokenize
 from server.api.anthropic import schemas as anthropic_schemas
 from server.api.anthropic.answers import MessageEvent
 from server.api.embeddings import openai as embeddings_openai
@@ -23,7 +23,11 @@ from server.api.openai import schemas as openai_schemas
 from server.api.openai.answers import ChatEvent, CompletionEvent
 from server.api.openai.responses import schemas as responses
 from server.api.openai.responses.answers import ResponseEvent
+from server.api.other_servers import IGNORED, NO_OPS
 from server.api.routes import ROUTES
+from server.api.structured import StructuredFields
+from server.api.tgi import schemas as tgi
+from server.api.tgi.answers import GenerateEvent
 from server.errors import KvasirError
 from server.requests.service import Service
 from server.settings import Settings, load_settings
@@ -36,7 +40,7 @@ BODIES: dict[str, type[schemas.RequestBody]] = {
     for body in (
         schemas.SamplingFields,
         target.TargetFields,
-        openai_schemas.StructuredFields,
+        StructuredFields,
         openai_schemas.OpenAIBody,
         openai_schemas.CompletionsBody,
         openai_schemas.StreamOptions,
@@ -78,7 +82,7 @@ OF_REQUESTS = (
 )  # fmt: skip
 EVENTS = {
     kind.__name__: kind
-    for kind in (CompletionEvent, ChatEvent, MessageEvent, ResponseEvent, tgi.GenerateEvent)
+    for kind in (CompletionEvent, ChatEvent, MessageEvent, ResponseEvent, GenerateEvent)
 }
 
 
@@ -120,10 +124,9 @@ def _table(name: str) -> str:
         head, rows = "| metric | kind | |", list(_metrics())
     elif name == "idle":
         head = "| field | as |"
-        rows = [f"| `{field}` | anything |" for field in sorted(schemas.IGNORED)]
+        rows = [f"| `{field}` | anything |" for field in sorted(IGNORED)]
         rows += [
-            f"| `{field}` | {' or '.join(map(_code, values))} |"
-            for field, values in schemas.NO_OPS.items()
+            f"| `{field}` | {' or '.join(map(_code, values))} |" for field, values in NO_OPS.items()
         ]
     else:
         head, rows = "| field | | default | |", list(_fields(BODIES[name]))

@@ -88,6 +88,10 @@ tolerations: {{- toYaml . | nindent 2 }}
 {{- end }}
 
 {{/* Public paths; health, metrics and debugging stay internal. publishExplain adds /explain. */}}
+{{- define "kvasir.batchClaim" -}}
+{{- .Values.batches.claimName | default (printf "%s-batches" (include "kvasir.fullname" .)) }}
+{{- end }}
+
 {{- define "kvasir.publicPaths" -}}
 prefixes: [/v1, /v2, /static]
 exact: [/, /model, /generate, /generate_stream, /info, /embed, /embed_all, /similarity, /rerank, /predict, /tokenize,

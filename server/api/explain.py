@@ -20,6 +20,7 @@ from starlette.responses import Response
 from model.bundle import ModelBundle
 from server import explain as explainer
 from server.api import schemas
+from server.api.http.body import BodyRoute
 from server.api.http.responses import (
     BODY_ERRORS,
     json_response,
@@ -31,7 +32,7 @@ from server.errors import InvalidRequestError, OverloadedError
 from server.explain import Explainer, NextToken, check_index, check_length
 from server.requests.admission.callers import Caller
 
-router = APIRouter(route_class=schemas.BodyRoute)
+router = APIRouter(route_class=BodyRoute)
 
 MAX_WEIGHTS = 2**20  # of an answer, some 12 bytes each: four heads' maps of 512 tokens
 # A cancelled explanation keeps running, so this also limits how many one client can leave behind.

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import UTC, datetime
 from pathlib import Path as FilePath
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Request
+from fastapi import APIRouter, Header, Path, Query, Request
 from pydantic import Field
 
 from model.bundle import ATTENTION_GRAPH_FILE
 from server.api.explain import MAX_WEIGHTS
-from server.api.http.responses import MODEL_ERRORS, READ_ERRORS, NamedService, errors, models_of
+from server.api.http.responses import (
+    MODEL_ERRORS,
+    NamedService,
+    errors,
+    models_of,
+)
 from server.api.schemas import ResponseBody, Size
 from server.engine.engine import Engine
+from server.errors import InvalidRequestError
 from server.explain import most_tokens
 from server.requests.service import Service
 from server.requests.target import languages
 
 router = APIRouter()
+
+AnthropicVersion = Annotated[str | None, Header(description="Asks for Anthropic's form.")]
 
 
 class Model(ResponseBody, json_schema_serialization_defaults_required=True):
@@ -37,6 +46,26 @@ class Models(ResponseBody, json_schema_serialization_defaults_required=True):
 
     object: Literal["list"] = "list"
     data: list[Model]
+
+
+class AnthropicModel(ResponseBody, json_schema_serialization_defaults_required=True):
+    """A model, as Anthropic lists it."""
+
+    id: str
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str = Field(description="In RFC 3339.")
+    max_input_tokens: Size
+    max_tokens: Size
+
+
+class AnthropicModels(ResponseBody):
+    """A page of models, if the request has the header `anthropic-version`."""
+
+    data: list[AnthropicModel]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
 
 
 class ModelFile(ResponseBody):
@@ -94,20 +123,57 @@ class ModelCard(ResponseBody):
     files: list[ModelFile]
 
 
-@router.get("/v1/models", responses=READ_ERRORS)
-async def models(request: Request) -> Models:
-    """List the models, without those that could not be loaded."""
+@router.get("/v1/models", responses=errors(400, 401, 403, 429))
+async def models(
+    request: Request,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Of a page, in Anthropic's form.")] = 20,
+    after_id: Annotated[str | None, Query(description="The last model before the page.")] = None,
+    before_id: Annotated[str | None, Query(description="The first model after the page.")] = None,
+    anthropic_version: AnthropicVersion = None,
+) -> Models | AnthropicModels:
+    """List the models, without those that could not be loaded. Anthropic's with its header."""
     known = models_of(request.scope)
-    served = (service for name, service in known.services.items() if name not in known.failures)
-    return Models(data=list(map(_listed, served)))
+    served = [one for name, one in known.services.items() if name not in known.failures]
+    if anthropic_version is None:
+        return Models(data=list(map(_listed, served)))
+    names = [service.name for service in served]
+    start = 0 if after_id is None else _place(names, after_id, "after_id") + 1
+    end = len(names) if before_id is None else _place(names, before_id, "before_id")
+    start = start if before_id is None else max(start, end - limit)
+    page = served[start:end][:limit]
+    return AnthropicModels(
+        data=list(map(_listed_by_anthropic, page)),
+        has_more=start > 0 if before_id is not None else start + limit < end,
+        first_id=page[0].name if page else None,
+        last_id=page[-1].name if page else None,
+    )
 
 
 @router.get("/v1/models/{model_id:path}", responses=errors(401, 403, 404))
 async def model(
-    request: Request, model_id: Annotated[str, Path(json_schema_extra={"minLength": 1})]
-) -> Model:
+    request: Request,
+    model_id: Annotated[str, Path(json_schema_extra={"minLength": 1})],
+    anthropic_version: AnthropicVersion = None,
+) -> Model | AnthropicModel:
     """Return the model by its name."""
-    return _listed(models_of(request.scope).named(model_id))
+    service = models_of(request.scope).named(model_id)
+    return _listed(service) if anthropic_version is None else _listed_by_anthropic(service)
+
+
+def _place(names: list[str], name: str, param: str) -> int:
+    if name not in names:
+        raise InvalidRequestError(f"{param}: {name[:100]!r} is no model here", param=param)
+    return names.index(name)
+
+
+def _listed_by_anthropic(service: Service) -> AnthropicModel:
+    return AnthropicModel(
+        id=service.name,
+        display_name=service.name,
+        created_at=datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
+        max_input_tokens=service.builder.max_model_len,
+        max_tokens=service.builder.max_model_len,
+    )
 
 
 def _listed(service: Service) -> Model:

@@ -16,11 +16,12 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from server.api import explain, health, models, playground, tgi, tokenize
+from server.api import explain, health, models, playground, tokenize
 from server.api.anthropic import messages
 from server.api.anthropic.answers import AnthropicError, MessageEvent
 from server.api.embeddings import openai as embeddings
 from server.api.embeddings import scores, tei
+from server.api.http.body import BodyRoute
 from server.api.http.responses import (
     READ_ERRORS,
     TGI_PATHS,
@@ -32,8 +33,9 @@ from server.api.openai import batches, chat, completions, files
 from server.api.openai.answers import ChatEvent, CompletionEvent
 from server.api.openai.responses import routes as responses
 from server.api.openai.responses.answers import ResponseEvent
-from server.api.schemas import BodyRoute, Error
-from server.api.tgi import GenerateError, GenerateEvent
+from server.api.schemas import Error
+from server.api.tgi import routes as tgi
+from server.api.tgi.answers import GenerateError, GenerateEvent
 from server.errors import InvalidRequestError, KvasirError, MethodNotAllowedError, NotFoundError
 
 router = APIRouter()
@@ -133,18 +135,21 @@ def document(app: FastAPI) -> dict[str, Any]:
             operation["operationId"] = re.sub(r"[{}]", "", f"{method} {path}").replace("/", "_")
             del operation["description"]
             operation.setdefault("security", security)
-            error: type[BaseModel] = Error
+            kinds: tuple[type[BaseModel], ...] = (Error,)
             if path in TGI_PATHS and method == "post":
-                error = GenerateError
+                kinds = (GenerateError,)
+            elif path.startswith("/v1/models"):
+                kinds = (Error, AnthropicError)
             elif is_anthropic({"path": path}):
-                error = AnthropicError
+                kinds = (AnthropicError,)
+            errors = [{"$ref": _REF.format(model=kind.__name__)} for kind in kinds]
             responses = operation["responses"]
             for absent in ("422", "403" if settings.has_keys else "401"):  # 422 is FastAPI's own
                 responses.pop(absent, None)
             for status, response in responses.items():
                 response["headers"] = {"x-request-id": _REQUEST_ID}
                 if int(status) >= 400 and "content" not in response:
-                    schema = {"$ref": _REF.format(model=error.__name__)}
+                    schema = {"anyOf": errors} if len(errors) > 1 else errors[0]
                     response["content"] = {"application/json": {"schema": schema}}
                     if status in ("429", "503"):
                         response["headers"]["retry-after"] = _RETRY_AFTER

@@ -16,6 +16,8 @@ _NOT_SEARCHED = (
     *("temperature", "top_k", "top_p", "min_p", "typical_p", "do_sample", "min_tokens"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias"),
     *("stop", "response_format", "regex", "grammar", "logprobs", "top_n_tokens"),
+    *("json_schema", "structured_outputs", "guided_json", "guided_regex", "guided_choice"),
+    *("guided_grammar", "ebnf", "best_of", "prompt_logprobs"),
 )
 
 

@@ -12,13 +12,14 @@ from starlette.responses import Response
 from tokenizers import Encoding
 
 from server.api import schemas
+from server.api.http.body import BodyRoute
 from server.api.http.responses import BODY_ERRORS, json_response, service_of
 from server.api.openai.chat import render
 from server.api.openai.chat_schemas import Conversation
 from server.errors import ContextLengthError
 from server.requests.service import Service
 
-router = APIRouter(route_class=schemas.BodyRoute)
+router = APIRouter(route_class=BodyRoute)
 
 _ReturnNames = Annotated[bool, Field(description="Return the tokens' names in the vocabulary too.")]
 

@@ -86,12 +86,13 @@ class SamplingParams:
 class TokenLogprobs:
     """Log-probabilities of the raw model (before temperature, penalties and bias) at one position.
 
-    top: (token id, log-probability), likeliest first.
+    rank: 1 if no token is likelier. top: (token id, log-probability), likeliest first.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]
+    rank: int = 1
 
 
 class Occurrences:
@@ -159,7 +160,8 @@ def token_logprobs(row: Floats, token_id: int, alternatives: int) -> TokenLogpro
         candidates = np.flatnonzero(row >= threshold)
         best = candidates[np.argsort(-row[candidates], kind="stable")][:alternatives]
         top = tuple((int(i), float(row[i]) - log_total) for i in best)
-    return TokenLogprobs(token_id, float(row[token_id]) - log_total, top)
+    rank = 1 + int(np.count_nonzero(row > row[token_id]))
+    return TokenLogprobs(token_id, float(row[token_id]) - log_total, top, rank)
 
 
 def _adjust(row: Floats, sequence: SampledSequence) -> None:

@@ -53,12 +53,7 @@ def create_app(
     """
     if isinstance(bundles, ModelBundle):
         bundles = {settings.model_name: bundles}
-    key = settings.api_key.get_secret_value() if settings.api_key else None
-    keys = ApiKeys(
-        key,
-        settings.api_key_file,
-        Limits(settings.max_concurrency_per_key, settings.max_tokens_per_minute_per_key),
-    )
+    keys = _keys(settings)
     models = Models(settings, bundles)
     clock = clock or StartClock()
     provider = None
@@ -104,7 +99,22 @@ def create_app(
         settings.max_stored_responses, settings.stored_responses_memory
     )
     add_routes(app)
-    # Middleware runs in reverse order: the last one added is the outermost.
+    _add_middleware(app, keys)
+    if provider is not None:
+        app.add_middleware(tracing.request_spans, provider=provider, model=settings.model_name)
+    app.add_middleware(request_context)
+    return app
+
+
+def _keys(settings: Settings) -> ApiKeys:
+    key = settings.api_key.get_secret_value() if settings.api_key else None
+    limits = Limits(settings.max_concurrency_per_key, settings.max_tokens_per_minute_per_key)
+    return ApiKeys(key, settings.api_key_file, limits)
+
+
+def _add_middleware(app: FastAPI, keys: ApiKeys) -> None:
+    """Add what runs inside the request's context, in reverse order: the last is the outermost."""
+    settings: Settings = app.state.models.settings
     app.add_middleware(body_limit, settings=settings)
     if settings.has_keys:
         app.add_middleware(key_check, keys=keys)
@@ -119,10 +129,6 @@ def create_app(
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after", "x-should-retry"],
         )
-    if provider is not None:
-        app.add_middleware(tracing.request_spans, provider=provider, model=settings.model_name)
-    app.add_middleware(request_context)
-    return app
 
 
 def _flush(shut_down: Callable[[], None]) -> None:

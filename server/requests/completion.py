@@ -63,6 +63,7 @@ class CompletionRequest:
     cache_salt: bytes = b""  # only prompts of the same salt share the prefix cache
     grammar: Grammar | None = None
     kept_ids: frozenset[int] = frozenset()  # special tokens that are shown in the text
+    length_param: str = "max_tokens"  # the field of its maximum, in errors
     begins_text: bool = False  # the text begins with the first new token; else with the prompt
 
     @property

@@ -145,7 +145,8 @@ class Service:
         assert isinstance(engine, Engine)
         params, n_given = request.params, len(request.target_prefix)
         for prompt in request.prompts:
-            check_length(len(prompt.ids), params.max_tokens, engine, n_given, params.n_rows)
+            n = len(prompt.ids)
+            check_length(n, params.max_tokens, engine, n_given, params.n_rows, request.length_param)
         constraint, work = None, request.work
         if request.grammar is not None and work.seconds_left > 0:
             self.admission.check(request, work, self.engine.snapshot())

@@ -18,7 +18,8 @@ from pydantic_core import from_json
 
 from model.chat_template import NULL, ChatTemplate, ChatTemplateError, ChatTemplateLimitError
 from server.text.reasoning import ReasoningFormat
-from server.text.tool_calls import ToolCallFormat, ToolCallParser, ToolCallPiece
+from server.text.tool_calls import ToolCallParser, ToolCallPiece
+from server.text.tool_formats import ToolCallFormat
 
 Message = Mapping[str, Any]
 
@@ -29,6 +30,7 @@ _CALL = {"name": "get_weather", "arguments": {"city": "Rome"}}
 _CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 _TOOL = {"name": "get_weather", "description": "The weather in a city.", "parameters": _CITY}
 _TOOLS = [{"type": "function", "function": _TOOL}]
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # of a message's reasoning
 _ROLES = ("system", "user", "assistant", "tool")
 _NO_CONTENT: tuple[Message, ...] = ({}, {"content": NULL}, {"content": ""})
 # The marks of formats in prompts that tell a model to use them.
@@ -79,21 +81,13 @@ class ChatFormat:
     ) -> str:
         """Return the prompt for a conversation; the others are options of `ChatTemplate.render`.
 
-        continue_final_message: end it where the last message ends. Raises ChatTemplateError.
+        continue_final_message: end it where the last message ends: its content, or without any its
+        reasoning. Raises ChatTemplateError.
         """
         fitted = self._placed([self._fit(message) for message in messages])
         if not continue_final_message:
             return self._template.render(fitted, **others)
-        content = fitted[-1].get("content")
-        if not content:
-            raise ChatTemplateError(
-                "continue_final_message: the final message has no content to continue"
-            )
-        if isinstance(content, str):
-            content = f"{content}{_MARK} "
-        else:
-            content = [*content[:-1], {**content[-1], "text": f"{content[-1]['text']}{_MARK} "}]
-        text = self._template.render([*fitted[:-1], {**fitted[-1], "content": content}], **others)
+        text = self._template.render([*fitted[:-1], _marked(fitted[-1])], **others)
         text, mark, after = text.rpartition(_MARK)
         if not mark:
             raise ChatTemplateError(
@@ -225,6 +219,22 @@ class ChatFormat:
             if re.search(pattern, shown) and not re.search(pattern, plain):
                 return form
         return None
+
+
+def _marked(message: Message) -> Message:
+    """Return a message with a mark where it is to be continued. Raises ChatTemplateError."""
+    content = message.get("content")
+    if isinstance(content, str) and content:
+        return {**message, "content": f"{content}{_MARK} "}
+    if content:
+        last = {**content[-1], "text": f"{content[-1]['text']}{_MARK} "}
+        return {**message, "content": [*content[:-1], last]}
+    thoughts = {name: message[name] for name in REASONING_NAMES if message.get(name)}
+    if not thoughts:
+        raise ChatTemplateError(
+            "continue_final_message: the final message has no content or reasoning to continue"
+        )
+    return {**message, **{name: f"{thought}{_MARK} " for name, thought in thoughts.items()}}
 
 
 def _parts(message: Message) -> list[Message]:

@@ -21,6 +21,10 @@ class ReasoningFormat(Enum):
         """Return whether a prompt ends where reasoning begins."""
         return prompt.rstrip().endswith(self.opening)
 
+    def leaves_open(self, text: str) -> bool:
+        """Return whether the beginning of an answer ends inside its reasoning."""
+        return text.lstrip().startswith(self.opening) and self.closing not in text
+
     def is_over(self, prompt: str) -> bool:
         """Return whether a prompt ends after reasoning, so that the answer has none."""
         return prompt.rstrip().endswith(self.closing)
@@ -30,14 +34,17 @@ class ReasoningParser:
     """A parser from text to reasoning, which may only begin it, and the rest, the answer.
 
     The tags and the whitespace around reasoning are lost. is_open: it has begun and not ended.
+    continues: the text continues a part, so whitespace at its start belongs to it.
     """
 
-    def __init__(self, form: ReasoningFormat, *, is_open: bool = False) -> None:
+    def __init__(
+        self, form: ReasoningFormat, *, is_open: bool = False, continues: bool = False
+    ) -> None:
         self.is_open = is_open
         self._form = form
         self._buffer = ""  # text that is not returned yet
         self._may_open = not is_open
-        self._strips = True  # whitespace at the start of the part is lost
+        self._strips = not continues  # whitespace at the start of the part is lost
 
     def push(self, text: str, *, is_end: bool = False) -> tuple[str, str]:
         """Return the reasoning and the answer that more text, or the end of it, completes."""

@@ -7,34 +7,29 @@ content; only whitespace around calls is lost.
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from collections.abc import Generator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import Any
 
 from pydantic_core import from_json
 
 from server.text.reasoning import begun
+from server.text.tool_arguments import Scanner, json_call, python_calls, value_of
+from server.text.tool_formats import CALL, END, SEP, ToolCallFormat
 
 Schemas = Mapping[str, Mapping[str, Any]]  # of the arguments of each function, by its name
 
-# DeepSeek's tags have a bar and spaces of their own.
-_BEGIN, _CALL, _SEP, _CALL_END, _END = DEEPSEEK_TAGS = [
-    f"<\uff5ctool\u2581{name}\uff5c>"
-    for name in ("calls\u2581begin", "call\u2581begin", "sep", "call\u2581end", "calls\u2581end")
-]
 _JSON_HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 # A name, and what leads to arguments in JSON.
 _ARGS_HEAD = re.compile(r"([^\s\[\]{}]+)(?:\[CALL_ID\]\w*)?(?:\[ARGS\])?\s*(?=\{)")
-_FENCED_HEAD = re.compile(rf"(?:{_CALL})?\s*function{_SEP}([^\s{{}}<]+)\s*```json\s*(?=\{{)")
-_SEP_HEAD = re.compile(rf"(?:{_CALL})?\s*([^\s{{}}<]+)\s*{_SEP}\s*(?=\{{)")
+_FENCED_HEAD = re.compile(rf"(?:{CALL})?\s*function{SEP}([^\s{{}}<]+)\s*```json\s*(?=\{{)")
+_SEP_HEAD = re.compile(rf"(?:{CALL})?\s*([^\s{{}}<]+)\s*{SEP}\s*(?=\{{)")
 _MAX_HEAD = 512  # characters
 _FUNCTION = re.compile(r"<function=([^>\s]+)>")
 _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
@@ -42,50 +37,6 @@ _PYTHON_HEAD = re.compile(r"\s*(?:[A-Za-z_][\w.]*\s*(?:\(|\Z)|\Z)")
 _dumps = partial(json.dumps, ensure_ascii=False)
 
 
-class ToolCallFormat(Enum):
-    """The formats in which models write calls: the text before a call, and the parts after it.
-
-    HERMES: `<tool_call>{"name": …, "arguments": …}</tool_call>`, one after the other, after any
-    text. LLAMA: `{"name": …, "parameters": …}; …`, from the start of the text or after
-    `<|python_tag|>`. MISTRAL: `[TOOL_CALLS][{"name": …, "arguments": …}, …]`. GRANITE: such a list
-    after `<|tool_call|>`. MISTRAL_ARGS: `[TOOL_CALLS]name[ARGS]{…}`. DEEPSEEK, DEEPSEEK_V31: a
-    block of calls, each with a name, a separator and JSON, the first in a fence of Markdown.
-    QWEN_CODER: `<tool_call><function=name><parameter=key>value</parameter>…</function>` and
-    `</tool_call>`. PYTHONIC: `[name(key=value, …), …]`, from the start of the text.
-
-    following: the beginning of a further call without `opening`. tags: the parts of a format that
-    may be special tokens. forced: the format of calls that a grammar enforces.
-    """
-
-    HERMES = ("<tool_call>", ("</tool_call>",), "")
-    LLAMA = ("<|python_tag|>", (";",), "{")
-    MISTRAL = ("[TOOL_CALLS]", (",", "]"), "{")
-    MISTRAL_ARGS = ("[TOOL_CALLS]", (), "")
-    GRANITE = ("<|tool_call|>", (",", "]", "<|/tool_call|>"), "{")
-    DEEPSEEK = (_BEGIN, ("```", _CALL_END, _END), _CALL)
-    DEEPSEEK_V31 = (_BEGIN, (_CALL_END, _END), f"{_CALL} ")
-    QWEN_CODER = ("<tool_call>", ("</tool_call>",), " ")
-    PYTHONIC = ("[", ("]",), "")
-
-    def __init__(self, opening: str, closings: tuple[str, ...], following: str) -> None:
-        self.opening = opening
-        self.closings = closings
-        self.following = following.strip()
-        tags = {opening, *closings, self.following, *([_SEP] if opening == _BEGIN else [])}
-        if opening == "[TOOL_CALLS]":
-            tags |= {"[ARGS]", "[CALL_ID]"}
-        self.tags = frozenset(tag for tag in tags if len(tag) > 3)
-
-    @property
-    def forced(self) -> ToolCallFormat:
-        """The format of calls that must come: one that grammars have."""
-        return _FORCED.get(self, self)
-
-
-_FORCED = {
-    ToolCallFormat.QWEN_CODER: ToolCallFormat.HERMES,
-    ToolCallFormat.PYTHONIC: ToolCallFormat.LLAMA,
-}
 _LISTS = (ToolCallFormat.MISTRAL, ToolCallFormat.GRANITE)
 _NAMED_HEADS = {
     ToolCallFormat.MISTRAL_ARGS: _ARGS_HEAD,
@@ -206,7 +157,7 @@ class ToolCallParser:
 
     def _read_call(self, opening: str) -> Reading:
         """Read a call in JSON; show the opening, and what follows it, as content if it is none."""
-        scanner, end, n_scanned = _Scanner(), None, 0
+        scanner, end, n_scanned = Scanner(), None, 0
         while end is None:
             text = self._buffer.lstrip()
             if text[:1] == "[" and self._form in _LISTS and opening.endswith(self._form.opening):
@@ -227,7 +178,7 @@ class ToolCallParser:
                 n_scanned = len(text)
                 yield
         end += n_scanned
-        call = _call(text[:end], is_tagged=self._is_tagged(opening))
+        call = json_call(text[:end], is_tagged=self._is_tagged(opening))
         if call is None:
             return self._show(opening + self._take(len(self._buffer) - len(text) + end))
         self._begin_call(call[0], text[end:])
@@ -260,7 +211,7 @@ class ToolCallParser:
         while self.is_in_call:
             text = self._buffer.lstrip()
             if found := _PARAMETER.match(text):
-                value = _value(found[2], self._schemas.get(name, {}), found[1])
+                value = value_of(found[2], self._schemas.get(name, {}), found[1])
                 self._add(f"{before}{_dumps(found[1])}: {_dumps(value)}")
                 self._buffer, before = text[found.end() :], ", "
             elif "<parameter=".startswith(text[:11]):  # of which the end is to come
@@ -275,7 +226,7 @@ class ToolCallParser:
 
     def _read_python(self, opening: str) -> Reading:
         """Read a list of calls in Python, which is passed on once it is complete."""
-        scanner, end, n_scanned = _Scanner(is_python=True, depth=1), None, 0
+        scanner, end, n_scanned = Scanner(is_python=True, depth=1), None, 0
         while end is None:
             if _PYTHON_HEAD.match(self._buffer) is None:
                 return self._show(opening)
@@ -286,7 +237,7 @@ class ToolCallParser:
                 n_scanned = len(self._buffer)
                 yield
         end += n_scanned
-        calls = _python_calls(f"[{self._buffer[:end]}")
+        calls = python_calls(f"[{self._buffer[:end]}")
         if not calls:
             return self._show(opening)
         self._take(end)
@@ -304,7 +255,7 @@ class ToolCallParser:
         self._pieces.append(ToolCallPiece(self.n_calls - 1, None, arguments))
 
     def _read_arguments(self) -> Reading:
-        scanner, end = _Scanner(), None
+        scanner, end = Scanner(), None
         self.is_in_call = True
         while end is None:
             end = scanner.scan(self._buffer)
@@ -327,7 +278,7 @@ class ToolCallParser:
             if self._is_end:
                 return
             yield
-        scanner, end = _Scanner(depth=1), None
+        scanner, end = Scanner(depth=1), None
         while text[0] == "," and end is None:
             end = scanner.scan(self._buffer)
             self._take(len(self._buffer) if end is None else end)
@@ -349,80 +300,5 @@ class ToolCallParser:
                 yield
             if text.startswith(part):
                 self._buffer = text[len(part) :]
-                self._in_block &= part not in ("]", _END)
+                self._in_block &= part not in ("]", END)
         self._at_start = True
-
-
-@dataclass(slots=True)
-class _Scanner:
-    """A search for the end of JSON or Python in brackets, of which the text comes in pieces."""
-
-    is_python: bool = False
-    depth: int = 0
-    _quote: str = ""
-    _is_escaped: bool = False
-
-    def scan(self, text: str) -> int | None:
-        """Return where it ends in the next piece, or stops being JSON; None if nowhere."""
-        for at, char in enumerate(text):
-            if self._quote:
-                if char == self._quote and not self._is_escaped:
-                    self._quote = ""
-                self._is_escaped = char == "\\" and not self._is_escaped
-            elif char == "<" and not self.is_python:  # a tag, where the closing braces are missing
-                return at
-            elif char == '"' or (char == "'" and self.is_python):
-                self._quote = char
-            elif char in "{[" or (char == "(" and self.is_python):
-                self.depth += 1
-            elif char in "}]" or (char == ")" and self.is_python):
-                self.depth -= 1
-                if not self.depth:
-                    return at + 1
-        return None
-
-
-def _call(text: str, *, is_tagged: bool) -> tuple[str, str] | None:
-    """Return the name and arguments of a call; only a tagged one may lack arguments."""
-    try:
-        call: dict[str, Any] = from_json(text, allow_inf_nan=False)
-        found = [call[key] for key in ("arguments", "parameters") if key in call]
-        if not isinstance(call.get("name"), str) or not (found or is_tagged):
-            return None
-        arguments: Any = next((value for value in found if value is not None), {})
-        if not isinstance(arguments, str):
-            arguments = _dumps(arguments)
-        return call["name"], arguments
-    except ValueError:
-        return None
-
-
-def _value(text: str, schema: Mapping[str, Any], key: str) -> Any:
-    """Return the value of an argument that was written without quotation marks."""
-    properties = schema.get("properties")
-    kind = properties.get(key) if isinstance(properties, dict) else None
-    kinds = kind.get("type") if isinstance(kind, dict) else "string"
-    if kinds == "string":
-        return text
-    try:
-        value = from_json(text, allow_inf_nan=False)
-    except ValueError:
-        return text
-    return text if "string" in (kinds or ()) and value is not None else value
-
-
-def _python_calls(text: str) -> list[tuple[str, str]]:
-    """Return the names and arguments of a list of calls with literals by name; [] if it is none."""
-    try:
-        found = ast.parse(text, mode="eval").body
-        calls = found.elts if isinstance(found, ast.List) else []
-        return [_python_call(call) for call in calls]
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        return []
-
-
-def _python_call(call: ast.expr) -> tuple[str, str]:
-    if not isinstance(call, ast.Call) or call.args or any(k.arg is None for k in call.keywords):
-        raise ValueError("it is no call with arguments by name")
-    values = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-    return ast.unparse(call.func), json.dumps(values, ensure_ascii=False, allow_nan=False)

@@ -11,7 +11,7 @@ from typing import Any
 
 from server.engine.grammar.constraints import JSON_OPTIONS, enforceable_schema
 from server.text.reasoning import ReasoningFormat
-from server.text.tool_calls import DEEPSEEK_TAGS, ToolCallFormat
+from server.text.tool_formats import DEEPSEEK_TAGS, ToolCallFormat
 
 Schema = Mapping[str, Any]
 Functions = Mapping[str, Schema]  # the schema of the arguments of each function, by its name

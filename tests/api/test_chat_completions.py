@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from tokenizers import AddedToken, Tokenizer
 
 from model.bundle import ModelBundle
-from server.api.schemas import IGNORED, NO_OPS
+from server.api.other_servers import IGNORED, NO_OPS
 from server.engine.sequence import Sequence
 from server.errors import StartupError
 from server.process.app import create_app

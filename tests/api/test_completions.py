@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from model.bundle import GenerationDefaults
-from server.api.schemas import IGNORED, NO_OPS
+from server.api.other_servers import IGNORED, NO_OPS
 from server.text.detokenizer import token_name
+from server.text.fill_in_middle import FORMS, FillInMiddle
 from tests.fake_runner import FakeRunner
 from tests.serving import (
     EOS,
@@ -478,3 +481,166 @@ async def test_special_tokens_have_no_text_but_a_name() -> None:
     assert answer["choices"][0]["logprobs"]["tokens"] == [
         tokenizer.decode([EOS], skip_special_tokens=False)
     ]
+
+
+async def test_best_of_returns_the_likeliest_samples() -> None:
+    """The mean log-probability of a token decides, and the others count in the usage."""
+    body = {"prompt": ["def read", "json"], "max_tokens": 6, "seed": 3, "logprobs": 0}
+    async with serving() as served:
+        every = await complete(served, **body, n=5)
+        best = await complete(served, **body, n=2, best_of=5)
+        plain = await complete(served, **body | {"logprobs": None}, n=2, best_of=5)
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 6, "seed": 3}
+        post = served.client.post
+        chats = [
+            (await post("/v1/chat/completions", json=chat | {"logprobs": True} | more)).json()
+            for more in ({"n": 3}, {"best_of": 3})
+        ]
+
+    def score(choice: dict[str, Any]) -> float:
+        return float(np.mean(choice["logprobs"]["token_logprobs"]))
+
+    def score_of_chat(choice: dict[str, Any]) -> float:
+        return float(np.mean([token["logprob"] for token in choice["logprobs"]["content"]]))
+
+    expected = []
+    for start in (0, 5):
+        expected += sorted(every["choices"][start : start + 5], key=score, reverse=True)[:2]
+    assert [one | {"index": i} for i, one in enumerate(expected)] == best["choices"]
+    assert [one["text"] for one in plain["choices"]] == [one["text"] for one in expected]
+    assert all(one["logprobs"] is None for one in plain["choices"])
+    assert best["usage"] == every["usage"]
+    likeliest = max(chats[0]["choices"], key=score_of_chat)
+    assert chats[1]["choices"] == [likeliest | {"index": 0}]
+
+
+async def test_prompt_logprobs_are_the_models_own() -> None:
+    """As vLLM has them: the token and the likeliest in each place, with ranks."""
+    ids = tokenizer.encode("def read").ids
+    async with serving() as served:
+        answer = await complete(served, prompt="def read", max_tokens=0, prompt_logprobs=2, n=2)
+        asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        path = "/v1/chat/completions"
+        chat = (await served.client.post(path, json=asked | {"prompt_logprobs": 0})).json()
+        both = {"prompt": "def read", "max_tokens": 1, "echo": True, "logprobs": 1}
+        echoed = await complete(served, **both, prompt_logprobs=3)
+        rows = [log_softmax(served.runner.logits(ids[:end])) for end in range(1, len(ids))]
+    for choice in answer["choices"]:
+        first, *places = choice["prompt_logprobs"]
+        assert first is None
+        for token_id, row, place in zip(ids[1:], rows, places, strict=True):
+            wanted = {token_id, *map(int, np.argsort(-row, kind="stable")[:2])}
+            assert {int(name) for name in place} == wanted
+            for name, scored in place.items():
+                assert scored["logprob"] == pytest.approx(row[int(name)], abs=1e-4)
+                assert scored["rank"] == 1 + int((row > row[int(name)]).sum())
+                assert scored["decoded_token"] == tokenizer.decode([int(name)])
+    assert chat["usage"]["prompt_tokens"] == len(chat["prompt_logprobs"])
+    assert all(len(place) == 1 for place in chat["prompt_logprobs"][1:])
+    (choice,) = echoed["choices"]
+    assert all(3 <= len(place) <= 4 for place in choice["prompt_logprobs"][1:])
+    assert all(len(top) <= 2 for top in choice["logprobs"]["top_logprobs"][1:])
+
+
+async def test_special_tokens_show_if_they_are_not_skipped() -> None:
+    tagged = Tokenizer.from_str(tokenizer.to_str())
+    tagged.add_special_tokens(["<|tag|>"])
+    tag = tagged.token_to_id("<|tag|>")
+    text = [*tagged.encode("def").ids, tag, *tagged.encode(" read").ids, EOS]
+    bundle = replace(fake_bundle(), tokenizer=tagged)
+    for path, prompt in (
+        ("/v1/completions", {"prompt": [5]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        n_prompt = None
+
+        def next_token(prefix: list[int]) -> int:
+            nonlocal n_prompt
+            n_prompt = len(prefix) if n_prompt is None else n_prompt
+            return text[min(len(prefix) - n_prompt, len(text) - 1)]
+
+        texts = []
+        async with serving(FakeRunner(VOCAB_SIZE, next_token=next_token), bundle=bundle) as served:
+            for skips in (True, False):
+                body = prompt | {"skip_special_tokens": skips, "max_tokens": 20}
+                (choice,) = (await served.client.post(path, json=body)).json()["choices"]
+                texts.append(choice.get("text") or choice["message"]["content"])
+        assert texts == ["def read", "def<|tag|> read"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+async def test_a_suffix_makes_a_prompt_for_the_middle(form: FillInMiddle) -> None:
+    """Each tag becomes its own token, and ends the middle."""
+    filling = Tokenizer.from_str(tokenizer.to_str())
+    filling.add_special_tokens([*form.tags, *form.ends])
+    names = (*form.tags, *form.ends)
+    first, second, third = (filling.token_to_id(tag) for tag in form.tags)
+    prompts: list[list[int]] = []
+    middle = [*tokenizer.encode("path").ids, filling.token_to_id(names[-1])]
+
+    def next_token(prefix: list[int]) -> int:
+        if prefix[-1] == third:
+            prompts.append(prefix)
+        return middle[min(len(prefix) - len(prompts[-1]), len(middle) - 1)]
+
+    bundle = replace(fake_bundle(), tokenizer=filling)
+    async with serving(FakeRunner(VOCAB_SIZE, next_token=next_token), bundle=bundle) as served:
+        body = {"prompt": "def read(", "suffix": "):\n"}
+        (choice,) = (await complete(served, **body))["choices"]
+        events = await stream(served, **body)
+        wrong = [
+            await served.client.post("/v1/completions", json=body | more)
+            for more in ({"prompt": [5, 6]}, {"echo": True}, {"truncate_prompt_tokens": 3})
+        ]
+    prefix = tokenizer.encode(f"{form.space}def read(").ids
+    suffix = tokenizer.encode("):\n").ids
+    assert prompts[0] == [first, *prefix, second, *suffix, third]
+    assert (choice["text"], choice["finish_reason"]) == ("path", "stop") == joined(events)
+    assert {one.status_code for one in wrong} == {400}
+    assert {one.json()["error"]["param"] for one in wrong} == {"suffix"}
+
+
+GBNF = 'root ::= day ("," day)*\nday ::= "mon" | "t\\u0075e"\n'
+
+
+@pytest.mark.parametrize(
+    ("constrained", "pattern"),
+    [
+        ({"guided_regex": "[ab]{3}"}, "[ab]{3}"),
+        ({"structured_outputs": {"regex": "[ab]{3}"}}, "[ab]{3}"),
+        ({"guided_choice": ["a b", 'c"\\']}, r'a b|c"\\'),
+        ({"structured_outputs": {"choice": ["x", "yy"]}}, "x|yy"),
+        ({"guided_grammar": 'start: "x" /[0-9]/'}, "x[0-9]"),
+        ({"grammar": GBNF}, "(mon|tue)(,(mon|tue))*"),
+        ({"ebnf": GBNF}, "(mon|tue)(,(mon|tue))*"),
+        ({"structured_outputs": {"grammar": GBNF}}, "(mon|tue)(,(mon|tue))*"),
+        ({"guided_json": {"enum": ["a", 1]}}, '"a"|1'),
+        ({"guided_json": '{"enum": ["a", 1]}'}, '"a"|1'),
+        ({"json_schema": '{"enum": ["a", 1]}'}, '"a"|1'),
+        ({"structured_outputs": {"json": {"enum": ["a", 1]}}}, '"a"|1'),
+        ({"structured_outputs": {"json_object": True}}, r"\{.*\}"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}},
+            "1",
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "my schema", "schema": {"const": 1}},
+                }
+            },
+            "1",
+        ),
+    ],
+)
+async def test_fields_of_other_servers_constrain_the_text(
+    constrained: dict[str, Any], pattern: str
+) -> None:
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=400)) as served:
+        answer = await complete(served, prompt="a", max_tokens=300, n=3, seed=2, **constrained)
+    for choice in answer["choices"]:
+        assert choice["finish_reason"] in ("stop", "length")
+        if choice["finish_reason"] == "stop":
+            assert re.fullmatch(pattern, choice["text"], re.DOTALL), choice["text"]
+    assert any(one["finish_reason"] == "stop" for one in answer["choices"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, replace
+from datetime import datetime
 from pathlib import Path
 
 import httpx
@@ -69,3 +70,34 @@ async def test_memory_of_keys_and_values_is_what_the_rows_take(*, int8: bool) ->
         _, n_rows, _, n_positions, _ = memory.array.shape
         assert n_bytes * n_rows * n_positions == memory.array.nbytes
     assert card.kv_cache.budget_tokens == 500
+
+
+async def test_models_are_listed_in_the_form_that_the_headers_ask_for() -> None:
+    bundles = {name: fake_bundle(Path(name)) for name in ("a", "b", "c")}
+    app = create_app(load_settings(model="a,b,c"), bundles)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        version = {"anthropic-version": "2023-06-01"}
+
+        async def page(**query: str | int) -> tuple[str, bool]:
+            listed = (await http.get("/v1/models", params=query, headers=version)).json()
+            names = "".join(one["id"] for one in listed["data"])
+            ends = (listed["first_id"], listed["last_id"])
+            assert ends == ((names[0], names[-1]) if names else (None, None))
+            return names, listed["has_more"]
+
+        assert await page() == ("abc", False)
+        assert await page(limit=2) == ("ab", True)
+        assert await page(limit=2, after_id="b") == ("c", False)
+        assert await page(after_id="c") == ("", False)
+        assert await page(limit=1, before_id="c") == ("b", True)
+        assert await page(limit=2, before_id="c") == ("ab", False)
+        one = (await http.get("/v1/models/b", headers=version)).json()
+        assert (one["type"], one["id"], one["display_name"]) == ("model", "b", "b")
+        assert datetime.fromisoformat(one["created_at"]).tzinfo is not None
+        plain = (await http.get("/v1/models")).json()
+        assert (plain["object"], len(plain["data"])) == ("list", 3)
+        wrong = await http.get("/v1/models", params={"after_id": "x"}, headers=version)
+        absent = await http.get("/v1/models/x", headers=version)
+    assert (wrong.status_code, absent.status_code) == (400, 404)
+    assert {answer.json()["type"] for answer in (wrong, absent)} == {"error"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -43,14 +45,18 @@ CHECKS = [
     unsupported_method,
     allow_header_conformance,
 ]
-DOCUMENT = document(fake_app(FakeRunner(VOCAB_SIZE), api_key=KEY))
+with TemporaryDirectory() as folder:
+    described = fake_app(FakeRunner(VOCAB_SIZE), api_key=KEY, batch_dir=Path(folder))
+    described.state.batches.store.close()
+    DOCUMENT = document(described)
 TASKS: dict[str, str | None] = {one.path: getattr(one, "task", None) for one in ROUTES}
 api = schemathesis.openapi.from_dict(DOCUMENT)
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live(FakeRunner(VOCAB_SIZE, max_model_len=256)) as started:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    batches = tmp_path_factory.mktemp("batches")
+    with live(FakeRunner(VOCAB_SIZE, max_model_len=256), batch_dir=batches) as started:
         yield started
 
 
@@ -133,6 +139,8 @@ FULL: list[tuple[str, dict[str, Any]]] = [
         "/v1/chat/completions",
         LONG | {"messages": CHAT, "stream": True, "logprobs": True, "max_tokens": 5},
     ),
+    ("/v1/completions", {"prompt": "ab", "prompt_logprobs": 2, "best_of": 3, "max_tokens": 3}),
+    ("/v1/chat/completions", {"messages": CHAT, "prompt_logprobs": 0, "max_tokens": 3}),
     ("/v1/responses", {"input": "ab", "tools": [FUNCTION], "tool_choice": "required"}),
     ("/v1/responses", {"input": CHAT, "include": [LOGPROBS], "top_logprobs": 2}),
     ("/v1/responses", {"input": "ab", "tools": [FUNCTION], "stream": True, **REQUIRED}),
@@ -156,6 +164,10 @@ FULL: list[tuple[str, dict[str, Any]]] = [
     ),
     ("/", {"inputs": "ab", "parameters": LONG, "stream": True}),
     ("/", {"inputs": "ab"}),
+    (
+        "/generate",
+        {"inputs": "ab", "parameters": {"best_of": 2, "do_sample": True, "details": True}},
+    ),
     ("/tokenize", {"prompt": "naïve ☃", "return_token_strs": True}),
     ("/tokenize", {"messages": [{"role": "user", "content": "a"}]}),
     ("/tokenize", {"inputs": "naïve ☃"}),

@@ -101,6 +101,31 @@ async def test_structured_text_and_forced_calls_come_after_the_reasoning(
     assert calls_of(forced)
 
 
+SHOWING_THOUGHTS = THINKING.replace(
+    "{{ message.content or '' }}",
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{{ message.content or '' }}",
+)
+
+
+@pytest.mark.parametrize("begun", [{"reasoning_content": "First"}, {"content": "<think>First"}])
+async def test_a_final_message_is_continued_inside_its_reasoning(begun: dict[str, str]) -> None:
+    body = {"messages": [*USER, {"role": "assistant"} | begun], "continue_final_message": True}
+    answered = {"messages": [*USER, {"role": "assistant", "content": "<think>a</think>So"}]}
+    bundle = with_template(SHOWING_THOUGHTS)
+    async with chatting(" second.\n</think>\n\nNo.", bundle) as (served, _, prompts):
+        whole = (await post(served, **body))["choices"][0]["message"]
+        chunks = await events(served, **body)
+        held = (await post(served, **body, regex="[a-c]{3}"))["choices"][0]["message"]
+        over = (await post(served, **body | answered))["choices"][0]["message"]
+    assert small_tokenizer().decode(prompts[0]).endswith("<think>First")
+    assert (whole["reasoning_content"], whole["content"]) == (" second.", "No.")
+    assert (summed(chunks, "reasoning_content"), summed(chunks, "content")) == (" second.", "No.")
+    assert held["reasoning_content"] == " second."
+    assert set(held["content"]) <= set("abc")
+    assert over["content"].startswith(" second.")
+
+
 async def test_the_effort_reaches_the_template() -> None:
     async with chatting("Yes.", with_template(THINKING)) as (served, _, prompts):
         for body in (

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.api import schemas
+from server.api.http import body as body_parsing
+from server.api.http.responses import compact
 from server.errors import InvalidRequestError
 from tests.fake_runner import FakeRunner
+from tests.faults.bodies import VALID
 from tests.serving import VOCAB_SIZE, serving
 
 LONG = "x" * 5000
@@ -60,8 +62,19 @@ COMPLETIONS: list[tuple[dict[str, Any], str]] = [
     ({"priority": -7}, "priority"),
     ({"priority": 0.5}, "priority"),
     ({"priority": False}, "priority"),
-    ({"best_of": 2}, "best_of"),
+    ({"best_of": 2, "n": 3}, "best_of"),
+    ({"best_of": 2, "stream": True}, "best_of"),
     ({"best_of": True}, "best_of"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs"),
+    ({"ebnf": "root ::= missing"}, "ebnf"),
+    ({"ebnf": 'root ::= "\\'}, "ebnf"),
+    ({"guided_regex": "("}, "guided_regex"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"structured_outputs": {"json": {"type": "x"}}}, "structured_outputs.json"),
+    ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
     ({"tools": [{}]}, "tools"),
     ({"suffix": "x"}, "suffix"),
     ({"no_such_field": 1}, "no_such_field"),
@@ -134,7 +147,6 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ),
     (CALL | {"regex": "a"}, "regex"),
     ({"tools": [tool()], "regex": "a"}, "regex"),
-    (CALL | form("json_object"), "response_format"),
     ({"top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"logprobs": 1}, "logprobs"),
@@ -271,28 +283,28 @@ JSON_VALUES: st.SearchStrategy[Any] = st.recursive(
 def test_what_a_body_holds_is_counted_outside_strings(
     value: Any, which: int, change: int, is_ascii: bool
 ) -> None:
-    name, marks, _ = schemas.MOST_IN_BODY[which]
+    name, marks, _ = body_parsing.MOST_IN_BODY[which]
     count = counts(value)[which]
-    limits = [(other, its_marks, 10**9) for other, its_marks, _ in schemas.MOST_IN_BODY]
+    limits = [(other, its_marks, 10**9) for other, its_marks, _ in body_parsing.MOST_IN_BODY]
     limits[which] = (name, marks, count + change)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schemas, "MOST_IN_BODY", tuple(limits))
+        patch.setattr(body_parsing, "MOST_IN_BODY", tuple(limits))
         raw = json.dumps(value, ensure_ascii=is_ascii).encode()
         if change >= 0:
-            schemas.check_amount(raw)
+            body_parsing.check_amount(raw)
         else:
             with pytest.raises(
                 InvalidRequestError, match=f"{count} {name}, more than {count - 1};"
             ):
-                schemas.check_amount(raw)
+                body_parsing.check_amount(raw)
 
 
 def test_long_numbers_are_refused_outside_strings() -> None:
     for text in ("1" * 400, '"' + "1" * 5000 + '"', '"\\"' + "1" * 401 + '"'):
-        schemas.check_amount(f'{{"a": [{text}, 1.5]}}'.encode())
+        body_parsing.check_amount(f'{{"a": [{text}, 1.5]}}'.encode())
     for text in ("1" * 401, "-" + "1" * 5000, "0." + "1" * 401, '"1", ' + "1" * 401):
         with pytest.raises(InvalidRequestError, match="has a number of more than 400 digits;"):
-            schemas.check_amount(f'{{"a": [{text}]}}'.encode())
+            body_parsing.check_amount(f'{{"a": [{text}]}}'.encode())
 
 
 async def test_a_message_quotes_little_of_a_body() -> None:
@@ -313,10 +325,39 @@ async def test_prompts_of_many_token_ids_are_parsed() -> None:
 async def test_a_refusal_names_the_equivalent() -> None:
     """A field of another server by its name here, and the route that a path may mean."""
     async with serving(FakeRunner(VOCAB_SIZE)) as served:
-        for name, here in (("guided_json", "json_schema"), ("num_predict", "max_tokens")):
+        for name, here in (("max_new_tokens", "max_tokens"), ("num_predict", "max_tokens")):
             response = await served.client.post("/v1/completions", json={"prompt": "a", name: 1})
             assert (response.status_code, response.json()["error"]["param"]) == (400, name)
             assert here in response.json()["error"]["message"]
         response = await served.client.post("/v1/chat/completion", json={})
         assert response.status_code == 404
         assert "/v1/chat/completions" in response.json()["error"]["message"]
+
+
+async def test_a_refusal_lists_the_values_that_are_allowed() -> None:
+    """Each field of a body that takes only some values, and each that may ask for nothing."""
+    async with serving(FakeRunner(VOCAB_SIZE)) as served:
+        described = (await served.client.get("/openapi.json")).json()
+        schemas = described["components"]["schemas"]
+        n_fields = 0
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
+            operation = described["paths"][path]["post"]
+            reference = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+            for name, field in schemas[reference.rpartition("/")[2]]["properties"].items():
+                parts = [] if field is True else field.get("anyOf", [field])
+                allowed = [
+                    value
+                    for part in parts
+                    for value in part.get("enum", [part["const"]] if "const" in part else [])
+                ]
+                if not allowed or any(part.get("type") == "object" for part in parts):
+                    continue
+                n_fields += 1
+                body = VALID[path] | {name: "no-such-value"}
+                response = await served.client.post(path, json=body)
+                message = response.json()["error"]["message"]
+                assert response.status_code == 400
+                for value in set(map(compact, allowed)) - {"null"}:
+                    known = value.strip('"')
+                    assert known in message or known.title() in message, (path, name, message)
+    assert n_fields > 80

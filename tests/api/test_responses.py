@@ -27,7 +27,7 @@ from server.requests.completion import CompletionRequest, Delta
 from server.requests.service import Service
 from server.settings import load_settings
 from server.text.reasoning import ReasoningFormat
-from server.text.tool_calls import ToolCallFormat
+from server.text.tool_formats import ToolCallFormat
 from tests.api.test_chat_completions import (
     BOTH,
     HERMES_TEXT,
@@ -148,7 +148,7 @@ def answer(random_: random.Random) -> tuple[str, list[str]]:
 def formatter(body: ResponsesBody, max_calls: int | None = None) -> ResponseFormatter:
     """Return a formatter for a model that reasons and calls as Hermes does."""
     form = AnswerForm(
-        ReasoningFormat.THINK, False, ToolCallFormat.HERMES, max_calls, {}, None, frozenset()
+        ReasoningFormat.THINK, False, False, ToolCallFormat.HERMES, max_calls, {}, None, frozenset()
     )
     params: Any = SimpleNamespace(temperature=1.0, top_p=0.9)
     wanted = CompletionRequest(prompts=[], params=params)
@@ -430,3 +430,19 @@ def test_a_client_that_leaves_ends_the_response() -> None:
         assert served.freed.acquire(timeout=TIMEOUT)
         gone = client.get(f"/v1/responses/{response_id['id']}")
         assert gone.status_code == 404
+
+
+async def test_errors_of_length_name_the_field_of_this_route() -> None:
+    async with serving() as served:
+
+        async def refused(**body: int) -> dict[str, Any]:
+            response = await served.client.post("/v1/responses", json={"input": "a", **body})
+            assert response.status_code == 400
+            error: dict[str, Any] = response.json()["error"]
+            return error
+
+        endless = {"input": "a", "max_output_tokens": -1}
+        assert (await served.client.post("/v1/responses", json=endless)).status_code == 200
+        assert (await refused(max_output_tokens=10**6))["param"] == "max_output_tokens"
+        assert (await refused(max_output_tokens=0))["param"] == "max_output_tokens"
+        assert "use max_output_tokens" in (await refused(max_tokens=5))["message"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
+
 from tests.fake_runner import FakeRunner
 from tests.serving import EOS, VOCAB_SIZE, Served, saying, serving, small_tokenizer
 
@@ -170,3 +172,23 @@ async def test_info_tells_the_limits() -> None:
         assert (await served.client.post("/generate", json=longest)).status_code == 400
     assert (answer["model_id"], answer["model_device_type"]) == ("fake-model", "cpu")
     assert answer["max_total_tokens"] == 64
+
+
+async def test_best_of_returns_the_likeliest_sample_and_the_others() -> None:
+    async with serving() as served:
+        options = {"max_new_tokens": 5, "do_sample": True, "seed": 7, "details": True}
+        best = await generate(served, "def", **options, best_of=4, return_full_text=True)
+        plain = await generate(served, "def", **options)
+        endless = await generate(served, "def", max_new_tokens=-1, details=True, ignore_eos=True)
+        wrong = {"best_of": 2, "do_sample": True}
+        streamed = await served.client.post(
+            "/generate_stream", json={"inputs": "def", "parameters": wrong}
+        )
+    others = best["details"].pop("best_of_sequences")
+    samples = [best["details"] | {"generated_text": best["generated_text"]}, *others]
+    scores = [np.mean([token["logprob"] for token in one["tokens"]]) for one in samples]
+    assert scores == sorted(scores, reverse=True)
+    assert len({one["generated_text"] for one in samples}) == 4
+    assert f"def{plain['generated_text']}" in {one["generated_text"] for one in samples}
+    assert endless["details"]["generated_tokens"] == 64 - 1
+    assert streamed.status_code == 400

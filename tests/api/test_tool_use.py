@@ -116,3 +116,14 @@ async def test_formats_without_effect_are_accepted(tool_choice: str) -> None:
         }
         choice = (await post(served, **body))["choices"][0]
     assert calls_of(choice) == [("login", {"secret": "abc"})]
+
+
+async def test_a_call_that_must_come_leaves_no_content_for_a_format() -> None:
+    """instructor sends both to /v1/responses."""
+    body = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
+    async with chatting() as (served, _, _):
+        answer = await post(served, **body, response_format={"type": "json_object"})
+        alone = await post(served, **body)
+    (choice,), (expected,) = answer["choices"], alone["choices"]
+    assert without_ids(choice) == without_ids(expected)
+    assert calls_of(choice)

@@ -1,8 +1,9 @@
-"""Run all clients against small real models: python -m tests.conformance TOOLS ENCODERS AGENTS
+"""Run all clients against small real models: `make conformance`.
 
-Each holds clients in an environment: TOOLS lm_eval, guidellm and the packages of Node, ENCODERS
-those of vectors and ranks, AGENTS those of agents. Prints a line for each client. Exit code 1 if
-one of them fails.
+Each argument is an environment with clients: first lm_eval, guidellm and the packages of Node, then
+those of vectors and ranks with langchain-openai, those of agents, litellm with instructor, and
+langchain-anthropic.
+Prints a line for each client. Exit code 1 if one of them fails.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _NODE = {
 }
 
 
-def main(environment: Path, encoders: Path, agents: Path) -> int:
+def main(environment: Path, encoders: Path, agents: Path, chats: Path, claude: Path) -> int:
     with TemporaryDirectory() as folder:
         model, tokenizer = Path(folder) / "random-model", Path(folder) / "tokenizer"
         make_model(model)
@@ -56,6 +57,13 @@ def main(environment: Path, encoders: Path, agents: Path) -> int:
             passed &= _try("huggingface_hub", lambda: use_huggingface(server))
             for client in ("openai-agents", "pydantic-ai-slim"):
                 passed &= _try(client, partial(use_agents, agents, server, client))
+            for client, folder_of in (
+                ("litellm", chats),
+                ("instructor", chats),
+                ("langchain-openai", encoders),
+                ("langchain-anthropic", claude),
+            ):
+                passed &= _try(client, partial(use_chats, folder_of, server, client))
         with serve_locally(model, *limits) as url:  # lm_eval's local-completions sends no key
             server = Server(url, model.name, "", MAX_MODEL_LEN)
             tools = Tools(environment, Path(folder), server, tokenizer)
@@ -80,6 +88,12 @@ def use_schemathesis() -> Conformed:
 def use_agents(environment: Path, server: Server, client: str) -> Conformed:
     """Run agents of a package, which speaks Responses by default."""
     printed = _run(environment, "agent_clients.py", server.openai_url, server.model, _KEY, client)
+    return Conformed(client, _versions(environment)[client], int(printed))
+
+
+def use_chats(environment: Path, server: Server, client: str) -> Conformed:
+    """Run a package that speaks to several APIs."""
+    printed = _run(environment, "chat_clients.py", server.url, server.model, _KEY, client)
     return Conformed(client, _versions(environment)[client], int(printed))
 
 

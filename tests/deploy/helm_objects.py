@@ -28,7 +28,7 @@ def faults(objects: list[Object], image: Object) -> Iterator[str]:
     """Yield every fault; `image` is the environment of the server's image."""
     for find in (
         wrong_custom_kinds, excessive_requests, wrong_selectors, unknown_ports, unknown_backends,
-        unknown_paths, unknown_volumes, blocked_drains, wrong_queries, wrong_test,
+        unknown_paths, unknown_volumes, shared_claims, blocked_drains, wrong_queries, wrong_test,
     ):  # fmt: skip
         yield from find(objects)
     yield from server(objects, image).faults()
@@ -210,6 +210,20 @@ def unknown_volumes(objects: list[Object]) -> Iterator[str]:
                 secret = volume.get("secret", {}).get("secretName")
                 if not secret or (secrets and path.name not in secrets.get(secret, {})):
                     yield f"{name} of {container['name']} is {path}, which no Secret has"
+
+
+def shared_claims(objects: list[Object]) -> Iterator[str]:
+    """Yield claims to which two pods may write, or that are not the one that the chart makes."""
+    deployment = one(objects, "Deployment")["spec"]
+    own = {one["metadata"]["name"] for one in objects if one["kind"] == "PersistentVolumeClaim"}
+    for volume in pod(objects).get("volumes", ()):
+        claim = volume.get("persistentVolumeClaim", {"readOnly": True})
+        if claim.get("readOnly"):
+            continue
+        if deployment.get("replicas") != 1 or deployment["strategy"].get("type") != "Recreate":
+            yield f"two pods may write to {claim['claimName']}: {deployment['strategy']}"
+        if own and claim["claimName"] not in own:
+            yield f"{claim['claimName']} is not the chart's claim, {own}"
 
 
 def blocked_drains(objects: list[Object]) -> Iterator[str]:

@@ -27,6 +27,7 @@ KINDS = {
     "v1": {
         "Secret": "secrets", "Service": "services", "ConfigMap": "configmaps",
         "ServiceAccount": "serviceaccounts", "Pod": "pods",
+        "PersistentVolumeClaim": "persistentvolumeclaims",
     },
     "apps/v1": {"Deployment": "deployments"},
     "autoscaling/v2": {"HorizontalPodAutoscaler": "horizontalpodautoscalers"},

@@ -16,7 +16,7 @@ import httpx
 from fastapi import FastAPI
 from starlette.types import Message
 
-from server.api.schemas import MOST_IN_BODY
+from server.api.http.body import MOST_IN_BODY
 from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.faults.bodies import VALID, places, put
 from tests.faults.canary import apart, canary, memory, reset_peak

@@ -10,8 +10,8 @@ import pytest
 from model.chat_template import ChatTemplate, ChatTemplateError
 from server.text.chat_format import ChatFormat
 from server.text.reasoning import ReasoningFormat as Think
-from server.text.tool_calls import DEEPSEEK_TAGS
-from server.text.tool_calls import ToolCallFormat as Form
+from server.text.tool_formats import DEEPSEEK_TAGS
+from server.text.tool_formats import ToolCallFormat as Form
 
 BEGIN, CALL, SEP, CALL_END, END = DEEPSEEK_TAGS
 TURN = "{{ '<|' + m.role + '|>' }}"

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from server.text.answer import AnswerParser, Reasoning
 from server.text.reasoning import ReasoningFormat, ReasoningParser
-from server.text.tool_calls import ToolCallFormat, ToolCallParser, ToolCallPiece
+from server.text.tool_calls import ToolCallParser, ToolCallPiece
+from server.text.tool_formats import ToolCallFormat
 
 THINK = ReasoningFormat.THINK
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from server.text.tool_calls import DEEPSEEK_TAGS, ToolCallFormat, ToolCallParser, ToolCallPiece
+from server.text.tool_calls import ToolCallParser, ToolCallPiece
+from server.text.tool_formats import DEEPSEEK_TAGS, ToolCallFormat
 
 HERMES, LLAMA = ToolCallFormat.HERMES, ToolCallFormat.LLAMA
 LISTS = (ToolCallFormat.MISTRAL, ToolCallFormat.GRANITE)

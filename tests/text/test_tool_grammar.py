@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
 from server.engine.grammar.constraints import Constraint, Grammar, GrammarCompiler
-from server.text.tool_calls import DEEPSEEK_TAGS, ToolCallFormat, ToolCallParser, ToolCallPiece
+from server.text.tool_calls import ToolCallParser, ToolCallPiece
+from server.text.tool_formats import DEEPSEEK_TAGS, ToolCallFormat
 from server.text.tool_grammar import calls_in_text
 from tests.serving import EOS, small_tokenizer
 

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from server.api.anthropic.answers import Message, MessageEvent, TokenCount
 from server.api.anthropic.conversion import chat_body
 from server.api.anthropic.schemas import CountTokensBody, MessagesBody
+from server.api.http.body import TextRoute
 from server.api.http.responses import (
     BODY_ERRORS,
     Formatter,
@@ -28,7 +29,6 @@ from server.api.http.responses import (
 from server.api.openai.chat import prepare, render
 from server.api.openai.formatting import JSON, join
 from server.api.openai.tools import AnswerForm, AnswerReader
-from server.api.schemas import TextRoute
 from server.engine.sequence import FinishReason
 from server.errors import ContextLengthError
 from server.requests.completion import Choice, Delta

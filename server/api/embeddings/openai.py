@@ -12,9 +12,10 @@ from starlette.responses import Response
 
 from server.api.embeddings.figures import enveloped, unit, usage
 from server.api.embeddings.requests import PromptFields, pooling_of, respond
+from server.api.http.body import VectorRoute
 from server.api.http.responses import GENERATE_ERRORS, service_of
 from server.api.openai.schemas import Prompts
-from server.api.schemas import ModelName, ResponseBody, Size, VectorRoute
+from server.api.schemas import ModelName, ResponseBody, Size
 from server.engine.sampling import Floats
 from server.errors import InvalidRequestError
 

@@ -14,9 +14,10 @@ from starlette.responses import Response
 from server.api.embeddings.figures import best_first, enveloped, shares, usage
 from server.api.embeddings.openai import InputUsage
 from server.api.embeddings.requests import EncoderFields, pooling_of, respond
+from server.api.http.body import LabelRoute
 from server.api.http.responses import GENERATE_ERRORS, service_of, state_of
 from server.api.openai.schemas import Prompts
-from server.api.schemas import Items, LabelRoute, ModelName, ResponseBody, Size
+from server.api.schemas import Items, ModelName, ResponseBody, Size
 from server.engine.sampling import Floats
 
 router = APIRouter(route_class=LabelRoute)

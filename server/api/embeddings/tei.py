@@ -15,17 +15,10 @@ from starlette.responses import Response
 from model.config import Pooling
 from server.api.embeddings.figures import best_first, listed, shares, unit
 from server.api.embeddings.requests import EncoderFields, PromptFields, pooling_of, respond
+from server.api.http.body import LabelRoute, VectorRoute
 from server.api.http.responses import GENERATE_ERRORS, service_of
 from server.api.openai.schemas import Prompts
-from server.api.schemas import (
-    Items,
-    LabelRoute,
-    ModelName,
-    RequestBody,
-    ResponseBody,
-    Size,
-    VectorRoute,
-)
+from server.api.schemas import Items, ModelName, RequestBody, ResponseBody, Size
 from server.engine.sampling import Floats
 from server.errors import InvalidRequestError
 

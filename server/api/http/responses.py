@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar, cast
 
 from fastapi import Depends, Query
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -39,6 +40,7 @@ TGI_PATHS = frozenset({"/", "/generate", "/generate_stream"}) | {
     *("/embed", "/embed_all", "/similarity", "/rerank", "/predict"),
 }
 _ANTHROPIC_PATH = "/v1/messages"  # and the paths below it
+_COMMON_PATH = "/v1/models"  # also of OpenAI's API, without Anthropic's header
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -131,8 +133,11 @@ def path_of(scope: Scope) -> str:
 
 
 def is_anthropic(scope: Scope) -> bool:
-    """Return whether a path is of Anthropic's API."""
-    return f"{path_of(scope)}/".startswith(f"{_ANTHROPIC_PATH}/")
+    """Return whether a request is of Anthropic's API."""
+    path = f"{path_of(scope)}/"
+    if path.startswith(f"{_COMMON_PATH}/"):
+        return "anthropic-version" in Headers(scope=scope)
+    return path.startswith(f"{_ANTHROPIC_PATH}/")
 
 
 def error_body(scope: Scope, error: Exception) -> tuple[KvasirError, dict[str, Any]]:

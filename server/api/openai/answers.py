@@ -54,6 +54,20 @@ class CompletionLogprobs(ResponseBody):
     text_offset: list[Size]
 
 
+class PromptLogprob(ResponseBody):
+    """The log-probability of a token in a place of the prompt."""
+
+    logprob: Logprob
+    rank: Annotated[int, Field(ge=1)] = Field(description="1 is the likeliest.")
+    decoded_token: str
+
+
+# A place has the prompt's token and the likeliest, by id. The first has none.
+PromptLogprobs = Annotated[
+    list[dict[str, PromptLogprob] | None], Field(description="Where they were asked for.")
+]
+
+
 class CompletionChoice(ResponseBody):
     """One continuation of one prompt."""
 
@@ -61,6 +75,7 @@ class CompletionChoice(ResponseBody):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Finish
+    prompt_logprobs: PromptLogprobs = Field([])
     score: float | None = Field(None, description="Of a beam search: see `length_penalty`.")
 
 
@@ -155,6 +170,7 @@ class Chat(_Envelope):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs = Field([])
 
 
 class FunctionDelta(ResponseBody):

@@ -11,11 +11,12 @@ from pydantic import Field, TypeAdapter
 from pydantic_core import from_json
 from starlette.types import Message
 
+from server.api.http.body import check_amount, parse
 from server.api.http.keys import ApiKeys
 from server.api.http.middleware import new_state
 from server.api.http.responses import compact, error_body, models_of
 from server.api.openai.files import CHANGE_ERRORS, ERRORS, After, Owner, Store, page
-from server.api.schemas import RequestBody, ResponseBody, check_amount, parse
+from server.api.schemas import RequestBody, ResponseBody
 from server.batches.journal import Reply
 from server.batches.objects import Batch
 from server.batches.worker import BatchWorker

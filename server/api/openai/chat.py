@@ -9,12 +9,12 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from model.chat_template import ChatTemplateError
+from server.api.http.body import TextRoute
 from server.api.http.responses import respond, service_of, state_of, streamed
 from server.api.openai.answers import Chat, ChatEvent
 from server.api.openai.chat_schemas import ChatBody, Conversation
 from server.api.openai.formatting import JSON, OpenAIFormatter, join, token_logprobs
 from server.api.openai.tools import AnswerForm, AnswerReader
-from server.api.schemas import TextRoute
 from server.errors import ContextLengthError, InvalidRequestError
 from server.requests.completion import CompletionRequest, Delta
 from server.requests.service import Service
@@ -49,6 +49,7 @@ async def prepare(
         service.bundle.default_sampling,
         default_max_tokens=default_max_tokens or service.builder.max_model_len,
         logprobs=body.top_logprobs if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
         grammar=form.grammar,
         kept_ids=form.kept_ids,
         begins_text=not body.continue_final_message,
@@ -116,6 +117,11 @@ class ChatFormatter(OpenAIFormatter):
             part["logprobs"] = {"content": logprobs}
         if part["delta"] or logprobs or reason is not None:
             yield part
+
+    def whole(self) -> JSON:
+        """Return the body of a finished chat; its one prompt may have scores."""
+        scores = {"prompt_logprobs": self._prompt_scores[0]} if self._prompt_scores else {}
+        return super().whole() | scores
 
     def finished(self, choice: JSON) -> JSON:
         """Return a whole choice: a message instead of a delta, with its calls joined."""

@@ -15,10 +15,12 @@ from pydantic import (
 )
 from pydantic import ValidatorFunctionWrapHandler as Validate
 
+from server.api.http.body import check_amount
 from server.api.openai.schemas import OpenAIBody
-from server.api.schemas import AddSpecialTokens, Items, RequestBody, check_amount
+from server.api.schemas import AddSpecialTokens, Items, RequestBody
 from server.engine.sampling import MAX_LOGPROBS
 from server.errors import InvalidRequestError
+from server.text.chat_format import REASONING_NAMES
 
 # The body has fields for these variables of the template.
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
@@ -88,11 +90,18 @@ class Message(Part):
         if self.content is None and self.role != "assistant":
             raise ValueError("content is missing; only the role assistant may go without")
         if self.role in _NEVER_ASSISTANT:
-            for name in ("tool_calls", "reasoning_content", "reasoning", "thinking"):
+            for name in ("tool_calls", *REASONING_NAMES):
                 if getattr(self, name):
                     raise ValueError(f"{name} belongs to the role assistant, not {self.role}")
         self.tool_calls = self.tool_calls or None
         return self
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
 
 
 def _require_object(schema: dict[str, Any]) -> dict[str, Any]:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from server.api.http.body import TextRoute
 from server.api.http.responses import compact, finite, respond, service_of, state_of, streamed
 from server.api.openai.answers import Completion, CompletionEvent
 from server.api.openai.formatting import JSON, OpenAIFormatter
 from server.api.openai.schemas import CompletionsBody
-from server.api.schemas import TextRoute
 from server.engine.sampling import TokenLogprobs
+from server.errors import InvalidRequestError
 from server.requests.completion import Delta, Prompt
 from server.requests.service import Service
 from server.text.detokenizer import Detokenizer, token_name
+from server.text.fill_in_middle import FORMS, form_of
 
 router = APIRouter(route_class=TextRoute)
 
@@ -27,20 +29,40 @@ async def completions(request: Request, body: CompletionsBody) -> Response:
     """Continue prompts, as OpenAI does."""
     service, state = service_of(request), state_of(request.scope)
     grammar = await service.text_worker.call(state.body_size, body.any_grammar)
+    if body.suffix:
+        body = _filling(body, service.added_ids)
     options = body.options(
         body.prompt,
         service.bundle.default_sampling,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        prompt_logprobs=body.scored_prompt,
         add_special_tokens=body.add_special_tokens,
         with_offsets=body.echo and body.logprobs is not None,
         grammar=grammar,
+        kept_ids=frozenset() if body.skip_special_tokens else service.special_ids,
         target=body.target(),
     )
     wanted = await service.builder.build(options, state)
     formatter = CompletionFormatter(service, body, state.id)
     return respond(request, wanted, formatter, stream=body.stream)
+
+
+def _filling(body: CompletionsBody, added_ids: Mapping[str, int]) -> CompletionsBody:
+    """Return a body that asks for the text before its suffix. Raises InvalidRequestError."""
+    form = form_of(added_ids)
+    if form is None:
+        known = ", ".join(one.before_middle for one in FORMS)
+        raise InvalidRequestError(
+            f"suffix: this model cannot fill in a middle, for its tokenizer has none of {known}; "
+            "leave it out",
+            param="suffix",
+        )
+    prompts = [form.prompt(str(prompt), body.suffix) for prompt in body.prompt]
+    ends = frozenset() if body.ignore_eos else form.ending_ids(added_ids)
+    return body.model_copy(
+        update={"prompt": prompts, "stop_token_ids": [*body.stop_token_ids, *ends]}
+    )
 
 
 _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # of log-probabilities
@@ -69,6 +91,11 @@ class CompletionFormatter(OpenAIFormatter):
             score = delta.choice.score
             yield part if score is None else part | {"score": finite(score)}
 
+    def finished(self, choice: JSON) -> JSON:
+        """Return a whole choice, with the scores of its prompt if they were asked for."""
+        scores = self._prompt_scores.get(choice["index"])
+        return choice if scores is None else choice | {"prompt_logprobs": scores}
+
     def encoded(self, part: JSON) -> str:
         """Return a part as JSON. Text alone, the usual case, takes half the time this way."""
         if part["logprobs"] is not None or part["finish_reason"] is not None:
@@ -80,7 +107,7 @@ class CompletionFormatter(OpenAIFormatter):
         """Return OpenAI's four parallel lists."""
         entries: list[_Entry] = []
         prompt = delta.choice.prompt
-        if delta.prompt_logprobs is not None:
+        if self._echoes and delta.prompt_logprobs is not None:
             offsets = prompt.offsets or self._decoded_offsets(prompt)
             entries.append((token_name(self.tokenizer, prompt.ids[0]), None, None, offsets[0]))
             pairs = zip(delta.prompt_logprobs, offsets[1:], strict=True)
@@ -103,7 +130,7 @@ class CompletionFormatter(OpenAIFormatter):
     def _entry(self, scored: TokenLogprobs, offset: int) -> _Entry:
         name, logprob = token_name(self.tokenizer, scored.token_id), finite(scored.logprob)
         top: dict[str, float] = {}
-        for token_id, other in scored.top:
+        for token_id, other in scored.top[: self._n_top]:
             top.setdefault(token_name(self.tokenizer, token_id), finite(other))
         # The token itself is in its place, even if another has the same text.
         return name, logprob, top | {name: logprob}, offset

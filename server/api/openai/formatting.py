@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
+from collections import defaultdict
 from collections.abc import Container, Iterator
+from statistics import fmean
 from time import time
 from typing import Any
 
@@ -32,6 +35,10 @@ class OpenAIFormatter(Formatter):
         self._with_running_usage = options is not None and options.continuous_usage_stats
         self._n_shown = 0  # tokens of the deltas so far; more may have been generated
         self._choices: dict[int, JSON] = {}  # of a whole answer
+        self._n_shown_samples, self._n_samples = body.n, body.n_samples
+        self._scores: defaultdict[int, list[float]] = defaultdict(list)  # of each choice's tokens
+        self._n_prompt_top = body.prompt_logprobs
+        self._prompt_scores: dict[int, list[JSON | None]] = {}  # by choice
         self._head = {
             "id": response_id,
             "object": kind,
@@ -51,6 +58,12 @@ class OpenAIFormatter(Formatter):
 
     def add(self, delta: Delta) -> None:
         """Join a delta with its choice."""
+        index = delta.choice.index
+        if delta.logprobs is not None:
+            self._scores[index].append(delta.logprobs.logprob)
+        if self._n_prompt_top is not None and delta.prompt_logprobs is not None:
+            ranks = (self._ranked(scored, self._n_prompt_top) for scored in delta.prompt_logprobs)
+            self._prompt_scores[index] = [None, *ranks]
         for part in self.parts(delta):
             self._choices[part["index"]] = join(self._choices.get(part["index"]), part)
 
@@ -76,9 +89,40 @@ class OpenAIFormatter(Formatter):
 
     def whole(self) -> JSON:
         """Return the body of a finished completion."""
-        choices = [self.finished(self._choices[one.index]) for one in self.completion.choices]
+        choices = [
+            self.finished(self._choices[index]) | {"index": place}
+            for place, index in enumerate(self._best())
+        ]
         usage = self._usage(self.completion.n_completion_tokens)
         return {**self._head, "choices": choices, "usage": usage}
+
+    def _best(self) -> list[int]:
+        """Return the choices to show: of each prompt's samples the likeliest, by their mean."""
+        indices = [choice.index for choice in self.completion.choices]
+        n = self._n_samples
+        if n == self._n_shown_samples:
+            return indices
+
+        def score(index: int) -> float:
+            scores = self._scores[index]
+            return fmean(scores) if scores else -math.inf
+
+        samples = (indices[start : start + n] for start in range(0, len(indices), n))
+        best = (sorted(some, key=score, reverse=True)[: self._n_shown_samples] for some in samples)
+        return [index for some in best for index in some]
+
+    def _ranked(self, scored: TokenLogprobs, n_top: int) -> JSON:
+        """Return a token of the prompt and the likeliest in its place, by id, as vLLM does."""
+        given = (scored.token_id, scored.logprob, scored.rank)
+        top = ((i, logprob, rank) for rank, (i, logprob) in enumerate(scored.top[:n_top], 1))
+        return {
+            str(token_id): {
+                "logprob": finite(logprob),
+                "rank": rank,
+                "decoded_token": token_text(self.tokenizer, token_id),
+            }
+            for token_id, logprob, rank in (given, *top)
+        }
 
     def _usage(self, n_generated: int) -> JSON:
         n_prompt = self.completion.n_prompt_tokens

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
-from pydantic import (
-    AliasChoices,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import AliasChoices, Field, ValidationError, WrapValidator, model_validator
 from pydantic import ValidatorFunctionWrapHandler as Validate
 
 from model.bundle import GenerationDefaults
 from server.api import schemas
+from server.api.other_servers import NO_OPS
+from server.api.structured import StructuredFields
 from server.api.target import TargetFields
-from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import MAX_LOGPROBS
+from server.errors import InvalidRequestError
 from server.requests.builder import RequestOptions
 
 _AnyPrompts = (
@@ -50,80 +44,6 @@ class StreamOptions(schemas.RequestBody):
         return self
 
 
-class JSONSchema(schemas.RequestBody):
-    """A schema. The other fields have no effect: every answer follows it."""
-
-    name: str = ""
-    schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool = False
-    description: str | None = None
-
-
-class ResponseFormat(schemas.RequestBody):
-    """OpenAI's `response_format`."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JSONSchema | None = None
-    schema_: dict[str, Any] | None = Field(
-        None, alias="schema", description="Of type json_object, as llama.cpp takes it."
-    )
-
-    @model_validator(mode="after")
-    def _check_type(self) -> Self:
-        if self.schema_ is not None and self.type != "json_object":
-            raise ValueError("schema is given with type json_object, and only then")
-        if (self.json_schema is not None) != (self.type == "json_schema"):
-            raise ValueError("json_schema is given with type json_schema, and only then")
-        return self
-
-
-AnyFormat = Annotated[
-    Annotated[ResponseFormat, Tag("openai")] | Annotated[schemas.TGIFormat, Tag("tgi")],
-    Discriminator(
-        lambda it: "tgi" if isinstance(it, dict) and it.get("value") is not None else "openai"
-    ),
-]
-
-
-class StructuredFields(schemas.RequestBody):
-    """The fields that constrain the text."""
-
-    response_format: AnyFormat | None = Field(
-        None,
-        description="`text`, `json_object` (perhaps with `schema`), `json_schema` with "
-        "`json_schema.schema`, "
-        "or a `grammar` of /generate.",
-    )
-    regex: str | None = Field(None, description="A regular expression that the whole text matches.")
-    grammar: str | None = Field(
-        None, description="A grammar in Lark's notation, whose rule `start` derives the text."
-    )
-
-    @model_validator(mode="after")
-    def _check_one_grammar(self) -> Self:
-        is_free = self.response_format is None or self.response_format.type == "text"
-        if [is_free, self.regex is None, self.grammar is None].count(False) > 1:
-            raise ValueError(
-                "response_format, regex and grammar each constrain the text; give one of them"
-            )
-        return self
-
-    def any_grammar(self) -> Grammar | None:
-        """Return the grammar that was given in any of the fields."""
-        if self.regex is not None:
-            return Grammar("regex", self.regex, "regex")
-        if self.grammar is not None:
-            return Grammar("lark", self.grammar, "grammar")
-        form = self.response_format
-        if form is None or form.type == "text":
-            return None
-        if not isinstance(form, ResponseFormat):
-            return schemas.tgi_grammar(form, "response_format")
-        if form.json_schema is not None:
-            return Grammar.json_schema(form.json_schema.schema_)
-        return Grammar.json_schema({"type": "object"} if form.schema_ is None else form.schema_)
-
-
 class OpenAIBody(schemas.SamplingFields, StructuredFields):
     """The fields that OpenAI's routes share."""
 
@@ -136,7 +56,24 @@ class OpenAIBody(schemas.SamplingFields, StructuredFields):
     max_completion_tokens: MaxTokens | None = Field(
         None, description="Another name for `max_tokens`."
     )
-    n: int = Field(1, ge=1, le=16, description="Number of answers to each prompt.")
+    n: int = Field(1, ge=1, le=schemas.MAX_SAMPLES, description="Number of answers to each prompt.")
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=schemas.MAX_SAMPLES,
+        description="Generate so many, and return the `n` whose tokens have the highest mean "
+        "log-probability. Not on a stream.",
+    )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=MAX_LOGPROBS,
+        description="Return the log-probability and rank of each token of the prompt, and of so "
+        "many likeliest, as vLLM does. Not on a stream.",
+    )
+    skip_special_tokens: bool = Field(
+        True, description="False: special tokens but the last show in the text."
+    )
     stream: bool = Field(False, description="Answer with server-sent events.")
     stream_options: StreamOptions | None = Field(
         None, description="`include_usage`: send the usage in a last event."
@@ -157,7 +94,21 @@ class OpenAIBody(schemas.SamplingFields, StructuredFields):
             raise ValueError(
                 "max_tokens and max_completion_tokens are one setting; give one of them"
             )
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidRequestError(
+                f"best_of ({self.best_of}) must be at least n ({self.n})", param="best_of"
+            )
+        for name in ("best_of", "prompt_logprobs"):
+            if self.stream and getattr(self, name) not in (None, NO_OPS.get(name, [None])[0]):
+                raise InvalidRequestError(
+                    f"{name} is not available on a stream; let stream be false", param=name
+                )
         return self
+
+    @property
+    def n_samples(self) -> int:
+        """The number of samples of each prompt, of which `n` are returned."""
+        return max(self.n, self.best_of or 1)
 
     def options(
         self, prompts: Sequence[str | list[int]], defaults: GenerationDefaults, **more: Any
@@ -167,11 +118,11 @@ class OpenAIBody(schemas.SamplingFields, StructuredFields):
         more["max_tokens"] = self.max_tokens
         if self.max_tokens is None:
             more["max_tokens"] = self.max_completion_tokens
-        if more["max_tokens"] == -1:
-            more |= {"max_tokens": None, "default_max_tokens": 2**31 - 1}
+        if self.n_samples > self.n and more["logprobs"] is None:
+            more["logprobs"] = 0  # to rank the samples
         return self.model_copy(update=update).request_options(
             prompts,
-            n=self.n,
+            n=self.n_samples,
             keep_last=self.truncate_prompt_tokens,
             cache_salt=self.cache_salt,
             **more,
@@ -208,4 +159,32 @@ class CompletionsBody(OpenAIBody, TargetFields):
     echo: bool = Field(
         False, description="Begin the text and its log-probabilities with the prompt."
     )
+    suffix: str = Field(
+        "",
+        description="The text that follows: the answer is between the two, of models whose "
+        "tokenizer has tokens for that.",
+    )
     add_special_tokens: schemas.AddSpecialTokens = True
+
+    @model_validator(mode="after")
+    def _check_suffix(self) -> Self:
+        if not self.suffix:
+            return self
+        if not isinstance(self.prompt[0], str):
+            raise InvalidRequestError(
+                "suffix is given with a prompt of text; token ids may hold the tags themselves",
+                param="suffix",
+            )
+        for name in ("echo", "truncate_prompt_tokens"):
+            if getattr(self, name):
+                raise InvalidRequestError(
+                    f"suffix and {name} exclude each other; leave one of them out", param="suffix"
+                )
+        return self
+
+    @property
+    def scored_prompt(self) -> int | None:
+        """The number of alternatives to each token of the prompt; None if none are scored."""
+        echoed = self.logprobs if self.echo else None
+        wanted = [n for n in (echoed, self.prompt_logprobs) if n is not None]
+        return max(wanted, default=None)

@@ -16,7 +16,8 @@ from server.requests.service import Service
 from server.text.answer import AnswerParser, AnswerPiece
 from server.text.chat_format import ChatFormat
 from server.text.reasoning import ReasoningFormat, ReasoningParser
-from server.text.tool_calls import ToolCallFormat, ToolCallParser
+from server.text.tool_calls import ToolCallParser
+from server.text.tool_formats import ToolCallFormat
 from server.text.tool_grammar import calls_in_text, calls_only, reasoning_before
 
 
@@ -26,6 +27,7 @@ class AnswerForm:
 
     reasoning: ReasoningFormat | None  # None if no text is reasoning
     is_reasoning: bool  # the prompt ends in reasoning
+    continues: bool  # the prompt ends in a part of the message
     calls: ToolCallFormat | None  # None if no text is a call
     max_calls: int | None  # of a choice; None is any number
     schemas: Mapping[str, Mapping[str, Any]]  # of the arguments of the functions, by name
@@ -35,8 +37,9 @@ class AnswerForm:
     def parser(self) -> AnswerParser:
         """Return a parser for one choice."""
         form, calls = self.reasoning, self.calls
+        is_open, continues = self.is_reasoning, self.continues
         return AnswerParser(
-            None if form is None else ReasoningParser(form, is_open=self.is_reasoning),
+            None if form is None else ReasoningParser(form, is_open=is_open, continues=continues),
             None if calls is None else ToolCallParser(calls, self.max_calls, self.schemas),
         )
 
@@ -44,9 +47,11 @@ class AnswerForm:
     def of(cls, body: ChatBody, chat: ChatFormat, prompt: str, service: Service) -> AnswerForm:
         """Return the form of a body's answers. Raises InvalidRequestError for fields at odds."""
         reasoning, calls = chat.reasoning, _call_format(body, chat)
-        if reasoning is not None and reasoning.is_over(prompt):
-            reasoning = None
-        is_reasoning = reasoning is not None and reasoning.is_begun(prompt)
+        is_reasoning = reasoning is not None and _is_in_reasoning(reasoning, body, prompt)
+        if reasoning is not None and not is_reasoning:
+            has_begun = body.continue_final_message and body.messages[-1].text
+            if has_begun or reasoning.is_over(prompt):
+                reasoning = None
         tags = {tag for form in (reasoning, calls) if form is not None for tag in form.tags}
         tokens = {tag: i for tag, i in service.added_ids.items() if tag in tags}
         is_named = isinstance(body.tool_choice, NamedTool)
@@ -54,7 +59,9 @@ class AnswerForm:
         schemas = {function.name: function.arguments_schema for function in body.functions}
         wanted = grammar = body.any_grammar()
         if calls is not None and (wanted is not None or body.must_call):
-            otherwise = None if wanted is None else json.loads(wanted.source)
+            otherwise = None  # a format is of content, and there is none where calls must come
+            if wanted is not None and not body.must_call:
+                otherwise = json.loads(wanted.source)
             source = calls_only(calls, schemas, tokens, most=max_calls, otherwise=otherwise)
             grammar = Grammar("lark", source, "tools")
         elif calls is not None and body.holds_calls:
@@ -64,8 +71,11 @@ class AnswerForm:
         if grammar is not None and reasoning is not None:
             lead = reasoning_before(reasoning, tokens, is_open=is_reasoning)
             grammar = replace(grammar, lead=lead)
-        kept_ids = service.special_ids.intersection(tokens.values())
-        return cls(reasoning, is_reasoning, calls, max_calls, schemas, grammar, kept_ids)
+        kept_ids = service.special_ids
+        if body.skip_special_tokens:
+            kept_ids = kept_ids.intersection(tokens.values())
+        continues = body.continue_final_message
+        return cls(reasoning, is_reasoning, continues, calls, max_calls, schemas, grammar, kept_ids)
 
 
 class AnswerReader:
@@ -92,6 +102,14 @@ class AnswerReader:
         return pieces, reason and (delta.choice.shown_reason or reason)
 
 
+def _is_in_reasoning(form: ReasoningFormat, body: ChatBody, prompt: str) -> bool:
+    """Return whether the answer begins inside reasoning."""
+    if not body.continue_final_message:
+        return form.is_begun(prompt)
+    begun = body.messages[-1].text
+    return form.leaves_open(begun) if begun else form.opening in prompt
+
+
 def _call_format(body: ChatBody, chat: ChatFormat) -> ToolCallFormat | None:
     """Return the format of a body's calls. Raises InvalidRequestError for fields at odds."""
     form, wanted = chat.tool_calls, body.any_grammar()
@@ -107,7 +125,7 @@ def _call_format(body: ChatBody, chat: ChatFormat) -> ToolCallFormat | None:
         )
     if form is None:
         return None
-    if wanted is not None and body.must_call:
+    if wanted is not None and body.must_call and wanted.kind != "json":
         raise InvalidRequestError(
             f"{wanted.param} constrains the text, but tool_choice asks for a call; "
             "give one of them",

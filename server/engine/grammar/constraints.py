@@ -7,6 +7,8 @@ grammar.
 from __future__ import annotations
 
 import json
+import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
@@ -58,6 +61,10 @@ _FORMATS = "date date-time time duration email hostname ipv4 ipv6 uri uuid"
 FORMATS = _FORMATS.split()
 
 
+_MAX_GBNF_RULES = 1000  # translating them takes time by their square
+_ESCAPE = re.compile(r"\\(?:\\|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8}))")
+
+
 class GrammarError(ValueError):
     """A grammar that does not compile, or that no text satisfies; the message is for its author."""
 
@@ -69,8 +76,8 @@ class Grammar:
     lead: rules in Lark's notation of what comes before the text, its rule `before`.
     """
 
-    kind: Literal["json", "regex", "lark"]
-    source: str  # a JSON schema, a pattern for the whole text, or rules from `start` on
+    kind: Literal["json", "regex", "lark", "gbnf"]
+    source: str  # a JSON schema, a pattern for the whole text, or rules from `start` or `root` on
     param: str = field(compare=False)  # the field of the request that holds it
     lead: str = ""
 
@@ -206,8 +213,9 @@ def enforceable_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _translate(grammar: Grammar) -> str:
-    if grammar.kind == "lark":
-        whole = {"name": "text", "lark_grammar": f"{grammar.source}\n{_OPTIONS}"}
+    if grammar.kind in ("lark", "gbnf"):
+        source = grammar.source if grammar.kind == "lark" else _lark_of(grammar.source)
+        whole = {"name": "text", "lark_grammar": f"{source}\n{_OPTIONS}"}
     elif grammar.kind == "regex":
         (whole,) = json.loads(LLMatcher.grammar_from_regex(grammar.source))["grammars"]
     else:
@@ -220,6 +228,26 @@ def _translate(grammar: Grammar) -> str:
     before = "before " if grammar.lead else ""
     start = {"lark_grammar": f"start: {before}@{whole['name']}\n{grammar.lead}\n{_OPTIONS}"}
     return json.dumps({"grammars": [start, whole]})
+
+
+def _lark_of(gbnf: str) -> str:
+    """Return a grammar of llama.cpp in Lark's notation. Raises GrammarError."""
+    if (n := gbnf.count("::=")) > _MAX_GBNF_RULES:
+        raise GrammarError(f"{n} rules are too many: at most {_MAX_GBNF_RULES} may be given")
+    try:
+        # Leading zeros of an escape would be lost, and what follows it become part of it.
+        lark: str = gbnf_to_lark(_ESCAPE.sub(_unescaped, gbnf))
+    except Exception as error:  # it raises Exception itself, and IndexError at a cut escape
+        raise GrammarError(_one_line(str(error))) from None
+    return lark.removeprefix("%llguidance {}\n")
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    """Return the character of an escape, itself escaped where it may have a meaning."""
+    code = int(escape[1] or escape[2] or "0", 16)
+    if not code or code > sys.maxunicode:
+        return escape[0]
+    return chr(code) if code >= 0xA0 or chr(code).isalnum() else f"\\x{code:02x}"
 
 
 def _error_of(matcher: LLMatcher) -> str:

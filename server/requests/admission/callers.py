@@ -37,7 +37,7 @@ class Caller:
         if self.n_used >= limit:
             raise OverloadedError(
                 f"this API key may use {limit} tokens a minute, and {self.n_used:.0f} are used by "
-                "prompts and answers, or reserved for max_tokens; wait, or set a lower max_tokens",
+                "prompts and answers, or reserved for what runs; wait, or ask for fewer",
                 retry_after=int((self.n_used - limit) * 60 / limit) + 1,
                 limit="key_tokens",
             )

@@ -141,11 +141,17 @@ def context_length(n: int) -> str:
 
 
 def check_length(
-    n_prompt: int, max_tokens: int, engine: Engine, n_given: int = 0, n_rows: int = 1
+    n_prompt: int,
+    max_tokens: int,
+    engine: Engine,
+    n_given: int = 0,
+    n_rows: int = 1,
+    param: str = "max_tokens",
 ) -> None:
     """Raise ContextLengthError or InvalidRequestError for a sequence that can never run.
 
-    n_given: tokens that begin the target of an encoder-decoder. n_rows: one for each beam.
+    n_given: tokens that begin the target of an encoder-decoder. n_rows: one for each beam. param:
+    the field of `max_tokens` in the request.
     """
     if not n_prompt:
         raise InvalidRequestError("the prompt is empty: give at least one token", param="prompt")
@@ -157,7 +163,7 @@ def check_length(
         raise ContextLengthError(
             f"{context_length(engine.limits.max_model_len)} you asked for {before} and "
             f"{max_tokens} to generate",
-            param="max_tokens",
+            param=param,
         )
     needed = n_rows * engine.kv.n_needed(n_prompt, n_given + max_tokens)
     if needed > engine.kv.budget_tokens:
@@ -165,5 +171,5 @@ def check_length(
             f"{total} tokens ({n_prompt} in the prompt and {max_tokens} to generate) take up to "
             f"{needed} tokens of the KV cache, but the server's has "
             f"{engine.kv.budget_tokens}; ask for fewer, or raise KVASIR_KV_CACHE_MEMORY",
-            param="max_tokens",
+            param=param,
         )

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import secrets
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from server.api.http.body import TextRoute
 from server.api.http.responses import (
     compact,
     errors,
@@ -31,7 +33,6 @@ from server.api.openai.responses.formatting import ResponseFormatter
 from server.api.openai.responses.items import PREFIXES
 from server.api.openai.responses.schemas import ResponsesBody
 from server.api.openai.responses.store import Key, ResponseStore
-from server.api.schemas import TextRoute
 from server.errors import InvalidRequestError
 
 router = APIRouter(route_class=TextRoute)
@@ -50,6 +51,7 @@ async def create_response(request: Request, body: ResponsesBody) -> Response:
         if error.param != "messages":
             raise
         raise type(error)(error.message.removeprefix("messages: "), param="input") from None
+    wanted = replace(wanted, length_param="max_output_tokens")
     key = _key(request, f"resp_{secrets.token_hex(16)}")
     formatter = ResponseFormatter(service, body, wanted, form, key)
     if body.store:

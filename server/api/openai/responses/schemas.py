@@ -10,8 +10,8 @@ from server.api import schemas
 from server.api.openai.chat_schemas import ChatBody, Function
 from server.api.openai.formatting import JSON
 from server.api.openai.responses.items import AnyItem, messages_of
-from server.api.openai.schemas import JSONSchema
 from server.api.schemas import Items, RequestBody
+from server.api.structured import JSONSchema
 from server.engine.sampling import MAX_LOGPROBS
 from server.errors import InvalidRequestError
 
@@ -23,7 +23,8 @@ def _only(*served: object, instead: str) -> BeforeValidator:
 
     def check(value: object) -> object:
         if not any(value == one and type(value) is type(one) for one in served):
-            raise ValueError(f"{value!r} is not served here; {instead}")
+            known = " or ".join(map(repr, served))
+            raise ValueError(f"{value!r} is not served here, only {known}; {instead}")
         return value
 
     return BeforeValidator(check)
@@ -161,11 +162,8 @@ class ResponsesBody(schemas.SamplingFields):
     store: bool = Field(True, description="Keep the response, within the server's limits.")
     stream: bool = Field(False, description="Answer with server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="No effect.")
-    max_output_tokens: int | None = Field(
-        None,
-        ge=1,
-        le=2**31 - 1,
-        description="Maximum number of new tokens. Default: as many as fit.",
+    max_output_tokens: schemas.NewTokens | None = Field(
+        None, description="Maximum number of new tokens. Default, and -1: as many as fit."
     )
     tools: Items[Annotated[FunctionTool, BeforeValidator(_check_tool)]] = Field(
         default_factory=list, description="Functions to call."

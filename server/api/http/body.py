@@ -1,0 +1,156 @@
+"""The parsing of a request's JSON: bounded in time, with errors of one line that name the field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
+from typing import Any, TypeVar, get_type_hints
+
+from fastapi import Request
+from fastapi.routing import APIRoute
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import from_json
+from starlette.responses import Response
+
+from server.api.http.responses import compact, models_of, state_of, unless_disconnected
+from server.api.other_servers import NO_OPS, USED_HERE
+from server.errors import InvalidRequestError
+from server.requests.service import Task
+from server.requests.text_worker import SHORT
+
+T = TypeVar("T")
+
+_VERSIONS = ("/v1/", "/v2/")  # the paths of protocols whose bodies name a model
+
+
+# A prompt has at most so many token ids, and a conversation so many messages and schemas. At any of
+# these limits no step of the work on a body holds the interpreter's lock for 50 ms.
+MOST_IN_BODY = (
+    ("quotation marks around strings", (b'"',), 2**16),
+    ("commas between values", (b",",), 2**18),
+    ("objects and arrays", (b"{", b"["), 2**14),
+    ("fractions, exponents and booleans", (b".", b"e", b"E"), 2**15),
+)
+_MOST_DIGITS = 400  # of a number: reading a whole one takes time by their square
+_DIGITS_AS_ZEROS = bytes(ord("0") if chr(i) in "0123456789" else 32 for i in range(256))
+_LONG_NUMBER = b"0" * (_MOST_DIGITS + 1)
+
+
+class BodyRoute(APIRoute):
+    """A route whose body FastAPI documents, and `parse` parses for one-line errors.
+
+    A path of a version, such as /v1, wants a model's name where several are served. Elsewhere the
+    default is the first for the route's task.
+    """
+
+    task: Task | None = None  # None is for every model
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler. An endpoint with a body takes the request and the body."""
+        kind = get_type_hints(self.endpoint, include_extras=True).get("body")
+        if kind is None:
+            return super().get_route_handler()
+        adapter: TypeAdapter[Any] = TypeAdapter(kind)
+
+        async def answer(request: Request, raw: bytes) -> Response:
+            models = models_of(request.scope)
+            body = await models.text_worker.call(len(raw), partial(parse, adapter, raw))
+            name = getattr(body, "model", None)
+            service = models.find(name, self.task, must_choose=self.path.startswith(_VERSIONS))
+            state_of(request.scope).model = service.name
+            response: Response = await self.endpoint(request, body)
+            return response
+
+        async def handle(request: Request) -> Response:
+            # `request.body()` would keep the bytes until the answer has ended.
+            raw = b"".join([piece async for piece in request.stream()])
+            state_of(request.scope).body_size = len(raw)
+            work = answer(request, raw)
+            return await (work if len(raw) <= SHORT else unless_disconnected(request.receive, work))
+
+        return handle
+
+
+class TextRoute(BodyRoute):
+    """A route of the models that continue texts."""
+
+    task = "generate"
+
+
+class VectorRoute(BodyRoute):
+    """A route of the models that make vectors of texts."""
+
+    task = "embed"
+
+
+class LabelRoute(BodyRoute):
+    """A route of the models that score labels."""
+
+    task = "classify"
+
+
+def check_amount(raw: bytes) -> None:
+    """Raise InvalidRequestError for a JSON text that would take too long to parse."""
+    if not (_excess(raw, *MOST_IN_BODY) or _has_long_number(raw)):
+        return
+    # Count again outside strings. Without escapes, every quotation mark begins or ends a string.
+    marks = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    excess = _excess(marks, MOST_IN_BODY[0])
+    if not excess:
+        outside = b"".join(marks.split(b'"')[::2])
+        excess = _excess(outside, *MOST_IN_BODY[1:])
+        if _has_long_number(outside):
+            excess = f"a number of more than {_MOST_DIGITS} digits"
+    if excess:
+        raise InvalidRequestError(f"the body has {excess}; send less at once")
+
+
+def _has_long_number(text: bytes) -> bool:
+    return _LONG_NUMBER in text.translate(_DIGITS_AS_ZEROS)
+
+
+def _excess(text: bytes, *limits: tuple[str, tuple[bytes, ...], int]) -> str | None:
+    """Return in words the first of the limits that a text exceeds."""
+    counts = ((sum(map(text.count, marks)), name, most) for name, marks, most in limits)
+    return next((f"{n} {name}, more than {most}" for n, name, most in counts if n > most), None)
+
+
+def parse(adapter: TypeAdapter[T], raw: bytes) -> T:
+    """Return a body from its JSON. Raises InvalidRequestError naming the first wrong field."""
+    try:
+        check_amount(raw)
+        value = from_json(raw)
+    except ValueError as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}") from None
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "too_long":  # pydantic counts the entries of a list only
+        n_entries, limit = len(first["input"]), first["ctx"]["max_length"]
+        message = f"{n_entries} entries are too many: at most {limit} may be given"
+    is_missing = first["type"] == "missing"
+    place = ".".join(map(str, _path(first["loc"], value, is_missing=is_missing)))
+    if first["type"] == "extra_forbidden":
+        mend = f"use {USED_HERE[place]}" if place in USED_HERE else "leave it out"
+        message = f"the field {place!r} is unknown or not supported; {mend}"
+        if place in NO_OPS:
+            values = " or ".join(map(compact, NO_OPS[place]))
+            message = f"{place}: nothing but {values} is served here; {mend}"
+    elif place:
+        message = f"{place}: {message}"
+    raise InvalidRequestError(message, param=place or None)
+
+
+def _path(parts: tuple[int | str, ...], value: Any, *, is_missing: bool) -> Iterator[int | str]:
+    """Yield an error's location without the names that unions and validators add."""
+    for depth, part in enumerate(parts, 1):
+        if isinstance(value, dict):
+            is_in_body = part in value
+        else:
+            is_in_body = isinstance(value, list) and isinstance(part, int) and part < len(value)
+        if is_in_body:
+            value = value[part]
+        if is_in_body or (is_missing and depth == len(parts)):
+            yield part

@@ -1,0 +1,54 @@
+"""Fields of other servers: accepted where they ask for nothing, or refused with what does the same.
+
+IGNORED are accepted whatever their value, NO_OPS with these values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+IGNORED = frozenset({"user", "store", "metadata", "prompt_cache_key", "safety_identifier"})
+NO_OPS: dict[str, list[Any]] = {
+    name: values
+    for names, values in (
+        ("best_of", [1]),
+        ("suffix", [""]),
+        ("response_format", [{"type": "text"}]),
+        ("top_logprobs", [0]),
+        ("service_tier", ["auto", "default"]),
+        ("modalities", [["text"]]),
+        ("verbosity", ["medium"]),
+        ("length_penalty", [1.0]),
+        ("tool_choice function_call reasoning_effort", ["none"]),
+        ("tools functions bad_words", [[]]),
+        ("parallel_tool_calls include_reasoning detokenize cache_prompt", [True]),
+        ("skip_special_tokens spaces_between_special_tokens", [True]),
+        ("echo stream include_obfuscation watermark", [False]),
+        ("use_beam_search early_stopping include_stop_str_in_output", [False]),
+        ("return_token_ids return_tokens_as_token_ids", [False]),
+    )
+    for name in names.split()
+}
+
+# What does here what other servers' fields do.
+_SCHEMA = "response_format (in /v1/responses text.format, in /v1/messages output_config.format)"
+_LENGTH = "max_tokens (in /v1/responses max_output_tokens)"
+USED_HERE = {
+    **dict.fromkeys(("guided_json", "json_schema", "structured_outputs"), _SCHEMA),
+    "repeat_penalty": "repetition_penalty",
+    **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), _LENGTH),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
+    "ignore_eos_token": "ignore_eos",
+    "typical": "typical_p",
+    "best_of": "n",
+    "use_beam_search": "num_beams",
+    "forced_bos_token_id": "target_language",
+}
+
+
+def is_no_op(name: str, value: object) -> bool:
+    """Return whether a field with this value asks for nothing."""
+    return any(
+        value == no_op and isinstance(value, bool) is isinstance(no_op, bool)
+        for no_op in NO_OPS.get(name, ())
+    )

@@ -1,0 +1,1 @@
+"""The routes of Hugging Face's TGI."""

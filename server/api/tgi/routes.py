@@ -1,0 +1,214 @@
+"""The routes of Hugging Face's TGI: /generate, /generate_stream, POST / and /info."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import version
+from statistics import fmean
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from server.api.http import responses
+from server.api.http.body import TextRoute
+from server.api.http.responses import GENERATE_ERRORS, compact, finite, streamed
+from server.api.structured import tgi_grammar
+from server.api.tgi.answers import Generated, GenerateEvent, Info
+from server.api.tgi.schemas import CompatibleBody, GenerateBody
+from server.engine.sequence import FinishReason
+from server.errors import InvalidRequestError
+from server.requests.completion import Choice, Delta
+from server.requests.service import Service
+from server.text.detokenizer import token_text
+
+router = APIRouter(route_class=TextRoute)
+
+DEFAULT_MAX_NEW_TOKENS = 100
+
+
+@router.post("/generate", response_model=Generated, responses=GENERATE_ERRORS)
+async def generate(request: Request, body: GenerateBody) -> Response:
+    """Continue a text, as TGI does."""
+    return await _generate(request, body)
+
+
+@router.post("/generate_stream", response_class=Response, responses=streamed(GenerateEvent))
+async def generate_stream(request: Request, body: GenerateBody) -> Response:
+    """Continue a text as a stream."""
+    return await _generate(request, body, stream=True)
+
+
+@router.post("/", response_model=list[Generated], responses=streamed(GenerateEvent))
+async def generate_either(request: Request, body: CompatibleBody) -> Response:
+    """Continue a text; stream if `stream` is true. For TGI's clients that know a base URL only."""
+    return await _generate(request, body, stream=body.stream)
+
+
+async def _generate(request: Request, body: GenerateBody, *, stream: bool = False) -> Response:
+    parameters = body.parameters
+    if stream and parameters.decoder_input_details:
+        raise InvalidRequestError(
+            "decoder_input_details is not available on a stream; use /generate", param="parameters"
+        )
+    n_samples = parameters.best_of or 1
+    if n_samples > 1 and stream:
+        raise InvalidRequestError(
+            "parameters.best_of: one of several cannot be streamed; use /generate",
+            param="parameters",
+        )
+    if n_samples > 1 and not parameters.samples:
+        raise InvalidRequestError(
+            "parameters.best_of: greedy texts are all the same; set do_sample", param="parameters"
+        )
+    service, state = responses.service_of(request), responses.state_of(request.scope)
+    grammar, form = None, parameters.grammar
+    if form is not None:
+        work = partial(tgi_grammar, form, "parameters.grammar")
+        grammar = await service.text_worker.call(state.body_size, work)
+    changes = {} if parameters.samples else {"temperature": 0.0}
+    options = parameters.model_copy(update=changes).request_options(
+        [body.inputs],
+        logprobs=parameters.top_n_tokens,
+        prompt_logprobs=0 if parameters.decoder_input_details else None,
+        max_tokens=parameters.max_new_tokens,
+        n=n_samples,
+        default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
+        grammar=grammar,
+        target=parameters.target(),
+        keep_last=parameters.truncate,
+        field_prefix="parameters.",
+    )
+    wanted = await service.builder.build(options, state)
+    formatter = GenerateFormatter(service, body)
+    return responses.respond(request, wanted, formatter, stream=stream)
+
+
+@dataclass
+class _Shown:
+    """What is known of one sample."""
+
+    choice: Choice
+    text: str = ""
+    tokens: list[dict[str, Any]] = field(default_factory=list)
+    top_tokens: list[list[dict[str, Any]]] = field(default_factory=list)
+    prefill: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def score(self) -> float:
+        """The mean log-probability of its tokens."""
+        scores = [token["logprob"] for token in self.tokens]
+        return fmean(scores) if scores else -math.inf
+
+
+class GenerateFormatter(responses.Formatter):
+    """The form of TGI's responses, whose choices are samples of one prompt."""
+
+    def __init__(self, service: Service, body: GenerateBody) -> None:
+        super().__init__(service)
+        self._parameters = body.parameters
+        self._as_list = isinstance(body, CompatibleBody)
+        self._samples: dict[int, _Shown] = {}
+
+    def add(self, delta: Delta) -> None:
+        """Keep a delta's text and tokens."""
+        shown = self._samples.setdefault(delta.choice.index, _Shown(delta.choice))
+        shown.text += delta.text
+        if delta.prompt_logprobs is not None:
+            logprobs = [None, *(finite(scored.logprob) for scored in delta.prompt_logprobs)]
+            shown.prefill = [
+                {"id": i, "text": token_text(self.tokenizer, i), "logprob": p}
+                for i, p in zip(delta.choice.prompt.ids, logprobs, strict=True)
+            ]
+        if (scored := delta.logprobs) is not None:
+            token = self._token(scored.token_id, scored.logprob)
+            shown.tokens.append(token if token["special"] else token | {"text": delta.text})
+            shown.top_tokens.append([self._token(i, logprob) for i, logprob in scored.top])
+
+    def chunk(self, delta: Delta) -> bytes:
+        """Return the event for a delta; the last one has the whole text."""
+        self.add(delta)
+        sample = self._samples[delta.choice.index]
+        token: dict[str, Any] = {"id": 0, "text": delta.text, "logprob": 0.0}
+        token["special"] = not delta.text
+        if delta.logprobs is not None:  # else a deadline or a beam search ended without a token
+            token = sample.tokens[-1]
+        shown: dict[str, Any] = {"index": len(sample.tokens), "token": token}
+        if self._parameters.top_n_tokens:
+            shown["top_tokens"] = sample.top_tokens[-1] if sample.top_tokens else []
+        shown |= {"generated_text": None, "details": None}
+        if delta.finish_reason is not None:
+            details = self._details(sample)
+            shown |= {"generated_text": self._text(sample), "details": details}
+        # Without a space, as TGI writes it: some of its clients cut off five characters.
+        return f"data:{compact(shown)}\n\n".encode()
+
+    def whole(self) -> Any:
+        """Return the body of a finished completion: its likeliest sample."""
+        parameters = self._parameters
+        best, *others = sorted(self._samples.values(), key=lambda it: it.score, reverse=True)
+        shown: dict[str, Any] = {"generated_text": self._text(best)}
+        details = [self._whole_details(sample) for sample in (best, *others)]  # names the reasons
+        if parameters.details or parameters.decoder_input_details:
+            shown["details"] = details[0]
+            if others:
+                shown["details"]["best_of_sequences"] = [
+                    {"generated_text": self._text(sample), **known}
+                    for sample, known in zip(others, details[1:], strict=True)
+                ]
+        return [shown] if self._as_list else shown
+
+    def _text(self, sample: _Shown) -> str:
+        return (
+            sample.choice.prompt.text if self._parameters.return_full_text else ""
+        ) + sample.text
+
+    def _whole_details(self, sample: _Shown) -> dict[str, Any]:
+        details = self._details(sample) | {"prefill": sample.prefill, "tokens": sample.tokens}
+        return details | (
+            {"top_tokens": sample.top_tokens} if self._parameters.top_n_tokens else {}
+        )
+
+    def _details(self, sample: _Shown) -> dict[str, Any]:
+        choice = sample.choice
+        reason = "length"  # also at the deadline, for which TGI has no name
+        if choice.stops.stopped:
+            reason = "stop_sequence"
+        elif choice.finish_reason is FinishReason.STOP:
+            reason = "eos_token"
+        choice.shown_reason = reason
+        details = {
+            "finish_reason": reason,
+            "generated_tokens": choice.n_tokens,
+            "seed": choice.sequence.params.seed if self._parameters.samples else None,
+            "input_length": len(choice.prompt.ids),
+        }
+        return details if choice.score is None else details | {"score": finite(choice.score)}
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "id": token_id,
+            "text": token_text(self.tokenizer, token_id),
+            "logprob": finite(logprob),
+            "special": token_id in self.service.special_ids,
+        }
+
+
+@router.get("/info", responses=responses.MODEL_ERRORS)
+async def info(service: responses.NamedService) -> Info:
+    """Return model and limits, in TGI's form."""
+    model, limits = service.describe_model(), service.builder.limits
+    n_sequences = service.settings.max_num_seqs + service.settings.queue_limit
+    return Info(
+        model_id=model["model"],
+        model_dtype=model["precision"],
+        model_device_type=model["device"],
+        model_pipeline_tag="text2text-generation" if limits.max_source_len else "text-generation",
+        max_concurrent_requests=n_sequences,
+        max_input_tokens=limits.max_source_len or limits.max_model_len - 1,
+        max_total_tokens=limits.max_model_len + (limits.max_source_len or 0),
+        max_client_batch_size=n_sequences,
+        version=version("kvasir-lm"),
+    )

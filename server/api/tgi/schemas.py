@@ -1,0 +1,66 @@
+"""The bodies of TGI's routes."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from server.api import schemas
+from server.api.structured import TGIFormat
+from server.api.target import TargetFields
+from server.engine.sampling import MAX_LOGPROBS
+
+
+class GenerateParameters(schemas.SamplingFields, TargetFields):
+    """The `parameters` of a request, which samples only if one of them asks for it."""
+
+    max_new_tokens: schemas.NewTokens | None = Field(
+        None,
+        description="Maximum number of new tokens; -1: as many as fit. Default: 100, or the room "
+        "left; for encoder-decoders the longest target.",
+    )
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        le=schemas.MAX_SAMPLES,
+        description="Sample so many texts, and return the one whose tokens have the highest mean "
+        "log-probability. Not on a stream.",
+    )
+    do_sample: bool = Field(False, description="Sample, even if no other field asks for it.")
+    return_full_text: bool = Field(False, description="Begin the text with the prompt.")
+    details: bool = Field(
+        False, description="Return tokens, log-probabilities and the finish reason."
+    )
+    decoder_input_details: bool = Field(
+        False, description="Return the prompt's tokens too; not available on a stream."
+    )
+    top_n_tokens: int = Field(
+        0, ge=0, le=MAX_LOGPROBS, description="Number of alternatives to return for each token."
+    )
+    truncate: schemas.KeepLast = None
+    grammar: TGIFormat | None = Field(
+        None,
+        description="`json` or `json_object` with a schema as `value`, `regex`, or `json_schema` "
+        "with `value.schema`.",
+    )
+
+    @property
+    def samples(self) -> bool:
+        """True to sample, False to decode greedily."""
+        is_cut = self.top_k > 0 or min(self.top_p, self.typical_p) < 1.0 or self.min_p > 0.0
+        return (self.do_sample or is_cut or self.temperature != 1.0) and self.temperature > 0.0
+
+
+class GenerateBody(schemas.RequestBody):
+    """The body of POST /generate and /generate_stream."""
+
+    model: schemas.ModelName = None
+    inputs: str = Field(description="The text to continue.")
+    parameters: GenerateParameters = Field(
+        default_factory=lambda: GenerateParameters.model_validate({}), description="See below."
+    )
+
+
+class CompatibleBody(GenerateBody):
+    """The body of POST /, for clients that know only a base URL."""
+
+    stream: bool = Field(False, description="Answer with server-sent events, as /generate_stream.")
