@@ -80,7 +80,7 @@ NO_OPS: dict[str, list[Any]] = {
         ("tool_choice function_call reasoning_effort", ["none"]),
         ("tools functions bad_words", [[]]),
         ("parallel_tool_calls include_reasoning detokenize cache_prompt", [True]),
-        ("skip_special_tokens spaces_between_special_tokens", [True]),
+        ("skip_special_tokens spaces_between_special_tokens use_activation", [True]),
         ("echo stream prompt_logprobs include_obfuscation watermark", [False]),
         ("use_beam_search early_stopping include_stop_str_in_output", [False]),
         ("return_token_ids return_tokens_as_token_ids", [False]),
@@ -110,6 +110,7 @@ _USED_HERE = {
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Size = NonNegativeInt
 Logprob = NonPositiveFloat
+Share = Annotated[float, Field(ge=0, le=1)]
 ApiTopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 _RoundedTemperature = Annotated[
     Temperature, AfterValidator(lambda value: 0.0 if value < _GREEDY_BELOW else value)
@@ -379,7 +380,7 @@ class BodyRoute(APIRoute):
     default is the first for the route's task.
     """
 
-    task: Task | None = None  # None is for every model
+    tasks: tuple[Task, ...] = ()  # none: a route of every model
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler. An endpoint with a body takes the request and the body."""
@@ -392,7 +393,7 @@ class BodyRoute(APIRoute):
             models = models_of(request.scope)
             body = await models.text_worker.call(len(raw), partial(parse, adapter, raw))
             name = getattr(body, "model", None)
-            service = models.find(name, self.task, must_choose=self.path.startswith(_VERSIONS))
+            service = models.find(name, *self.tasks, must_choose=self.path.startswith(_VERSIONS))
             state_of(request.scope).model = service.name
             response: Response = await self.endpoint(request, body)
             return response
@@ -410,19 +411,25 @@ class BodyRoute(APIRoute):
 class TextRoute(BodyRoute):
     """A route of the models that continue texts."""
 
-    task = "generate"
+    tasks = ("generate",)
 
 
 class VectorRoute(BodyRoute):
     """A route of the models that make vectors of texts."""
 
-    task = "embed"
+    tasks = ("embed",)
 
 
 class LabelRoute(BodyRoute):
     """A route of the models that score labels."""
 
-    task = "classify"
+    tasks = ("classify",)
+
+
+class EncoderRoute(BodyRoute):
+    """A route of the models that make vectors of texts, and of those that score labels."""
+
+    tasks = ("embed", "classify")
 
 
 def check_amount(raw: bytes) -> None:
