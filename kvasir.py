@@ -11,7 +11,7 @@ from commands.console.progress import on_interrupt
 with on_interrupt(signal.SIG_DFL):
     import typer
 
-    from commands.bench import bench_embed, bench_engine, bench_model, bench_serve
+    from commands.bench import bench_embed, bench_engine, bench_model, bench_seq2seq, bench_serve
     from commands.console.output import CommandGroup
     from commands.explain import explain
     from commands.export import export, verify
@@ -36,6 +36,7 @@ _BENCHES: tuple[tuple[Callable[..., None], str], ...] = (
     (bench_model, "kvasir bench model --preset smollm2-135m --precision int8"),
     (bench_engine, "kvasir bench engine --preset smollm2-135m --precision int8"),
     (bench_embed, "kvasir bench embed artifacts/mine http://localhost:8001"),
+    (bench_seq2seq, "kvasir bench seq2seq artifacts/mine http://localhost:8001"),
     (bench_serve, "kvasir bench serve artifacts/mine --workload 16x128/64"),
 )
 _ABOUT = "Train a decoder language model, or take a published one; export it to ONNX, serve it."

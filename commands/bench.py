@@ -125,13 +125,41 @@ def bench_embed(
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
         plan = bench.Plan(concurrency, requests, lengths, rounds, model, drawn)
         figures = [asdict(row) for row in bench.bench_embed(servers, plan, progress)]
+    _show_servers("Embeddings", drawn, figures, as_json)
+
+
+def bench_seq2seq(
+    servers: list[str] = Argument(help="URLs with /v1/completions, or model directories."),
+    concurrency: int = Option(16, min=1, help="Clients of the closed loop."),
+    requests: int = Option(64, min=1, help="Sources of a round."),
+    lengths: tuple[int, int] = Option((8, 64), help="Least and most tokens, log-uniform."),
+    num_beams: int = Option(4, min=2, help="Beams of the search."),
+    rounds: int = Option(3, min=1, help="Each figure is their median."),
+    vocab_size: int = Option(58101, min=6, help="Sources are random ids below it."),
+    model: str | None = Option(None, help="Model id to ask for."),
+    seed: int | None = Option(None, min=0, help="Of the sources. Default: a new one."),
+    as_json: Json = False,
+) -> None:
+    """Measure encoder-decoders over HTTP, of several servers in turn."""
+    from loadtest import bench_seq2seq as bench
+
+    drawn = secrets.randbits(32) if seed is None else seed
+    with one_line_errors(), ProgressBar(quiet=as_json) as progress:
+        plan = bench.Plan(
+            concurrency, requests, lengths, num_beams, rounds, vocab_size, model, drawn
+        )
+        figures = [asdict(row) for row in bench.bench_seq2seq(servers, plan, progress)]
+    _show_servers("Encoder-decoders", drawn, figures, as_json)
+
+
+def _show_servers(title: str, seed: int, figures: list[dict[str, Any]], as_json: bool) -> None:
     columns = list(figures[0])
     rows = [
         [f"{value:,.1f}" if isinstance(value, float) else value for value in row.values()]
         for row in figures
     ]
     names = [name.replace("_", " ") for name in columns]
-    show(as_json, {"seed": drawn, "servers": figures}, make_table("Embeddings", names, rows))
+    show(as_json, {"seed": seed, "servers": figures}, make_table(title, names, rows))
 
 
 def _parse_object(option: str, text: str) -> dict[str, Any]:

@@ -36,11 +36,11 @@ def generate(
         progress("loading the model", 0, 0)
         bundle = load_bundle(directory)
         given = GenerationDefaults(temperature=temperature, top_k=top_k, top_p=top_p).given()
-        fields: dict[str, Any] = bundle.generation.given() | given
+        fields: dict[str, Any] = bundle.default_sampling.given() | given
         params = SamplingParams(max_tokens=max_tokens, seed=seed, **fields)
         engine = build_engine(load_settings(model=directory, max_num_seqs=1), bundle)
         prompt_ids = bundle.tokenizer.encode(prompt).ids
-        check_length(len(prompt_ids), max_tokens, engine)
+        check_length(len(prompt_ids), max_tokens, engine, len(bundle.config.target_prefix))
     pieces = []
     for piece in complete(engine, bundle, prompt_ids, params):
         pieces.append(piece)

@@ -16,9 +16,11 @@ from commands.console.options import Preset
 from commands.console.output import console, one_line_errors
 from commands.console.progress import ProgressBar, loading
 from model.files import writing
+from model.training.settings import Schedule
 
 # Options that --resume allows: where the run is, and how the processes share it.
 _WITH_RESUME = {"out", "resume", "shard"}
+_LABEL_SMOOTHING = 0.1  # Vaswani et al. 2017, section 5.4
 _WITH_INIT = {"dropout", "attention_dropout", "pooling"}  # changes that weights allow
 # With which Sentence-BERT (Reimers & Gurevych 2019) tunes BERT. A rate of pre-training would soon
 # undo what a published model has learned from far more text.
@@ -56,7 +58,7 @@ def train(
     invocation: typer.Context,
     out: Path = Option(help="Folder of the run: checkpoints, metrics.csv, loss.png."),
     corpus: list[Path] | None = Argument(
-        None, help="Text files or folders; or chats, pairs: *.jsonl."
+        None, help="Text files or folders; or chats, pairs: *.jsonl, *.tsv."
     ),
     init: Path | None = Option(None, help="Run, checkpoint or published model to start from."),
     preset: Preset = "tiny",
@@ -71,12 +73,14 @@ def train(
     batch_size: int = Option(16, min=1, help="Sequences per batch, in all processes."),
     accumulate: int = Option(1, min=1, help="Batches per step."),
     learning_rate: float | None = Option(
-        None,
-        min=0.0,
-        help="Peak, after --warmup; it falls to a tenth. Default: 1e-3; from a published model 2e-5.",
+        None, min=0.0, help="Peak, after --warmup. Default: 1e-3; from a published model 2e-5."
     ),
+    schedule: Schedule = Option("cosine", help="Fall of it: to a tenth, or as 1 / sqrt(step)."),
     warmup: int = Option(100, min=1, help="Steps until the full learning rate."),
     weight_decay: float = Option(0.1, min=0.0, help="Of matrices, by AdamW."),
+    label_smoothing: float | None = Option(
+        None, min=0.0, max=0.99, help="Of an encoder-decoder's targets. Default: 0.1."
+    ),
     evaluate_every: int = Option(250, min=1, help="Steps between evaluations."),
     checkpoint_every: int = Option(250, min=1, help="Steps between checkpoints."),
     mixed_precision: bool = Option(True, help="Use bfloat16 if hardware has it."),
@@ -85,10 +89,11 @@ def train(
     resume: bool = Option(False, "--resume", help="Continue the run in --out as it is."),
     shard: bool = Option(False, "--shard", help="Shard the decoder over the processes (FSDP2)."),
 ) -> None:
-    """Train a decoder on text or chats, or an encoder on text or pairs.
+    """Train a decoder on text or chats, an encoder on text or pairs, an encoder-decoder on pairs.
 
-    A chat is a line of JSON, {"messages": [{"role": …, "content": …}, …]}. A pair is one of
-    {"query": …, "document": …}, or of "anchor" and "positive", and may have a "negative".
+    A chat is a line of JSON, {"messages": [{"role": …, "content": …}, …]}. An encoder's pair is one
+    of {"query": …, "document": …}, or of "anchor" and "positive", and may have a "negative". An
+    encoder-decoder's is {"source": …, "target": …} or, in *.tsv, a source, a tab and its target.
 
     In several processes: torchrun --nproc-per-node N -m commands.train …
     """
@@ -135,7 +140,7 @@ def _prepare_run(options: dict[str, Any], given: dict[str, str], lines: Console)
     from model.checkpoint import load_checkpoint
     from model.config import TransformerConfig, preset
     from model.training.run import CorpusSettings, prepare_run
-    from model.training.trainer import TrainSettings
+    from model.training.settings import TrainSettings
 
     changes, checkpoint = _parse_changes(options["changes"] or []), None
     if options["init"] is None:
@@ -160,6 +165,10 @@ def _prepare_run(options: dict[str, Any], given: dict[str, str], lines: Console)
         for kind in (CorpusSettings, TrainSettings)
     )
     source = CorpusSettings(paths=options["corpus"], **corpus)
+    if config.encoder is not None:
+        settings.setdefault("label_smoothing", _LABEL_SMOOTHING)
+    elif "label_smoothing" in settings:
+        raise ValueError("--label-smoothing is for an encoder-decoder; leave it out")
     prepare_run(options["out"], source, config, TrainSettings(**settings), lines, checkpoint)
 
 

@@ -29,7 +29,7 @@ from model.network.transformer import Block, Transformer
 from model.packing import HIDDEN_OUTPUT, TYPES_INPUT, VECTORS_OUTPUT
 from model.progress import Progress, unheard
 
-_INPUTS: dict[str, TensorSpec] = {
+PACKED_INPUTS: dict[str, TensorSpec] = {
     "input_ids": (torch.int64, ["tokens"]),
     "position_ids": (torch.int64, ["tokens"]),
     "rows": (torch.int64, ["texts", "sequence"]),
@@ -50,22 +50,32 @@ class EncoderGraph(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         """Return vectors of texts and of tokens."""
-        input_ids, position_ids, rows, lengths, places, *types = tensors
-        network, inputs = self.network, PackedInputs(position_ids, rows, lengths, places)
-        place = torch.arange(rows.shape[1])
-        x = network.embed(input_ids, position_ids, *types)
-        is_rotary = network.config.position == "rotary"  # others are biases of rows
-        positions = network.positions(position_ids if is_rotary else place[None], lambda: place)
-        no_cache = LayerCache(x, x)
-        for block in network.blocks:
-            assert isinstance(block, Block)
-            x, _ = block.step(x, positions, inputs, no_cache)
-        hidden = network.norm(x)
+        network, (_, _, rows, lengths, *_) = self.network, tensors
+        hidden = run_packed(network, *tensors)
         assert network.pooler is not None
         pooled = network.pooler.pool(functional.embedding(rows, hidden), lengths)
         # A product of one row rounds differently, so each text is projected twice.
         projected = network.pooler.project(torch.cat((pooled, pooled)))
         return projected[: rows.shape[0]], hidden
+
+
+def run_packed(network: Transformer, *tensors: Tensor) -> Tensor:
+    """Return the vectors of tokens [tokens, d_model] after the last norm.
+
+    tensors: those of PACKED_INPUTS and, where the network has token types, these.
+    """
+    input_ids, position_ids, rows, lengths, places, *types = tensors
+    inputs = PackedInputs(position_ids, rows, lengths, places)
+    place = torch.arange(rows.shape[1])
+    x = network.embed(input_ids, position_ids, *types)
+    is_rotary = network.config.position == "rotary"  # others are biases of rows
+    positions = network.positions(position_ids if is_rotary else place[None], lambda: place)
+    no_cache = LayerCache(x, x)
+    for block in network.blocks:
+        assert isinstance(block, Block)
+        x, _ = block.step(x, positions, inputs, no_cache)
+    hidden: Tensor = network.norm(x)
+    return hidden
 
 
 def export_encoder_graph(
@@ -81,7 +91,7 @@ def export_encoder_graph(
     """
     progress("tracing PyTorch", 0, 0)
     network, read = make_skeleton(config), Weights(weights)
-    inputs = dict(_INPUTS)
+    inputs = dict(PACKED_INPUTS)
     if config.n_token_types is not None:
         inputs[TYPES_INPUT] = (torch.int64, ["tokens"])
     assert config.pooling is not None
@@ -91,11 +101,23 @@ def export_encoder_graph(
         HIDDEN_OUTPUT: ["tokens", config.d_model],
     }
     model = trace_module(EncoderGraph(network), read, inputs, outputs)
+    save_packed(model, network, read, path, precision, progress)
+
+
+def save_packed(
+    model: ir.Model,
+    network: Transformer,
+    weights: Weights,
+    path: Path,
+    precision: str,
+    progress: Progress,
+) -> None:
+    """Round a network's graph over packed texts as `export_encoder_graph` does, and write it."""
     if precision == "fp32":
         record_parameters(model, network)
     else:
-        _separate_biases(model.graph, read)
-        quantize(model, read, precision, rank=2, rounder=quantize_pairs)
+        _separate_biases(model.graph, weights)
+        quantize(model, weights, precision, rank=2, rounder=quantize_pairs)
     save(model, path, progress)
 
 

@@ -8,6 +8,11 @@ vocab_size], and present.{i}.key and .value, which are aliased with the past.
 int8 and int4 have rows of int8 under these names, which the input `decode` (a bool) chooses, and
 rows of floats for prompts beside them: prompt_key_values.{i}.key, .value and
 prompt_present.{i}.key, .value (export.kv_cache).
+
+A decoder with an encoder also reads SOURCE_INPUTS and keys and values of sources,
+source_key_values.{i}.key and .value: float [batch, n_kv_head, n_source_positions, head_dim], which
+`export.source_graph` makes. It has rows of floats only, and no input `decode`. A run of several
+tokens a row takes one row.
 """
 
 from __future__ import annotations
@@ -27,11 +32,11 @@ from export.experts import place_experts
 from export.kv_cache import quantize_kv_cache, scale_kv_channels
 from export.quantize import quantize
 from export.rewrite import contents, save
-from export.trace import TRANSPOSED, TensorSpec, trace
+from export.trace import SOURCE_INPUTS, TRANSPOSED, TensorSpec, trace
 from export.weights import Weights
 from model.config import TransformerConfig
 from model.network.attention import StepInputs
-from model.network.skeleton import make_skeleton, parameter_shapes
+from model.network.skeleton import make_target_skeleton
 from model.network.transformer import Transformer
 from model.progress import Progress, unheard
 from model.tensor_files import LazyWeights
@@ -62,24 +67,26 @@ def export_graph(
     for the CPU. kv_scales: of `KVScales.steps`, for int8 and int4, which round keys and values.
     int8_prompts: prompts of int4 have int8 weights.
     """
-    scaled = Weights(weights)
+    scaled, decoder = Weights(weights), make_target_skeleton(config)
     # Put attention's scale into the weights that make queries; the operator's own is 1. ONNX
     # Runtime's product of one query and the cached keys reads the keys in place only where there is
     # no scale to apply; otherwise it copies them first.
-    for name, factors in _query_scales(config, parameter_shapes(config)).items():
+    for name, factors in _query_scales(config, decoder.state_dict()).items():
         scaled.scale(name, factors)
-    if precision != "fp32":
+    rounds_cache = precision != "fp32" and config.encoder is None
+    if rounds_cache:
         assert kv_scales is not None, f"{precision} needs scales of keys and values"
         scale_kv_channels(scaled, config, kv_scales)
     progress("tracing PyTorch", 0, 0)
     rows: list[int | str] = ["batch", config.n_kv_head, "n_positions", config.head_dim]
-    decoder, cache = make_skeleton(config), (torch.float32, rows)
-    model = trace(decoder, scaled, StepInputs, STEP_INPUTS, cache)
+    inputs = STEP_INPUTS if config.encoder is None else STEP_INPUTS | SOURCE_INPUTS
+    model = trace(decoder, scaled, StepInputs, inputs, (torch.float32, rows))
     place_experts(model, scaled, precision)
     if precision == "fp32":
         record_parameters(model, decoder)
     else:
-        quantize_kv_cache(model, config, whole_layers=precision == "int4" and int8_prompts)
+        if rounds_cache:
+            quantize_kv_cache(model, config, whole_layers=precision == "int4" and int8_prompts)
         quantize(model, scaled, precision)
     save(model, path, progress)
 
@@ -119,11 +126,18 @@ def _query_scales(
     config: TransformerConfig, names: Iterable[str]
 ) -> dict[str, NDArray[np.float32]]:
     """Return factors that give queries attention's scale, for the rows of parameters by name."""
-    part = ".attention.query_norm." if config.qk_norm else ".attention.qkv."
+    part, of_source = ".attention.qkv.", ".cross_attention.query."
+    if config.qk_norm:
+        part = ".attention.query_norm."
     n_heads = config.n_head + 2 * config.n_kv_head
     n_rows = config.n_head if config.qk_norm else n_heads * config.head_dim
     factors = np.ones(n_rows, dtype=np.float32)
     factors[: config.n_head * config.head_dim] = config.query_scale
+    of_parts = {part: factors, of_source: np.full(1, config.query_scale, dtype=np.float32)}
     # [rows, 1] for matrices
-    shaped = {"weight": factors[:, None], "bias": factors}
-    return {name: shaped[name.rpartition(".")[2]] for name in names if part in name}
+    return {
+        name: of[:, None] if name.endswith("weight") else of
+        for name in names
+        for part, of in of_parts.items()
+        if part in name
+    }

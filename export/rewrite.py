@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
 from torch import Tensor
 
-from model.bundle import WEIGHTS_FILE
 from model.progress import Progress
 
 PROMPT = "prompt."  # begins the names of the branches that compute prompts
@@ -117,4 +116,4 @@ def save(model: ir.Model, path: Path, progress: Progress) -> None:
     def report(_: ir.TensorProtocol, info: ir.external_data.CallbackInfo) -> None:
         progress("writing weights", info.index, info.total)
 
-    ir.save(model, path, external_data=WEIGHTS_FILE, callback=report)
+    ir.save(model, path, external_data=f"{path.name}.data", callback=report)

@@ -23,23 +23,41 @@ from export.rewrite import copy_node, lazy_constant, remove_unused_constants
 from export.weights import Weights
 from model.bundle import cache_names
 from model.network.attention import CachedInputs, LayerCache
+from model.network.cross_attention import SourceRows
 from model.network.transformer import LAYER_MARK, Transformer
 
 OPSET = 23  # the first with RMSNormalization
 TRANSPOSED = ".T"  # ends the name of a weight that the graph has transposed
 # Sizes of free dimensions in the example that is traced; a size of 1 would become a constant.
 _EXAMPLE = {"batch": 2, "sequence": 3, "n_positions": 4, "rows": 2}
-_EXAMPLE |= {"tokens": 5, "texts": 2, "batch + 1": 3, "blocks": 3, "num_blocks": 3}
+_EXAMPLE |= {
+    "n_source_positions": 6,
+    "tokens": 5,
+    "texts": 2,
+    "batch + 1": 3,
+    "blocks": 3,
+    "num_blocks": 3,
+}
 
 # Of the name of a parameter, or of an input or output of the graph: its layer.
-_LAYER = re.compile(r"((?:^|\.)blocks\.|^past_key_values\.|^present\.)(\d+)(?=\.)")
+_LAYER = re.compile(r"((?:^|\.)blocks\.|^(?:past|source)_key_values\.|^present\.)(\d+)(?=\.)")
 
 # A tensor's type and dimensions; those with names are free.
 TensorSpec = tuple[torch.dtype, Sequence[int | str]]
 
+# The inputs of a decoder with an encoder beside keys and values of sources, as `SourceRows` has
+# them.
+SOURCE_INPUTS: dict[str, TensorSpec] = {
+    "source_seqlens_k": (torch.int32, ["batch"]),
+    "source_total_length": (torch.int32, []),
+}
+
 
 class StepGraph(nn.Module):
-    """`Transformer.step` with tensors as arguments: the inputs by name, then keys and values."""
+    """`Transformer.step` with tensors as arguments: the inputs by name, then keys and values.
+
+    Those of sources come last.
+    """
 
     def __init__(
         self, decoder: Transformer, make_inputs: Callable[..., CachedInputs], names: Sequence[str]
@@ -49,11 +67,16 @@ class StepGraph(nn.Module):
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return float32 logits and each layer's keys and values."""
-        inputs = dict(zip(self.names, tensors, strict=False))
-        past = tensors[len(self.names) :]
-        caches = [LayerCache(*pair) for pair in zip(past[::2], past[1::2], strict=True)]
+        inputs, n_layer = dict(zip(self.names, tensors, strict=False)), len(self.decoder.blocks)
+        rows = tensors[len(self.names) :]
+        pairs = list(zip(rows[::2], rows[1::2], strict=True))
+        caches = [LayerCache(*pair) for pair in pairs[:n_layer]]
+        lengths = [inputs.pop(name) for name in SOURCE_INPUTS if name in inputs]
+        sources = [SourceRows(*pair, *lengths) for pair in pairs[n_layer:]]
         input_ids, indices = inputs.pop("input_ids"), inputs.pop("logits_indices")
-        logits, presents = self.decoder.step(input_ids, self.make_inputs(**inputs), indices, caches)
+        logits, presents = self.decoder.step(
+            input_ids, self.make_inputs(**inputs), indices, caches, sources
+        )
         return logits.float(), *itertools.chain.from_iterable(presents)
 
 
@@ -73,6 +96,10 @@ def trace(
     n_layer = decoder.config.n_layer
     past, present = cache_names("past_key_values", n_layer), cache_names("present", n_layer)
     tensors = {**inputs, **dict.fromkeys(past, cache)}
+    if decoder.config.encoder is not None:
+        batch, heads, _, head_dim = cache[1]
+        of_source = (cache[0], [batch, heads, "n_source_positions", head_dim])
+        tensors |= dict.fromkeys(cache_names("source_key_values", n_layer), of_source)
     outputs: dict[str, Sequence[int | str]] = {
         "logits": ["rows", decoder.config.vocab_size],
         **dict.fromkeys(present, cache[1]),

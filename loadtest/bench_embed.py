@@ -7,20 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from pydoc_data.topics import topics
 from statistics import median
 from time import perf_counter
-from urllib.parse import urlsplit
 
 import numpy as np
 import uvloop
 
-from loadtest.local_server import serve_locally
+from loadtest.json_client import JsonClient, served
 from model.progress import Progress, followed, unheard
 
 _WORDS_PER_TOKEN = 0.75
@@ -53,42 +49,6 @@ class EmbedFigures:
     short_p50_ms: float
 
 
-class _Client:
-    """One connection to a server's endpoint, kept open."""
-
-    def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"{url!r} is not a URL such as http://localhost:8000")
-        self._host, self._port = parts.hostname, parts.port or 80
-        root = parts.path.rstrip("/").removesuffix("/v1")
-        self._head = (
-            f"POST {root}/v1/embeddings HTTP/1.1\r\nHost: {parts.netloc}\r\n"
-            "Content-Type: application/json\r\n"
-        )
-
-    async def run(self, bodies: Iterable[bytes]) -> list[tuple[float, int]]:
-        """Send requests one after the other; return the seconds and the tokens of each."""
-        reader, writer = await asyncio.open_connection(self._host, self._port)
-        try:
-            return [await self._ask(reader, writer, body) for body in bodies]
-        finally:
-            writer.close()
-
-    async def _ask(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes
-    ) -> tuple[float, int]:
-        sent = perf_counter()
-        writer.write(f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        _, _, size = head.partition("content-length: ")
-        answer = await reader.readexactly(int(size.partition("\r")[0]))
-        seconds = perf_counter() - sent
-        if " 200 " not in (status := head.partition("\r")[0]):
-            raise ConnectionError(f"{status}: {answer[:200].decode()}")
-        return seconds, int(json.loads(answer)["usage"]["prompt_tokens"])
-
-
 def bench_embed(
     addresses: list[str], plan: Plan, progress: Progress = unheard
 ) -> list[EmbedFigures]:
@@ -97,12 +57,7 @@ def bench_embed(
     Raises ValueError for an invalid URL, ChildProcessError for a directory that cannot be served,
     and ConnectionError for a request that is refused.
     """
-    with ExitStack() as stack:
-        urls = [
-            one if "://" in one else stack.enter_context(serve_locally(Path(one)))
-            for one in addresses
-        ]
-        clients = [_Client(url) for url in urls]
+    with served(addresses, "/v1/embeddings") as clients:
         rounds = uvloop.run(_measure(clients, plan, progress))
     return [
         EmbedFigures(address, *(median(of) for of in zip(*figures, strict=True)))
@@ -111,7 +66,7 @@ def bench_embed(
 
 
 async def _measure(
-    clients: list[_Client], plan: Plan, progress: Progress
+    clients: list[JsonClient], plan: Plan, progress: Progress
 ) -> list[list[tuple[float, ...]]]:
     generator = np.random.default_rng(plan.seed)
     figures: list[list[tuple[float, ...]]] = [[] for _ in clients]
@@ -131,10 +86,11 @@ async def _measure(
             waiting, began = iter(bodies), perf_counter()
             loops = await asyncio.gather(*(client.run(waiting) for _ in range(plan.concurrency)))
             seconds = perf_counter() - began
-            times, tokens = zip(*chain(*loops), strict=True)
+            times, answers = zip(*chain(*loops), strict=True)
+            n_tokens = sum(answer["usage"]["prompt_tokens"] for answer in answers)
             alone = [took for took, _ in await client.run(short)]
             if number:  # the first round warms up
                 p50, p95 = (1e3 * float(np.quantile(times, q)) for q in (0.5, 0.95))
-                speed = len(times) / seconds, sum(tokens) / seconds
+                speed = len(times) / seconds, n_tokens / seconds
                 rows.append((*speed, p50, p95, 1e3 * median(alone)))
     return figures

@@ -29,6 +29,7 @@ SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 EMBEDDING_FILE = "config_sentence_transformers.json"
 MANIFEST_FILE = "manifest.json"
 GRAPH_FILE = "model.onnx"
+ENCODER_GRAPH_FILE = "encoder.onnx"  # of an encoder-decoder, whose decoder is GRAPH_FILE
 WEIGHTS_FILE = "model.onnx.data"
 ATTENTION_GRAPH_FILE = "attention.onnx"  # the same weights; also returns attention's weights
 REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
@@ -185,6 +186,13 @@ class ModelBundle:
     chat_template: str | None = None
     special_tokens: dict[str, str] = field(default_factory=dict)
     embedding: EmbeddingDefaults = field(default_factory=EmbeddingDefaults)
+
+    @property
+    def default_sampling(self) -> GenerationDefaults:
+        """The model's recommended sampling; with an encoder the likeliest text, unless it says."""
+        if self.config.encoder is None or self.generation.temperature is not None:
+            return self.generation
+        return self.generation.model_copy(update={"temperature": 0.0})
 
     @property
     def graph_path(self) -> Path:

@@ -425,6 +425,13 @@ def _shape(*sizes: int) -> dict[str, Any]:
     return {field.name: size for field, size in zip(fields(TransformerConfig), sizes, strict=False)}
 
 
+def _with_encoder(sizes: tuple[int, ...], **fields: Any) -> TransformerConfig:
+    """Return a decoder with an encoder of the same shape."""
+    encoder = TransformerConfig(**_shape(*sizes), **fields, causal=False)
+    # Token 0 ends the texts of a tokenizer that is trained here, and starts targets.
+    return TransformerConfig(**_shape(*sizes), **fields, encoder=encoder, target_prefix=(0,))
+
+
 PRESETS = {
     "tiny": TransformerConfig(**_shape(2048, 1024, 4, 6, 2, 32, 192, 480)),
     "gpt2-124m": TransformerConfig(
@@ -455,11 +462,32 @@ PRESETS = {
         causal=False,
         pooling=Pooling(kind="mean", normalize=True),
     ),
+    "tiny-seq2seq": _with_encoder((2048, 1024, 3, 6, 2, 32, 192, 480)),
+    "transformer-base": _with_encoder(
+        (37000, 1024, 6, 8, 8, 64, 512, 2048),
+        position="sinusoidal",
+        norm="layernorm",
+        norm_placement="post",
+        feed_forward="relu",
+        feed_forward_bias=True,
+        dropout=0.1,
+    ),  # Vaswani et al. 2017
 }
+_OF_DECODER = {"encoder", "shared_embedding", "target_prefix", "tied_embeddings", "head_bias"}
 
 
 def preset(name: str, **changes: Any) -> TransformerConfig:
-    """Return a preset with fields replaced. Raises ConfigError for a bad name, field or value."""
+    """Return a preset with fields replaced. Raises ConfigError for a bad name, field or value.
+
+    Changes of a decoder are also its encoder's; `encoder` has changes of that alone.
+    """
     if name not in PRESETS:
         raise ConfigError(f"no preset {name!r}; there are {', '.join(PRESETS)}")
-    return TransformerConfig(**{**asdict(PRESETS[name]), **changes})
+    values = asdict(PRESETS[name])
+    if values["encoder"] is not None:
+        own = changes.pop("encoder", {})
+        if not isinstance(own, dict):
+            raise ConfigError(f"encoder must be an object of its fields, not {own!r}")
+        shared = {key: value for key, value in changes.items() if key not in _OF_DECODER}
+        values["encoder"] |= shared | own
+    return TransformerConfig(**{**values, **changes})

@@ -1,4 +1,4 @@
-"""Texts packed for one run of a graph that makes vectors: its inputs, by name."""
+"""Texts packed for one run of an encoder's graph: its inputs, by name."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 TYPES_INPUT = "token_type_ids"
 VECTORS_OUTPUT = "vectors"
 HIDDEN_OUTPUT = "token_vectors"
+SOURCE_OUTPUT = "source_key_values"  # of the encoder of an encoder-decoder
 
 
 def pack(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
@@ -22,23 +23,27 @@ _KEEPING = {
 }
 
 
+TokenizerKind = Literal["decoder", "encoder", "encoder-decoder"]
+
+
 class TokenizerError(ValueError):
     """A tokenizer that cannot be trained or loaded."""
 
 
 def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, *, for_encoder: bool = False
+    texts: Iterable[str], vocab_size: int, kind: TokenizerKind = "decoder"
 ) -> Tokenizer:
     """Train a byte-level BPE with `<|endoftext|>` as token 0, or an encoder's special tokens.
 
-    An encoder's tokenizer puts [CLS] before a text and [SEP] after it, and has [MASK].
+    An encoder's tokenizer puts [CLS] before a text and [SEP] after it, and has [MASK]. That of an
+    encoder-decoder puts `<|endoftext|>` after it.
 
     Sennrich et al. 2016; Radford et al. 2019. No token crosses a line break or the end of a line's
     indentation, so a prompt that ends there is cut where the training text was. Any text
     round-trips; `<|endoftext|>` in it is read as that token, which decoding leaves out by default.
     Raises TokenizerError when `vocab_size` cannot hold the 256 bytes and the special token.
     """
-    special = [_FIRST, _LAST, MASKS[0]] if for_encoder else [END_OF_TEXT]
+    special = [_FIRST, _LAST, MASKS[0]] if kind == "encoder" else [END_OF_TEXT]
     if vocab_size < (least := 256 + len(special)):
         allowed = f"at least {least} (256 bytes and {', '.join(special)})"
         raise TokenizerError(f"vocab_size must be {allowed}, not {vocab_size}")
@@ -57,11 +62,15 @@ def train_tokenizer(
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    if for_encoder:
+    if kind == "encoder":
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{_FIRST} $A {_LAST}",
             pair=f"{_FIRST} $A {_LAST} $B {_LAST}",
             special_tokens=[(_FIRST, 0), (_LAST, 1)],
+        )
+    elif kind == "encoder-decoder":
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"$A {END_OF_TEXT}", special_tokens=[(END_OF_TEXT, 0)]
         )
     return tokenizer
 

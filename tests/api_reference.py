@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from fastapi.routing import APIRoute
 
 from model.bundle import load_bundle
-from server.api import explain, schemas, tgi, tokenize
+from server.api import explain, schemas, target, tgi, tokenize
 from server.api.anthropic import schemas as anthropic_schemas
 from server.api.anthropic.answers import MessageEvent
 from server.api.embeddings import cohere, scores, tei, vllm
@@ -35,6 +35,7 @@ BODIES: dict[str, type[schemas.RequestBody]] = {
     body.__name__: body
     for body in (
         schemas.SamplingFields,
+        target.TargetFields,
         openai_schemas.StructuredFields,
         openai_schemas.OpenAIBody,
         openai_schemas.CompletionsBody,

@@ -31,6 +31,8 @@ class FakeRunner:
     error: raised by the next run, when set.
     """
 
+    max_source_len = None
+
     def __init__(
         self,
         vocab_size: int,

@@ -25,9 +25,11 @@ def complete(
     engine: Engine, bundle: ModelBundle, prompt_ids: list[int], params: SamplingParams
 ) -> Iterator[Piece]:
     """Yield the pieces of a completion; `check_length` must have accepted the prompt."""
-    text, reason = Detokenizer(bundle.tokenizer, prompt_ids), None
     ending_ids = frozenset(bundle.config.eos_token_ids)
-    engine.add(Sequence(0, prompt_ids, params, ending_ids, perf_counter()))
+    prefix = list(bundle.config.target_prefix)
+    sequence = Sequence(0, prompt_ids, params, ending_ids, perf_counter(), target_prefix=prefix)
+    text, reason = Detokenizer(bundle.tokenizer, () if prefix else prompt_ids), None
+    engine.add(sequence)
     while engine.has_work:
         for output in engine.step()[0]:
             reason = output.finish_reason

@@ -43,6 +43,16 @@ def make_block(config: TransformerConfig, layer: int) -> Block:
         return Block(config, layer).eval()
 
 
+def make_target_skeleton(config: TransformerConfig) -> Transformer:
+    """Make a decoder without its encoder, and without what makes keys and values of sources."""
+    decoder = make_skeleton(config)
+    decoder.encoder = None
+    for block in decoder.blocks:
+        if block.cross_attention is not None:
+            del block.cross_attention.key_value
+    return decoder
+
+
 def count_parameters(config: TransformerConfig) -> int:
     """Return the number of a decoder's parameters, tied ones counted once."""
     return sum(map(math.prod, parameter_shapes(config).values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from model.config import TransformerConfig
 from model.network.attention import Attention, CachedInputs, LayerCache, RunInputs
-from model.network.cross_attention import CrossAttention, Source
+from model.network.cross_attention import CrossAttention, Source, SourceRows
 from model.network.feed_forward import ExpertLinear, FeedForward, Mixture
 from model.network.norm import make_norm
 from model.network.pooling import Pooler
@@ -58,18 +58,23 @@ class Block(nn.Module):
         return self._finish(x, self.attention(self._attention_input(x), positions), source)
 
     def step(
-        self, x: Tensor, positions: Positions, inputs: RunInputs, cache: LayerCache
+        self,
+        x: Tensor,
+        positions: Positions,
+        inputs: RunInputs,
+        cache: LayerCache,
+        source: SourceRows | None = None,
     ) -> tuple[Tensor, LayerCache]:
-        """Run new tokens x [..., d_model] over cached keys and values."""
+        """Run new tokens x [..., d_model] over cached keys and values, and over their sources'."""
         x = _mark(x)
         attended, present = self.attention.step(self._attention_input(x), positions, inputs, cache)
-        return _mark(self._finish(x, attended)), present
+        return _mark(self._finish(x, attended, source)), present
 
     def _attention_input(self, x: Tensor) -> Tensor:
         normed: Tensor = x if self.placement == "post" else self.attention_norm(x)
         return normed
 
-    def _finish(self, x: Tensor, attended: Tensor, source: Source | None = None) -> Tensor:
+    def _finish(self, x: Tensor, attended: Tensor, source: Source | SourceRows | None) -> Tensor:
         """Add what was attended to x, then what its source holds, and then the feed-forward."""
         if self.placement == "post":
             between = self.attention_norm(x + self.dropout(attended))
@@ -192,15 +197,18 @@ class Transformer(nn.Module):
         lengths: Tensor | None = None,
         source: Source | None = None,
         *,
+        source_ids: Tensor | None = None,
         pooled: bool = False,
     ) -> Tensor:
         """Return logits [batch, sequence, vocab] of whole sequences; also serving's oracle.
 
-        source: of each row, which a decoder with an encoder needs. pooled: return the texts'
-        vectors instead, as `encode` does.
+        source: of each row, which a decoder with an encoder needs; or source_ids [batch, n_source],
+        whose `lengths` are then given. pooled: return the texts' vectors instead, as `encode` does.
         """
         if pooled and lengths is not None:
             return self.encode(input_ids, lengths)
+        if source_ids is not None and lengths is not None:
+            return self._logits(self.hidden(input_ids, source=self.read(source_ids, lengths)))
         return self._logits(self.hidden(input_ids, lengths, source=source))
 
     def read(self, source_ids: Tensor, lengths: Tensor) -> Source:
@@ -242,19 +250,21 @@ class Transformer(nn.Module):
         inputs: CachedInputs,
         logits_indices: Tensor,
         caches: list[LayerCache],
+        sources: Sequence[SourceRows] = (),
     ) -> tuple[Tensor, list[LayerCache]]:
         """Run new tokens over cached keys and values, as the serving graph does.
 
         input_ids: [batch, sequence] over rows, or [tokens] over blocks. logits_indices: int64
-        [rows], the tokens that want logits. Returns logits [rows, vocab] and the caches with the
-        new keys and values.
+        [rows], the tokens that want logits. sources: of each layer of a decoder with an encoder.
+        Returns logits [rows, vocab] and the caches with the new keys and values.
         """
         x = self.embed(input_ids, inputs.position_ids)
         positions = self.positions(inputs.position_ids, lambda: inputs.key_positions(caches[0]))
         presents = []
-        for block, cache in zip(self.blocks, caches, strict=True):
+        of_layers = zip(self.blocks, caches, sources or [None] * len(caches), strict=True)
+        for block, cache, source in of_layers:
             assert isinstance(block, Block)
-            x, present = block.step(x, positions, inputs, cache)
+            x, present = block.step(x, positions, inputs, cache, source)
             presents.append(present)
         asked = x.flatten(0, -2).index_select(0, logits_indices)
         return self._logits(self.norm(asked)), presents

@@ -104,8 +104,15 @@ def _read_text(path: Path) -> str | None:
     return None if "\0" in text else text
 
 
-def read_lines(paths: Sequence[Path], parse: Callable[[Any], T]) -> list[T]:
-    """Parse every line of JSONL files. Raises CorpusError naming one that raises ValueError."""
+def read_lines(
+    paths: Sequence[Path],
+    parse: Callable[[Any], T],
+    split: Callable[[str], Any] = json.loads,
+) -> list[T]:
+    """Parse every line of JSONL files, or of what `split` reads, without the blank ones.
+
+    Raises CorpusError naming a line for which either raises ValueError.
+    """
     parsed = []
     for path in paths:
         try:
@@ -114,7 +121,7 @@ def read_lines(paths: Sequence[Path], parse: Callable[[Any], T]) -> list[T]:
             raise CorpusError(f"{path} cannot be read: {error}") from None
         for number, line in enumerate(lines, start=1):
             try:
-                parsed += [parse(json.loads(line))] if line.strip() else []
+                parsed += [parse(split(line))] if line.strip() else []
             except json.JSONDecodeError as error:
                 raise CorpusError(f"{path}:{number}: not JSON: {error}") from None
             except ValueError as error:

@@ -113,7 +113,8 @@ class Processes:
             return decoder.to(self.device)
         if shard:
             mesh = init_device_mesh(self.device.type, (self.size,))
-            for module in (*decoder.blocks, decoder):
+            of_encoder = () if decoder.encoder is None else decoder.encoder.blocks
+            for module in (*decoder.blocks, *of_encoder, decoder):
                 fully_shard(module, mesh=mesh)
             return decoder
         decoder.to(self.device)

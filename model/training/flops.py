@@ -48,6 +48,24 @@ def flops_per_token(decoder: Transformer, context: int, *, has_logits: bool = Tr
     return 6 * multiplied + 12 * config.n_layer * config.n_head * config.head_dim * context
 
 
+def flops_per_translation(decoder: Transformer, n_source: int, n_target: int) -> int:
+    """Return the same of a source in an encoder and its target in the decoder.
+
+    A target's token attends to the source too, whose keys and values come from the source's tokens.
+    """
+    encoder = decoder.encoder
+    assert encoder is not None, "a model without an encoder has no sources"
+    unattended = flops_per_token(encoder, 0, has_logits=False)
+    of_target = flops_per_token(decoder, n_target + n_source) - unattended
+    keys_values = 6 * sum(
+        parameter.numel()
+        for name, parameter in decoder.blocks.named_parameters()
+        if "cross_attention.key_value" in name
+    )
+    of_source = flops_per_token(encoder, n_source, has_logits=False)
+    return n_source * (of_source + keys_values) + n_target * (of_target - keys_values)
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Return the device's FLOP/s: the data sheet's for bfloat16 on a known GPU, else measured."""
     if device.type == "cuda" and dtype == torch.bfloat16:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -15,19 +16,48 @@ METRICS_FILE = "metrics.csv"
 TENSORBOARD_FOLDER = "tensorboard"
 
 
-@dataclass(frozen=True, slots=True)
+class Evaluation(NamedTuple):
+    """Measurements of what is held out; None is not measured.
+
+    loss: the mean cross-entropy in nats. accuracy: the share of targets that are the likeliest.
+    exact_match: the share of translations all of whose targets are; greedy decoding finds these,
+    because it takes the likeliest token after those before.
+    """
+
+    loss: float | None = None
+    accuracy: float | None = None
+    exact_match: float | None = None
+
+    @classmethod
+    def of(cls, columns: Mapping[str, float | None]) -> Evaluation:
+        """Read what `columns` gives; what is missing there was not measured."""
+        return cls(*(columns.get(f"held_out_{name}") for name in cls._fields))
+
+    @property
+    def columns(self) -> dict[str, float | None]:
+        """The measurements by the names of metrics.csv."""
+        return {f"held_out_{name}": value for name, value in self._asdict().items()}
+
+    def __str__(self) -> str:
+        shares = (("accuracy", self.accuracy), ("exact match", self.exact_match))
+        known = (f", {name} {share:.1%}" for name, share in shares if share is not None)
+        return f"held-out loss {self.loss or 0.0:.4f}{''.join(known)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
     """A row of metrics.csv; tokens and seconds are of training, since the run began."""
 
     step: int
     tokens: int
     train_loss: float
-    held_out_loss: float | None
+    held_out_loss: float | None = None
     learning_rate: float
     gradient_norm: float
     seconds: float
     mfu: float  # model FLOPs utilisation
-    held_out_accuracy: float | None = None  # share of targets that are the likeliest
+    held_out_accuracy: float | None = None
+    held_out_exact_match: float | None = None
 
 
 @contextmanager

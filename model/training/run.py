@@ -1,7 +1,8 @@
 """A training run on disk: a fresh folder, or one that is resumed.
 
 The configuration and the corpus say what is learned: a decoder predicts the next token of text or
-chats, an encoder masked tokens of text; whatever has a pooling is trained on pairs.
+chats, an encoder masked tokens of text; whatever has a pooling is trained on pairs, and an
+encoder-decoder on sources and their targets.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -28,16 +30,18 @@ from model.files import new_directory
 from model.network.transformer import Transformer
 from model.tokenizer import (
     END_OF_TEXT,
+    TokenizerKind,
     load_tokenizer,
     trailing_ids,
     train_tokenizer,
     vocabulary_size,
 )
-from model.training import data
+from model.training import data, translations
 from model.training.conversations import Conversation, pack, read_conversations
 from model.training.distributed import Processes
 from model.training.masking import Masking
-from model.training.metrics import METRICS_FILE, StepMetrics, plot_losses
+from model.training.metrics import METRICS_FILE, Evaluation, StepMetrics, plot_losses
+from model.training.objectives import Data
 from model.training.pairs import (
     PAIRS_FILE,
     PairData,
@@ -47,14 +51,16 @@ from model.training.pairs import (
     read_pairs,
     write_pairs,
 )
-from model.training.trainer import Report, Trainer, TrainSettings
+from model.training.settings import TrainSettings
+from model.training.trainer import Report, Trainer
+from model.training.translations import TranslationData, Translations
 
 PICTURE_FILE = "loss.png"
 # Folders that a preparation leaves behind when it is killed.
 _LEFTOVER = re.compile(rf"{data.DATA_FOLDER}\.part(-\w+)?|step-0+\.part(-\w+)?")
 # Called with "training", the step, the number of steps, and a note: loss, speed and MFU.
 Progress = Callable[[str, int, int, str], object]
-Documents = data.Corpus | Pairs | list[Conversation]
+Documents = data.Corpus | Pairs | Translations | list[Conversation]
 _EVALUATED_PAIRS = 512  # at most, among which each query's document is looked for
 
 
@@ -65,7 +71,7 @@ class CorpusSettings:
     paths: Sequence[Path]
     include: Sequence[str] = ("*",)
     exclude: Sequence[str] = ()
-    held_out: float = 0.05  # share of the tokens, chats or pairs
+    held_out: float = 0.05  # share of the tokens, chats, pairs or translations
     tokenizer: Path | None = None  # used instead of a trained tokenizer
     chat_template: Path | None = None  # used instead of the initial checkpoint's
 
@@ -75,7 +81,7 @@ def console_report(lines: Console, progress: Progress, steps: int) -> Report:
 
     def report(metrics: StepMetrics, tokens_per_second: float, sample: tuple[str, str]) -> None:
         if metrics.held_out_loss is not None:
-            print_held_out(lines, metrics.step, metrics.held_out_loss, metrics.held_out_accuracy)
+            _print_held_out(lines, metrics.step, Evaluation.of(asdict(metrics)))
             if sample[1]:
                 text = f"{sample[0]!r} … {sample[1]!r}"
                 lines.print(text, style="dim", soft_wrap=not lines.is_terminal)
@@ -85,10 +91,8 @@ def console_report(lines: Console, progress: Progress, steps: int) -> Report:
     return report
 
 
-def print_held_out(lines: Console, step: int, loss: float, accuracy: float | None) -> None:
-    """Print an evaluation as a line."""
-    figures = f"  held-out loss {loss:.4f}, accuracy {accuracy or 0.0:.1%}"
-    lines.print(Text.assemble((f"step {step}", "bold"), figures))
+def _print_held_out(lines: Console, step: int, held_out: Evaluation) -> None:
+    lines.print(Text.assemble((f"step {step}", "bold"), f"  {held_out}"))
 
 
 def prepare_run(
@@ -110,8 +114,6 @@ def prepare_run(
     if not all(_LEFTOVER.fullmatch(path.name) for path in held):
         mend = "continue it with --resume or choose another --out"
         raise FileExistsError(f"{folder} is not empty; {mend}")
-    if config.encoder is not None:
-        raise ConfigError("an encoder-decoder is not trained on texts without sources")
     extra_files = _extra_files(corpus, init)
     tell = partial(lines.print, soft_wrap=True)
     if not config.causal and config.pooling is None:
@@ -123,13 +125,14 @@ def prepare_run(
         tokenizer = init.tokenizer
     else:
         tokenizer, config = _new_tokenizer(corpus.tokenizer, documents, config, settings.context)
-    if isinstance(documents, Pairs):
+    if isinstance(documents, Pairs | Translations):
         settings = replace(settings, evaluate_rows=_EVALUATED_PAIRS)
     for leftover in held:
         shutil.rmtree(leftover)
     with new_directory(folder / data.DATA_FOLDER) as part:
         config = _write_data(part, documents, tokenizer, config, corpus.held_out, settings, tell)
         tokens = _open_data(part, tokenizer, config)
+        extra_files |= _held_out_file(part)
         torch.manual_seed(settings.seed)
         decoder = Transformer(config)
         if init is not None:
@@ -146,10 +149,11 @@ def _check_objective(
     config: TransformerConfig, documents: Documents, context: int, init: Checkpoint | None
 ) -> None:
     """Raise ConfigError for a model that is not trained on such documents, or not so long ones."""
-    if init is not None and context > config.max_model_len:
+    longest = min(one.max_model_len for one in (config, config.encoder) if one is not None)
+    if init is not None and context > longest:
         raise ConfigError(
-            f"{init.path} has positions for {config.max_model_len} tokens, fewer than a context of "
-            f"{context}; use --context {config.max_model_len} or less"
+            f"{init.path} has positions for {longest} tokens, fewer than a context of "
+            f"{context}; use --context {longest} or less"
         )
     pooling, in_pairs = config.pooling, isinstance(documents, Pairs)
     if pooling is None:
@@ -178,16 +182,21 @@ def _new_tokenizer(
             texts = [part.text for parts in documents for part in parts]
         else:
             texts = documents.texts
-        for_encoder = config.pooling is not None
-        tokenizer = train_tokenizer(texts, config.vocab_size, for_encoder=for_encoder)
+        kind: TokenizerKind = "decoder" if config.pooling is None else "encoder"
+        kind = kind if config.encoder is None else "encoder-decoder"
+        tokenizer = train_tokenizer(texts, config.vocab_size, kind)
     end = tokenizer.token_to_id(END_OF_TEXT)
-    return tokenizer, replace(
-        config,
-        vocab_size=vocabulary_size(tokenizer),
-        max_model_len=max(config.max_model_len, context),
-        bos_token_id=end,
-        eos_token_ids=() if end is None else (end,),
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": vocabulary_size(tokenizer),
+        "max_model_len": max(config.max_model_len, context),
+    }
+    if config.encoder is not None:
+        end = next(reversed(trailing_ids(tokenizer)), end)  # what ends a source ends a target
+        if end is None:
+            raise ConfigError(f"an encoder-decoder's tokenizer needs the token {END_OF_TEXT}")
+        sizes |= {"encoder": replace(config.encoder, **sizes), "target_prefix": (end,)}
+    ends = () if end is None else (end,)
+    return tokenizer, replace(config, **sizes, bos_token_id=end, eos_token_ids=ends)
 
 
 def _write_data(
@@ -208,6 +217,11 @@ def _write_data(
         if n_train < settings.batch_size:
             wrong = f"a batch of {settings.batch_size} is more than {n_train} pairs to train on"
             raise data.CorpusError(f"{wrong}; use a smaller --batch-size")
+    elif isinstance(documents, Translations):
+        written = translations.write_translations(
+            documents, tokenizer, config, folder, share, context, settings.batch_size
+        )
+        tell(written.summary(len(documents.pairs)))
     elif isinstance(documents, data.Corpus):
         tell(documents.summary)
         ends: Sequence[int] = config.eos_token_ids
@@ -228,9 +242,9 @@ def _write_data(
     return config
 
 
-def _open_data(
-    folder: Path, tokenizer: Tokenizer, config: TransformerConfig
-) -> data.TokenData | PairData:
+def _open_data(folder: Path, tokenizer: Tokenizer, config: TransformerConfig) -> Data:
+    if config.encoder is not None:
+        return translations.open_translations(folder)
     if (folder / PAIRS_FILE).is_file():
         return open_pairs(folder)
     tokens = data.open_tokens(folder)
@@ -253,9 +267,17 @@ def _extra_files(corpus: CorpusSettings, init: Checkpoint | None) -> dict[str, b
     return files
 
 
+def _held_out_file(folder: Path) -> dict[str, bytes]:
+    """Return the translations that are held out, if it is these, as a file of a checkpoint."""
+    path = folder / translations.HELD_OUT_FILE
+    return {path.name: path.read_bytes()} if path.is_file() else {}
+
+
 def _read_documents(
     corpus: CorpusSettings, files: dict[str, bytes], seed: int, config: TransformerConfig
 ) -> Documents:
+    if config.encoder is not None:
+        return translations.read_translations(corpus.paths, seed)
     chats = [path for path in corpus.paths if path.suffix == ".jsonl" and not path.is_dir()]
     if chats and len(chats) < len(corpus.paths):
         message = "is for chats or pairs, which cannot be mixed with text; train on one at a time"
@@ -264,6 +286,9 @@ def _read_documents(
         return data.read_corpus(corpus.paths, corpus.include, corpus.exclude, seed)
     if config.pooling is not None or any(data.read_lines(corpus.paths, is_pair)):
         return read_pairs(corpus.paths, seed)
+    if any(data.read_lines(corpus.paths, translations.is_translation)):
+        mend = "use --preset tiny-seq2seq"
+        raise ConfigError(f"sources and targets are for an encoder-decoder; {mend}")
     template = ChatTemplate.parse(files)
     if template is None:
         raise data.CorpusError(
@@ -292,7 +317,8 @@ def open_run(folder: Path, processes: Processes, *, shard: bool = False) -> Trai
             reason = f"training.json is incomplete ({error}); it cannot be resumed"
             raise CheckpointError(f"{checkpoint.path}'s {reason}") from None
         processes.rows_per_process(settings.batch_size)
-    decoder, tokenizer, files = checkpoint.decoder, checkpoint.tokenizer, checkpoint.extra_files
+    decoder, tokenizer = checkpoint.decoder, checkpoint.tokenizer
+    files = checkpoint.extra_files | _held_out_file(folder / data.DATA_FOLDER)
     trainer = Trainer(decoder, tokenizer, tokens, settings, files, processes, shard)
     trainer.restore(checkpoint.path, checkpoint.progress)
     return trainer
@@ -302,8 +328,8 @@ def train_run(folder: Path, trainer: Trainer, lines: Console, progress: Progress
     """Train to the end, or to Ctrl-C (then return False), and draw the loss curve."""
     steps = trainer.settings.steps
     progress("training", trainer.step, steps, "")
-    if trainer.step == 0 and isinstance(trainer.data, PairData):
-        print_held_out(lines, 0, *trainer.evaluate())
+    if trainer.step == 0 and isinstance(trainer.data, PairData | TranslationData):
+        _print_held_out(lines, 0, trainer.evaluate())
     complete = trainer.train(folder, console_report(lines, progress, steps))
     # torchrun kills the others soon after one process has ended, so all wait for the picture.
     with trainer.processes.together():

@@ -1,8 +1,5 @@
 """The training loop, in one process or in several that share each batch.
 
-The loss is a cross-entropy: of next tokens, of tokens that were masked, or of the document that
-belongs to a query among all of a batch.
-
 A step depends on (settings, seed, step) and the saved state alone, so a resumed run has the same
 losses as an uninterrupted one. The number of processes changes nothing but rounding without
 dropout; with dropout each process drops other values, and losses are equal in distribution only.
@@ -24,57 +21,27 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch import Tensor
-from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 
 from model import checkpoint
 from model.network.transformer import Transformer
-from model.reference import generate
-from model.training.data import Batch, TokenData
+from model.training.data import TokenData
 from model.training.distributed import Processes, gather, one_process, without_reducing
-from model.training.flops import flops_per_token, peak_flops
-from model.training.masking import IGNORED
-from model.training.metrics import StepMetrics, open_metrics
-from model.training.pairs import PairBatch, PairData, rank_documents
+from model.training.flops import peak_flops
+from model.training.metrics import Evaluation, StepMetrics, open_metrics
+from model.training.objectives import Data, NextTokens, Objective, Ranking, Translating
+from model.training.pairs import PairData
+from model.training.settings import TrainSettings
+from model.training.translations import TranslationData
 
 # Called after each step with its metrics, tokens per second, and a held-out prompt with a sampled
 # continuation (empty where the step had no evaluation).
 Report = Callable[[StepMetrics, float, tuple[str, str]], None]
-_SAMPLE_TOKENS = 64
-_SAMPLE_PROMPT_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSettings:
-    """The settings of a training run.
-
-    The learning rate rises linearly over `warmup` steps and falls along a cosine to a tenth of
-    itself (Loshchilov & Hutter 2017). weight_decay acts on matrices only (AdamW, Loshchilov &
-    Hutter 2019). clip: largest gradient norm.
-    """
-
-    steps: int
-    context: int
-    batch_size: int = 16
-    accumulate: int = 1
-    learning_rate: float = 1e-3
-    warmup: int = 100
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    seed: int = 0
-    evaluate_every: int = 250
-    evaluate_rows: int = 32
-    checkpoint_every: int = 250
-    mixed_precision: bool = True
-    tensorboard: bool = False
-
-    def learning_rate_at(self, step: int) -> float:
-        """Return the learning rate of a step, counted from 0."""
-        if step < self.warmup:
-            return self.learning_rate * (step + 1) / self.warmup
-        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.learning_rate * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress)))
+_OBJECTIVES: dict[type, type[Objective]] = {
+    TokenData: NextTokens,
+    PairData: Ranking,
+    TranslationData: Translating,
+}
 
 
 class DivergedError(Exception):
@@ -87,28 +54,25 @@ class Trainer:
 
     decoder: Transformer
     tokenizer: Tokenizer
-    data: TokenData | PairData
+    data: Data
     settings: TrainSettings
     extra_files: Mapping[str, bytes] = field(default_factory=dict)  # go into every checkpoint
     processes: Processes = field(default_factory=one_process)
     shard: bool = False  # processes hold slices of the decoder's and the optimizer's tensors
     step: int = field(default=0, init=False)
     seconds: float = field(default=0.0, init=False)  # of training, since the run began
-    held_out_loss: float | None = field(default=None, init=False)
-    held_out_accuracy: float | None = field(default=None, init=False)
+    held_out: Evaluation = field(default=Evaluation(), init=False)
 
     def __post_init__(self) -> None:
         settings, device = self.settings, self.processes.device
         self.n_rows = self.processes.rows_per_process(settings.batch_size)
         self.dtype = compute_type(device) if settings.mixed_precision else torch.float32
-        n_texts, length, in_pairs = 1, settings.context, isinstance(self.data, PairData)
-        if isinstance(self.data, PairData):
-            n_texts, length = self.data.pairs.shape[1], self.data.mean_length
-        elif self.decoder.pooler is not None:
+        if isinstance(self.data, TokenData) and self.decoder.pooler is not None:
             self.decoder.pooler.requires_grad_(False)  # masked tokens do not train it
-        self.tokens_per_step = settings.batch_size * settings.accumulate * n_texts * length
-        self.flops_per_token = flops_per_token(self.decoder, length, has_logits=not in_pairs)
         self.module = self.processes.spread(self.decoder, self.shard)
+        kind = _OBJECTIVES[type(self.data)]
+        shared = (self.decoder, self.module, self.tokenizer, self.data, settings, self.processes)
+        self.objective = kind(*shared, self.dtype)
         matrices = [p for p in self.decoder.parameters() if p.dim() >= 2]
         vectors = [p for p in self.decoder.parameters() if p.dim() < 2]
         groups = [
@@ -124,6 +88,8 @@ class Trainer:
         """
         settings, processes = self.settings, self.processes
         peak = processes.reduce(peak_flops(processes.device, self.dtype))
+        n_rows = settings.batch_size * settings.accumulate
+        n_tokens, flops = (n_rows * size for size in self.objective.row_size)
         place = folder if processes.is_first else None
         log = open_metrics(place, self.step, tensorboard=settings.tensorboard)
         with _interruption() as interrupted, log as write:
@@ -133,20 +99,23 @@ class Trainer:
                 elapsed = time.perf_counter() - started
                 self.step += 1
                 self.seconds += elapsed
-                speed = self.tokens_per_step / elapsed
-                mfu = speed * self.flops_per_token / peak
-                tokens, seconds = self.step * self.tokens_per_step, round(self.seconds, 3)
-                held_out_loss, accuracy, sample = None, None, ("", "")
+                held_out, sample = Evaluation(), ("", "")
                 is_last = self.step == settings.steps
                 if is_last or self.step % settings.evaluate_every == 0:
-                    held_out_loss, accuracy = self.evaluate()
-                    self.held_out_loss, self.held_out_accuracy = held_out_loss, accuracy
-                    sample = self._sample()
+                    held_out = self.held_out = self.evaluate()
+                    sample = self.objective.sample(self.step)
                 metrics = StepMetrics(
-                    self.step, tokens, loss, held_out_loss, rate, norm, seconds, mfu, accuracy
+                    step=self.step,
+                    tokens=self.step * n_tokens,
+                    train_loss=loss,
+                    learning_rate=rate,
+                    gradient_norm=norm,
+                    seconds=round(self.seconds, 3),
+                    mfu=flops / elapsed / peak,
+                    **held_out.columns,
                 )
                 write(metrics)
-                report(metrics, speed, sample)
+                report(metrics, n_tokens / elapsed, sample)
                 if self.step % settings.checkpoint_every == 0 and not is_last:
                     self.save(folder)
             self.save(folder)
@@ -172,7 +141,7 @@ class Trainer:
         total = 0.0
         for i, batch in enumerate(batches):
             with nullcontext() if i + 1 == len(batches) else without_reducing(self.module):
-                loss = self._loss(batch) / n_targets
+                loss = self.objective.loss(batch) / n_targets
                 (loss * processes.size).backward()  # reducing takes the mean over processes
             total += loss.item()
         total = processes.reduce(total)
@@ -186,81 +155,11 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         return total, norm
 
-    def _loss(self, batch: Batch | PairBatch) -> Tensor:
-        """Return the summed cross-entropy, in nats, of a batch's targets in this process."""
-        if isinstance(batch, Batch):
-            return _cross_entropy(*self._logits(batch))
-        # Every process ranks all documents, because its gradients are those of its own vectors.
-        vectors = self.processes.gather_rows(self._vectors(batch))
-        loss = _cross_entropy(*rank_documents(vectors, batch.texts))
-        return loss - loss.detach() * (1 - 1 / self.processes.size)
-
-    def _logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return logits [tokens, vocab] and targets [tokens]."""
-        inputs, targets = (torch.from_numpy(ids).to(self.processes.device) for ids in batch)
-        with self._precision():
-            logits = self.module(inputs)
-        return logits.flatten(0, 1).float(), targets.flatten()
-
-    def _vectors(self, batch: PairBatch) -> Tensor:
-        """Return the vectors of this process's pairs, [pairs, columns, d_out]."""
-        inputs = (batch.ids, batch.lengths)
-        ids, lengths = (torch.from_numpy(one).to(self.processes.device) for one in inputs)
-        with self._precision():
-            vectors: Tensor = self.module(ids, lengths, pooled=True)
-        rows: Tensor = vectors.float().unflatten(0, (-1, batch.texts.shape[1]))
-        return rows
-
-    def _precision(self) -> torch.autocast:
-        # Only products are in bfloat16; parameters, gradients and the optimizer's state are not.
-        enabled = self.dtype == torch.bfloat16
-        return torch.autocast(self.processes.device.type, dtype=torch.bfloat16, enabled=enabled)
-
-    @torch.inference_mode()
-    def evaluate(self) -> tuple[float, float]:
-        """Return the mean cross-entropy, in nats, and the accuracy, on what is held out."""
+    @torch.no_grad()  # FSDP2 cannot train with memory that it first took in inference mode
+    def evaluate(self) -> Evaluation:
+        """Measure what is held out."""
         self.module.eval()
-        settings, processes = self.settings, self.processes
-        if isinstance(self.data, PairData):
-            return self._evaluate_pairs(self.data)
-        batch = self.data.held_out_rows(settings.context, settings.evaluate_rows)
-        total, n_right, n_targets = 0.0, 0.0, 0
-        share = batch.share(processes.rank, processes.size)
-        for start in range(0, len(share.inputs), self.n_rows):
-            part = Batch(*(ids[start : start + self.n_rows] for ids in share))
-            logits, targets = self._logits(part)
-            total += _cross_entropy(logits, targets).item()
-            n_right += (logits.argmax(dim=1) == targets).sum().item()
-            n_targets += part.n_targets
-        total, n_right, n = (processes.reduce(value) for value in (total, n_right, n_targets))
-        return total / n, n_right / n
-
-    def _evaluate_pairs(self, data: PairData) -> tuple[float, float]:
-        """Return the loss of batches of held-out pairs, and the share of queries that find theirs.
-
-        Candidates are all documents that are held out. Every process computes everything.
-        """
-        pairs, size = data.held_out_pairs(self.settings.evaluate_rows), self.settings.batch_size
-        starts = range(0, len(pairs), self.n_rows)
-        parts = (data.read(pairs[i : i + self.n_rows], range(self.n_rows)) for i in starts)
-        vectors = torch.cat([self._vectors(part) for part in parts])
-        total = 0.0
-        for start in range(0, len(pairs), size):
-            some = slice(start, start + size)
-            total += _cross_entropy(*rank_documents(vectors[some], pairs[some])).item()
-        logits, targets = rank_documents(vectors, pairs)
-        return total / len(pairs), (logits.argmax(dim=1) == targets).double().mean().item()
-
-    def _sample(self) -> tuple[str, str]:
-        """Return the start of the held-out text and a decoder's sampled continuation of it."""
-        if isinstance(self.data, PairData) or self.data.masking is not None:
-            return "", ""
-        decoder, step, longest = self.decoder, self.step, self.decoder.config.max_model_len
-        n_prompt = self.data.prompt_length or _SAMPLE_PROMPT_TOKENS
-        prompt = self.data.held_out[: min(n_prompt, max(1, longest // 2))].tolist()
-        n = min(_SAMPLE_TOKENS, longest - len(prompt))
-        output = generate(decoder, prompt, max_tokens=n, temperature=0.8, top_p=0.95, seed=step)
-        return self.tokenizer.decode(prompt), self.tokenizer.decode(output)
+        return self.objective.evaluate()
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint that any number of processes can continue, sharded or not."""
@@ -277,8 +176,7 @@ class Trainer:
         progress = {
             "settings": asdict(self.settings),
             "seconds": round(self.seconds, 1),
-            "held_out_loss": self.held_out_loss,
-            "held_out_accuracy": self.held_out_accuracy,
+            **self.held_out.columns,
             "train_tokens": self.data.n_train,
             "held_out_tokens": self.data.n_held_out,
         }
@@ -305,13 +203,7 @@ class Trainer:
             state = checkpoint.load_state(path)
         checkpoint.restore_optimizer(self.decoder, self.optimizer, state)
         self.step, self.seconds = progress["step"], progress["seconds"]
-        self.held_out_loss = progress["held_out_loss"]
-        self.held_out_accuracy = progress.get("held_out_accuracy")
-
-
-def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum, in nats; logits: [targets, classes]."""
-    return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        self.held_out = Evaluation.of(progress)
 
 
 def seed_dropout(seed: int, step: int, rank: int = 0) -> None:

@@ -16,6 +16,7 @@ from server.api.schemas import ResponseBody, Size
 from server.engine.engine import Engine
 from server.explain import most_tokens
 from server.requests.service import Service
+from server.requests.target import languages
 
 router = APIRouter()
 
@@ -28,6 +29,7 @@ class Model(ResponseBody, json_schema_serialization_defaults_required=True):
     created: int
     owned_by: Literal["kvasir"] = "kvasir"
     max_model_len: Size
+    max_source_len: Size | None = None
 
 
 class Models(ResponseBody, json_schema_serialization_defaults_required=True):
@@ -69,13 +71,20 @@ class ModelCard(ResponseBody):
     precision: str
     device: str
     parameters: Size
-    max_model_len: Size = Field(description="Maximum number of tokens of prompt and completion.")
+    max_model_len: Size = Field(
+        description="Maximum number of tokens of prompt and completion or, with an encoder, of a "
+        "target."
+    )
+    max_source_len: Size | None = Field(
+        description="Maximum number of tokens of an encoder-decoder's source; null for others."
+    )
+    target_languages: list[str] = Field(description="Values of `target_language`.")
     max_num_seqs: Size
     kv_cache: KVCache | None = Field(description="null until the model is loaded.")
     has_chat_template: bool
     has_attention: bool = Field(description="Whether `/explain` is available.")
     explain_limits: ExplainLimits | None = Field(description="null if `/explain` is switched off.")
-    config: dict[str, Any] = Field(description="The decoder's shape: its config.json.")
+    config: dict[str, Any] = Field(description="The model's shape: its config.json.")
     generation: dict[str, int | float] = Field(description="The model's recommended sampling.")
     verification: dict[str, Any] = Field(
         description="Measured at export: ONNX Runtime against PyTorch."
@@ -105,7 +114,8 @@ def _listed(service: Service) -> Model:
     return Model(
         id=service.name,
         created=service.created,
-        max_model_len=service.builder.max_model_len,
+        max_model_len=service.builder.limits.max_model_len,
+        max_source_len=service.builder.limits.max_source_len,
     )
 
 
@@ -113,7 +123,7 @@ def _listed(service: Service) -> Model:
 def model_card(service: NamedService) -> ModelCard:  # no coroutine: it asks the file system
     """Return the model's shape, precision, verification and files."""
     bundle = service.bundle
-    manifest = bundle.manifest
+    manifest, limits = bundle.manifest, service.builder.limits
     kv_cache = None
     if isinstance(engine := service.engine.engine, Engine):
         rows = engine.kv
@@ -133,14 +143,16 @@ def model_card(service: NamedService) -> ModelCard:  # no coroutine: it asks the
     return ModelCard(
         **service.describe_model(),
         parameters=manifest.parameters,
-        max_model_len=service.builder.max_model_len,
+        max_model_len=limits.max_model_len,
+        max_source_len=limits.max_source_len,
+        target_languages=sorted(languages(bundle.tokenizer)) if bundle.config.encoder else [],
         max_num_seqs=service.settings.max_num_seqs,
         kv_cache=kv_cache,
         has_chat_template=service.chat is not None,
         has_attention=explain_limits is not None and ATTENTION_GRAPH_FILE in manifest.files,
         explain_limits=explain_limits,
         config=asdict(bundle.config),
-        generation=bundle.generation.given(),
+        generation=bundle.default_sampling.given(),
         verification=manifest.verification.model_dump(),
         versions=manifest.versions,
         source=manifest.source,

@@ -105,6 +105,8 @@ _USED_HERE = {
     "ignore_eos_token": "ignore_eos",
     "typical": "typical_p",
     "best_of": "n",
+    "use_beam_search": "num_beams",
+    "forced_bos_token_id": "target_language",
 }
 
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from server.api import schemas
 from server.api.http import responses
 from server.api.http.responses import GENERATE_ERRORS, compact, finite, streamed
+from server.api.target import TargetFields
 from server.engine.sampling import MAX_LOGPROBS
 from server.engine.sequence import FinishReason
 from server.errors import InvalidRequestError
@@ -25,11 +26,14 @@ router = APIRouter(route_class=schemas.TextRoute)
 DEFAULT_MAX_NEW_TOKENS = 100
 
 
-class GenerateParameters(schemas.SamplingFields):
+class GenerateParameters(schemas.SamplingFields, TargetFields):
     """The `parameters` of a request, which samples only if one of them asks for it."""
 
     max_new_tokens: schemas.Count | None = Field(
-        None, ge=1, description="Maximum number of new tokens. Default: 100, or the room left."
+        None,
+        ge=1,
+        description="Maximum number of new tokens. Default: 100, or the room left; for "
+        "encoder-decoders the longest target.",
     )
     do_sample: bool = Field(False, description="Sample, even if no other field asks for it.")
     return_full_text: bool = Field(False, description="Begin the text with the prompt.")
@@ -103,6 +107,7 @@ class StreamDetails(schemas.ResponseBody):
     generated_tokens: schemas.Size
     seed: int | None = Field(description="Null for greedy decoding.")
     input_length: schemas.Size
+    score: float | None = Field(None, description="Of a beam search: see `length_penalty`.")
 
 
 class Details(StreamDetails):
@@ -143,7 +148,7 @@ class Info(schemas.ResponseBody, json_schema_serialization_defaults_required=Tru
     model_sha: None = None
     model_dtype: str
     model_device_type: str
-    model_pipeline_tag: Literal["text-generation"] = "text-generation"
+    model_pipeline_tag: Literal["text-generation", "text2text-generation"] = "text-generation"
     max_concurrent_requests: schemas.Size
     max_best_of: schemas.Size = 1
     max_stop_sequences: schemas.Size = schemas.MAX_STOPS
@@ -194,6 +199,7 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
         max_tokens=parameters.max_new_tokens,
         default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
         grammar=grammar,
+        target=parameters.target(),
         keep_last=parameters.truncate,
         field_prefix="parameters.",
     )
@@ -231,8 +237,9 @@ class GenerateFormatter(responses.Formatter):
     def chunk(self, delta: Delta) -> bytes:
         """Return the event for a delta; the last one has the whole text."""
         self.add(delta)
-        token: dict[str, Any] = {"id": 0, "text": delta.text, "logprob": 0.0, "special": True}
-        if delta.logprobs is not None:  # else the deadline ended it without a token
+        token: dict[str, Any] = {"id": 0, "text": delta.text, "logprob": 0.0}
+        token["special"] = not delta.text
+        if delta.logprobs is not None:  # else a deadline or a beam search ended without a token
             token = self._tokens[-1]
         shown: dict[str, Any] = {"index": len(self._tokens), "token": token}
         if self._parameters.top_n_tokens:
@@ -268,6 +275,8 @@ class GenerateFormatter(responses.Formatter):
             "seed": choice.sequence.params.seed if self._parameters.samples else None,
             "input_length": len(choice.prompt.ids),
         }
+        if choice.score is not None:
+            details["score"] = finite(choice.score)
         prompt = choice.prompt.text if self._parameters.return_full_text else ""
         return {"generated_text": prompt + self._text, "details": details}
 
@@ -283,15 +292,16 @@ class GenerateFormatter(responses.Formatter):
 @router.get("/info", responses=responses.MODEL_ERRORS)
 async def info(service: responses.NamedService) -> Info:
     """Return model and limits, in TGI's form."""
-    model = service.describe_model()
+    model, limits = service.describe_model(), service.builder.limits
     n_sequences = service.settings.max_num_seqs + service.settings.queue_limit
     return Info(
         model_id=model["model"],
         model_dtype=model["precision"],
         model_device_type=model["device"],
+        model_pipeline_tag="text2text-generation" if limits.max_source_len else "text-generation",
         max_concurrent_requests=n_sequences,
-        max_input_tokens=service.builder.max_model_len - 1,
-        max_total_tokens=service.builder.max_model_len,
+        max_input_tokens=limits.max_source_len or limits.max_model_len - 1,
+        max_total_tokens=limits.max_model_len + (limits.max_source_len or 0),
         max_client_batch_size=n_sequences,
         version=version("kvasir-lm"),
     )

@@ -11,6 +11,7 @@ from server.engine.sequence import Sequence, SequenceStatus
 class Chunk:
     """Tokens [start, start + count) of a sequence; the last `n_logits` of them want logits.
 
+    In a beam search each of its texts has a token there, and all want logits or none.
     draft: proposed tokens, which follow the sequence's last one as if they were its own.
     """
 
@@ -27,9 +28,8 @@ class Chunk:
 
     @property
     def row(self) -> int:
-        """The sequence's row of the KV cache."""
-        assert self.sequence.row is not None
-        return self.sequence.row
+        """The sequence's row of the KV cache, the first of several."""
+        return self.sequence.rows[0]
 
     @property
     def begins_prompt(self) -> bool:
@@ -45,7 +45,7 @@ class Chunk:
     def yields_token(self) -> bool:
         """True if a new token is sampled after it."""
         sequence = self.sequence
-        return self.end >= len(sequence.prompt_ids) and sequence.params.max_tokens > 0
+        return self.end >= sequence.n_given and sequence.params.max_tokens > 0
 
     @property
     def token_ids(self) -> list[int]:

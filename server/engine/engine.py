@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
 
 from model.config import TransformerConfig
 from server.engine.batch import Chunk, StepBatch
+from server.engine.beams import BeamSearch, Hypothesis
 from server.engine.grammar.constraints import TokenMasks
 from server.engine.kv.store import KVStore
 from server.engine.sampling import Floats, SamplingParams, TokenLogprobs, sample, token_logprobs
@@ -32,12 +35,35 @@ def check_max_model_len(wanted: int | None, config: TransformerConfig) -> int:
     return limit
 
 
+class ContextLimits(NamedTuple):
+    """The most tokens of a prompt and its continuation or, with an encoder, of a target.
+
+    max_source_len: of a source; None without an encoder.
+    """
+
+    max_model_len: int
+    max_source_len: int | None = None
+
+    @property
+    def prompt(self) -> int:
+        """The most tokens of a prompt, or of a source."""
+        return self.max_source_len or self.max_model_len
+
+    def after(self, n_prompt: int) -> int:
+        """Return the most tokens that may follow a prompt of `n_prompt`."""
+        return self.max_model_len - (0 if self.max_source_len else n_prompt)
+
+
 class Runner(Protocol):
     """A model and its KV cache: `OnnxRunner`, `PagedRunner`, or a function of tokens in tests."""
 
     max_model_len: int
     vocab_size: int
     decode_seconds: float  # spent so far in runs of decodes and drafts, without prompts
+
+    @property
+    def max_source_len(self) -> int | None:
+        """See ContextLimits."""
 
     @property
     def kv(self) -> KVStore:
@@ -53,11 +79,11 @@ def warm_up(runner: Runner, n_tokens: int = 2) -> None:
     assert admitted is not None
     params = SamplingParams(max_tokens=1)
     sequence = Sequence(-1, [0] * n_tokens, params, frozenset(), 0.0)
-    sequence.row = admitted[0]
+    sequence.rows = [admitted[0]]
     runner.run(StepBatch(prefills=[Chunk(sequence, 0, n_tokens, 1)]))
     sequence.status, sequence.n_computed = SequenceStatus.RUNNING, n_tokens - 1
     runner.run(StepBatch([Chunk(sequence, n_tokens - 1, 1, 1)], window=[sequence]))
-    runner.kv.free(sequence.row)
+    runner.kv.free(admitted[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +100,13 @@ class TokenOutput:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamOutput(TokenOutput):
+    """The end of a beam search. hypotheses: the best texts, best first."""
+
+    hypotheses: list[Hypothesis] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +153,7 @@ class Engine:
         scoring = max(2, min(chunk_size, SCORING_LOGITS_BYTES // (4 * runner.vocab_size)))
         self.runner = runner
         self.kv = runner.kv
-        self.max_model_len = runner.max_model_len
+        self.limits = ContextLimits(runner.max_model_len, runner.max_source_len)
         self.speculate = speculate
         capacity = StepCapacity(chunk_size, itl_target)
         self.scheduler = Scheduler(self.kv, capacity, scoring_chunk_size=scoring)
@@ -151,10 +184,12 @@ class Engine:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. Raises ValueError if it could never run; admission refuses such."""
-        n_prompt, max_tokens = len(sequence.prompt_ids), sequence.params.max_tokens
-        fits_budget = self.kv.n_needed(n_prompt, max_tokens) <= self.kv.budget_tokens
-        if not n_prompt or n_prompt + max_tokens > self.max_model_len or not fits_budget:
-            raise ValueError(f"{n_prompt} prompt and {max_tokens} new tokens cannot fit")
+        n_prompt, n_after = len(sequence.prompt_ids), sequence.n_after_prompt
+        n_rows = sequence.params.n_rows
+        fits = 1 <= n_prompt <= self.limits.prompt and n_after <= self.limits.after(n_prompt)
+        fits_budget = n_rows * self.kv.n_needed(n_prompt, n_after) <= self.kv.budget_tokens
+        if not (fits and fits_budget and n_rows <= self.max_num_seqs):
+            raise ValueError(f"{n_prompt} prompt and {n_after} new tokens cannot fit")
         if self.speculate and sequence.constraint is None:  # each draft token would need a mask
             sequence.speculation = Speculation()
         self._sequences[sequence.id] = sequence
@@ -215,8 +250,10 @@ class Engine:
             return [self._append(sequence, token, row) for token, row in pairs]
         self.scheduler.record(chunk, chunk.count)
         if chunk.yields_token:
+            if sequence.beams is not None:
+                return self._search(sequence, sequence.beams, logits)
             return [self._append(sequence, sample(logits[-1], sequence), logits[-1])]
-        if chunk.completes_prompt:  # nothing is to be generated
+        if chunk.completes_prompt and not sequence.params.max_tokens:
             scored = TokenOutput(sequence.id, None, prompt_logprobs=sequence.scores)
             return [self._finish(sequence, FinishReason.LENGTH, scored)]
         return []
@@ -229,6 +266,18 @@ class Engine:
         for position in range(max(chunk.start, len(scores)), len(following)):
             row = logits[position - chunk.start]
             scores.append(token_logprobs(row, following[position], alternatives))
+
+    def _search(self, sequence: Sequence, beams: BeamSearch, logits: Floats) -> list[TokenOutput]:
+        """Continue the texts of a beam search, whose logits are [n, vocab]."""
+        if not np.isfinite(logits.max()):  # NaN, if there is one
+            return [self._finish(sequence, FinishReason.ERROR)]
+        is_over = beams.advance(logits)
+        sequence.output_ids = (beams.finished if is_over else beams.running)[0].token_ids
+        if not is_over:
+            return []
+        sequence.first_token_at = perf_counter()
+        best = BeamOutput(sequence.id, None, hypotheses=beams.finished)
+        return [self._finish(sequence, FinishReason.STOP, best)]
 
     def _append(self, sequence: Sequence, token_id: int | None, row: Floats) -> TokenOutput:
         """Append a token, of logits `row` [vocab]; end the sequence if it is the last."""

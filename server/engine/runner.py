@@ -31,7 +31,7 @@ from server.engine.sampling import Floats
 from server.engine.session import check_shape, kv_inputs, open_session
 from server.engine.speculation import MAX_DRAFT, MAX_SPECULATING
 
-_TOKEN_BLOCK = 128  # of ONNX Runtime's MatMulNBits
+TOKEN_BLOCK = 128  # of ONNX Runtime's MatMulNBits
 # A row's tokens, the position of the first, and the number of logits wanted of the last ones.
 RowWork = tuple[list[int], int, int]
 MAX_PADDING = 1.25  # ratio of the tokens that a run of several prompts has to those it needs
@@ -46,6 +46,8 @@ class OnnxRunner:
 
     Raises ValueError for a limit that the model or the machine cannot meet.
     """
+
+    max_source_len = None
 
     def __init__(
         self,
@@ -90,7 +92,7 @@ class OnnxRunner:
         n_scored = max(2, SCORING_LOGITS_BYTES // (4 * self.vocab_size))
         n_logits = max_num_seqs + n_scored + MAX_SPECULATING * MAX_DRAFT
         self._logits: Floats = np.empty((n_logits, self.vocab_size), dtype=np.float32)
-        self._bindings: dict[tuple[RowMemory, int, int], _Binding] = {}  # by first row, rows
+        self._bindings: dict[tuple[RowMemory, int, int], RowBinding] = {}  # by first row, rows
         self._never_alone = False
         self._never_alone = self._alone_differs()
         self.model_seconds = self.decode_seconds = 0.0
@@ -132,7 +134,7 @@ class OnnxRunner:
 
     def _leaves_one_alone(self, n_tokens: int) -> bool:
         """Return whether a run of `n_tokens` gives one token other bits than in another run."""
-        return self._never_alone and n_tokens % _TOKEN_BLOCK == 1
+        return self._never_alone and n_tokens % TOKEN_BLOCK == 1
 
     def _run(self, memory: RowMemory, row: int, work: list[RowWork], first_logit: int) -> int:
         """Run tokens over rows from `row` on; write logits from `first_logit` on; count them."""
@@ -149,7 +151,7 @@ class OnnxRunner:
         key = memory, row, len(work)
         binding = self._bindings.get(key)
         if binding is None or binding.input_ids.size < len(ids):
-            self._bindings[key] = binding = _Binding(self._session, *key, capacity=len(ids))
+            self._bindings[key] = binding = RowBinding(self._session, *key, capacity=len(ids))
         binding.input_ids[: len(ids)] = ids
         binding.position_ids[: len(ids)] = positions
         ends = [start + len(tokens) for tokens, start, _ in work]
@@ -197,7 +199,7 @@ def _split_last_two(tokens: list[int], start: int, n_logits: int) -> list[RowWor
     return [first, (tokens[-2:], start + len(tokens) - 2, n_last)]
 
 
-class _Binding:
+class RowBinding:
     """The inputs and outputs of one shape of run over `batch` rows from `row` on, bound once.
 
     A graph with int8 rows has inputs for rows of both types, and `decode` selects which it uses;

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,15 @@ _SAMPLE_MARGINS = (24, 96)
 Floats = NDArray[np.float32]
 
 
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """The options of a beam search; see BeamSearch."""
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: Literal[True, False, "never"] = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The sampling parameters of one sequence. The API's schemas validate the values.
@@ -33,7 +42,8 @@ class SamplingParams:
     repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or
     the output (Keskar et al. 2019). frequency_penalty, presence_penalty: subtracted per occurrence,
     or once, of a token in the output. logprobs, prompt_logprobs: number of alternatives beside the
-    token itself; None is off.
+    token itself; None is off. beams: search for the likeliest texts, without sampling; only the
+    target of a source can be searched.
     """
 
     max_tokens: int
@@ -53,11 +63,17 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    beams: BeamParams | None = None
 
     def generator(self) -> np.random.Generator:
         """Return a new Philox stream (Salmon et al. 2011) keyed by (seed, sample index)."""
         key = np.array([self.seed % 2**64, self.sample_index], dtype=np.uint64)
         return np.random.Generator(np.random.Philox(key=key))
+
+    @property
+    def n_rows(self) -> int:
+        """The rows of the KV cache that a sequence takes."""
+        return 1 if self.beams is None else self.beams.width
 
     @property
     def penalises(self) -> bool:
@@ -81,9 +97,9 @@ class TokenLogprobs:
 class Occurrences:
     """Counts of the tokens of a sequence, kept up to date for penalties."""
 
-    def __init__(self, prompt_ids: list[int], vocab_size: int) -> None:
-        self.in_prompt = np.zeros(vocab_size, dtype=np.bool_)
-        self.in_prompt[prompt_ids] = True
+    def __init__(self, given_ids: list[int], vocab_size: int) -> None:
+        self.is_given = np.zeros(vocab_size, dtype=np.bool_)
+        self.is_given[given_ids] = True
         self.in_output = np.zeros(vocab_size, dtype=np.int32)
         self._n_counted = 0
 
@@ -98,7 +114,6 @@ class SampledSequence(Protocol):
     """The state of a sequence that sampling and speculation need."""
 
     params: SamplingParams
-    prompt_ids: list[int]
     output_ids: list[int]
     ending_ids: frozenset[int]
     generator: np.random.Generator
@@ -106,8 +121,12 @@ class SampledSequence(Protocol):
     constraint: Constraint | None
 
     @property
+    def given_ids(self) -> list[int]:
+        """The tokens before the output."""
+
+    @property
     def token_ids(self) -> list[int]:
-        """The prompt and the output."""
+        """Those and the output."""
 
 
 def sample(row: Floats, sequence: SampledSequence) -> int | None:
@@ -147,13 +166,13 @@ def _adjust(row: Floats, sequence: SampledSequence) -> None:
     """Apply penalties and bias; ban tokens that end it too early or violate its grammar."""
     params = sequence.params
     if params.penalises:
-        occurrences = sequence.occurrences or Occurrences(sequence.prompt_ids, row.size)
+        occurrences = sequence.occurrences or Occurrences(sequence.given_ids, row.size)
         sequence.occurrences = occurrences
         occurrences.count(sequence.output_ids)
         counts = occurrences.in_output
         if params.repetition_penalty != 1.0:
             factor = params.repetition_penalty
-            seen = np.flatnonzero(occurrences.in_prompt | (counts > 0))
+            seen = np.flatnonzero(occurrences.is_given | (counts > 0))
             row[seen] = np.where(row[seen] > 0, row[seen] / factor, row[seen] * factor)
         if params.frequency_penalty or params.presence_penalty:
             penalty = params.frequency_penalty * counts + params.presence_penalty * (counts > 0)

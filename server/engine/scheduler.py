@@ -42,8 +42,8 @@ class Scheduler:
 
     @property
     def held(self) -> list[Sequence]:
-        """Sequences that hold a row, by row."""
-        return [sequence for sequence in self._window if sequence is not None]
+        """Sequences that hold a row, by their first."""
+        return list(dict.fromkeys(filter(None, self._window)))
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence."""
@@ -79,7 +79,10 @@ class Scheduler:
             speculation = sequence.speculation
             draft = speculation.draft(sequence, len(running)) if speculation else []
             count = 1 + len(draft)
-            chunk = Chunk(sequence, sequence.n_computed, count, count, draft)
+            n_logits = count if sequence.beams is None else len(sequence.beams.running)
+            if sequence.n_computed + count < sequence.n_given:  # of a target's beginning
+                n_logits = 0
+            chunk = Chunk(sequence, sequence.n_computed, count, n_logits, draft)
             (drafts if draft else decodes).append(chunk)
         window = self._window[: decodes[-1].row + 2] if decodes else []
         return StepBatch(decodes, window, prefills, drafts)
@@ -100,13 +103,13 @@ class Scheduler:
         self.capacity.record(seconds, n_decode, decode_seconds, prompts)
 
     def finish(self, sequence: Sequence) -> None:
-        """End a sequence in any state; its row, if it has one, is free at once."""
+        """End a sequence in any state; its rows, if it has any, are free at once."""
         if sequence.status is SequenceStatus.WAITING:
             self.waiting.remove(sequence)
-        if sequence.row is not None:
-            self.kv.free(sequence.row)
-            self._clear(sequence.row)
-            sequence.row = None
+        for row in sequence.rows:
+            self.kv.free(row)
+            self._clear(row)
+        sequence.rows = []
         sequence.status = SequenceStatus.FINISHED
         sequence.finished_at = perf_counter()
 
@@ -125,11 +128,12 @@ class Scheduler:
         self.prefill_capacity = room
         while sequence is not None:
             limit = min(room, self.scoring_chunk_size) if sequence.is_scored else room
+            limit = max(limit, self.kv.min_chunk)
             end = min(sequence.n_computed + limit, len(sequence.prompt_ids))
             # A short rest starts earlier and writes the same bits again.
             start = max(0, min(sequence.n_computed, end - self.kv.min_chunk))
             count, is_last = end - start, end == len(sequence.prompt_ids)
-            n_logits = int(is_last and sequence.params.max_tokens > 0)
+            n_logits = int(end == sequence.n_given and sequence.params.max_tokens > 0)
             chunk = Chunk(sequence, start, count, count if sequence.is_scored else n_logits)
             chunks.append(chunk)
             if has_streams and sequence.is_background:
@@ -166,15 +170,15 @@ class Scheduler:
     def _admit(self, room: int, chunks: list[Chunk]) -> Sequence | None:
         """Admit the next sequence of the queue; None if it has to wait.
 
-        It waits for a row, for a step with room for two of its tokens, and for a block that one of
-        `chunks` computes: a step later that can be reused. In the background it also waits for
+        It waits for its rows, for a step with room for its shortest chunk, and for a block that one
+        of `chunks` computes: a step later that can be reused. In the background it also waits for
         others, see `_may_begin`.
         """
         if not self.waiting:
             return None
         sequence, size = self.waiting[0], self.kv.cache.block_size
         n_prompt = len(sequence.prompt_ids)
-        if room < min(_MIN_PREFILL, n_prompt):
+        if chunks and room < min(max(_MIN_PREFILL, self.kv.min_chunk), n_prompt):
             return None
         if sequence.is_background and not self._may_begin(chunks):
             return None
@@ -184,13 +188,19 @@ class Scheduler:
         computed = (c.sequence.block_names[c.start // size : c.end // size] for c in chunks)
         if missing and any(missing[0] in names for names in computed):
             return None
-        admitted = self.kv.admit(n_prompt, sequence.params.max_tokens, names)
-        if admitted is None:
-            self._is_crowded = not sequence.is_background
-            return None
+        for _ in range(sequence.params.n_rows):
+            admitted = self.kv.admit(n_prompt, sequence.n_after_prompt, names)
+            if admitted is None:
+                self._is_crowded = not sequence.is_background
+                for row in sequence.rows:
+                    self.kv.free(row)
+                sequence.rows = []
+                return None
+            row, sequence.n_cached = admitted
+            sequence.rows.append(row)
         del self.waiting[0]
-        row, sequence.n_cached = admitted
-        self._place(sequence, row)
+        for row in sequence.rows:
+            self._hold(row, sequence)
         sequence.status = SequenceStatus.PREFILLING
         sequence.scheduled_at = perf_counter()
         sequence.n_computed = sequence.n_cached
@@ -218,13 +228,13 @@ class Scheduler:
         assert last is not None
         target = movable.move(source, last.n_computed)
         if target is not None:
-            self._place(last, target)
+            last.rows[last.rows.index(source)] = target
+            self._hold(target, last)
             self._clear(source)
 
-    def _place(self, sequence: Sequence, row: int) -> None:
+    def _hold(self, row: int, sequence: Sequence) -> None:
         self._window.extend([None] * (row + 1 - len(self._window)))
         self._window[row] = sequence
-        sequence.row = row
 
     def _clear(self, row: int) -> None:
         """Remove a row's holder, and free rows at the end of the window."""

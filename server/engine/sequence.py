@@ -8,6 +8,7 @@ from enum import Enum, StrEnum
 
 import numpy as np
 
+from server.engine.beams import BeamSearch
 from server.engine.grammar.constraints import Constraint
 from server.engine.sampling import Occurrences, SamplingParams, TokenLogprobs
 from server.engine.speculation import Speculation
@@ -50,11 +51,13 @@ class FinishReason(StrEnum):
 class Sequence:
     """A prompt and its continuation, owned by the engine's thread once it has been added.
 
+    With an encoder the prompt is the source, and target_prefix the given beginning of the target.
     ending_ids: its stop tokens, and the model's unless it ignores them. priority: lower is served
     earlier. n_certain: fewest new tokens that it needs. deadline, …_at: of `time.perf_counter()`.
-    n_computed: tokens whose keys and values are in its row; n_cached: those of them that came from
-    the prefix cache. cache_salt, block_names: see BlockCache.names. speculation: None is one token
-    a step. scores: log-probabilities of the prompt; None unless they were requested.
+    rows: one, or one for each beam. n_computed: tokens whose keys and values are in a row, those of
+    a source too; n_cached: those of them that came from the prefix cache. cache_salt, block_names:
+    see BlockCache.names. speculation: None is one token a step. scores: log-probabilities of the
+    prompt; None unless they were requested.
     """
 
     id: int
@@ -63,6 +66,7 @@ class Sequence:
     ending_ids: frozenset[int]
     arrived_at: float
     request_id: str = ""
+    target_prefix: list[int] = field(default_factory=list)
     cache_salt: bytes = b""
     priority: int = 0
     n_certain: int = 0
@@ -72,7 +76,7 @@ class Sequence:
     finished_at: float | None = None
     status: SequenceStatus = SequenceStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
-    row: int | None = None
+    rows: list[int] = field(default_factory=list)
     n_computed: int = 0
     n_cached: int = 0
     block_names: list[bytes] = field(default_factory=list)
@@ -81,10 +85,15 @@ class Sequence:
     constraint: Constraint | None = None
     generator: np.random.Generator = field(init=False)
     scores: list[TokenLogprobs] | None = field(init=False)
+    beams: BeamSearch | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.generator = self.params.generator()
         self.scores = None if self.params.prompt_logprobs is None else []
+        self.beams = None
+        if self.params.beams is not None:
+            n_given, longest = len(self.target_prefix), self.params.max_tokens
+            self.beams = BeamSearch(self.params.beams, self.ending_ids, n_given, longest)
 
     @property
     def queue_key(self) -> tuple[float, int]:
@@ -97,9 +106,29 @@ class Sequence:
         return is_background(self.priority)
 
     @property
+    def row(self) -> int | None:
+        """Its row of the KV cache, the first of several; None while it has none."""
+        return self.rows[0] if self.rows else None
+
+    @property
+    def given_ids(self) -> list[int]:
+        """The tokens before the output in the same text."""
+        return self.target_prefix or self.prompt_ids
+
+    @property
+    def n_given(self) -> int:
+        """The number of tokens that are computed before the first new one."""
+        return len(self.prompt_ids) + len(self.target_prefix)
+
+    @property
+    def n_after_prompt(self) -> int:
+        """The most tokens that may follow the prompt."""
+        return len(self.target_prefix) + self.params.max_tokens
+
+    @property
     def token_ids(self) -> list[int]:
-        """Prompt and output."""
-        return self.prompt_ids + self.output_ids
+        """Given tokens and output."""
+        return self.given_ids + self.output_ids
 
     @property
     def is_scored(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from model.bundle import ModelBundle
+from model.bundle import ENCODER_GRAPH_FILE, ModelBundle
 from server.engine.encoder.engine import EncoderEngine
 from server.engine.engine import Engine, Runner, warm_up
 from server.settings import Settings
@@ -55,6 +55,8 @@ def build_engine(
     """
     if bundle.config.pooling is not None:
         raise ValueError(f"{bundle.path} makes vectors of texts and cannot continue them")
+    if settings.speculate and bundle.config.encoder is not None:
+        raise ValueError("speculate is not for encoder-decoders; leave it out")
     if settings.speculate:
         logger.info("speculation is on: the load may change answers, by rounding")
     clock = clock or StartClock()
@@ -70,6 +72,23 @@ def build_engine(
             keep_prompts=settings.prefix_cache_memory != 0,
         )
         chunk_size = settings.chunk_size or DEFAULT_CHUNK_SIZE
+        clock.lap("session_and_warm_up")
+    elif bundle.config.encoder is not None:
+        from server.engine.seq2seq.runner import Seq2SeqRunner  # noqa: PLC0415
+
+        runner = Seq2SeqRunner(
+            bundle.path / ENCODER_GRAPH_FILE,
+            bundle.graph_path,
+            bundle.config,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=settings.max_model_len,
+            kv_cache_bytes=settings.kv_cache_memory,
+            n_models=len(settings.models),
+            threads=settings.threads,
+            spin_microseconds=settings.spin_microseconds,
+            fits_16_bits=bundle.manifest.fits_16_bits,
+        )
+        chunk_size = settings.chunk_size or _CPU_CHUNK
         clock.lap("session_and_warm_up")
     else:
         from server.engine.runner import OnnxRunner  # noqa: PLC0415  imports ONNX Runtime

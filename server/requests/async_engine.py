@@ -19,7 +19,7 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from server.engine.encoder.engine import EncoderEngine
-from server.engine.engine import Engine, StepStats, TokenOutput
+from server.engine.engine import BeamOutput, Engine, StepStats, TokenOutput
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus
 from server.errors import EngineError
 from server.requests.admission.forecast import Forecast, Snapshot, Work
@@ -272,8 +272,10 @@ class AsyncEngine:
                 live.queue.put_nowait(output)
             if reason is not None:
                 del self._live[output.sequence_id]
-            has_token = output.token_id is not None
-            self.metrics.output(live.sequence, live.last_output, now, has_token=has_token)
+            n_tokens = int(output.token_id is not None)
+            if isinstance(output, BeamOutput):
+                n_tokens = len(live.sequence.output_ids)  # the best text's
+            self.metrics.output(live.sequence, live.last_output, now, n_tokens)
             live.last_output = now
             if reason is not None:
                 self._record_end(live, reason)

@@ -6,21 +6,23 @@ import math
 import secrets
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from hashlib import blake2b
 
 from tokenizers import Encoding
 
 from model.bundle import ModelBundle
+from model.config import TransformerConfig
 from model.tokenizer import longest_token
-from server.engine.engine import Engine
+from server.engine.engine import ContextLimits, Engine
 from server.engine.grammar.constraints import Grammar
-from server.engine.sampling import SamplingParams
+from server.engine.sampling import BeamParams, SamplingParams
 from server.errors import ContextLengthError, InvalidRequestError
 from server.requests.admission.queue import Admission, context_length
 from server.requests.async_engine import AsyncEngine
 from server.requests.completion import CompletionRequest, Prompt, RequestState
+from server.requests.target import TargetOptions, target_prefix
 from server.requests.text_worker import SHORT, TextWorker
 from server.settings import Settings
 
@@ -42,6 +44,7 @@ class RequestOptions:
     default_max_tokens: int
     seed: int | None  # None draws one
     n: int = 1
+    target: TargetOptions = field(default_factory=TargetOptions)
     stops: Sequence[str] = ()
     timeout_ms: int | None = None
     priority: int = 0
@@ -71,10 +74,22 @@ class RequestBuilder:
         longest = self.bundle.config.max_model_len
         return min(longest, self.settings.max_model_len or longest)
 
+    @property
+    def limits(self) -> ContextLimits:
+        """The maximum numbers of tokens."""
+        encoder = self.bundle.config.encoder
+        if encoder is None:
+            return ContextLimits(self.max_model_len)
+        longest = min(encoder.max_model_len, self.settings.max_model_len or encoder.max_model_len)
+        return ContextLimits(self.max_model_len, longest)
+
     async def build(self, options: RequestOptions, state: RequestState) -> CompletionRequest:
         """Return the request for a body. Raises InvalidRequestError."""
-        params, max_tokens, config = options.params, options.max_tokens, self.bundle.config
-        self.admission.check_size(len(options.prompts) * options.n)
+        params = replace(options.params, beams=options.target.beams)
+        max_tokens, config = options.max_tokens, self.bundle.config
+        prefix = await self._target_prefix(options)
+        n_each = params.n_rows if params.beams else options.n
+        self.admission.check_size(len(options.prompts) * n_each)
         self.check_token_ids(params.stop_token_ids, f"{options.field_prefix}stop_token_ids")
         self.check_token_ids(params.logit_bias, f"{options.field_prefix}logit_bias")
         prompts = await self.tokenize(
@@ -85,11 +100,13 @@ class RequestBuilder:
         )
         if max_tokens is None:
             longest = max(len(prompt.ids) for prompt in prompts)
-            max_tokens = min(options.default_max_tokens, self.max_model_len - longest)
+            most = options.default_max_tokens if config.encoder is None else self.max_model_len
+            max_tokens = min(most, self.limits.after(longest) - len(prefix))
             if isinstance(engine := self.engine.engine, Engine):
                 needed = partial(engine.kv.n_needed, longest)
-                room = engine.kv.budget_tokens
-                max_tokens = bisect_right(range(1, max_tokens + 1), room, key=needed)
+                room = engine.kv.budget_tokens // params.n_rows
+                after = range(len(prefix) + 1, len(prefix) + max_tokens + 1)
+                max_tokens = bisect_right(after, room, key=needed)
             max_tokens = max(1, max_tokens)
         if params.min_tokens > max_tokens:
             raise InvalidRequestError(
@@ -105,12 +122,15 @@ class RequestBuilder:
                 "which min_tokens forbids at first; name fewer",
                 param="stop_token_ids",
             )
+        if params.beams is not None:
+            self._check_search(params.beams, options.n, ending_ids)
         seed = secrets.randbits(64) if options.seed is None else options.seed
         return CompletionRequest(
             prompts=prompts,
             params=replace(params, max_tokens=max_tokens, seed=seed),
             request_id=state.id,
             n=options.n,
+            target_prefix=prefix,
             ending_ids=ending_ids,
             stops=tuple(options.stops),
             deadline=self.deadline(state, options.timeout_ms),
@@ -121,8 +141,36 @@ class RequestBuilder:
             ),
             grammar=options.grammar,
             kept_ids=options.kept_ids,
-            begins_text=options.begins_text,
+            begins_text=options.begins_text or (bool(prefix) and not options.target.decoder_prompt),
         )
+
+    async def _target_prefix(self, options: RequestOptions) -> list[int]:
+        """Return the tokens that begin a target; none without an encoder."""
+        target = options.target
+        target.check_supported(self.bundle)
+        if self.bundle.config.encoder is None:
+            return []
+        if options.params.prompt_logprobs is not None:
+            message = "the tokens of a source have no log-probabilities; ask for the target's alone"
+            raise InvalidRequestError(message)
+        prefix = target_prefix(self.bundle, target.language)
+        if target.decoder_prompt:
+            given = await self.tokenize([target.decoder_prompt], add_special_tokens=False)
+            prefix += given[0].ids
+        return prefix
+
+    def _check_search(self, beams: BeamParams, n: int, ending_ids: frozenset[int]) -> None:
+        """Raise InvalidRequestError for a beam search that can never run."""
+        for most, why in (
+            (self.settings.max_num_seqs, "run at once (setting max_num_seqs)"),
+            (self.bundle.config.vocab_size - len(ending_ids), "continue a text with other tokens"),
+        ):
+            if beams.width > most:
+                message = f"num_beams: {beams.width} are too many; at most {most} can {why}"
+                raise InvalidRequestError(message, param="num_beams")
+        if n > beams.width:
+            message = f"n ({n}) must be at most num_beams ({beams.width}), the texts that are found"
+            raise InvalidRequestError(message, param="n")
 
     def deadline(self, state: RequestState, timeout_ms: int | None) -> float:
         """Return the end of a request's time, or of the default one, in `perf_counter` seconds."""
@@ -172,13 +220,13 @@ class RequestBuilder:
                 ids = source
             if keep_last is not None and len(ids) > keep_last:
                 text, offsets, ids = None, None, ids[-keep_last:]
-            if len(ids) > self.max_model_len:  # even without new tokens
+            if len(ids) > self.limits.prompt:  # even without new tokens
                 raise ContextLengthError(
-                    f"{context_length(self.max_model_len)} the prompt has {len(ids)}; shorten it",
+                    f"{context_length(self.limits.prompt)} the prompt has {len(ids)}; shorten it",
                     param="prompt",
                 )
             if text is None:
-                self.check_token_ids(ids, "prompt")
+                self.check_token_ids(ids, "prompt", self.bundle.config.encoder)
                 text = tokenizer.decode(ids)
             prompts.append(Prompt(ids, text, offsets))
         return prompts
@@ -190,7 +238,7 @@ class RequestBuilder:
         """
         if len(text) <= SHORT:  # cheap, and the error has the number of tokens
             return
-        most = max(MOST_BYTES, MOST_BYTES_PER_TOKEN * self.max_model_len)
+        most = max(MOST_BYTES, MOST_BYTES_PER_TOKEN * self.limits.prompt)
         if (n_bytes := len(text.encode())) > most:
             raise ContextLengthError(
                 f"{param}: the text has {n_bytes} bytes, but at most {most} are tokenised; "
@@ -198,9 +246,9 @@ class RequestBuilder:
                 param=param,
             )
         longest = self._longest_token if is_whole else None
-        if longest is not None and len(text) > longest * self.max_model_len:
+        if longest is not None and len(text) > longest * self.limits.prompt:
             raise ContextLengthError(
-                f"{context_length(self.max_model_len)} the prompt has "
+                f"{context_length(self.limits.prompt)} the prompt has "
                 f"{len(text)} characters, of which a token holds {longest} at most; shorten it",
                 param=param,
             )
@@ -212,11 +260,13 @@ class RequestBuilder:
     @property
     def most_tokens(self) -> int:
         """The maximum number of tokens that /tokenize returns and /detokenize takes."""
-        return max(MOST_TOKENS, self.max_model_len)
+        return max(MOST_TOKENS, self.limits.prompt)
 
-    def check_token_ids(self, token_ids: Collection[int], param: str) -> None:
-        """Raise InvalidRequestError for an id that is not in the vocabulary."""
-        size = self.bundle.config.vocab_size
+    def check_token_ids(
+        self, token_ids: Collection[int], param: str, of: TransformerConfig | None = None
+    ) -> None:
+        """Raise InvalidRequestError for an id that is not in the vocabulary; of: an encoder's."""
+        size = (of or self.bundle.config).vocab_size
         for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token_id < size:
                 raise InvalidRequestError(

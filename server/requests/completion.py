@@ -11,7 +11,7 @@ from time import perf_counter
 
 from tokenizers import Tokenizer
 
-from server.engine.engine import TokenOutput
+from server.engine.engine import BeamOutput, TokenOutput
 from server.engine.grammar.constraints import Constraint, Grammar
 from server.engine.sampling import SamplingParams, TokenLogprobs
 from server.engine.sequence import (
@@ -45,13 +45,17 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionRequest:
-    """A client's request: `n` samples of each prompt."""
+    """A client's request: `n` samples of each prompt, or the `n` best texts of a beam search.
+
+    target_prefix: the given beginning of every target of an encoder-decoder.
+    """
 
     prompts: list[Prompt]
     params: SamplingParams
     request_id: str = ""
     caller: Caller = field(default_factory=Caller)
     n: int = 1
+    target_prefix: list[int] = field(default_factory=list)
     ending_ids: frozenset[int] = frozenset()  # its stop tokens, and the model's unless ignored
     stops: tuple[str, ...] = ()
     deadline: float = math.inf  # in seconds of `perf_counter`
@@ -80,8 +84,8 @@ class CompletionRequest:
 
     @property
     def n_sequences(self) -> int:
-        """The number of sequences: prompts times samples."""
-        return len(self.prompts) * self.n
+        """The number of rows that it takes: prompts times samples, or times beams."""
+        return len(self.prompts) * (self.params.n_rows if self.params.beams else self.n)
 
     @property
     def n_prompt_tokens(self) -> int:
@@ -96,7 +100,10 @@ class CompletionRequest:
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One sequence as the client sees it; `index` is prompt index x n + sample."""
+    """One text as the client sees it; `index` is prompt index x n + sample.
+
+    The best texts of a beam search share its sequence, and have scores.
+    """
 
     index: int
     prompt: Prompt
@@ -104,6 +111,7 @@ class Choice:
     text: Detokenizer
     stops: StopChecker
     n_tokens: int = 0
+    score: float | None = None
     finish_reason: FinishReason | None = None
     shown_reason: str | None = None  # if its protocol has another word for finish_reason
 
@@ -113,7 +121,7 @@ class Delta:
     """The addition of one engine output to a choice."""
 
     choice: Choice
-    token_id: int | None
+    n_tokens: int
     text: str  # that may be shown now
     offset: int  # number of characters generated before it
     logprobs: TokenLogprobs | None
@@ -129,19 +137,35 @@ def make_choices(
 ) -> list[Choice]:
     """Make a request's sequences, numbered by `ids`, each with a copy of the constraint."""
     arrived = perf_counter()
-    choices = []
-    for index in range(request.n_sequences):
-        prompt = request.prompts[index // request.n]
-        params = replace(request.params, sample_index=index % request.n)
-        sequence = Sequence(next(ids), prompt.ids, params, request.ending_ids, arrived)
-        sequence.request_id, sequence.cache_salt = request.request_id, request.cache_salt
-        sequence.priority, sequence.n_certain = request.priority, request.n_certain
-        sequence.deadline = request.deadline
-        sequence.constraint = constraint.copy() if constraint else None
-        before = () if request.begins_text else prompt.ids
+    choices: list[Choice] = []
+    for index in range(len(request.prompts) * request.n):
+        prompt, sample = request.prompts[index // request.n], index % request.n
+        if sample and request.params.beams is not None:
+            sequence = choices[-1].sequence
+        else:
+            sequence = Sequence(
+                next(ids),
+                prompt.ids,
+                replace(request.params, sample_index=sample),
+                request.ending_ids,
+                arrived,
+                request.request_id,
+                request.target_prefix,
+                request.cache_salt,
+                request.priority,
+                request.n_certain,
+                request.deadline,
+                constraint=constraint.copy() if constraint else None,
+            )
+        before = () if request.begins_text else sequence.given_ids
         text = Detokenizer(tokenizer, before, request.kept_ids)
         choices.append(Choice(index, prompt, sequence, text, StopChecker(request.stops)))
     return choices
+
+
+def sequences_of(choices: list[Choice]) -> list[Sequence]:
+    """Return the sequences of choices, each once."""
+    return list(dict.fromkeys(choice.sequence for choice in choices))
 
 
 @dataclass(slots=True, eq=False)
@@ -159,16 +183,17 @@ class Completion:
     @property
     def n_prompt_tokens(self) -> int:
         """The number of prompt tokens, each prompt counted once."""
-        return sum(len(choice.prompt.ids) for choice in self._first_samples)
+        return sum(len(sequence.prompt_ids) for sequence in self._first_samples)
 
     @property
     def n_cached_tokens(self) -> int:
         """The number of prompt tokens that the prefix cache held for the first samples."""
-        return sum(choice.sequence.n_cached for choice in self._first_samples)
+        return sum(sequence.n_cached for sequence in self._first_samples)
 
     @property
-    def _first_samples(self) -> list[Choice]:
-        return [choice for choice in self.choices if choice.sequence.params.sample_index == 0]
+    def _first_samples(self) -> list[Sequence]:
+        sequences = sequences_of(self.choices)
+        return [sequence for sequence in sequences if sequence.params.sample_index == 0]
 
     @property
     def n_completion_tokens(self) -> int:
@@ -178,7 +203,7 @@ class Completion:
     @property
     def n_generated(self) -> int:
         """The number of tokens that the engine has generated, also for clients that do not read."""
-        return sum(len(choice.sequence.output_ids) for choice in self.choices)
+        return sum(len(one.output_ids) * one.params.n_rows for one in sequences_of(self.choices))
 
     @property
     def seconds_to_first_token(self) -> float | None:
@@ -194,7 +219,9 @@ class Completion:
         Raises DeadlineExceededError (nothing was generated), UnavailableError (shutdown), and
         EngineError.
         """
-        limit, first_id = None, self.choices[0].sequence.id
+        limit, by_sequence = None, dict[int, list[Choice]]()
+        for choice in self.choices:
+            by_sequence.setdefault(choice.sequence.id, []).append(choice)
         while any(choice.finish_reason is None for choice in self.choices):
             outputs = []
             with suppress(TimeoutError):
@@ -202,10 +229,10 @@ class Completion:
                     outputs = await self.stream.receive()
             ready: list[Delta] = []
             for output in outputs:
-                choice = self.choices[output.sequence_id - first_id]
                 try:
-                    if choice.finish_reason is None:
-                        ready.append(self._advance(choice, output))
+                    for rank, choice in enumerate(by_sequence[output.sequence_id]):
+                        if choice.finish_reason is None:
+                            ready.append(self._advance(choice, output, rank))
                 except KvasirError:
                     for one in self.choices:  # an error of one choice ends the request
                         one.finish_reason = one.finish_reason or output.finish_reason
@@ -221,13 +248,19 @@ class Completion:
             choice.finish_reason = FinishReason.STOP
             self.stream.stop(choice.sequence.id)
 
-    def _advance(self, choice: Choice, output: TokenOutput) -> Delta:
+    def _advance(self, choice: Choice, output: TokenOutput, rank: int) -> Delta:
+        """Add an output to a choice; rank: its own among the texts of a beam search."""
         self._raise_failure(choice, output)
+        ending_ids = choice.sequence.ending_ids  # which are not part of the text
         reason, offset, text = output.finish_reason, choice.text.n_chars, ""
-        if output.token_id is not None:
-            choice.n_tokens += 1
-            if output.token_id not in choice.sequence.ending_ids:  # which are not part of the text
-                text = choice.text.push(output.token_id)
+        token_ids = [] if output.token_id is None else [output.token_id]
+        if isinstance(output, BeamOutput):
+            choice.score, token_ids = output.hypotheses[rank]
+            reason = FinishReason.STOP if token_ids[-1] in ending_ids else FinishReason.LENGTH
+        choice.n_tokens += len(token_ids)
+        for token_id in token_ids:
+            if token_id not in ending_ids:
+                text += choice.text.push(token_id)
         if reason is not None:
             text += choice.text.flush()
         if choice.n_tokens > choice.sequence.params.min_tokens:  # stop strings count from there on
@@ -240,7 +273,7 @@ class Completion:
                 self.stream.stop(output.sequence_id)
         choice.finish_reason = reason
         scored = (output.logprobs, output.prompt_logprobs)
-        return Delta(choice, output.token_id, text, offset, *scored, reason)
+        return Delta(choice, len(token_ids), text, offset, *scored, reason)
 
     def _raise_failure(self, choice: Choice, output: TokenOutput) -> None:
         reason, constraint = output.finish_reason, choice.sequence.constraint

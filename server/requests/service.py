@@ -23,7 +23,12 @@ from server.requests.admission.forecast import Work
 from server.requests.admission.queue import Admission, Phase, check_length
 from server.requests.async_engine import AnyEngine, AsyncEngine
 from server.requests.builder import RequestBuilder
-from server.requests.completion import Completion, CompletionRequest, make_choices
+from server.requests.completion import (
+    Completion,
+    CompletionRequest,
+    make_choices,
+    sequences_of,
+)
 from server.requests.embedding import Embedding, EmbeddingRequest
 from server.requests.grammars import Grammars
 from server.requests.text_worker import TextWorker
@@ -138,8 +143,9 @@ class Service:
         caller.check_tokens(perf_counter())
         engine = self.engine.engine
         assert isinstance(engine, Engine)
+        params, n_given = request.params, len(request.target_prefix)
         for prompt in request.prompts:
-            check_length(len(prompt.ids), request.params.max_tokens, engine)
+            check_length(len(prompt.ids), params.max_tokens, engine, n_given, params.n_rows)
         constraint, work = None, request.work
         if request.grammar is not None and work.seconds_left > 0:
             self.admission.check(request, work, self.engine.snapshot())
@@ -149,7 +155,7 @@ class Service:
         caller.check_tokens(perf_counter())  # others may have begun since
         with self.admission.admit(request, work, self.engine.snapshot()) as max_wait:
             choices = make_choices(request, self.bundle.tokenizer, self.engine.ids, constraint)
-            stream = self.engine.submit([choice.sequence for choice in choices])
+            stream = self.engine.submit(sequences_of(choices))
             completion = Completion(choices, stream)
             caller.n_used += request.most_tokens
             timers = start_timers(completion, max_wait, work.seconds_left)

@@ -245,13 +245,11 @@ class Metrics:
         if stats.n_decode:
             self._batch.observe(stats.n_decode)
 
-    def output(
-        self, sequence: Sequence, previous: float | None, now: float, *, has_token: bool
-    ) -> None:
+    def output(self, sequence: Sequence, previous: float | None, now: float, n_tokens: int) -> None:
         """Record an output, with the times of it and the one before, in `perf_counter` seconds."""
-        self._generation_tokens.inc(has_token)
+        self._generation_tokens.inc(n_tokens)
         if previous is not None:
-            if has_token and not sequence.is_background:
+            if n_tokens and not sequence.is_background:
                 self._inter_token.observe(now - previous)
         elif sequence.n_computed >= len(sequence.prompt_ids):
             self._prompt_tokens.inc(len(sequence.prompt_ids))

@@ -290,7 +290,17 @@ def test_training_shows_its_bar_beside_lines_that_go_into_a_pipe(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("NO_COLOR", "" if colours else "1")
     monkeypatch.setattr(progress, "_DELAY", 0)
-    metrics = StepMetrics(1, 8, 2.5, 3.25, 1e-3, 1.0, 0.1, 0.5, 0.25)
+    metrics = StepMetrics(
+        step=1,
+        tokens=8,
+        train_loss=2.5,
+        held_out_loss=3.25,
+        learning_rate=1e-3,
+        gradient_norm=1.0,
+        seconds=0.1,
+        mfu=0.5,
+        held_out_accuracy=0.25,
+    )
     with progress.ProgressBar() as bar:
         run.console_report(console(), bar, 2)(metrics, 1e3, ("a" * 90, "[b] 12"))
         bar._timer.join()
@@ -318,7 +328,7 @@ def test_training_shows_its_bar_beside_lines_that_go_into_a_pipe(
             ],
         ),
         ("train x --preset smol", ["smollm2-135m"]),
-        ("bench engine --preset t", ["tiny", "tiny-encoder"]),
+        ("bench engine --preset tiny-", ["tiny-encoder", "tiny-seq2seq"]),
         ("export x --device ", ["cpu", "cuda"]),
         ("export x --precision ", ["int8", "int4", "fp32"]),
         ("export x --device cuda --precision ", ["bf16", "fp16", "int8", "int4"]),

@@ -9,7 +9,7 @@ import pytest
 
 from server.engine.batch import Chunk, StepBatch
 from server.engine.engine import Engine
-from server.engine.runner import OnnxRunner, _Binding
+from server.engine.runner import OnnxRunner, RowBinding
 from server.engine.sampling import Floats, SampledSequence, SamplingParams
 from server.engine.sequence import Sequence
 from server.engine.speculation import Speculation
@@ -20,7 +20,7 @@ from tests.random_models import RandomModel
 def prompt_in_row(runner: OnnxRunner, prompt_ids: list[int]) -> Sequence:
     sequence = make_sequence(0, prompt_ids, SamplingParams(max_tokens=1))
     admitted = runner.kv.admit(len(prompt_ids), 1, [])
-    sequence.row = admitted and admitted[0]
+    sequence.rows = [admitted[0]] if admitted else []
     return sequence
 
 
@@ -57,19 +57,24 @@ def test_a_kernel_for_a_lone_token_shows_in_no_answer(
     A run's logits show that here on any CPU: 129 tokens of a prompt, or three times 43, leave one
     alone, and so does a sequence that decodes by itself. Not every token and position shows it.
     """
-    run = _Binding.run
+    run = RowBinding.run
 
     def run_otherwise(
-        self: _Binding, ends: list[int], length: int, indices: list[int], logits: Floats, first: int
+        self: RowBinding,
+        ends: list[int],
+        length: int,
+        indices: list[int],
+        logits: Floats,
+        first: int,
     ) -> float:
-        seconds = run(self, ends, length, indices, logits, first)
+        seconds: float = run(self, ends, length, indices, logits, first)
         last = len(ends) * length - 1
         shows = self.input_ids[last] > 0 and self.position_ids[last] > 0
         if last % 128 == 0 and last in indices and shows:
             logits[first + indices.index(last)] *= 1.001
         return seconds
 
-    monkeypatch.setattr(_Binding, "run", run_otherwise)
+    monkeypatch.setattr(RowBinding, "run", run_otherwise)
     lengths = (43, 43, 43, 129, 129, 1)
 
     def requests() -> list[Sequence]:

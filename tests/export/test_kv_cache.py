@@ -95,7 +95,7 @@ def test_decoding_writes_and_reads_rows_of_int8(random_int8_model: RandomModel) 
     runner = random_int8_model.runner(max_num_seqs=3)
     sequence = make_sequence(0, [5, 6, 7, 8], SamplingParams(max_tokens=4))
     assert runner.kv.admit(8, 0, []) == (0, 0)
-    sequence.row = 0
+    sequence.rows = [0]
     runner.run(StepBatch(prefills=[Chunk(sequence, 0, 4, 1)]))
     runner.kv.record_prefill(0, 0, 4, [])
     rows = runner.kv.running.array

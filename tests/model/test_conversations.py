@@ -21,7 +21,8 @@ from model.training import data as training_data
 from model.training.conversations import Rendering, pack, read_conversations
 from model.training.data import CorpusError, TokenData, open_tokens, write_shards
 from model.training.masking import IGNORED
-from model.training.trainer import Trainer, TrainSettings
+from model.training.settings import TrainSettings
+from model.training.trainer import Trainer
 from tests.random_models import make_config, make_decoder
 
 CHATML = """\

@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
 
-_VOCABULARY, _START, _END = 320, 3, 2
+VOCABULARY, _START, _END = 320, 3, 2
 _MAX_TOKENS = 12
 _T5: dict[str, Any] = {"d_model": 48, "d_kv": 16, "d_ff": 96, "num_heads": 4}
 _T5 |= {"num_layers": 2, "num_decoder_layers": 3, "relative_attention_num_buckets": 12}
@@ -54,7 +54,7 @@ def make_model(name: str, **changes: Any) -> Any:
     architecture, values = FAMILIES[name]
     kind = getattr(transformers, architecture)
     tokens = {"pad_token_id": 1, "eos_token_id": _END, "decoder_start_token_id": _START}
-    config = kind.config_class(vocab_size=_VOCABULARY, **{**tokens, **values, **changes})
+    config = kind.config_class(vocab_size=VOCABULARY, **{**tokens, **values, **changes})
     torch.manual_seed(0)
     model = kind._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
@@ -87,8 +87,8 @@ def test_logits(name: str, tmp_path: Path) -> None:
     model = make_model(name)
     checkpoint = imported(tmp_path, model)
     sources, targets = (
-        torch.randint(4, _VOCABULARY, (3, 30)),
-        torch.randint(4, _VOCABULARY, (3, 25)),
+        torch.randint(4, VOCABULARY, (3, 30)),
+        torch.randint(4, VOCABULARY, (3, 25)),
     )
     lengths = torch.tensor([30, 11, 1])
     within = (torch.arange(30) < lengths[:, None]).long()
@@ -100,7 +100,7 @@ def test_logits(name: str, tmp_path: Path) -> None:
 
 def make_source(decoder: Transformer, seed: int, n_tokens: int) -> tuple[Tensor, Source]:
     torch.manual_seed(seed)
-    ids = torch.randint(4, _VOCABULARY, (1, n_tokens))
+    ids = torch.randint(4, VOCABULARY, (1, n_tokens))
     return ids, decoder.read(ids, torch.tensor([n_tokens]))
 
 

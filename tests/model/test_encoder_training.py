@@ -27,8 +27,10 @@ from model.tokenizer import train_tokenizer
 from model.training.data import Batch, Corpus, CorpusError, TokenData, write_tokens
 from model.training.distributed import Processes
 from model.training.masking import IGNORED, Masking
-from model.training.pairs import PairData, Pairs, rank_documents, read_pairs, write_pairs
-from model.training.trainer import Trainer, TrainSettings
+from model.training.objectives import Ranking
+from model.training.pairs import PairBatch, PairData, Pairs, rank_documents, read_pairs, write_pairs
+from model.training.settings import TrainSettings
+from model.training.trainer import Trainer
 from tests.encoders import BERT, LAST_TOKEN
 from tests.model.test_encoder_families import make_model, save
 from tests.model.test_run import interrupt_at
@@ -38,9 +40,14 @@ CPU = torch.device("cpu")
 NAMES = [f"{a}{b}" for a in ("red", "blue", "old", "wet") for b in ("fish", "bird", "ship", "tree")]
 PAIRS = [(f"where is the {name}?", f"{name} swims over here") for name in NAMES]
 TEXTS = [text for pair in PAIRS for text in pair]
-tokenizer = train_tokenizer(TEXTS, 290, for_encoder=True)
+tokenizer = train_tokenizer(TEXTS, 290, "encoder")
 CLS, SEP, MASK = (tokenizer.get_vocab()[name] for name in ("[CLS]", "[SEP]", "[MASK]"))
 SETTINGS = TrainSettings(steps=4, context=16, batch_size=4, warmup=2, mixed_precision=False)
+
+
+def vectors_of(trainer: Trainer, batch: PairBatch) -> Tensor:
+    assert isinstance(trainer.objective, Ranking)
+    return trainer.objective.vectors(batch)
 
 
 def make_trainer(data: TokenData | PairData, **changes: Any) -> Trainer:
@@ -112,7 +119,9 @@ def test_the_loss_is_that_of_bert(tmp_path: Path) -> None:
     data = masked_data(tmp_path)
     trainer = Trainer(checkpoint.decoder, checkpoint.tokenizer, data, SETTINGS)
     batch = Batch(inputs, targets)
-    assert trainer._loss(batch).item() / batch.n_targets == pytest.approx(expected, rel=1e-5)
+    assert trainer.objective.loss(batch).item() / batch.n_targets == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 def test_layers_after_the_pooling_wait_for_pairs(tmp_path: Path) -> None:
@@ -121,7 +130,7 @@ def test_layers_after_the_pooling_wait_for_pairs(tmp_path: Path) -> None:
     trainer = make_trainer(masked_data(tmp_path), pooling=projected)
     trainer._update(1e-3)
     trainer.decoder.zero_grad(set_to_none=True)
-    trainer._loss(trainer.data.batch(0, 0, 4, 16)).backward()
+    trainer.objective.loss(trainer.data.batch(0, 0, 4, 16)).backward()
     assert trainer.decoder.pooler is not None
     pooler = {id(parameter) for parameter in trainer.decoder.pooler.parameters()}
     for name, parameter in trainer.decoder.named_parameters():
@@ -179,7 +188,7 @@ def test_a_batch_has_different_pairs_and_the_vectors_that_are_served(
     assert len(np.unique(batch.texts[:, 0])) == 8
     assert not np.isin(batch.texts[:, 0], data.held_out_pairs(99)[:, 0]).any()
     trainer.decoder.eval()
-    vectors = trainer._vectors(batch).flatten(0, 1)
+    vectors = vectors_of(trainer, batch).flatten(0, 1)
     serving = load_tokenizer_cut_at(8)
     for vector, text in zip(vectors, batch.texts.ravel(), strict=True):
         ids = serving.encode(texts[text]).ids
@@ -212,15 +221,15 @@ def test_processes_that_share_a_batch_have_the_loss_and_gradients_of_one(tmp_pat
     data = pair_data(tmp_path, PAIRS)
     whole = make_trainer(data)
     batch = data.batch(0, 0, 4, 16)
-    expected = whole._loss(batch)
+    expected = whole.objective.loss(batch)
     expected.backward()
-    vectors = whole._vectors(batch).detach()
+    vectors = vectors_of(whole, batch).detach()
     total, gradients = 0.0, []
     for rank in range(2):
         trainer = make_trainer(data)
-        trainer.processes = Split(rank, 2, CPU)
-        object.__setattr__(trainer.processes, "others", vectors)
-        loss = trainer._loss(data.batch(0, 0, 4, 16, range(2 * rank, 2 * rank + 2)))
+        trainer.objective.processes = Split(rank, 2, CPU)
+        object.__setattr__(trainer.objective.processes, "others", vectors)
+        loss = trainer.objective.loss(data.batch(0, 0, 4, 16, range(2 * rank, 2 * rank + 2)))
         loss.backward()
         total += loss.item()
         gradients.append([parameter.grad for parameter in trainer.decoder.parameters()])
@@ -233,11 +242,11 @@ def test_processes_that_share_a_batch_have_the_loss_and_gradients_of_one(tmp_pat
 def test_held_out_accuracy_is_over_all_held_out_documents(tmp_path: Path) -> None:
     data = pair_data(tmp_path, PAIRS)
     trainer = make_trainer(data)
-    trainer.settings = replace(SETTINGS, batch_size=3)
-    loss, accuracy = trainer.evaluate()
+    trainer.objective.settings = replace(SETTINGS, batch_size=3)
+    loss, accuracy, _ = trainer.evaluate()
     pairs = data.held_out_pairs(4)
     with torch.inference_mode():
-        vectors = trainer._vectors(data.read(pairs, range(4)))
+        vectors = vectors_of(trainer, data.read(pairs, range(4)))
     found = [int((vectors[i, 0] @ vectors[:, 1].T).argmax()) == i for i in range(4)]
     assert accuracy == sum(found) / 4
     parts = (infonce(vectors[part], pairs[part]) for part in (slice(3), slice(3, 4)))

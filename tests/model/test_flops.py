@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from model.training import flops
-from model.training.flops import flops_per_token, peak_flops
+from model.training.flops import flops_per_token, flops_per_translation, peak_flops
 from tests.random_models import make_config, make_decoder
 
 CONTEXT = 32
@@ -50,6 +50,27 @@ def test_a_token_costs_three_times_what_pytorch_counts_forwards(changes: dict[st
     assert (
         flops_per_token(decoder, CONTEXT) == 3 * counter.get_total_flops() // CONTEXT + 6 * vectors
     )
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_translation_costs_three_times_what_pytorch_counts_forwards(shared: bool) -> None:
+    """Counting every token in both halves would double what was computed."""
+    encoder = make_config(causal=False, n_layer=3)
+    config = make_config(encoder=encoder, target_prefix=(0,), shared_embedding=shared)
+    decoder = make_decoder(config)
+    with (
+        FlopCounterMode(display=False) as counter,
+        sdpa_kernel(SDPBackend.MATH),
+        torch.inference_mode(),
+    ):
+        sources, lengths = torch.zeros(1, 24, dtype=torch.int64), torch.tensor([24])
+        decoder(sources[:, :10], lengths, source_ids=sources)
+    assert decoder.encoder is not None
+    of_encoder = sum(p.numel() for p in decoder.encoder.parameters() if p.dim() == 1)
+    of_decoder = sum(p.numel() for p in decoder.parameters() if p.dim() == 1) - of_encoder
+    vectors = 24 * of_encoder + 10 * of_decoder  # not in products
+    expected = 3 * counter.get_total_flops() + 6 * vectors
+    assert flops_per_translation(decoder, 24, 10) == expected
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ def write_rows(write: Callable[[StepMetrics], None], steps: range, scale: float 
                 train_loss=scale / step,
                 held_out_loss=held_out,
                 held_out_accuracy=held_out,
+                held_out_exact_match=held_out,
             )
         )
 

@@ -59,7 +59,7 @@ async def test_deltas_before_a_failure_come_first() -> None:
             await asyncio.to_thread(served.runner.wait_until_held)
             served.service.engine.give_up()  # both outputs and the failure wait in the queue
             deltas = completion.deltas()
-            assert [delta.token_id is None for delta in await anext(deltas)] == [False, False]
+            assert [delta.n_tokens for delta in await anext(deltas)] == [1, 1]
             with pytest.raises(EngineError):
                 await anext(deltas)
 

@@ -61,6 +61,7 @@ class CompletionChoice(ResponseBody):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Finish
+    score: float | None = Field(None, description="Of a beam search: see `length_penalty`.")
 
 
 class Completion(_Envelope):

@@ -46,7 +46,7 @@ async def prepare(
     )
     options = body.options(
         [text],
-        service.bundle.generation,
+        service.bundle.default_sampling,
         default_max_tokens=default_max_tokens or service.builder.max_model_len,
         logprobs=body.top_logprobs if body.logprobs else None,
         grammar=form.grammar,

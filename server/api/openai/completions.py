@@ -29,13 +29,14 @@ async def completions(request: Request, body: CompletionsBody) -> Response:
     grammar = await service.text_worker.call(state.body_size, body.any_grammar)
     options = body.options(
         body.prompt,
-        service.bundle.generation,
+        service.bundle.default_sampling,
         default_max_tokens=DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
         add_special_tokens=body.add_special_tokens,
         with_offsets=body.echo and body.logprobs is not None,
         grammar=grammar,
+        target=body.target(),
     )
     wanted = await service.builder.build(options, state)
     formatter = CompletionFormatter(service, body, state.id)
@@ -64,7 +65,9 @@ class CompletionFormatter(OpenAIFormatter):
         logprobs = None if self._n_top is None else self._logprobs(delta)
         reason = delta.finish_reason
         if text or logprobs is not None or reason is not None:
-            yield {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+            part = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+            score = delta.choice.score
+            yield part if score is None else part | {"score": finite(score)}
 
     def encoded(self, part: JSON) -> str:
         """Return a part as JSON. Text alone, the usual case, takes half the time this way."""

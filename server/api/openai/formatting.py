@@ -56,7 +56,7 @@ class OpenAIFormatter(Formatter):
 
     def chunk(self, delta: Delta) -> bytes:
         """Return the events for a delta, with the usage so far if wanted."""
-        self._n_shown += delta.token_id is not None
+        self._n_shown += delta.n_tokens
         usage = ""
         if self._with_running_usage:
             usage = f',"usage":{compact(self._usage(self._n_shown))}'

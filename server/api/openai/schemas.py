@@ -18,6 +18,7 @@ from pydantic import ValidatorFunctionWrapHandler as Validate
 
 from model.bundle import GenerationDefaults
 from server.api import schemas
+from server.api.target import TargetFields
 from server.engine.grammar.constraints import Grammar
 from server.engine.sampling import MAX_LOGPROBS
 from server.requests.builder import RequestOptions
@@ -194,7 +195,7 @@ Prompts = Annotated[
 ]
 
 
-class CompletionsBody(OpenAIBody):
+class CompletionsBody(OpenAIBody, TargetFields):
     """The body of POST /v1/completions."""
 
     prompt: Prompts = Field(description="Text, token ids, or a list of either.")

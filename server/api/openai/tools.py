@@ -80,7 +80,7 @@ class AnswerReader:
         Once the parser is over, the choice is stopped, and no delta may follow.
         """
         parser, reason = self.parser, delta.finish_reason
-        pieces = parser.push(delta.text, delta.token_id is not None)
+        pieces = parser.push(delta.text, delta.n_tokens)
         if parser.is_over:
             completion.stop(delta.choice)
             reason = FinishReason.STOP

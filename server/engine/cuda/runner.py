@@ -26,6 +26,8 @@ class PagedModel(Protocol):
 class PagedRunner:
     """A runner of decodes, chunks of prompts and drafts of all sequences in one run."""
 
+    max_source_len = None
+
     def __init__(
         self, model: PagedModel, blocks: KVBlocks, *, max_model_len: int, vocab_size: int
     ) -> None:

@@ -27,7 +27,7 @@ class EncoderSequence(Sequence):
 
     def __post_init__(self) -> None:
         """Leave the generator out: nothing is drawn."""
-        self.scores = None
+        self.scores = self.beams = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -140,22 +140,30 @@ def context_length(n: int) -> str:
     return f"This model's maximum context length is {n} tokens. However,"
 
 
-def check_length(n_prompt: int, max_tokens: int, engine: Engine) -> None:
-    """Raise ContextLengthError or InvalidRequestError for a sequence that can never run."""
+def check_length(
+    n_prompt: int, max_tokens: int, engine: Engine, n_given: int = 0, n_rows: int = 1
+) -> None:
+    """Raise ContextLengthError or InvalidRequestError for a sequence that can never run.
+
+    n_given: tokens that begin the target of an encoder-decoder. n_rows: one for each beam.
+    """
     if not n_prompt:
         raise InvalidRequestError("the prompt is empty: give at least one token", param="prompt")
-    total = n_prompt + max_tokens
-    if total > engine.max_model_len:
+    total = n_prompt + max_tokens + n_given
+    if max_tokens + n_given > engine.limits.after(n_prompt):
+        before = f"{total}: {n_prompt} in the prompt"
+        if n_given:
+            before = f"{total - n_prompt} in the target: {n_given} that begin it"
         raise ContextLengthError(
-            f"{context_length(engine.max_model_len)} you asked for {total}: {n_prompt} in the "
-            f"prompt and {max_tokens} to generate",
+            f"{context_length(engine.limits.max_model_len)} you asked for {before} and "
+            f"{max_tokens} to generate",
             param="max_tokens",
         )
-    needed = engine.kv.n_needed(n_prompt, max_tokens)
+    needed = n_rows * engine.kv.n_needed(n_prompt, n_given + max_tokens)
     if needed > engine.kv.budget_tokens:
         raise InvalidRequestError(
-            f"{total} tokens ({n_prompt} in the prompt and {max_tokens} to generate) take a KV "
-            f"cache of {needed} tokens while the prompt is computed, but the server's has "
+            f"{total} tokens ({n_prompt} in the prompt and {max_tokens} to generate) take up to "
+            f"{needed} tokens of the KV cache, but the server's has "
             f"{engine.kv.budget_tokens}; ask for fewer, or raise KVASIR_KV_CACHE_MEMORY",
             param="max_tokens",
         )

@@ -29,23 +29,36 @@ export const hasLearnedPositions = ({ position }) => position.startsWith("learne
 export const hasRelativeBias = ({ position }) => position.endsWith("relative");
 
 /**
- * Return the steps from tokens to logits, or to a vector of the text or its labels' scores.
+ * Return the steps from tokens to logits, or to a vector of the text or its labels' scores. With an
+ * encoder, those of the source come first.
  *
  * A step is { kind, title, notes }. A residual is { branches: [[step]] }, whose input is added to the
  * output of its branches. A repetition is { times, steps }.
  */
 export function stepsOf(config) {
+  const { encoder, pooling } = config;
+  const last = pooling === null ? headSteps(config) : poolingSteps(config);
+  if (encoder === null) return [...hiddenSteps(config, "Tokens"), ...last];
+  const encoded = {
+    kind: "value",
+    title: "Encoded source",
+    notes: [`${n(encoder.d_model)} numbers for each token, which all layers below read`],
+  };
+  const target = hiddenSteps(config, "Target");
+  return [...hiddenSteps(encoder, "Source"), encoded, ...target, ...last];
+}
+
+function hiddenSteps(config, title) {
   return [
     {
       kind: "value",
-      title: "Tokens",
+      title,
       notes: [`up to ${n(config.max_model_len)} ids below ${n(config.vocab_size)}`],
     },
     { kind: "embedding", title: "Embedding", notes: embeddingNotes(config) },
     ...(config.embedding_norm ? [normStep(config)] : []),
     { times: config.n_layer, steps: blockSteps(config) },
     ...(config.norm_placement === "post" ? [] : [normStep(config)]),
-    ...(config.pooling === null ? headSteps(config) : poolingSteps(config)),
   ];
 }
 
@@ -89,7 +102,8 @@ function blockSteps(config) {
         ],
       },
     ];
-  return [attention, feedForward].flatMap((step) => {
+  const ofSource = config.encoder === null ? [] : [crossAttentionStep(config)];
+  return [attention, ...ofSource, feedForward].flatMap((step) => {
     if (config.norm_placement === "post") return [{ branches: [[step]] }, norm];
     const before = config.norm_placement === "output" ? [] : [norm];
     const after = config.norm_placement === "pre" ? [] : [norm];
@@ -132,6 +146,15 @@ function attentionStep(config) {
   ].filter(Boolean);
   if (biased.length) notes.push(`biases on ${biased.join(" and ")}`);
   return { kind: "attention", title: `${sharingName(config)} attention`, notes };
+}
+
+function crossAttentionStep(config) {
+  const { n_head: heads, head_dim: channels } = config;
+  const notes = [
+    `${n(heads)} query ${heads === 1 ? "head" : "heads"} of ${n(channels)} channels`,
+    "keys and values of the encoded source, all of which each token sees",
+  ];
+  return { kind: "attention", title: "Cross-attention", notes };
 }
 
 function sharingName({ n_head: heads, n_kv_head: shared }) {

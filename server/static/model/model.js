@@ -55,9 +55,8 @@ function generalFacts(card) {
   return {
     name: card.model,
     summary:
-      `A ${config.causal ? "decoder" : "bidirectional encoder"} of ` +
-      `${formatCompact(card.parameters)} parameters in ${formatCount(config.n_layer)} layers. ` +
-      `It reads up to ${formatCount(card.max_model_len)} tokens${purpose(config)}.`,
+      `${kind(config)} of ${formatCompact(card.parameters)} parameters in ${layers(config)} ` +
+      `layers. ${purpose(card)}.`,
     parameters: `${formatCompact(card.parameters)} (${formatCount(card.parameters)})`,
     precision: card.precision,
     device: card.device,
@@ -77,16 +76,30 @@ function generalFacts(card) {
   };
 }
 
-function purpose({ pooling, vocab_size: size }) {
-  if (pooling === null)
-    return `, including those it generates, and gives a probability for each of ${formatCount(size)}
-      possible next tokens`;
-  return pooling.labels.length
-    ? ` and scores ${pooling.labels.length === 1 ? "a label" : `${pooling.labels.length} labels`}`
-    : " and makes one vector of them";
+function kind({ causal, encoder }) {
+  if (encoder !== null) return "An encoder-decoder";
+  return causal ? "A decoder" : "A bidirectional encoder";
 }
 
-function memoryFacts({ config, kv_cache: cache, max_model_len: length }) {
+const layers = ({ encoder, n_layer: own }) =>
+  [...(encoder === null ? [] : [encoder.n_layer]), own].map(formatCount).join(" + ");
+
+function purpose({ config: { pooling, vocab_size }, max_model_len, max_source_len }) {
+  const [most, size] = [formatCount(max_model_len), formatCount(vocab_size)];
+  if (max_source_len !== null)
+    return `It reads a source of up to ${formatCount(max_source_len)} tokens, and writes a target of
+      up to ${most}, with a probability for each of ${size} possible next tokens`;
+  if (pooling === null)
+    return `It reads up to ${most} tokens, including those it generates, and gives a probability for
+      each of ${size} possible next tokens`;
+  const labels = pooling.labels.length;
+  const makes = labels
+    ? `scores ${labels === 1 ? "a label" : `${labels} labels`}`
+    : "makes one vector of them";
+  return `It reads up to ${most} tokens and ${makes}`;
+}
+
+function memoryFacts({ config, kv_cache: cache, max_source_len: source, max_model_len: target }) {
   if (cache === null)
     return {
       token: config.pooling === null ? "not known until the model is loaded" : "none",
@@ -96,6 +109,7 @@ function memoryFacts({ config, kv_cache: cache, max_model_len: length }) {
     };
   const { n_layer: layers, n_kv_head: heads, head_dim: channels } = config;
   const { bytes_per_token: bytes, prompt_bytes_per_token: more, budget_tokens: budget } = cache;
+  const length = target + (source ?? 0);
   const each = bytes / (2 * layers * heads * channels);
   return {
     token:

@@ -5,21 +5,37 @@ import { hasLearnedPositions, hasRelativeBias, isGated, mixturesOf } from "./ana
 /** Return [[part, count]] of all parts that have parameters. */
 export function parametersOf(config) {
   const parts = [
+    ["Encoder", config.encoder === null ? 0 : encoder(config)],
     ["Embedding", config.vocab_size * config.d_model],
     ["Positions", positions(config)],
     ["Token types", (config.n_token_types ?? 0) * config.d_model],
     ["Attention", config.n_layer * attention(config)],
+    ["Cross-attention", config.n_layer * crossAttention(config)],
     ["Feed-forward", (config.n_layer - mixturesOf(config)) * feedForward(config)],
     ["Experts", mixturesOf(config) * mixture(config)],
     ["Norms", norms(config)],
-    ["Output head", config.tied_embeddings || config.pooling !== null ? 0 : head(config)],
+    ["Output head", config.pooling === null ? head(config) : 0],
     ["Projections", projections(config)],
   ];
   return parts.filter(([, count]) => count > 0);
 }
 
-const head = ({ d_model: width, vocab_size: size, head_bias: isBiased }) =>
-  width * size + (isBiased ? size : 0);
+const head = ({ d_model: width, vocab_size: size, tied_embeddings: isTied, head_bias: isBiased }) =>
+  (isTied ? 0 : width * size) + (isBiased ? size : 0);
+
+/** Return the parameters of the encoder, without an embedding that it shares. */
+function encoder({ encoder: config, shared_embedding: isShared }) {
+  const parts = parametersOf({ ...config, tied_embeddings: true, head_bias: false });
+  const counted = parts.filter(([part]) => !isShared || part !== "Embedding");
+  return counted.reduce((sum, [, count]) => sum + count, 0);
+}
+
+function crossAttention({ encoder: read, n_head, n_kv_head, head_dim, ...config }) {
+  if (read === null) return 0;
+  const [own, shared] = [n_head * head_dim, 2 * n_kv_head * head_dim];
+  const biases = (config.qkv_bias ? own + shared : 0) + (config.output_bias ? config.d_model : 0);
+  return 2 * config.d_model * own + read.d_model * shared + biases;
+}
 
 function positions(config) {
   const learned = hasLearnedPositions(config) ? config.max_model_len * config.d_model : 0;
@@ -68,7 +84,8 @@ function norms({
 }) {
   const one = config.norm === "layernorm" && config.norm_bias ? 2 * width : width;
   const ofHeads = config.qk_norm ? (heads + shared) * channels : 0;
-  const perLayer = (config.norm_placement === "both" ? 4 : 2) * one + ofHeads;
+  const sublayers = config.encoder === null ? 2 : 3;
+  const perLayer = (config.norm_placement === "both" ? 2 : 1) * sublayers * one + ofHeads;
   const outside = (config.norm_placement === "post" ? 0 : 1) + (config.embedding_norm ? 1 : 0);
   const absent = config.layers_without_attention_norm.length;
   return config.n_layer * perLayer + (outside - absent) * one;

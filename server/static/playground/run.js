@@ -78,7 +78,8 @@ export class Run {
     this.clear();
     this.#sent = { path, body };
     this.part("seed").textContent = body.seed;
-    this.tokens.follow(() => this.part("prompt").replaceChildren(...revealed(body.prompt ?? "")));
+    const shown = (body.prompt ?? "") + (this.card.config.encoder === null ? "" : "\n");
+    this.tokens.follow(() => this.part("prompt").replaceChildren(...revealed(shown)));
     this.#abort = new AbortController();
     this.element.setAttribute("aria-busy", "true");
     const { signal } = this.#abort;

@@ -1,0 +1,67 @@
+"""A client that posts JSON over one connection and waits for each answer, as fast as asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+from urllib.parse import urlsplit
+
+from loadtest.local_server import serve_locally
+
+Answer = tuple[float, dict[str, Any]]  # seconds, and the body
+
+
+class JsonClient:
+    """Requests to one route of a server."""
+
+    def __init__(self, url: str, route: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ValueError(f"{url!r} is not a URL such as http://localhost:8000")
+        self._host, self._port = parts.hostname, parts.port or 80
+        root = parts.path.rstrip("/").removesuffix("/v1")
+        self._head = (
+            f"POST {root}{route} HTTP/1.1\r\nHost: {parts.netloc}\r\n"
+            "Content-Type: application/json\r\n"
+        )
+
+    async def run(self, bodies: Iterable[bytes]) -> list[Answer]:
+        """Send requests one after the other over a connection; raises ConnectionError."""
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        try:
+            return [await self._ask(reader, writer, body) for body in bodies]
+        finally:
+            writer.close()
+
+    async def _ask(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, body: bytes
+    ) -> Answer:
+        sent = perf_counter()
+        writer.write(f"{self._head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        _, _, size = head.partition("content-length: ")
+        answer = await reader.readexactly(int(size.partition("\r")[0]))
+        seconds = perf_counter() - sent
+        if " 200 " not in (status := head.partition("\r")[0]):
+            raise ConnectionError(f"{status}: {answer[:200].decode()}")
+        return seconds, json.loads(answer)
+
+
+@contextmanager
+def served(addresses: list[str], route: str) -> Iterator[list[JsonClient]]:
+    """Yield a client for each address: a URL, or a model directory that is served meanwhile.
+
+    Raises ValueError for an invalid URL, and ChildProcessError for a directory that cannot be
+    served.
+    """
+    with ExitStack() as stack:
+        urls = [
+            one if "://" in one else stack.enter_context(serve_locally(Path(one)))
+            for one in addresses
+        ]
+        yield [JsonClient(url, route) for url in urls]

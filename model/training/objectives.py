@@ -1,0 +1,233 @@
+"""Objectives: a batch's loss, and the measurements of what is held out.
+
+A network learns next tokens or, as an encoder, masked ones; the document of a query; or, with a
+source before it, a target.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.nn import functional
+
+from model.network.transformer import Transformer
+from model.reference import generate
+from model.training.data import Batch, TokenData
+from model.training.distributed import Processes
+from model.training.flops import flops_per_token, flops_per_translation
+from model.training.masking import IGNORED
+from model.training.metrics import Evaluation
+from model.training.pairs import PairBatch, PairData, rank_documents
+from model.training.settings import TrainSettings
+from model.training.translations import TranslationBatch, TranslationData
+
+Data = TokenData | PairData | TranslationData
+_SAMPLE_TOKENS = 64
+_SAMPLE_PROMPT_TOKENS = 16
+
+
+@dataclass
+class Objective(ABC):
+    """The loss of one kind of data. module: the decoder as the processes share it."""
+
+    decoder: Transformer
+    module: nn.Module
+    tokenizer: Tokenizer
+    data: Any
+    settings: TrainSettings
+    processes: Processes
+    dtype: torch.dtype  # of products
+
+    @property
+    @abstractmethod
+    def row_size(self) -> tuple[int, int]:
+        """A batch's mean tokens per row, and the FLOPs of learning them."""
+
+    @abstractmethod
+    def loss(self, batch: Any) -> Tensor:
+        """Return the summed cross-entropy, in nats, of a batch's targets in this process."""
+
+    @abstractmethod
+    def evaluate(self) -> Evaluation:
+        """Measure what is held out; all processes return the same."""
+
+    def sample(self, step: int) -> tuple[str, str]:  # noqa: ARG002
+        """Return the beginning of a text that is held out, and what the network makes of it."""
+        return "", ""
+
+    @property
+    def n_rows(self) -> int:
+        """The rows of a batch in this process."""
+        return self.processes.rows_per_process(self.settings.batch_size)
+
+    def precision(self) -> torch.autocast:
+        """Return a block whose products are in bfloat16, where that is faster.
+
+        Parameters, gradients and the optimizer's state are not.
+        """
+        enabled = self.dtype == torch.bfloat16
+        return torch.autocast(self.processes.device.type, dtype=torch.bfloat16, enabled=enabled)
+
+
+class NextTokens(Objective):
+    """The cross-entropy of the next tokens, or of masked ones."""
+
+    data: TokenData
+
+    @property
+    def row_size(self) -> tuple[int, int]:
+        """The tokens of a row, and their FLOPs."""
+        context = self.settings.context
+        return context, context * flops_per_token(self.decoder, context)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return that of the tokens which are learned."""
+        return _cross_entropy(*self._logits(batch))
+
+    def _logits(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return logits [tokens, vocab] and targets [tokens]."""
+        inputs, targets = (torch.from_numpy(ids).to(self.processes.device) for ids in batch)
+        with self.precision():
+            logits = self.module(inputs)
+        return logits.flatten(0, 1).float(), targets.flatten()
+
+    def evaluate(self) -> Evaluation:
+        """Measure the first rows that are held out; each process computes its share."""
+        batch = self.data.held_out_rows(self.settings.context, self.settings.evaluate_rows)
+        processes, total, n_right, n_targets = self.processes, 0.0, 0.0, 0
+        share = batch.share(processes.rank, processes.size)
+        for start in range(0, len(share.inputs), self.n_rows):
+            part = Batch(*(ids[start : start + self.n_rows] for ids in share))
+            logits, targets = self._logits(part)
+            total += _cross_entropy(logits, targets).item()
+            n_right += (logits.argmax(dim=1) == targets).sum().item()
+            n_targets += part.n_targets
+        total, n_right, n = (processes.reduce(value) for value in (total, n_right, n_targets))
+        return Evaluation(total / n, n_right / n)
+
+    def sample(self, step: int) -> tuple[str, str]:
+        """Return the start of the held-out text and a decoder's sampled continuation of it."""
+        if self.data.masking is not None:
+            return "", ""
+        longest = self.decoder.config.max_model_len
+        n_prompt = self.data.prompt_length or _SAMPLE_PROMPT_TOKENS
+        prompt = self.data.held_out[: min(n_prompt, max(1, longest // 2))].tolist()
+        n = min(_SAMPLE_TOKENS, longest - len(prompt))
+        output = generate(
+            self.decoder, prompt, max_tokens=n, temperature=0.8, top_p=0.95, seed=step
+        )
+        return self.tokenizer.decode(prompt), self.tokenizer.decode(output)
+
+
+class Ranking(Objective):
+    """The cross-entropy of a query's document among all of a batch."""
+
+    data: PairData
+
+    @property
+    def row_size(self) -> tuple[int, int]:
+        """The tokens of a pair's texts, and their FLOPs."""
+        length, n_texts = self.data.mean_length, int(self.data.pairs.shape[1])
+        of_text = length * flops_per_token(self.decoder, length, has_logits=False)
+        return n_texts * length, n_texts * of_text
+
+    def loss(self, batch: PairBatch) -> Tensor:
+        """Return InfoNCE over the batch's documents.
+
+        Every process ranks all of them, because its gradients are those of its own vectors.
+        """
+        vectors = self.processes.gather_rows(self.vectors(batch))
+        loss = _cross_entropy(*rank_documents(vectors, batch.texts))
+        return loss - loss.detach() * (1 - 1 / self.processes.size)
+
+    def vectors(self, batch: PairBatch) -> Tensor:
+        """Return the vectors of this process's pairs, [pairs, columns, d_out]."""
+        inputs = (batch.ids, batch.lengths)
+        ids, lengths = (torch.from_numpy(one).to(self.processes.device) for one in inputs)
+        with self.precision():
+            vectors: Tensor = self.module(ids, lengths, pooled=True)
+        rows: Tensor = vectors.float().unflatten(0, (-1, batch.texts.shape[1]))
+        return rows
+
+    def evaluate(self) -> Evaluation:
+        """Return the loss of batches of held-out pairs, and the share of queries that find theirs.
+
+        Candidates are all documents that are held out. Every process computes everything.
+        """
+        data, size = self.data, self.settings.batch_size
+        pairs = data.held_out_pairs(self.settings.evaluate_rows)
+        starts = range(0, len(pairs), self.n_rows)
+        parts = (data.read(pairs[i : i + self.n_rows], range(self.n_rows)) for i in starts)
+        vectors = torch.cat([self.vectors(part) for part in parts])
+        total = 0.0
+        for start in range(0, len(pairs), size):
+            some = slice(start, start + size)
+            total += _cross_entropy(*rank_documents(vectors[some], pairs[some])).item()
+        logits, targets = rank_documents(vectors, pairs)
+        accuracy = (logits.argmax(dim=1) == targets).double().mean().item()
+        return Evaluation(total / len(pairs), accuracy)
+
+
+class Translating(Objective):
+    """The cross-entropy of a target's tokens after its source."""
+
+    data: TranslationData
+
+    @property
+    def row_size(self) -> tuple[int, int]:
+        """The tokens of both sides, and their FLOPs."""
+        lengths = self.data.mean_lengths
+        return sum(lengths), flops_per_translation(self.decoder, *lengths)
+
+    def loss(self, batch: TranslationBatch) -> Tensor:
+        """Return that of the targets, smoothed as the settings say."""
+        logits, targets = self._logits(batch)
+        smoothing = self.settings.label_smoothing
+        return _cross_entropy(logits.flatten(0, 1), targets.flatten(), smoothing)
+
+    def _logits(self, batch: TranslationBatch) -> tuple[Tensor, Tensor]:
+        """Return logits [rows, tokens, vocab] and targets [rows, tokens]."""
+        device = self.processes.device
+        sources, lengths, inputs, targets = (torch.from_numpy(ids).to(device) for ids in batch)
+        with self.precision():
+            logits = self.module(inputs, lengths, source_ids=sources)
+        return logits.float(), targets
+
+    def evaluate(self) -> Evaluation:
+        """Measure the first translations that are held out. Every process computes everything."""
+        n = min(self.data.n_held_out_pairs, self.settings.evaluate_rows)
+        total, n_right, n_exact, n_targets = 0.0, 0, 0, 0
+        for start in range(0, n, self.n_rows):
+            batch = self.data.held_out(start, min(n, start + self.n_rows))
+            logits, targets = self._logits(batch)
+            total += _cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+            right, ignored = logits.argmax(dim=-1) == targets, targets == IGNORED
+            n_right += int(right.sum())
+            n_exact += int((right | ignored).all(dim=1).sum())
+            n_targets += batch.n_targets
+        return Evaluation(total / n_targets, n_right / n_targets, n_exact / n)
+
+    def sample(self, step: int) -> tuple[str, str]:
+        """Return a source that is held out, and the likeliest target token by token."""
+        place, config = step % self.data.n_held_out_pairs, self.decoder.config
+        sources, lengths, *_ = self.data.held_out(place, place + 1)
+        ids, n_prefix = list(config.target_prefix), len(config.target_prefix)
+        for _ in range(min(_SAMPLE_TOKENS, config.max_model_len - n_prefix)):
+            batch = TranslationBatch(sources, lengths, np.array([ids]), np.array([ids]))
+            ids.append(int(self._logits(batch)[0][0, -1].argmax()))
+            if ids[-1] in config.eos_token_ids:
+                break
+        return self.tokenizer.decode(sources[0].tolist()), self.tokenizer.decode(ids[n_prefix:])
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Return the sum, in nats; logits: [targets, classes]."""
+    return functional.cross_entropy(
+        logits, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing
+    )

@@ -1,0 +1,4 @@
+"""Decoders with an encoder, on ONNX Runtime.
+
+Imports `server.engine`.
+"""

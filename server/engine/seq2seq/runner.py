@@ -1,0 +1,182 @@
+"""A decoder with an encoder on ONNX Runtime on the CPU.
+
+A source is encoded whole, in a packed run of several, which makes the keys and values of every
+layer's cross-attention. They are copied to the sequence's row. From then on its target takes part
+in the decode run, a token a step: first its given beginning, then new tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from model.bundle import cache_names
+from model.config import TransformerConfig
+from model.onnx.runtime import onnxruntime
+from model.packing import SOURCE_OUTPUT, pack
+from server.engine.batch import Chunk, StepBatch
+from server.engine.encoder.engine import MAX_PADDING
+from server.engine.engine import check_max_model_len
+from server.engine.kv.rows import KVShape
+from server.engine.kv.source_rows import SourceRows
+from server.engine.machine import SPIN_MICROSECONDS, available_memory, usable_cpus
+from server.engine.runner import TOKEN_BLOCK, RowBinding
+from server.engine.sampling import Floats
+from server.engine.session import check_shape, open_session
+
+
+class Seq2SeqRunner:
+    """Two sessions, the rows of sources and targets, and the decoder's input buffers.
+
+    encoder, decoder: graphs. The other arguments are OnnxRunner's and EncoderRunner's. Raises
+    ValueError for a limit that the model or the machine cannot meet.
+    """
+
+    def __init__(
+        self,
+        encoder: Path,
+        decoder: Path,
+        config: TransformerConfig,
+        *,
+        max_num_seqs: int,
+        max_model_len: int | None = None,
+        kv_cache_bytes: int | None = None,
+        n_models: int = 1,
+        threads: int | None = None,
+        spin_microseconds: int = SPIN_MICROSECONDS,
+        fits_16_bits: bool = False,
+    ) -> None:
+        assert config.encoder is not None
+        self.max_model_len = check_max_model_len(max_model_len, config)
+        longest = config.encoder.max_model_len
+        self.max_source_len = min(longest, max_model_len or longest)
+        self.vocab_size = config.vocab_size
+        self.decode_seconds = 0.0
+        threads = threads or usable_cpus()
+        self._encoder = open_session(
+            encoder, threads, spin_microseconds, plans_memory=False, fits_16_bits=fits_16_bits
+        )
+        self._decoder = open_session(decoder, threads, spin_microseconds)
+        check_shape(self._decoder, config)
+        shape = KVShape(config.n_layer, config.n_kv_head, config.head_dim)
+        n_bytes = kv_cache_bytes
+        if n_bytes is None:
+            n_bytes = available_memory() // (2 * n_models)
+        n_tokens, least = n_bytes // shape.token_bytes(), 1 + len(config.target_prefix) + 1
+        if n_tokens < least:
+            raise ValueError(
+                f"kv_cache_memory of {n_bytes} bytes holds no source with its target: {least} "
+                f"tokens take {least * shape.token_bytes()}"
+            )
+        self.kv = SourceRows(
+            shape,
+            max_num_seqs=max_num_seqs,
+            max_source_len=self.max_source_len,
+            max_model_len=self.max_model_len,
+            budget_tokens=min(n_tokens, max_num_seqs * (self.max_source_len + self.max_model_len)),
+        )
+        # Untouched memory is free.
+        self._logits: Floats = np.empty((max(8, max_num_seqs), self.vocab_size), dtype=np.float32)
+        self._bindings: dict[int, _SourceBinding] = {}  # by rows
+        self._never_alone = False
+        self._never_alone = self._alone_differs()
+        self.decode_seconds = 0.0
+
+    def run(self, batch: StepBatch) -> Floats:
+        """See Runner."""
+        n_done = self._decode(batch.decodes) if batch.decodes else 0
+        for chunks in _group(batch.prefills):
+            self._encode(chunks)
+        return self._logits[:n_done]
+
+    def _encode(self, chunks: list[Chunk]) -> None:
+        """Encode whole sources in one run, and write what it makes to their rows."""
+        inputs, ends = pack([chunk.sequence.prompt_ids for chunk in chunks])
+        (found,) = self._encoder.run([SOURCE_OUTPUT], inputs)
+        for chunk, end in zip(chunks, ends.tolist(), strict=True):
+            # [tokens, 2 * n_layer, n_kv_head, head_dim] to [2 * n_layer, n_kv_head, tokens, …]
+            source = found[end - chunk.count : end].transpose(1, 2, 0, 3)
+            self.kv.sources.array[:, chunk.row, :, : chunk.count] = source
+
+    def _decode(self, chunks: list[Chunk]) -> int:
+        """Run a token of each target; write the logits in the chunks' order, and count them."""
+        tokens: dict[int, tuple[int, int]] = {}  # by row: a token and its place in the target
+        wanted: list[int] = []  # rows
+        for chunk in chunks:
+            sequence, place = chunk.sequence, chunk.start - len(chunk.sequence.prompt_ids)
+            token_ids = [sequence.last_token_id]
+            if place < len(sequence.target_prefix):
+                token_ids = [sequence.target_prefix[place]]
+            elif sequence.beams is not None:
+                token_ids = [text.token_ids[-1] for text in sequence.beams.running]
+                for source, target, start in sequence.beams.take_copies():
+                    self.kv.copy(sequence.rows[source], sequence.rows[target], start, place)
+            rows = sequence.rows[: len(token_ids)]
+            tokens |= {
+                row: (token_id, place) for row, token_id in zip(rows, token_ids, strict=True)
+            }
+            wanted += rows[: chunk.n_logits]
+        return self._run(tokens, wanted, 0)
+
+    def _run(self, tokens: dict[int, tuple[int, int]], wanted: list[int], first_logit: int) -> int:
+        """Run the rows from 0 on; write the logits of those `wanted` from `first_logit` on.
+
+        Other rows get a token that their next one overwrites.
+        """
+        n_rows = 1 + max(tokens)
+        n_rows += self._never_alone and n_rows % TOKEN_BLOCK == 1
+        if n_rows not in self._bindings:
+            self._bindings[n_rows] = _SourceBinding(self._decoder, self.kv, n_rows)
+        binding = self._bindings[n_rows]
+        pairs = [tokens.get(row, (0, 0)) for row in range(n_rows)]
+        binding.input_ids[:] = [token_id for token_id, _ in pairs]
+        binding.position_ids[:] = [place for _, place in pairs]
+        ends = [place + 1 for _, place in pairs]
+        self.decode_seconds += binding.run(ends, 1, wanted, self._logits, first_logit)
+        return len(wanted)
+
+    def _alone_differs(self) -> bool:
+        """Decode tokens alone and beside others; return whether any logits differ."""
+        token_ids = [i * (self.vocab_size - 1) // 3 for i in range(4)]
+        for i, token_id in enumerate(token_ids):
+            self._run({0: (token_id, i % 2)}, [0], i)
+            self._run({0: (token_id, i % 2), 1: (0, 0)}, [0], 4 + i)
+        return not np.array_equal(self._logits[:4], self._logits[4:8])
+
+
+def _group(chunks: list[Chunk]) -> list[list[Chunk]]:
+    """Group sources of similar length: attention pads them to the longest of their run."""
+    groups: list[list[Chunk]] = []
+    for chunk in sorted(chunks, key=lambda one: one.count):
+        group = [*(groups[-1] if groups else []), chunk]
+        n_tokens = sum(one.count for one in group)
+        if len(group) > 1 and chunk.count * len(group) <= MAX_PADDING * n_tokens:
+            groups[-1] = group
+        else:
+            groups.append([chunk])
+    return groups
+
+
+class _SourceBinding(RowBinding):
+    """The same for `batch` rows of targets from 0 on, beside their sources."""
+
+    def __init__(self, session: onnxruntime.InferenceSession, kv: SourceRows, batch: int) -> None:
+        super().__init__(session, kv.targets, 0, batch, capacity=batch)
+        self._sources = kv.sources
+        self._source_seqlens_k = np.zeros(batch, dtype=np.int32)
+        self._source_total = np.zeros((), dtype=np.int32)
+        self._bind_input("source_seqlens_k", self._source_seqlens_k, (batch,))
+        self._bind_input("source_total_length", self._source_total, ())
+        names = cache_names(SOURCE_OUTPUT, len(kv.sources.array) // 2)
+        for name, block in zip(names, kv.sources.array, strict=True):
+            self._bind_input(name, block, (batch, *kv.sources.row_shape))
+
+    def run(
+        self, ends: list[int], sequence: int, indices: list[int], logits: Floats, first_logit: int
+    ) -> float:
+        """See RowBinding. The sources are as long as their rows' reservations."""
+        lengths = np.maximum(self._sources.reserved[: len(ends)], 1)
+        self._source_seqlens_k[:] = lengths - 1
+        self._source_total[()] = lengths.max()
+        return super().run(ends, sequence, indices, logits, first_logit)

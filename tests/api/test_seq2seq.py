@@ -1,0 +1,197 @@
+"""Encoder-decoders behind the routes, against generation and beam search in PyTorch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tokenizers import Tokenizer
+
+from model.bundle import ModelBundle
+from model.reference import beam_search, generate
+from server.engine.engine import Engine
+from server.process.app import create_app
+from server.settings import load_settings
+from tests.fake_seq2seq import EOS, FakeSeq2SeqRunner, read, small_config, small_model
+from tests.serving import MODEL, VOCAB_SIZE, fake_bundle, serving, small_tokenizer
+
+LANGUAGES = ("de_DE", "fr_XX", "__en__")
+SOURCE = "def read(path)"
+
+
+def tokenizer_of_languages() -> Tokenizer:
+    tokenizer = Tokenizer.from_str(small_tokenizer().to_str())
+    tokenizer.add_special_tokens(list(LANGUAGES))
+    return tokenizer
+
+
+TOKENIZER = tokenizer_of_languages()
+DE, FR, EN = (TOKENIZER.encode(name).ids[0] for name in LANGUAGES)
+NETWORK = small_model(small_config((3, DE), VOCAB_SIZE + len(LANGUAGES)))
+BUNDLE = replace(fake_bundle(chat_template=None), config=NETWORK.config, tokenizer=TOKENIZER)
+
+
+def expected(prefix: list[int], max_tokens: int, source: str = SOURCE) -> str:
+    """The likeliest text after a given beginning."""
+    read_source = read(NETWORK, TOKENIZER.encode(source).ids)
+    ids = generate(NETWORK, prefix, max_tokens=max_tokens, ending_ids=[EOS], source=read_source)
+    return str(TOKENIZER.decode(ids))
+
+
+@asynccontextmanager
+async def client(bundle: ModelBundle = BUNDLE, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    known = load_settings(model=Path(MODEL), max_num_seqs=4, **settings)
+    app = create_app(known, bundle, Engine(FakeSeq2SeqRunner(NETWORK), chunk_size=32))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost") as c,
+    ):
+        yield c
+
+
+async def post(path: str, body: dict[str, Any], **settings: Any) -> Any:
+    async with client(**settings) as c:
+        answer = await c.post(path, json=body)
+    return answer.json() if answer.status_code == 200 else (answer.status_code, answer.text)
+
+
+async def test_a_completion_is_the_likeliest_target() -> None:
+    """As long as the model allows, unless told otherwise; the source is the prompt."""
+    body: dict[str, Any] = {"prompt": SOURCE}
+    answer = await post("/v1/completions", body)
+    assert answer["choices"][0]["text"] == expected([3, DE], 18)
+    assert answer["usage"]["prompt_tokens"] == len(TOKENIZER.encode(SOURCE).ids)
+    answer = await post("/v1/completions", body | {"max_tokens": 4})
+    assert answer["choices"][0]["text"] == expected([3, DE], 4)
+    assert answer["usage"]["completion_tokens"] == 4
+    (answer,) = await post("/", {"inputs": SOURCE, "parameters": {"max_new_tokens": 4}})
+    assert answer["generated_text"] == expected([3, DE], 4)
+
+
+async def test_streams_are_the_same_text() -> None:
+    async with client() as c:
+        answer = await c.post("/v1/completions", json={"prompt": SOURCE, "stream": True})
+        *events, end = answer.text.strip().split("\n\n")
+        assert end == "data: [DONE]"
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+        assert len(chunks) > 4
+        text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+        assert text == expected([3, DE], 18)
+        answer = await c.post("/generate_stream", json={"inputs": SOURCE})
+        last = json.loads(answer.text.strip().split("\n\n")[-1].removeprefix("data:"))
+        assert last["generated_text"] == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "prefix"),
+    [
+        ({"target_language": "fr_XX"}, [3, FR]),
+        ({"target_language": "en"}, [3, EN]),
+        ({"decoder_prompt": "json"}, [3, DE, *TOKENIZER.encode("json").ids]),
+        (
+            {"decoder_prompt": "json", "target_language": "fr_XX"},
+            [3, FR, *TOKENIZER.encode("json").ids],
+        ),
+    ],
+)
+async def test_the_given_beginning(fields: dict[str, str], prefix: list[int]) -> None:
+    body = {"prompt": SOURCE, "max_tokens": 5, **fields}
+    answer = await post("/v1/completions", body)
+    assert answer["choices"][0]["text"] == expected(prefix, 5)
+    parameters = {"max_new_tokens": 5, **fields}
+    answer = await post("/generate", {"inputs": SOURCE, "parameters": parameters})
+    assert answer["generated_text"] == expected(prefix, 5)
+
+
+async def test_a_language_may_start_a_target() -> None:
+    """As in the first mBART, whose targets start with nothing else."""
+    starting = replace(BUNDLE, config=replace(BUNDLE.config, target_prefix=(DE,)))
+    body = {"prompt": SOURCE, "max_tokens": 5, "target_language": "fr_XX"}
+    answer = await post("/v1/completions", body, bundle=starting)
+    assert answer["choices"][0]["text"] == expected([FR], 5)
+
+
+async def test_beams_return_the_best_texts_with_scores() -> None:
+    search = {"num_beams": 3, "length_penalty": 2.0, "early_stopping": True}
+    best = beam_search(
+        NETWORK,
+        read(NETWORK, TOKENIZER.encode(SOURCE).ids),
+        n_beams=3,
+        max_tokens=6,
+        length_penalty=2.0,
+        early_stopping=True,
+        ending_ids=[EOS],
+    )
+    texts = [TOKENIZER.decode(one.token_ids) for one in best]
+    prompts = {"prompt": ["json", SOURCE], "max_tokens": 6, "n": 2, **search}
+    answer = await post("/v1/completions", prompts)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    found = answer["choices"][2:]
+    assert [choice["text"] for choice in found] == texts[:2]
+    assert [choice["score"] for choice in found] == pytest.approx([b.score for b in best[:2]])
+    ends = [one.token_ids[-1] == EOS for one in best[:2]]
+    assert [choice["finish_reason"] == "stop" for choice in found] == ends
+    async with client() as c:
+        body = {"prompt": SOURCE, "max_tokens": 6, "n": 2, "stream": True, **search}
+        stream = (await c.post("/v1/completions", json=body)).text.strip().split("\n\n")
+        assert len(stream) == 3  # a text each, and the end
+        assert [json.loads(one[6:])["choices"][0]["text"] for one in stream[:2]] == texts[:2]
+        parameters = {"max_new_tokens": 6, "details": True, **search}
+        body = {"inputs": SOURCE, "parameters": parameters}
+        answer = (await c.post("/generate", json=body)).json()
+    assert answer["generated_text"] == texts[0]
+    assert answer["details"]["score"] == pytest.approx(best[0].score)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"num_beams": 3, "temperature": 0.7}, "temperature"),
+        ({"num_beams": 2, "n": 3}, "num_beams"),
+        ({"num_beams": 5}, "max_num_seqs"),
+        ({"length_penalty": 2.0}, "num_beams"),
+        ({"target_language": "xx_XX"}, "de_DE, en, fr_XX"),
+        ({"echo": True, "logprobs": 1}, "log-probabilities"),
+        ({"max_tokens": 19}, "2 that begin it and 19 to generate"),
+        ({"prompt": [5] * 25}, "25"),
+    ],
+)
+async def test_refusals(fields: dict[str, Any], named: str) -> None:
+    status, text = await post("/v1/completions", {"prompt": SOURCE, **fields})
+    assert status == 400
+    assert named in text
+
+
+async def test_a_chat_needs_a_template() -> None:
+    messages = [{"role": "user", "content": SOURCE}]
+    status, text = await post("/v1/chat/completions", {"messages": messages})
+    assert status == 400
+    assert "chat template" in text
+
+
+@pytest.mark.parametrize("field", ["num_beams", "decoder_prompt", "target_language"])
+async def test_decoders_have_no_target(field: str) -> None:
+    async with serving() as served:
+        body = {"prompt": SOURCE, field: 2 if field == "num_beams" else "de_DE"}
+        answer = await served.client.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+
+
+async def test_what_the_model_is() -> None:
+    async with client() as c:
+        card = (await c.get("/model")).json()
+        info = (await c.get("/info")).json()
+        (listed,) = (await c.get("/v1/models")).json()["data"]
+    assert card["max_model_len"] == listed["max_model_len"] == 20
+    assert card["max_source_len"] == listed["max_source_len"] == 24
+    assert card["target_languages"] == ["de_DE", "en", "fr_XX"]
+    assert info["max_input_tokens"] == 24
+    assert info["model_pipeline_tag"] == "text2text-generation"

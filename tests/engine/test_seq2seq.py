@@ -1,0 +1,221 @@
+"""Encoder-decoders in the engine, against uncached generation and beam search in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from model.network.transformer import Transformer
+from model.reference import beam_search, generate
+from server.engine.beams import Hypothesis
+from server.engine.engine import BeamOutput, Engine, TokenOutput
+from server.engine.kv.source_rows import SourceRows
+from server.engine.sampling import BeamParams, SamplingParams
+from server.engine.sequence import FinishReason, Sequence
+from tests.engine_driver import Collector, run_to_end
+from tests.fake_seq2seq import EOS, FakeSeq2SeqRunner, read, small_config, small_model
+
+MODEL = small_model(small_config())
+MODELS = [MODEL, small_model(small_config((3, 7, 9)))]
+
+
+def make_engine(model: Transformer = MODEL, chunk_size: int = 32, **limits: int) -> Engine:
+    return Engine(FakeSeq2SeqRunner(model, **limits), chunk_size=chunk_size, itl_target=0.0)
+
+
+def make_sequence(i: int, model: Transformer = MODEL, **params: Any) -> Sequence:
+    """Source i; greedy unless told otherwise."""
+    generator = np.random.default_rng(i)
+    source = generator.integers(4, model.config.vocab_size, size=generator.integers(1, 24)).tolist()
+    chosen = SamplingParams(**{"max_tokens": 12, "temperature": 0.0, "seed": i, **params})
+    prefix = list(model.config.target_prefix)
+    return Sequence(i, source, chosen, frozenset({EOS}), 0.0, target_prefix=prefix)
+
+
+def expected(sequence: Sequence, model: Transformer = MODEL) -> list[int]:
+    params = sequence.params
+    return generate(
+        model,
+        sequence.target_prefix,
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        seed=params.seed,
+        ending_ids=sequence.ending_ids,
+        source=read(model, sequence.prompt_ids),
+    )
+
+
+def searched(engine: Engine, sequences: Iterable[Sequence]) -> dict[int, list[Hypothesis]]:
+    """Run to the end; return the best texts of each beam search."""
+    for sequence in sequences:
+        engine.add(sequence)
+    outputs = list[TokenOutput]()
+    while engine.has_work:
+        outputs += engine.step()[0]
+    return {one.sequence_id: one.hypotheses for one in outputs if isinstance(one, BeamOutput)}
+
+
+@pytest.mark.parametrize("model", MODELS, ids=["start", "given"])
+def test_greedy_and_sampled_texts(model: Transformer) -> None:
+    sequences = [make_sequence(i, model) for i in range(5)]
+    sequences += [make_sequence(i, model, temperature=0.9, top_k=9) for i in range(5, 9)]
+    results = run_to_end(make_engine(model), sequences)
+    texts = [results[sequence.id].token_ids for sequence in sequences]
+    assert texts == [expected(sequence, model) for sequence in sequences]
+    assert {text[-1] == EOS for text in texts} == {True, False}
+    for sequence in sequences:
+        ends = expected(sequence, model)[-1] == EOS
+        reason = FinishReason.STOP if ends else FinishReason.LENGTH
+        assert results[sequence.id].finish_reasons == [reason]
+
+
+def test_sources_are_whole_and_fill_a_step() -> None:
+    """Also one that is longer than a step has tokens."""
+    engine = make_engine(chunk_size=8, max_num_seqs=9)
+    sequences = [make_sequence(i, max_tokens=1) for i in range(9)]
+    for sequence, length in zip(sequences, [3, 4, 2, 20, 1, 8, 7, 1, 1], strict=True):
+        sequence.prompt_ids = [5] * length
+    run_to_end(engine, sequences)
+    assert isinstance(engine.runner, FakeSeq2SeqRunner)
+    assert [lengths for lengths in engine.runner.encoded if lengths] == [
+        *([3, 4], [2], [20], [1], [8], [7, 1], [1])
+    ]
+
+
+def test_penalties_count_the_target_alone() -> None:
+    """Not the source, in which all likely tokens are."""
+    free = make_sequence(0, max_tokens=8)
+    free.ending_ids = frozenset()
+    greedy = run_to_end(make_engine(), [free])[0].token_ids
+    again = make_sequence(0, max_tokens=8, repetition_penalty=100.0)
+    again.ending_ids = frozenset()
+    again.target_prefix = [3, greedy[0]]
+    found = run_to_end(make_engine(), [again])[0].token_ids
+    assert len(set(found)) == len(found)
+    assert not set(found) & {3, greedy[0]}
+    assert set(found) & set(again.prompt_ids)
+
+
+def test_the_budget_counts_sources_and_targets() -> None:
+    model, longest = MODEL, make_sequence(1)
+    longest.prompt_ids = [5] * 10  # 10 + 1 + 12 tokens
+    engine = make_engine(model, budget_tokens=46)
+    sequences = [make_sequence(i) for i in range(3)]
+    for sequence in sequences:
+        sequence.prompt_ids = [5] * 10
+        engine.add(sequence)
+    engine.step()
+    assert len(engine.scheduler.held) == 2
+    assert engine.occupancy == (2, 1.0)
+    searching = make_sequence(9, beams=BeamParams(3))
+    searching.prompt_ids = [5] * 10
+    with pytest.raises(ValueError, match="cannot fit"):
+        engine.add(searching)
+    engine.abort(0)
+    engine.step()
+    assert [sequence.id for sequence in engine.scheduler.held] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("n_source", "max_tokens", "fits"), [(24, 19, True), (25, 1, False), (1, 20, False)]
+)
+def test_source_and_target_have_limits_of_their_own(
+    n_source: int, max_tokens: int, fits: bool
+) -> None:
+    engine, sequence = make_engine(), make_sequence(0, max_tokens=max_tokens)
+    sequence.prompt_ids = [5] * n_source
+    if fits:
+        assert run_to_end(engine, [sequence])[0].token_ids == expected(sequence)
+    else:
+        with pytest.raises(ValueError, match="cannot fit"):
+            engine.add(sequence)
+
+
+BEAMS = [
+    *(BeamParams(2), BeamParams(4, 0.0), BeamParams(3, 2.5, early_stopping=True)),
+    *(BeamParams(3, 1.5, early_stopping="never"), BeamParams(5, -1.0, early_stopping="never")),
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=["start", "given"])
+def test_beams_equal_the_reference(model: Transformer) -> None:
+    """Beside each other and in a crowd of others, whose rows come and go."""
+    engine = make_engine(model, max_num_seqs=9)
+    sequences = [make_sequence(i, model, beams=beams) for i, beams in enumerate(BEAMS)]
+    sequences[1].ending_ids = frozenset({EOS, 11, 12})
+    others = [make_sequence(10 + i, model, max_tokens=3 + i) for i in range(6)]
+    found = searched(engine, [*others[:3], *sequences[:2], *others[3:], *sequences[2:]])
+    for sequence in sequences:
+        params = sequence.params
+        assert params.beams is not None
+        best = beam_search(
+            model,
+            read(model, sequence.prompt_ids),
+            n_beams=params.beams.width,
+            max_tokens=params.max_tokens,
+            length_penalty=params.beams.length_penalty,
+            early_stopping=params.beams.early_stopping,
+            ending_ids=sequence.ending_ids,
+        )
+        ours = found[sequence.id]
+        assert [one.token_ids for one in ours] == [one.token_ids for one in best]
+        np.testing.assert_allclose(
+            [one.score for one in ours], [one.score for one in best], rtol=1e-4
+        )
+    assert not engine.scheduler.held
+    assert engine.kv.reserved_tokens == 0
+
+
+def test_a_row_takes_over_no_token_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, sequence = make_engine(), make_sequence(3, beams=BeamParams(4))
+    engine.add(sequence)
+    copied = list[tuple[int, int]]()
+    assert isinstance(engine.kv, SourceRows)
+    copy = engine.kv.copy
+
+    def note(source: int, target: int, start: int, end: int) -> None:
+        copied.append((start, end))
+        copy(source, target, start, end)
+
+    monkeypatch.setattr(engine.kv, "copy", note)
+    while engine.has_work:
+        engine.step()
+    starts = [start for start, _ in copied]
+    assert starts[:3] == [0, 0, 0]
+    assert all(0 < start < end for start, end in copied[3:])
+    assert max(starts) > 1
+
+
+@pytest.mark.parametrize("n_steps", [0, 1, 4])
+def test_an_aborted_search_frees_its_rows(n_steps: int) -> None:
+    engine, collector = make_engine(), Collector()
+    engine.add(make_sequence(0, beams=BeamParams(3)))
+    engine.add(make_sequence(1))
+    for _ in range(n_steps):
+        collector.take(engine.step()[0])
+    ended = engine.abort(0)
+    assert ended is not None
+    assert ended.finish_reason is FinishReason.ABORT
+    while engine.has_work:
+        collector.take(engine.step()[0])
+    assert collector.results[1].token_ids == expected(make_sequence(1))
+    assert engine.kv.reserved_tokens == 0
+
+
+def test_rows_are_moved_with_their_sources() -> None:
+    """A search goes on in front once the others have ended, and finds the same."""
+    params: dict[str, Any] = {"beams": BeamParams(2), "max_tokens": 9}
+    (alone,) = searched(make_engine(), [make_sequence(7, **params)]).values()
+    engine, search = make_engine(chunk_size=200, max_num_seqs=8), make_sequence(7, **params)
+    for sequence in (*(make_sequence(i, max_tokens=1) for i in range(6)), search):
+        engine.add(sequence)
+    rows, outputs = set[int](), list[TokenOutput]()
+    while engine.has_work:
+        outputs += engine.step()[0]
+        rows.update(search.rows)
+    assert rows == {0, 1, 6, 7}
+    assert [one.hypotheses for one in outputs if isinstance(one, BeamOutput)] == [alone]
