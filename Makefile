@@ -101,7 +101,7 @@ example: $(VENV)/.train  ## Train and replace the example model (takes an hour)
 example-seq2seq: $(VENV)/.train  ## Train and replace the example encoder-decoder (15 minutes)
 	mkdir -p runs && $(PYTHON) examples/number_pairs.py 60000 > runs/numbers.tsv
 	rm -rf runs/numbers && $(BIN)/kvasir train runs/numbers.tsv --out runs/numbers --preset tiny-seq2seq \
-		--set vocab_size=448 --context 32 --batch-size 64 --steps 2600 --warmup 150 --evaluate-every 200
+		--set vocab_size=448 --set max_model_len=128 --context 32 --batch-size 64 --steps 2600 --warmup 150 --evaluate-every 200
 	rm -rf examples/numbers && $(BIN)/kvasir export runs/numbers --out examples/numbers
 	$(BIN)/python -m loadtest.local_server examples/numbers \
 		$(BIN)/python examples/exact_match.py runs/numbers/step-*/held_out.jsonl

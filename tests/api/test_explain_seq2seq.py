@@ -106,4 +106,5 @@ def test_an_alignment_is_drawn(bundle: ModelBundle, tmp_path: Path) -> None:
     arguments = ["explain", str(bundle.path), SOURCE, "--target", TARGET, "--head", "0"]
     result = CliRunner().invoke(app, [*arguments, "--out", str(out)])
     assert result.exit_code == 0, result.output
-    assert Image.open(out).size[0] > 100
+    with Image.open(out) as drawn:
+        assert drawn.size[0] > 100
