@@ -98,6 +98,14 @@ example: $(VENV)/.train  ## Train and replace the example model (takes an hour)
 		--evaluate-every 100 --checkpoint-every 100; fi
 	rm -rf $(EXAMPLE) && $(BIN)/kvasir export runs/stdlib --out $(EXAMPLE) --temperature 0.6 --top-p 0.9
 
+example-seq2seq: $(VENV)/.train  ## Train and replace the example encoder-decoder (15 minutes)
+	mkdir -p runs && $(PYTHON) examples/number_pairs.py 60000 > runs/numbers.tsv
+	rm -rf runs/numbers && $(BIN)/kvasir train runs/numbers.tsv --out runs/numbers --preset tiny-seq2seq \
+		--set vocab_size=448 --set max_model_len=128 --context 32 --batch-size 64 --steps 2600 --warmup 150 --evaluate-every 200
+	rm -rf examples/numbers && $(BIN)/kvasir export runs/numbers --out examples/numbers
+	$(BIN)/python -m loadtest.local_server examples/numbers \
+		$(BIN)/python examples/exact_match.py runs/numbers/step-*/held_out.jsonl
+
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Kvasir needs Python 3.11 or newer: make PYTHON=python3.11 …")'
 	$(PYTHON) -m venv $(VENV)
@@ -169,4 +177,4 @@ build/agent-clients/.ready:
 		openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0'
 	@touch $@
 
-.PHONY: compose-check browser-test overload soak cold-start dashboard-smoke conformance faults flood image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check example
+.PHONY: compose-check browser-test overload soak cold-start dashboard-smoke conformance faults flood image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check example example-seq2seq

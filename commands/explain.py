@@ -23,6 +23,7 @@ def explain(
     text: InputText,
     layer: int = Option(0, min=0, help="Layer whose attention is shown."),
     head: int | None = Option(None, min=0, help="One of its heads. Default: all, side by side."),
+    target: str | None = Option(None, help="The target of the text, for an encoder-decoder."),
     top_k: int = Option(10, min=1, help="Number of likeliest next tokens."),
     out: Path | None = Option(None, callback=_check_picture, help="Draw the weights: a PNG."),
     as_json: Json = False,
@@ -36,7 +37,7 @@ def explain(
         bundle = load_bundle(directory)
         if head is not None:
             check_index("head", head, bundle.config.n_head)
-        explanation = Explainer(bundle).explain(text, [layer], top_k=top_k)
+        explanation = Explainer(bundle).explain(text, [layer], top_k=top_k, target=target)
         heads = list(range(bundle.config.n_head)) if head is None else [head]
         if out is not None:
             from commands.console.heatmap import draw_attention

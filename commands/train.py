@@ -22,6 +22,9 @@ from model.training.settings import Schedule
 _WITH_RESUME = {"out", "resume", "shard"}
 _LABEL_SMOOTHING = 0.1  # Vaswani et al. 2017, section 5.4
 _WITH_INIT = {"dropout", "attention_dropout", "pooling"}  # changes that weights allow
+# With which Sentence-BERT (Reimers & Gurevych 2019) tunes BERT. A rate of pre-training would soon
+# undo what a published model has learned from far more text.
+_PUBLISHED_LEARNING_RATE = 2e-5
 
 
 def _check_seed(seed: int) -> int:
@@ -69,7 +72,9 @@ def train(
     context: int = Option(256, min=1, help="Tokens per sequence."),
     batch_size: int = Option(16, min=1, help="Sequences per batch, in all processes."),
     accumulate: int = Option(1, min=1, help="Batches per step."),
-    learning_rate: float = Option(1e-3, min=0.0, help="Peak, after --warmup."),
+    learning_rate: float | None = Option(
+        None, min=0.0, help="Peak, after --warmup. Default: 1e-3; from a published model 2e-5."
+    ),
     schedule: Schedule = Option("cosine", help="Fall of it: to a tenth, or as 1 / sqrt(step)."),
     warmup: int = Option(100, min=1, help="Steps until the full learning rate."),
     weight_decay: float = Option(0.1, min=0.0, help="Of matrices, by AdamW."),
@@ -153,6 +158,8 @@ def _prepare_run(options: dict[str, Any], given: dict[str, str], lines: Console)
         for note in checkpoint.notes:
             lines.print(f"note: {note}", soft_wrap=True)
     chosen = {name: value for name, value in options.items() if value not in (None, [])}
+    if checkpoint is not None and not checkpoint.progress:  # it comes from no run of `train`
+        chosen = {"learning_rate": _PUBLISHED_LEARNING_RATE} | chosen
     corpus, settings = (
         {one.name: chosen[one.name] for one in fields(kind) if one.name in chosen}
         for kind in (CorpusSettings, TrainSettings)

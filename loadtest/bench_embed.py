@@ -1,12 +1,15 @@
 """Embeddings over HTTP: servers in alternating rounds, in a closed loop and with a lone short text.
 
 Texts are English words, of log-uniform lengths in tokens, a token being three quarters of a word.
+Rare words are left out: a text with many of them would have more tokens than models take.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
+from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
 from pydoc_data.topics import topics
@@ -22,7 +25,9 @@ from model.progress import Progress, followed, unheard
 _WORDS_PER_TOKEN = 0.75
 _SHORT = 16  # tokens of the lone text
 _N_SHORT = 30  # of them in a round
-_WORDS = [word for word in " ".join(topics.values()).split() if word.isalpha()]
+_FOUND = [word for word in " ".join(topics.values()).split() if re.fullmatch("[a-z]{1,10}", word)]
+_COUNTS = Counter(_FOUND)
+_WORDS = [word for word in _FOUND if _COUNTS[word] >= 5]
 
 
 @dataclass(frozen=True, slots=True)

@@ -462,7 +462,12 @@ PRESETS = {
         causal=False,
         pooling=Pooling(kind="mean", normalize=True),
     ),
-    "tiny-seq2seq": _with_encoder((2048, 1024, 3, 6, 2, 32, 192, 480)),
+    "tiny-seq2seq": _with_encoder(
+        (2048, 1024, 3, 6, 2, 32, 192, 480),
+        position="sinusoidal",  # cross-attention finds its place in a source sooner than by rotary
+        norm="layernorm",
+        norm_placement="post",
+    ),
     "transformer-base": _with_encoder(
         (37000, 1024, 6, 8, 8, 64, 512, 2048),
         position="sinusoidal",

@@ -14,9 +14,9 @@ from model.bundle import load_bundle
 from server.api import explain, schemas, target, tokenize
 from server.api.anthropic import schemas as anthropic_schemas
 from server.api.anthropic.answers import MessageEvent
+from server.api.embeddings import cohere, scores, tei, vllm
 from server.api.embeddings import openai as embeddings_openai
 from server.api.embeddings import requests as embeddings
-from server.api.embeddings import scores, tei
 from server.api.http.responses import STATUSES
 from server.api.openai import batches, chat_schemas
 from server.api.openai import schemas as openai_schemas
@@ -57,12 +57,16 @@ BODIES: dict[str, type[schemas.RequestBody]] = {
         tokenize.TokenizeInputsBody,
         tokenize.DetokenizeBody,
         explain.ExplainBody,
+        embeddings.QueueFields,
         embeddings.EncoderFields,
         embeddings.PromptFields,
         embeddings_openai.EmbeddingsBody,
         batches.BatchBody,
         scores.RankBody,
-        scores.ClassifyBody,
+        cohere.EmbedTextsBody,
+        vllm.ScoreBody,
+        vllm.ClassifyBody,
+        vllm.PoolingBody,
         tei.EmbedAllBody,
         tei.EmbedBody,
         tei.SimilarityBody,

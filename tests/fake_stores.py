@@ -57,13 +57,15 @@ Respond = Callable[[Store, str, dict[str, list[str]], Any], Answer]
 
 @contextmanager
 def running(store: Store, respond: Respond) -> Iterator[Store]:
+    lock = threading.Lock()
+
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
             parts = urlsplit(self.path)
             query = parse_qs(parts.query, keep_blank_values=True)
-            n_asked = len(store.asked)
+            asked: list[tuple[str, str | None]] = []
             wants_password = store.challenge.startswith("Basic") or parts.path == "/token"
             allowed = f"Basic {CREDENTIALS}" if wants_password else "Bearer ours"
             if store.challenge and self.headers.get("Authorization") != allowed:
@@ -72,7 +74,12 @@ def running(store: Store, respond: Respond) -> Iterator[Store]:
             elif parts.path == "/token":
                 status, headers, body = 200, {}, b'{"token": "ours"}'
             else:
-                status, headers, body = respond(store, unquote(parts.path), query, self.headers)
+                with lock:  # clients ask for several files at once
+                    n_asked = len(store.asked)
+                    status, headers, body = respond(store, unquote(parts.path), query, self.headers)
+                    asked = store.asked[n_asked:]
+                    if self.command == "HEAD":
+                        del store.asked[n_asked:]
             size = headers.pop("Content-Length", str(len(body)))
             self.send_response(status)
             for name, value in headers.items():
@@ -80,10 +87,9 @@ def running(store: Store, respond: Respond) -> Iterator[Store]:
             self.send_header("Content-Length", size)
             self.end_headers()
             if self.command == "HEAD":
-                del store.asked[n_asked:]
                 return
-            if status in (200, 206) and len(store.asked) > n_asked:
-                limit = store.cut.pop(store.asked[-1][0], None)
+            if status in (200, 206) and asked:
+                limit = store.cut.pop(asked[-1][0], None)
                 if limit is not None:
                     body, self.close_connection = body[:limit], True
             self.wfile.write(body)

@@ -20,12 +20,21 @@ _VISIBLE = str.maketrans({" ": "·", "\n": "↵", "\t": "→", "$": r"\$"})  # $
 def draw_attention(
     explanation: Explanation, bundle: ModelBundle, layer: int, heads: list[int], out: Path
 ) -> None:
-    """Write a PNG: queries from top to bottom, keys from left to right, masked weights empty."""
+    """Write a PNG: queries from top to bottom, keys from left to right, masked weights empty.
+
+    Of an encoder-decoder the keys are the source's.
+    """
     labels = [token.translate(_VISIBLE) or "∅" for token in explanation.tokens]
-    n, is_single = len(labels), len(heads) == 1
-    distances = np.subtract.outer(np.arange(n), np.arange(n))
+    keys, maps, is_single = labels, explanation.weights[layer], len(heads) == 1
+    if explanation.source_ids:
+        keys = [token.translate(_VISIBLE) or "∅" for token in explanation.source_tokens]
+        maps = explanation.source_weights[layer]
+    n = max(len(labels), len(keys))
+    distances = np.subtract.outer(np.arange(len(labels)), np.arange(len(keys)))
     masked = abs(distances) >= (bundle.config.window_of(layer) or n)
-    if bundle.config.causal:
+    if explanation.source_ids:
+        masked[:] = False
+    elif bundle.config.causal:
         masked |= distances < 0
     colours = colormaps["viridis"].with_extremes(bad="white")
     columns = math.ceil(math.sqrt(len(heads)))
@@ -36,12 +45,12 @@ def draw_attention(
     for axes in grid.flat[len(heads) :]:
         axes.set_axis_off()
     for head, axes in zip(heads, grid.flat, strict=False):
-        weights = np.ma.array(explanation.weights[layer][head], mask=masked)
+        weights = np.ma.array(maps[head], mask=masked)
         image = axes.imshow(weights, cmap=colours, vmin=0.0, vmax=1.0, interpolation="nearest")
         if is_single and n <= _MAX_LABELS:
             font = {"fontfamily": "monospace", "fontsize": 9}
-            axes.set_xticks(range(n), labels, rotation=90, **font)
-            axes.set_yticks(range(n), labels, **font)
+            axes.set_xticks(range(len(keys)), keys, rotation=90, **font)
+            axes.set_yticks(range(len(labels)), labels, **font)
             axes.set(xlabel="attended to (key)", ylabel="attends (query)")
         elif not is_single:
             axes.set_title(f"head {head}", fontsize=9)

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from time import perf_counter, sleep
@@ -28,9 +29,12 @@ from server.api.http.responses import (
     state_of,
     unless_disconnected,
 )
+from server.engine.sampling import SamplingParams
 from server.errors import InvalidRequestError, OverloadedError
-from server.explain import Explainer, NextToken, check_index, check_length
+from server.explain import Explainer, NextToken, check_index, check_length, most_tokens
 from server.requests.admission.callers import Caller
+from server.requests.builder import RequestOptions
+from server.requests.target import TargetOptions, target_prefix
 
 router = APIRouter(route_class=BodyRoute)
 
@@ -45,7 +49,7 @@ class ExplainBody(schemas.RequestBody):
     """The body of POST /explain. `text` may be called `prompt`."""
 
     model: schemas.ModelName = None
-    text: str | None = Field(None, description="The text for the model to read.")
+    text: str | None = Field(None, description="The text for the model to read, or its source.")
     prompt: str | None = Field(None, description="Another name for `text`.")
     layers: schemas.Counts = Field(
         [0], min_length=1, description="Layers whose attention to return, from 0."
@@ -54,6 +58,12 @@ class ExplainBody(schemas.RequestBody):
         None, min_length=1, description="Heads of these layers, from 0. Default: all."
     )
     top_k: int = Field(10, ge=0, le=1000, description="Number of the likeliest next tokens.")
+    target: str | None = Field(
+        None, description="Encoder-decoders: the target. Default: the model's likeliest."
+    )
+    target_language: str | None = Field(
+        None, description="Encoder-decoders: see `/v1/completions`."
+    )
 
     @model_validator(mode="after")
     def _check_one_text(self) -> ExplainBody:
@@ -73,12 +83,17 @@ class HeadWeights(schemas.ResponseBody):
 
 
 class Explanation(schemas.ResponseBody):
-    """The attention in a text, and the likeliest next tokens."""
+    """The attention in a text, or in a target and to its source, and the likeliest next tokens."""
 
-    tokens: list[str]
+    tokens: list[str] = Field(description="Of an encoder-decoder the target's.")
     token_ids: list[schemas.Size]
     next_tokens: list[NextToken] = Field(description="The likeliest first.")
+    source_tokens: list[str] = Field([], description="Encoder-decoders only, as all of sources.")
+    source_token_ids: list[schemas.Size] = Field([])
     attention: list[HeadWeights] = Field(description="By layer, then by head.")
+    source_attention: list[HeadWeights] = Field(
+        [], description="A row for each token, of its weights over the source's."
+    )
 
 
 class Explanations:
@@ -96,21 +111,28 @@ class Explanations:
         self._n_inside = 0
 
     async def explain(
-        self, token_ids: list[int], layers: list[int], heads: list[int], top_k: int, caller: Caller
+        self,
+        token_ids: list[int],
+        source_ids: list[int],
+        layers: list[int],
+        heads: list[int],
+        top_k: int,
+        caller: Caller,
     ) -> bytes:
         """Return an explanation as JSON; the text's tokens count as used by the caller.
 
-        Raises OverloadedError if others wait already, or if the caller's tokens are used.
+        source_ids: of an encoder-decoder, whose text is the target. Raises OverloadedError if
+        others wait already, or if the caller's tokens are used.
         """
         caller.check_tokens(perf_counter())
         if self._n_inside >= _MAX_INSIDE:
             raise OverloadedError("other texts are being explained; try again", retry_after=1)
-        caller.n_used += len(token_ids)
+        caller.n_used += len(token_ids) + len(source_ids)
 
         def work() -> bytes:
             if self._explainer is None:
                 self._explainer = Explainer(self._bundle, _THREADS)
-            explanation = self._explainer.explain_tokens(token_ids, layers, top_k=top_k)
+            explanation = self._explainer.explain_tokens(token_ids, layers, source_ids, top_k=top_k)
             return b"".join(_json(explanation, heads))
 
         self._n_inside += 1
@@ -133,9 +155,15 @@ async def explain(request: Request, body: ExplainBody) -> Response:
     for head in heads:
         check_index("head", head, config.n_head)
     (prompt,) = await service.builder.tokenize([body.text or body.prompt or ""])
-    n_tokens = len(prompt.ids)
-    check_length(n_tokens, config)
-    n_weights = len(layers) * len(heads) * n_tokens**2
+    token_ids, source_ids = prompt.ids, list[int]()
+    if config.encoder is not None:
+        check_length(len(prompt.ids), config.encoder)
+        token_ids, source_ids = await _target(request, body, prompt.ids), prompt.ids
+    elif body.target is not None or body.target_language is not None:
+        raise InvalidRequestError("a model without an encoder has no target", param="target")
+    check_length(len(token_ids), config)
+    n_tokens = len(token_ids) + len(source_ids)
+    n_weights = len(layers) * len(heads) * len(token_ids) * n_tokens
     if n_weights > MAX_WEIGHTS:
         raise InvalidRequestError(
             f"{len(layers)} layers and {len(heads)} heads of {n_tokens} tokens are {n_weights} "
@@ -145,10 +173,37 @@ async def explain(request: Request, body: ExplainBody) -> Response:
         )
     explanations: Explanations = request.app.state.explanations[service.name]
     caller = state_of(request.scope).caller
-    work = explanations.explain(prompt.ids, layers, heads, body.top_k, caller)
+    work = explanations.explain(token_ids, source_ids, layers, heads, body.top_k, caller)
     response = json_response(await unless_disconnected(request.receive, work))
     service.metrics.used(caller.name, n_tokens, 0)
     return response
+
+
+async def _target(request: Request, body: ExplainBody, source_ids: list[int]) -> list[int]:
+    """Return the target that was given, or else the model's likeliest, from its first token on."""
+    service = service_of(request)
+    if body.target is not None:
+        (given,) = await service.builder.tokenize([body.target], add_special_tokens=False)
+        return target_prefix(service.bundle, body.target_language) + given.ids
+    options = RequestOptions(
+        prompts=[source_ids],
+        params=SamplingParams(max_tokens=0, temperature=0.0),
+        max_tokens=None,
+        default_max_tokens=0,  # the longest target
+        seed=0,
+        target=TargetOptions(language=body.target_language),
+    )
+    wanted = await service.builder.build(options, state_of(request.scope))
+    longest = most_tokens(service.bundle.config) - len(wanted.target_prefix)
+    params = replace(wanted.params, max_tokens=min(wanted.params.max_tokens, longest))
+
+    async def work() -> list[int]:
+        async with service.complete(replace(wanted, params=params)) as completion:
+            async for _ in completion.deltas():
+                pass
+            return completion.choices[0].sequence.token_ids
+
+    return await unless_disconnected(request.receive, work())
 
 
 def _json(explanation: explainer.Explanation, heads: list[int]) -> Iterator[bytes]:
@@ -158,11 +213,21 @@ def _json(explanation: explainer.Explanation, heads: list[int]) -> Iterator[byte
         "token_ids": explanation.token_ids,
         "next_tokens": explanation.next_tokens,
     }
-    yield to_json(known)[:-1] + b',"attention":['
-    for i, (layer, head) in enumerate(product(explanation.weights, heads)):
-        yield b'%s{"layer":%d,"head":%d,"weights":[' % (b"," if i else b"", layer, head)
-        for row, weights in enumerate(explanation.weights[layer][head]):
-            sleep(0)  # release the interpreter's lock, for which others would wait 5 ms
-            yield (b"," if row else b"") + to_json(weights.tolist())
-        yield b"]}"
-    yield b"]}"
+    maps = {"attention": explanation.weights}
+    if explanation.source_ids:
+        known |= {
+            "source_tokens": explanation.source_tokens,
+            "source_token_ids": explanation.source_ids,
+        }
+        maps["source_attention"] = explanation.source_weights
+    yield to_json(known)[:-1]
+    for name, of_layers in maps.items():
+        yield b',"%s":[' % name.encode()
+        for i, (layer, head) in enumerate(product(of_layers, heads)):
+            yield b'%s{"layer":%d,"head":%d,"weights":[' % (b"," if i else b"", layer, head)
+            for row, weights in enumerate(of_layers[layer][head]):
+                sleep(0)  # release the interpreter's lock, for which others would wait 5 ms
+                yield (b"," if row else b"") + to_json(weights.tolist())
+            yield b"]}"
+        yield b"]"
+    yield b"}"

@@ -22,7 +22,7 @@ NO_OPS: dict[str, list[Any]] = {
         ("tool_choice function_call reasoning_effort", ["none"]),
         ("tools functions bad_words", [[]]),
         ("parallel_tool_calls include_reasoning detokenize cache_prompt", [True]),
-        ("skip_special_tokens spaces_between_special_tokens", [True]),
+        ("skip_special_tokens spaces_between_special_tokens use_activation", [True]),
         ("echo stream include_obfuscation watermark", [False]),
         ("use_beam_search early_stopping include_stop_str_in_output", [False]),
         ("return_token_ids return_tokens_as_token_ids", [False]),

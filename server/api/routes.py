@@ -19,8 +19,8 @@ from starlette.responses import Response
 from server.api import explain, health, models, playground, tokenize
 from server.api.anthropic import messages
 from server.api.anthropic.answers import AnthropicError, MessageEvent
+from server.api.embeddings import cohere, scores, tei, vllm
 from server.api.embeddings import openai as embeddings
-from server.api.embeddings import scores, tei
 from server.api.http.body import BodyRoute
 from server.api.http.responses import (
     READ_ERRORS,
@@ -59,7 +59,8 @@ def openapi(request: Request) -> dict[str, Any]:  # no coroutine: it takes a whi
 ROUTERS = (
     *(chat.router, responses.router, completions.router, messages.router, models.router),
     *(tgi.router, tokenize.router),
-    *(embeddings.router, tei.router, tei.label_router, scores.router),
+    *(embeddings.router, cohere.router, tei.router, tei.label_router, scores.router),
+    *(vllm.router, vllm.label_router),
     *(files.router, batches.router),
     *(explain.router, health.router, playground.router, router),
 )

@@ -53,6 +53,7 @@ def _check_new_tokens(value: int) -> int:
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Size = NonNegativeInt
 Logprob = NonPositiveFloat
+Share = Annotated[float, Field(ge=0, le=1)]
 ApiTopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
 _RoundedTemperature = Annotated[
     Temperature, AfterValidator(lambda value: 0.0 if value < _GREEDY_BELOW else value)

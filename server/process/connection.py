@@ -267,6 +267,7 @@ class BoundedConnection(HttpToolsProtocol):
             "app": self.fastapi,
             "method": None,
             "path": self._path[:200],
+            "headers": self.headers or [],
             "state": {"request": state},
         }
         response = error_response(scope, error)

@@ -129,10 +129,11 @@ class AsyncEngine:
         clients = (sequence for sequence in self.sequences if not sequence.is_background)
         statuses = [(sequence, sequence.status) for sequence in clients]
         waiting = [sequence for sequence, status in statuses if status is SequenceStatus.WAITING]
-        running = tuple(_work(sequence, now) for sequence, status in statuses if status in _IN_SLOT)
+        held = (sequence for sequence, status in statuses if status in _IN_SLOT)
+        running = tuple(_work(sequence, now) for sequence in _by_row(held))
         # By identity: the samples of a prompt share it.
         n_tokens = sum({id(s.prompt_ids): len(s.prompt_ids) for s in waiting}.values())
-        works = tuple(_work(sequence, now) for sequence in waiting)
+        works = tuple(_work(sequence, now) for sequence in _by_row(waiting))
         return Snapshot(self.forecast, n_slots, running, works, n_tokens)
 
     async def start(self, build: Callable[[], AnyEngine]) -> None:
@@ -286,6 +287,11 @@ class AsyncEngine:
         scheduled, finished = live.sequence.scheduled_at, live.sequence.finished_at
         if scheduled is not None and finished is not None and not live.sequence.is_background:
             self.forecast.ended(finished - scheduled)
+
+
+def _by_row(sequences: Iterable[Sequence]) -> Iterator[Sequence]:
+    """Yield each sequence as often as it takes rows."""
+    return (sequence for sequence in sequences for _ in range(sequence.params.n_rows))
 
 
 def _work(sequence: Sequence, now: float) -> Work:

@@ -66,23 +66,22 @@ class Models:
         if not self.services:
             raise next(iter(self.failures.values()))
 
-    def find(
-        self, name: str | None = None, task: Task | None = None, *, must_choose: bool = False
-    ) -> Service:
-        """Return the service of the named model or, without a name, of the first for the task.
+    def find(self, name: str | None = None, *tasks: Task, must_choose: bool = False) -> Service:
+        """Return the service of the named model or, without a name, of the first for the tasks.
 
         must_choose: of several models one has to be named. Raises InvalidRequestError for a missing
-        name or another task, and the errors of `named`.
+        name or a model of no such task, and the errors of `named`.
         """
-        fit = [one for one, service in self.services.items() if service.task == task]
+        fit = [one for one, service in self.services.items() if service.task in tasks]
         if name in _ANY_MODEL and name not in self.names:
             if must_choose and len(self.names) > 1:
                 served = ", ".join(map(repr, self.services))
                 raise InvalidRequestError(f"model is needed: one of {served}", param="model")
             name = (fit or self.names)[0]
         service = self.named(name or "")
-        if task is not None and task != service.task:
-            (does, paths), (wanted, _) = _PURPOSES[service.task], _PURPOSES[task]
+        if tasks and service.task not in tasks:
+            does, paths = _PURPOSES[service.task]
+            wanted = " or ".join(_PURPOSES[task][0] for task in tasks)
             other = "".join(f", such as {one!r}" for one in fit[:1])
             message = (
                 f"the model {name!r} {does}: use {paths}; this path is for a model that "

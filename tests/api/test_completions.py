@@ -546,6 +546,7 @@ async def test_special_tokens_show_if_they_are_not_skipped() -> None:
     tagged = Tokenizer.from_str(tokenizer.to_str())
     tagged.add_special_tokens(["<|tag|>"])
     tag = tagged.token_to_id("<|tag|>")
+    assert tag is not None
     text = [*tagged.encode("def").ids, tag, *tagged.encode(" read").ids, EOS]
     bundle = replace(fake_bundle(), tokenizer=tagged)
     for path, prompt in (
@@ -576,7 +577,9 @@ async def test_a_suffix_makes_a_prompt_for_the_middle(form: FillInMiddle) -> Non
     names = (*form.tags, *form.ends)
     first, second, third = (filling.token_to_id(tag) for tag in form.tags)
     prompts: list[list[int]] = []
-    middle = [*tokenizer.encode("path").ids, filling.token_to_id(names[-1])]
+    end = filling.token_to_id(names[-1])
+    assert end is not None
+    middle = [*tokenizer.encode("path").ids, end]
 
     def next_token(prefix: list[int]) -> int:
         if prefix[-1] == third:

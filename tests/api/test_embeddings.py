@@ -203,6 +203,78 @@ class Oracle:
         usage = {"prompt_tokens": self.n_tokens, "total_tokens": self.n_tokens}
         return {"object": "list", "model": MODEL, "data": data, "usage": usage}
 
+    def _classify(self, body: dict[str, Any]) -> Any:
+        return self._v1_classify(body)
+
+    def _v1_score(self, body: dict[str, Any]) -> Any:
+        seconds = body["items"] if "items" in body else body["text_2"]
+        firsts, seconds = (
+            [one] if isinstance(one, str) else one for one in (body["text_1"], seconds)
+        )
+        firsts = firsts * (len(seconds) if len(firsts) == 1 else 1)
+        if self.pooling.labels:
+            pairs = self.outputs(body, [*zip(firsts, seconds, strict=True)], "scores")
+            scores = [self.shares(one)[0] for one in pairs]
+        else:
+            given = [body["text_1"]] if isinstance(body["text_1"], str) else body["text_1"]
+            vectors = self.outputs(body, [*given, *seconds], "pooled")
+            units = [*map(self.unit, vectors)]
+            of_firsts, of_seconds = units[: len(given)], units[len(given) :]
+            of_firsts = of_firsts * (len(of_seconds) // len(of_firsts))
+            both = zip(of_firsts, of_seconds, strict=True)
+            scores = [math.fsum(x * y for x, y in zip(*pair, strict=True)) for pair in both]
+        data = [{"index": i, "object": "score", "score": one} for i, one in enumerate(scores)]
+        usage = {"prompt_tokens": self.n_tokens, "total_tokens": self.n_tokens}
+        return {"object": "list", "model": MODEL, "data": data, "usage": usage}
+
+    def _score(self, body: dict[str, Any]) -> Any:
+        return self._v1_score(body)
+
+    def _pooling(self, body: dict[str, Any]) -> Any:
+        given = body["input"]
+        inputs = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+        output = "scores" if self.pooling.labels else "pooled"
+        if body.get("task") == "token_embed":
+            output = "tokens"
+        found = self.outputs(body, inputs, output)
+        if output == "scores":
+            found = [*map(self.shares, found)]
+        if output == "tokens" and body.get("encoding_format") == "base64":
+            found = [[x for token in one for x in token] for one in found]
+        data = [{"index": i, "object": "pooling", "data": one} for i, one in enumerate(found)]
+        usage = {"prompt_tokens": self.n_tokens, "total_tokens": self.n_tokens}
+        return {"object": "list", "model": MODEL, "data": data, "usage": usage}
+
+    def _v2_embed(self, body: dict[str, Any]) -> Any:
+        options: dict[str, Any] = {
+            "truncate": body.get("truncate", "NONE") != "NONE",
+            "truncation_direction": "left" if body.get("truncate") == "START" else "right",
+            "truncate_prompt_tokens": body.get("max_tokens"),
+            "prompt_name": {"search_query": "query"}.get(body["input_type"]),
+        }
+        n = body.get("output_dimension")
+        vectors = [
+            vector if n is None else self.unit(vector[:n])
+            for vector in self.outputs(options, body["texts"], "pooled")
+        ]
+        signs = ["".join("01"[x >= 0] for x in vector) for vector in vectors]
+        bits = [
+            [int(one[i : i + 8].ljust(8, "0"), 2) for i in range(0, len(one), 8)] for one in signs
+        ]
+        forms = {
+            "float": vectors,
+            "base64": vectors,
+            "ubinary": bits,
+            "binary": [[byte - 128 for byte in one] for one in bits],
+        }
+        meta = {"api_version": {"version": "2"}, "tokens": {"input_tokens": self.n_tokens}}
+        return {
+            "embeddings": {form: forms[form] for form in body.get("embedding_types", ["float"])},
+            "texts": body["texts"],
+            "meta": meta,
+            "response_type": "embeddings_by_type",
+        }
+
 
 class Bodies:
     """Random bodies of each route."""
@@ -261,7 +333,26 @@ class Bodies:
             | self.options()
             | self.some(raw_scores=flags),
             "/v1/classify": {"input": inputs, **self.options()},
+            "/classify": {"input": inputs, **self.options()},
+            "/pooling": {"input": inputs, **self.options()}
+            | self.some(encoding_format=["float", "base64"]),
         }
+        pairs = [self.text(), self.texts()], [[self.text()], self.text()], [self.texts()] * 2
+        first, second = self.chance.choice(pairs)
+        bodies["/score"] = bodies["/v1/score"] = {
+            "text_1": first,
+            self.chance.choice(("text_2", "items")): second,
+            **self.options(),
+        }
+        bodies["/v2/embed"] = {
+            "texts": self.texts(),
+            "input_type": self.chance.choice(("search_query", "search_document", "clustering")),
+            "truncate": self.chance.choice(("START", "END")),
+        } | self.some(
+            embedding_types=[["base64"], ["ubinary", "float"], ["binary"]],
+            output_dimension=[1, 8, 12, D_MODEL],
+            max_tokens=[7, 20, 1000],
+        )
         ranked |= self.options() | self.some(top_n=[1, 2, 9], return_documents=flags)
         return bodies.get(path, ranked)
 
@@ -273,9 +364,16 @@ def shown(answer: Any, body: dict[str, Any]) -> Any:
     kept = {name: value for name, value in answer.items() if name not in ("id", "created")}
     for one in kept.get("data", ()):
         if body.get("encoding_format") == "base64":
-            raw = base64.b64decode(one["embedding"])
-            one["embedding"] = list(struct.unpack(f"<{len(raw) // 4}f", raw))
+            name = "embedding" if "embedding" in one else "data"
+            one[name] = numbers(one[name])
+    if "base64" in (forms := kept.get("embeddings", {})):
+        forms["base64"] = [*map(numbers, forms["base64"])]
     return kept
+
+
+def numbers(text: str) -> list[float]:
+    raw = base64.b64decode(text)
+    return list(struct.unpack(f"<{len(raw) // 4}f", raw))
 
 
 def assert_close(actual: Any, expected: Any) -> None:
@@ -298,9 +396,10 @@ UNIT = encoder_bundle(normalize=True)
 RERANKER = encoder_bundle(("relevant",), label_activation="sigmoid")
 CLASSIFIER = encoder_bundle(LABELS, label_activation="softmax")
 TAGGER = encoder_bundle(LABELS, label_activation="sigmoid")
-EMBEDDING = ["/v1/embeddings", "/embed", "/embed_all", "/similarity"]
-RANKING = ["/rerank", "/v1/rerank", "/v2/rerank"]
-LABELLING = ["/predict", "/v1/classify"]
+EMBEDDING = ["/v1/embeddings", "/v2/embed", "/embed", "/embed_all", "/similarity"]
+EMBEDDING += ["/score", "/v1/score", "/pooling"]
+RANKING = ["/rerank", "/v1/rerank", "/v2/rerank", "/score", "/v1/score"]
+LABELLING = ["/predict", "/v1/classify", "/classify", "/pooling"]
 
 
 @pytest.mark.parametrize(
@@ -401,6 +500,38 @@ REFUSED: dict[str, tuple[ModelBundle, dict[str, Any], list[tuple[dict[str, Any],
         {"input": "a"},
         [*INPUTS, ({"prompt_name": "query"}, "prompt_name")],
     ),
+    "/v2/embed": (
+        EMBEDDER,
+        {"texts": ["a"], "input_type": "search_query"},
+        [
+            ({"texts": []}, "texts"),
+            ({"texts": "a"}, "texts"),
+            ({"texts": ["a" * 200]}, "texts"),
+            ({"input_type": "image"}, "input_type"),
+            ({"input_type": None}, "input_type"),
+            ({"embedding_types": ["int8"]}, "embedding_types.0"),
+            ({"output_dimension": D_MODEL + 1}, "output_dimension"),
+            ({"max_tokens": 5}, "max_tokens"),
+            ({"images": ["x"]}, "images"),
+        ],
+    ),
+    "/score": (
+        EMBEDDER,
+        {"text_1": "a", "text_2": ["b"]},
+        [
+            ({"text_1": []}, "text_1"),
+            ({"text_2": []}, "text_1"),
+            ({"text_1": ["a", "b"]}, "text_1"),
+            ({"text_2": ["b"] * 2048}, "text_2"),
+            ({"text_2": ["b" * 200]}, "text_2"),
+            ({"use_activation": False}, "use_activation"),
+        ],
+    ),
+    "/pooling": (
+        CLASSIFIER,
+        {"input": "a"},
+        [*INPUTS, ({"task": "embed"}, "task"), ({"task": "pool"}, "task")],
+    ),
     "/v2/rerank": (
         RERANKER,
         {"query": "a", "documents": ["b"]},
@@ -460,6 +591,7 @@ OTHER_TASKS: list[tuple[ModelBundle, str, dict[str, Any], str]] = [
     (EMBEDDER, "/rerank", {"query": "a", "texts": ["b"]}, "/similarity"),
     (EMBEDDER, "/v1/classify", {"input": "a"}, "/v1/embeddings"),
     (CLASSIFIER, "/v1/embeddings", {"input": "a"}, "/v1/classify"),
+    (CLASSIFIER, "/score", {"text_1": "a", "text_2": "b"}, "/predict and /v1/classify"),
     (CLASSIFIER, "/v1/rerank", {"query": "a", "documents": ["b"]}, ", ".join(LABELS)),
     (CLASSIFIER, "/rerank", {"query": "a", "texts": ["b"]}, "/predict and /v1/classify"),
 ]
@@ -472,9 +604,13 @@ async def test_a_model_for_another_task_names_its_own() -> None:
         assert response.status_code == 400, (path, body)
         assert cause in response.text, (path, body)
     async with serving() as served:
-        response = await served.client.post("/v1/embeddings", json={"input": "a"})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
-    assert "/v1/completions" in response.text
+        answers = [
+            await served.client.post("/v1/embeddings", json={"input": "a"}),
+            await served.client.post("/score", json={"text_1": "a", "text_2": "b"}),
+        ]
+    for response in answers:
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "model")
+        assert "/v1/completions" in response.text
 
 
 async def test_hostile_bodies_are_answers_or_refusals() -> None:

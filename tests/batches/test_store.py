@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 from pydantic_core import from_json
 
-from server.batches.journal import Reply
+from server.batches import worker as batch_worker
+from server.batches.journal import Journal, Reply
 from server.batches.objects import StoredBatch
 from server.batches.store import WINDOW, BatchStore
 from server.batches.worker import Answer, BatchWorker
@@ -217,13 +218,24 @@ async def test_a_batch_expires_after_its_window(
     assert len(failures) == 7 - answered
 
 
-async def test_batches_take_turns(tmp_path: Path, open_store: Open) -> None:
+async def test_batches_take_turns(
+    tmp_path: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
     order: list[str] = []
+    opened: list[StoredBatch] = []
+
+    def open_journal(store: BatchStore, batch: StoredBatch) -> Journal:
+        journal = Journal(store, batch)
+        opened.append(batch)
+        return journal
 
     async def answer(path: str, body: bytes, owner: str) -> Reply | float:
+        while len(opened) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
         order.append(owner)
         return await doubled(path, body, owner)
 
+    monkeypatch.setattr(batch_worker, "Journal", open_journal)
     store = open_store(tmp_path)
     for owner in ("a", "b"):
         begun(store, owner)

@@ -117,4 +117,6 @@ def test_training_can_begin_with_a_published_model(
         *("--steps", 1, "--context", 16, "--batch-size", 2),
     )
     assert result.exit_code == 0, result.output
-    assert load_checkpoint(tmp_path / "run").config.n_layer == 2
+    checkpoint = load_checkpoint(tmp_path / "run")
+    assert checkpoint.config.n_layer == 2
+    assert checkpoint.progress["settings"]["learning_rate"] == 2e-5

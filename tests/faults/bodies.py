@@ -98,6 +98,15 @@ VALID: dict[str, dict[str, Any]] = {
     },
     "/v2/rerank": _ENCODER | {"query": "def", "documents": [{"text": "read"}, {"text": "x"}]},
     "/v1/classify": _ENCODER | {"input": ["def", "read"]},
+    "/classify": _ENCODER | {"input": "def"},
+    "/v1/score": _ENCODER | {"text_1": "def", "text_2": ["read", "x"]},
+    "/score": _ENCODER | {"text_1": ["def", "x"], "text_2": ["read", "x"]},
+    "/pooling": _ENCODER | {"input": ["def", "read"], "encoding_format": "base64"},
+    "/v2/embed": {
+        "model": "fake-model", "texts": ["def", "read"], "input_type": "search_query",
+        "embedding_types": ["float", "binary"], "output_dimension": 8, "truncate": "END",
+        "max_tokens": 20, "timeout_ms": 60_000, "priority": 1,
+    },
     "/explain": {
         "model": "fake-model", "text": "def read", "layers": [0], "heads": [0], "top_k": 3,
     },
@@ -105,7 +114,7 @@ VALID: dict[str, dict[str, Any]] = {
 
 OF_ENCODERS = frozenset({
     "/v1/embeddings", "/embed", "/embed_all", "/similarity", "/rerank", "/predict", "/v1/rerank",
-    "/v2/rerank", "/v1/classify",
+    "/v2/rerank", "/v1/classify", "/classify", "/v1/score", "/score", "/pooling", "/v2/embed",
 })  # fmt: skip
 
 _NUMBERS = (

@@ -295,6 +295,7 @@ def test_a_run_from_a_checkpoint_resumes_without_it() -> None:
     trained("texts", "--out", "base", *SMALL, "--set=max_model_len=8", "--steps=1")
     tuning = ["--init=base", "--context=8", "--batch-size=2", "--steps=2"]
     trained("texts", "--out", "tuned", *tuning)
+    assert load_checkpoint(Path("tuned")).progress["settings"]["learning_rate"] == 1e-3
     message = refused("texts", "--out", "run", "--init", "base", "--context=9")
     assert message.endswith("use --context 8 or less")
     shutil.rmtree("base")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,16 @@ def unit(vector: Floats) -> Floats:
     """Return the vector [d] of length 1 in the same direction; one of zeros as it is."""
     length = np.sqrt(np.dot(vector, vector))
     return vector / length if length else vector
+
+
+def shortened(vector: Floats, n: int | None) -> Floats:
+    """Return the first n numbers of a vector [d], made of length 1; None: the vector as it is."""
+    return vector if n is None else unit(vector[:n])
+
+
+def base64(array: Floats) -> str:
+    """Return the base64 of an array's numbers as float32, little-endian."""
+    return b64encode(array.astype("<f4").tobytes()).decode()
 
 
 def shares(scores: Floats, pooling: Pooling) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from base64 import b64encode
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -10,14 +9,13 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from server.api.embeddings.figures import enveloped, unit, usage
-from server.api.embeddings.requests import PromptFields, pooling_of, respond
+from server.api.embeddings.figures import base64, enveloped, shortened, usage
+from server.api.embeddings.requests import PromptFields, check_dimensions, respond
 from server.api.http.body import VectorRoute
 from server.api.http.responses import GENERATE_ERRORS, service_of
 from server.api.openai.schemas import Prompts
 from server.api.schemas import ModelName, ResponseBody, Size
 from server.engine.sampling import Floats
-from server.errors import InvalidRequestError
 
 router = APIRouter(route_class=VectorRoute)
 
@@ -63,19 +61,14 @@ class Embeddings(ResponseBody):
 async def embeddings(request: Request, body: EmbeddingsBody) -> Response:
     """Return a vector for each text, as OpenAI does."""
     service = service_of(request)
-    config, projections = service.bundle.config, pooling_of(service).projections
-    d_out = projections[-1].d_out if projections else config.d_model
-    if body.dimensions is not None and body.dimensions > d_out:
-        raise InvalidRequestError(
-            f"dimensions: {body.dimensions} are more than the model's {d_out}", param="dimensions"
-        )
-    head = {"object": "list", "model": service.name}
     n, as_text = body.dimensions, body.encoding_format == "base64"
+    check_dimensions(service, n, "dimensions")
+    head = {"object": "list", "model": service.name}
 
     def show(vectors: list[Floats], n_tokens: int) -> Iterator[bytes]:
         def embedding(index: int) -> dict[str, Any]:
-            kept = vectors[index] if n is None else unit(vectors[index][:n])
-            shown = b64encode(kept.astype("<f4").tobytes()).decode() if as_text else kept.tolist()
+            kept = shortened(vectors[index], n)
+            shown = base64(kept) if as_text else kept.tolist()
             return {"object": "embedding", "index": index, "embedding": shown}
 
         items = map(embedding, range(len(vectors)))

@@ -9,7 +9,7 @@ from time import sleep
 from typing import Annotated, Literal
 
 from fastapi import Request
-from pydantic import Field
+from pydantic import AliasChoices, Field
 from starlette.responses import Response
 
 from model.config import Pooling
@@ -29,21 +29,28 @@ _MAX_NUMBERS = 2**23  # of tokens' vectors in an answer, 13 bytes each
 Show = Callable[[list[Floats], int], Iterator[bytes]]
 
 
-class EncoderFields(schemas.RequestBody):
-    """The fields that all routes of encoders take."""
+class QueueFields(schemas.RequestBody):
+    """The fields of a request's place in the queue."""
+
+    timeout_ms: schemas.Milliseconds | None = Field(
+        None, description="Time from arrival to the answer. Default: `default_timeout_ms`."
+    )
+    priority: schemas.Priority = Field(
+        0, description="Lower is earlier in the queue; 10 seconds of waiting outweigh one level."
+    )
+
+
+class EncoderFields(QueueFields):
+    """The fields that most routes of encoders take."""
 
     truncate: bool = Field(False, description="Cut inputs of too many tokens; else they are a 400.")
     truncate_prompt_tokens: Literal[-1] | Annotated[int, Field(ge=1)] | None = Field(
         None, description="Cut inputs to so many tokens; -1 is the model's limit, as `truncate`."
     )
     truncation_direction: Literal["left", "right", "Left", "Right"] = Field(
-        "right", description="The end at which inputs are cut."
-    )
-    timeout_ms: schemas.Milliseconds | None = Field(
-        None, description="Time from arrival to the answer. Default: `default_timeout_ms`."
-    )
-    priority: schemas.Priority = Field(
-        0, description="Lower is earlier in the queue; 10 seconds of waiting outweigh one level."
+        "right",
+        validation_alias=AliasChoices("truncation_direction", "truncation_side"),
+        description="The end at which inputs are cut. Also named `truncation_side`.",
     )
 
 
@@ -143,6 +150,18 @@ async def _answer(
 
     loop = asyncio.get_running_loop()
     return json_response(await loop.run_in_executor(service.text_worker, work))
+
+
+def check_dimensions(service: Service, n: int | None, param: str) -> None:
+    """Raise InvalidRequestError if vectors of n numbers are asked for, and the model's have less.
+
+    param: the field that asks for them.
+    """
+    projections = pooling_of(service).projections
+    d_out = projections[-1].d_out if projections else service.bundle.config.d_model
+    if n is not None and n > d_out:
+        message = f"{param}: {n} are more than the model's {d_out}"
+        raise InvalidRequestError(message, param=param)
 
 
 def pooling_of(service: Service, n_labels: int | None = None) -> Pooling:

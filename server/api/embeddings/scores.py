@@ -1,10 +1,9 @@
-"""Scores of labels: POST /v1/rerank and /v2/rerank as Cohere and Jina, /v1/classify as vLLM."""
+"""Documents by their scores: POST /v1/rerank and /v2/rerank, as Cohere and Jina."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from time import time
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -16,13 +15,10 @@ from server.api.embeddings.openai import InputUsage
 from server.api.embeddings.requests import EncoderFields, pooling_of, respond
 from server.api.http.body import LabelRoute
 from server.api.http.responses import GENERATE_ERRORS, service_of, state_of
-from server.api.openai.schemas import Prompts
-from server.api.schemas import Items, ModelName, ResponseBody, Size
+from server.api.schemas import Items, ModelName, ResponseBody, Share, Size
 from server.engine.sampling import Floats
 
 router = APIRouter(route_class=LabelRoute)
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class Document(BaseModel):
@@ -69,33 +65,6 @@ class Ranking(ResponseBody):
     )
 
 
-class ClassifyBody(EncoderFields):
-    """The body of POST /v1/classify."""
-
-    model: ModelName = None
-    input: Prompts = Field(description="Text, token ids, or a list of up to 2,048 of either.")
-
-
-class Classified(ResponseBody):
-    """The likeliest label of an input, and the probabilities of all, in the model's order."""
-
-    index: Size
-    label: str
-    probs: list[Share]
-    num_classes: Size
-
-
-class Classification(ResponseBody):
-    """The response of /v1/classify."""
-
-    id: str
-    object: Literal["list"]
-    created: int = Field(description="Unix time.")
-    model: str
-    data: list[Classified]
-    usage: InputUsage
-
-
 @router.post("/v1/rerank", response_model=Ranking, responses=GENERATE_ERRORS)
 async def rank_v1(request: Request, body: RankBody) -> Response:
     """Order documents by how well they answer a question, as Cohere and Jina do."""
@@ -126,23 +95,3 @@ async def _rank(request: Request, body: RankBody, version: str) -> Response:
 
     pairs = [(body.query, text) for text in texts]
     return await respond(request, body, pairs, "documents", "scores", show)
-
-
-@router.post("/v1/classify", response_model=Classification, responses=GENERATE_ERRORS)
-async def classify(request: Request, body: ClassifyBody) -> Response:
-    """Return each text's label and the probabilities of all labels, as vLLM does."""
-    service = service_of(request)
-    head: dict[str, Any] = {"id": f"classify-{state_of(request.scope).id}", "object": "list"}
-    head |= {"created": int(time()), "model": service.name}
-    pooling = pooling_of(service)
-
-    def show(outputs: list[Floats], n_tokens: int) -> Iterator[bytes]:
-        def classified(index: int) -> dict[str, Any]:
-            label = pooling.labels[int(outputs[index].argmax())]
-            probs = shares(outputs[index], pooling)
-            return {"index": index, "label": label, "probs": probs, "num_classes": len(probs)}
-
-        items = map(classified, range(len(outputs)))
-        return enveloped(head, "data", items, {"usage": usage(n_tokens)})
-
-    return await respond(request, body, body.input, "input", "scores", show)

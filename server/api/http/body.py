@@ -43,7 +43,7 @@ class BodyRoute(APIRoute):
     default is the first for the route's task.
     """
 
-    task: Task | None = None  # None is for every model
+    tasks: tuple[Task, ...] = ()  # none: a route of every model
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler. An endpoint with a body takes the request and the body."""
@@ -56,7 +56,7 @@ class BodyRoute(APIRoute):
             models = models_of(request.scope)
             body = await models.text_worker.call(len(raw), partial(parse, adapter, raw))
             name = getattr(body, "model", None)
-            service = models.find(name, self.task, must_choose=self.path.startswith(_VERSIONS))
+            service = models.find(name, *self.tasks, must_choose=self.path.startswith(_VERSIONS))
             state_of(request.scope).model = service.name
             response: Response = await self.endpoint(request, body)
             return response
@@ -74,19 +74,25 @@ class BodyRoute(APIRoute):
 class TextRoute(BodyRoute):
     """A route of the models that continue texts."""
 
-    task = "generate"
+    tasks = ("generate",)
 
 
 class VectorRoute(BodyRoute):
     """A route of the models that make vectors of texts."""
 
-    task = "embed"
+    tasks = ("embed",)
 
 
 class LabelRoute(BodyRoute):
     """A route of the models that score labels."""
 
-    task = "classify"
+    tasks = ("classify",)
+
+
+class EncoderRoute(BodyRoute):
+    """A route of the models that make vectors of texts, and of those that score labels."""
+
+    tasks = ("embed", "classify")
 
 
 def check_amount(raw: bytes) -> None:

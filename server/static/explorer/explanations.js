@@ -19,8 +19,15 @@ export class Explanation {
     this.tokens = response.tokens;
     this.ids = response.token_ids;
     this.nextTokens = response.next_tokens;
+    this.sourceTokens = response.source_tokens ?? []; // an encoder-decoder's; tokens: its target's
     this.maps = new Map();
-    this.store(response.attention);
+    this.alignments = new Map();
+    this.store(response);
+  }
+
+  /** Return the number of weights of a head. */
+  get perHead() {
+    return this.n * (this.n + this.sourceTokens.length);
   }
 
   get n() {
@@ -32,12 +39,22 @@ export class Explanation {
     return this.maps.get(`${layer}.${head}`);
   }
 
+  /** Return a head's rows of weights over the source, or undefined. */
+  alignment(layer, head) {
+    return this.alignments.get(`${layer}.${head}`);
+  }
+
   /** Store the weights of heads. Drop the oldest if there are too many. */
-  store(attention) {
+  store({ attention, source_attention: ofSource = [] }) {
     for (const { layer, head, weights } of attention)
       this.maps.set(`${layer}.${head}`, flatten(weights));
-    const most = Math.max(attention.length, Math.floor(MAX_WEIGHTS / this.n ** 2));
-    for (const oldest of [...this.maps.keys()].slice(0, -most)) this.maps.delete(oldest);
+    for (const { layer, head, weights } of ofSource)
+      this.alignments.set(`${layer}.${head}`, weights);
+    const most = Math.max(attention.length, Math.floor(MAX_WEIGHTS / this.perHead));
+    for (const oldest of [...this.maps.keys()].slice(0, -most)) {
+      this.maps.delete(oldest);
+      this.alignments.delete(oldest);
+    }
   }
 }
 
@@ -57,10 +74,8 @@ export async function explainText(text, layer, head, options) {
  */
 export async function fetchMissing(explanation, layers, heads, options, onarrival) {
   const missing = layers.filter((layer) => heads.some((head) => !explanation.weights(layer, head)));
-  for (const part of split(missing, heads, options.limits.max_weights / explanation.n ** 2)) {
-    explanation.store(
-      (await explain({ text: explanation.text, top_k: 0, ...part }, options)).attention,
-    );
+  for (const part of split(missing, heads, options.limits.max_weights / explanation.perHead)) {
+    explanation.store(await explain({ text: explanation.text, top_k: 0, ...part }, options));
     onarrival();
   }
 }

@@ -1,5 +1,6 @@
 // The attention explorer: a text, one head in detail, all heads as thumbnails, and the next token.
 
+import { showAlignment } from "./alignment.js";
 import { Palette, themeColours } from "../common/colours.js";
 import { byId, make } from "../common/dom.js";
 import { fetchMissing, explainText } from "./explanations.js";
@@ -33,7 +34,8 @@ export function start(modelCard) {
   overview.setHeads(range(card.config.n_layer), range(card.config.n_head), false);
   fillSelect("layer", card.config.n_layer);
   fillSelect("head", card.config.n_head);
-  byId("next-card").hidden = card.config.pooling !== null;
+  const { pooling, encoder } = card.config;
+  byId("next-card").hidden = pooling !== null || encoder !== null; // no token may be appended
   colour();
   byId("explain-form").addEventListener("submit", (event) => {
     event.preventDefault();
@@ -135,7 +137,7 @@ async function loadMissing(options) {
   const { n_layer: nLayer, n_head: nHead } = card.config;
   const chosenFirst = [head, ...range(nHead).filter((other) => other !== head)];
   await fetchMissing(explanation, [layer], chosenFirst, options, draw);
-  const isSmall = nLayer * nHead * explanation.n ** 2 <= MAX_OVERVIEW_WEIGHTS;
+  const isSmall = nLayer * nHead * explanation.perHead <= MAX_OVERVIEW_WEIGHTS;
   if (byId("overview-details").open && isSmall)
     await fetchMissing(explanation, range(nLayer), range(nHead), options, draw);
   byId("overview-note").textContent = isSmall
@@ -203,5 +205,6 @@ function draw() {
   if (!explanation.weights(layer, head)) return;
   shownSelection = selected;
   view.show(explanation, layer, head, maskAt(layer), palette);
+  showAlignment(explanation, explanation.alignment(layer, head));
   showFormula(card, layer, head, explanation.n);
 }

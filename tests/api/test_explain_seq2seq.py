@@ -1,0 +1,110 @@
+"""Attention of encoder-decoders: in a target and to its source, against PyTorch's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+from typer.testing import CliRunner
+
+from export.attention_graph import write_attention_graph
+from export.directory import make_manifest
+from kvasir import app
+from model.bundle import ModelBundle, Verification, load_bundle
+from model.network.cross_attention import CrossAttention, Source
+from model.reference import generate
+from server.errors import InvalidRequestError
+from server.explain import Explainer
+from tests.api.test_seq2seq import NETWORK, SOURCE, TOKENIZER, client
+from tests.encoder_decoders import export_both
+from tests.fake_seq2seq import EOS, read
+
+TARGET = "json.load"
+IDS = [*NETWORK.config.target_prefix, *TOKENIZER.encode(TARGET).ids]
+SOURCE_IDS = TOKENIZER.encode(SOURCE).ids
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> ModelBundle:
+    """A model directory, as `kvasir export` leaves it."""
+    folder = tmp_path_factory.mktemp("explained")
+    export_both(NETWORK.config, NETWORK.state_dict(), folder)
+    write_attention_graph(folder)
+    NETWORK.config.save(folder / "config.json")
+    TOKENIZER.save(str(folder / "tokenizer.json"))
+    figures = Verification(max_logit_error=0.0, greedy_agreement=1.0)
+    make_manifest(NETWORK.config, folder, "fp32", {}, figures).save(folder / "manifest.json")
+    return load_bundle(folder)
+
+
+def cross_weights(target_ids: list[int], source: Source) -> list[Tensor]:
+    """Return each layer's weights [n_head, n_target, n_source]."""
+    found: list[Tensor] = []
+
+    def listen(attention: CrossAttention, inputs: tuple[Tensor, Source]) -> None:
+        config = attention.config
+        query = attention.query(inputs[0]).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
+        keys = attention.keys_and_values(inputs[1].hidden)[0]
+        found.append((config.query_scale * query @ keys.mT).softmax(-1)[0])
+
+    modules = [module for module in NETWORK.modules() if isinstance(module, CrossAttention)]
+    hooks = [module.register_forward_pre_hook(listen) for module in modules]
+    with torch.inference_mode():
+        NETWORK(torch.tensor([target_ids]), source=source)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def test_the_weights_are_pytorchs(bundle: ModelBundle) -> None:
+    explanation = Explainer(bundle).explain(SOURCE, [1, 0], target=TARGET)
+    assert explanation.token_ids == IDS
+    assert explanation.source_ids == SOURCE_IDS
+    source = read(NETWORK, SOURCE_IDS)
+    expected = cross_weights(IDS, source)
+    assert sorted(explanation.source_weights) == [0, 1]
+    for layer, weights in explanation.source_weights.items():
+        np.testing.assert_allclose(weights, expected[layer].numpy(), atol=1e-5)
+        own = explanation.weights[layer]
+        assert own.shape == (2, len(IDS), len(IDS))
+        assert not np.triu(own, k=1).any()
+        np.testing.assert_allclose(own.sum(axis=-1), 1.0, atol=1e-5)
+    with torch.inference_mode():
+        logits = NETWORK(torch.tensor([IDS]), source=source)[0, -1]
+    assert explanation.next_tokens[0].token_id == int(logits.argmax())
+
+
+def test_a_target_is_for_encoder_decoders(bundle: ModelBundle) -> None:
+    with pytest.raises(InvalidRequestError, match="needs a target"):
+        Explainer(bundle).explain(SOURCE, [0])
+
+
+async def test_the_route_explains_a_given_target_and_the_likeliest(bundle: ModelBundle) -> None:
+    source = read(NETWORK, SOURCE_IDS)
+    prefix = list(NETWORK.config.target_prefix)
+    likeliest = generate(NETWORK, prefix, max_tokens=18, ending_ids=[EOS], source=source)
+    async with client(bundle) as c:
+        body = {"text": SOURCE, "layers": [1], "heads": [0]}
+        for fields, ids in ({"target": TARGET}, IDS), ({}, prefix + likeliest):
+            answer = (await c.post("/explain", json=body | fields)).json()
+            assert answer["token_ids"] == ids
+            assert answer["source_token_ids"] == SOURCE_IDS
+            assert len(answer["source_tokens"]) == len(SOURCE_IDS)
+            (shown,) = answer["source_attention"]
+            assert (shown["layer"], shown["head"]) == (1, 0)
+            weights = cross_weights(ids, source)[1][0].numpy()
+            np.testing.assert_allclose(shown["weights"], weights, atol=1e-5)
+            assert np.shape(answer["attention"][0]["weights"]) == (len(ids), len(ids))
+
+
+def test_an_alignment_is_drawn(bundle: ModelBundle, tmp_path: Path) -> None:
+    out = tmp_path / "alignment.png"
+    arguments = ["explain", str(bundle.path), SOURCE, "--target", TARGET, "--head", "0"]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    with Image.open(out) as drawn:
+        assert drawn.size[0] > 100
