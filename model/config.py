@@ -464,7 +464,7 @@ PRESETS = {
     ),
     "tiny-seq2seq": _with_encoder(
         (2048, 1024, 3, 6, 2, 32, 192, 480),
-        position="sinusoidal",  # cross-attention finds its place in a source sooner than by rotary
+        position="sinusoidal",
         norm="layernorm",
         norm_placement="post",
     ),

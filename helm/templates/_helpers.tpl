@@ -94,7 +94,7 @@ tolerations: {{- toYaml . | nindent 2 }}
 
 {{- define "kvasir.publicPaths" -}}
 prefixes: [/v1, /v2, /static]
-exact: [/, /model, /generate, /generate_stream, /info, /embed, /embed_all, /similarity, /rerank, /predict, /tokenize,
+exact: [/, /model, /generate, /generate_stream, /info, /embed, /embed_all, /similarity, /rerank, /predict, /score, /pooling, /classify, /tokenize,
   /detokenize, /openapi.json, /version]
 {{- end }}
 
