@@ -139,7 +139,8 @@ build/validate/.ready: pyproject.toml constraints.txt  # Helm's engine needs Pyt
 build/browser/.ready: constraints.txt
 	$(PYTHON) -m venv build/browser
 	build/browser/bin/pip install --quiet --disable-pip-version-check -c constraints.txt playwright pytest
-	npm install --silent --no-audit --no-fund --prefix build/browser axe-core@4.14.1
+	for _ in 1 2 3; do npm install --silent --no-audit --no-fund --prefix build/browser axe-core@4.14.1 && break; sleep 5; done
+	test -d build/browser/node_modules/axe-core
 	@touch $@
 
 build/conformance/.ready:  # these need other versions than constraints.txt has
