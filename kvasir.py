@@ -12,7 +12,9 @@ with on_interrupt(signal.SIG_DFL):
     import typer
 
     from commands.bench import bench_embed, bench_engine, bench_model, bench_seq2seq, bench_serve
-    from commands.console.output import CommandGroup
+    from commands.chat import chat
+    from commands.console.output import Command, CommandGroup
+    from commands.doctor import doctor
     from commands.explain import explain
     from commands.export import export, verify
     from commands.generate import generate
@@ -29,8 +31,10 @@ _COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("Make a model", export, "kvasir export runs/mine --out artifacts/mine"),
     ("Make a model", verify, "kvasir verify artifacts/mine --checkpoint runs/mine"),
     ("Use it", serve, "kvasir serve artifacts/mine"),
+    ("Use it", chat, "kvasir chat artifacts/mine"),
     ("Use it", generate, 'kvasir generate artifacts/mine "Once upon a time"'),
     ("Use it", explain, 'kvasir explain artifacts/mine "Once upon a time" --out map.png'),
+    ("Measure it", doctor, "kvasir doctor"),
 )
 _BENCHES: tuple[tuple[Callable[..., None], str], ...] = (
     (bench_model, "kvasir bench model --preset smollm2-135m --precision int8"),
@@ -67,10 +71,11 @@ def command(_version: bool = _VERSION) -> None:
 
 
 for panel, function, example in _COMMANDS:
-    add = app.command(example.split()[1], rich_help_panel=panel, epilog=f"For example: {example}")
-    add(function)
+    about = f"For example: {example}"
+    app.command(example.split()[1], cls=Command, rich_help_panel=panel, epilog=about)(function)
 for function, example in _BENCHES:
-    bench.command(example.split()[2], epilog=f"For example: {example}")(function)
+    about = f"For example: {example}"
+    bench.command(example.split()[2], cls=Command, epilog=about)(function)
 app.add_typer(bench, name="bench", rich_help_panel="Measure it")
 
 

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import typer
 from typer import Argument, Option
 
 from commands.console.options import Device, Json, Precision, Preset, complete_precision
@@ -32,12 +31,12 @@ def bench_model(
 ) -> None:
     """Write a model directory with random weights; kept until the exporter changes."""
     with loading(quiet=as_json):
-        from loadtest.random_model import make_random_model
+        from loadtest.random_model import folder_name, make_random_model
 
     with one_line_errors(), ProgressBar(quiet=as_json, takes_minutes=True) as progress:
-        folder = out or _RANDOM_MODELS / f"{preset}-{precision}"
+        folder = out or _RANDOM_MODELS / folder_name(preset, precision, "cpu")
         made = make_random_model(preset, precision, folder, progress=progress)
-    typer.echo(json.dumps({"directory": str(made)}) if as_json else made)
+    show(as_json, {"directory": str(made)}, str(made), then=("bench", "serve", made))
 
 
 def bench_engine(
@@ -51,11 +50,13 @@ def bench_engine(
     """Measure the engine in this process, with random weights and without HTTP."""
     with loading(quiet=as_json):
         from loadtest.bench_engine import bench_engine as measure
+        from loadtest.random_model import folder_name
 
     precision = precision or PRECISIONS[device][0]
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
         figures = measure(preset, precision, threads, cache, device, progress)
-    show(as_json, asdict(figures), *figures.tables())
+    then = ("bench", "serve", cache / folder_name(preset, precision, device))
+    show(as_json, asdict(figures), *figures.tables(), then=then)
 
 
 def bench_serve(
@@ -103,7 +104,8 @@ def bench_serve(
         )
         with ProgressBar(quiet=as_json) as progress:
             figures = bench.bench_serve(servers, plan, api_key, progress)
-    show(as_json, figures.as_json(), *figures.tables())
+    then = () if figures.errors else ("chat", server)
+    show(as_json, figures.as_json(), *figures.tables(), then=then)
     if figures.errors:
         fail(f"{len(figures.errors)} requests failed, the first: {figures.errors[0]}")
 
@@ -125,7 +127,8 @@ def bench_embed(
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
         plan = bench.Plan(concurrency, requests, lengths, rounds, model, drawn)
         figures = [asdict(row) for row in bench.bench_embed(servers, plan, progress)]
-    _show_servers("Embeddings", drawn, figures, as_json)
+    then = ("doctor",) if "://" in servers[0] else ("serve", servers[0])
+    _show_servers("Embeddings", drawn, figures, as_json, then)
 
 
 def bench_seq2seq(
@@ -149,17 +152,20 @@ def bench_seq2seq(
             concurrency, requests, lengths, num_beams, rounds, vocab_size, model, drawn
         )
         figures = [asdict(row) for row in bench.bench_seq2seq(servers, plan, progress)]
-    _show_servers("Encoder-decoders", drawn, figures, as_json)
+    _show_servers("Encoder-decoders", drawn, figures, as_json, ("chat", servers[0]))
 
 
-def _show_servers(title: str, seed: int, figures: list[dict[str, Any]], as_json: bool) -> None:
+def _show_servers(
+    title: str, seed: int, figures: list[dict[str, Any]], as_json: bool, then: tuple[str, ...]
+) -> None:
     columns = list(figures[0])
     rows = [
         [f"{value:,.1f}" if isinstance(value, float) else value for value in row.values()]
         for row in figures
     ]
     names = [name.replace("_", " ") for name in columns]
-    show(as_json, {"seed": seed, "servers": figures}, make_table(title, names, rows))
+    values = {"seed": seed, "servers": figures}
+    show(as_json, values, make_table(title, names, rows), then=then)
 
 
 def _parse_object(option: str, text: str) -> dict[str, Any]:

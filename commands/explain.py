@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from typer import Option
@@ -11,11 +13,27 @@ from commands.console.options import InputText, Json, ModelDirectory
 from commands.console.output import make_table, one_line_errors, show
 from commands.console.progress import ProgressBar
 
+if TYPE_CHECKING:
+    from server.explain.explanation import Head
+
 
 def _check_picture(out: Path | None) -> Path | None:
     if out is not None and out.suffix.lower() != ".png":
         raise typer.BadParameter(f"{str(out)!r} does not end in .png, the only format")
     return out
+
+
+def _check_heads(heads: str | None) -> str | None:
+    if heads is not None and not re.fullmatch(r"\d+\.\d+(,\d+\.\d+)*", heads):
+        raise typer.BadParameter(f"{heads!r} is not a list of heads such as 1.0,2.3")
+    return heads
+
+
+def _parse_heads(heads: str | None) -> tuple[Head, ...]:
+    """Return the heads of a list such as 1.0,2.3; None has none."""
+    from server.explain.explanation import Head
+
+    return tuple(Head(*map(int, one.split("."))) for one in heads.split(",")) if heads else ()
 
 
 def explain(
@@ -25,19 +43,24 @@ def explain(
     head: int | None = Option(None, min=0, help="One of its heads. Default: all, side by side."),
     target: str | None = Option(None, help="The target of the text, for an encoder-decoder."),
     top_k: int = Option(10, min=1, help="Number of likeliest next tokens."),
+    without: str | None = Option(
+        None, callback=_check_heads, metavar="LAYER.HEAD,…", help="Heads to switch off: 1.0,2.3."
+    ),
     out: Path | None = Option(None, callback=_check_picture, help="Draw the weights: a PNG."),
     as_json: Json = False,
 ) -> None:
     """Show what the exported model attends to in a text, and a decoder's likeliest next tokens."""
     from model.bundle import load_bundle
-    from server.explain import Explainer, check_index
+    from server.explain.explainer import Explainer
+    from server.explain.explanation import Questions, check_index
 
     with one_line_errors(), ProgressBar(quiet=as_json) as progress:
         progress("loading the model", 0, 0)
         bundle = load_bundle(directory)
         if head is not None:
             check_index("head", head, bundle.config.n_head)
-        explanation = Explainer(bundle).explain(text, [layer], top_k=top_k, target=target)
+        questions = Questions(top_k=top_k, without=_parse_heads(without))
+        explanation = Explainer(bundle).explain(text, [layer], questions, target=target)
         heads = list(range(bundle.config.n_head)) if head is None else [head]
         if out is not None:
             from commands.console.heatmap import draw_attention
@@ -45,7 +68,18 @@ def explain(
             progress(f"drawing {out.name}", 0, 0)
             draw_attention(explanation, bundle, layer, heads, out)
     tokens = explanation.tokens
-    if bundle.config.pooling is None:
+    if (effect := explanation.effect) is not None:
+        rows: list[tuple[str, ...]] = [
+            (
+                *(repr(one.text), str(one.token_id), f"{one.whole_probability:.1%}"),
+                *(f"{one.probability:.1%}", f"{one.logit - one.whole_logit:+.2f}"),
+            )
+            for one in effect.tokens
+        ]
+        title = f"after {len(tokens):,} tokens, without {len(questions.without)} heads"
+        title += f": {effect.kl_divergence:.3f} bits from the whole model"
+        columns: tuple[str, ...] = ("next token", "id", "whole", "without", "logit changes by")
+    elif bundle.config.pooling is None:
         rows = [
             (repr(one.text), str(one.token_id), f"{one.probability:.1%}")
             for one in explanation.next_tokens
@@ -59,4 +93,6 @@ def explain(
         ]
         which = f"the mean of {len(heads)} heads" if head is None else f"head {head}"
         title, columns = f"layer {layer}, {which}", ("token", "attends most to", "weight")
-    show(as_json, explanation.as_json(layer, heads), make_table(title, columns, rows))
+    table, wrote = make_table(title, columns, rows), [] if out is None else [f"wrote {out}"]
+    values = explanation.as_json(layer, heads)
+    show(as_json, values, table, *wrote, then=("serve", directory))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 from pydantic import ByteSize
 from rich.table import Table
@@ -31,6 +32,7 @@ _SHOWN = {"device", "precision", "parameters", "max_model_len", "verification"}
 _FORMATS = {
     "max_logit_error": ".4g",
     "greedy_agreement": ".1%",
+    "near_ties": ",",
     "perplexity_torch": ".4f",
     "perplexity_onnx": ".4f",
     "perplexity_error": ".2%",
@@ -91,7 +93,9 @@ def export(
     made = f"{manifest.precision} for {manifest.device}, {size.human_readable(separator=' ')}"
     summary = f"{made}; took {took}"
     table = _tables(out.name, exported=manifest.verification)
-    show(as_json, values | cost, *table, *(f"note: {note}" for note in notes), summary)
+    wrote = f"wrote {out}: {summary}"
+    lines = (*(f"note: {note}" for note in notes), wrote)
+    show(as_json, values | cost, *table, *lines, then=("serve", out))
 
 
 def verify(
@@ -114,8 +118,12 @@ def verify(
     if measured is None:
         note = f"hashes are right; to measure {manifest.precision} again, give its --checkpoint"
         parts.append(Text(note))
-    values = {"directory": str(directory), "manifest": manifest.verification.model_dump()}
-    show(as_json, values | {"measured": measured and measured.model_dump()}, *parts)
+    values: dict[str, Any] = {
+        "directory": str(directory),
+        "manifest": manifest.verification.model_dump(),
+    }
+    values |= {"measured": measured and measured.model_dump()}
+    show(as_json, values, *parts, then=("serve", directory))
 
 
 def _tables(title: str, **columns: Verification) -> list[Table | Text]:

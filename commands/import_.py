@@ -45,4 +45,6 @@ def import_(
     }
     table = make_table(out.name, ("", ""), rows.items())
     values = {"directory": str(out), **asdict(imported), **cost}
-    show(as_json, values, table, *(f"note: {note}" for note in imported.notes))
+    then = ("export", out, "--out", Path("artifacts", out.resolve().name))
+    notes = (f"note: {note}" for note in imported.notes)
+    show(as_json, values, table, *notes, f"wrote {out}", then=then)

@@ -37,7 +37,8 @@ def pull(
         found = find(wanted, cache_dir or user_cache())
         folder = found.pull(progress)
     values = {"reference": str(wanted), "revision": found.revision, "path": str(folder)}
-    show(as_json, values, str(folder))
+    where = ("--cache-dir", cache_dir) if cache_dir else ()
+    show(as_json, values, str(folder), then=("serve", str(wanted), *where))
 
 
 def on_this_machine(source: Path, cache_dir: Path | None, progress: Progress) -> Path:

@@ -13,9 +13,10 @@ from rich.console import Console
 from typer import Argument, Option
 
 from commands.console.options import Preset
-from commands.console.output import console, one_line_errors
+from commands.console.output import console, one_line_errors, show
 from commands.console.progress import ProgressBar, loading
 from model.files import writing
+from model.progress import Progress
 from model.training.settings import Schedule
 
 # Options that --resume allows: where the run is, and how the processes share it.
@@ -68,7 +69,9 @@ def train(
     include: list[str] | None = Option(None, help="Globs to take from folders."),
     exclude: list[str] | None = Option(None, help="Globs to skip in folders."),
     held_out: float = Option(0.05, min=0.0, max=0.5, help="Share to evaluate on."),
-    steps: int = Option(2000, min=1, help="Updates of the weights."),
+    steps: int | None = Option(
+        None, min=1, help="Updates of the weights. Default: by the size of text and network."
+    ),
     context: int = Option(256, min=1, help="Tokens per sequence."),
     batch_size: int = Option(16, min=1, help="Sequences per batch, in all processes."),
     accumulate: int = Option(1, min=1, help="Batches per step."),
@@ -81,7 +84,9 @@ def train(
     label_smoothing: float | None = Option(
         None, min=0.0, max=0.99, help="Of an encoder-decoder's targets. Default: 0.1."
     ),
-    evaluate_every: int = Option(250, min=1, help="Steps between evaluations."),
+    evaluate_every: int | None = Option(
+        None, min=1, help="Steps between evaluations. Default: a fifth of all, at most 250."
+    ),
     checkpoint_every: int = Option(250, min=1, help="Steps between checkpoints."),
     mixed_precision: bool = Option(True, help="Use bfloat16 if hardware has it."),
     tensorboard: bool = Option(False, "--tensorboard", help="Write event files too."),
@@ -97,15 +102,19 @@ def train(
 
     In several processes: torchrun --nproc-per-node N -m commands.train …
     """
-    options = locals()
+    _train(locals(), _given_options(invocation))
+
+
+def _train(options: dict[str, Any], given: dict[str, str]) -> None:
+    """Begin or continue a run. given: the options of the command line, by name."""
+    out, shard, resume = options["out"], options["shard"], options["resume"]
     with loading():
         from model.training import run
         from model.training.distributed import PeerError, ShardError, join
         from model.training.trainer import DivergedError
 
-    if tensorboard:
+    if options["tensorboard"]:
         import_module("tensorboard")  # fails here, before the corpus is prepared
-    given = _given_options(invocation)
     with join() as processes, one_line_errors():
         is_first = processes.is_first
         lines = console(quiet=not is_first)
@@ -115,27 +124,34 @@ def train(
                 if resume:
                     refused = [name for key, name in given.items() if key not in _WITH_RESUME]
                     _refuse("--resume continues the run with its own text and settings", refused)
-                elif not corpus:
+                elif not options["corpus"]:
                     message = "name at least one file or folder to train on, or give --resume"
                     raise ValueError(message)
                 elif is_first:
-                    processes.rows_per_process(batch_size)
-                    _prepare_run(options, given, lines)
+                    processes.rows_per_process(options["batch_size"])
+                    with ProgressBar(takes_minutes=True) as preparing:
+                        _prepare_run(options, given, preparing.lines, preparing)
             trainer = run.open_run(out, processes, shard=shard)
             if resume:
                 message = f"resuming {out} at step {trainer.step} of {trainer.settings.steps}"
                 lines.print(message, soft_wrap=True)
             with writing(out), ProgressBar(quiet=not is_first) as progress:
-                complete = run.train_run(out, trainer, lines, progress)
+                complete = run.train_run(out, trainer, progress.lines, progress)
             if not complete:
                 raise typer.Exit(130)
+            if is_first:
+                show(
+                    False, {}, then=("export", out, "--out", Path("artifacts", out.resolve().name))
+                )
         except (DivergedError, PeerError, ShardError) as error:  # all processes raise one at once
             if isinstance(error, PeerError) or not is_first:
                 raise typer.Exit(1) from None
             raise
 
 
-def _prepare_run(options: dict[str, Any], given: dict[str, str], lines: Console) -> None:
+def _prepare_run(
+    options: dict[str, Any], given: dict[str, str], lines: Console, progress: Progress
+) -> None:
     """Write the run that the options of `train` describe. They are named as fields of settings."""
     from model.checkpoint import load_checkpoint
     from model.config import TransformerConfig, preset
@@ -169,7 +185,8 @@ def _prepare_run(options: dict[str, Any], given: dict[str, str], lines: Console)
         settings.setdefault("label_smoothing", _LABEL_SMOOTHING)
     elif "label_smoothing" in settings:
         raise ValueError("--label-smoothing is for an encoder-decoder; leave it out")
-    prepare_run(options["out"], source, config, TrainSettings(**settings), lines, checkpoint)
+    made = TrainSettings(**{"steps": 0, "evaluate_every": 0} | settings)  # 0: as the corpus says
+    prepare_run(options["out"], source, config, made, lines, checkpoint, progress)
 
 
 def _refuse(reason: str, options: list[str]) -> None:

@@ -13,9 +13,9 @@ from export.attention_graph import write_attention_graph
 from export.encoder_graph import export_encoder_graph
 from export.graph import export_graph, load_weights
 from export.kv_cache import KVScales
-from export.paged_graph import KV_DTYPES, check_pageable, export_paged_graph
+from export.paged_graph import KV_DTYPES, check_pageable, export_paged_graph, speed_notes
 from export.source_graph import export_source_graph, load_both_weights
-from export.verification.paged_session import PagedSession, require_cuda
+from export.verification.paged_session import PagedSession, require_device
 from export.verification.samples import make_sample
 from export.verification.segments import SegmentedGraph
 from export.verification.vectors import verify_vectors
@@ -40,6 +40,7 @@ from model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from model.config import TransformerConfig, first_problem
 from model.files import new_directory
 from model.network.skeleton import count_parameters
+from model.onnx.runtime import onnxruntime
 from model.progress import Progress, unheard
 from model.tensor_files import hash_weights
 
@@ -48,7 +49,7 @@ _NOTES = {"step": "training_step", "seconds": "training_seconds"}
 _NOTES |= {name: name for name in ("train_tokens", "held_out_tokens")}
 _OF_HELD_OUT = ("held_out_loss", "held_out_accuracy", "held_out_exact_match")
 _NOTES |= {name: name for name in _OF_HELD_OUT}
-_VERSIONS = ("torch", "onnx", "onnxruntime", "kvasir-lm")
+_VERSIONS = ("torch", "onnx", "kvasir-lm")
 
 
 def export_checkpoint(
@@ -68,7 +69,7 @@ def export_checkpoint(
 
     Returns its manifest, and notes on what was left out of a published model.
 
-    device: a graph for cuda is verified on a GPU, so there must be one. precision: None is the
+    device: a graph for a GPU is verified there, so there must be one. precision: None is the
     device's first. kv_cache: on cuda, one of KV_DTYPES; None is the type of activations.
     int8_prompts: give int4 on the CPU int8 weights as well, for prompts. text: see `make_sample`.
     generation: recommended sampling, which overrides the checkpoint's field by field.
@@ -77,20 +78,15 @@ def export_checkpoint(
     device or a decoder that cannot be used with the others.
     """
     precision = PRECISIONS[device][0] if precision is None else precision
-    check_precision(precision, device)
-    if kv_cache is not None and (device != "cuda" or kv_cache not in KV_DTYPES):
-        known = ", ".join(KV_DTYPES)
-        raise ValueError(f"no kv cache {kv_cache!r} on {device}; on cuda there are {known}")
-    if not int8_prompts and (device, precision) != ("cpu", "int4"):
-        raise ValueError(f"{precision} on {device} has no int8 prompts; only int4 on cpu has")
+    _check_options(device, precision, kv_cache, int8_prompts=int8_prompts)
     progress("reading the checkpoint", 0, 0)
     checkpoint = load_checkpoint(source, max_model_len)
     config, weights = checkpoint.config, checkpoint.weights
     if config.encoder is not None:
         check_encoder_precision(device, precision, "an encoder-decoder")
-    if device == "cuda":
+    if device != "cpu":
         check_pageable(config)
-        require_cuda()
+        require_device(device)
     if config.pooling is not None:
         check_vector_options(device, precision, text)
     sample = None if config.pooling else make_sample(checkpoint, text, precision)
@@ -110,8 +106,10 @@ def export_checkpoint(
             verifier, scales = Verifier(config, weights, sample, device), KVScales(config)
             verifier.compute(progress, scales.observe)
             steps = scales.steps()
-            if device == "cuda":
-                export_paged_graph(config, weights, graph, precision, kv_cache, steps, progress)
+            if device != "cpu":
+                export_paged_graph(
+                    config, weights, graph, precision, kv_cache, steps, progress, device
+                )
             else:
                 export_graph(
                     config, weights, graph, precision, steps, progress, int8_prompts=int8_prompts
@@ -124,7 +122,19 @@ def export_checkpoint(
         notes = _describe_source(checkpoint)
         manifest = make_manifest(config, part, precision, notes, figures, device)
         manifest.save(part / MANIFEST_FILE)
-    return manifest, checkpoint.notes
+    return manifest, checkpoint.notes + (speed_notes(config) if device == "cuda" else ())
+
+
+def _check_options(
+    device: Device, precision: str, kv_cache: str | None, *, int8_prompts: bool
+) -> None:
+    """Raise ValueError for options that are not for a device or a precision."""
+    check_precision(precision, device)
+    if kv_cache is not None and (device != "cuda" or kv_cache not in KV_DTYPES):
+        known = ", ".join(KV_DTYPES)
+        raise ValueError(f"no kv cache {kv_cache!r} on {device}; on cuda there are {known}")
+    if not int8_prompts and (device, precision) != ("cpu", "int4"):
+        raise ValueError(f"{precision} on {device} has no int8 prompts; only int4 on cpu has")
 
 
 def _extra_files(checkpoint: Checkpoint, generation: GenerationDefaults | None) -> dict[str, bytes]:
@@ -149,7 +159,7 @@ def check_vector_options(device: Device, precision: str, text: Path | None) -> N
 
 def check_encoder_precision(device: Device, precision: str, kind: str) -> None:
     """Raise ValueError for what a model of this kind, which has an encoder, is not made to."""
-    if device == "cuda" or precision == "int4":
+    if device != "cpu" or precision == "int4":
         raise ValueError(f"{kind} is fp32 or int8 on cpu, not {precision} on {device}")
 
 
@@ -210,8 +220,9 @@ def _verify(
     progress: Progress,
 ) -> Verification:
     """Measure a graph on its device. Raises VerificationError."""
-    open_graph = PagedSession.open if device == "cuda" else SegmentedGraph
-    figures = verifier.verify(open_graph(path, config), progress)
+    on_cpu = device == "cpu"
+    graph = SegmentedGraph(path, config) if on_cpu else PagedSession.open(path, config, device)
+    figures = verifier.verify(graph, progress)
     check(figures, precision)
     return figures
 
@@ -237,7 +248,9 @@ def make_manifest(
         fits_16_bits=kind != "decoder",
         graph_inputs=[str(value.name) for value in graph.inputs],
         graph_outputs=[str(value.name) for value in graph.outputs],
-        versions={name: version(name) for name in _VERSIONS},
+        # The packages of ONNX Runtime have different names.
+        versions={"onnxruntime": onnxruntime.__version__}
+        | {name: version(name) for name in _VERSIONS},
         files=hash_files(directory),
         source=source,
         verification=verification,

@@ -1,10 +1,10 @@
-"""Transformer → ONNX for CUDA: one graph over packed tokens, whose keys and values are in blocks.
+"""Transformer → ONNX for a GPU: one graph over packed tokens, whose keys and values are in blocks.
 
 Inputs are those of RUN_INPUTS, which `PagedInputs` describes, and blocks of keys and values,
 past_key_values.{i}.key and .value: [num_blocks, KV_BLOCK_SIZE, n_kv_head, head_dim]. logits_indices
 names the tokens that want logits. attention_metadata is the most new tokens of a sequence, and
-twice the most in all. Outputs are logits, float [rows, vocab_size], and present.{i}.key and .value,
-which are aliased with the past.
+twice the most in all. Outputs are logits, float [rows, vocab_size], present.{i}.key and .value,
+which are aliased with the past, and for CUDA the likeliest tokens (`export.tail`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from torch import Tensor
 from export.kv_cache import scale_kv_channels
 from export.quantize import quantize_in_blocks
 from export.rewrite import save
+from export.tail import add_candidates
 from export.trace import TensorSpec, trace
 from export.weights import Weights
-from model.bundle import KV_BLOCK_SIZE
+from model.bundle import KV_BLOCK_SIZE, Device
 from model.config import ConfigError, TransformerConfig
 from model.network.attention import Attention, PagedInputs
 from model.network.skeleton import make_skeleton
@@ -31,8 +32,10 @@ from model.progress import Progress, unheard
 # By precision: the type of activations, keys and values. int8 and int4 round weights as well.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES |= dict.fromkeys(("int8", "int4"), torch.bfloat16)
+_NOT_IN_WEBGPU = "slot_mapping"  # an input of PagedAttention
 # Keys and values in half of the memory, rounded.
 KV_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_FLASH_CHANNELS = 256  # the most of a head for which there are kernels
 RUN_INPUTS: dict[str, TensorSpec] = {
     "input_ids": (torch.int64, ["tokens"]),
     "position_ids": (torch.int64, ["tokens"]),
@@ -46,7 +49,7 @@ RUN_INPUTS: dict[str, TensorSpec] = {
 
 
 def check_pageable(config: TransformerConfig) -> None:
-    """Raise ConfigError for a decoder that cannot be exported for CUDA."""
+    """Raise ConfigError for a decoder that cannot be exported for a GPU."""
     if config.position == "alibi" or config.has_relative_bias:
         raise ConfigError(
             f"{config.position} positions bias scores, which ONNX Runtime's PagedAttention cannot; "
@@ -57,6 +60,16 @@ def check_pageable(config: TransformerConfig) -> None:
             raise ConfigError(f"{name} {value} is exported for the CPU only")
 
 
+def speed_notes(config: TransformerConfig) -> tuple[str, ...]:
+    """Return a note if CUDA has no FlashAttention for the head size."""
+    if config.head_dim <= _FLASH_CHANNELS:
+        return ()
+    return (
+        f"head_dim {config.head_dim}: above {_FLASH_CHANNELS} channels CUDA has no FlashAttention, "
+        "so long contexts are slow",
+    )
+
+
 def export_paged_graph(
     config: TransformerConfig,
     weights: Mapping[str, Tensor],
@@ -65,14 +78,17 @@ def export_paged_graph(
     kv_cache: str | None = None,
     kv_scales: NDArray[np.float32] | None = None,
     progress: Progress = unheard,
+    device: Device = "cuda",
 ) -> None:
     """Write the graph to `path` and its weights beside it, as external data.
 
-    precision: one of DTYPES. kv_cache: one of KV_DTYPES; None is the activations' own type. weights
-    and kv_scales, which a kv_cache needs: see `export.graph.export_graph`. Raises ConfigError as
-    `check_pageable`.
+    precision: one of DTYPES; WebGPU has no bfloat16, so activations there are float16. kv_cache:
+    one of KV_DTYPES; None is the activations' own type. weights and kv_scales, which a kv_cache
+    needs: see `export.graph.export_graph`. Raises ConfigError as `check_pageable`.
     """
-    dtype = DTYPES[precision]
+    on_webgpu = device == "webgpu"
+    dtype = torch.float16 if on_webgpu else DTYPES[precision]
+    inputs = {n: of for n, of in RUN_INPUTS.items() if not (on_webgpu and n == _NOT_IN_WEBGPU)}
     check_pageable(config)
     converted = Weights(weights, dtype)
     if kv_cache is not None:
@@ -86,7 +102,9 @@ def export_paged_graph(
             module.norms_in_operator = all(bool((of == of[0]).all()) for of in norms)
     kv_dtype = dtype if kv_cache is None else KV_DTYPES[kv_cache]
     blocks: list[int | str] = ["num_blocks", KV_BLOCK_SIZE, config.n_kv_head, config.head_dim]
-    model = trace(decoder, converted, PagedInputs, RUN_INPUTS, (kv_dtype, blocks))
+    model = trace(decoder, converted, PagedInputs, inputs, (kv_dtype, blocks))
     if precision in ("int8", "int4"):
         quantize_in_blocks(model, converted, bits=8 if precision == "int8" else 4)
+    if not on_webgpu:
+        add_candidates(model.graph, config.vocab_size)
     save(model, path, progress)

@@ -17,9 +17,8 @@ from statistics import median
 from time import perf_counter
 
 import numpy as np
-import uvloop
 
-from loadtest.json_client import JsonClient, served
+from loadtest.json_client import JsonClient, Rounds, medians
 from model.progress import Progress, followed, unheard
 
 _WORDS_PER_TOKEN = 0.75
@@ -59,22 +58,16 @@ def bench_embed(
 ) -> list[EmbedFigures]:
     """Measure servers, each a URL or a model directory to serve, in turn.
 
-    Raises ValueError for an invalid URL, ChildProcessError for a directory that cannot be served,
-    and ConnectionError for a request that is refused.
+    Raises as `medians` does.
     """
-    with served(addresses, "/v1/embeddings") as clients:
-        rounds = uvloop.run(_measure(clients, plan, progress))
-    return [
-        EmbedFigures(address, *(median(of) for of in zip(*figures, strict=True)))
-        for address, figures in zip(addresses, rounds, strict=True)
-    ]
+    return medians(
+        addresses, "/v1/embeddings", lambda clients: _measure(clients, plan, progress), EmbedFigures
+    )
 
 
-async def _measure(
-    clients: list[JsonClient], plan: Plan, progress: Progress
-) -> list[list[tuple[float, ...]]]:
+async def _measure(clients: list[JsonClient], plan: Plan, progress: Progress) -> Rounds:
     generator = np.random.default_rng(plan.seed)
-    figures: list[list[tuple[float, ...]]] = [[] for _ in clients]
+    figures: Rounds = [[] for _ in clients]
 
     def body(n_tokens: int) -> bytes:
         n_words = max(1, round(n_tokens * _WORDS_PER_TOKEN))

@@ -20,17 +20,17 @@ import numpy as np
 import torch
 from rich.table import Column, Table
 
-from loadtest.random_model import make_random_model
+from loadtest.random_model import folder_name, make_random_model
 from model.bundle import GRAPH_FILE, Device
 from model.config import TransformerConfig, preset
+from model.machine import usable_cpus
 from model.network.transformer import Transformer
 from model.onnx.runtime import onnxruntime
 from model.progress import Progress, followed, unheard
-from server.engine.cuda.runner import PagedRunner
-from server.engine.cuda.session import open_cuda_runner
 from server.engine.engine import Engine, warm_up
+from server.engine.gpu.runner import PagedRunner
+from server.engine.gpu.session import open_gpu_runner
 from server.engine.kv.rows import KVShape
-from server.engine.machine import usable_cpus
 from server.engine.runner import OnnxRunner
 from server.engine.sampling import SamplingParams
 from server.engine.sequence import Sequence
@@ -134,13 +134,17 @@ def bench_engine(
     progress: Progress = unheard,
 ) -> EngineFigures:
     """Measure a preset with random weights, kept in `cache`; raises as `make_random_model`."""
-    folder = f"{name}-{precision}" if device == "cpu" else f"{name}-{device}-{precision}"
-    graph = make_random_model(name, precision, cache / folder, device, progress) / GRAPH_FILE
+    if device not in DECODE_BATCHES:
+        raise ValueError(f"no figures of {device}; there are {', '.join(DECODE_BATCHES)}")
+    folder = cache / folder_name(name, precision, device)
+    graph = make_random_model(name, precision, folder, device, progress) / GRAPH_FILE
     config, batches, threads = preset(name), DECODE_BATCHES[device], threads or usable_cpus()
     progress("loading the model", 0, 0)
     runner: OnnxRunner | PagedRunner
     if device == "cuda":
-        runner = open_cuda_runner(graph, config, max_num_seqs=batches[-1], keep_prompts=False)
+        runner = open_gpu_runner(
+            device, graph, config, max_num_seqs=batches[-1], keep_prompts=False
+        )
     else:
         runner = OnnxRunner(graph, config, max_num_seqs=batches[-1], threads=threads)
         warm_up(runner)

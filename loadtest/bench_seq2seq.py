@@ -10,13 +10,11 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
-from statistics import median
 from time import perf_counter
 
 import numpy as np
-import uvloop
 
-from loadtest.json_client import Answer, JsonClient, served
+from loadtest.json_client import Answer, JsonClient, Rounds, medians
 from model.progress import Progress, followed, unheard
 
 _FIRST_TOKEN = 4  # those before it are often special
@@ -54,21 +52,19 @@ def bench_seq2seq(
 ) -> list[Seq2SeqFigures]:
     """Measure servers, each a URL or a model directory to serve, in turn.
 
-    Raises as `served` does, and ConnectionError for a request that is refused.
+    Raises as `medians` does.
     """
-    with served(addresses, "/v1/completions") as clients:
-        rounds = uvloop.run(_measure(clients, plan, progress))
-    return [
-        Seq2SeqFigures(address, *(median(of) for of in zip(*figures, strict=True)))
-        for address, figures in zip(addresses, rounds, strict=True)
-    ]
+    return medians(
+        addresses,
+        "/v1/completions",
+        lambda clients: _measure(clients, plan, progress),
+        Seq2SeqFigures,
+    )
 
 
-async def _measure(
-    clients: list[JsonClient], plan: Plan, progress: Progress
-) -> list[list[tuple[float, ...]]]:
+async def _measure(clients: list[JsonClient], plan: Plan, progress: Progress) -> Rounds:
     generator = np.random.default_rng(plan.seed)
-    figures: list[list[tuple[float, ...]]] = [[] for _ in clients]
+    figures: Rounds = [[] for _ in clients]
     for number in followed(range(plan.rounds + 1), "rounds", progress):
         least, most = np.log(plan.lengths)
         lengths = np.exp(generator.uniform(least, most, plan.requests)).round().astype(int)

@@ -1,223 +1,257 @@
 """Checks and measurements on an NVIDIA GPU: parity with PyTorch, promises, speed beside a peer.
 
-The peer is transformers on the same card in the same run, with the same shape and random weights:
-`generate` with a static cache, and `generate_batch` with its continuous batching.
+The most important come first, and every figure is written as it comes, so that a run which ends
+early has answered something.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import platform
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from time import perf_counter
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
-import transformers
-from rich.console import Console
 
-from loadtest.bench_engine import DECODE_BATCHES, bench_engine, median_seconds
+from export.paged_graph import KV_DTYPES
+from loadtest.bench_engine import DECODE_BATCHES, bench_engine
+from loadtest.gpu_log import FigureLog
+from loadtest.gpu_peer import NEW, PROMPT, Peer, answer_speed
+from loadtest.gpu_promises import check_figures, check_promises, generate
+from loadtest.gpu_steps import (
+    check_memory,
+    check_replays,
+    measure_copy,
+    measure_mixed,
+    measure_step,
+    open_runner,
+)
 from loadtest.random_model import make_random_model
 from model.bundle import PRECISIONS, load_bundle
-from model.config import TransformerConfig, preset
-from model.onnx.runtime import onnxruntime
-from server.engine.cuda.session import open_cuda_runner
+from model.config import preset
 from server.engine.engine import Engine
-from server.engine.sampling import SamplingParams
-from server.engine.sequence import Sequence
+from server.engine.gpu.cuda import require_cuda
+from server.engine.gpu.session import open_gpu_runner
 
 PRESETS = ("smollm2-135m", "llama3.2-1b")
-_PROMPT, _NEW = 128, 64  # tokens of the peer's sequences
-_ROUNDS = 3
-_ABORTED = frozenset({3, 7})
+_CONTEXTS = (512, 8192)
+_LONGEST = 16384  # of rows, for the longer contexts and the steps until all sequences decode
+_SHOWN = {"max_logit_error", "greedy_agreement", "near_ties", "positions"}
+_SHARED_LENGTHS = tuple(range(20, 740, 30))  # of prompts without their shared beginnings
+_KV_BYTES = 2**30, 2**28, 2**32  # of a sequence alone, of several with too few, of many
+_PACKAGES = ("onnxruntime-gpu", "torch", "transformers", "nvidia-cublas", "nvidia-cudnn-cu13")
 
-# Largest difference of logits from PyTorch's in float32, in standard deviations, and smallest share
-# of equal greedy tokens. Perplexity cannot test random weights: no attention at all would pass.
-_LIMITS = {"bf16": (0.25, 0.95), "fp16": (0.05, 0.98), "int8": (0.35, 0.9), "int4": (3.0, 0.35)}
-# Share of tokens as in a sequence's run alone. After one difference, all may differ.
+# Decode steps to measure: name, temperature, as CUDA graphs. A nucleus of random logits is as small
+# as a trained model's at a low temperature; at others it takes whole rows.
+_STEPS = (
+    ("greedy", 0.0, True),
+    ("greedy, no graphs", 0.0, False),
+    ("top-p 0.95", 0.05, True),
+    ("top-p 0.95 of whole rows", 0.8, True),
+)
+_REPLAYED = 300  # tokens, over a block's end
+
+_CUDNN = "ORT_ENABLE_CUDNN_FLASH_ATTENTION"
+_SAID = {"ORT_ENABLE_ATTENTION_KERNEL_DEBUG_INFO": "1"}  # prints the kernel that attention takes
+# Environments to measure in, without and with rounded weights. PyTorch brings a cuDNN, which the
+# image lacks; with it PagedAttention may choose another kernel.
+_KERNELS: tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]] = (
+    {"cuDNN's attention off": {_CUDNN: "0"}, "cuDNN's attention on": {_CUDNN: "1"}},
+    {
+        "MatMulNBits": {_CUDNN: "0"},
+        "fpA_intB products": {_CUDNN: "0", "ORT_FPA_INTB_GEMM": "1"},
+    },
+)
+# Share of tokens as in a sequence's run alone.
 _MIN_EQUAL = 0.9
 
 
-def check_parity(folder: Path, name: str, precision: str) -> dict[str, float]:
-    """Export a preset and verify it on the GPU. Raises AssertionError if its results are wrong."""
-    make_random_model(name, precision, folder, "cuda")
-    figures = load_bundle(folder).manifest.verification
-    error, agreement = figures.max_logit_error, figures.greedy_agreement
-    largest, smallest = _LIMITS[precision]
-    assert error < largest, f"logits differ by {error:.3f} deviations"
-    assert agreement >= smallest, f"only {agreement:.1%} of greedy tokens are PyTorch's"
-    return {"max_logit_error": error, "greedy_agreement": agreement}
+def describe_machine() -> dict[str, Any]:
+    """Return the card and the versions. Raises NoDeviceError where no card can be used."""
+    require_cuda()
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    driver = "unknown"
+    if tool := shutil.which("nvidia-smi"):
+        query = [tool, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
+        result = subprocess.run(query, capture_output=True, text=True, check=False)  # noqa: S603
+        driver = result.stdout.strip()
+    return {"card": torch.cuda.get_device_name(), "driver": driver, **versions}
 
 
-def check_engine(folder: Path) -> float:
-    """Run many sequences with shared prefixes and too few blocks, and abort some of them.
+def check_parity(
+    folder: Path,
+    name: str,
+    precision: str,
+    kv_cache: str | None = None,
+    max_model_len: int | None = None,
+) -> dict[str, Any]:
+    """Export a preset and verify it on the GPU. Raises AssertionError if its results are wrong.
 
-    Returns the share of tokens equal to the sequence's alone. Raises AssertionError if that is too
-    small, a sequence does not end exactly once, or anything leaks.
+    Figures of 8-bit keys and values have no limits yet.
     """
-    bundle = load_bundle(folder)
-    vocab_size, generator = bundle.config.vocab_size, np.random.default_rng(0)
-    common, *rests = (
-        generator.integers(vocab_size, size=n).tolist() for n in (600, *range(20, 740, 30))
+    make_random_model(
+        name, precision, folder, "cuda", kv_cache=kv_cache, max_model_len=max_model_len
     )
-    prompts = [common[: 256 * (i % 3)] + rest for i, rest in enumerate(rests)]
-    open_runner = partial(open_cuda_runner, bundle.graph_path, bundle.config, max_model_len=2048)
-    one = open_runner(max_num_seqs=1, kv_cache_bytes=2**30)
-    alone = [_generate(Engine(one, chunk_size=2048), [prompt], 32)[0] for prompt in prompts]
-    del one
-    runner = open_runner(max_num_seqs=16, kv_cache_bytes=2**28)
-    engine = Engine(runner, chunk_size=512)
-    equal = total = 0
-    for _ in range(2):  # the second time, the blocks of the prompts' beginnings are cached
-        together = _generate(engine, prompts, 32, _ABORTED)
-        assert runner.kv.reserved_tokens == 0, "an ended sequence still holds blocks"
-        n_held = runner.kv.max_num_seqs - len(runner.kv.free_rows)
-        assert n_held == 0, f"ended sequences still hold {n_held} rows"
-        for i, (found, expected) in enumerate(zip(together, alone, strict=True)):
-            assert len(found) == len(expected) or i in _ABORTED, "a sequence ended early"
-            equal += sum(a == b for a, b in zip(found, expected, strict=False))
-            total += len(found)
-    share = equal / total
-    assert share >= _MIN_EQUAL, f"only {share:.1%} of tokens are those of the sequence alone"
+    figures = load_bundle(folder).manifest.verification
+    if kv_cache is None:
+        check_figures(figures, precision)
+    return figures.model_dump(include=_SHOWN)
+
+
+def with_settings(settings: dict[str, str], measure: Callable[..., Any], *arguments: Any) -> Any:
+    """Measure in an environment; ONNX Runtime reads it when a session is opened."""
+    known = dict(os.environ)
+    os.environ |= settings
+    try:
+        return measure(*arguments)
+    finally:
+        os.environ.clear()
+        os.environ |= known
+
+
+def measure_alone(name: str, precision: str, cache: Path) -> dict[str, Any]:
+    """Measure the engine; see `bench_engine`."""
+    return asdict(bench_engine(name, precision, None, cache, "cuda"))
+
+
+def check_engine(folder: Path, smallest: float = _MIN_EQUAL) -> float:
+    """Return the share of tokens as in a sequence's run alone; see `check_promises`."""
+    bundle = load_bundle(folder)
+    longest = min(2048, bundle.config.max_model_len)
+    open_one = partial(
+        open_gpu_runner, "cuda", bundle.graph_path, bundle.config, max_model_len=longest
+    )
+    share = check_promises(
+        partial(open_one, max_num_seqs=1, kv_cache_bytes=_KV_BYTES[0]),
+        partial(open_one, max_num_seqs=16, kv_cache_bytes=_KV_BYTES[1]),
+        _SHARED_LENGTHS,
+        n_new=32,
+        chunk_size=512,
+    )
+    assert share >= smallest, f"only {share:.1%} of tokens are those of the sequence alone"
     return share
 
 
 def measure_engine(folder: Path, batch: int) -> float:
     """Return new tokens per second for `batch` simultaneous prompts, prefill included."""
     bundle = load_bundle(folder)
-    limits = {"max_num_seqs": batch, "max_model_len": _PROMPT + _NEW, "kv_cache_bytes": 2**32}
-    runner = open_cuda_runner(bundle.graph_path, bundle.config, **limits, keep_prompts=False)
+    runner = open_gpu_runner(
+        "cuda",
+        bundle.graph_path,
+        bundle.config,
+        max_num_seqs=batch,
+        max_model_len=PROMPT + NEW,
+        kv_cache_bytes=_KV_BYTES[2],
+        keep_prompts=False,
+    )
     engine = Engine(runner, chunk_size=2048)
-    return _speed(batch, runner.vocab_size, lambda prompts: _generate(engine, prompts, _NEW))
+    return answer_speed(batch, runner.vocab_size, lambda prompts: generate(engine, prompts, NEW))
 
 
-def _speed(
-    batch: int, vocab_size: int, generate: Callable[[list[list[int]]], list[list[int]]]
-) -> float:
-    generator = np.random.default_rng(0)
-
-    def run() -> None:
-        prompts = generator.integers(vocab_size, size=(batch, _PROMPT)).tolist()
-        lengths = [len(tokens) for tokens in generate(prompts)]
-        assert lengths == [_NEW] * batch, "an answer ended early"
-
-    return batch * _NEW / median_seconds(run, _ROUNDS)
-
-
-def _generate(
-    engine: Engine, prompts: list[list[int]], n_new: int, aborted: frozenset[int] = frozenset()
-) -> list[list[int]]:
-    """Return the greedy tokens of every prompt; abort those numbered in `aborted` after five."""
-    tokens: list[list[int]] = [[] for _ in prompts]
-    ended: set[int] = set()
-    for i, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=n_new, temperature=0.0)
-        engine.add(Sequence(i, prompt, params, frozenset(), perf_counter()))
-    while engine.has_work:
-        for output in engine.step()[0]:
-            assert output.sequence_id not in ended, "an output after the last one"
-            if output.token_id is not None:
-                tokens[output.sequence_id].append(output.token_id)
-            if output.finish_reason is not None:
-                ended.add(output.sequence_id)
-        ended |= {i for i in aborted - ended if len(tokens[i]) >= 5 and engine.abort(i)}
-    assert len(ended) == len(prompts), "a sequence never ended"
-    return tokens
-
-
-class Peer:
-    """The Llama of transformers in a preset's shape, with random bfloat16 weights."""
-
-    def __init__(self, config: TransformerConfig, device: str = "cuda") -> None:
-        shape = transformers.LlamaConfig(
-            vocab_size=config.vocab_size, hidden_size=config.d_model, intermediate_size=config.d_ff,
-            num_hidden_layers=config.n_layer, num_attention_heads=config.n_head,
-            num_key_value_heads=config.n_kv_head, head_dim=config.head_dim,
-            max_position_embeddings=config.max_model_len,
-            tie_word_embeddings=config.tied_embeddings,
-            bos_token_id=None, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-        self._device = device
-        self._model = cast("Any", transformers.LlamaForCausalLM(shape))
-        self._model.to(device, torch.bfloat16).eval()
-        self._vocab_size = config.vocab_size
-        self.attention = str(self._model.config._attn_implementation)
-
-    def static(self, batch: int) -> float:
-        """Return new tokens per second of `generate` with a static cache, prefill included."""
-        options = {"cache_implementation": "static", "do_sample": False, "max_new_tokens": _NEW}
-
-        def generate(prompts: list[list[int]]) -> list[list[int]]:
-            ids = torch.tensor(prompts, device=self._device)
-            found = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-            return cast("list[list[int]]", found[:, _PROMPT:].tolist())
-
-        return _speed(batch, self._vocab_size, generate)
-
-    def continuous(self, batch: int) -> float:
-        """Return new tokens per second of `generate_batch`, prefill included."""
-        config = transformers.GenerationConfig(  # type: ignore[no-untyped-call]
-            max_new_tokens=_NEW, do_sample=False, eos_token_id=-1, pad_token_id=0
-        )
-        options = {"generation_config": config, "progress_bar": False, "persistent_manager": True}
-
-        def generate(prompts: list[list[int]]) -> list[list[int]]:
-            found = self._model.generate_batch(inputs=prompts, **options)  # hides its failures
-            return [result.generated_tokens for result in found.values()]
-
-        return _speed(batch, self._vocab_size, generate)
-
-
-class FigureLog:
-    """Figures on the screen and in a file as they come. A failure costs only its own figure."""
-
-    def __init__(self, output: Path) -> None:
-        self._output = output
-        self.figures: dict[str, Any] = {}
-        self.failures: list[str] = []
-
-    def note(self, name: str, measure: Callable[..., Any], *arguments: Any) -> None:
-        """Measure something, or note why that failed."""
-        try:
-            found = measure(*arguments)
-        except Exception as error:  # a card, a driver or a peer may raise anything
-            self.failures.append(name)
-            found = {"failed": f"{type(error).__name__}: {error}"}
-        self.figures[name] = found
-        Console().print(name, found, markup=False)
-        self._output.parent.mkdir(parents=True, exist_ok=True)
-        self._output.write_text(json.dumps(self.figures, indent=2) + "\n", encoding="utf-8")
-
-
-def main(cache: Path, output: Path) -> int:
-    """Check and measure, the most important first. Returns the number of parts that failed."""
-    log = FigureLog(output)
-    versions = {one.__name__: one.__version__ for one in (onnxruntime, torch, transformers)}
-    versions["python"] = platform.python_version()
-    log.note("machine", lambda: {"card": torch.cuda.get_device_name(), **versions})
-    batches = DECODE_BATCHES["cuda"]
-    for precision in PRECISIONS["cuda"]:
+def check_correctness(log: FigureLog, cache: Path) -> None:
+    """Compare every precision, and 8-bit keys and values, with PyTorch and with runs alone."""
+    first, *others = PRECISIONS["cuda"]
+    for precision in (first, *others):
+        settings = {_CUDNN: "0"} | (_SAID if precision == first else {})
         for name in PRESETS:
             title, folder = f"{name} {precision}", cache / f"{name}-cuda-{precision}"
-            log.note(f"{title}: parity", check_parity, folder, name, precision)
-            bench = partial(bench_engine, name, precision, None, cache, "cuda")
-            log.note(f"{title}: engine alone", lambda measure=bench: asdict(measure()))
-            if precision != PRECISIONS["cuda"][0]:
-                continue
-            log.note(f"{title}: tokens as alone", check_engine, folder)
-            for batch in batches:
-                log.note(f"{title}, batch {batch}: kvasir", measure_engine, folder, batch)
-            for batch in batches:
-                peer = Peer(preset(name))  # a new one: its first requests set its manager's size
-                title = f"{name}, batch {batch}: transformers, {peer.attention}"
-                log.note(f"{title}, static", peer.static, batch)
-                log.note(f"{title}, continuous", peer.continuous, batch)
-                torch.cuda.empty_cache()
+            log.note(
+                f"{title}: parity", with_settings, settings, check_parity, folder, name, precision
+            )
+            if precision == first:
+                log.note(f"{title}: tokens as alone", with_settings, settings, check_engine, folder)
+    batches = DECODE_BATCHES["cuda"]
+    for batch in sorted({batches[0], batches[-1]}):
+        folder = cache / f"{PRESETS[-1]}-cuda-{first}"
+        title = f"{PRESETS[-1]} {first}, batch {batch}: graphs beside eager runs"
+        log.note(title, check_replays, folder, batch, _REPLAYED, _KV_BYTES[2])
+    for kind in KV_DTYPES:
+        name = PRESETS[-1]
+        title, folder = f"{name} {first}, keys and values in {kind}", cache / f"{name}-kv-{kind}"
+        log.note(f"{title}: figures", check_parity, folder, name, first, kind)
+        log.note(f"{title}: tokens as alone", check_engine, folder, 0.0)
+
+
+def measure_steps(log: FigureLog, cache: Path) -> None:
+    """Measure the parts of the largest preset's decode step by context and batch."""
+    name, precision = PRESETS[-1], PRECISIONS["cuda"][0]
+    folder, batches = cache / f"{name}-long", DECODE_BATCHES["cuda"]
+    title = f"{name} {precision}"
+    log.note(f"{title}, long rows: parity", check_parity, folder, name, precision, None, _LONGEST)
+    for context in _CONTEXTS:
+        for batch in batches:
+            for how, temperature, captures in _STEPS:
+                if temperature and context != _CONTEXTS[0]:
+                    continue  # the host's part does not depend on the context
+
+                def measure(
+                    batch: int, context: int, temperature: float, captures: bool
+                ) -> dict[str, Any]:
+                    runner = open_runner(folder, batch, captures=captures)
+                    return measure_step(runner, batch, context, temperature)
+
+                part = f"{title}, context {context}, batch {batch}, {how}: step"
+                log.note(part, measure, batch, context, temperature, captures)
+            part = f"{title}, context {context}, batch {batch}, beside a prompt"
+            log.note(f"{part}: step", measure_mixed, folder, batch, context)
+    for batch in batches:
+        log.note(f"copy of logits, batch {batch}", measure_copy, batch, preset(name).vocab_size)
+
+
+def compare(log: FigureLog, cache: Path, device: str) -> None:
+    """Measure whole answers beside transformers. device: the peer's."""
+    for name in PRESETS:
+        folder = cache / f"{name}-cuda-{PRECISIONS['cuda'][0]}"
+        for batch in DECODE_BATCHES["cuda"]:
+            title = f"{name} {PRECISIONS['cuda'][0]}, batch {batch}"
+            log.note(f"{title}: kvasir", measure_engine, folder, batch)
+            # A new one each time: its first requests set its manager's size.
+            for how, run in (("static", Peer.static), ("continuous", Peer.continuous)):
+
+                def measure(name: str, run: Callable[[Peer, int], float], batch: int) -> Any:
+                    peer = Peer(preset(name), device)
+                    return {"attention": peer.attention, "tokens/s": run(peer, batch)}
+
+                log.note(f"{title}: transformers, {how}", measure, name, run, batch)
+            torch.cuda.empty_cache()
+
+
+def main(cache: Path, output: Path, device: str = "cuda") -> int:
+    """Check and measure, the most important first. Returns the number of parts that failed.
+
+    device: of PyTorch, for the peer.
+    """
+    log = FigureLog(output)
+    log.note("machine", describe_machine)
+    if log.failures:
+        return 1  # without a card nothing else can run
+    check_correctness(log, cache)
+    first = PRECISIONS["cuda"][0]
+
+    def alone(precision: str) -> None:
+        for name in PRESETS:
+            for kernels, settings in _KERNELS[precision in ("int8", "int4")].items():
+                title = f"{name} {precision}: engine alone, {kernels}"
+                log.note(title, with_settings, settings, measure_alone, name, precision, cache)
+
+    alone(first)
+    measure_steps(log, cache)
+    compare(log, cache, device)
+    for precision in PRECISIONS["cuda"][1:]:
+        alone(precision)
+    log.note("compute-sanitizer", check_memory, cache / f"{PRESETS[0]}-cuda-{first}")
     return len(log.failures)
 
 

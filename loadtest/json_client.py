@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from statistics import median
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
+
+import uvloop
 
 from loadtest.local_server import serve_locally
 
 Answer = tuple[float, dict[str, Any]]  # seconds, and the body
+Rounds = list[list[tuple[float, ...]]]  # of each server, the figures of each round
+T = TypeVar("T")
 
 
 class JsonClient:
@@ -50,6 +55,24 @@ class JsonClient:
         if " 200 " not in (status := head.partition("\r")[0]):
             raise ConnectionError(f"{status}: {answer[:200].decode()}")
         return seconds, json.loads(answer)
+
+
+def medians(
+    addresses: list[str],
+    route: str,
+    measure: Callable[[list[JsonClient]], Coroutine[Any, Any, Rounds]],
+    make: Callable[..., T],
+) -> list[T]:
+    """Return `make(address, *medians of its rounds)` of each server.
+
+    Raises as `served` does, and ConnectionError for a request that is refused.
+    """
+    with served(addresses, route) as clients:
+        rounds = uvloop.run(measure(clients))
+    return [
+        make(address, *(median(of) for of in zip(*figures, strict=True)))
+        for address, figures in zip(addresses, rounds, strict=True)
+    ]
 
 
 @contextmanager

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 
@@ -30,9 +31,16 @@ def serve_command(
 def run_server(command: Sequence[str | Path]) -> Iterator[dict[str, Any]]:
     """Run a command that serves, and yield its "ready" log entry with `port`, where it listens.
 
-    Raises ChildProcessError with the last line of its log if it ends before it is ready.
+    Raises ChildProcessError with the last line of its log if it ends before it is ready. Ctrl-C and
+    the terminal's end reach this process alone, which ends the server when the block is left.
     """
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603
+    known = {name: value for name, value in os.environ.items() if name != "KVASIR_LOG_FORMAT"}
+    with (
+        _exit_on_signals(),
+        subprocess.Popen(  # noqa: S603
+            command, stderr=subprocess.PIPE, text=True, env=known, process_group=0
+        ) as process,
+    ):
         log = process.stderr or ()
         reader = Thread(target=deque, args=(log, 0))  # because a full pipe would block the server
         try:
@@ -43,6 +51,28 @@ def run_server(command: Sequence[str | Path]) -> Iterator[dict[str, Any]]:
             process.terminate()
             if reader.ident:
                 reader.join()
+
+
+@contextmanager
+def _exit_on_signals() -> Iterator[None]:
+    """Leave the block by SystemExit on SIGTERM and SIGHUP, unless this process ignores them.
+
+    Only the main thread can handle signals; in another one this does nothing.
+    """
+
+    def end(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    previous = {}
+    if current_thread() is main_thread():
+        for one in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(one) != signal.SIG_IGN:
+                previous[one] = signal.signal(one, end)
+    try:
+        yield
+    finally:
+        for one, handler in previous.items():
+            signal.signal(one, handler)
 
 
 def wait_until_ready(log: Iterable[str]) -> dict[str, Any]:

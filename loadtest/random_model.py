@@ -27,19 +27,32 @@ from model.tokenizer import train_tokenizer
 _PREFIX = "random"
 
 
+def folder_name(name: str, precision: str, device: Device) -> str:
+    """Return the name of a random model's folder among others."""
+    return f"{name}-{precision}" if device == "cpu" else f"{name}-{device}-{precision}"
+
+
 def make_random_model(
-    name: str, precision: str, out: Path, device: Device = "cpu", progress: Progress = unheard
+    name: str,
+    precision: str,
+    out: Path,
+    device: Device = "cpu",
+    progress: Progress = unheard,
+    *,
+    kv_cache: str | None = None,
+    max_model_len: int | None = None,
 ) -> Path:
     """Write a preset's model directory to `out`, unless the present exporter has written it before.
 
+    kv_cache, max_model_len: see `export_checkpoint`; the second may be longer than the preset's.
     Raises ValueError for an unknown preset or precision, and FileExistsError if `out` holds
     anything else.
     """
     check_precision(precision, device)
-    config = preset(name)
+    config = preset(name, **({} if max_model_len is None else {"max_model_len": max_model_len}))
     if config.pooling is not None:
         raise ValueError(f"{name} generates no text; measure encoders with: kvasir bench embed")
-    source = f"{_PREFIX}-{name}-{device}-{precision}-{_fingerprint(config)}"
+    source = f"{_PREFIX}-{name}-{device}-{precision}-{kv_cache}-{_fingerprint(config)}"
     manifest = out / MANIFEST_FILE
     found = json.loads(manifest.read_bytes())["source"]["name"] if manifest.is_file() else ""
     if found == source:
@@ -51,8 +64,9 @@ def make_random_model(
         run, text = Path(folder) / source, Path(__file__)  # any text verifies int8's random weights
         save_checkpoint(run, 0, Transformer(config), dummy_tokenizer(config.vocab_size), {}, {})
         export_checkpoint(
-            run, out, device=device, precision=precision, text=text, progress=progress
-        )
+            run, out, device=device, precision=precision, kv_cache=kv_cache, text=text,
+            progress=progress,
+        )  # fmt: skip
     return out
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 from tokenizers import Tokenizer
 
 from model.config import TransformerConfig, first_problem
@@ -27,27 +27,40 @@ GENERATION_FILE = "generation_config.json"
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 EMBEDDING_FILE = "config_sentence_transformers.json"
+EXAMPLES_FILE = "examples.json"  # prompts: a list of texts that were held out
 MANIFEST_FILE = "manifest.json"
 GRAPH_FILE = "model.onnx"
 ENCODER_GRAPH_FILE = "encoder.onnx"  # of an encoder-decoder, whose decoder is GRAPH_FILE
 WEIGHTS_FILE = "model.onnx.data"
 ATTENTION_GRAPH_FILE = "attention.onnx"  # the same weights; also returns attention's weights
+HEAD_MASK_INPUT = "head_mask"  # of that graph
+LENS_OUTPUT, ROWS_OUTPUT = "lens", "rows"  # of that graph, if it has logits
 REQUIRED_FILES = (CONFIG_FILE, TOKENIZER_FILE, GRAPH_FILE, WEIGHTS_FILE)
 _GRAPHS = frozenset({GRAPH_FILE, ENCODER_GRAPH_FILE, ATTENTION_GRAPH_FILE})
-EXTRA_FILES = (CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE, GENERATION_FILE, EMBEDDING_FILE)
+EXTRA_FILES = (
+    CHAT_TEMPLATE_FILE,
+    SPECIAL_TOKENS_FILE,
+    GENERATION_FILE,
+    EMBEDDING_FILE,
+    EXAMPLES_FILE,
+)
+_Prompts = TypeAdapter(list[str])
 
-# Tokens, on CUDA: PagedAttention wants a multiple of this for heads of up to 64 channels.
+# Tokens, on a GPU: PagedAttention wants a multiple of this for heads of up to 64 channels.
 KV_BLOCK_SIZE = 256
 # A graph's keys and values: each input {name}.{layer}.key or .value is written to the output
 # {name}.{layer}.… Those of prompts exist where running sequences have int8 ones.
 CACHE_OUTPUTS = {"past_key_values": "present", "prompt_key_values": "prompt_present"}
+CANDIDATES_OUTPUT = "candidates"  # of a graph that chooses the likeliest tokens of each row
+INVERSE_TEMPERATURES_INPUT = "inverse_temperatures"  # of the same: [rows, 1]
 DECODE_INPUT = "decode"  # chooses the int8 keys and values of running sequences, where there are
 
-Device = Literal["cpu", "cuda"]
+Device = Literal["cpu", "cuda", "webgpu"]
 # The precisions of a graph; the first is the default.
 PRECISIONS: dict[Device, tuple[str, ...]] = {
     "cpu": ("int8", "int4", "fp32"),
     "cuda": ("bf16", "fp16", "int8", "int4"),
+    "webgpu": ("fp16", "int8", "int4"),
 }
 
 
@@ -64,7 +77,9 @@ class Verification(_Record):
 
     max_logit_error: the largest absolute difference, relative to the logits' standard deviation.
     greedy_agreement: the share of positions where both hold the same token the likeliest. Both are
-    of `positions` tokens. The perplexities are on `text`, of the tokens after each row's prompt.
+    of `positions` tokens. near_ties: how many of the others have their two likeliest tokens within
+    a tenth of a deviation in PyTorch. The perplexities are on `text`, of the tokens after each
+    row's prompt.
     perplexity_error: the standard error of their relative difference, from those tokens.
     longest: the tokens of the longest row. error_growth: the logits' errors (their deviation, over
     the logits' own) in the worst 128 positions, over those of the first 128, or over 2 % if these
@@ -81,6 +96,7 @@ class Verification(_Record):
 
     max_logit_error: float
     greedy_agreement: float
+    near_ties: int | None = None
     mean_cosine: float | None = None
     least_cosine: float | None = None
     retrieval_torch: float | None = None
@@ -117,7 +133,7 @@ class _Defaults(_Record):
         try:
             return cls.model_validate_json(files.get(cls.file, b"{}"))
         except ValueError as error:
-            raise ValueError(f"{cls.file}: {first_problem(error)}") from None
+            raise ValueError(f"{cls.file}: {first_problem(error, cls.model_fields)}") from None
 
 
 class GenerationDefaults(_Defaults):
@@ -192,6 +208,7 @@ class ModelBundle:
     chat_template: str | None = None
     special_tokens: dict[str, str] = field(default_factory=dict)
     embedding: EmbeddingDefaults = field(default_factory=EmbeddingDefaults)
+    examples: Sequence[str] = ()  # prompts to try it with
 
     @property
     def default_sampling(self) -> GenerationDefaults:
@@ -260,6 +277,7 @@ def load_bundle(directory: Path) -> ModelBundle:
         files = read_extra_files(directory)
         generation, embedding = GenerationDefaults.parse(files), EmbeddingDefaults.parse(files)
         template, special_tokens = parse_template(files)
+        examples = _parse_examples(files)
     except OSError as error:
         file = error.filename or directory
         raise BundleError(f"{file} cannot be read: {error.strerror}") from None
@@ -267,7 +285,15 @@ def load_bundle(directory: Path) -> ModelBundle:
         reason = f"{directory} cannot be loaded: {error}"
         raise BundleError(f"{reason}; export the model again") from None
     return ModelBundle(
-        directory, config, manifest, tokenizer, generation, template, special_tokens, embedding
+        directory,
+        config,
+        manifest,
+        tokenizer,
+        generation,
+        template,
+        special_tokens,
+        embedding,
+        examples,
     )
 
 
@@ -298,7 +324,8 @@ def _read_manifest(path: Path) -> Manifest:
             )
         manifest = Manifest.model_validate(values)
     except ValueError as error:
-        raise ValueError(f"{path.name} is damaged: {first_problem(error)}") from None
+        problem = first_problem(error, Manifest.model_fields)
+        raise ValueError(f"{path.name} is damaged: {problem}") from None
     for name in REQUIRED_FILES:
         if name not in manifest.files:
             raise ValueError(f"{path.name} does not list {name}")
@@ -315,6 +342,13 @@ def load_config_and_tokenizer(directory: Path) -> tuple[TransformerConfig, Token
     """Read both files. Raises ConfigError, TokenizerError (also for too many ids) and OSError."""
     config = TransformerConfig.load(directory / CONFIG_FILE)
     return config, load_tokenizer(directory / TOKENIZER_FILE, config.vocab_size)
+
+
+def _parse_examples(files: Mapping[str, bytes]) -> list[str]:
+    try:
+        return _Prompts.validate_json(files.get(EXAMPLES_FILE, b"[]"), strict=True)
+    except ValueError as error:
+        raise ValueError(f"{EXAMPLES_FILE}: {first_problem(error)}") from None
 
 
 def parse_template(files: Mapping[str, bytes]) -> tuple[str | None, dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Collection
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -13,6 +14,7 @@ from pydantic import ConfigDict, Field, StrictBool, StrictInt, ValidationError
 from pydantic.dataclasses import dataclass
 
 from model.files import read_object
+from model.suggestions import did_you_mean, nearest
 
 Position = Literal[
     "rotary", "learned", "sinusoidal", "alibi", "relative", "learned_relative", "none"
@@ -36,8 +38,11 @@ class ConfigError(ValueError):
     """A configuration that no decoder can be built from; its message names the field and value."""
 
 
-def first_problem(error: ValueError) -> str:
-    """Return an error as one line: pydantic's first field, what it may be, and its value."""
+def first_problem(error: ValueError, known: Collection[str] = ()) -> str:
+    """Return an error as one line: pydantic's first field, what it may be, and its value.
+
+    known: names of fields, the nearest of which is suggested for an unknown one.
+    """
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]
@@ -46,7 +51,9 @@ def first_problem(error: ValueError) -> str:
     if first["type"] == "missing":
         return f"{where} lacks the field {name!r}"
     if first["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
-        return f"unknown field {name!r} in {where}"
+        near = nearest(name, known)
+        hint = "" if near is None else f"; did you mean {near!r}?"
+        return f"unknown field {name!r} in {where}{hint}"
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
     allowed = first["msg"].removeprefix("Input should be ")
@@ -64,7 +71,8 @@ def _raising_config_error(kind: type[T]) -> type[T]:
         try:
             construct(self, **values)
         except ValidationError as error:
-            raise ConfigError(first_problem(error)) from None
+            known = {*TransformerConfig.__dataclass_fields__, *Pooling.__dataclass_fields__}
+            raise ConfigError(first_problem(error, known)) from None
 
     kind.__init__ = init  # type: ignore[assignment]
     return kind
@@ -487,7 +495,8 @@ def preset(name: str, **changes: Any) -> TransformerConfig:
     Changes of a decoder are also its encoder's; `encoder` has changes of that alone.
     """
     if name not in PRESETS:
-        raise ConfigError(f"no preset {name!r}; there are {', '.join(PRESETS)}")
+        advice = did_you_mean(name, PRESETS, f"there are {', '.join(PRESETS)}")
+        raise ConfigError(f"no preset {name!r}; {advice}")
     values = asdict(PRESETS[name])
     if values["encoder"] is not None:
         own = changes.pop("encoder", {})

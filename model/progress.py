@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from threading import Event, Thread
 from typing import TypeVar
 
 # Called with a description of the work, the units done, and their total (0: unknown).
 Progress = Callable[[str, int, int], object]
 T = TypeVar("T")
+_LONGEST_WAIT = 0.2  # seconds until Ctrl-C is noticed
+_LAST_SECONDS = 0.5  # for work to notice that nobody waits for it
 
 
 def unheard(what: str, done: int, total: int) -> None:
@@ -20,3 +24,29 @@ def followed(items: Sequence[T], what: str, progress: Progress) -> Iterator[T]:
         progress(what, done, len(items))
         yield item
     progress(what, len(items), len(items))
+
+
+def interruptible(work: Callable[[Event], T]) -> T:
+    """Return the result of `work`, which runs compiled code in a thread of its own.
+
+    Ctrl-C ends the wait at once, not when the compiled code returns. Then the event is set, and
+    Python code of `work` should end.
+    """
+    result, is_over = Future[T](), Event()
+
+    def run() -> None:
+        try:
+            result.set_result(work(is_over))
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = Thread(target=run, daemon=True)  # else the process would wait for it
+    try:
+        thread.start()
+        while thread.is_alive():  # the kernel may give the signal to another thread
+            thread.join(_LONGEST_WAIT)
+    except (KeyboardInterrupt, SystemExit):
+        is_over.set()
+        thread.join(_LAST_SECONDS)
+        raise
+    return result.result()

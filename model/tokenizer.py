@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
+from threading import Event
 from typing import Literal
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from model.progress import Progress, interruptible, unheard
 
 END_OF_TEXT = "<|endoftext|>"
 MASKS = ("[MASK]", "<mask>")  # BERT's name, and RoBERTa's
@@ -15,6 +19,9 @@ _FIRST, _LAST = "[CLS]", "[SEP]"
 # No token crosses the boundary of one of these: an indentation, a line break, a name, up to three
 # digits, punctuation, spaces.
 _WORDS = r"(?<=\n)[^\S\n]+|\n| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|[^\S\n]+"
+
+SAMPLE_CHARS = 20_000_000  # that a tokenizer is trained on at most
+_PIECE = 2**16  # characters
 
 # Steps that leave at least as many characters as they get, unless characters are found and removed.
 _KEEPING = {
@@ -31,7 +38,10 @@ class TokenizerError(ValueError):
 
 
 def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, kind: TokenizerKind = "decoder"
+    texts: Sequence[str],
+    vocab_size: int,
+    kind: TokenizerKind = "decoder",
+    progress: Progress = unheard,
 ) -> Tokenizer:
     """Train a byte-level BPE with `<|endoftext|>` as token 0, or an encoder's special tokens.
 
@@ -41,19 +51,15 @@ def train_tokenizer(
     Sennrich et al. 2016; Radford et al. 2019. No token crosses a line break or the end of a line's
     indentation, so a prompt that ends there is cut where the training text was. Any text
     round-trips; `<|endoftext|>` in it is read as that token, which decoding leaves out by default.
-    Raises TokenizerError when `vocab_size` cannot hold the 256 bytes and the special token.
+    Of more than SAMPLE_CHARS characters a sample is read, from everywhere in the texts. Raises
+    TokenizerError when `vocab_size` cannot hold the 256 bytes and the special token.
     """
     special = [_FIRST, _LAST, MASKS[0]] if kind == "encoder" else [END_OF_TEXT]
     if vocab_size < (least := 256 + len(special)):
         allowed = f"at least {least} (256 bytes and {', '.join(special)})"
         raise TokenizerError(f"vocab_size must be {allowed}, not {vocab_size}")
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    tokenizer.pre_tokenizer = _pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -61,7 +67,18 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    sample = _sample([piece for text in texts for piece in cut_at_lines(text)])
+    what = "training the tokenizer"
+
+    def read(is_over: Event) -> Iterator[str]:
+        for done, text in enumerate(sample):
+            if is_over.is_set():
+                return
+            progress(what, done, len(sample))
+            yield text
+        progress(what, 0, 0)  # joining tokens reports nothing
+
+    interruptible(lambda is_over: tokenizer.train_from_iterator(read(is_over), trainer))
     if kind == "encoder":
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{_FIRST} $A {_LAST}",
@@ -73,6 +90,50 @@ def train_tokenizer(
             single=f"$A {END_OF_TEXT}", special_tokens=[(END_OF_TEXT, 0)]
         )
     return tokenizer
+
+
+def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_WORDS), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def reads_lines_alone(tokenizer: Tokenizer) -> bool:
+    """Return whether the tokens of a text are those of its `cut_at_lines`, one after another."""
+    own = tokenizer.pre_tokenizer
+    is_ours = own is not None and own.__getstate__() == _pre_tokenizer().__getstate__()
+    added = tokenizer.get_added_tokens_decoder().values()
+    return (
+        is_ours and tokenizer.normalizer is None and not any("\n" in one.content for one in added)
+    )
+
+
+def cut_at_lines(text: str) -> list[str]:
+    """Cut a long text before line breaks: a lone one takes far longer to tokenise."""
+    ends, start = list[int](), 0
+    while len(text) - start > _PIECE:
+        end = text.find("\n", start + _PIECE)
+        if end < 0:
+            break
+        ends.append(end)
+        start = end
+    return [text[i:j] for i, j in pairwise([0, *ends, len(text)])]
+
+
+def _sample(pieces: list[str]) -> list[str]:
+    """Return pieces spread evenly, so that they have at most SAMPLE_CHARS characters together."""
+    total = sum(map(len, pieces))
+    share = min(1.0, SAMPLE_CHARS / total) if total else 1.0
+    kept, n_kept, n_seen = list[str](), 0, 0
+    for piece in pieces:
+        n_seen += len(piece)
+        if n_kept + len(piece) <= share * n_seen or share == 1.0:
+            kept.append(piece)
+            n_kept += len(piece)
+    return kept or [piece[:SAMPLE_CHARS] for piece in pieces[:1]]
 
 
 def load_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:

@@ -64,7 +64,7 @@ class Settings(BaseSettings):
     served_model_name: str | None = Field(None, min_length=1)
     """Model id in the API, of a lone model. Default: the directory's name."""
     max_num_seqs: int = Field(16, ge=1, le=1024)
-    """Sequences that run at once."""
+    """Sequences that run at once. Default of encoder-decoders: 64, since each beam is one."""
     max_model_len: int | None = Field(None, ge=2)
     """Maximum tokens of a prompt and its completion. Default: the model's own limit."""
     chunk_size: int | None = Field(None, ge=2)
@@ -89,7 +89,9 @@ class Settings(BaseSettings):
     share_prefix_cache: bool = False
     """Share prefixes between API keys, which then learn what prompts of others begin with."""
     speculate: bool = False
-    """Draft repeated text while few sequences run; rounding, so answers, then depend on load."""
+    """Let decoders draft repeated text while few sequences run; rounding then depends on load."""
+    cuda_graphs: bool = True
+    """Launch the kernels of a decode together, on CUDA, unless several models are served."""
     threads: int | None = Field(None, ge=1)
     """Compute threads. Default: the CPUs that this process may use."""
     spin_microseconds: int = Field(SPIN_MICROSECONDS, ge=0, le=1_000_000)
@@ -159,11 +161,19 @@ class Settings(BaseSettings):
     """Path prefix that a proxy in front removes, such as /llm."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log line shown."""
+    log_format: Literal["auto", "text", "json"] = "auto"
+    """Lines for people or for machines; auto is text on a terminal and JSON elsewhere."""
 
     @property
     def has_keys(self) -> bool:
         """True if clients must send a key."""
         return self.api_key is not None or self.api_key_file is not None
+
+    def of_model(self, *, has_encoder: bool) -> Settings:
+        """Return the settings of a model of text, which has defaults of its kind."""
+        if not has_encoder or "max_num_seqs" in self.model_fields_set:
+            return self
+        return self.model_copy(update={"max_num_seqs": 64})
 
     @property
     def queue_limit(self) -> int:

@@ -91,6 +91,9 @@ class FakeTextRunner:
             for text in texts
         ]
 
+    def release_idle_memory(self) -> None:
+        """There is none."""
+
 
 def encoder_app(bundle: ModelBundle, **settings: Any) -> tuple[FastAPI, FakeTextRunner]:
     """Return the app of a fake encoder, and its runner."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from server.engine.batch import Chunk, StepBatch
 from server.engine.kv.rows import KVRows, KVShape
+from server.engine.logits import Logits
 from server.engine.sampling import Floats
 from server.engine.sequence import SequenceStatus
 
@@ -91,7 +92,7 @@ class FakeRunner:
         with self._changed:
             assert self._changed.wait_for(lambda: self._held and self._permits == 0, TIMEOUT)
 
-    def run(self, batch: StepBatch) -> Floats:
+    def run(self, batch: StepBatch) -> Logits:
         self._pass_gate()
         if self.error is not None:
             raise self.error
@@ -102,7 +103,7 @@ class FakeRunner:
         ), "other bits"
         self._scribble(batch)
         rows = [row for chunk in batch.chunks for row in self._run_chunk(chunk)]
-        return np.array(rows, dtype=np.float32).reshape(-1, self.vocab_size)
+        return Logits.of(np.array(rows, dtype=np.float32).reshape(-1, self.vocab_size))
 
     def logits(self, prefix: list[int]) -> Floats:
         """The oracle: logits [vocab] of the token that follows `prefix`."""

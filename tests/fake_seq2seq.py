@@ -19,6 +19,7 @@ from model.reference import next_logits
 from server.engine.batch import StepBatch
 from server.engine.kv.rows import KVShape
 from server.engine.kv.source_rows import SourceRows
+from server.engine.logits import Logits
 from server.engine.sampling import Floats
 
 EOS = 2
@@ -79,7 +80,7 @@ class FakeSeq2SeqRunner:
         )
         self.encoded: list[list[int]] = []  # lengths of each step's sources
 
-    def run(self, batch: StepBatch) -> Floats:
+    def run(self, batch: StepBatch) -> Logits:
         sources = self.kv.sources.array[0, :, 0, :, 0]  # [rows, n_positions]
         targets = self.kv.targets.array[0, :, 0, :, 0]
         logits: list[Floats] = []
@@ -103,4 +104,4 @@ class FakeSeq2SeqRunner:
         self.encoded.append([chunk.count for chunk in batch.prefills])
         for row in self.kv.free_rows:  # as a run writes to all rows in front
             targets[row, 0] = -1
-        return np.array(logits, dtype=np.float32).reshape(-1, self.vocab_size)
+        return Logits.of(np.array(logits, dtype=np.float32).reshape(-1, self.vocab_size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import typer
@@ -15,7 +16,9 @@ from model.training.trainer import Report, Trainer
 train_loop = Trainer.train
 
 
-def held(trainer: Trainer, folder: Path, report: Report) -> bool:
+def held(
+    trainer: Trainer, folder: Path, report: Report, forecast: Callable[[float], object]
+) -> bool:
     def report_and_wait(metrics: StepMetrics, speed: float, sample: tuple[str, str]) -> None:
         report(metrics, speed, sample)
         if (
@@ -23,7 +26,7 @@ def held(trainer: Trainer, folder: Path, report: Report) -> bool:
         ):  # the others wait for it
             sys.stdin.readline()
 
-    return train_loop(trainer, folder, report_and_wait)
+    return train_loop(trainer, folder, report_and_wait, forecast)
 
 
 if __name__ == "__main__":

@@ -54,11 +54,12 @@ class PagedAttention(OpRun):
         v_quant_type: str = "NONE",
     ):
         assert key is value is head_sink is None
-        assert slot_mapping is not None
         assert attention_metadata is not None
         assert not rotary_interleaved
         n_tokens, (_, block_size, _, head_dim) = len(query), key_cache.shape
         starts, past = cumulative_sequence_length, past_seqlens
+        if slot_mapping is None:
+            slot_mapping = _slots(starts, past, block_table, block_size)
         self._check(query, key_cache, starts, past, block_table, slot_mapping, attention_metadata)
         heads = query.astype(np.float64).reshape(n_tokens, num_heads + 2 * kv_num_heads, head_dim)
         queries, keys, values = np.split(heads, [num_heads, num_heads + kv_num_heads], axis=1)
@@ -85,7 +86,9 @@ class PagedAttention(OpRun):
             assert (kind == "PER_TENSOR") == (scale_of is not None) == (cache.dtype.itemsize == 1)
             assert scale_of is None or scale_of.tolist() == [1.0]
             rounded = np.clip(np.rint(new), -128, 127) if cache.dtype == np.int8 else new
-            cache.reshape(-1, kv_num_heads, head_dim)[slot_mapping] = rounded.astype(cache.dtype)
+            is_stored = slot_mapping >= 0
+            slots_of = cache.reshape(-1, kv_num_heads, head_dim)
+            slots_of[slot_mapping[is_stored]] = rounded[is_stored].astype(cache.dtype)
         output = np.zeros((n_tokens, num_heads, head_dim))
         shared = num_heads // kv_num_heads
         for row, first in enumerate(starts[:-1]):
@@ -128,15 +131,14 @@ class PagedAttention(OpRun):
         assert metadata[0] >= lengths.max()
         assert metadata[1] >= (past + lengths).max() >= metadata[2]
         n_blocks, block_size = cache.shape[:2]
-        assert (slots >= 0).all()
+        assert (slots >= -1).all()
         assert (slots < n_blocks * block_size).all()
-        assert len(set(slots.tolist())) == len(slots), "two tokens in one slot"
+        stored = slots[slots >= 0].tolist()  # the others' keys and values are dropped
+        assert len(set(stored)) == len(stored), "two tokens in one slot"
         for row, (start, end) in enumerate(pairwise(starts)):
             place = past[row] + np.arange(end - start)
-            assert (
-                slots[start:end]
-                == table[row][place // block_size] * block_size + place % block_size
-            ).all()
+            expected = table[row][place // block_size] * block_size + place % block_size
+            assert ((slots[start:end] == expected) | (slots[start:end] < 0)).all()
 
 
 class MatMulNBits(OpRun):
@@ -178,6 +180,13 @@ def load(graph: Path) -> ReferenceEvaluator:
     return ReferenceEvaluator(
         onnx.load(graph), new_ops=[PagedAttention, MatMulNBits, RMSNormalization]
     )
+
+
+def _slots(starts: Array, past: Array, table: Array, size: int) -> Array:
+    """Return each new token's place in its sequence's blocks, which follow from the table."""
+    places = [p + np.arange(n) for p, n in zip(past, np.diff(starts), strict=True)]
+    slots = [row[of // size] * size + of % size for row, of in zip(table, places, strict=True)]
+    return np.concatenate(slots).astype(np.int32)
 
 
 def _rms_norm(x: Array, weight: Array, epsilon: float) -> Array:

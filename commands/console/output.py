@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from pydantic import ByteSize, ValidationError
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from model.files import in_words
 from server.settings import describe_fault
@@ -24,6 +25,7 @@ from server.settings import describe_fault
 _OURS = frozenset({"commands", "export", "loadtest", "model", "server"})
 _NOT_IN_IMAGES = frozenset({"export", "loadtest"})  # the server's images leave them out
 _LONGEST_LINE = 1000
+_BOX_WIDTH = 120  # columns: those of names, types and descriptions side by side
 # The extra that brings a package which partial installations lack.
 _EXTRAS = {"onnxruntime": "cpu", "tensorboard": "tensorboard"} | dict.fromkeys(
     ("torch", "gguf", "onnx", "onnx_ir", "safetensors", "matplotlib"), "train"
@@ -60,6 +62,16 @@ class CommandGroup(TyperGroup):
         if standalone_mode:
             sys.exit(code)
         return code
+
+
+class Command(TyperCommand):
+    """Typer's command, whose help cuts no name: in narrow terminals its boxes would."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help, in boxes where these have room."""
+        if Console().width < _BOX_WIDTH:
+            self.rich_markup_mode = None
+        super().format_help(ctx, formatter)
 
 
 def _one_line(error: typer.TyperException) -> str:
@@ -111,12 +123,25 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Console:
     return Console(stderr=stderr, quiet=quiet, markup=False, highlight=False, color_system=colors)
 
 
-def show(as_json: bool, values: Mapping[str, Any], *parts: RenderableType) -> None:
-    """Print a result: `values` for a script, or `parts` for people."""
+def show(
+    as_json: bool,
+    values: Mapping[str, Any],
+    *parts: RenderableType,
+    then: Sequence[str | Path] = (),
+) -> None:
+    """Print a result: `values` for a script, or `parts` for people.
+
+    then: the command to type next, for those who sit at a terminal.
+    """
     if as_json:
         typer.echo(json.dumps(values))
-    else:
-        console().print(*parts, sep="\n")
+        return
+    screen = console()
+    if parts:
+        screen.print(*parts, sep="\n")
+    if then and screen.is_terminal:
+        line = shlex.join(["kvasir", *map(str, then)])
+        screen.print(Text.assemble("next: ", (line, "bold")), soft_wrap=True)
 
 
 def make_table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

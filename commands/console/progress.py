@@ -45,21 +45,38 @@ class ProgressBar:
     them into other errors.
 
     takes_minutes: SIGTERM ends the block as SystemExit, so that nothing half written stays; and
-    where there is no terminal, each stage is a line as it begins.
+    where there is no terminal, each stage is a line as it begins. lines: the console for lines on
+    standard output, which come above the bar; others would be glued to it.
     """
 
     def __init__(self, *, quiet: bool = False, takes_minutes: bool = False) -> None:
+        from rich.console import RenderableType
+        from rich.constrain import Constrain
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
         from commands.console.output import console
 
-        self._bar = Progress(
-            TextColumn("{task.description}", style="bold", markup=False),
-            BarColumn(),
-            TextColumn("{task.fields[count]}"),
-            TextColumn("{task.fields[note]}", markup=False),
-            TimeRemainingColumn(elapsed_when_finished=True),
-            console=console(stderr=True),
+        self.lines = console(quiet=quiet)
+        shares_terminal = sys.stdout.isatty() and sys.stderr.isatty()
+        screen = self.lines if shares_terminal else console(stderr=True)
+
+        class NarrowProgress(Progress):
+            def get_renderable(self) -> RenderableType:
+                """Leave room for the terminal's ^C, which would begin a new line."""
+                return Constrain(super().get_renderable(), screen.width - len("^C") - 1)
+
+        # A bar of two lines leaves copies of itself on the screen when it becomes one.
+        line = Column(no_wrap=True)
+        note = Column(no_wrap=True, overflow="ellipsis", ratio=2)
+        self._bar = NarrowProgress(
+            TextColumn("{task.description}", style="bold", markup=False, table_column=line),
+            BarColumn(None, table_column=Column(ratio=1, min_width=4)),
+            TextColumn("{task.fields[count]}", table_column=line),
+            TextColumn("{task.fields[note]}", markup=False, table_column=note),
+            TimeRemainingColumn(elapsed_when_finished=True, table_column=line),
+            expand=True,
+            console=screen,
             transient=True,
             redirect_stdout=sys.stdout.isatty(),  # a pipe gets its lines as they are
             disable=quiet or not sys.stderr.isatty(),

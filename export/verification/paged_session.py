@@ -1,4 +1,4 @@
-"""The exported CUDA graph in one session, whose rows are packed into blocks run by run."""
+"""The exported graph for a GPU in one session, whose rows are packed into blocks run by run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from export.verification.segments import Case
-from model.bundle import KV_BLOCK_SIZE
+from model.bundle import INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, Device
 from model.config import TransformerConfig
 from model.progress import Progress, followed, unheard
-from server.engine.cuda.runner import PagedModel
-from server.engine.cuda.session import DeviceModel, open_cuda_session, require_cuda
+from server.engine.gpu.runner import PagedModel
+from server.engine.gpu.session import BACKENDS, DeviceModel
 
-__all__ = ["PagedSession", "require_cuda"]
+__all__ = ["PagedSession", "require_device"]
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
+
+
+def require_device(device: Device) -> None:
+    """Raise NoDeviceError where there is no such GPU."""
+    BACKENDS[device].require()
 
 
 class PagedSession:
@@ -36,9 +41,11 @@ class PagedSession:
         self._block_size = block_size
 
     @classmethod
-    def open(cls, path: Path, config: TransformerConfig) -> PagedSession:
+    def open(cls, path: Path, config: TransformerConfig, device: Device = "cuda") -> PagedSession:
         """Load a graph onto the GPU. Raises NoDeviceError where there is none."""
-        return cls(config, partial(DeviceModel, open_cuda_session(path)))
+        backend = BACKENDS[device]
+        session = backend.open_session(path)
+        return cls(config, partial(DeviceModel, session, bind_blocks=backend.bind_blocks))
 
     def logits(self, cases: Sequence[Case], progress: Progress = unheard) -> Iterator[Floats]:
         """Yield the logits [wanted, vocab] of each step of all cases."""
@@ -77,10 +84,11 @@ class PagedSession:
                 "block_table": self._table,
                 "slot_mapping": slots.astype(np.int32),
                 "attention_metadata": np.array([counts.max(), longest, longest], dtype=np.int32),
-                "logits_indices": np.arange(len(rows) if with_logits else 1),
+                "logits_indices": (wanted := np.arange(len(rows) if with_logits else 1)),
+                INVERSE_TEMPERATURES_INPUT: np.ones((len(wanted), 1), dtype=np.float32),
             }
         )
         shaped = np.zeros((*tokens.shape, self._vocab_size), dtype=np.float32)
         if with_logits:
-            shaped[real] = logits
+            shaped[real] = logits[:]
         return shaped

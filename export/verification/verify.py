@@ -31,6 +31,7 @@ _MOST_DOUBT = 0.05  # of a perplexity loss that was measured on few tokens
 MAX_PERPLEXITY_LOSS = {"bf16": 0.01, "fp16": 0.01, "int8": 0.01, "int4": 0.05}  # relative
 MAX_EXACT_LOSS = 0.005  # of the share of pairs whose target is the greedy answer
 MAX_ERROR_GROWTH = 2.0  # of rounded precisions, in long rows
+_NEAR_TIE = 0.1  # of a position's deviation, between its two likeliest tokens
 _SPAN = 128  # positions of which errors are added up
 _SMALL_ERROR = 0.02  # relative, from which growth is counted
 _NO_LABEL = -100
@@ -62,8 +63,7 @@ class Verifier:
         text: SampleText | SamplePairs | None = None,
         device: Device = "cpu",
     ) -> None:
-        if not torch.cuda.is_available():
-            device = "cpu"
+        in_torch = "cuda" if device == "cuda" and torch.cuda.is_available() else "cpu"
         self._sample, self._encoder = text, None
         self._plan: Plan | PairPlan
         if isinstance(text, SamplePairs):
@@ -72,7 +72,7 @@ class Verifier:
             self._encoder = LayeredDecoder(config.encoder, encoder_weights(config, weights))
         else:
             self._plan = Plan(config, text)
-        self._decoder = LayeredDecoder(config, weights, device)
+        self._decoder = LayeredDecoder(config, weights, in_torch)
         self._hidden: list[Tensor] = []  # the last block's output for each row
 
     def compute(self, progress: Progress = unheard, observe: Observer | None = None) -> None:
@@ -129,7 +129,7 @@ class _Tally:
     """Sums over compared tokens."""
 
     def __init__(self) -> None:
-        self.n_tokens = self.n_equal = self.n_labels = 0
+        self.n_tokens = self.n_equal = self.n_near_ties = self.n_labels = 0
         self.largest_error = 0.0
         self.n_logits, self.sums = 0, np.zeros(2)  # of the reference's logits, and of squares
         self.losses = np.zeros(2)  # in PyTorch and in ONNX Runtime
@@ -152,7 +152,12 @@ class _Tally:
         and its position // _SPAN. places: each token's row, and its position.
         """
         self.n_tokens += len(labels)
-        self.n_equal += int((expected.argmax(dim=1) == actual.argmax(dim=1)).sum())
+        differ = expected.argmax(dim=1) != actual.argmax(dim=1)
+        self.n_equal += int((~differ).sum())
+        if differ.any():
+            first, second = expected[differ].topk(2, dim=1).values.unbind(dim=1)
+            is_near = first - second < _NEAR_TIE * expected[differ].std(dim=1)
+            self.n_near_ties += int(is_near.sum())
         self.n_labels += int((labels != _NO_LABEL).sum())
         rows, is_label = torch.tensor([row for row, _ in places]), labels != _NO_LABEL
         self.labelled.update(rows[is_label].tolist())
@@ -197,6 +202,7 @@ class _Tally:
         figures: dict[str, Any] = {
             "max_logit_error": self.largest_error / deviation,
             "greedy_agreement": self.n_equal / self.n_tokens,
+            "near_ties": self.n_near_ties,
             "positions": self.n_tokens,
         }
         errors = {span: np.sqrt(error / total) for span, (error, total) in self.by_span.items()}

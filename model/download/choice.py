@@ -17,7 +17,8 @@ _TEXTS = re.compile(
     r"|tokenizer_config|special_tokens_map|\d+_\w+/config)\.json"
     r"|chat_template\.jinja|additional_chat_templates/[^/]+\.jinja|\d+_\w+/model\.safetensors"
 )
-_OF_MARIAN = {"source.spm", "vocab.json"}  # which import makes a tokenizer.json of
+# What import makes a tokenizer.json of.
+_TOKENIZERS = ({"source.spm", "vocab.json"}, {"spiece.model"}, {"sentencepiece.bpe.model"})
 _PART = re.compile(r"(.+)-\d{5}-of-\d{5}\.gguf")
 _NOT_SAFETENSORS = re.compile(r".+\.(bin|pt|pth|msgpack|h5|ckpt)")
 
@@ -62,9 +63,8 @@ def _checkpoint(
         other = next(filter(_NOT_SAFETENSORS.fullmatch, sorted(names)), None)
         found = f"its weights are in {other}; save them" if other else "publish its weights"
         raise DownloadError(f"{reference} has no model.safetensors: {found} as safetensors")
-    tokenizer = {TOKENIZER_FILE}
-    if TOKENIZER_FILE not in names and {*names} >= _OF_MARIAN:
-        tokenizer = _OF_MARIAN
+    own = {TOKENIZER_FILE}
+    tokenizer = next((files for files in (own, *_TOKENIZERS) if {*names} >= files), own)
     for name in (CONFIG_FILE, *tokenizer):
         if name not in names:
             raise DownloadError(

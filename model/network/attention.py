@@ -205,17 +205,17 @@ class PagedInputs:
     1], the start of each sequence's tokens, and the end. past_seqlens: int32 [batch], tokens in the
     blocks before this run. block_table: int32 [batch, blocks], each sequence's blocks in order
     (Kwon et al. 2023). slot_mapping: int32 [tokens], block · block size + place in it, to which a
-    token's key and value go; -1 is nowhere. attention_metadata: int32 [3], on the CPU: upper bounds
-    on a sequence's new tokens and on its tokens in all, and a lower bound on the tokens in all of
-    the longest.
+    token's key and value go; None: it follows from the rest. attention_metadata: int32 [3], on the
+    CPU: upper bounds on a sequence's new tokens and on its tokens in all, and a lower bound on the
+    tokens in all of the longest.
     """
 
     position_ids: Tensor
     cumulative_sequence_length: Tensor
     past_seqlens: Tensor
     block_table: Tensor
-    slot_mapping: Tensor
     attention_metadata: Tensor
+    slot_mapping: Tensor | None = None
 
     def key_positions(self, cache: LayerCache) -> Tensor:
         """Raise ValueError: these positions are for biases, which the operator cannot add."""

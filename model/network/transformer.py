@@ -266,7 +266,7 @@ class Transformer(nn.Module):
             assert isinstance(block, Block)
             x, present = block.step(x, positions, inputs, cache, source)
             presents.append(present)
-        asked = x.flatten(0, -2).index_select(0, logits_indices)
+        asked = functional.embedding(logits_indices, x.flatten(0, -2))
         return self._logits(self.norm(asked)), presents
 
     def positions(self, of_queries: Tensor, of_keys: Callable[[], Tensor]) -> Positions:

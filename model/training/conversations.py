@@ -22,6 +22,8 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from model.chat_template import REASONING, ChatTemplate, ChatTemplateError
+from model.progress import Progress, unheard
+from model.suggestions import did_you_mean
 from model.tokenizer import special_ids
 from model.training.data import CorpusError, encode, read_lines
 
@@ -101,7 +103,8 @@ def _parse(chat: Any, template: ChatTemplate) -> tuple[list[_Object], list[_Obje
             known = any(one in template.source for one in names)
             if message[name] not in (None, "", []) and not known:
                 unread = f"{name!r}, which the chat template does not read"
-                raise ValueError(f"message {i} has {unread}; leave it out")
+                advice = did_you_mean(name, _OPTIONAL, "leave it out")
+                raise ValueError(f"message {i} has {unread}; {advice}")
     return messages, chat.get("tools")
 
 
@@ -139,7 +142,11 @@ def _render(
 
 
 def pack(
-    conversations: Sequence[Conversation], tokenizer: Tokenizer, held_out: float, context: int
+    conversations: Sequence[Conversation],
+    tokenizer: Tokenizer,
+    held_out: float,
+    context: int,
+    progress: Progress = unheard,
 ) -> PackedChats:
     """Cut conversations into rows of context + 1 tokens, and hold out the last share of them.
 
@@ -153,8 +160,8 @@ def pack(
     n_cut = 0
     # Both iterators advance with the loops below.
     renderings = list(chain.from_iterable(conversations))
-    encodings = encode((part.text for part in renderings), tokenizer)
-    prompts = encode((part.text[:at] for part in renderings for at, _ in part.spans), tokenizer)
+    encodings = encode([part.text for part in renderings], tokenizer, progress=progress)
+    prompts = encode([part.text[:at] for part in renderings for at, _ in part.spans], tokenizer)
     for parts in conversations:
         all_tokens = []
         for part, encoding in zip(parts, encodings, strict=False):

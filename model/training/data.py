@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
-from itertools import islice
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -15,12 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
-from model.tokenizer import END_OF_TEXT, TokenizerError, leading_ids, vocabulary_size
+from model.progress import Progress, interruptible, unheard
+from model.tokenizer import (
+    END_OF_TEXT,
+    TokenizerError,
+    cut_at_lines,
+    leading_ids,
+    reads_lines_alone,
+    vocabulary_size,
+)
 from model.training.masking import IGNORED, Masking
 
 DATA_FOLDER = "data"  # token shards in the folder of a run
 SHARD_TOKENS = 2**26
-_ENCODE_BATCH = 256  # documents tokenised at once
+_ENCODE_BATCH = 64  # texts tokenised at once
 T = TypeVar("T")
 
 
@@ -238,6 +247,7 @@ def write_tokens(
     held_out: float,
     context: int,
     end_id: int | None = None,
+    progress: Progress = unheard,
 ) -> TokenData:
     """Tokenise the corpus and write it to a new `folder`, as `write_shards` does.
 
@@ -249,8 +259,13 @@ def write_tokens(
     end = tokenizer.token_to_id(END_OF_TEXT)
     ending = [token_id for token_id in (end, end_id) if token_id is not None][:1]
     beginning = leading_ids(tokenizer)
-    documents = encode(corpus.texts, tokenizer)
-    rows = [np.array([*beginning, *one.ids, *ending], dtype=np.uint32) for one in documents]
+    cut = cut_at_lines if reads_lines_alone(tokenizer) else lambda text: [text]
+    pieces = [cut(text) for text in corpus.texts]
+    encodings = encode(list(chain.from_iterable(pieces)), tokenizer, progress=progress)
+    rows = []
+    for document in pieces:
+        ids = chain.from_iterable(one.ids for one in islice(encodings, len(document)))
+        rows.append(np.array([*beginning, *ids, *ending], dtype=np.uint32))
     tokens = np.concatenate(rows)
     n_train = len(tokens) - max(int(len(tokens) * held_out), context + 1)
     if n_train <= context:
@@ -309,12 +324,19 @@ def open_tokens(folder: Path) -> TokenData:
 
 
 def encode(
-    texts: Iterable[str], tokenizer: Tokenizer, *, add_special_tokens: bool = False
+    texts: Collection[str],
+    tokenizer: Tokenizer,
+    *,
+    add_special_tokens: bool = False,
+    progress: Progress = unheard,
 ) -> Iterator[Encoding]:
     """Tokenise texts. Raises TokenizerError."""
-    remaining = iter(texts)
+    remaining, what, n_done = iter(texts), "encoding the text", 0
     while batch := list(islice(remaining, _ENCODE_BATCH)):
+        progress(what, n_done, len(texts))
+        encode_batch = partial(tokenizer.encode_batch, batch)
         try:
-            yield from tokenizer.encode_batch(batch, add_special_tokens=add_special_tokens)
+            yield from interruptible(lambda _: encode_batch(add_special_tokens=add_special_tokens))  # noqa: B023
         except Exception as error:  # tokenizers raises bare Exception
             raise TokenizerError(f"the tokenizer cannot encode the corpus: {error}") from None
+        n_done += len(batch)

@@ -11,8 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 
 METRICS_FILE = "metrics.csv"
+PICTURE_FILE = "loss.png"
+_WINDOWS = 50  # of which each smoothed loss is the mean
 TENSORBOARD_FOLDER = "tensorboard"
 
 
@@ -100,17 +103,42 @@ def open_metrics(
         yield write
 
 
-def plot_losses(metrics: Path, picture: Path) -> None:
-    """Draw the losses of metrics.csv as a PNG."""
-    with metrics.open(newline="", encoding="utf-8") as file:
+def plot_losses(folder: Path, *, has_perplexity: bool = True) -> None:
+    """Draw the losses in a run's metrics.csv as a PNG, the training's smoothed over its raw ones.
+
+    Another axis shows perplexities, which are e to the power of the loss.
+    """
+    with (folder / METRICS_FILE).open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    curves = (("train_loss", "training", "-"), ("held_out_loss", "held out", "o-"))
-    for name, label, style in curves:
-        points = [(int(row["step"]), float(row[name])) for row in rows if row[name]]
-        axes.plot(*np.reshape(points, (-1, 2)).T, style, linewidth=0.8, label=label)
-    axes.set(xlabel="step", ylabel="cross-entropy (nats)", title="Loss")
+    of_training = np.array([float(row["train_loss"]) for row in rows])
+    steps = np.array([int(row["step"]) for row in rows])
+    axes.plot(steps, of_training, linewidth=0.5, alpha=0.35, color="C0")
+    axes.plot(steps, smoothed(of_training), linewidth=1.4, color="C0", label="training, smoothed")
+    held_out = [
+        (step, float(row["held_out_loss"]))
+        for step, row in zip(steps, rows, strict=True)
+        if row["held_out_loss"]
+    ]
+    axes.plot(*np.reshape(held_out, (-1, 2)).T, "o-", linewidth=1.0, color="C1", label="held out")
+    axes.set(xlabel="step", ylabel="cross-entropy (nats)", title=f"{folder.resolve().name}: loss")
+    if has_perplexity:
+        ticks = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000, 200_000)
+        right = axes.secondary_yaxis("right")
+        right.set_yticks(np.log(ticks), [f"{tick:,}" for tick in ticks])
+        right.set_ylabel("perplexity")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(picture, dpi=120)
+    figure.savefig(folder / PICTURE_FILE, dpi=120)
+
+
+def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the mean around each value: over a fiftieth of all, and less at both ends."""
+    reach = len(values) // (2 * _WINDOWS)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    places = np.arange(len(values))
+    around = np.minimum(reach, np.minimum(places, places[::-1]))
+    means: NDArray[np.float64] = sums[places + around + 1] - sums[places - around]
+    means /= 2 * around + 1
+    return means

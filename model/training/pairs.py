@@ -19,6 +19,8 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 
+from model.progress import Progress, unheard
+from model.suggestions import did_you_mean
 from model.training.data import CorpusError, encode, read_lines
 
 PAIRS_FILE = "pairs.safetensors"
@@ -62,7 +64,8 @@ def _parse(line: Any) -> Pair:
     if not is_pair(line):
         raise ValueError(f'not a pair, {{"query": …, "document": …}}, but {line!r}')
     if unknown := sorted(line.keys() - _KNOWN):
-        raise ValueError(f"a pair has no field {unknown[0]!r}; leave it out")
+        advice = did_you_mean(unknown[0], _KNOWN, "leave it out")
+        raise ValueError(f"a pair has no field {unknown[0]!r}; {advice}")
     for names in _NAMES[:2]:
         if len(names & line.keys()) != 1:
             raise ValueError(f"a pair has one of {' and '.join(sorted(names))}, unlike {line!r}")
@@ -154,7 +157,12 @@ class PairData:
 
 
 def write_pairs(
-    corpus: Pairs, tokenizer: Tokenizer, folder: Path, held_out: float, context: int
+    corpus: Pairs,
+    tokenizer: Tokenizer,
+    folder: Path,
+    held_out: float,
+    context: int,
+    progress: Progress = unheard,
 ) -> tuple[PairData, int]:
     """Tokenise pairs as the server does, write them, and return them and the number of cut texts.
 
@@ -168,7 +176,7 @@ def write_pairs(
     texts = {text: i for i, text in enumerate(corpus.texts)}
     cutting = Tokenizer.from_str(tokenizer.to_str())
     cutting.enable_truncation(context)
-    encodings = list(encode(texts, cutting, add_special_tokens=True))
+    encodings = list(encode(texts, cutting, add_special_tokens=True, progress=progress))
     for text, encoding in zip(texts, encodings, strict=True):
         if not encoding.ids:
             raise CorpusError(f"the tokenizer has no token for the text {text!r}; leave it out")

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -19,7 +20,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.text import Text
 from tokenizers import Tokenizer
 
 from model.bundle import CHAT_TEMPLATE_FILE, SPECIAL_TOKENS_FILE
@@ -28,8 +28,10 @@ from model.checkpoint import Checkpoint, CheckpointError, load_checkpoint
 from model.config import ConfigError, Pooling, TransformerConfig
 from model.files import new_directory
 from model.network.transformer import Transformer
+from model.progress import Progress, unheard
 from model.tokenizer import (
     END_OF_TEXT,
+    SAMPLE_CHARS,
     TokenizerKind,
     load_tokenizer,
     trailing_ids,
@@ -40,8 +42,9 @@ from model.training import data, translations
 from model.training.conversations import Conversation, pack, read_conversations
 from model.training.distributed import Processes
 from model.training.masking import Masking
-from model.training.metrics import METRICS_FILE, Evaluation, StepMetrics, plot_losses
+from model.training.metrics import METRICS_FILE, PICTURE_FILE, plot_losses
 from model.training.objectives import Data
+from model.training.openings import example_prompts
 from model.training.pairs import (
     PAIRS_FILE,
     PairData,
@@ -51,15 +54,13 @@ from model.training.pairs import (
     read_pairs,
     write_pairs,
 )
+from model.training.report import StepProgress, console_report, expected_time, print_held_out
 from model.training.settings import TrainSettings
-from model.training.trainer import Report, Trainer
+from model.training.trainer import Trainer
 from model.training.translations import TranslationData, Translations
 
-PICTURE_FILE = "loss.png"
 # Folders that a preparation leaves behind when it is killed.
 _LEFTOVER = re.compile(rf"{data.DATA_FOLDER}\.part(-\w+)?|step-0+\.part(-\w+)?")
-# Called with "training", the step, the number of steps, and a note: loss, speed and MFU.
-Progress = Callable[[str, int, int, str], object]
 Documents = data.Corpus | Pairs | Translations | list[Conversation]
 _EVALUATED_PAIRS = 512  # at most, among which each query's document is looked for
 
@@ -76,25 +77,6 @@ class CorpusSettings:
     chat_template: Path | None = None  # used instead of the initial checkpoint's
 
 
-def console_report(lines: Console, progress: Progress, steps: int) -> Report:
-    """Return a report that moves a progress bar, and prints a line for each evaluation."""
-
-    def report(metrics: StepMetrics, tokens_per_second: float, sample: tuple[str, str]) -> None:
-        if metrics.held_out_loss is not None:
-            _print_held_out(lines, metrics.step, Evaluation.of(asdict(metrics)))
-            if sample[1]:
-                text = f"{sample[0]!r} … {sample[1]!r}"
-                lines.print(text, style="dim", soft_wrap=not lines.is_terminal)
-        note = f"loss {metrics.train_loss:.3f} · {tokens_per_second:,.0f} tokens/s"
-        progress("training", metrics.step, steps, f"{note} · MFU {metrics.mfu:.1%}")
-
-    return report
-
-
-def _print_held_out(lines: Console, step: int, held_out: Evaluation) -> None:
-    lines.print(Text.assemble((f"step {step}", "bold"), f"  {held_out}"))
-
-
 def prepare_run(
     folder: Path,
     corpus: CorpusSettings,
@@ -102,6 +84,7 @@ def prepare_run(
     settings: TrainSettings,
     lines: Console,
     init: Checkpoint | None = None,
+    progress: Progress = unheard,
 ) -> None:
     """Write tokens, and a checkpoint of step 0 with tokenizer and weights.
 
@@ -124,15 +107,19 @@ def prepare_run(
     if init is not None:
         tokenizer = init.tokenizer
     else:
-        tokenizer, config = _new_tokenizer(corpus.tokenizer, documents, config, settings.context)
+        tokenizer, config = _new_tokenizer(
+            corpus.tokenizer, documents, config, settings.context, tell, progress
+        )
     if isinstance(documents, Pairs | Translations):
         settings = replace(settings, evaluate_rows=_EVALUATED_PAIRS)
     for leftover in held:
         shutil.rmtree(leftover)
     with new_directory(folder / data.DATA_FOLDER) as part:
-        config = _write_data(part, documents, tokenizer, config, corpus.held_out, settings, tell)
+        config = _write_data(
+            part, documents, tokenizer, config, corpus.held_out, settings, tell, progress
+        )
         tokens = _open_data(part, tokenizer, config)
-        extra_files |= _held_out_file(part)
+        extra_files |= _held_out_file(part) | example_prompts(tokens, tokenizer)
         torch.manual_seed(settings.seed)
         decoder = Transformer(config)
         if init is not None:
@@ -142,7 +129,14 @@ def prepare_run(
             f"vocabulary {config.vocab_size:,}; {decoder.n_parameters:,} parameters"
         )
         on_cpu = Processes(0, 1, torch.device("cpu"))  # a GPU may not hold a decoder to be sharded
-        Trainer(decoder, tokenizer, tokens, settings, extra_files, on_cpu).save(folder)
+        trainer = Trainer(decoder, tokenizer, tokens, settings, extra_files, on_cpu)
+        size, _ = trainer.step_size
+        made = settings.completed(size, tokens.n_train, decoder.n_parameters)
+        if made.steps != settings.steps:
+            passes = f"{made.steps * size / tokens.n_train:.1f} times through the text"
+            tell(f"{made.steps:,} steps of {size:,} tokens, {passes}; --steps sets another number")
+        trainer.settings = made
+        trainer.save(folder)
 
 
 def _check_objective(
@@ -172,7 +166,12 @@ def _check_objective(
 
 
 def _new_tokenizer(
-    given: Path | None, documents: Documents, config: TransformerConfig, context: int
+    given: Path | None,
+    documents: Documents,
+    config: TransformerConfig,
+    context: int,
+    tell: Callable[[str], None],
+    progress: Progress,
 ) -> tuple[Tokenizer, TransformerConfig]:
     """Return the given tokenizer, or one trained on the documents, and the configuration for it."""
     if given:
@@ -184,7 +183,10 @@ def _new_tokenizer(
             texts = documents.texts
         kind: TokenizerKind = "decoder" if config.pooling is None else "encoder"
         kind = kind if config.encoder is None else "encoder-decoder"
-        tokenizer = train_tokenizer(texts, config.vocab_size, kind)
+        if (n_chars := sum(map(len, texts))) > SAMPLE_CHARS:
+            sample = f"{SAMPLE_CHARS / 1e6:.0f} million of {n_chars / 1e6:.0f} million characters"
+            tell(f"the tokenizer is trained on {sample}, taken evenly")
+        tokenizer = train_tokenizer(texts, config.vocab_size, kind, progress)
     end = tokenizer.token_to_id(END_OF_TEXT)
     sizes: dict[str, Any] = {
         "vocab_size": vocabulary_size(tokenizer),
@@ -207,11 +209,12 @@ def _write_data(
     share: float,
     settings: TrainSettings,
     tell: Callable[[str], None],
+    progress: Progress,
 ) -> TransformerConfig:
     """Write documents as tokens; return the configuration, with what ends an answer of chats."""
     context = settings.context
     if isinstance(documents, Pairs):
-        pairs, n_cut = write_pairs(documents, tokenizer, folder, share, context)
+        pairs, n_cut = write_pairs(documents, tokenizer, folder, share, context, progress)
         n_train = len(pairs.pairs) - pairs.n_held_out_pairs
         tell(f"{n_train:,} pairs, and {pairs.n_held_out_pairs:,} held out; {n_cut} texts were cut")
         if n_train < settings.batch_size:
@@ -219,7 +222,7 @@ def _write_data(
             raise data.CorpusError(f"{wrong}; use a smaller --batch-size")
     elif isinstance(documents, Translations):
         written = translations.write_translations(
-            documents, tokenizer, config, folder, share, context, settings.batch_size
+            documents, tokenizer, config, folder, share, context, settings.batch_size, progress
         )
         tell(written.summary(len(documents.pairs)))
     elif isinstance(documents, data.Corpus):
@@ -229,10 +232,11 @@ def _write_data(
             ends, masking = trailing_ids(tokenizer), Masking.of(tokenizer)
             if context <= (n_around := len(masking.leading) + len(ends)):
                 raise ConfigError(f"--context must be more than {n_around}, not {context}")
-        data.write_tokens(documents, tokenizer, folder, share, context, next(iter(ends), None))
+        ending = next(iter(ends), None)
+        data.write_tokens(documents, tokenizer, folder, share, context, ending, progress)
     else:
         tell(f"{len(documents):,} conversations")
-        chats = pack(documents, tokenizer, share, context)
+        chats = pack(documents, tokenizer, share, context, progress)
         tell(chats.summary)
         # The tokens that end an answer have to end generation, too.
         endings = dict.fromkeys((*config.eos_token_ids, *sorted(chats.ending_ids)))
@@ -324,19 +328,27 @@ def open_run(folder: Path, processes: Processes, *, shard: bool = False) -> Trai
     return trainer
 
 
-def train_run(folder: Path, trainer: Trainer, lines: Console, progress: Progress) -> bool:
+def train_run(folder: Path, trainer: Trainer, lines: Console, progress: StepProgress) -> bool:
     """Train to the end, or to Ctrl-C (then return False), and draw the loss curve."""
-    steps = trainer.settings.steps
+    steps, is_ranking = trainer.settings.steps, isinstance(trainer.data, PairData)
     progress("training", trainer.step, steps, "")
+    report = console_report(lines, progress, steps, has_perplexity=not is_ranking)
     if trainer.step == 0 and isinstance(trainer.data, PairData | TranslationData):
-        _print_held_out(lines, 0, trainer.evaluate())
-    complete = trainer.train(folder, console_report(lines, progress, steps))
+        print_held_out(lines, 0, trainer.evaluate(), not is_ranking)
+    tell = partial(lines.print, soft_wrap=True)
+
+    def forecast(seconds: float) -> None:
+        if text := expected_time(seconds, trainer.step, steps, trainer.processes):
+            tell(text)
+
+    complete = trainer.train(folder, report, forecast)
     # torchrun kills the others soon after one process has ended, so all wait for the picture.
     with trainer.processes.together():
         if trainer.processes.is_first:
-            plot_losses(folder / METRICS_FILE, folder / PICTURE_FILE)
+            plot_losses(folder, has_perplexity=not is_ranking)
+    written = (f"step-{trainer.step:08d}", METRICS_FILE, PICTURE_FILE)
+    tell(f"wrote {', '.join(str(folder / name) for name in written)}")
     if not complete:
-        command = f"kvasir train --resume --out {folder}"
-        message = f"stopped and saved at step {trainer.step}; continue with: {command}"
-        lines.print(message, soft_wrap=True)
+        command = shlex.join(["kvasir", "train", "--resume", "--out", str(folder)])
+        tell(f"stopped and saved at step {trainer.step}; continue with: {command}")
     return complete

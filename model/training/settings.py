@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Schedule = Literal["cosine", "inverse-sqrt"]
+# Repeating text further teaches little (Muennighoff et al. 2023: a repeated token's value decays
+# with a constant of 15 repetitions).
+_PASSES = 16
+_TOKENS_PER_PARAMETER = 20  # Hoffmann et al. 2022
+_EVALUATIONS, _LONGEST_WAIT = 5, 250  # at least so many evaluations; most steps between them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +23,8 @@ class TrainSettings:
     with the square root of the step; a learning_rate of (d_model · warmup)^-0.5 makes that the one
     of Vaswani et al. 2017, equation 3. weight_decay acts on matrices only (AdamW, Loshchilov &
     Hutter 2019). clip: largest gradient norm. label_smoothing: the share of a translation's targets
-    that all tokens have equally (Szegedy et al. 2016).
+    that all tokens have equally (Szegedy et al. 2016). steps and evaluate_every: 0 lets `completed`
+    choose.
     """
 
     steps: int
@@ -37,6 +43,17 @@ class TrainSettings:
     checkpoint_every: int = 250
     mixed_precision: bool = True
     tensorboard: bool = False
+
+    def completed(self, step_tokens: int, n_train: int, n_parameters: int) -> TrainSettings:
+        """Return the settings with `steps` and `evaluate_every` chosen where they are 0.
+
+        The steps pass 16 times through the text of n_train tokens, but see no more than 20 tokens
+        per parameter, and are no fewer than the warm-up.
+        """
+        n_tokens = min(_PASSES * n_train, _TOKENS_PER_PARAMETER * n_parameters)
+        steps = self.steps or max(self.warmup, math.ceil(n_tokens / step_tokens))
+        every = self.evaluate_every or min(_LONGEST_WAIT, math.ceil(steps / _EVALUATIONS))
+        return replace(self, steps=steps, evaluate_every=every)
 
     def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from types import FrameType
 from typing import Any
 
@@ -37,6 +38,7 @@ from model.training.translations import TranslationData
 # Called after each step with its metrics, tokens per second, and a held-out prompt with a sampled
 # continuation (empty where the step had no evaluation).
 Report = Callable[[StepMetrics, float, tuple[str, str]], None]
+_REHEARSALS, _REHEARSAL_SECONDS = 6, 2.0  # most steps that are timed first; their most seconds
 _OBJECTIVES: dict[type, type[Objective]] = {
     TokenData: NextTokens,
     PairData: Ranking,
@@ -81,18 +83,29 @@ class Trainer:
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95))
 
-    def train(self, folder: Path, report: Report) -> bool:
+    @property
+    def step_size(self) -> tuple[int, int]:
+        """A step's tokens, in all processes, and the FLOPs of learning them."""
+        n_rows = self.settings.batch_size * self.settings.accumulate
+        n_tokens, flops = self.objective.row_size
+        return n_rows * n_tokens, n_rows * flops
+
+    def train(
+        self, folder: Path, report: Report, forecast: Callable[[float], object] | None = None
+    ) -> bool:
         """Train to the last step, with checkpoints and metrics.csv in `folder`.
 
+        Before the first step a `forecast` is called with the seconds that one will take.
         Returns False when Ctrl-C or SIGTERM, to any of the processes, ended training early.
         """
         settings, processes = self.settings, self.processes
         peak = processes.reduce(peak_flops(processes.device, self.dtype))
-        n_rows = settings.batch_size * settings.accumulate
-        n_tokens, flops = (n_rows * size for size in self.objective.row_size)
+        n_tokens, flops = self.step_size
         place = folder if processes.is_first else None
         log = open_metrics(place, self.step, tensorboard=settings.tensorboard)
         with _interruption() as interrupted, log as write:
+            if forecast is not None and self.step < settings.steps:
+                forecast(self._rehearse())
             while self.step < settings.steps and not processes.reduce(len(interrupted)):
                 started, rate = time.perf_counter(), settings.learning_rate_at(self.step)
                 loss, norm = self._update(rate)
@@ -121,16 +134,42 @@ class Trainer:
             self.save(folder)
             return self.step == settings.steps
 
+    def _rehearse(self) -> float:
+        """Return the seconds of a step, from gradients that are dropped again.
+
+        The optimizer's own time, a few per cent, is left out, as it would change the run.
+        """
+        times: list[float] = []
+        while len(times) < _REHEARSALS and sum(times) < _REHEARSAL_SECONDS:
+            started = time.perf_counter()
+            self._make_gradients()
+            self.optimizer.zero_grad(set_to_none=True)
+            times.append(self.processes.longest(time.perf_counter() - started))
+        return median(times[1:] or times)  # the first is slower
+
     def _update(self, rate: float) -> tuple[float, float]:
         """Make one optimizer step; return the loss before it and the gradient's unclipped norm.
 
         Both are means over the targets of all processes and accumulated parts.
         """
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        total = self._make_gradients()
+        if not math.isfinite(total):
+            raise DivergedError(
+                f"the loss became {total} at step {self.step + 1}; the last checkpoint is from "
+                f"before that; start again with a learning rate below {rate:.2g}"
+            )
+        norm = gather(clip_grad_norm_(self.decoder.parameters(), self.settings.clip)).item()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total, norm
+
+    def _make_gradients(self) -> float:
+        """Compute the gradients of the next step, and return its loss."""
         settings, processes = self.settings, self.processes
         self.module.train()
         seed_dropout(settings.seed, self.step, processes.rank)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
         first, draw = processes.rank * self.n_rows, self.step * settings.accumulate
         rows = range(first, first + self.n_rows)
         batches = [
@@ -144,16 +183,7 @@ class Trainer:
                 loss = self.objective.loss(batch) / n_targets
                 (loss * processes.size).backward()  # reducing takes the mean over processes
             total += loss.item()
-        total = processes.reduce(total)
-        if not math.isfinite(total):
-            raise DivergedError(
-                f"the loss became {total} at step {self.step + 1}; the last checkpoint is from "
-                f"before that; start again with a learning rate below {rate:.2g}"
-            )
-        norm = gather(clip_grad_norm_(self.decoder.parameters(), settings.clip)).item()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return total, norm
+        return processes.reduce(total)
 
     @torch.no_grad()  # FSDP2 cannot train with memory that it first took in inference mode
     def evaluate(self) -> Evaluation:

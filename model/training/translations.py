@@ -18,6 +18,8 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from model.config import TransformerConfig
+from model.progress import Progress, unheard
+from model.suggestions import did_you_mean
 from model.training.data import CorpusError, encode, read_lines
 from model.training.masking import IGNORED
 
@@ -70,7 +72,8 @@ def _parse(line: Any) -> _Translation:
     if not is_translation(line):
         raise ValueError(f'not a translation, {{"source": …, "target": …}}, but {line!r:.200}')
     if unknown := sorted(line.keys() - {*_KEYS}):
-        raise ValueError(f"a translation has no field {unknown[0]!r}; leave it out")
+        advice = did_you_mean(unknown[0], _KEYS, "leave it out")
+        raise ValueError(f"a translation has no field {unknown[0]!r}; {advice}")
     return _check([line.get(key) for key in _KEYS])
 
 
@@ -204,6 +207,7 @@ def write_translations(
     held_out: float,
     context: int,
     batch_size: int,
+    progress: Progress = unheard,
 ) -> TranslationData:
     """Tokenise translations, write those that are not too long, and return them.
 
@@ -217,7 +221,7 @@ def write_translations(
     rows, kept = list[NDArray[np.uint32]](), list[_Translation]()
     both = zip(
         corpus.pairs,
-        encode(sources, tokenizer, add_special_tokens=True),
+        encode(sources, tokenizer, add_special_tokens=True, progress=progress),
         encode(targets, tokenizer),
         strict=True,
     )

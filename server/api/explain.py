@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from time import perf_counter, sleep
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
@@ -19,7 +19,6 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from model.bundle import ModelBundle
-from server import explain as explainer
 from server.api import schemas
 from server.api.http.body import BodyRoute
 from server.api.http.responses import (
@@ -29,9 +28,20 @@ from server.api.http.responses import (
     state_of,
     unless_disconnected,
 )
-from server.engine.sampling import SamplingParams
+from server.engine.sampling import Floats, SamplingParams
 from server.errors import InvalidRequestError, OverloadedError
-from server.explain import Explainer, NextToken, check_index, check_length, most_tokens
+from server.explain import explanation as explained
+from server.explain.behaviour import Behaviour
+from server.explain.explainer import Explainer
+from server.explain.explanation import (
+    Effect,
+    Head,
+    NextToken,
+    Questions,
+    check_index,
+    check_length,
+    most_tokens,
+)
 from server.requests.admission.callers import Caller
 from server.requests.builder import RequestOptions
 from server.requests.target import TargetOptions, target_prefix
@@ -45,6 +55,13 @@ _THREADS = 1  # the engine needs the other processors
 _NICENESS = 10  # where all processors are busy, a tenth of an engine thread's share
 
 
+class HeadReference(schemas.RequestBody):
+    """One head of a layer, both counted from 0."""
+
+    layer: schemas.Count
+    head: schemas.Count
+
+
 class ExplainBody(schemas.RequestBody):
     """The body of POST /explain. `text` may be called `prompt`."""
 
@@ -55,15 +72,38 @@ class ExplainBody(schemas.RequestBody):
         [0], min_length=1, description="Layers whose attention to return, from 0."
     )
     heads: schemas.Counts | None = Field(
-        None, min_length=1, description="Heads of these layers, from 0. Default: all."
+        None, description="Heads of these layers, from 0; `[]` for none. Default: all."
     )
-    top_k: int = Field(10, ge=0, le=1000, description="Number of the likeliest next tokens.")
+    top_k: int = Field(10, ge=0, le=4096, description="Number of the likeliest next tokens.")
+    position: schemas.Count | None = Field(
+        None,
+        description="Position of the token after which the next tokens come, from 0. Default: the "
+        "last. Encoders have no next tokens, so no position, lens and entropies.",
+    )
+    without: list[HeadReference] = Field(
+        [],
+        max_length=schemas.MAX_NAMED_TOKENS,
+        fail_fast=True,
+        description='Heads, as `{"layer": 1, "head": 0}`, to switch off: what they collect '
+        "becomes 0. All else in the answer is then of this model; `effect` compares it, if `top_k` "
+        "is not 0.",
+    )
+    lens: int = Field(
+        0, ge=0, le=20, description="Number of the likeliest tokens after each layer (logit lens)."
+    )
+    entropies: bool = Field(
+        False, description="Return the entropy of every head's weights at the position."
+    )
+    head_values: HeadReference | None = Field(
+        None, description="A head whose queries, keys, values and scores to return."
+    )
     target: str | None = Field(
         None, description="Encoder-decoders: the target. Default: the model's likeliest."
     )
-    target_language: str | None = Field(
+    source_language: str | None = Field(
         None, description="Encoder-decoders: see `/v1/completions`."
     )
+    target_language: str | None = Field(None, description="The same.")
 
     @model_validator(mode="after")
     def _check_one_text(self) -> ExplainBody:
@@ -77,9 +117,41 @@ class HeadWeights(schemas.ResponseBody):
 
     layer: schemas.Size
     head: schemas.Size
+    behaviour: str | None = Field(
+        None,
+        description='"previous token", "first token", "same token" or "induction", if one has 30 % '
+        "of the head's attention in this text, and twice what even attention would give.",
+    )
+    shares: dict[str, schemas.Share] | None = Field(
+        None, description="The share of each behaviour that the text allows."
+    )
     weights: list[list[Annotated[float, Field(ge=0, le=1.001)]]] = Field(
         description="A row for each token, which sums to 1: how much it attends to each token."
     )
+
+
+_Rows = list[list[float]]
+
+
+class HeadValues(schemas.ResponseBody):
+    """The numbers that a head's weights are made of, a row for each token."""
+
+    layer: schemas.Size
+    head: schemas.Size
+    scale: float = Field(description="What scores are multiplied by, before they are capped.")
+    queries: _Rows = Field(description="After norms and rotation, as keys are.")
+    keys: _Rows
+    values: _Rows
+    scores: _Rows = Field(description="Q Kᵀ, neither scaled nor masked.")
+    sink: float | None = Field(None, description="A further score of each row, if heads have one.")
+    bias: _Rows | None = Field(None, description="Added to capped scores, if the model has one.")
+
+
+class LayerTokens(schemas.ResponseBody):
+    """The likeliest next tokens after a layer."""
+
+    layer: schemas.Size
+    next_tokens: list[NextToken]
 
 
 class Explanation(schemas.ResponseBody):
@@ -88,12 +160,22 @@ class Explanation(schemas.ResponseBody):
     tokens: list[str] = Field(description="Of an encoder-decoder the target's.")
     token_ids: list[schemas.Size]
     next_tokens: list[NextToken] = Field(description="The likeliest first.")
+    effect: Effect | None = Field(
+        None, description="With `without`: the change from the whole model, KL divergence in bits."
+    )
+    lens: list[LayerTokens] = Field(
+        [], description="The last norm and the head, applied to what each layer returns."
+    )
+    entropies: list[list[Annotated[float, Field(ge=0)]]] | None = Field(
+        None, description="In bits, by layer, then by head."
+    )
     source_tokens: list[str] = Field([], description="Encoder-decoders only, as all of sources.")
     source_token_ids: list[schemas.Size] = Field([])
     attention: list[HeadWeights] = Field(description="By layer, then by head.")
     source_attention: list[HeadWeights] = Field(
         [], description="A row for each token, of its weights over the source's."
     )
+    head_values: HeadValues | None = None
 
 
 class Explanations:
@@ -116,7 +198,7 @@ class Explanations:
         source_ids: list[int],
         layers: list[int],
         heads: list[int],
-        top_k: int,
+        questions: Questions,
         caller: Caller,
     ) -> bytes:
         """Return an explanation as JSON; the text's tokens count as used by the caller.
@@ -128,12 +210,15 @@ class Explanations:
         if self._n_inside >= _MAX_INSIDE:
             raise OverloadedError("other texts are being explained; try again", retry_after=1)
         caller.n_used += len(token_ids) + len(source_ids)
+        config = self._bundle.config
 
         def work() -> bytes:
             if self._explainer is None:
                 self._explainer = Explainer(self._bundle, _THREADS)
-            explanation = self._explainer.explain_tokens(token_ids, layers, source_ids, top_k=top_k)
-            return b"".join(_json(explanation, heads))
+            of = layers if heads else []  # a layer's weights are found for all its heads
+            found = self._explainer.explain_tokens(token_ids, of, source_ids, questions)
+            behaviours = [one for layer in of for one in found.behaviours(layer, heads, config)]
+            return b"".join(_json(found, heads, behaviours))
 
         self._n_inside += 1
         try:  # if the client disconnects, an explanation that waits is cancelled
@@ -154,16 +239,25 @@ async def explain(request: Request, body: ExplainBody) -> Response:
         check_index("layer", layer, config.n_layer)
     for head in heads:
         check_index("head", head, config.n_head)
-    (prompt,) = await service.builder.tokenize([body.text or body.prompt or ""])
+    (prompt,) = await service.builder.tokenize(
+        [body.text or body.prompt or ""], source_language=body.source_language
+    )
     token_ids, source_ids = prompt.ids, list[int]()
     if config.encoder is not None:
         check_length(len(prompt.ids), config.encoder)
         token_ids, source_ids = await _target(request, body, prompt.ids), prompt.ids
-    elif body.target is not None or body.target_language is not None:
-        raise InvalidRequestError("a model without an encoder has no target", param="target")
+    else:
+        for name in ("target", "source_language", "target_language"):
+            if getattr(body, name) is not None:
+                message = f"{name} is for a model with an encoder; leave it out"
+                raise InvalidRequestError(message, param=name)
     check_length(len(token_ids), config)
+    questions = _questions(body)
+    questions.check(len(token_ids), config)
     n_tokens = len(token_ids) + len(source_ids)
     n_weights = len(layers) * len(heads) * len(token_ids) * n_tokens
+    if questions.values_of is not None:  # scores and their bias, queries, keys and values
+        n_weights += len(token_ids) * (2 * len(token_ids) + 3 * config.head_dim)
     if n_weights > MAX_WEIGHTS:
         raise InvalidRequestError(
             f"{len(layers)} layers and {len(heads)} heads of {n_tokens} tokens are {n_weights} "
@@ -173,10 +267,23 @@ async def explain(request: Request, body: ExplainBody) -> Response:
         )
     explanations: Explanations = request.app.state.explanations[service.name]
     caller = state_of(request.scope).caller
-    work = explanations.explain(token_ids, source_ids, layers, heads, body.top_k, caller)
+    work = explanations.explain(token_ids, source_ids, layers, heads, questions, caller)
     response = json_response(await unless_disconnected(request.receive, work))
     service.metrics.used(caller.name, n_tokens, 0)
     return response
+
+
+def _questions(body: ExplainBody) -> Questions:
+    """Return what a body asks for beside weights."""
+    of = body.head_values
+    return Questions(
+        top_k=body.top_k,
+        position=body.position,
+        without=tuple(Head(one.layer, one.head) for one in body.without),
+        lens=body.lens,
+        entropies=body.entropies,
+        values_of=None if of is None else Head(of.layer, of.head),
+    )
 
 
 async def _target(request: Request, body: ExplainBody, source_ids: list[int]) -> list[int]:
@@ -191,7 +298,7 @@ async def _target(request: Request, body: ExplainBody, source_ids: list[int]) ->
         max_tokens=None,
         default_max_tokens=0,  # the longest target
         seed=0,
-        target=TargetOptions(language=body.target_language),
+        target=TargetOptions(target_language=body.target_language),
     )
     wanted = await service.builder.build(options, state_of(request.scope))
     longest = most_tokens(service.bundle.config) - len(wanted.target_prefix)
@@ -206,28 +313,50 @@ async def _target(request: Request, body: ExplainBody, source_ids: list[int]) ->
     return await unless_disconnected(request.receive, work())
 
 
-def _json(explanation: explainer.Explanation, heads: list[int]) -> Iterator[bytes]:
+def _json(
+    found: explained.Explanation, heads: list[int], behaviours: list[Behaviour]
+) -> Iterator[bytes]:
     """Yield the JSON row by row."""
-    known = {
-        "tokens": explanation.tokens,
-        "token_ids": explanation.token_ids,
-        "next_tokens": explanation.next_tokens,
+    known: dict[str, Any] = {
+        "tokens": found.tokens,
+        "token_ids": found.token_ids,
+        "next_tokens": found.next_tokens,
     }
-    maps = {"attention": explanation.weights}
-    if explanation.source_ids:
-        known |= {
-            "source_tokens": explanation.source_tokens,
-            "source_token_ids": explanation.source_ids,
-        }
-        maps["source_attention"] = explanation.source_weights
+    if found.effect is not None:
+        known["effect"] = found.effect
+    if found.lens:
+        known["lens"] = [{"layer": i, "next_tokens": one} for i, one in enumerate(found.lens)]
+    if found.entropies is not None:
+        known["entropies"] = found.entropies.tolist()
+    maps = {"attention": found.weights}
+    if found.source_ids:
+        known |= {"source_tokens": found.source_tokens, "source_token_ids": found.source_ids}
+        maps["source_attention"] = found.source_weights
     yield to_json(known)[:-1]
     for name, of_layers in maps.items():
         yield b',"%s":[' % name.encode()
         for i, (layer, head) in enumerate(product(of_layers, heads)):
-            yield b'%s{"layer":%d,"head":%d,"weights":[' % (b"," if i else b"", layer, head)
-            for row, weights in enumerate(of_layers[layer][head]):
-                sleep(0)  # release the interpreter's lock, for which others would wait 5 ms
-                yield (b"," if row else b"") + to_json(weights.tolist())
-            yield b"]}"
+            about: dict[str, Any] = {"layer": layer, "head": head}
+            if name == "attention":
+                about |= {"behaviour": behaviours[i].label, "shares": behaviours[i].shares}
+            yield (b"," if i else b"") + to_json(about)[:-1]
+            yield from _rows("weights", of_layers[layer][head])
+            yield b"}"
         yield b"]"
+    if (of := found.head_values) is not None:
+        about = {"layer": of.layer, "head": of.head, "scale": of.scale, "sink": of.sink}
+        yield b',"head_values":' + to_json(about)[:-1]
+        for name in ("queries", "keys", "values", "scores", "bias"):
+            if (matrix := getattr(of, name)) is not None:
+                yield from _rows(name, matrix)
+        yield b"}"
     yield b"}"
+
+
+def _rows(name: str, matrix: Floats) -> Iterator[bytes]:
+    """Yield a field of an object, a matrix [n, …], row by row."""
+    yield b',"%s":[' % name.encode()
+    for i, row in enumerate(matrix):
+        sleep(0)  # release the interpreter's lock, for which others would wait 5 ms
+        yield (b"," if i else b"") + to_json(row.tolist())
+    yield b"]"

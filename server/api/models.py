@@ -21,7 +21,7 @@ from server.api.http.responses import (
 from server.api.schemas import ResponseBody, Size
 from server.engine.engine import Engine
 from server.errors import InvalidRequestError
-from server.explain import most_tokens
+from server.explain.explanation import most_tokens
 from server.requests.service import Service
 from server.requests.target import languages
 
@@ -107,7 +107,9 @@ class ModelCard(ResponseBody):
     max_source_len: Size | None = Field(
         description="Maximum number of tokens of an encoder-decoder's source; null for others."
     )
-    target_languages: list[str] = Field(description="Values of `target_language`.")
+    target_languages: list[str] = Field(
+        description="Values of `target_language` and `source_language`."
+    )
     max_num_seqs: Size
     kv_cache: KVCache | None = Field(description="null until the model is loaded.")
     has_chat_template: bool
@@ -115,6 +117,7 @@ class ModelCard(ResponseBody):
     explain_limits: ExplainLimits | None = Field(description="null if `/explain` is switched off.")
     config: dict[str, Any] = Field(description="The model's shape: its config.json.")
     generation: dict[str, int | float] = Field(description="The model's recommended sampling.")
+    examples: list[str] = Field(description="Prompts to try it with, held out of its training.")
     verification: dict[str, Any] = Field(
         description="Measured at export: ONNX Runtime against PyTorch."
     )
@@ -219,6 +222,7 @@ def model_card(service: NamedService) -> ModelCard:  # no coroutine: it asks the
         explain_limits=explain_limits,
         config=asdict(bundle.config),
         generation=bundle.default_sampling.given(),
+        examples=list(bundle.examples),
         verification=manifest.verification.model_dump(),
         versions=manifest.versions,
         source=manifest.source,

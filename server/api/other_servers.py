@@ -43,6 +43,8 @@ USED_HERE = {
     "best_of": "n",
     "use_beam_search": "num_beams",
     "forced_bos_token_id": "target_language",
+    **dict.fromkeys(("src_lang", "source_lang"), "source_language"),
+    **dict.fromkeys(("tgt_lang", "target_lang"), "target_language"),
 }
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import gzip
+import hashlib
+from functools import cache
 from typing import Any
 
 from fastapi import APIRouter
+from starlette.datastructures import Headers
 from starlette.responses import FileResponse, HTMLResponse, Response
-from starlette.staticfiles import StaticFiles
+from starlette.staticfiles import NotModifiedResponse, StaticFiles
+from starlette.types import Scope
 
 from server.api.http.responses import OPEN, errors
+from server.api.joined import STATIC, joined
 
-STATIC = Path(__file__).parent.parent / "static"
 # The page loads nothing from other servers, runs no inline script, and cannot be framed.
 _POLICY = (
     "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -23,6 +27,9 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "cache-control": "no-cache",  # revalidated each time, so that no old script is used
 }
+
+_TYPES = {"page.js": "text/javascript", "page.css": "text/css"}
+_compressed = cache(gzip.compress)
 
 router = APIRouter()
 _OPEN = OPEN | {"responses": errors(403)}
@@ -36,7 +43,25 @@ async def page() -> Response:
 
 
 class StaticPlayground(StaticFiles):
-    """The files of the page."""
+    """The files of the page, and page.js and page.css, which join them."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        """Return a file, or what joins several, compressed for clients that accept that."""
+        if scope["method"] not in ("GET", "HEAD") or path not in ("page.css", "page.js"):
+            return await super().get_response(path, scope)
+        body = joined(path)
+        asked = Headers(scope=scope)
+        tag = hashlib.sha256(body).hexdigest()
+        headers = HEADERS | {"vary": "accept-encoding"}
+        if "gzip" in asked.get("accept-encoding", ""):
+            body = _compressed(body)
+            tag += "-gzip"
+            headers |= {"content-encoding": "gzip"}
+        headers |= {"etag": f'"{tag}"'}
+        response = Response(body, headers=headers, media_type=_TYPES[path])
+        if self.is_not_modified(response.headers, asked):
+            return NotModifiedResponse(response.headers)
+        return response
 
     def file_response(self, *args: Any, **kwargs: Any) -> Response:
         """Return a file with the page's headers."""

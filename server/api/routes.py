@@ -16,7 +16,7 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from server.api import explain, health, models, playground, tokenize
+from server.api import explain, health, joined, models, playground, tokenize
 from server.api.anthropic import messages
 from server.api.anthropic.answers import AnthropicError, MessageEvent
 from server.api.embeddings import cohere, scores, tei, vllm
@@ -76,10 +76,10 @@ def add_routes(app: FastAPI) -> None:
     absent += [files.router, batches.router] if settings.batch_dir is None else []
     for one in ROUTERS:
         if not any(one is other for other in absent):
-            app.include_router(one)
+            app.router.routes += one.routes
     bodies = [one.path for one in ROUTES if isinstance(one, BodyRoute)]
     app.state.endpoints = [path for path in bodies if re.fullmatch("/v1/[a-z/]+", path)]
-    app.mount("/static", playground.StaticPlayground(directory=playground.STATIC))
+    app.mount("/static", playground.StaticPlayground(directory=joined.STATIC))
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(RequestValidationError, _on_wrong_parameter)
 
@@ -118,7 +118,7 @@ def document(app: FastAPI) -> dict[str, Any]:
     made = get_openapi(
         title="Kvasir",
         version=version("kvasir-lm"),
-        description="A decoder language model.",
+        description="Decoders, encoders and encoder-decoders, exported to ONNX.",
         routes=app.routes,
         servers=[{"url": settings.root_path or "/"}],
     )

@@ -123,7 +123,7 @@ class RequestBody(BaseModel):
     def _drop_ignored_fields(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        names = _names(cls)
+        names = field_names(cls)
         kept = {n: value for n, value in values.items() if n in names and value is not None}
         for name, value in values.items():
             if not (name in names or value is None or name in IGNORED or is_no_op(name, value)):
@@ -155,7 +155,8 @@ class RequestBody(BaseModel):
 
 
 @cache
-def _names(kind: type[RequestBody]) -> frozenset[str]:
+def field_names(kind: type[RequestBody]) -> frozenset[str]:
+    """Return the names that the fields of a body may have."""
     own = (field.alias or name for name, field in kind.model_fields.items())
     return frozenset(own).union(name for _, name in _other_names(kind))
 

@@ -30,6 +30,10 @@ class TargetFields(RequestBody):
         description="Encoder-decoders: the language of the text, as the tokenizer's special tokens "
         "name it: `fr_XX`, `fra_Latn`, `fr`.",
     )
+    source_language: str | None = Field(
+        None,
+        description="Encoder-decoders: the language of the source, which is text, by such a name.",
+    )
     num_beams: int = Field(
         1,
         ge=1,
@@ -68,4 +72,4 @@ class TargetFields(RequestBody):
         beams = None
         if self.num_beams > 1:
             beams = BeamParams(self.num_beams, self.length_penalty, self.early_stopping)
-        return TargetOptions(self.decoder_prompt, self.target_language, beams)
+        return TargetOptions(self.decoder_prompt, self.source_language, self.target_language, beams)

@@ -72,8 +72,9 @@ class BatchWorker:
         task.add_done_callback(lambda _: self.tasks.pop(batch.id))
 
     def cancel(self, batch: StoredBatch) -> None:
-        """End a batch, which the caller has marked as cancelling; what is answered stays."""
-        if (limit := self._limits.get(batch.id)) is not None:
+        """End a batch, as cancelled if the caller has marked it so; what is answered stays."""
+        limit = self._limits.get(batch.id)
+        if limit is not None and not limit.expired():
             limit.reschedule(0)
 
     async def close(self) -> None:
@@ -248,8 +249,7 @@ class BatchWorker:
                 await asyncio.to_thread(journal.sync)
         except (OSError, RequestTooLargeError) as error:
             failures.append(error)
-            if (limit := self._limits.get(batch.id)) is not None:
-                limit.reschedule(0)
+            self.cancel(batch)
 
     def _close_batch(self, batch: StoredBatch, journal: Journal, ending: Status) -> None:
         """Give the rest of the lines an error, make files of the answers, and end the batch."""

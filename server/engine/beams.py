@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-from server.engine.sampling import BeamParams, Floats, token_logprobs
+from server.engine.sampling import BeamParams, Floats, likeliest
 
 
 class Hypothesis(NamedTuple):
@@ -58,7 +58,7 @@ class BeamSearch:
         candidates = [  # log-probability, the text that it continues, its new token
             (text.score + logprob, place, token_id)
             for place, (text, row) in enumerate(zip(self.running, logits, strict=True))
-            for token_id, logprob in token_logprobs(row, 0, n_likeliest).top
+            for token_id, logprob in likeliest(row, n_likeliest)[1]
         ]
         candidates.sort(key=lambda candidate: -candidate[0])
         going: list[tuple[float, int, int]] = []

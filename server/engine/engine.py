@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from time import perf_counter
 from typing import Literal, NamedTuple, Protocol
 
@@ -12,8 +13,10 @@ import numpy as np
 from model.config import TransformerConfig
 from server.engine.batch import Chunk, StepBatch
 from server.engine.beams import BeamSearch, Hypothesis
+from server.engine.candidates import candidate_logprobs, choose
 from server.engine.grammar.constraints import TokenMasks
 from server.engine.kv.store import KVStore
+from server.engine.logits import SCORING_LOGITS_BYTES, Logits
 from server.engine.sampling import Floats, SamplingParams, TokenLogprobs, sample, token_logprobs
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import FinishReason, Sequence, SequenceStatus
@@ -21,8 +24,6 @@ from server.engine.speculation import Speculation, verify
 from server.engine.step_capacity import StepCapacity
 
 StepKind = Literal["decode", "mixed", "prefill"]
-
-SCORING_LOGITS_BYTES = 64 * 2**20  # bound on the logits of one chunk of a scored prompt
 
 
 def check_max_model_len(wanted: int | None, config: TransformerConfig) -> int:
@@ -69,21 +70,33 @@ class Runner(Protocol):
     def kv(self) -> KVStore:
         """The KV cache."""
 
-    def run(self, batch: StepBatch) -> Floats:
-        """Return the logits [n, vocab] of `batch.chunks`, in order; valid until the next run."""
+    def run(self, batch: StepBatch) -> Logits:
+        """Return the logits of `batch.chunks`, in order; valid until the next run."""
 
 
-def warm_up(runner: Runner, n_tokens: int = 2) -> None:
-    """Run a prefill and a decode step once, so that the first request does not pay for them."""
-    admitted = runner.kv.admit(n_tokens, 0, [])
-    assert admitted is not None
-    params = SamplingParams(max_tokens=1)
-    sequence = Sequence(-1, [0] * n_tokens, params, frozenset(), 0.0)
-    sequence.rows = [admitted[0]]
-    runner.run(StepBatch(prefills=[Chunk(sequence, 0, n_tokens, 1)]))
-    sequence.status, sequence.n_computed = SequenceStatus.RUNNING, n_tokens - 1
-    runner.run(StepBatch([Chunk(sequence, n_tokens - 1, 1, 1)], window=[sequence]))
-    runner.kv.free(admitted[0])
+def warm_up(runner: Runner, n_tokens: int = 2, n_rows: int = 1) -> None:
+    """Run a prefill, a decode of `n_rows` and a step with both, so that no request pays for them.
+
+    One row has no step with both.
+    """
+    sequences = []
+    for length in [n_tokens, *[1] * (n_rows - 1)]:
+        admitted = runner.kv.admit(length, 0, [])
+        assert admitted is not None
+        params = SamplingParams(max_tokens=1)
+        sequences.append(Sequence(-1, [0] * length, params, frozenset(), 0.0, rows=[admitted[0]]))
+    first, *others = sequences
+    prefill = Chunk(first, 0, n_tokens, 1)
+    runner.run(StepBatch(prefills=[prefill]))
+    decodes = [Chunk(sequence, 0, 1, 1) for sequence in others]
+    for sequence in others:
+        sequence.status = SequenceStatus.RUNNING
+    if others:
+        runner.run(StepBatch(decodes, [None, *others], [prefill]))
+    first.status, first.n_computed = SequenceStatus.RUNNING, n_tokens - 1
+    runner.run(StepBatch([Chunk(first, n_tokens - 1, 1, 1), *decodes], [*sequences]))
+    for sequence in sequences:
+        runner.kv.free(sequence.rows[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,10 +229,10 @@ class Engine:
         finish_masks = self._masks.begin(constrained)
         logits = self.runner.run(batch)
         finish_masks()
-        n_done = 0
-        for chunk in batch.chunks:
-            outputs += self._update(chunk, logits[n_done : n_done + chunk.n_logits])
-            n_done += chunk.n_logits
+        ends = list(accumulate(chunk.n_logits for chunk in batch.chunks))
+        tokens = choose(logits.candidates, batch.chunks, ends, self.runner.vocab_size)
+        for chunk, end in zip(batch.chunks, ends, strict=True):
+            outputs += self._update(chunk, logits, end, tokens.get(end - 1))
         seconds = self._clock() - started
         self.scheduler.record_step(batch, seconds, self.runner.decode_seconds - decoded)
         begun = [c.sequence for c in batch.prefills if c.begins_prompt and not c.sequence.is_scored]
@@ -235,24 +248,32 @@ class Engine:
             seconds=seconds,
         )
 
-    def _update(self, chunk: Chunk, logits: Floats) -> list[TokenOutput]:
-        """Record a chunk as computed, and append the tokens that follow; logits: [n, vocab]."""
-        sequence = chunk.sequence
+    def _update(
+        self, chunk: Chunk, logits: Logits, end: int, token: int | None
+    ) -> list[TokenOutput]:
+        """Record a chunk as computed, and append the tokens that follow.
+
+        end: of its logits. token: the one after them if it is known.
+        """
+        sequence, first = chunk.sequence, end - chunk.n_logits
         if sequence.scores is not None:
-            self._score(chunk, logits, sequence.scores)
+            self._score(chunk, logits[first:end], sequence.scores)
         if chunk.draft:
             assert sequence.speculation is not None
-            tokens = verify(logits, sequence, chunk.draft)
+            rows = logits[first:end]
+            tokens = verify(rows, sequence, chunk.draft)
             sequence.speculation.record(sequence, chunk.draft, tokens)
             # Keys and values of rejected draft tokens do not count.
             self.scheduler.record(chunk, len(tokens))
-            pairs = zip(tokens, logits, strict=False)
-            return [self._append(sequence, token, row) for token, row in pairs]
+            wanted = zip(tokens, range(first, end), strict=False)
+            return [self._append(sequence, token, logits, row) for token, row in wanted]
         self.scheduler.record(chunk, chunk.count)
         if chunk.yields_token:
             if sequence.beams is not None:
-                return self._search(sequence, sequence.beams, logits)
-            return [self._append(sequence, sample(logits[-1], sequence), logits[-1])]
+                return self._search(sequence, sequence.beams, logits[first:end])
+            if token is None:
+                token = sample(logits[end - 1 : end][0], sequence)
+            return [self._append(sequence, token, logits, end - 1)]
         if chunk.completes_prompt and not sequence.params.max_tokens:
             scored = TokenOutput(sequence.id, None, prompt_logprobs=sequence.scores)
             return [self._finish(sequence, FinishReason.LENGTH, scored)]
@@ -279,16 +300,21 @@ class Engine:
         best = BeamOutput(sequence.id, None, hypotheses=beams.finished)
         return [self._finish(sequence, FinishReason.STOP, best)]
 
-    def _append(self, sequence: Sequence, token_id: int | None, row: Floats) -> TokenOutput:
-        """Append a token, of logits `row` [vocab]; end the sequence if it is the last."""
+    def _append(
+        self, sequence: Sequence, token_id: int | None, logits: Logits, row: int
+    ) -> TokenOutput:
+        """Append a token, chosen from a row of logits; end the sequence if it is the last."""
         if token_id is None:
             return self._fail(sequence)
         sequence.output_ids.append(token_id)
         params, scores = sequence.params, None
         if sequence.first_token_at is None:
             sequence.first_token_at, scores = perf_counter(), sequence.scores
-        n_top = params.logprobs
-        logprobs = None if n_top is None else token_logprobs(row, token_id, n_top)
+        logprobs = None
+        if (n_top := params.logprobs) is not None:
+            if logits.candidates is not None:
+                logprobs = candidate_logprobs(logits.candidates, row, token_id, n_top)
+            logprobs = logprobs or token_logprobs(logits[row : row + 1][0], token_id, n_top)
         output = TokenOutput(sequence.id, token_id, logprobs, scores)
         ends = token_id in sequence.ending_ids
         if sequence.constraint is not None and token_id not in params.stop_token_ids:

@@ -1,51 +1,16 @@
-"""The processors and memory that cgroups (v2 or v1) and affinity leave to this process."""
+"""What threads and memory of this process leave to others on the machine."""
 
 from __future__ import annotations
 
-import math
+import ctypes
 import os
 import sys
-from pathlib import Path
-
-import psutil
 
 SPIN_MICROSECONDS = 100  # default time that an idle thread keeps its processor
 
 _NICENESS = 5  # of an encoder beside streams: Linux gives it a third of a stream's time
 
-_CGROUP = Path("/sys/fs/cgroup")
-_MEMORY_FILES = (  # of v2 and v1: folder, limit, usage, and the field of unused page cache
-    (".", "memory.max", "memory.current", "inactive_file"),
-    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-)
-
-
-def usable_cpus(cgroup: Path = _CGROUP) -> int:
-    """Return the scheduler's affinity or the cgroup's CPU quota, rounded up, if that is less."""
-    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
-    n_cpus = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    limit = _read(cgroup / "cpu.max")  # "200000 100000", or "max 100000"
-    if not limit:
-        quota_v1 = _read(cgroup / "cpu/cpu.cfs_quota_us")  # -1 is no limit
-        limit = f"{quota_v1 or -1} {_read(cgroup / 'cpu/cpu.cfs_period_us') or 1}"
-    quota, period = limit.replace("max", "-1").split()
-    return n_cpus if int(quota) <= 0 else min(n_cpus, math.ceil(int(quota) / int(period)))
-
-
-def available_memory(cgroup: Path = _CGROUP) -> int:
-    """Return the available memory in bytes, of the machine or the cgroup, whichever is less.
-
-    Page cache that is not in use does not count as taken: the kernel drops it on demand.
-    """
-    available = int(psutil.virtual_memory().available)
-    for folder, limit_file, usage_file, idle_field in _MEMORY_FILES:
-        limit, usage = _read(cgroup / folder / limit_file), _read(cgroup / folder / usage_file)
-        if limit.isdigit() and usage:
-            statistics = _read(cgroup / folder / "memory.stat")
-            fields = dict(line.split() for line in statistics.splitlines())
-            left = int(limit) - int(usage) + int(fields.get(idle_field, 0))
-            return min(available, max(0, left))
-    return available
+_C = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def yield_to_streams() -> None:
@@ -54,8 +19,7 @@ def yield_to_streams() -> None:
         os.nice(_NICENESS)
 
 
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
+def return_freed_memory() -> None:
+    """Return memory that was freed to the operating system; glibc would keep much of it."""
+    if trim := getattr(_C, "malloc_trim", None):
+        trim(0)

@@ -21,15 +21,16 @@ from numpy.typing import NDArray
 
 from model.bundle import DECODE_INPUT
 from model.config import TransformerConfig
+from model.machine import available_memory, usable_cpus
 from model.onnx.runtime import onnxruntime
 from server.engine.batch import Chunk, StepBatch
-from server.engine.engine import SCORING_LOGITS_BYTES, check_max_model_len
+from server.engine.engine import check_max_model_len
 from server.engine.kv.prefix_cache import BLOCK_SIZE, PrefixCache
 from server.engine.kv.rows import KVRows, KVShape, RowMemory
-from server.engine.machine import SPIN_MICROSECONDS, available_memory, usable_cpus
+from server.engine.logits import Logits, most_logits
+from server.engine.machine import SPIN_MICROSECONDS
 from server.engine.sampling import Floats
 from server.engine.session import check_shape, kv_inputs, open_session
-from server.engine.speculation import MAX_DRAFT, MAX_SPECULATING
 
 TOKEN_BLOCK = 128  # of ONNX Runtime's MatMulNBits
 # A row's tokens, the position of the first, and the number of logits wanted of the last ones.
@@ -88,16 +89,14 @@ class OnnxRunner:
             dtype=np.int8 if itemsize == 1 else np.float32,
             cache=PrefixCache(cache_bytes // (BLOCK_SIZE * per_prompt_token)),
         )
-        # A decode for each sequence, a chunk of a scored prompt, drafts. Untouched memory is free.
-        n_scored = max(2, SCORING_LOGITS_BYTES // (4 * self.vocab_size))
-        n_logits = max_num_seqs + n_scored + MAX_SPECULATING * MAX_DRAFT
+        n_logits = most_logits(max_num_seqs, self.vocab_size)  # untouched memory is free
         self._logits: Floats = np.empty((n_logits, self.vocab_size), dtype=np.float32)
         self._bindings: dict[tuple[RowMemory, int, int], RowBinding] = {}  # by first row, rows
         self._never_alone = False
         self._never_alone = self._alone_differs()
         self.model_seconds = self.decode_seconds = 0.0
 
-    def run(self, batch: StepBatch) -> Floats:
+    def run(self, batch: StepBatch) -> Logits:
         """See Runner.
 
         The decode run comes first. It covers all rows of the window, though only decodes get
@@ -121,7 +120,7 @@ class OnnxRunner:
                 runs = [[part] for part in _split_last_two(*work[0])]
             for work in runs:
                 n_done += self._run(*self._place(chunks[0]), work, n_done)
-        return self._logits[:n_done]
+        return Logits.of(self._logits[:n_done])
 
     def _alone_differs(self) -> bool:
         """Decode two tokens alone and beside others, twice; return whether any logits differ."""

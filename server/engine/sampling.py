@@ -19,6 +19,8 @@ from server.engine.grammar.constraints import Constraint
 
 MAX_LOGPROBS = 20
 _BLOCK = 256  # weights that are summed at once
+_FEW = 256  # weights of which one running sum is fast
+_GROUPS = 1024  # of logits, whose sums and peaks are computed at once
 _SAMPLE = 2048  # weights that tell roughly where a nucleus ends
 # Of these, on each side of the estimate; the first is enough 19 times in 20.
 _SAMPLE_MARGINS = (24, 96)
@@ -135,8 +137,8 @@ def sample(row: Floats, sequence: SampledSequence) -> int | None:
 
     None if there is none: the model gave no finite logits, or every token is banned.
     """
-    params, constraint = sequence.params, sequence.constraint
-    if params.penalises or params.logit_bias or params.min_tokens or constraint is not None:
+    params = sequence.params
+    if is_adjusted(sequence):
         row = row.copy()
         _adjust(row, sequence)
     likeliest = int(row.argmax())  # a NaN, if there is one
@@ -147,21 +149,56 @@ def sample(row: Floats, sequence: SampledSequence) -> int | None:
     return _draw(row - row[likeliest], params, sequence.generator.random())
 
 
-def token_logprobs(row: Floats, token_id: int, alternatives: int) -> TokenLogprobs:
-    """Compute the log-softmax of a row [vocab] at `token_id`, and the likeliest alternatives.
+def is_adjusted(sequence: SampledSequence) -> bool:
+    """Return whether logits change before a token is drawn."""
+    params = sequence.params
+    bans_endings = len(sequence.output_ids) < params.min_tokens
+    is_constrained = sequence.constraint is not None
+    return params.penalises or bool(params.logit_bias) or bans_endings or is_constrained
 
-    Of equally likely alternatives, smaller ids come first.
-    """
-    peak = row.max()
-    log_total = float(peak) + float(np.log(np.exp(row - peak).sum(dtype=np.float64)))
-    top: tuple[tuple[int, float], ...] = ()
-    if alternatives:
-        threshold = np.partition(row, row.size - alternatives)[row.size - alternatives]
-        candidates = np.flatnonzero(row >= threshold)
-        best = candidates[np.argsort(-row[candidates], kind="stable")][:alternatives]
-        top = tuple((int(i), float(row[i]) - log_total) for i in best)
+
+def token_logprobs(row: Floats, token_id: int, alternatives: int) -> TokenLogprobs:
+    """Compute the log-softmax of a row [vocab] at `token_id`, and the likeliest alternatives."""
+    log_total, top = likeliest(row, alternatives)
     rank = 1 + int(np.count_nonzero(row > row[token_id]))
     return TokenLogprobs(token_id, float(row[token_id]) - log_total, top, rank)
+
+
+def likeliest(row: Floats, n: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """Return the log of the sum of a row's exponentials, and its n likeliest (token id, log-prob.).
+
+    row: logits [vocab]. Of equally likely tokens, smaller ids come first. Every _GROUPS-th token is
+    of one group, so that sums and peaks of all groups are fast; as n groups have peaks of at least
+    the n-th largest peak, so have n tokens.
+    """
+    whole, peaks = row.size // _GROUPS * _GROUPS, _peaks(row)
+    peak = peaks.max()
+    weights = row - peak
+    np.exp(weights, out=weights)
+    sums = weights[:whole].reshape(-1, _GROUPS).sum(axis=0)
+    total = sums.sum(dtype=np.float64) + weights[whole:].sum(dtype=np.float64)
+    log_total = float(peak) + math.log(total)
+    if not n:
+        return log_total, ()
+    threshold = np.partition(peaks, peaks.size - n)[peaks.size - n]
+    candidates = np.flatnonzero(row >= threshold)
+    best = candidates[np.argsort(-row[candidates], kind="stable")][:n]
+    return log_total, tuple((int(i), float(row[i]) - log_total) for i in best)
+
+
+def _peaks(values: Floats) -> Floats:
+    """Return the largest value of each group, and each of the rest."""
+    whole = values.size // _GROUPS * _GROUPS
+    groups = values[:whole].reshape(-1, _GROUPS)
+    return np.append(groups.max(axis=0, initial=-np.inf), values[whole:])
+
+
+def _kth_largest(values: Floats, k: int) -> float:
+    """Return the k-th largest of `values` [n], which is not below the k-th largest peak."""
+    peaks = _peaks(values)
+    if k <= peaks.size:
+        values = values[np.flatnonzero(values >= np.partition(peaks, -k)[-k])]
+    return float(np.partition(values, -k)[-k])
 
 
 def _adjust(row: Floats, sequence: SampledSequence) -> None:
@@ -196,7 +233,7 @@ def _draw(scaled: Floats, params: SamplingParams, uniform: float) -> int:
     weights = np.exp(scaled, out=scaled)  # unnormalised: the likeliest token weighs 1
     floor = 0.0  # lighter tokens are dropped
     if 0 < params.top_k < weights.size:
-        floor = float(np.partition(weights, -params.top_k)[-params.top_k])
+        floor = _kth_largest(weights, params.top_k)
     if params.top_p < 1.0:
         candidates = weights[np.flatnonzero(weights >= floor)] if floor else weights
         floor = _top_p_floor(candidates, params.top_p)
@@ -240,6 +277,9 @@ def _first_beyond(share: float, weights: Floats, floor: float) -> int:
     sum of all `weights` [n].
     """
     kept = weights >= floor
+    if floor and (few := np.flatnonzero(kept)).size <= _FEW:  # as `candidates.choose` does
+        running = weights[few].cumsum(dtype=np.float64)
+        return int(few[_first_over(share * float(running[-1]), running)])
     running = _block_sums(weights, kept if floor else None).cumsum()
     target = share * float(running[-1])
     block = _first_over(target, running)

@@ -77,7 +77,7 @@ def create_app(
             if service.task != "generate" and of_text:
                 yield_to_streams()
             make = build_engine if service.task == "generate" else build_encoder_engine
-            return engine or make(settings, service.bundle, clock)
+            return engine or make(service.settings, service.bundle, clock)
 
         loading = asyncio.create_task(models.start(build, clock))
         if engine is not None:
@@ -164,7 +164,7 @@ def _batch_worker(app: FastAPI, keys: ApiKeys | None) -> BatchWorker | None:
         store,
         Answers(app, keys),
         parse_line,
-        n_at_once=settings.max_num_seqs,
+        n_at_once=max(one.settings.max_num_seqs for one in models.services.values()),
         max_line=settings.max_body_bytes,
         count=metrics.batch_request,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from model.bundle import ENCODER_GRAPH_FILE, ModelBundle
-from server.engine.encoder.engine import EncoderEngine
+from server.engine.encoder.engine import TOKEN_BUDGET, EncoderEngine
 from server.engine.engine import Engine, Runner, warm_up
 from server.settings import Settings
 from server.telemetry.start_clock import StartClock
@@ -13,7 +13,6 @@ from server.telemetry.start_clock import StartClock
 logger = logging.getLogger("kvasir")
 
 _CPU_CHUNK = 256  # prompt tokens in a step, unless `chunk_size` is set
-_ENCODER_TOKENS = 256  # of a run of texts, unless `chunk_size` is set
 
 
 def build_encoder_engine(
@@ -41,7 +40,7 @@ def build_encoder_engine(
         clock.lap("session")
     return EncoderEngine(
         runner,
-        token_budget=settings.chunk_size or _ENCODER_TOKENS,
+        token_budget=settings.chunk_size or TOKEN_BUDGET,
         max_num_seqs=settings.max_num_seqs,
     )
 
@@ -60,18 +59,21 @@ def build_engine(
     if settings.speculate:
         logger.info("speculation is on: the load may change answers, by rounding")
     clock = clock or StartClock()
-    if bundle.manifest.device == "cuda":
-        from server.engine.cuda.session import DEFAULT_CHUNK_SIZE, open_cuda_runner  # noqa: PLC0415
+    if bundle.manifest.device != "cpu":
+        from server.engine.gpu.session import BACKENDS, open_gpu_runner  # noqa: PLC0415
 
-        runner: Runner = open_cuda_runner(
+        chunk_size = settings.chunk_size or BACKENDS[bundle.manifest.device].chunk_size
+        runner: Runner = open_gpu_runner(
+            bundle.manifest.device,
             bundle.graph_path,
             bundle.config,
             max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len,
             kv_cache_bytes=settings.kv_cache_memory,
+            chunk_size=chunk_size,
             keep_prompts=settings.prefix_cache_memory != 0,
+            captures=settings.cuda_graphs and len(settings.models) == 1,
         )
-        chunk_size = settings.chunk_size or DEFAULT_CHUNK_SIZE
         clock.lap("session_and_warm_up")
     elif bundle.config.encoder is not None:
         from server.engine.seq2seq.runner import Seq2SeqRunner  # noqa: PLC0415

@@ -17,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from model.bundle import BundleError, ModelBundle, load_bundle
-from server.engine.cuda.runtime import NoDeviceError
+from server.engine.gpu.errors import NoDeviceError
 from server.errors import StartupError
 from server.process.app import create_app
 from server.process.connection import BoundedConnection, SharedLimits, max_connections
@@ -59,7 +59,9 @@ class DrainingServer(uvicorn.Server):
                     "without API keys whoever reaches this address can use it; set api_key_file"
                 )
                 logger.warning(warning, extra={"fields": {"host": host}})
-            fields = {"host": host, "port": port, "playground": page}
+            manifests = {name: one.bundle.manifest for name, one in self.models.services.items()}
+            about = {name: f"{one.precision} on {one.device}" for name, one in manifests.items()}
+            fields = {"host": host, "port": port, "playground": page, "models": about}
             logger.info("listening", extra={"fields": fields})
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002  uvicorn's
@@ -118,7 +120,7 @@ def serve(settings: Settings) -> None:
     clock.lap("imports_and_settings")
     bundles = {name: _checked(settings, name) for name in settings.models}
     clock.lap("model_directory")
-    log = log_to_stderr(settings.log_level)
+    log = log_to_stderr(settings.log_level, settings.log_format)
     app = create_app(settings, bundles, clock=clock)
     server = DrainingServer(configure(app), app.state.models)
     listener = bind(settings.host, settings.port)
@@ -175,14 +177,15 @@ def check_model(settings: Settings, name: str | None = None) -> ModelBundle:
         bundle = load_bundle(path)
     except BundleError as error:
         raise StartupError(str(error)) from None
-    if bundle.manifest.device != "cuda":
+    device = bundle.manifest.device
+    if device == "cpu":
         return bundle
-    from server.engine.cuda.session import require_cuda  # noqa: PLC0415  imports ONNX Runtime
+    from server.engine.gpu.session import BACKENDS  # noqa: PLC0415  imports ONNX Runtime
 
     try:
-        require_cuda()
+        BACKENDS[device].require()
     except NoDeviceError as error:
-        raise StartupError(f"{path} was exported for cuda: {error}") from None
+        raise StartupError(f"{path} was exported for {device}: {error}") from None
     for setting in settings.model_fields_set & {"threads", "spin_microseconds"}:
         raise StartupError(f"setting {setting} is for the CPU; leave it out for a model on a GPU")
     if settings.prefix_cache_memory:

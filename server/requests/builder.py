@@ -22,7 +22,7 @@ from server.errors import ContextLengthError, InvalidRequestError
 from server.requests.admission.queue import Admission, context_length
 from server.requests.async_engine import AsyncEngine
 from server.requests.completion import CompletionRequest, Prompt, RequestState
-from server.requests.target import TargetOptions, target_prefix
+from server.requests.target import TargetOptions, source_ids, target_prefix
 from server.requests.text_worker import SHORT, TextWorker
 from server.settings import Settings
 
@@ -97,6 +97,7 @@ class RequestBuilder:
             keep_last=options.keep_last,
             add_special_tokens=options.add_special_tokens,
             with_offsets=options.with_offsets,
+            source_language=options.target.source_language,
         )
         if max_tokens is None:
             longest = max(len(prompt.ids) for prompt in prompts)
@@ -153,7 +154,7 @@ class RequestBuilder:
         if options.params.prompt_logprobs is not None:
             message = "the tokens of a source have no log-probabilities; ask for the target's alone"
             raise InvalidRequestError(message)
-        prefix = target_prefix(self.bundle, target.language)
+        prefix = target_prefix(self.bundle, target.target_language)
         if target.decoder_prompt:
             given = await self.tokenize([target.decoder_prompt], add_special_tokens=False)
             prefix += given[0].ids
@@ -184,12 +185,22 @@ class RequestBuilder:
         keep_last: int | None = None,
         add_special_tokens: bool = True,
         with_offsets: bool = False,
+        source_language: str | None = None,
     ) -> list[Prompt]:
         """Return a prompt for each text or list of token ids; the options are RequestOptions'.
 
+        source_language: see TargetOptions.
+
         Raises ContextLengthError, InvalidRequestError or OverloadedError.
         """
-        work = partial(self._tokenize, sources, keep_last, add_special_tokens, with_offsets)
+        if source_language is not None and not all(isinstance(one, str) for one in sources):
+            raise InvalidRequestError(
+                "source_language is for texts; put its token among those of the prompt",
+                param="source_language",
+            )
+        work = partial(
+            self._tokenize, sources, keep_last, add_special_tokens, with_offsets, source_language
+        )
         return await self.text_worker.call(sum(map(len, sources)), work)
 
     def _tokenize(
@@ -198,6 +209,7 @@ class RequestBuilder:
         keep_last: int | None,
         add_special_tokens: bool,
         with_offsets: bool,
+        language: str | None,
     ) -> list[Prompt]:
         tokenizer = self.bundle.tokenizer
         texts = [source for source in sources if isinstance(source, str)]
@@ -215,6 +227,8 @@ class RequestBuilder:
             if isinstance(source, str):
                 encoding = next(encoded)
                 text, ids = source, encoding.ids
+                if language is not None:
+                    ids = source_ids(tokenizer, encoding, language)
                 offsets = _starts(encoding) if with_offsets else None
             else:
                 ids = source

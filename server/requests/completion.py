@@ -122,12 +122,17 @@ class Delta:
     """The addition of one engine output to a choice."""
 
     choice: Choice
-    n_tokens: int
+    token_ids: list[int]
     text: str  # that may be shown now
     offset: int  # number of characters generated before it
     logprobs: TokenLogprobs | None
     prompt_logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason | None
+
+    @property
+    def n_tokens(self) -> int:
+        """The number of its tokens."""
+        return len(self.token_ids)
 
 
 def make_choices(
@@ -274,7 +279,7 @@ class Completion:
                 self.stream.stop(output.sequence_id)
         choice.finish_reason = reason
         scored = (output.logprobs, output.prompt_logprobs)
-        return Delta(choice, len(token_ids), text, offset, *scored, reason)
+        return Delta(choice, token_ids, text, offset, *scored, reason)
 
     def _raise_failure(self, choice: Choice, output: TokenOutput) -> None:
         reason, constraint = output.finish_reason, choice.sequence.constraint

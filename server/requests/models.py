@@ -9,6 +9,7 @@ from functools import partial
 from typing import Literal
 
 from model.bundle import ModelBundle
+from model.suggestions import did_you_mean
 from server.errors import InvalidRequestError, ModelNotFoundError, StartupError, UnavailableError
 from server.requests.admission.queue import Phase
 from server.requests.async_engine import AnyEngine
@@ -102,10 +103,10 @@ class Models:
                 retry_after=_FAILED_RETRY,
             )
         if name not in self.services:
-            served = " and ".join(map(repr, self.services))
+            names, served = self.services, " and ".join(map(repr, self.services))
+            listed = f"{served} {'is' if len(self.services) == 1 else 'are'}"
             raise ModelNotFoundError(
-                f"the model {name!r} is not served here; {served} "
-                f"{'is' if len(self.services) == 1 else 'are'}",
+                f"the model {name!r} is not served here; {did_you_mean(name, names, listed)}",
                 param="model",
             )
         return self.services[name]

@@ -57,7 +57,7 @@ class Service:
         metrics: ServerMetrics | None = None,
         text_worker: TextWorker | None = None,
     ) -> None:
-        self.settings = settings
+        self.settings = settings.of_model(has_encoder=bundle.config.encoder is not None)
         self.bundle = bundle
         self.name = name or settings.model_name
         self.created = int(time())
@@ -76,13 +76,13 @@ class Service:
         self.metrics = self.engine.metrics
         makes_text = self.task == "generate"
         self.admission = Admission(
-            max_num_seqs=settings.max_num_seqs,
-            max_queue=settings.queue_limit if makes_text else settings.text_queue_limit,
-            max_queue_tokens=settings.queue_tokens_limit,
+            max_num_seqs=self.settings.max_num_seqs,
+            max_queue=self.settings.queue_limit if makes_text else settings.text_queue_limit,
+            max_queue_tokens=self.settings.queue_tokens_limit,
         )
         self.text_worker = text_worker or TextWorker()
         self.builder = RequestBuilder(
-            settings, bundle, self.engine, self.admission, self.text_worker
+            self.settings, bundle, self.engine, self.admission, self.text_worker
         )
         manifest = bundle.manifest
         self.metrics.describe(precision=manifest.precision, device=manifest.device)

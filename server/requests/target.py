@@ -1,11 +1,11 @@
-"""The target of an encoder-decoder: its given beginning, and the search for its text."""
+"""The languages of an encoder-decoder, the given beginning of its target, and the search."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from model.bundle import ModelBundle
 from server.engine.sampling import BeamParams
@@ -18,17 +18,19 @@ _N_SHOWN = 8  # languages in an error
 
 @dataclass(frozen=True, slots=True)
 class TargetOptions:
-    """What a request asks of a target: how it begins, and the width and rules of a search."""
+    """A request's wishes: languages, the target's beginning, the width and rules of a search."""
 
     decoder_prompt: str = ""
-    language: str | None = None
+    source_language: str | None = None
+    target_language: str | None = None
     beams: BeamParams | None = None
 
     def check_supported(self, bundle: ModelBundle) -> None:
         """Raise InvalidRequestError if the model has no target, and something was asked of it."""
         asked = {
             "decoder_prompt": self.decoder_prompt,
-            "target_language": self.language,
+            "source_language": self.source_language,
+            "target_language": self.target_language,
             "num_beams": self.beams,
         }
         for name, value in asked.items():
@@ -49,16 +51,35 @@ def target_prefix(bundle: ModelBundle, language: str | None) -> list[int]:
     if language is None:
         return prefix
     known = languages(bundle.tokenizer)
-    if language not in known:
-        names = sorted(known)
-        shown = ", ".join(names[:_N_SHOWN]) + (", …" if len(names) > _N_SHOWN else "")
-        problem = f"{language!r} is not among its {len(names)}: {shown}"
-        raise InvalidRequestError(
-            f"target_language: {problem if names else 'this model has no tokens of languages'}",
-            param="target_language",
-        )
-    others = [token_id for token_id in prefix if token_id not in known.values()]
-    return [*others[:1], known[language], *others[1:]]
+    token_id = _language_id(known, language, "target_language")
+    others = [one for one in prefix if one not in known.values()]
+    return [*others[:1], token_id, *others[1:]]
+
+
+def source_ids(tokenizer: Tokenizer, encoding: Encoding, language: str) -> list[int]:
+    """Return a source's tokens, with its language's in place of the one that the tokenizer added.
+
+    If that added none, it comes first. Raises InvalidRequestError for an unknown language.
+    """
+    known = languages(tokenizer)
+    token_id = _language_id(known, language, "source_language")
+    both = zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+    places = [i for i, (one, added) in enumerate(both) if added and one in known.values()]
+    if not places:
+        return [token_id, *encoding.ids]
+    return [token_id if i in places else one for i, one in enumerate(encoding.ids)]
+
+
+def _language_id(known: dict[str, int], language: str, param: str) -> int:
+    """Return the token of a language. Raises InvalidRequestError for an unknown one."""
+    if language in known:
+        return known[language]
+    names = sorted(known)
+    shown = ", ".join(names[:_N_SHOWN]) + (", …" if len(names) > _N_SHOWN else "")
+    problem = f"{language!r} is not among its {len(names)}: {shown}"
+    raise InvalidRequestError(
+        f"{param}: {problem if names else 'this model has no tokens of languages'}", param=param
+    )
 
 
 def languages(tokenizer: Tokenizer) -> dict[str, int]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from server.engine.machine import return_freed_memory
 from server.errors import KvasirError, OverloadedError
 
 T = TypeVar("T")
-
-_C = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 SHORT = 4096  # characters or tokens that are handled on the event loop
 MOST_WAITING = 2**23  # characters: two bodies of the largest size, a few seconds of work
@@ -51,8 +48,8 @@ class TextWorker(ThreadPoolExecutor):
                 # A traceback keeps what the work has made, which the event loop would have to free.
                 raise error.with_traceback(None) from None
             finally:
-                if size > _LARGE and (trim := getattr(_C, "malloc_trim", None)):
-                    trim(0)
+                if size > _LARGE:
+                    return_freed_memory()
 
         self._n_inside += size
         try:

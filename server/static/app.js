@@ -2,7 +2,7 @@
 // from.
 
 import { ApiError, getJson, getKey, request, setKey } from "./common/api.js";
-import { byId } from "./common/dom.js";
+import { byId, showError } from "./common/dom.js";
 import * as explorer from "./explorer/explorer.js";
 import * as live from "./live/live.js";
 import * as model from "./model/model.js";
@@ -12,7 +12,16 @@ import * as similarity from "./similarity/similarity.js";
 import { load, save } from "./common/storage.js";
 
 // Each view has start(card), called once. It may have show() and hide(), called when it appears and
-// disappears.
+// disappears. A view whose state is in the address, "#view?name=value", has open(params), called with
+// URLSearchParams before show() when a link to a state is followed, and state(), which returns them.
+// It fires "kvasir:state" on the window when its state has changed; only this module reads and writes
+// location.hash. The parameters:
+//
+// attention: prompt, layer, head; token: the row to pin, from 0 (without: the last); focused=1, in
+// place of layer and head: the head that is most focused at that row.
+// without: the heads that are switched off.
+// playground: prompt, or messages as JSON; each setting that was changed, and seed; when two columns
+// are compared, the same of the second with the prefix "b.".
 const VIEWS = { playground, similarity, attention: explorer, live, model };
 const THEMES = ["system", "light", "dark"];
 const RETRY_SECONDS = 2;
@@ -29,9 +38,10 @@ function viewsOf({ config: { pooling } }) {
 
 function show() {
   if (!views.length) return; // the views are not initialised yet
-  const requested = location.hash.slice(1) || views[0];
+  const [requested, query] = location.hash.slice(1).split("?");
   // Other hashes, such as "#main", are places within the current view.
-  const name = views.includes(requested) ? requested : (shown ?? views[0]);
+  const name = views.includes(requested || views[0]) ? requested || views[0] : (shown ?? views[0]);
+  if (query) VIEWS[name].open?.(new URLSearchParams(query));
   if (name === shown) return;
   if (shown !== null) VIEWS[shown].hide?.();
   shown = name;
@@ -41,6 +51,12 @@ function show() {
     else link.removeAttribute("aria-current");
   }
   VIEWS[name].show?.();
+}
+
+/** Write the state of the shown view into the address, so that a link reproduces it. */
+function writeState() {
+  const state = VIEWS[shown]?.state?.();
+  if (state) history.replaceState(null, "", `#${shown}?${state}`);
 }
 
 function setTheme(theme) {
@@ -65,7 +81,7 @@ function nextTheme() {
 async function start() {
   try {
     const card = await getCard();
-    byId("failure").hidden = true;
+    showFailure("");
     byId("key-forget").hidden = !getKey();
     byId("served").textContent = `${card.model} · ${card.precision} on ${card.device}`;
     document.title = `${card.model} · Kvasir`;
@@ -76,7 +92,7 @@ async function start() {
     views = known;
     show();
   } catch (error) {
-    byId("failure").hidden = true;
+    showFailure("");
     if (error.status === 401) return; // the key form is open
     showFailure(error.message);
     throw error;
@@ -97,23 +113,12 @@ async function getCard() {
   }
 }
 
-/**
- * Show an alert. Screen readers announce each change of its text, so do not repeat the same text.
- */
-function showFailure(message) {
-  byId("failure").hidden = false;
-  if (byId("failure").textContent !== message) byId("failure").textContent = message;
-}
+const showFailure = (message) => showError(byId("failure"), message);
 
 function askForKey() {
-  showKeyError(getKey() && "The server rejected this key.");
   byId("key-form").hidden = false;
+  showError(byId("key-error"), getKey() && "The server rejected this key.");
   byId("key").select();
-}
-
-function showKeyError(message) {
-  byId("key-error").hidden = message === "";
-  byId("key-error").textContent = message;
 }
 
 function useKey(event) {
@@ -121,7 +126,7 @@ function useKey(event) {
   try {
     setKey(byId("key").value.trim());
   } catch (error) {
-    return showKeyError(error.message);
+    return showError(byId("key-error"), error.message);
   }
   byId("key-form").hidden = true;
   byId("main").focus();
@@ -152,12 +157,20 @@ async function openWithKey(event) {
   }
 }
 
+/** Submit the form of a text by Ctrl+Enter, or Command+Enter. */
+function submitByKey(event) {
+  if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !event.defaultPrevented)
+    event.target.form?.requestSubmit();
+}
+
 setTheme(THEMES.find((theme) => theme === load("theme")) ?? "system");
 byId("theme").addEventListener("click", nextTheme);
 byId("key-form").addEventListener("submit", useKey);
 byId("key-forget").addEventListener("click", forgetKey);
 document.addEventListener("click", openWithKey);
+document.addEventListener("keydown", submitByKey);
 window.addEventListener("kvasir:key", askForKey);
 window.addEventListener("hashchange", show);
+window.addEventListener("kvasir:state", writeState);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", announceTheme);
 start();

@@ -1,4 +1,7 @@
-"""The log: JSON lines on standard error, written by a thread of its own, so no request waits."""
+"""The log on standard error, written by a thread of its own, so no request waits.
+
+Lines are JSON, or for people: on a terminal, unless a setting says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,21 @@ import logging
 import os
 import sys
 from contextlib import suppress
+from importlib.metadata import version
 from queue import SimpleQueue
 from threading import Event, Thread
 from time import sleep
+from typing import Any, Literal
+
+from model.harmless import harmless
+
+LogFormat = Literal["auto", "text", "json"]
 
 MAX_LINES = 1000  # that wait to be written
 _FLUSH_SECONDS = 1.0  # that the end of the process waits for the last lines
+_STATUS_STYLES = {2: "green", 3: "green", 4: "yellow", 5: "red"}  # by the first digit
+_LEVEL_STYLES = {"warning": "yellow", "error": "red"}
+_SHOWN_APART = {"method", "route", "status", "duration_ms", "request_id"}  # of a request
 _PAUSE = 0.05  # seconds between batches: waking for every line would take the GIL from streams
 
 
@@ -31,12 +43,77 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
+class TextFormatter(logging.Formatter):
+    """Lines for people: a banner where the server listens, short requests, messages with fields.
+
+    What a client sent cannot control the terminal.
+    """
+
+    def __init__(self, *, colours: bool) -> None:
+        super().__init__()
+        self._colours = colours
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the lines of a record."""
+        fields: dict[str, Any] = dict(getattr(record, "fields", {}))
+        level, message = record.levelname.lower(), record.getMessage()
+        if message == "listening":
+            return self._banner(fields["playground"], fields["models"])
+        if message == "request":
+            text = self._request(fields)
+        elif message == "ready":
+            seconds = fields["start_seconds"]["total"]
+            model = self._paint(fields["model"], "bold")
+            text = f"{model} is ready: {fields['precision']} on {fields['device']}, {seconds:.1f} s"
+        else:
+            name = "" if level == "info" else self._paint(f"{level}: ", _LEVEL_STYLES.get(level))
+            text = "  ".join([name + harmless(message, one_line=True), *_words(fields)])
+        line = f"{self._paint(self.formatTime(record, '%H:%M:%S'), 'dim')}  {text}"
+        traceback = self.formatException(record.exc_info) if record.exc_info else ""
+        return "\n".join([line, *map(harmless, traceback.splitlines())])
+
+    def _banner(self, page: str, models: dict[str, str]) -> str:
+        url = page.rstrip("/")
+        rows = [("model", f"{name}, {about}") for name, about in models.items()]
+        rows += [("page", page), ("API", f"{url}/v1"), ("chat", f"kvasir chat {url}")]
+        lines = [f"  {self._paint(f'{name:5}', 'dim')}  {value}" for name, value in rows]
+        title = self._paint(f"Kvasir {version('kvasir-lm')}", "bold")
+        return "\n".join([title, *lines, "  Ctrl-C ends it"])
+
+    def _request(self, fields: dict[str, Any]) -> str:
+        status = fields["status"]
+        code = self._paint(str(status), _STATUS_STYLES.get(status // 100))
+        words = [f"{code} {fields['method']} {harmless(fields['route'], one_line=True)}"]
+        rest = {name: value for name, value in fields.items() if name not in _SHOWN_APART}
+        duration = f"{fields['duration_ms']:,.0f} ms"
+        if "completion_tokens" in rest:
+            n_prompt, n_new = rest.pop("prompt_tokens"), rest.pop("completion_tokens")
+            reasons = "/".join(map(str, rest.pop("finish_reason")))
+            words += [f"{n_prompt:,}+{n_new:,} tokens", reasons]
+            if (first := rest.pop("ttft_ms")) is not None:
+                duration += f" (first {first:,.0f})"
+        return "  ".join([*words, duration, *_words(rest)])
+
+    def _paint(self, text: str, style: str | None) -> str:
+        if not (style and self._colours):
+            return text
+        from rich.color import ColorSystem  # noqa: PLC0415  most servers log JSON
+        from rich.style import Style  # noqa: PLC0415
+
+        return Style.parse(style).render(text, color_system=ColorSystem.STANDARD)
+
+
+def _words(fields: dict[str, Any]) -> list[str]:
+    given = (f"{name}={value}" for name, value in fields.items() if value is not None)
+    return [harmless(one, one_line=True) for one in given]
+
+
 class QueuedHandler(logging.Handler):
     """A writer of batches to a file descriptor; lines that come while many wait are dropped."""
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, formatter: logging.Formatter | None = None) -> None:
         super().__init__()
-        self.setFormatter(_JsonFormatter())
+        self.setFormatter(formatter or _JsonFormatter())
         # It is reentrant: a signal's handler may log while a line is being put.
         self._waiting = SimpleQueue[str | Event]()
         self._n_dropped = 0
@@ -73,9 +150,20 @@ class QueuedHandler(logging.Handler):
             sleep(_PAUSE)
 
 
-def log_to_stderr(level: str) -> logging.Handler:
+def log_to_stderr(level: str, form: LogFormat = "auto") -> logging.Handler:
     """Log Kvasir's lines from `level` on, and the warnings of all libraries."""
-    handler = QueuedHandler(sys.stderr.fileno()) if sys.stderr else logging.NullHandler()
+    handler: logging.Handler = logging.NullHandler()
+    if sys.stderr:
+        for_people = form == "text" or (form == "auto" and sys.stderr.isatty())
+        formatter = TextFormatter(colours=_has_colours()) if for_people else None
+        handler = QueuedHandler(sys.stderr.fileno(), formatter)
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("kvasir").setLevel(level.upper())
     return handler
+
+
+def _has_colours() -> bool:
+    from rich.console import Console  # noqa: PLC0415  most servers log JSON
+
+    console = Console(stderr=True)
+    return console.color_system is not None and not console.no_color

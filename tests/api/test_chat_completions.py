@@ -146,11 +146,17 @@ def joined(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if calls:
         message |= {"content": content or None, "tool_calls": calls}
+    ids = {
+        name: [one for choice in choices for one in choice.get(name, [])]
+        for name in ("token_ids", "prompt_token_ids")
+        if any(name in choice for choice in choices)
+    }
     return {
         "index": index,
         "message": message,
         "logprobs": {"content": logprobs} if logprobs else None,
         "finish_reason": choices[-1]["finish_reason"],
+        **ids,
     }
 
 
@@ -352,7 +358,7 @@ async def test_an_answer_begins_a_text(continues: bool) -> None:
     [
         {},
         {"n": 3, "seed": 4},
-        {"logprobs": True, "top_logprobs": 3},
+        {"logprobs": True, "top_logprobs": 3, "return_token_ids": True},
         {"stop": ["a", "e"], "temperature": 0},
         {"tools": TOOLS, "tool_choice": "required"},
         {"tools": TOOLS, "tool_choice": "required", "logprobs": True, "n": 2},
@@ -372,6 +378,16 @@ async def test_a_stream_equals_the_whole_answer(extra: dict[str, Any]) -> None:
         ("chatcmpl-", "chat.completion.chunk", MODEL)
     }
     assert (whole["id"][:9], whole["object"]) == ("chatcmpl-", "chat.completion")
+    for choice in whole["choices"]:
+        if "return_token_ids" in extra:
+            scored = choice["logprobs"]["content"]
+            assert [one["token_id"] for one in scored] == choice["token_ids"]
+            assert all(
+                top["token_id"] == tokenizer.encode(top["token"]).ids[0]
+                for one in scored
+                for top in one["top_logprobs"]
+                if len(top["token"].encode()) == 1 and top["token"].isascii()
+            )
     assert len(whole["choices"]) == extra.get("n", 1)
     for choice in whole["choices"]:
         assert without_ids(joined(chunks, choice["index"])) == without_ids(choice)

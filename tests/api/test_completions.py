@@ -227,6 +227,40 @@ async def test_offsets_of_an_echoed_prompt_point_to_its_tokens(added: bool) -> N
         )
 
 
+async def test_token_ids_let_a_text_go_on_elsewhere() -> None:
+    """The ids of a prompt, its continuation and an alternative are a prompt of their own."""
+    body = {"max_tokens": 6, "logprobs": 3, "ignore_eos": True, "return_token_ids": True}
+    async with serving() as served:
+        (whole,) = (await complete(served, prompt="def read", temperature=0, **body))["choices"]
+        parts = [
+            one["choices"][0]
+            for one in await stream(served, prompt="def read", temperature=0, **body)
+        ]
+        ids = tokenizer.encode("def read").ids
+        assert whole["token_ids"] == served.runner.greedy(ids, 6)
+        assert (whole["prompt_token_ids"], parts[0]["prompt_token_ids"]) == (ids, ids)
+        assert [one for part in parts for one in part["token_ids"]] == whole["token_ids"]
+        rows = [
+            log_softmax(served.runner.logits([*ids, *whole["token_ids"][:i]])) for i in range(6)
+        ]
+        logprobs = whole["logprobs"]
+        for row, names, top in zip(
+            rows, logprobs["top_token_ids"], logprobs["top_logprobs"], strict=True
+        ):
+            assert names.keys() == top.keys()
+            assert {name: np.isclose(row[i], top[name]) for name, i in names.items()} == (
+                dict.fromkeys(top, True)
+            )
+        other = min(logprobs["top_token_ids"][2].values())
+        branch = [*ids, *whole["token_ids"][:2], other]
+        (gone_on,) = (await complete(served, prompt=branch, temperature=0, **body))["choices"]
+        (echoed,) = (await complete(served, prompt=ids, echo=True, **body))["choices"]
+        n_items = {len(one) for one in echoed["logprobs"].values()}
+        assert n_items == {len(ids) + 6}
+        assert echoed["logprobs"]["top_token_ids"][: len(ids)] == [None] * len(ids)
+        assert gone_on["token_ids"] == served.runner.greedy(branch, 6)
+
+
 async def test_a_token_has_one_name_even_if_it_is_part_of_a_character() -> None:
     """Clients compare these names to find out whether a token is the likeliest."""
     prompt = "漢字かな é漢🙂 ☃☃"

@@ -133,7 +133,8 @@ class Oracle:
         given = body["inputs"]
         inputs = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
         vectors = self.outputs(body, inputs, "pooled")
-        return [self.unit(one) if body.get("normalize", True) else one for one in vectors]
+        kept = [one[: body.get("dimensions")] for one in vectors]
+        return [self.unit(one) if body.get("normalize", True) else one for one in kept]
 
     def _embed_all(self, body: dict[str, Any]) -> Any:
         given = body["inputs"]
@@ -324,7 +325,8 @@ class Bodies:
         bodies: dict[str, dict[str, Any]] = {
             "/v1/embeddings": {"input": inputs, **self.options(inputs)}
             | self.some(encoding_format=["float", "base64"], dimensions=[1, 5, D_MODEL]),
-            "/embed": {"inputs": inputs, **self.options(inputs)} | self.some(normalize=flags),
+            "/embed": {"inputs": inputs, **self.options(inputs)}
+            | self.some(normalize=flags, dimensions=[1, 5, D_MODEL]),
             "/embed_all": {"inputs": inputs, **self.options(inputs)},
             "/similarity": {"inputs": source} | self.some(parameters=[self.options("text")]),
             "/rerank": {"query": self.text(), "texts": self.texts(), **self.options()}
@@ -439,6 +441,22 @@ async def test_a_models_unit_vectors_stay_as_they_are() -> None:
         raw = await client.post("/embed", json={"inputs": "def", "normalize": False})
     assert tei.json() == [openai.json()["data"][0]["embedding"]]
     assert (raw.status_code, raw.json()["error_type"]) == (400, "validation")
+
+
+@pytest.mark.parametrize(
+    ("bundle", "kind", "fields"),
+    [
+        (EMBEDDER, "embedding", {"pooling": "mean"}),
+        (RERANKER, "reranker", {"id2label": {"0": "relevant"}, "label2id": {"relevant": 0}}),
+    ],
+)
+async def test_info_has_teis_fields_and_limits(
+    bundle: ModelBundle, kind: str, fields: dict[str, Any]
+) -> None:
+    async with encoding(bundle) as client:
+        info = (await client.http.get("/info")).json()
+    assert info["model_type"] == {kind: fields}
+    assert (info["max_input_length"], info["model_id"]) == (LIMIT, MODEL)
 
 
 async def test_the_openai_client_reads_both_encodings() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import re
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
+from commands.console.heatmap import STOPS, rgb_of_oklch
 from export.attention_graph import write_attention_graph
 from export.directory import make_manifest
 from kvasir import app
@@ -23,7 +25,8 @@ from model.network.positions import Positions, rotate
 from model.network.transformer import Transformer
 from model.tokenizer import train_tokenizer
 from server.errors import ContextLengthError, InvalidRequestError, NotFoundError
-from server.explain import Explainer
+from server.explain.explainer import Explainer
+from server.explain.explanation import Head, Questions
 from tests.random_models import export_decoder, make_config, make_decoder
 from tests.whole_graph import GraphSession
 
@@ -57,15 +60,15 @@ def eager_weights(decoder: Transformer, token_ids: list[int]) -> list[torch.Tens
     found: list[torch.Tensor] = []
 
     def listen(attention: Attention, inputs: tuple[torch.Tensor, Positions]) -> None:
-        x, positions = inputs
+        x, positions = inputs[0], attention._own(inputs[1])
         place = torch.arange(x.shape[1])
         query, key, _ = split_heads(attention.project(x, positions), attention.config)
-        if attention.rotates:
-            assert positions.rotary is not None
-            query, key = (rotate(part, positions.rotary, place[None]) for part in (query, key))
+        if table := positions.rotary:
+            query, key = (rotate(part, table, place[None]) for part in (query, key))
         causal = attention.config.causal
         visible = visible_keys(place[None], place, attention.window, causal=causal)
-        found.append(attention_weights(query, key, visible, positions.bias, attention.config)[0])
+        settings = positions.bias, attention.config, attention.sinks
+        found.append(attention_weights(query, key, visible, *settings)[0])
 
     attentions = [module for module in decoder.modules() if isinstance(module, Attention)]
     hooks = [attention.register_forward_pre_hook(listen) for attention in attentions]
@@ -85,7 +88,7 @@ def test_the_exported_models_weights_are_pytorchs(
     variant: str, precision: str, tmp_path: Path
 ) -> None:
     decoder, bundle = make_directory(tmp_path / "model", precision, **VARIANTS[variant])
-    explanation = Explainer(bundle).explain(TEXT, [1, 0], top_k=4)
+    explanation = Explainer(bundle).explain(TEXT, [1, 0], Questions(top_k=4))
     expected = eager_weights(decoder, explanation.token_ids)
     assert sorted(explanation.weights) == [0, 1]
     for layer, weights in explanation.weights.items():
@@ -127,7 +130,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_parts_of_characters_are_named_by_their_bytes(directory: Path) -> None:
-    explanation = Explainer(load_bundle(directory)).explain("a \u2603", [0], top_k=256)
+    explanation = Explainer(load_bundle(directory)).explain("a \u2603", [0], Questions(top_k=256))
     assert explanation.tokens == ["a", " ", *(rf"bytes:\x{byte:x}" for byte in "\u2603".encode())]
     assert {rf"bytes:\x{byte:x}" for byte in range(0x80, 0x100)} & {
         token.text for token in explanation.next_tokens
@@ -168,6 +171,30 @@ def test_the_command_draws_and_prints_what_it_found(
         colours = picture.convert("RGB").getcolors(maxcolors=2**24)
     assert colours is not None
     assert len(colours) > 50  # a map, not an empty frame
+
+
+def test_the_command_switches_heads_off(directory: Path) -> None:
+    command = ["explain", str(directory), TEXT, "--top-k", "3", "--without", "1.0,0.2"]
+    written = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
+    asked = Questions(3, None, (Head(1, 0), Head(0, 2)))
+    expected = Explainer(load_bundle(directory)).explain(TEXT, [0], asked).effect
+    assert expected is not None
+    assert written["effect"] == asdict(expected)
+    shown = CliRunner().invoke(app, command).stdout
+    assert f"{expected.kl_divergence:.3f} bits" in shown
+    assert str(expected.tokens[-1].token_id) in shown
+    refused = CliRunner().invoke(app, [*command[:-1], "1"])
+    assert (refused.exit_code, "'1' is not a list of heads" in refused.output) == (2, True)
+
+
+def test_pictures_have_the_pages_colours() -> None:
+    script = Path("server/static/common/colours.js").read_text(encoding="utf-8")
+    light = script.partition("const LIGHT = ")[2].partition(";")[0]
+    colours = re.findall(r"oklch\((\S+) (\S+) (\S+)\)", light)
+    assert tuple(tuple(map(float, colour)) for colour in colours) == STOPS
+    red, white = ((0.627955, 0.257683, 29.2339), (1.0, 0.0, 0.0))  # as CSS has them
+    channels = (np.array(values) for values in zip(red, white, strict=True))
+    np.testing.assert_allclose(rgb_of_oklch(*channels), [[1, 0, 0], [1, 1, 1]], atol=1e-3)
 
 
 def test_a_wrong_head_is_one_line(directory: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import pytest
 from model.bundle import load_bundle
 from server.api.explain import MAX_WEIGHTS, Explanation
 from server.engine.engine import Engine
-from server.explain import Explainer
-from server.explain import Explanation as Explained
+from server.explain.explainer import Explainer
+from server.explain.explanation import Explanation as Explained
+from server.explain.explanation import Head, Questions
 from server.process.app import create_app
 from server.settings import load_settings
 from tests.api.test_explain import TEXT, make_directory
@@ -51,7 +53,9 @@ async def explaining(directory: Path, **settings: Any) -> AsyncIterator[httpx.As
 
 
 async def test_the_numbers_are_the_explainers(directory: Path) -> None:
-    expected = Explainer(load_bundle(directory), threads=1).explain(TEXT, [0, 1], top_k=3)
+    expected = Explainer(load_bundle(directory), threads=1).explain(
+        TEXT, [0, 1], Questions(top_k=3)
+    )
     async with explaining(directory) as client:
         some = await client.post(
             "/explain", json={"text": TEXT, "layers": [1, 0, 1], "heads": [2, 0], "top_k": 3}
@@ -79,10 +83,73 @@ async def test_the_numbers_are_the_explainers(directory: Path) -> None:
     assert limits == {"max_tokens": 64, "max_weights": MAX_WEIGHTS}
 
 
+async def test_questions_are_answered_as_by_the_explainer(directory: Path) -> None:
+    of, off = {"layer": 1, "head": 3}, [{"layer": 0, "head": 1}]
+    asked = Questions(2, 5, (Head(0, 1),), lens=3, entropies=True, values_of=Head(1, 3))
+    bundle = load_bundle(directory)
+    expected = Explainer(bundle, threads=1).explain(TEXT, [1], asked)
+    body = {"text": TEXT, "layers": [1], "heads": [3], "top_k": 2, "position": 5, "lens": 3}
+    async with explaining(directory) as client:
+        response = await client.post(
+            "/explain", json=body | {"without": off, "entropies": True, "head_values": of}
+        )
+        none = {"without": off, "heads": [], "top_k": 0}
+        without_maps = (await client.post("/explain", json=body | none)).json()
+    Explanation.model_validate_json(response.content)
+    answer = response.json()
+    assert expected.effect is not None
+    assert answer["effect"] == asdict(expected.effect)
+    assert answer["lens"] == [
+        {"layer": layer, "next_tokens": [asdict(token) for token in tokens]}
+        for layer, tokens in enumerate(expected.lens)
+    ]
+    np.testing.assert_array_equal(np.float32(answer["entropies"]), expected.entropies)
+    values = expected.head_values
+    assert values is not None
+    shown = answer["head_values"]
+    assert (shown["layer"], shown["head"], shown["scale"]) == (1, 3, values.scale)
+    for name in ("queries", "keys", "values", "scores"):
+        np.testing.assert_array_equal(np.float32(shown[name]), getattr(values, name))
+    (own,) = expected.behaviours(1, [3], bundle.config)
+    [of_head] = answer["attention"]
+    assert (of_head["behaviour"], of_head["shares"]) == (own.label, own.shares)
+    assert without_maps["lens"] == answer["lens"]
+    assert (without_maps["attention"], without_maps["next_tokens"]) == ([], [])
+    assert "effect" not in without_maps  # it takes another run
+
+
+async def test_weights_of_no_head_are_not_computed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer's weights come for all its heads, so an answer's limit would not bound them."""
+    found: list[dict[int, Any]] = []
+
+    class Spy(Explainer):
+        def explain_tokens(self, *args: Any) -> Any:
+            explanation = super().explain_tokens(*args)
+            found.append(explanation.weights)
+            return explanation
+
+    monkeypatch.setattr("server.api.explain.Explainer", Spy)
+    async with explaining(directory) as client:
+        for top_k in (0, 3):
+            body = {"text": TEXT, "layers": [0, 1], "heads": [], "top_k": top_k}
+            answer = (await client.post("/explain", json=body)).json()
+            assert (answer["attention"], len(answer["next_tokens"])) == ([], top_k)
+    assert found == [{}, {}]
+
+
 @pytest.mark.parametrize(("body", "param", "message"), [
+    ({"text": "ab", "position": 2}, "position", "there is no position 2; the text has 0 to 1"),
+    ({"text": "a", "without": [{"layer": 2, "head": 0}]}, "without", "there is no layer 2"),
+    ({"text": "a", "without": [{"layer": 0}]}, "without.0.head", "Field required"),
+    ({"text": "a", "head_values": {"layer": 0, "head": 4}}, "head_values", "there is no head 4"),
+    ({"text": "abc", "heads": [0], "head_values": {"layer": 0, "head": 0}}, "heads", "143"),
     ({"text": "a", "layers": [0, 2]}, "layers", "there is no layer 2; the model has layers 0 to 1"),
     ({"text": "a", "heads": [4]}, "heads", "there is no head 4; the model has heads 0 to 3"),
     ({"text": ""}, "text", "there is no token in the text"),
+    ({"text": "a", "target": "b"}, "target", "target is for a model with an encoder"),
+    ({"text": "a", "target_language": "fr"}, "target_language", "target_language is for a model"),
     ({"text": "a" * 65}, "prompt", "is 64 tokens"),
     ({"text": "a", "prompt": "a"}, None, "give either text or prompt"),
     ({}, None, "give either text or prompt"),

@@ -18,8 +18,10 @@ from model.bundle import ModelBundle, Verification, load_bundle
 from model.network.cross_attention import CrossAttention, Source
 from model.reference import generate
 from server.errors import InvalidRequestError
-from server.explain import Explainer
-from tests.api.test_seq2seq import NETWORK, SOURCE, TOKENIZER, client
+from server.explain.explainer import Explainer
+from server.explain.explanation import Head, Questions
+from tests.api.test_explain_lab import without
+from tests.api.test_seq2seq import FR, NETWORK, SOURCE, TOKENIZER, client
 from tests.encoder_decoders import export_both
 from tests.fake_seq2seq import EOS, read
 
@@ -78,6 +80,18 @@ def test_the_weights_are_pytorchs(bundle: ModelBundle) -> None:
     assert explanation.next_tokens[0].token_id == int(logits.argmax())
 
 
+def test_own_heads_of_the_decoder_are_switched_off(bundle: ModelBundle) -> None:
+    off = (Head(0, 0), Head(1, 1))
+    found = Explainer(bundle).explain(SOURCE, [0], Questions(3, None, off, lens=1), target=TARGET)
+    source = read(NETWORK, SOURCE_IDS)
+    with without(NETWORK, off), torch.inference_mode():
+        edited = NETWORK(torch.tensor([IDS]), source=source)[0, -1].double()
+    assert found.effect is not None
+    for one in found.effect.tokens:
+        assert one.logit == pytest.approx(float(edited[one.token_id]), abs=1e-4)
+    assert found.lens[-1] == found.next_tokens[:1]
+
+
 def test_a_target_is_for_encoder_decoders(bundle: ModelBundle) -> None:
     with pytest.raises(InvalidRequestError, match="needs a target"):
         Explainer(bundle).explain(SOURCE, [0])
@@ -99,6 +113,9 @@ async def test_the_route_explains_a_given_target_and_the_likeliest(bundle: Model
             weights = cross_weights(ids, source)[1][0].numpy()
             np.testing.assert_allclose(shown["weights"], weights, atol=1e-5)
             assert np.shape(answer["attention"][0]["weights"]) == (len(ids), len(ids))
+        fields = {"target": TARGET, "source_language": "fr_XX"}
+        answer = (await c.post("/explain", json=body | fields)).json()
+        assert answer["source_token_ids"] == [FR, *SOURCE_IDS]
 
 
 def test_an_alignment_is_drawn(bundle: ModelBundle, tmp_path: Path) -> None:

@@ -312,6 +312,21 @@ async def test_paths_without_a_route_answer_in_anthropics_form() -> None:
     assert other.json()["error"]["code"] == "not_found"
 
 
+async def test_the_beginning_of_a_stream_does_not_depend_on_the_load() -> None:
+    """Four tokens come before the first event is written."""
+    async with serving() as served:
+        served.runner.hold()
+        body = {"messages": USER, "max_tokens": 6, "ignore_eos": True, "stream": True}
+        reading = asyncio.create_task(served.client.post("/v1/messages", json=body))
+        await served.submitted.acquire()
+        served.runner.allow(4)
+        served.runner.wait_until_held()  # the event loop stands still meanwhile
+        served.runner.release()
+        first, *_, last = events_of((await reading).text)
+    assert first["message"]["usage"]["output_tokens"] == 0
+    assert last["type"] == "message_stop"
+
+
 @pytest.mark.parametrize("end", ["deadline", "drain", "failure"])
 async def test_a_stream_that_is_ended_has_one_end(end: str) -> None:
     async with serving() as served:

@@ -1,4 +1,4 @@
-"""The page and its files: headers, access, caching, and complete lists of modules."""
+"""The page and its files: headers, access, caching, and what joins them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from server.api.playground import STATIC
+from server.api.joined import STATIC, joined
 from tests.fake_runner import FakeRunner
 from tests.serving import VOCAB_SIZE, fake_app
 
 FILES = sorted(path.relative_to(STATIC).as_posix() for path in STATIC.rglob("*.*"))
 LOADED = re.compile(r"""(?<!<a )(?:src|href)="([^#"]+)"|from "(\.[^"]+)";""")
-PRELOADED = re.compile(r'<link rel="modulepreload" href="static/([^"]+)">')
+JOINED = ("page.css", "page.js")
 LINKED = re.compile(r'<a href="([^#"]+)"')
 INLINE = re.compile(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=|javascript:")
 
@@ -33,7 +33,7 @@ def client(**settings: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
 
-@pytest.mark.parametrize("path", ["/", *(f"/static/{name}" for name in FILES)])
+@pytest.mark.parametrize("path", ["/", *(f"/static/{name}" for name in (*FILES, *JOINED))])
 async def test_files_are_public_and_have_strict_headers(path: str) -> None:
     async with client(api_key="secret") as http:
         response = await http.get(path)
@@ -42,7 +42,8 @@ async def test_files_are_public_and_have_strict_headers(path: str) -> None:
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
         assert response.headers["x-content-type-options"] == "nosniff"
-        assert (await http.head(path)).headers["content-length"] == str(len(response.content))
+        head = await http.head(path, headers={"accept-encoding": "identity"})
+        assert head.headers["content-length"] == str(len(response.content))
 
 
 @pytest.mark.parametrize(
@@ -55,10 +56,12 @@ async def test_other_files_cannot_be_read(path: str) -> None:
     assert response.json()["error"]["code"] == "not_found"
 
 
-async def test_cached_files_are_not_sent_again() -> None:
+@pytest.mark.parametrize("name", ["app.js", *JOINED])
+async def test_cached_files_are_not_sent_again(name: str) -> None:
     async with client() as http:
-        first = await http.get("/static/app.js")
-        again = await http.get("/static/app.js", headers={"if-none-match": first.headers["etag"]})
+        first = await http.get(f"/static/{name}")
+        known = {"if-none-match": first.headers["etag"]}
+        again = await http.get(f"/static/{name}", headers=known)
     assert (again.status_code, again.content) == (304, b"")
 
 
@@ -72,7 +75,7 @@ async def test_allow_lists_the_methods_of_all_routes() -> None:
 def test_a_file_loads_only_others_of_the_page(name: str) -> None:
     text = (STATIC / name).read_text(encoding="utf-8")
     loaded = {relative(name, *found) for found in LOADED.findall(text)}
-    assert loaded <= set(FILES)
+    assert loaded <= {*FILES, *JOINED}
     assert not INLINE.search(text if name.endswith((".html", ".svg")) else "")
 
 
@@ -83,16 +86,39 @@ async def test_links_lead_to_routes() -> None:
     assert 404 not in found.values(), found
 
 
-def test_every_file_is_used() -> None:
-    """Preloading alone does not count as use."""
-    texts = {name: PRELOADED.sub("", (STATIC / name).read_text(encoding="utf-8")) for name in FILES}
-    named = {
-        relative(name, *found) for name, text in texts.items() for found in LOADED.findall(text)
-    }
-    assert named | {"index.html"} == set(FILES)
+def test_every_file_is_used_and_joined_once() -> None:
+    html = (STATIC / "index.html").read_text(encoding="utf-8")
+    linked = {relative("index.html", *found) for found in LOADED.findall(html)}
+    script, styles = joined("page.js").decode(), joined("page.css").decode()
+    modules = re.findall(r"^// (\S+\.js)$", script, re.MULTILINE)
+    assert sorted(modules) == [name for name in FILES if name.endswith(".js")]
+    assert not re.search(r"^(im|ex)port ", script, re.MULTILINE)
+    for name in FILES:
+        text = (STATIC / name).read_text(encoding="utf-8")
+        assert name in {"index.html", *linked} or text in styles or name in modules
 
 
-def test_all_modules_are_preloaded() -> None:
-    """Importing one by one would cost a round trip to the server for each."""
-    preloaded = PRELOADED.findall((STATIC / "index.html").read_text(encoding="utf-8"))
-    assert sorted([*preloaded, "app.js"]) == [name for name in FILES if name.endswith(".js")]
+async def test_what_joins_files_is_compressed_for_those_who_read_that() -> None:
+    async with client() as http:
+        plain, small = [
+            await http.get("/static/page.js", headers={"accept-encoding": coding})
+            for coding in ("identity", "br, gzip")
+        ]
+    assert plain.content == small.content == joined("page.js")
+    assert "content-encoding" not in plain.headers
+    assert int(small.headers["content-length"]) < len(plain.content) / 2
+    assert plain.headers["etag"] != small.headers["etag"]
+
+
+async def test_what_joins_files_can_only_be_read() -> None:
+    async with client() as http:
+        response = await http.post("/static/page.js")
+    assert response.status_code == 405
+
+
+async def test_paths_that_clients_invent_are_not_kept() -> None:
+    before = joined.cache_info().currsize
+    async with client() as http:
+        found = [await http.get(f"/static/invented-{i}.js") for i in range(4)]
+    assert {one.status_code for one in found} == {404}
+    assert joined.cache_info().currsize == before

@@ -361,3 +361,31 @@ async def test_a_refusal_lists_the_values_that_are_allowed() -> None:
                     known = value.strip('"')
                     assert known in message or known.title() in message, (path, name, message)
     assert n_fields > 80
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "suggestion"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokenz": 1}, "'max_tokens'"),
+        ("/v1/completions", {"promt": "a"}, "'prompt'"),
+        ("/v1/completions", {"prompt": "a", "repetition_penality": 1}, "'repetition_penalty'"),
+        ("/v1/messages", {**VALID["/v1/messages"], "sistem": "a"}, "'system'"),
+        (
+            "/v1/completions",
+            {"prompt": "a", "stream": True, "stream_options": {"include_usge": True}},
+            "'include_usage'",
+        ),
+        (
+            "/explain",
+            {"text": "a", "without": [{"layers": 0, "head": 0}]},
+            "'layer'",
+        ),
+    ],
+)
+async def test_the_nearest_known_field_is_suggested(
+    path: str, body: dict[str, Any], suggestion: str
+) -> None:
+    async with serving() as served:
+        response = await served.client.post(path, json=body)
+    assert response.status_code == 400
+    assert f"did you mean {suggestion}?" in response.json()["error"]["message"]

@@ -163,11 +163,11 @@ def cut(text: str, reason: str, random_: random.Random) -> Iterator[list[Delta]]
         n = random_.randrange(8)
         piece, text = text[:n], text[n:]
         scored = TokenLogprobs(random_.randrange(VOCAB_SIZE), -1.0, ((1, -0.5), (EOS, -2.0)))
-        group.append(Delta(choice, 1, piece, 0, scored, None, None))
+        group.append(Delta(choice, [0], piece, 0, scored, None, None))
         if random_.random() < 0.7:
             yield group
             group = []
-    yield [*group, Delta(choice, 1, "", 0, None, None, FinishReason(reason))]
+    yield [*group, Delta(choice, [0], "", 0, None, None, FinishReason(reason))]
 
 
 @pytest.mark.parametrize("seed", range(150))

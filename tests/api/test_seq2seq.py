@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import httpx
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from model.bundle import ModelBundle
 from model.reference import beam_search, generate
 from server.engine.engine import Engine
 from server.process.app import create_app
-from server.settings import load_settings
+from server.requests.service import Service
+from server.settings import Settings, load_settings
 from tests.fake_seq2seq import EOS, FakeSeq2SeqRunner, read, small_config, small_model
 from tests.serving import MODEL, VOCAB_SIZE, fake_bundle, serving, small_tokenizer
 
@@ -110,6 +114,28 @@ async def test_the_given_beginning(fields: dict[str, str], prefix: list[int]) ->
     assert answer["generated_text"] == expected(prefix, 5)
 
 
+@pytest.mark.parametrize("template", ["{} $A <|endoftext|>", "$A <|endoftext|> {}", None])
+async def test_the_language_of_a_source(template: str | None) -> None:
+    """NLLB's place, the first mBART's, and a tokenizer that adds none; a text may name one, too."""
+    tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
+    if template is not None:
+        named = [(name, tokenizer.token_to_id(name)) for name in ("de_DE", "<|endoftext|>")]
+        tokenizer.post_processor = TemplateProcessing(
+            single=template.format("de_DE"), special_tokens=named
+        )
+    body = {"prompt": "read de_DE", "max_tokens": 5, "source_language": "fr_XX"}
+    own = TOKENIZER.encode("read de_DE").ids
+    (end,) = TOKENIZER.encode("<|endoftext|>").ids
+    ids = [FR, *own]
+    if template is not None:
+        ids = [FR, *own, end] if template.startswith("{}") else [*own, end, FR]
+    read_source = read(NETWORK, ids)
+    found = generate(NETWORK, [3, DE], max_tokens=5, ending_ids=[EOS], source=read_source)
+    answer = await post("/v1/completions", body, bundle=replace(BUNDLE, tokenizer=tokenizer))
+    assert answer["choices"][0]["text"] == TOKENIZER.decode(found)
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+
+
 async def test_a_language_may_start_a_target() -> None:
     """As in the first mBART, whose targets start with nothing else."""
     starting = replace(BUNDLE, config=replace(BUNDLE.config, target_prefix=(DE,)))
@@ -158,6 +184,8 @@ async def test_beams_return_the_best_texts_with_scores() -> None:
         ({"num_beams": 5}, "max_num_seqs"),
         ({"length_penalty": 2.0}, "num_beams"),
         ({"target_language": "xx_XX"}, "de_DE, en, fr_XX"),
+        ({"source_language": "xx_XX"}, "de_DE, en, fr_XX"),
+        ({"source_language": "en", "prompt": [5, 6]}, "source_language is for texts"),
         ({"echo": True, "logprobs": 1}, "log-probabilities"),
         ({"max_tokens": 19}, "2 that begin it and 19 to generate"),
         ({"prompt": [5] * 25}, "25"),
@@ -176,7 +204,9 @@ async def test_a_chat_needs_a_template() -> None:
     assert "chat template" in text
 
 
-@pytest.mark.parametrize("field", ["num_beams", "decoder_prompt", "target_language"])
+@pytest.mark.parametrize(
+    "field", ["num_beams", "decoder_prompt", "source_language", "target_language"]
+)
 async def test_decoders_have_no_target(field: str) -> None:
     async with serving() as served:
         body = {"prompt": SOURCE, field: 2 if field == "num_beams" else "de_DE"}
@@ -195,3 +225,23 @@ async def test_what_the_model_is() -> None:
     assert card["target_languages"] == ["de_DE", "en", "fr_XX"]
     assert info["max_input_tokens"] == 24
     assert info["model_pipeline_tag"] == "text2text-generation"
+
+
+@pytest.mark.parametrize(("given", "expected_rows"), [({}, 64), ({"max_num_seqs": 7}, 7)])
+async def test_beams_find_more_rows_than_a_decoders_sequences(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, int], expected_rows: int
+) -> None:
+    """The runner and admission get the same number; a decoder keeps its own default."""
+    asked: SimpleQueue[int] = SimpleQueue()
+
+    def build(settings: Settings, *_: object) -> Engine:
+        asked.put(settings.max_num_seqs)
+        return Engine(FakeSeq2SeqRunner(NETWORK), chunk_size=32)
+
+    monkeypatch.setattr("server.process.app.build_engine", build)
+    known = load_settings(model=Path(MODEL), **given)
+    app = create_app(known, BUNDLE)
+    async with app.router.lifespan_context(app):
+        assert await asyncio.to_thread(asked.get) == expected_rows
+        assert app.state.models.find().settings.max_num_seqs == expected_rows
+    assert Service(known, fake_bundle()).settings.max_num_seqs == given.get("max_num_seqs", 16)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from pydantic_core import from_json
@@ -65,10 +66,17 @@ async def doubled(_path: str, body: bytes, _owner: str) -> Reply | float:
 
 
 def worker(
-    store: BatchStore, answer: Answer = doubled, clock: Callable[[], float] = lambda: NOW
+    store: BatchStore,
+    answer: Answer = doubled,
+    clock: Callable[[], float] = lambda: NOW,
+    n_at_once: int = 2,
 ) -> BatchWorker:
     return BatchWorker(
-        store, answer, from_json, n_at_once=2, max_line=1000, count=lambda _: None, clock=clock
+        *(store, answer, from_json),
+        n_at_once=n_at_once,
+        max_line=1000,
+        count=lambda _: None,
+        clock=clock,
     )
 
 
@@ -100,6 +108,28 @@ def check_whole(store: BatchStore, batch_id: str) -> None:
     assert (batch.usage.input_tokens, batch.usage.output_tokens) == (6, 12)
     contents = sum(file.bytes for file in store.files.values())
     assert store.n_bytes == contents + 4096 * (len(store.files) + len(store.batches))
+
+
+async def test_a_full_store_may_be_met_by_many_lines_while_the_batch_stops(
+    tmp_path: Path, open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line fails one turn of the event loop after the one before it."""
+    store = open_store(tmp_path)
+    batch = begun(store)
+    waiting, all_wait = [], asyncio.Event()
+
+    async def answer(path: str, body: bytes, owner: str) -> Reply | float:
+        waiting.append(body)
+        if len(waiting) == len(LINES):
+            all_wait.set()
+        await all_wait.wait()
+        for _ in range(from_json(body)["prompt"]):
+            await asyncio.sleep(0)
+        return await doubled(path, body, owner)
+
+    monkeypatch.setattr(Journal, "append", Mock(side_effect=OSError("no space left")))
+    await run_all(worker(store, answer, n_at_once=len(LINES)))
+    assert batch.status == "failed"
 
 
 class CrashError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,3 +56,5 @@ def test_a_head_that_attends_to_the_next_token(
     said = f"{quoted('##us')} attends most to {quoted('student')}"
     expect(page.locator("#weight")).to_contain_text(said)
     picture(page, "encoder-head")
+    page.locator("#strip button").last.click()
+    expect(page).to_have_url(re.compile(f"&token={len(tokens) - 1}$"))  # the first is the usual one

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from playwright.sync_api import Page, Route, expect
@@ -12,8 +13,8 @@ from playwright.sync_api import Page, Route, expect
 from tests.browser.conftest import KEY
 
 TEXT = "The studious student graduated with honors."
+LINK = f"#attention?{urlencode({'prompt': TEXT})}"
 MAP, WEIGHT = "#map", "#weight"
-READ_CELLS = "rows => rows.map(row => [...row.cells].map(cell => cell.innerText))"
 
 
 def explanation(page: Page, **body: Any) -> dict[str, Any]:
@@ -25,13 +26,13 @@ def explanation(page: Page, **body: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def explorer(page: Page) -> Page:
-    page.locator("header a[href='#attention']").click()
+    page.goto(f"{page.url.split('#')[0]}{LINK}")
     wait_until_settled(page)
     return page
 
 
 def wait_until_settled(page: Page) -> None:
-    expect(page.locator("#explained:not([aria-busy])")).to_be_visible()
+    expect(page.locator("#explained:not([aria-busy])")).to_be_visible(timeout=30_000)
 
 
 def explain(page: Page, text: str) -> None:
@@ -71,7 +72,7 @@ def test_weights_and_next_tokens_match_the_api(explorer: Page) -> None:
     tokens, n = expected["tokens"], len(expected["tokens"])
     assert shown_tokens(explorer) == [visible(token) for token in tokens]
     rows = explorer.locator("#next-tokens button")
-    assert rows.locator(".next-text").all_inner_texts() == [
+    assert rows.locator(".token-name").all_inner_texts() == [
         visible(one["text"]) for one in expected["next_tokens"]
     ]
     for share, one in zip(
@@ -110,15 +111,8 @@ def test_the_map_works_with_the_keyboard(explorer: Page) -> None:
         f"does not see {quoted(tokens[-1])}, which comes later"
     )
     explorer.keyboard.press("Enter")
-    explorer.get_by_text("Pinned row as a table").press("Enter")
-    expect(explorer.locator("#row-body tr")).to_have_count(last)
-    cells = explorer.locator("#row-body tr").evaluate_all(READ_CELLS)
-    assert [[int(at), token] for at, token, _ in sorted(cells, key=lambda cell: int(cell[0]))] == [
-        [at, token] for at, token in enumerate(tokens[:-1])
-    ]
-    table = {int(at): float(weight) for at, _, weight in cells}
-    assert [table.get(at) for at in range(last + 1)] == expected_weights(
-        of_head["weights"][last - 1], last - 1
+    expect(explorer.locator("#strip button").nth(last - 1)).to_have_attribute(
+        "aria-pressed", "true"
     )
     explorer.locator("#heads input:checked").focus()
     explorer.keyboard.press("ArrowRight")
@@ -208,13 +202,15 @@ def test_a_rejected_key_restores_the_selection(open_page: Any, guarded_url: str)
     page = open_page(guarded_url)
     page.get_by_label("API key").fill(KEY)
     page.keyboard.press("Enter")
-    page.locator("header a[href='#attention']").click()
+    expect(page.locator("#playground")).to_be_visible()
+    page.goto(f"{page.url.split('#')[0]}{LINK}")
     wait_until_settled(page)
     layer, shown = page.get_by_label("Layer", exact=True), page.locator(MAP)
-    page.route(
-        "**/explain",
-        lambda route: route.fulfill(status=401, json={"error": {"message": "no valid API key"}}),
-    )
+
+    def refuse(route: Route) -> None:
+        route.fulfill(status=401, json={"error": {"message": "no valid API key"}})
+
+    page.route("**/explain", refuse)
     layer.select_option("2")
     expect(page.locator("#explain-error")).to_have_text("no valid API key")
     expect(layer).to_have_value("0")
@@ -226,6 +222,15 @@ def test_a_rejected_key_restores_the_selection(open_page: Any, guarded_url: str)
     expect(shown).to_have_attribute("aria-label", "Attention weights of layer 2, head 0")
     expect(layer).to_have_value("2")
     expect(page.locator("#explain-error")).to_be_hidden()
+    wait_until_settled(page)
+    page.route("**/explain", refuse)
+    page.get_by_role("button", name="Switch layer 2, head 0 off").click()
+    expect(page.locator("#explain-error")).to_be_visible()
+    expect(page.locator("#switched")).to_have_text("All heads are on.")
+    page.unroute("**/explain")
+    page.get_by_label("API key").fill(KEY)
+    page.keyboard.press("Enter")
+    expect(page.locator("#switched")).to_have_text("Off: 2.0")
 
 
 @pytest.mark.refusals
@@ -274,7 +279,7 @@ def other_card(page: Page, **changes: Any) -> Page:
         )
 
     page.route("**/model", change)
-    page.goto(page.url + "#attention")
+    page.goto(page.url + LINK)
     page.reload()
     return page
 
@@ -287,23 +292,27 @@ def test_invalid_weights_are_reported(page: Page) -> None:
     wait_until_settled(explorer)
     expect(explorer.locator("#contract.error")).to_contain_text("outside the window")
     assert [one is None for one in shown_weights(explorer)] == [True] * 15 + [False] * 3
-    expect(explorer.locator("#about-m")).to_contain_text("3 tokens")
+    expect(explorer.locator("#about-m")).to_contain_text("3 tokens", use_inner_text=True)
     expect(explorer.locator("#formula-usual")).to_be_hidden()
     expect(explorer.locator(".formula .with-cap").first).to_be_visible()
     expect(explorer.locator(".formula .with-bias")).to_be_hidden()
     explorer.get_by_label("Layer", exact=True).select_option("1")
     wait_until_settled(explorer)
     expect(explorer.locator("#contract")).to_contain_text("✓")
-    expect(explorer.locator("#about-m")).to_contain_text("later tokens")
+    expect(explorer.locator("#about-m")).to_contain_text("later tokens", use_inner_text=True)
 
 
 def test_the_view_has_no_link_where_explanations_are_switched_off(page: Page) -> None:
     explorer = other_card(page, has_attention=False, explain_limits=None)
-    expect(explorer.locator("#attention-missing")).to_contain_text("switched off")
+    expect(explorer.locator("#attention-missing")).to_contain_text(
+        "switched off", use_inner_text=True
+    )
     expect(explorer.locator("header a[href='#attention']")).to_be_hidden()
 
 
 def test_a_missing_attention_graph_is_reported(page: Page) -> None:
     explorer = other_card(page, has_attention=False)
-    expect(explorer.locator("#attention-missing")).to_contain_text("attention.onnx")
+    expect(explorer.locator("#attention-missing")).to_contain_text(
+        "attention.onnx", use_inner_text=True
+    )
     expect(explorer.get_by_role("button", name="Explain")).to_be_hidden()

@@ -10,6 +10,7 @@ from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import BUILD
 from tests.browser.playground import generate
+from tests.browser.test_explorer import wait_until_settled
 
 
 def window(height: int) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def test_a_completion_and_alternatives_of_its_tokens(
     tokens = page.locator("[data-run=a] [data-part=text] span[data-level]")
     assert tokens.count() > 20
     page.evaluate("scrollTo(0, 0)")  # the page followed the text
-    tokens.filter(has_text="path").nth(1).hover()
+    tokens.nth(1).hover()
     expect(page.get_by_role("tooltip")).to_contain_text("%")
     picture(page, "first-completion")
 
@@ -43,4 +44,5 @@ def test_a_head_that_attends_to_the_argument(open_page: Callable[..., Page], url
     page.get_by_label("Layer", exact=True).select_option("1")
     page.get_by_label("Head", exact=True).select_option("3")
     expect(page.locator("#weight")).to_contain_text(re.compile(r"^.\(. attends most to .path."))
+    wait_until_settled(page)
     picture(page, "first-head")

@@ -276,3 +276,47 @@ def test_a_real_server_shows_its_requests(open_page: Callable[..., Page], url: s
     expect(figure(page, "prompt")).not_to_have_text(NO_VALUE)
     expect(page.locator("#live-empty")).to_be_hidden()
     expect(figure(page, "running")).to_have_text("0")
+
+
+def test_requests_can_be_sent_from_an_empty_batch(page: Page) -> None:
+    page.locator("header a[href='#live']").click()
+    button = page.get_by_role("button", name="Send 16 requests")
+    with page.expect_response("**/v1/completions") as sent:
+        button.click()
+    assert len(sent.value.json()["choices"]) == 16
+    expect(page.locator("#batch-idle")).to_be_visible(timeout=60_000)
+    expect(button).to_be_visible()
+
+
+def test_all_sent_requests_are_in_view(page: Page) -> None:
+    """The table of sixteen rows does not scroll, also if only four of them have a slot."""
+    sent = [
+        ("sent", n, "running" if n < 4 else "waiting", n if n < 4 else None, 256, 4, 0, 4, n, 0.1)
+        for n in range(16)
+    ]
+    batch = {"sequences": [dict(zip(FIELDS, values, strict=True)) for values in sent]}
+    page.route("**/debug/batch", lambda route: route.fulfill(json=batch))
+    page.locator("header a[href='#live']").click()
+    expect(page.locator("#batch-table tr")).to_have_count(16)
+    scrolls = "box => box.scrollHeight > box.clientHeight"
+    assert not page.locator("#batch-scroll").evaluate(scrolls)
+
+
+@pytest.mark.refusals
+def test_a_refusal_of_the_sent_requests_stays(page: Page) -> None:
+    page.locator("header a[href='#live']").click()
+    page.route("**/v1/completions", lambda route: route.fulfill(status=507, body=""))
+    page.get_by_role("button", name="Send 16 requests").click()
+    expect(page.locator("#live-error")).to_contain_text("507")
+    for _ in range(2):
+        with page.expect_response("**/debug/batch"):
+            pass
+    expect(page.locator("#live-error")).to_contain_text("507")
+
+
+@pytest.mark.refusals
+def test_figures_of_a_server_that_is_gone_have_their_time(page: Page) -> None:
+    page.locator("header a[href='#live']").click()
+    expect(page.locator("#live-send")).to_be_visible()
+    page.route("**/metrics", lambda route: route.fulfill(status=502, body=""))
+    expect(page.locator("#live-error")).to_contain_text("the figures are as of")

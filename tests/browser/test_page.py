@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect
+from playwright.sync_api import Browser, Page, Response, Route, expect
 
 from tests.browser.conftest import KEY
 from tests.browser.playground import generate
@@ -54,6 +54,19 @@ def test_a_view_fits_and_is_accessible(
     look(page, f"{view}-{width}-{theme}")
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[width]
     assert serious_findings(page) == []
+
+
+def test_the_first_load_is_small(browser: Browser, url: str) -> None:
+    page = browser.new_context().new_page()
+    responses: list[Response] = []
+    page.on("response", lambda response: responses.append(response))  # noqa: PLW0108  it keeps a wrapper on the function
+    page.goto(url)
+    expect(page.locator("#playground")).to_be_visible()
+    page.wait_for_load_state("networkidle")
+    assert len(responses) <= 12
+    sizes = [response.request.sizes() for response in responses]
+    assert sum(one["responseBodySize"] + one["responseHeadersSize"] for one in sizes) <= 250_000
+    page.context.close()
 
 
 @pytest.mark.parametrize("size", [125, 200])
@@ -220,3 +233,17 @@ def test_a_key_is_requested_if_the_server_needs_one(
     expect(page.get_by_role("button", name="Forget key")).to_be_hidden()
     page.reload()
     expect(field).to_be_visible()
+
+
+SMALL_TARGETS = """() => [...document.querySelectorAll(
+    "button, input, select, textarea, summary, nav a, label:has(> input)")]
+  .filter((one) => one.checkVisibility() && !one.closest("label > input") && one.offsetHeight < 24)
+  .map((one) => one.outerHTML.slice(0, 200))"""
+
+
+def test_targets_are_24_pixels_high(page: Page) -> None:
+    for view in VIEWS:
+        page.goto(page.url.split("#")[0] + f"#{view}")
+        expect(page.locator(f"#{view}")).to_be_visible()
+        page.locator("details").evaluate_all("all => { for (const one of all) one.open = true; }")
+        assert page.evaluate(SMALL_TARGETS) == [], view

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
@@ -22,7 +23,11 @@ from tests.browser.playground import (
 )
 
 LEVELS = (0.9, 0.5, 0.2, 0.05)
-DEFAULT_FIELDS = {"model", "prompt", "max_tokens", "seed", "logprobs", "stream", "stream_options"}
+DEFAULT_FIELDS = {
+    *("model", "prompt", "max_tokens", "seed", "logprobs"),
+    *("return_token_ids", "stream", "stream_options"),
+}
+OPENING = "with open(path) as file:\n    return json.load("
 PLACE = """async events => {
   const { Placement } = await import(new URL("static/playground/placement.js", document.baseURI));
   const placement = new Placement();
@@ -111,17 +116,25 @@ def test_stopping_keeps_the_text_and_frees_the_slot(page: Page, url: str) -> Non
 
 
 def test_comparing_changes_only_the_settings(page: Page, url: str) -> None:
-    page.get_by_label("Compare two settings").check()
-    generate(page)
-    assert part(page, "text").inner_text() == part(page, "text", "b").inner_text()
-    assert page.locator(".differs").count() == 0
-    setting(page, "temperature", "b").fill("0")
+    setting(page, "top_k").fill("50")
+    page.get_by_label("Compare two settings").check()  # copies A but for the temperature
     expect(page.locator(".differs")).to_have_count(2)
     generate(page)
     prompt = page.locator("#prompt").input_value()
     greedy = answer(page, url, {"prompt": prompt, "max_tokens": 128, "temperature": 0})
     assert part(page, "text", "b").text_content() == greedy["choices"][0]["text"]
     assert part(page, "seed").inner_text() == part(page, "seed", "b").inner_text()
+    one, other = (part(page, "text", run).locator("> span").all_text_contents() for run in "ab")
+    parted = next(i for i, texts in enumerate(zip(one, other, strict=False)) if len({*texts}) > 1)
+    for run in "ab":
+        spans = part(page, "text", run).locator("> span")
+        expect(spans.nth(parted)).to_have_class(re.compile("diverges"))
+    expect(page.locator(".diverges")).to_have_count(2)
+    setting(page, "temperature", "b").fill("0.6")
+    expect(page.locator(".differs")).to_have_count(0)
+    generate(page)
+    assert part(page, "text").inner_text() == part(page, "text", "b").inner_text()
+    expect(page.locator(".diverges")).to_have_count(0)
 
 
 @pytest.mark.refusals
@@ -291,14 +304,19 @@ def test_invalid_stored_settings_are_ignored(page: Page) -> None:
     ):
         page.evaluate("stored => localStorage.setItem('kvasir-playground-stdlib', stored)", stored)
         page.reload()
-        expect(page.locator("#prompt")).to_have_value("def read_json(path):")
+        expect(page.locator("#prompt")).to_have_value(OPENING)
         expect(setting(page, "max_tokens")).to_have_value("128")
         expect(setting(page, "form")).to_have_value("any")
 
 
 def test_another_model_has_other_settings_and_examples(page: Page, url: str) -> None:
     card = page.request.get(f"{url}/model").json()
-    card |= {"model": "other", "source": {"name": "other"}, "generation": {"temperature": 0.655}}
+    card |= {
+        "model": "other",
+        "source": {"name": "other"},
+        "examples": [],
+        "generation": {"temperature": 0.655},
+    }
     setting(page, "temperature").fill("0.5")
     page.route("**/model", lambda route: route.fulfill(json=card))
     page.reload()

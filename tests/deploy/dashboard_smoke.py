@@ -86,7 +86,8 @@ async def main(url: str, seconds: float) -> int:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
                 queries = list(expressions(ROOT, job=JOB, **LABELS))
                 empty = [one for one in queries if not await query(client, one[1])]
-                alerts = await query(client, "ALERTS")
+                found = (await get(client, "alerts"))["alerts"]
+                alerts = [f"{one['labels']['alertname']} is {one['state']}" for one in found]
                 broken = await broken_rules(client)
         finally:
             until.set()

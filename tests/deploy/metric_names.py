@@ -14,8 +14,8 @@ GROUPING = re.compile(r"\b(?:by|on|ignoring|without|group_left|group_right)\s*\(
 VARIABLE = re.compile(r"label_values\((\w+)(?:\{[^{}]*\})?,\s*(\w+)\)")  # Grafana's
 # Labels that Prometheus adds, the last one to ALERTS.
 OF_THE_TARGET = {"namespace", "job", "pod", "instance", "alertstate"}
-# An attribute of Locust, and the metric that prometheus-adapter computes.
-ELSEWHERE = {"process_exit_code", "kvasir_requests_in_system"}
+# An attribute of Locust, an option of subprocess, and the metric that prometheus-adapter computes.
+ELSEWHERE = {"process_exit_code", "process_group", "kvasir_requests_in_system"}
 TEXTS = (
     "README.md", "docs/*.md", "docker-compose*.yml", "helm/**/*", "server/static/**/*",
     "loadtest/**/*.py",

@@ -89,6 +89,22 @@ def test_same_text_same_bits(model: RandomModel, seed: int) -> None:
         assert np.array_equal(vector, expected)
 
 
+def test_sessions_are_those_of_the_files_at_first(tmp_path: Path) -> None:
+    """One that is opened later, or again, must not read a model that took the first one's place."""
+    model = export_encoder(tmp_path, "fp32", **BERT)
+    runner, texts = open_runner(model), [make_text(model, i) for i in range(N_TEXTS)]
+    expected = runner.run(texts)
+    for is_changed in (False, True):
+        if is_changed:
+            copy = model.graph.with_name("other")
+            copy.write_bytes(b"another model")
+            copy.replace(model.graph)
+        for alone in (True, False):
+            for vector, found in zip(expected, runner.run(texts, alone=alone), strict=True):
+                assert np.array_equal(vector, found)
+        runner.release_idle_memory()
+
+
 class Lengths:
     """A runner of lengths, which keeps the batches that it ran."""
 
@@ -100,6 +116,9 @@ class Lengths:
     def run(self, texts: list[EncoderSequence], *, alone: bool = True) -> list[Floats]:  # noqa: ARG002
         self.batches.append(texts)
         return [np.array([len(text.prompt_ids)], dtype=np.float32) for text in texts]
+
+    def release_idle_memory(self) -> None:
+        self.batches.clear()
 
 
 def test_types_that_the_model_lacks_have_no_effect(tmp_path: Path) -> None:

@@ -236,14 +236,17 @@ def test_seed_and_sample_index_choose_the_stream() -> None:
     assert len({stream(seed, i) for seed in (1, 2, -1) for i in (0, 1)}) == 6
 
 
-@given(seed=st.integers(0, 500), alternatives=st.sampled_from([0, 1, 5, 20]))
-def test_token_logprobs_are_a_log_softmax(seed: int, alternatives: int) -> None:
-    row = random_logits(seed)[0]
-    row[seed % VOCAB] = row[(seed + 1) % VOCAB]  # a tie
+@given(
+    seed=st.integers(0, 500),
+    alternatives=st.sampled_from([0, 1, 5, 20]),
+    size=st.sampled_from([VOCAB, 1024, 3000]),  # fewer than one, one, and several a group
+)
+def test_token_logprobs_are_a_log_softmax(seed: int, alternatives: int, size: int) -> None:
+    row = np.resize(random_logits(seed)[0], size)  # ties
     expected = row.astype(np.float64) - np.log(np.exp(row.astype(np.float64)).sum())
     found = token_logprobs(row, token_id=3, alternatives=alternatives)
     assert found.logprob == pytest.approx(expected[3], abs=1e-5)
-    order = sorted(range(VOCAB), key=lambda i: (-row[i], i))[:alternatives]
+    order = sorted(range(size), key=lambda i: (-row[i], i))[:alternatives]
     assert [i for i, _ in found.top] == order
     assert [value for _, value in found.top] == pytest.approx(expected[order].tolist(), abs=1e-5)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,9 +19,11 @@ from onnx import TensorProto, helper
 from export.paged_graph import export_paged_graph
 from model.config import TransformerConfig
 from model.onnx.runtime import onnxruntime
-from server.engine.cuda import session as session_module
-from server.engine.cuda.runtime import NoDeviceError, free_memory
-from server.engine.cuda.session import DeviceModel, block_bytes, open_cuda_session
+from server.engine.gpu import cuda, webgpu
+from server.engine.gpu.cuda import bind_cuda_blocks, open_cuda_session
+from server.engine.gpu.cuda_runtime import DeviceBuffer, check_capability, free_memory
+from server.engine.gpu.errors import NoDeviceError
+from server.engine.gpu.session import DeviceModel, block_bytes
 from server.engine.session import check_shape, open_session
 from tests.random_models import make_config, make_decoder
 
@@ -74,10 +79,11 @@ def test_ids_go_in_logits_come_out_and_blocks_stay(
         buffers.append(HostBuffer(n_bytes))
         return buffers[-1]
 
-    model = DeviceModel(session, n_blocks=5, device="cpu", buffer=allocate)
+    bind = partial(bind_cuda_blocks, device="cpu", buffer=allocate)
+    model = DeviceModel(session, n_blocks=5, bind_blocks=bind)
     for ids in ([7, 8, 9], [4], [5, 6]):
-        logits = model.run({"input_ids": np.array(ids)})
-        assert logits.tolist() == ids
+        logits = model.run({"input_ids": np.array(ids), "slot_mapping": np.array([0])})
+        assert logits[:].tolist() == ids
         held = [
             buffer.array.view(np.float32 if itemsize == 4 else np.float16) for buffer in buffers
         ]
@@ -107,7 +113,7 @@ def test_no_gpu_is_said_and_not_replaced_by_the_cpu(
         NoDeviceError, match=r"CUDA's runtime cannot be loaded|no NVIDIA GPU can be used"
     ):
         open_cuda_session(graph)
-    monkeypatch.setattr(session_module, "free_memory", lambda: 2**30)
+    monkeypatch.setattr(cuda, "check_capability", lambda: None)
     with pytest.raises(
         NoDeviceError, match=r"cannot run the model on this GPU: .*implementation"
     ) as caught:
@@ -125,6 +131,100 @@ def test_the_memory_of_no_gpu_cannot_be_read() -> None:
         NoDeviceError, match=r"CUDA's runtime cannot be loaded|no NVIDIA GPU can be used"
     ):
         free_memory()
+
+
+class FakeRuntime:
+    """CUDA's runtime library on a GPU of some compute capability; `calls` are the functions'."""
+
+    def __init__(self, capability: tuple[int, int] = (9, 0)) -> None:
+        self._capability = iter(capability)
+        self.calls: list[str] = []
+
+    def __getattr__(self, function: str) -> Any:
+        def call(*arguments: Any) -> int:
+            self.calls.append(function)
+            if function == "cudaDeviceGetAttribute":
+                arguments[0]._obj.value = next(self._capability)
+            return 0
+
+        return call
+
+
+def test_cleared_blocks_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime's stream could write to them before they are zero."""
+    runtime = FakeRuntime()
+    monkeypatch.setattr("server.engine.gpu.cuda_runtime._library", lambda: runtime)
+    blocks = DeviceBuffer(256)
+    assert runtime.calls == ["cudaMalloc", "cudaMemset", "cudaDeviceSynchronize"]
+    del blocks
+    assert runtime.calls[3:] == ["cudaFree"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "is_known"),
+    [((9, 0), True), ((8, 6), True), ((7, 5), True), ((7, 0), False), ((10, 0), False)],
+)
+def test_a_gpu_without_machine_code_is_refused(
+    capability: tuple[int, int], is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = FakeRuntime(capability)
+    monkeypatch.setattr("server.engine.gpu.cuda_runtime._library", lambda: runtime)
+    if is_known:
+        check_capability()
+        return
+    with pytest.raises(NoDeviceError, match=rf"capability {capability[0]}\.{capability[1]}"):
+        check_capability()
+
+
+@pytest.fixture
+def plugin(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A plugin for WebGPU that is not registered yet."""
+    fake = SimpleNamespace(
+        get_ep_name=lambda: "WebGpuExecutionProvider", get_library_path=lambda: "webgpu.so"
+    )
+    monkeypatch.setitem(sys.modules, "onnxruntime_ep_webgpu", fake)
+    webgpu._find_device.cache_clear()
+    return fake
+
+
+@pytest.mark.usefixtures("plugin")
+def test_webgpu_without_a_plugin_or_an_adapter_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime would run the graph on the CPU, or say nothing of devices."""
+    registered: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        onnxruntime,
+        "register_execution_provider_library",
+        lambda name, path: registered.append((name, path)),
+    )
+    with pytest.raises(NoDeviceError, match="WebGPU finds no adapter"):
+        webgpu.require_webgpu()
+    assert registered == [("WebGpuExecutionProvider", "webgpu.so")]
+    monkeypatch.setitem(sys.modules, "onnxruntime_ep_webgpu", None)
+    with pytest.raises(NoDeviceError, match="install the extra webgpu"):
+        webgpu.require_webgpu()
+
+
+@pytest.mark.usefixtures("plugin")
+def test_webgpu_never_runs_a_node_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An adapter that knows none of the graph's operators leaves them to the CPU."""
+    write_graph(tmp_path / "model.onnx", TensorProto.FLOAT16)
+    (cpu,) = onnxruntime.get_ep_devices()
+    monkeypatch.setattr(webgpu, "_find_device", lambda: cpu)
+    with pytest.raises(NoDeviceError, match=r"cannot run the model on this GPU: .*fallback") as e:
+        webgpu.open_webgpu_session(tmp_path / "model.onnx")
+    assert "\n" not in str(e.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_the_packages_for_gpus_are_pinned() -> None:
+    """With torch's own versions, so that one environment can hold both."""
+    text = (Path(__file__).parents[2] / "constraints.txt").read_text(encoding="utf-8")
+    pinned = dict(line.split("==") for line in text.splitlines()[1:])
+    brought = {"nvidia-cublas", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime", "nvidia-curand"}
+    assert brought | {"onnxruntime-gpu"} <= pinned.keys()
+    assert pinned["onnxruntime-gpu"] == pinned["onnxruntime"]
 
 
 def test_the_extra_for_gpus_brings_what_onnxruntime_links_and_nothing_else() -> None:
@@ -146,9 +246,8 @@ def test_the_extra_for_gpus_brings_what_onnxruntime_links_and_nothing_else() -> 
         "onnxruntime-gpu",
     }
     assert names["cpu"] == {"onnxruntime"}
-    others = set().union(
-        *(brought for extra, brought in names.items() if extra not in {"cpu", "cuda"})
-    )
+    devices = {"cpu", "cuda", "webgpu"}
+    others = set().union(*(brought for extra, brought in names.items() if extra not in devices))
     assert not {"onnxruntime", "onnxruntime-gpu"} & others
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from server.engine.batch import StepBatch
 from server.engine.engine import Engine
-from server.engine.sampling import Floats, SamplingParams
+from server.engine.logits import Logits
+from server.engine.sampling import SamplingParams
 from server.engine.step_capacity import StepCapacity
 from tests.engine_driver import Collector, make_sequence
 from tests.fake_runner import FakeRunner
@@ -46,7 +47,7 @@ class SimulatedRunner(FakeRunner):
     def clock(self) -> float:
         return self.now
 
-    def run(self, batch: StepBatch) -> Floats:
+    def run(self, batch: StepBatch) -> Logits:
         machine, n = self.machine, len(batch.decodes)
         decode = (machine.decode + machine.row * n) if n else 0.0
         decode *= self._chance.uniform(1 - machine.noise, 1 + machine.noise)

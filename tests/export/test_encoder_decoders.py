@@ -22,6 +22,7 @@ from export.verification.verify import VerificationError, Verifier, check
 from model.bundle import (
     ATTENTION_GRAPH_FILE,
     GRAPH_FILE,
+    HEAD_MASK_INPUT,
     MANIFEST_FILE,
     BundleError,
     load_bundle,
@@ -30,12 +31,12 @@ from model.checkpoint import load_checkpoint
 from model.onnx.runtime import open_cpu_session
 from model.training.translations import HELD_OUT_FILE
 from tests.encoder_decoders import PairSession, export_both
-from tests.model.test_encoder_decoders import VOCABULARY, make_model, save
+from tests.model.test_encoder_decoders import FAMILIES, VOCABULARY, make_model, save
 
 _MAX_TOKENS = 64
 
 
-@pytest.mark.parametrize("name", ["t5", "t5 1.1", "bart", "marian", "m2m_100", "pegasus"])
+@pytest.mark.parametrize("name", FAMILIES)
 @torch.inference_mode()
 def test_the_likeliest_text(name: str, tmp_path: Path) -> None:
     """64 tokens, in one batch whose sources and targets all have other lengths."""
@@ -56,6 +57,31 @@ def test_the_likeliest_text(name: str, tmp_path: Path) -> None:
         expected = expected[len(prefix) - 1 :]
         assert (torch.from_numpy(of_text) - expected).abs().max() < 1e-3 * expected.std()
         assert prefix + text == model.generate(source_ids, **asked)[0].tolist()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.inference_mode()
+def test_int8_text(name: str, tmp_path: Path) -> None:
+    """Each token is likeliest, or nearly so, in PyTorch after the same ones."""
+    model = make_model(name, max_position_embeddings=80, n_positions=80)
+    for parameter_name, parameter in model.named_parameters():
+        if "Attention.q." in parameter_name:  # T5 trains small ones, since it has no scale
+            parameter.mul_(0.25)
+    checkpoint = load_checkpoint(save(tmp_path / "theirs", model))
+    config, decoder = checkpoint.config, checkpoint.decoder
+    export_both(config, checkpoint.weights, tmp_path / "ours", "int8")
+    torch.manual_seed(0)
+    sources = [torch.randint(4, VOCABULARY, (n,)).tolist() for n in (1, 30, 2)]
+    texts, logits = PairSession(tmp_path / "ours", config).generate(sources, _MAX_TOKENS)
+    prefix = list(config.target_prefix)
+    for ids, text, of_text in zip(sources, texts, logits, strict=True):
+        source = decoder.read(torch.tensor([ids]), torch.tensor([len(ids)]))
+        expected = decoder(torch.tensor([prefix + text[:-1]]), source=source)[0]
+        expected = expected[len(prefix) - 1 :]
+        error = torch.from_numpy(of_text) - expected
+        assert error.std() < 0.25 * expected.std()
+        chosen = expected.gather(1, torch.tensor(text)[:, None])[:, 0]
+        assert (expected.amax(dim=1) - chosen).max() < expected.std()
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +224,7 @@ def test_attention_weights(bart: Path, exported: Path) -> None:
         "seqlens_k": np.array([4], dtype=np.int32),
         "total_sequence_length": np.array(5, dtype=np.int32),
         "logits_indices": places,
+        HEAD_MASK_INPUT: np.ones((3, config.n_head, 1), dtype=np.float32),
     }
     inputs |= plain.source_inputs([source[0].tolist()])
     del inputs["source_seqlens_k"], inputs["source_total_length"]  # it takes no padding

@@ -10,9 +10,14 @@ import onnx_ir
 import pytest
 import torch
 
-from export.paged_graph import DTYPES, RUN_INPUTS, export_paged_graph
+from export.paged_graph import (
+    DTYPES,
+    RUN_INPUTS,
+    export_paged_graph,
+    speed_notes,
+)
 from export.quantize import BLOCK, quantize_blocks
-from model.bundle import KV_BLOCK_SIZE, PRECISIONS
+from model.bundle import INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, PRECISIONS
 from model.config import ConfigError, RopeScaling
 from tests import paged_reference
 from tests.random_models import make_config, make_decoder, measure_scales
@@ -60,6 +65,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def test_every_precision_has_a_type() -> None:
     assert tuple(DTYPES) == PRECISIONS["cuda"]
+    assert set(PRECISIONS["webgpu"]) < DTYPES.keys()
 
 
 def run(
@@ -81,7 +87,10 @@ def run(
         "logits_indices": np.arange(len(tokens)),
     }
     assert list(feeds) == list(RUN_INPUTS)
-    outputs: Any = paged_reference.load(path).run(["logits"], feeds | caches)
+    feeds[INVERSE_TEMPERATURES_INPUT] = np.ones((len(tokens), 1), dtype=np.float32)
+    graph = paged_reference.load(path)
+    feeds = {name: value for name, value in feeds.items() if name in graph.input_names}
+    outputs: Any = graph.run(["logits"], feeds | caches)
     return outputs[0]
 
 
@@ -121,6 +130,30 @@ def test_the_graph_computes_what_pytorch_does(name: str, precision: str, tmp_pat
         error = np.abs(actual - wanted).mean() / wanted.std()
         assert error < {"fp16": 0.005, "bf16": 0.03, "int8": 0.03, "int4": 0.4}[precision]
         assert error > 0.0
+
+
+@pytest.mark.parametrize("precision", PRECISIONS["webgpu"])
+def test_the_graph_for_webgpu_has_no_slots_and_no_bfloat16(precision: str, tmp_path: Path) -> None:
+    """Its PagedAttention takes no slots, which follow from the table; the results are the same."""
+    decoder = make_decoder(make_config(max_model_len=300))
+    path = tmp_path / "model.onnx"
+    export_paged_graph(decoder.config, decoder.state_dict(), path, precision, device="webgpu")
+    graph = onnx_ir.load(path).graph
+    assert [value.name for value in graph.inputs][: len(RUN_INPUTS) - 1] == [
+        name for name in RUN_INPUTS if name != "slot_mapping"
+    ]
+    caches = make_caches(path, 2)
+    assert {cache.dtype for cache in caches.values()} == {np.dtype(np.float16)}
+    # Its plugin has no Reshape of int64, and nothing may run on the CPU.
+    assert "Reshape" not in {node.op_type for node in graph}
+    ids = np.random.default_rng(1).integers(300, size=262).tolist()
+    blocks = [[1, 0]]
+    first = run(path, [(ids[:255], 0)], caches, blocks)
+    second = run(path, [(ids[255:], 255)], caches, blocks)
+    with torch.inference_mode():
+        expected = decoder(torch.tensor([ids]))[0].numpy()
+    error = np.abs(np.concatenate((first, second)) - expected).mean() / expected.std()
+    assert 0.0 < error < {"fp16": 0.005, "int8": 0.03, "int4": 0.4}[precision]
 
 
 @pytest.mark.parametrize("kv_cache", ["int8", "fp8"])
@@ -175,6 +208,11 @@ def test_biased_scores_are_refused(position: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"{position} positions bias scores"):
         export_paged_graph(decoder.config, decoder.state_dict(), tmp_path / "model.onnx", "bf16")
     assert not list(tmp_path.iterdir())
+
+
+def test_large_heads_have_a_note() -> None:
+    assert not speed_notes(make_config(head_dim=256))
+    assert "head_dim 320" in speed_notes(make_config(head_dim=320))[0]
 
 
 def test_mixtures_are_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from export.verification.paged_session import PagedSession
 from export.verification.verify import Verifier
 from model.checkpoint import save_checkpoint
 from model.tokenizer import train_tokenizer
-from server.engine.cuda.runtime import NoDeviceError
+from server.engine.gpu.errors import NoDeviceError
 from tests.engine.test_paged_runner import BLOCK, NumpyModel
 from tests.engine.test_session import NO_GPU
 from tests.random_models import make_config, make_decoder

@@ -109,6 +109,8 @@ VALID: dict[str, dict[str, Any]] = {
     },
     "/explain": {
         "model": "fake-model", "text": "def read", "layers": [0], "heads": [0], "top_k": 3,
+        "position": 0, "without": [{"layer": 0, "head": 0}], "lens": 1, "entropies": True,
+        "head_values": {"layer": 0, "head": 0},
     },
 }  # fmt: skip
 

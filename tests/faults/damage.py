@@ -83,6 +83,7 @@ _ATTACKS: dict[str, list[bytes]] = {
     "config.json": [_DEEP, b'{"vocab_size": NaN}', b'{"vocab_size": "' + b"x" * 100_000 + b'"}'],
     "tokenizer.json": [_DEEP, b"{}", b"\xff" * 100],
     "special_tokens_map.json": [_DEEP, b"[]", b'{"bos_token": "\\ud800"}'],
+    "examples.json": [_DEEP, b"[1]"],
     "generation_config.json": [_DEEP, b'{"temperature": NaN}', b'{"top_k": 1e400}'],
     "chat_template.jinja": [source.encode() for source in _TEMPLATES],
     "model.onnx": [_graph("/etc/passwd"), _graph("../x"), _graph("*/_ORT_MEM_ADDR_/*"), b"\xff"],

@@ -7,7 +7,7 @@ from time import sleep
 from typing import Any
 
 from server.engine.batch import StepBatch
-from server.engine.sampling import Floats
+from server.engine.logits import Logits
 from tests.fake_runner import FakeRunner
 from tests.serving import VOCAB_SIZE
 
@@ -21,7 +21,7 @@ class PacedRunner(FakeRunner):
         super().__init__(VOCAB_SIZE, **options)
         self.steps = threading.Semaphore(0)
 
-    def run(self, batch: StepBatch) -> Floats:
+    def run(self, batch: StepBatch) -> Logits:
         sleep(_SECONDS)
         self.steps.release()
         return super().run(batch)

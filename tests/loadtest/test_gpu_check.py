@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
 
-from loadtest import gpu_check
-from loadtest.gpu_check import FigureLog, Peer, check_parity
-from model.config import preset
+from loadtest import bench_engine, gpu_check, gpu_peer, gpu_steps
+from loadtest.gpu_check import check_parity, main
+from loadtest.gpu_log import FigureLog, SkippedError
+from loadtest.gpu_peer import Peer
+from loadtest.gpu_promises import check_figures, check_promises
+from loadtest.random_model import make_random_model
+from model.bundle import Verification
+from model.config import PRESETS, preset
+from model.network.transformer import Transformer
+from server.engine.gpu.runner import PagedRunner
+from server.engine.gpu.session import BACKENDS
+from tests.engine.test_paged_runner import exported, make_engine
 from tests.engine.test_session import NO_GPU
+from tests.recording_session import recording_backend
+
+__all__ = ["exported"]  # a fixture
 
 
 def test_a_failure_costs_only_its_own_figure(tmp_path: Path) -> None:
@@ -23,15 +37,60 @@ def test_a_failure_costs_only_its_own_figure(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "figures.json").read_text())["two"] == {
         "failed": "RuntimeError: out of memory"
     }
+
+    def skip() -> float:
+        raise SkippedError("no such tool")
+
+    report.note("none", skip)
     report.note("three", lambda: {"a": 3})
     written = json.loads((tmp_path / "figures.json").read_text())
     assert (written["one"], written["three"], report.failures) == (1.5, {"a": 3}, ["two"])
+    assert written["none"] == {"skipped": "no such tool"}
 
 
 def test_the_peer_generates_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("_NEW", 3), ("_PROMPT", 8), ("_ROUNDS", 1)):
-        monkeypatch.setattr(gpu_check, name, value)
+    for name, value in (("NEW", 3), ("PROMPT", 8), ("_ROUNDS", 1)):
+        monkeypatch.setattr(gpu_peer, name, value)
     assert Peer(preset("tiny", n_layer=1), "cpu").static(2) > 0
+
+
+@pytest.mark.parametrize(
+    ("agreement", "near_ties", "passes"), [(0.96, 0, True), (0.9, 8, True), (0.9, 2, False)]
+)
+def test_only_near_ties_are_forgiven(agreement: float, near_ties: int, passes: bool) -> None:
+    """Rounding alone changes greedy tokens of random weights where two are about as likely."""
+    figures = Verification(
+        max_logit_error=0.1, greedy_agreement=agreement, near_ties=near_ties, positions=100
+    )
+    if passes:
+        check_figures(figures, "bf16")
+        return
+    with pytest.raises(AssertionError, match=r"92\.0% of tokens"):
+        check_figures(figures, "bf16")
+
+
+def test_promises_are_checked_on_the_graph_in_numpy(exported: tuple[Transformer, Path]) -> None:
+    """The check that a card gets, with blocks of 8 tokens; a wrong table fails it."""
+
+    def open_runner(n_blocks: int, max_num_seqs: int) -> PagedRunner:
+        engine, _ = make_engine(exported, n_blocks=n_blocks, max_num_seqs=max_num_seqs)
+        assert isinstance(engine.runner, PagedRunner)
+        return engine.runner
+
+    check = partial(
+        check_promises,
+        partial(open_runner, 8, 1),
+        n_new=6,
+        chunk_size=16,
+        lengths=(3, 9, 5, 4, 7, 2, 6, 5, 8),
+    )
+    assert check(together=partial(open_runner, 9, 4)) == 1.0
+    wrong = open_runner(9, 4)
+    slots = wrong.kv.slots
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wrong.kv, "slots", lambda rows, positions: slots(rows, positions)[::-1])
+        with pytest.raises(AssertionError):
+            assert check(together=lambda: wrong) == 1.0
 
 
 @NO_GPU
@@ -40,3 +99,96 @@ def test_parity_fails_without_a_gpu(tmp_path: Path) -> None:
     report.note("parity", lambda: check_parity(tmp_path / "tiny", "tiny", "bf16"))
     assert report.failures == ["parity"]
     assert "NoDeviceError" in report.figures["parity"]["failed"]
+
+
+def version_on_a_card(package: str) -> str:
+    """ONNX Runtime's package has another name there."""
+    if package == "onnxruntime":
+        raise PackageNotFoundError(package)
+    return version(package)
+
+
+@pytest.fixture
+def small_card(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A GPU in numpy, with presets, prompts and batches that it can bear."""
+    shape = {"vocab_size": 300, "n_layer": 1, "d_model": 32, "n_head": 2, "n_kv_head": 1}
+    shape |= {"head_dim": 16, "d_ff": 32, "max_model_len": 600}
+    monkeypatch.setitem(PRESETS, "small", preset("tiny", **shape))
+    monkeypatch.setitem(BACKENDS, "cuda", recording_backend(2**20))
+    monkeypatch.setattr(gpu_check, "require_cuda", lambda: None)
+    monkeypatch.setattr("export.directory.version", version_on_a_card)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "numpy")
+    monkeypatch.setattr(bench_engine, "measure_machine", lambda *_: (1e9, 1e12))
+    monkeypatch.setitem(bench_engine.DECODE_BATCHES, "cuda", (2,))
+    monkeypatch.setitem(bench_engine.PREFILL_TOKENS, "cuda", (4,))
+    for module, name, value in (
+        (gpu_check, "PRESETS", ("small",)),
+        (gpu_check, "_CONTEXTS", (5, 300, 715)),
+        (gpu_check, "_LONGEST", 720),
+        (gpu_check, "_REPLAYED", 260),
+        (gpu_check, "_KV_BYTES", (2**17, 2**17, 2**17)),
+        (gpu_check, "_SHARED_LENGTHS", (3, 9, 5, 4, 7, 2, 6, 5)),
+        *((module, "NEW", 3) for module in (gpu_check, gpu_peer)),
+        *((module, "PROMPT", 4) for module in (gpu_check, gpu_peer)),
+        (gpu_peer, "_ROUNDS", 1),
+        (bench_engine, "_PROMPT_TOKENS", 4),
+        (bench_engine, "_DECODE_STEPS", 3),
+        (bench_engine, "_PREFILL_ROUNDS", 1),
+        (gpu_steps, "_STEPS", 2),
+        (gpu_steps, "_BESIDE", 4),
+        (gpu_steps, "_PROFILED", 1),
+    ):
+        monkeypatch.setattr(module, name, value)
+    # The manager of transformers' batches takes most of this machine's memory.
+    monkeypatch.setattr(Peer, "continuous", Peer.static)
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\necho no errors of $*\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+
+@pytest.mark.usefixtures("small_card")
+def test_the_whole_check_runs_in_numpy(tmp_path: Path) -> None:
+    n_failed = main(tmp_path / "models", tmp_path / "figures.json", "cpu")
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert n_failed == 0, {name: one for name, one in figures.items() if "failed" in str(one)}
+    skipped = {name for name, one in figures.items() if "skipped" in str(one)}
+    assert skipped == {
+        "copy of logits, batch 2",  # without CUDA
+        *(  # in rows of 720
+            f"small bf16, context 715, batch 2, {how}: step"
+            for how in ("greedy", "greedy, no graphs", "beside a prompt")
+        ),
+    }
+    names = list(figures)
+    order = ("parity", "graphs beside", "step", "transformers", "compute-sanitizer")
+    places = [next(i for i, name in enumerate(names) if part in name) for part in order]
+    assert places == sorted(places)
+    assert figures["small bf16: tokens as alone"] == 1.0
+    beside = figures["small bf16, batch 2: graphs beside eager runs"]
+    assert beside["same greedy tokens"] == 1.0
+    for how, captures in (("greedy", True), ("greedy, no graphs", False)):
+        assert figures[f"small bf16, context 300, batch 2, {how}: step"]["graphs"] is captures
+    assert str(tmp_path / "models" / "small-cuda-bf16") in figures["compute-sanitizer"]
+
+
+@pytest.mark.usefixtures("small_card")
+def test_compute_sanitizer_gets_a_prefill_and_two_decodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_random_model("small", "bf16", tmp_path / "model", "cuda")
+    gpu_steps.run_shortly(folder)
+    assert len(json.loads(capsys.readouterr().out)[0]) == 3
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text("#!/bin/sh\necho an invalid read\nexit 9\n")
+    with pytest.raises(AssertionError, match="an invalid read"):
+        gpu_steps.check_memory(folder)
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SkippedError):
+        gpu_steps.check_memory(folder)
+
+
+@NO_GPU
+def test_the_check_ends_at_once_without_a_card(tmp_path: Path) -> None:
+    assert main(tmp_path / "models", tmp_path / "figures.json") == 1
+    assert list(json.loads((tmp_path / "figures.json").read_text())) == ["machine"]

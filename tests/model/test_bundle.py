@@ -96,6 +96,8 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda d: (d / "manifest.json").write_text("[]"), r"manifest\.json is damaged: "),
     (lambda d: edit_manifest(d, format_version="x"), r"damaged: format_version"),
     (lambda d: edit_manifest(d, surprise=1), r"damaged: unknown field 'surprise'"),
+    (lambda d: edit_manifest(d, precisions="int8"), r"did you mean 'precision'\?"),
+    (lambda d: edit_manifest(d, rope_thet=1), r"^(?!.*did you mean).*'rope_thet'"),
     (lambda d: edit_manifest(d, device="tpu"), r"damaged: device must be"),
     (lambda d: edit_manifest(d, files={}), r"does not list config\.json"),
     (
@@ -166,6 +168,7 @@ def test_a_chat_template_and_the_tokens_it_names_travel_with_the_model(directory
         ("special_tokens_map.json", b"["),
         ("generation_config.json", b"{"),
         ("special_tokens_map.json", b"[]"),
+        ("examples.json", b"[1]"),
         ("special_tokens_map.json", b"\xff"),
         ("special_tokens_map.json", b"[" * 100_000),
         ("generation_config.json", b"[" * 100_000),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import math
+import re
 import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,9 +67,10 @@ def refused(*arguments: str) -> str:
     result = kvasir_train(*arguments)
     assert result.exit_code == 1
     assert files() == before
-    assert result.stderr.startswith("kvasir: ")
-    assert result.stderr.count("\n") == 1
-    return result.stderr.removeprefix("kvasir: ").rstrip("\n")
+    *stages, message = result.stderr.splitlines()
+    assert all(re.fullmatch(r" *\d+\.\d s  (training|encoding) the \w+", one) for one in stages)
+    assert message.startswith("kvasir: ")
+    return message.removeprefix("kvasir: ")
 
 
 @pytest.mark.parametrize(
@@ -148,6 +152,16 @@ def test_a_fresh_run_writes_what_resuming_and_exporting_need() -> None:
     assert len(list(Path("runs/a/tensorboard").glob("events.*"))) == 2
 
 
+@pytest.mark.parametrize("preset", ["tiny", "tiny-encoder"])
+def test_the_steps_follow_the_text(preset: str) -> None:
+    output = trained("texts", "--out", "run", "--preset", preset, *SMALL, "--batch-size=64")
+    progress = load_checkpoint(Path("run")).progress
+    steps = progress["settings"]["steps"]
+    assert progress["step"] == steps == math.ceil(16 * progress["train_tokens"] / (64 * 8))
+    assert f"{steps:,} steps of 512 tokens, 16." in output
+    assert len([row for row in metrics("run")[1:] if row[3]]) >= 5
+
+
 def test_a_given_tokenizer_is_used_as_it_is_and_positions_hold_the_context() -> None:
     given = train_tokenizer(["quite other words"], 262)
     given.save("given.json")
@@ -163,13 +177,15 @@ def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Press Ctrl-C while a step is reported."""
     train = Trainer.train
 
-    def train_and_press(trainer: Trainer, folder: Path, report: Report) -> bool:
+    def train_and_press(
+        trainer: Trainer, folder: Path, report: Report, forecast: Callable[[float], object]
+    ) -> bool:
         def report_and_press(metrics: StepMetrics, speed: float, sample: tuple[str, str]) -> None:
             report(metrics, speed, sample)
             if metrics.step == step:
                 signal.raise_signal(signal.SIGINT)
 
-        return train(trainer, folder, report_and_press)
+        return train(trainer, folder, report_and_press, forecast)
 
     monkeypatch.setattr(Trainer, "train", train_and_press)
 
@@ -280,6 +296,7 @@ def test_a_run_begins_with_the_weights_tokenizer_and_files_of_another() -> None:
         tuned = load_checkpoint(Path("tuned", start))
         assert tuned.decoder.config == replace(base.decoder.config, dropout=0.25)
         assert tuned.tokenizer.to_str() == base.tokenizer.to_str()
+        assert json.loads(tuned.extra_files.pop("examples.json"))
         assert tuned.extra_files == {
             "generation_config.json": b'{"temperature": 0.5}',
             "chat_template.jinja": b"{{ messages }}",

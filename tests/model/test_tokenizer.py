@@ -21,8 +21,10 @@ from tokenizers import (
 from model.tokenizer import (
     END_OF_TEXT,
     TokenizerError,
+    cut_at_lines,
     load_tokenizer,
     longest_token,
+    reads_lines_alone,
     train_tokenizer,
     vocabulary_size,
 )
@@ -81,6 +83,40 @@ def test_end_of_text_is_token_zero() -> None:
 def test_frequent_words_become_one_token() -> None:
     """A tokenizer without merges round-trips too, but makes sequences several times longer."""
     assert len(tokenizer.encode("the the the").ids) == 3
+
+
+@given(st.lists(lines, max_size=6))
+@example(["a\n", " b", "  c\n\n"])
+def test_a_text_cut_at_lines_has_the_tokens_of_the_whole(parts: list[str]) -> None:
+    text = "\n".join(parts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("model.tokenizer._PIECE", 3)
+        pieces = cut_at_lines(text)
+    assert "".join(pieces) == text
+    assert reads_lines_alone(tokenizer)
+    ids = [token_id for piece in pieces for token_id in tokenizer.encode(piece).ids]
+    assert ids == tokenizer.encode(text).ids
+
+
+def test_texts_of_other_tokenizers_are_not_cut() -> None:
+    others = [Tokenizer.from_str(tokenizer.to_str()) for _ in range(3)]
+    others[0].normalizer = normalizers.Strip()
+    others[1].pre_tokenizer = pre_tokenizers.ByteLevel()
+    others[2].add_special_tokens(["<\n>"])
+    assert not any(map(reads_lines_alone, others))
+
+
+def test_a_long_text_is_sampled_from_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("model.tokenizer.SAMPLE_CHARS", 4000)
+    monkeypatch.setattr("model.tokenizer._PIECE", 100)
+    texts = ["\n" + f"word{i:03}" * 30 for i in range(100)]
+    read = list[int]()
+    trained = train_tokenizer(texts, 400, progress=lambda _, __, total: read.append(total))
+    assert max(read) == 4000 // len(texts[0])
+    numbers = [int(token[-3:]) for token in trained.get_vocab() if token[-3:].isdecimal()]
+    assert (min(numbers) < 10, max(numbers) > 90) == (True, True)
+    short = texts[:10]
+    assert train_tokenizer(short, 300).to_str() == train_tokenizer(["".join(short)], 300).to_str()
 
 
 def test_training_is_repeatable() -> None:

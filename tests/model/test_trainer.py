@@ -132,6 +132,17 @@ def test_the_learning_rate_rises_linearly_and_falls_along_a_cosine(warmup: int) 
     assert math.isclose(settings.learning_rate_at(199), 0.04, rel_tol=0.1) or warmup > 200
 
 
+def test_steps_are_chosen_by_the_text_the_network_and_the_warm_up() -> None:
+    settings = TrainSettings(steps=0, evaluate_every=0, context=8, warmup=10)
+    by_text = settings.completed(100, 1_001, 10**9)
+    assert (by_text.steps, by_text.evaluate_every) == (161, 33)
+    by_network = settings.completed(100, 10**9, 50_000)
+    assert (by_network.steps, by_network.evaluate_every) == (10_000, 250)
+    assert settings.completed(100, 1, 1).steps == 10
+    given = replace(settings, steps=3, evaluate_every=7)
+    assert given.completed(100, 1_001, 10**9) == given
+
+
 def test_weight_decay_acts_on_matrices_only(data: TokenData) -> None:
     """Decaying gains and biases pulls norms towards zero."""
     trainer = make_trainer(
@@ -349,7 +360,10 @@ def test_a_run_that_ctrl_c_stopped_resumes_to_the_same_bits(
     assert load_checkpoint(stopped).progress["step"] == 5
     assert metrics(stopped) == metrics(whole)[:5]
 
-    assert resume(stopped, data).train(stopped, Recorder())
+    times: list[float] = []  # of steps that are rehearsed, which changes nothing
+    assert resume(stopped, data).train(stopped, Recorder(), times.append)
+    assert len(times) == 1
+    assert times[0] > 0
     assert metrics(stopped) == metrics(whole)
     assert all(
         torch.equal(tensor, weights(whole)[name]) for name, tensor in weights(stopped).items()
@@ -435,7 +449,7 @@ def test_the_loss_picture_is_a_png(data: TokenData, tmp_path: Path, n_rows: int)
     make_trainer(data).train(tmp_path, Recorder())
     lines = (tmp_path / "metrics.csv").read_text().splitlines(keepends=True)
     (tmp_path / "metrics.csv").write_text("".join(lines[: 1 + n_rows]))
-    plot_losses(tmp_path / "metrics.csv", tmp_path / "loss.png")
+    plot_losses(tmp_path)
     content = (tmp_path / "loss.png").read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert content.rstrip().endswith(b"IEND\xaeB`\x82")

@@ -26,6 +26,7 @@ from model.bundle import (
     WEIGHTS_FILE,
     hash_files,
 )
+from server.engine.gpu.session import BACKENDS
 from server.errors import StartupError
 from server.process import serve
 from server.settings import load_settings
@@ -292,7 +293,7 @@ def test_a_model_for_cuda_needs_a_gpu_and_no_settings_of_the_cpu(
     path.write_text(path.read_text().replace('"device": "cpu"', '"device": "cuda"'))
     with pytest.raises(StartupError, match="exported for cuda"):
         serve.serve(load_settings(model=directory))
-    monkeypatch.setattr("server.engine.cuda.session.require_cuda", lambda: None)
+    monkeypatch.setitem(BACKENDS, "cuda", BACKENDS["cuda"]._replace(require=lambda: None))
     accepted = serve.check_model(load_settings(model=directory, prefix_cache_memory=0))
     assert accepted.manifest.device == "cuda"
     refused: tuple[dict[str, Any], ...] = (

@@ -49,6 +49,9 @@ class FirstTokens:
         self.ran += [text.prompt_ids[0] for text in texts]
         return [np.array(text.prompt_ids[:1], dtype=np.float32) for text in texts]
 
+    def release_idle_memory(self) -> None:
+        """There is none."""
+
 
 @asynccontextmanager
 async def served(**settings: Any) -> AsyncIterator[tuple[Service, FirstTokens]]:

@@ -21,6 +21,7 @@ from model.bundle import (
 from model.files import read_object
 from model.importing.errors import UnsupportedError
 from model.importing.huggingface.marian import SOURCE_FILE, VOCABULARY_FILE, read_marian
+from model.importing.huggingface.sentencepiece import FILES, read_sentencepiece
 from model.tokenizer import check_tokenizer, parse_tokenizer
 
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -51,6 +52,9 @@ def read_tokenizer(
         text = path.read_text(encoding="utf-8")
     elif (source / SOURCE_FILE).is_file() and (source / VOCABULARY_FILE).is_file():
         text = read_marian(source)
+    elif found := [source / name for name in FILES if (source / name).is_file()]:
+        values = read_optional(source / TOKENIZER_CONFIG_FILE)
+        text = read_sentencepiece(found[0], model_type, values)
     else:
         raise UnsupportedError(f"it has no {TOKENIZER_FILE}; {_REWRITE_TOKENIZER}")
     tokenizer = parse_tokenizer(text.encode(), path)

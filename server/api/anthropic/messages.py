@@ -103,7 +103,9 @@ class MessageFormatter(Formatter):
         begin = b""
         if not self._has_begun:
             self._has_begun = True
-            begin = _event("message_start", message=self._message(None, None))
+            message = self._message(None, None)
+            message["usage"]["output_tokens"] = 0  # how many have come depends on the load
+            begin = _event("message_start", message=message)
         return begin + b"".join(event(compact(one), one["type"]) for one in self._events(delta))
 
     def add(self, delta: Delta) -> None:

@@ -1,10 +1,11 @@
-"""The routes of Hugging Face's TEI: /embed, /embed_all, /similarity, /rerank and /predict."""
+"""The routes of Hugging Face's TEI: /embed, /embed_all, /similarity, /rerank, /predict; /info."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Annotated, Any
+from importlib.metadata import version
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -14,13 +15,23 @@ from starlette.responses import Response
 
 from model.config import Pooling
 from server.api.embeddings.figures import best_first, listed, shares, unit
-from server.api.embeddings.requests import EncoderFields, PromptFields, pooling_of, respond
+from server.api.embeddings.requests import (
+    EncoderFields,
+    PromptFields,
+    check_dimensions,
+    pooling_of,
+    respond,
+)
 from server.api.http.body import LabelRoute, VectorRoute
 from server.api.http.responses import GENERATE_ERRORS, service_of
 from server.api.openai.schemas import Prompts
 from server.api.schemas import Items, ModelName, RequestBody, ResponseBody, Size
+from server.engine.encoder.engine import TOKEN_BUDGET
 from server.engine.sampling import Floats
 from server.errors import InvalidRequestError
+from server.requests.encoding import MAX_INPUTS
+from server.requests.service import Service
+from server.requests.text_worker import THREADS
 
 router = APIRouter(route_class=VectorRoute)
 label_router = APIRouter(route_class=LabelRoute)
@@ -39,6 +50,9 @@ class EmbedBody(EmbedAllBody):
     """The body of POST /embed."""
 
     normalize: bool = Field(True, description="Make the length of each vector 1.")
+    dimensions: int | None = Field(
+        None, ge=1, description="Keep so many numbers of each vector, before `normalize`."
+    )
 
 
 class Sentences(RequestBody):
@@ -96,17 +110,60 @@ class Prediction(ResponseBody):
     label: str
 
 
+class EncoderInfo(ResponseBody, json_schema_serialization_defaults_required=True):
+    """The response of /info for an encoder. model_type: its kind, and the kind's own fields."""
+
+    model_id: str
+    model_sha: None = None
+    model_dtype: str
+    model_type: dict[Literal["embedding", "classifier", "reranker"], dict[str, Any]]
+    max_concurrent_requests: Size
+    max_input_length: Size
+    max_batch_tokens: Size
+    max_batch_requests: Size
+    max_client_batch_size: Size = MAX_INPUTS
+    auto_truncate: Literal[False] = False
+    tokenization_workers: Size = THREADS
+    version: str
+    sha: None = None
+    docker_label: None = None
+
+
+def encoder_info(service: Service, max_concurrent_requests: int) -> EncoderInfo:
+    """Return an encoder and its limits."""
+    model, settings, pooling = service.describe_model(), service.settings, pooling_of(service)
+    kind: Literal["embedding", "classifier", "reranker"] = "embedding"
+    fields: dict[str, Any] = {"pooling": pooling.kind}
+    if pooling.labels:
+        kind = "classifier" if pooling.labels[1:] else "reranker"
+        names = {str(i): label for i, label in enumerate(pooling.labels)}
+        fields = {"id2label": names, "label2id": {label: int(i) for i, label in names.items()}}
+    return EncoderInfo(
+        model_id=model["model"],
+        model_dtype=model["precision"],
+        model_type={kind: fields},
+        max_concurrent_requests=max_concurrent_requests,
+        max_input_length=service.builder.max_model_len,
+        max_batch_tokens=settings.chunk_size or TOKEN_BUDGET,
+        max_batch_requests=settings.max_num_seqs,
+        version=version("kvasir-lm"),
+    )
+
+
 @router.post("/embed", response_model=list[list[float]], responses=GENERATE_ERRORS)
 async def embed(request: Request, body: EmbedBody) -> Response:
     """Return a vector for each text, as TEI does."""
-    is_unit = pooling_of(service_of(request)).normalize
+    service, n = service_of(request), body.dimensions
+    check_dimensions(service, n, "dimensions")
+    is_unit = pooling_of(service).normalize
     if is_unit and not body.normalize:
         message = "normalize: the model's vectors always have length 1; leave it out"
         raise InvalidRequestError(message, param="normalize")
-    scales = body.normalize and not is_unit
+    scales = body.normalize and (n is not None or not is_unit)
 
     def show(vectors: list[Floats], _n_tokens: int) -> Iterator[bytes]:
-        return listed(one.tolist() for one in (map(unit, vectors) if scales else vectors))
+        kept = (vector[:n] for vector in vectors)
+        return listed(one.tolist() for one in (map(unit, kept) if scales else kept))
 
     return await respond(request, body, body.inputs, "inputs", "pooled", show)
 

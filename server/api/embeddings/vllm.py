@@ -58,15 +58,20 @@ class Score(ResponseBody):
     score: float
 
 
-class Scores(ResponseBody):
-    """The response of both."""
+class _Listed(ResponseBody):
+    """The fields of every response beside its data."""
 
     id: str
     object: Literal["list"]
     created: int = Field(description="Unix time.")
     model: str
-    data: list[Score]
     usage: InputUsage
+
+
+class Scores(_Listed):
+    """The response of /score and /v1/score."""
+
+    data: list[Score]
 
 
 class ClassifyBody(EncoderFields):
@@ -85,15 +90,10 @@ class Classified(ResponseBody):
     num_classes: Size
 
 
-class Classification(ResponseBody):
-    """The response of both."""
+class Classification(_Listed):
+    """The response of /classify and /v1/classify."""
 
-    id: str
-    object: Literal["list"]
-    created: int = Field(description="Unix time.")
-    model: str
     data: list[Classified]
-    usage: InputUsage
 
 
 class PoolingBody(PromptFields):
@@ -119,15 +119,10 @@ class Pooled(ResponseBody):
     data: list[list[float]] | list[float] | str
 
 
-class PooledInputs(ResponseBody):
+class PooledInputs(_Listed):
     """The response of /pooling."""
 
-    id: str
-    object: Literal["list"]
-    created: int = Field(description="Unix time.")
-    model: str
     data: list[Pooled]
-    usage: InputUsage
 
 
 @router.post("/score", response_model=Scores, responses=GENERATE_ERRORS)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar, get_type_hints
 
 from fastapi import Request
 from fastapi.routing import APIRoute
 from pydantic import TypeAdapter, ValidationError
-from pydantic_core import from_json
+from pydantic_core import ErrorDetails, from_json
 from starlette.responses import Response
 
+from model.suggestions import did_you_mean, nearest
 from server.api.http.responses import compact, models_of, state_of, unless_disconnected
 from server.api.other_servers import NO_OPS, USED_HERE
+from server.api.schemas import RequestBody, field_names
 from server.errors import InvalidRequestError
 from server.requests.service import Task
 from server.requests.text_worker import SHORT
@@ -131,7 +133,7 @@ def parse(adapter: TypeAdapter[T], raw: bytes) -> T:
     try:
         return adapter.validate_python(value)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        first = _clearest(error.errors(include_url=False))
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "too_long":  # pydantic counts the entries of a list only
         n_entries, limit = len(first["input"]), first["ctx"]["max_length"]
@@ -139,7 +141,7 @@ def parse(adapter: TypeAdapter[T], raw: bytes) -> T:
     is_missing = first["type"] == "missing"
     place = ".".join(map(str, _path(first["loc"], value, is_missing=is_missing)))
     if first["type"] == "extra_forbidden":
-        mend = f"use {USED_HERE[place]}" if place in USED_HERE else "leave it out"
+        mend = f"use {USED_HERE[place]}" if place in USED_HERE else _advice(adapter, first["loc"])
         message = f"the field {place!r} is unknown or not supported; {mend}"
         if place in NO_OPS:
             values = " or ".join(map(compact, NO_OPS[place]))
@@ -147,6 +149,43 @@ def parse(adapter: TypeAdapter[T], raw: bytes) -> T:
     elif place:
         message = f"{place}: {message}"
     raise InvalidRequestError(message, param=place or None)
+
+
+def _clearest(errors: list[ErrorDetails]) -> ErrorDetails:
+    """Return the first error, or that of a typo of the field which the first one misses."""
+    first = errors[0]
+    if first["type"] != "missing":
+        return first
+    *parent, name = first["loc"]
+    typos = (
+        one
+        for one in errors
+        if one["type"] == "extra_forbidden"
+        and [*one["loc"][:-1]] == parent
+        and nearest(str(one["loc"][-1]), [str(name)])
+    )
+    return next(typos, first)
+
+
+def _advice(adapter: TypeAdapter[Any], loc: tuple[int | str, ...]) -> str:
+    """Return what to do about an unknown field: the nearest known one, or to leave it out."""
+    schema: Any = adapter.core_schema
+    while "cls" not in schema and "schema" in schema:
+        schema = schema["schema"]
+    kind = schema.get("cls", RequestBody)
+    is_nested = len(loc) > 1 or not issubclass(kind, RequestBody)
+    known = _nested_names() if is_nested else field_names(kind)
+    name = str(loc[-1])
+    return did_you_mean(name, known - {name}, "leave it out")
+
+
+@cache
+def _nested_names() -> frozenset[str]:
+    """Return the fields of every object in a request."""
+    kinds = [RequestBody]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return frozenset().union(*map(field_names, kinds))
 
 
 def _path(parts: tuple[int | str, ...], value: Any, *, is_missing: bool) -> Iterator[int | str]:

@@ -242,7 +242,7 @@ def new_state(given_id: str | None) -> RequestState:
 def log_request(scope: Scope, status: int, seconds: float) -> None:
     """Log a line for a request, without its content.
 
-    Probes that succeed, or that wait for startup, are for debugging only.
+    Probes that succeed, or that wait for startup, and the page's files are for debugging only.
     """
     state = state_of(scope)
     fields: dict[str, Any] = {
@@ -258,6 +258,8 @@ def log_request(scope: Scope, status: int, seconds: float) -> None:
         fields["key"] = state.caller.name
     if state.trace_id is not None:
         fields["trace_id"] = state.trace_id
+    if state.error is not None:
+        fields["error"] = state.error
     if state.n_embedded is not None:
         fields["prompt_tokens"] = state.n_embedded
     if (completion := state.completion) is not None:
@@ -269,5 +271,6 @@ def log_request(scope: Scope, status: int, seconds: float) -> None:
             "ttft_ms": None if first is None else round(first * 1000, 3),
         }
     path = path_of(scope)
-    is_routine = path in PROBED_PATHS and (200 <= status < 400 or path == "/health/startup")
+    is_expected = 200 <= status < 400 or path == "/health/startup"
+    is_routine = is_expected and (path in PROBED_PATHS or path.startswith("/static/"))
     logger.log(logging.DEBUG if is_routine else logging.INFO, "request", extra={"fields": fields})

@@ -51,6 +51,11 @@ class CompletionLogprobs(ResponseBody):
     tokens: list[str]
     token_logprobs: list[Logprob | None]
     top_logprobs: list[dict[str, Logprob] | None] | None
+    top_token_ids: list[dict[str, Size] | None] = Field(
+        [],
+        description="With `return_token_ids`: the ids of the new tokens and of the likeliest; null "
+        "for tokens of the prompt.",
+    )
     text_offset: list[Size]
 
 
@@ -68,6 +73,9 @@ PromptLogprobs = Annotated[
 ]
 
 
+TokenIds = Annotated[list[Size], Field(description="With `return_token_ids`.")]
+
+
 class CompletionChoice(ResponseBody):
     """One continuation of one prompt."""
 
@@ -76,6 +84,8 @@ class CompletionChoice(ResponseBody):
     logprobs: CompletionLogprobs | None
     finish_reason: Finish
     prompt_logprobs: PromptLogprobs = Field([])
+    prompt_token_ids: TokenIds = Field([])
+    token_ids: TokenIds = Field([])
     score: float | None = Field(None, description="Of a beam search: see `length_penalty`.")
 
 
@@ -116,6 +126,7 @@ class ChatLogprob(ResponseBody):
         description="The token's text in UTF-8, which may be part of a character; "
         "null for a token that does not show."
     )
+    token_id: Size = Field(0, description="With `return_token_ids`.")
 
 
 class ChatTokenLogprob(ChatLogprob):
@@ -162,6 +173,8 @@ class ChatChoice(ResponseBody):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinish
+    prompt_token_ids: TokenIds = Field([])
+    token_ids: TokenIds = Field([])
 
 
 class Chat(_Envelope):
@@ -205,6 +218,8 @@ class ChatChunkChoice(ResponseBody):
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinish | None
+    prompt_token_ids: TokenIds = Field([])
+    token_ids: TokenIds = Field([])
 
 
 class ChatChunk(_Envelope):

@@ -113,9 +113,10 @@ class ChatFormatter(OpenAIFormatter):
         pieces, reason = reader.read(delta, self.completion)
         part["finish_reason"] = reason
         part["delta"] = _changes(pieces)
+        part |= (ids := self._token_ids(delta))
         if logprobs := self._logprobs(delta):
             part["logprobs"] = {"content": logprobs}
-        if part["delta"] or logprobs or reason is not None:
+        if part["delta"] or logprobs or reason is not None or ids:
             yield part
 
     def whole(self) -> JSON:
@@ -147,7 +148,12 @@ class ChatFormatter(OpenAIFormatter):
         scored = delta.logprobs
         if scored is None or not self._with_logprobs:
             return []
-        return [token_logprobs(self.tokenizer, scored, self._hidden_ids)]
+        entry = token_logprobs(self.tokenizer, scored, self._hidden_ids)
+        if self._with_token_ids:
+            entry["token_id"] = scored.token_id
+            for other, (token_id, _) in zip(entry["top_logprobs"], scored.top, strict=True):
+                other["token_id"] = token_id
+        return [entry]
 
 
 def _changes(pieces: list[AnswerPiece]) -> JSON:

@@ -86,8 +86,10 @@ class CompletionFormatter(OpenAIFormatter):
             text = delta.choice.prompt.text + text
         logprobs = None if self._n_top is None else self._logprobs(delta)
         reason = delta.finish_reason
-        if text or logprobs is not None or reason is not None:
+        ids = self._token_ids(delta)
+        if text or logprobs is not None or reason is not None or ids:
             part = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+            part |= ids
             score = delta.choice.score
             yield part if score is None else part | {"score": finite(score)}
 
@@ -98,7 +100,12 @@ class CompletionFormatter(OpenAIFormatter):
 
     def encoded(self, part: JSON) -> str:
         """Return a part as JSON. Text alone, the usual case, takes half the time this way."""
-        if part["logprobs"] is not None or part["finish_reason"] is not None:
+        if (
+            part["logprobs"] is not None
+            or part["finish_reason"] is not None
+            or "token_ids" in part
+            or "score" in part
+        ):
             return compact(part)
         text = compact(part["text"])
         return f'{{"index":{part["index"]},"text":{text},"logprobs":null,"finish_reason":null}}'
@@ -115,8 +122,20 @@ class CompletionFormatter(OpenAIFormatter):
         if delta.logprobs is not None:
             n_echoed = len(prompt.text) if self._echoes else 0
             entries.append(self._entry(delta.logprobs, delta.offset + n_echoed))
-        lists = {name: [entry[i] for entry in entries] for i, name in enumerate(_LISTS)}
-        return lists if self._n_top else {**lists, "top_logprobs": None}
+        lists: JSON = {name: [entry[i] for entry in entries] for i, name in enumerate(_LISTS)}
+        if not self._n_top:
+            return {**lists, "top_logprobs": None}
+        if self._with_token_ids:
+            new = [self._top_ids(delta.logprobs)] if delta.logprobs is not None else []
+            lists["top_token_ids"] = [None] * (len(entries) - len(new)) + new
+        return lists
+
+    def _top_ids(self, scored: TokenLogprobs) -> dict[str, int]:
+        """Return the ids of a token and of the likeliest in its place, by name."""
+        ids: dict[str, int] = {}
+        for token_id in (scored.token_id, *(i for i, _ in scored.top[: self._n_top])):
+            ids.setdefault(token_name(self.tokenizer, token_id), token_id)
+        return ids
 
     def _decoded_offsets(self, prompt: Prompt) -> list[int]:
         """Return where each token begins in the text that the tokens decode to."""

@@ -38,6 +38,8 @@ class OpenAIFormatter(Formatter):
         self._n_shown_samples, self._n_samples = body.n, body.n_samples
         self._scores: defaultdict[int, list[float]] = defaultdict(list)  # of each choice's tokens
         self._n_prompt_top = body.prompt_logprobs
+        self._with_token_ids = body.return_token_ids
+        self._with_prompt_ids: set[int] = set()  # choices whose prompt has been shown
         self._prompt_scores: dict[int, list[JSON | None]] = {}  # by choice
         self._head = {
             "id": response_id,
@@ -110,6 +112,16 @@ class OpenAIFormatter(Formatter):
         samples = (indices[start : start + n] for start in range(0, len(indices), n))
         best = (sorted(some, key=score, reverse=True)[: self._n_shown_samples] for some in samples)
         return [index for some in best for index in some]
+
+    def _token_ids(self, delta: Delta) -> JSON:
+        """Return the ids of a delta's tokens, if wanted; in a choice's first the prompt's."""
+        if not self._with_token_ids:
+            return {}
+        ids: JSON = {"token_ids": [*delta.token_ids]}
+        if delta.choice.index not in self._with_prompt_ids:
+            self._with_prompt_ids.add(delta.choice.index)
+            ids["prompt_token_ids"] = delta.choice.prompt.ids
+        return ids
 
     def _ranked(self, scored: TokenLogprobs, n_top: int) -> JSON:
         """Return a token of the prompt and the likeliest in its place, by id, as vLLM does."""

@@ -74,6 +74,11 @@ class OpenAIBody(schemas.SamplingFields, StructuredFields):
     skip_special_tokens: bool = Field(
         True, description="False: special tokens but the last show in the text."
     )
+    return_token_ids: bool = Field(
+        False,
+        description="Return the ids of the prompt's tokens and the new ones with each choice, and "
+        "those of `logprobs`.",
+    )
     stream: bool = Field(False, description="Answer with server-sent events.")
     stream_options: StreamOptions | None = Field(
         None, description="`include_usage`: send the usage in a last event."

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from server.api.embeddings.tei import EncoderInfo, encoder_info
 from server.api.http import responses
 from server.api.http.body import TextRoute
 from server.api.http.responses import GENERATE_ERRORS, compact, finite, streamed
@@ -88,7 +89,7 @@ async def _generate(request: Request, body: GenerateBody, *, stream: bool = Fals
 
 @dataclass
 class _Shown:
-    """What is known of one sample."""
+    """The text and tokens of one sample so far."""
 
     choice: Choice
     text: str = ""
@@ -197,10 +198,12 @@ class GenerateFormatter(responses.Formatter):
 
 
 @router.get("/info", responses=responses.MODEL_ERRORS)
-async def info(service: responses.NamedService) -> Info:
-    """Return model and limits, in TGI's form."""
+async def info(service: responses.NamedService) -> Info | EncoderInfo:
+    """Return model and limits, in TGI's form; those of an encoder in TEI's."""
     model, limits = service.describe_model(), service.builder.limits
     n_sequences = service.settings.max_num_seqs + service.settings.queue_limit
+    if service.task != "generate":
+        return encoder_info(service, max_concurrent_requests=n_sequences)
     return Info(
         model_id=model["model"],
         model_dtype=model["precision"],

@@ -17,6 +17,7 @@ from server.engine.engine import StepStats
 from server.engine.sampling import Floats
 from server.engine.sequence import FinishReason, SequenceStatus
 
+TOKEN_BUDGET = 256  # of a run, unless another one is set
 MAX_PADDING = 1.5  # ratio of the positions of a run's rows to its tokens
 
 
@@ -28,6 +29,9 @@ class TextRunner(Protocol):
 
     def run(self, texts: list[EncoderSequence], *, alone: bool = True) -> list[Floats]:
         """Return what each text asks for. alone: no other run happens at the same time."""
+
+    def release_idle_memory(self) -> None:
+        """Return memory that only runs need."""
 
 
 class EncoderEngine:
@@ -66,7 +70,8 @@ class EncoderEngine:
         return sum(not text.is_background for texts, _ in runs for text in texts), 0.0
 
     def release_idle_memory(self) -> None:
-        """Do nothing: no memory is kept between two steps."""
+        """Return memory that only runs need; called when nothing runs."""
+        self.runner.release_idle_memory()
 
     def add(self, sequence: EncoderSequence) -> None:
         """Queue a text. Raises ValueError if it could never run; admission refuses such."""

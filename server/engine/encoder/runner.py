@@ -8,20 +8,25 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from threading import Lock
 
 from model.config import TransformerConfig
+from model.machine import usable_cpus
+from model.onnx.runtime import onnxruntime
 from model.packing import HIDDEN_OUTPUT, VECTORS_OUTPUT, pack
 from server.engine.encoder.sequence import EncoderSequence
 from server.engine.engine import check_max_model_len
-from server.engine.machine import SPIN_MICROSECONDS, usable_cpus
+from server.engine.machine import SPIN_MICROSECONDS, return_freed_memory
 from server.engine.sampling import Floats
-from server.engine.session import open_session
+from server.engine.session import open_session, shrinking
 
 
 class EncoderRunner:
     """Two sessions: with all threads for one run, and with one thread for each of several runs.
 
-    fits_16_bits: as the manifest has it. Raises ValueError for a limit that the model cannot meet.
+    The second one is opened when runs first overlap, and closed when the engine is idle. If the
+    files have changed since, the first session runs these too. fits_16_bits: as the manifest has
+    it. Raises ValueError for a limit that the model cannot meet.
     """
 
     def __init__(
@@ -37,9 +42,12 @@ class EncoderRunner:
         self.max_model_len = check_max_model_len(max_model_len, config)
         self.max_runs = threads or usable_cpus()
         # Hardly two runs have the same shapes.
-        opened = partial(open_session, graph, plans_memory=False, fits_16_bits=fits_16_bits)
-        self._single = opened(1, 0)
-        self._all = opened(self.max_runs, spin_microseconds) if self.max_runs > 1 else self._single
+        self._open = partial(open_session, graph, plans_memory=False, fits_16_bits=fits_16_bits)
+        self._files = [graph, graph.with_name(f"{graph.name}.data")]
+        self._file_ids = self._read_file_ids()
+        self._all = self._open(self.max_runs, spin_microseconds)
+        self._single: onnxruntime.InferenceSession | None = None
+        self._opening = Lock()
         self._n_types = config.n_token_types or 0
 
     def run(self, texts: list[EncoderSequence], *, alone: bool = True) -> list[Floats]:
@@ -54,8 +62,28 @@ class EncoderRunner:
         names = [VECTORS_OUTPUT]
         if any(text.wants_tokens for text in texts):
             names.append(HIDDEN_OUTPUT)
-        vectors, *of_tokens = (self._all if alone else self._single).run(names, inputs)
+        session = self._all if alone or self.max_runs == 1 else self._session_of_one()
+        vectors, *of_tokens = session.run(names, inputs)
         return [
             of_tokens[0][end - len(text.prompt_ids) : end] if text.wants_tokens else vector
             for text, vector, end in zip(texts, vectors, ends, strict=True)
         ]
+
+    def release_idle_memory(self) -> None:
+        """Close the session for several runs, and return what the other one keeps for its runs."""
+        self._single = None
+        inputs, _ = pack([[0]], [None] if self._n_types else None)
+        self._all.run([VECTORS_OUTPUT], inputs, shrinking())
+        return_freed_memory()
+
+    def _session_of_one(self) -> onnxruntime.InferenceSession:
+        with self._opening:
+            if self._single is None:
+                is_same = self._file_ids == self._read_file_ids()
+                self._single = self._open(1, 0) if is_same else self._all
+            return self._single
+
+    def _read_file_ids(self) -> list[tuple[int, int] | None]:
+        """Return an identity of each file's contents; None for one that does not exist."""
+        found = [file.stat() if file.is_file() else None for file in self._files]
+        return [stat and (stat.st_ino, stat.st_mtime_ns) for stat in found]

@@ -48,6 +48,7 @@ class KVBlocks:
         shape = (max_num_seqs, -(-max_model_len // block_size))
         self.table: NDArray[np.int32] = np.zeros(shape, dtype=np.int32)
         self._held: dict[int, list[int]] = {}  # blocks by row
+        self._n_held = np.zeros(max_num_seqs, dtype=np.int32)  # their number, 0 of a free row
         self.free_rows = set(range(max_num_seqs))
         self._free = list(range(n_blocks))[::-1]  # blocks without a name and without a holder
         self._n_holders = [0] * n_blocks
@@ -78,6 +79,7 @@ class KVBlocks:
         for block in blocks:
             self._n_holders[block] += 1
         self._held[row] = blocks
+        self._n_held[row] = len(blocks)
         self.table[row, : len(blocks)] = blocks
         return row, len(shared) * self.block_size
 
@@ -103,18 +105,22 @@ class KVBlocks:
                 self._idle[block] = None
             elif not self._n_holders[block]:
                 self._free.append(block)
+        self._n_held[row] = 0
         self.free_rows.add(row)
 
-    def slots(self, row: int, start: int, end: int) -> NDArray[np.int32]:
-        """Return block · block_size + offset of a row's tokens [start, end).
+    def slots(self, rows: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int32]:
+        """Return block · block_size + offset of tokens: their rows, and their places in those.
 
-        Raises ValueError beyond the row's reservation: those blocks belong to other sequences.
+        Raises ValueError beyond a row's reservation: those blocks belong to other sequences.
         """
-        if end > len(self._held[row]) * self.block_size:
-            raise ValueError(f"a row of {len(self._held[row])} blocks cannot hold {end} tokens")
-        positions = np.arange(start, end, dtype=np.int32)
-        first: NDArray[np.int32] = self.table[row, positions // self.block_size] * self.block_size
-        return first + positions % self.block_size
+        places = positions // self.block_size
+        if (outside := places >= self._n_held[rows]).any():
+            row, position = rows[outside][0], positions[outside][0]
+            raise ValueError(
+                f"a row of {self._n_held[row]} blocks cannot hold {position + 1} tokens"
+            )
+        first: NDArray[np.int32] = self.table[rows, places] * self.block_size
+        return first + (positions % self.block_size).astype(np.int32)
 
     def _take(self) -> int:
         """Return a free block, or the least recently used idle one, which loses its name."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from model.bundle import cache_names
 from model.config import TransformerConfig
+from model.machine import available_memory, usable_cpus
 from model.onnx.runtime import onnxruntime
 from model.packing import SOURCE_OUTPUT, pack
 from server.engine.batch import Chunk, StepBatch
@@ -20,7 +21,8 @@ from server.engine.encoder.engine import MAX_PADDING
 from server.engine.engine import check_max_model_len
 from server.engine.kv.rows import KVShape
 from server.engine.kv.source_rows import SourceRows
-from server.engine.machine import SPIN_MICROSECONDS, available_memory, usable_cpus
+from server.engine.logits import Logits
+from server.engine.machine import SPIN_MICROSECONDS
 from server.engine.runner import TOKEN_BLOCK, RowBinding
 from server.engine.sampling import Floats
 from server.engine.session import check_shape, open_session
@@ -81,14 +83,15 @@ class Seq2SeqRunner:
         self._bindings: dict[int, _SourceBinding] = {}  # by rows
         self._never_alone = False
         self._never_alone = self._alone_differs()
+        self._encoder.run([SOURCE_OUTPUT], pack([[0, 0]])[0])  # warm up, as the trial the decoder
         self.decode_seconds = 0.0
 
-    def run(self, batch: StepBatch) -> Floats:
+    def run(self, batch: StepBatch) -> Logits:
         """See Runner."""
         n_done = self._decode(batch.decodes) if batch.decodes else 0
         for chunks in _group(batch.prefills):
             self._encode(chunks)
-        return self._logits[:n_done]
+        return Logits.of(self._logits[:n_done])
 
     def _encode(self, chunks: list[Chunk]) -> None:
         """Encode whole sources in one run, and write what it makes to their rows."""

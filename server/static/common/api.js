@@ -4,10 +4,7 @@
 import { readEvents } from "./sse.js";
 import { load, save } from "./storage.js";
 
-/**
- * An error response, or an error event of a stream. `message` is the API's; `retryAfter` is in
- * seconds.
- */
+/** An error response, or an error event of a stream. `retryAfter` is in seconds. */
 export class ApiError extends Error {
   constructor(message, status = 0, param = null, retryAfter = null) {
     super(message);
@@ -38,19 +35,12 @@ export async function request(path, { body, signal } = {}) {
   const headers = {};
   if (key) headers.authorization = `Bearer ${toHeaderBytes(key)}`;
   if (body !== undefined) headers["content-type"] = "application/json";
-  const options = {
-    headers,
-    signal,
-    method: body === undefined ? "GET" : "POST",
-    body: body && JSON.stringify(body),
-  };
-  let response;
-  try {
-    response = await fetch(path, options);
-  } catch (error) {
+  const method = body === undefined ? "GET" : "POST";
+  const sent = { headers, signal, method, body: body && JSON.stringify(body) };
+  const response = await fetch(path, sent).catch((error) => {
     if (error.name === "AbortError") throw error;
     throw new ApiError("cannot reach the server; is it running?");
-  }
+  });
   if (response.ok) return response;
   if (response.status === 401) window.dispatchEvent(new Event("kvasir:key"));
   throw parseError(await response.text(), response);
@@ -61,13 +51,8 @@ const toHeaderBytes = (text) => String.fromCharCode(...new TextEncoder().encode(
 
 function parseError(text, response) {
   try {
-    const { error } = JSON.parse(text);
-    return new ApiError(
-      error.message,
-      response.status,
-      error.param,
-      response.headers.get("retry-after"),
-    );
+    const { message, param } = JSON.parse(text).error;
+    return new ApiError(message, response.status, param, response.headers.get("retry-after"));
   } catch {
     return new ApiError(`${response.status} ${response.statusText}`.trim(), response.status);
   }

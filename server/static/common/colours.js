@@ -1,17 +1,9 @@
 // Colours of attention weights. Lightness changes evenly with the weight from 0 to 1.
 
 const STEPS = 256;
-// OKLCH at weights 0, 0.5 and 1. Lightness is linear, so equal steps of weight look equal.
-const LIGHT = [
-  [0.975, 0.012, 85],
-  [0.635, 0.15, 58],
-  [0.295, 0.075, 30],
-];
-const DARK = [
-  [0.26, 0.014, 80],
-  [0.605, 0.13, 58],
-  [0.95, 0.085, 95],
-];
+// At weights 0, 0.5 and 1. Lightness is linear, so equal steps of weight look equal.
+const LIGHT = ["oklch(0.975 0.012 85)", "oklch(0.635 0.15 58)", "oklch(0.295 0.075 30)"];
+const DARK = ["oklch(0.26 0.014 80)", "oklch(0.605 0.13 58)", "oklch(0.95 0.085 95)"];
 
 /** Return the current theme's colours of base.css, for drawing on a canvas. */
 export function themeColours() {
@@ -33,10 +25,7 @@ function isDark() {
   return theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
-/**
- * The colour scale of the current theme. If `emphasised`, it uses square roots, so small weights
- * show.
- */
+/** The colour scale of the current theme. Emphasised, it uses square roots: small weights show. */
 export class Palette {
   constructor(emphasised) {
     this.emphasised = emphasised;
@@ -54,10 +43,7 @@ export class Palette {
     return Math.round(share * (STEPS - 1));
   }
 
-  /**
-   * Return [background, text colour] for text on this weight's colour, with contrast of at least
-   * 4.5:1.
-   */
+  /** Return [background, text colour] of a weight, with a contrast of at least 4.5:1. */
   pair(weight) {
     const rgb = [0, 0, 0];
     this.paint(weight, rgb, 0);
@@ -72,10 +58,8 @@ function render(stops) {
   for (let i = 0; i < STEPS; i++) {
     const place = (2 * i) / (STEPS - 1);
     const from = Math.min(1, Math.floor(place));
-    const mix = stops[from].map(
-      (value, channel) => value + (stops[from + 1][channel] - value) * (place - from),
-    );
-    context.fillStyle = `oklch(${mix.join(" ")})`;
+    const share = 100 * (place - from);
+    context.fillStyle = `color-mix(in oklch, ${stops[from]}, ${stops[from + 1]} ${share}%)`;
     context.fillRect(i, 0, 1, 1);
   }
   return context.getImageData(0, 0, STEPS, 1).data;

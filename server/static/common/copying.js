@@ -1,7 +1,7 @@
 // The clipboard, and the dialog that shows a request as curl and Python.
 
 import { getKey } from "./api.js";
-import { byId } from "./dom.js";
+import { byId, make } from "./dom.js";
 import { curl, python } from "./snippets.js";
 
 export function start() {
@@ -20,13 +20,20 @@ export function open({ path, body }) {
   byId("copy-dialog").showModal();
 }
 
+/** Save a Blob as a file, or a value as one of JSON. */
+export function download(name, value) {
+  const json = () => new Blob([JSON.stringify(value, null, 2)], { type: "application/json" });
+  const blob = value instanceof Blob ? value : json();
+  const link = make("a", { href: URL.createObjectURL(blob), download: name });
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
 async function copy(name) {
   byId("copied").textContent = await copyText(byId(`as-${name}`));
 }
 
-/**
- * Copy an element's text, or select it if the browser denies access. Return a message for the user.
- */
+/** Copy an element's text, or select it if access is denied. Return a message for the user. */
 export async function copyText(element) {
   try {
     await navigator.clipboard.writeText(element.textContent);

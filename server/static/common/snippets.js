@@ -1,18 +1,10 @@
 // A request of this page as an equivalent curl command and Python program.
 
-const OPENAI_FIELDS = new Set([
-  ...[
-    "model",
-    "prompt",
-    "messages",
-    "temperature",
-    "top_p",
-    "max_tokens",
-    "frequency_penalty",
-    "presence_penalty",
-  ],
-  ...["logit_bias", "seed", "stop", "stream", "stream_options", "logprobs", "top_logprobs"],
-]); // named parameters of the openai package; other fields go into extra_body
+// Named parameters of the openai package; other fields go into extra_body.
+const OPENAI_FIELDS = (
+  "model prompt messages temperature top_p max_tokens frequency_penalty presence_penalty " +
+  "logit_bias seed stop stream stream_options logprobs top_logprobs"
+).split(" ");
 const PYTHON = { null: "None", true: "True", false: "False" };
 
 /** Quote a text as one word of a POSIX shell. */
@@ -28,8 +20,10 @@ export function curl(url, body, hasKey) {
 /** Return a Python program that sends `body` with the openai package. */
 export function python(baseUrl, body, hasKey) {
   const isChat = "messages" in body;
-  const extra = Object.entries(body).filter(([name]) => !isNamed(name, isChat));
-  const named = Object.entries(body).filter(([name]) => isNamed(name, isChat));
+  const known = isChat ? [...OPENAI_FIELDS, "response_format"] : OPENAI_FIELDS;
+  const { named = [], extra = [] } = Object.groupBy(Object.entries(body), ([name]) =>
+    known.includes(name) ? "named" : "extra",
+  );
   const key = hasKey ? 'os.environ["KVASIR_API_KEY"]' : '"none"';
   const text = isChat ? 'delta.content or ""' : "text";
   if (extra.length) named.push(["extra_body", Object.fromEntries(extra)]);
@@ -48,14 +42,11 @@ export function python(baseUrl, body, hasKey) {
   ].join("\n");
 }
 
-const isNamed = (name, isChat) => OPENAI_FIELDS.has(name) || (isChat && name === "response_format");
-
 /** Write a value as Python. JSON's strings and numbers are valid Python. */
 function literal(value) {
   if (Array.isArray(value)) return `[${value.map(literal).join(", ")}]`;
   if (typeof value === "string") return JSON.stringify(value);
   if (value === null || typeof value !== "object") return PYTHON[value] ?? String(value);
-  return `{${Object.entries(value)
-    .map(([name, one]) => `${JSON.stringify(name)}: ${literal(one)}`)
-    .join(", ")}}`;
+  const pairs = Object.entries(value).map(([name, one]) => `${literal(name)}: ${literal(one)}`);
+  return `{${pairs.join(", ")}}`;
 }

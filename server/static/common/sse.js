@@ -10,9 +10,9 @@ export async function* readEvents(body) {
     for (;;) {
       const { value, done } = await reader.read();
       if (done) return;
-      const lines = (rest + value).split("\n"); // the server ends lines with \n or \r\n
+      const lines = (rest + value).split(/\r?\n/); // the server ends lines with either
       rest = lines.pop();
-      for (const line of lines.map((one) => one.replace(/\r$/, ""))) {
+      for (const line of lines) {
         if (line === "" && data.length) {
           yield data.join("\n");
           data = [];

@@ -1,9 +1,7 @@
 // JSON in the browser's storage. If the browser denies access (private windows, a full quota),
 // nothing is stored.
 
-/**
- * Return the value saved under this name, or null. `place` is "localStorage" or "sessionStorage".
- */
+/** Return the value saved under this name, or null, from localStorage or sessionStorage. */
 export function load(name, place = "localStorage") {
   try {
     return JSON.parse(window[place].getItem(`kvasir-${name}`));

@@ -7,20 +7,22 @@ import { flatten } from "./weights.js";
 
 const MAX_WEIGHTS = 2 ** 24; // kept in memory, 4 bytes each
 const TOP_K = 10;
+const LENS = 3; // tokens of each layer
 const MAX_ATTEMPTS = 5;
 
 /**
  * An explained text: its tokens, the likeliest next tokens, and the attention weights fetched so
- * far.
+ * far, of a model without some heads.
  */
 export class Explanation {
-  constructor(text, response) {
-    this.text = text;
+  constructor(text, without, response) {
+    Object.assign(this, { text, without });
     this.tokens = response.tokens;
     this.ids = response.token_ids;
     this.nextTokens = response.next_tokens;
     this.sourceTokens = response.source_tokens ?? []; // an encoder-decoder's; tokens: its target's
     this.maps = new Map();
+    this.behaviours = new Map(); // { behaviour, shares }, of all heads that were ever fetched
     this.alignments = new Map();
     this.store(response);
   }
@@ -46,8 +48,10 @@ export class Explanation {
 
   /** Store the weights of heads. Drop the oldest if there are too many. */
   store({ attention, source_attention: ofSource = [] }) {
-    for (const { layer, head, weights } of attention)
+    for (const { layer, head, weights, ...behaviour } of attention) {
       this.maps.set(`${layer}.${head}`, flatten(weights));
+      this.behaviours.set(`${layer}.${head}`, behaviour);
+    }
     for (const { layer, head, weights } of ofSource)
       this.alignments.set(`${layer}.${head}`, weights);
     const most = Math.max(attention.length, Math.floor(MAX_WEIGHTS / this.perHead));
@@ -58,39 +62,53 @@ export class Explanation {
   }
 }
 
-/**
- * Explain a text, with one head. The number of tokens decides how many heads fit in one response.
- */
-export async function explainText(text, layer, head, options) {
-  return new Explanation(
-    text,
-    await explain({ text, layers: [layer], heads: [head], top_k: TOP_K }, options),
-  );
+/** Return the fields of a request that say which heads are switched off: ["1.0", …]. */
+function switchedOff(without) {
+  const heads = without.map((name) => name.split(".").map(Number));
+  return without.length ? { without: heads.map(([layer, head]) => ({ layer, head })) } : {};
+}
+
+/** Explain a text, with one head: the number of tokens decides how many fit in a response. */
+export async function explainText(text, without, layer, head, options) {
+  const body = { text, layers: [layer], heads: [head], top_k: TOP_K, ...switchedOff(without) };
+  return new Explanation(text, without, await explain(body, options));
 }
 
 /**
- * Fetch missing heads of layers, in responses within the server's limits. Calls `onarrival` after
- * each.
+ * Ask about one row of a head: the effect of the heads that are off, each layer's tokens, all heads'
+ * entropies, and the head's values, unless they are known or too many for a response.
  */
+export function explainRow(explanation, { layer, head, row, config, hasValues }, options) {
+  const { text, n, without } = explanation;
+  const fits = n * (2 * n + 3 * config.head_dim) <= options.limits.max_weights;
+  const ofDecoder = { position: row, lens: LENS, entropies: true };
+  return explain(
+    {
+      ...{ text, layers: [layer], heads: [], top_k: TOP_K, ...switchedOff(without) },
+      ...(config.pooling === null ? ofDecoder : {}),
+      ...(fits && !hasValues ? { head_values: { layer, head } } : {}),
+    },
+    options,
+  );
+}
+
+/** Fetch missing heads of layers within the server's limits. Call `onarrival` after each part. */
 export async function fetchMissing(explanation, layers, heads, options, onarrival) {
   const missing = layers.filter((layer) => heads.some((head) => !explanation.weights(layer, head)));
   for (const part of split(missing, heads, options.limits.max_weights / explanation.perHead)) {
-    explanation.store(await explain({ text: explanation.text, top_k: 0, ...part }, options));
+    const { text, without } = explanation;
+    explanation.store(await explain({ text, top_k: 0, ...switchedOff(without), ...part }, options));
     onarrival();
   }
 }
 
 /** Split layers and heads into parts of at most `room` maps. */
 function* split(layers, heads, room) {
-  const [nLayers, nHeads] = [
-    Math.max(1, Math.floor(room / heads.length)),
-    Math.min(Math.floor(room), heads.length),
-  ];
-  for (let i = 0; i < layers.length; i += nLayers) {
-    for (let j = 0; j < heads.length; j += nHeads) {
+  const nLayers = Math.max(1, Math.floor(room / heads.length));
+  const nHeads = Math.min(Math.floor(room), heads.length);
+  for (let i = 0; i < layers.length; i += nLayers)
+    for (let j = 0; j < heads.length; j += nHeads)
       yield { layers: layers.slice(i, i + nLayers), heads: heads.slice(j, j + nHeads) };
-    }
-  }
 }
 
 /** Send POST /explain. After a 429, retry when the server says. */

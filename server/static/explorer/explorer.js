@@ -2,48 +2,59 @@
 
 import { showAlignment } from "./alignment.js";
 import { Palette, themeColours } from "../common/colours.js";
-import { byId, make } from "../common/dom.js";
-import { fetchMissing, explainText } from "./explanations.js";
+import { byId, make, present } from "../common/dom.js";
+import { explainRow, explainText, fetchMissing } from "./explanations.js";
 import { showFormula } from "./formula.js";
 import { HeadView } from "./head_view.js";
-import { Heads } from "./heads.js";
+import { describe, Heads } from "./heads.js";
+import { showRowAnswers, showSwitches } from "./lab.js";
+import { showLecture, startLecture } from "./lecture.js";
+import { loading } from "../common/loading.js";
 import { showNextTokens } from "./next_tokens.js";
 import { maskOf } from "./weights.js";
 
+const CODE = "with open(path) as file:\n    return json.load(";
 const MAX_OVERVIEW_WEIGHTS = 2 ** 22; // of all heads together: four responses
 
 let card;
 let view;
 let layerHeads;
 let overview;
+let run;
 let palette;
-let requestedInput = null; // { text, ids }; ids only if tokens were appended one by one
-let shownInput = null; // input of the shown explanation
+// What is to be shown. input: { text, ids }, ids only if tokens were appended one by one; without:
+// the heads that are switched off, ["1.0", …]; focused: select the head that is most focused at the
+// pinned row.
+let asked = { input: null, selected: { layer: 0, head: 0 }, without: [], focused: false };
+let shown = asked; // the last of what was asked that has arrived
 let explanation = null; // the shown explanation
-let selected = { layer: 0, head: 0 }; // the selected head
-let shownSelection = selected; // the drawn head
-let rejected = null; // the state to restore with a new key, after a 401
-let job = null; // aborts the current load: only the last one counts
+let answers = null; // { key, response } about the pinned row
+let rejected = null; // what to ask again with a new key, after a 401
 
 export function start(modelCard) {
   card = modelCard;
   if (!card.has_attention) return showUnavailable();
-  view = new HeadView();
-  layerHeads = new Heads(byId("heads"), "head-of-layer", card.config.n_head > 12 ? 60 : 92, select);
-  overview = new Heads(byId("overview"), "head-of-all", card.config.n_head > 12 ? 26 : 44, select);
-  overview.setHeads(range(card.config.n_layer), range(card.config.n_head), false);
-  fillSelect("layer", card.config.n_layer);
-  fillSelect("head", card.config.n_head);
-  const { pooling, encoder } = card.config;
+  const { n_layer: nLayer, n_head: nHead, pooling, encoder } = card.config;
+  view = new HeadView(load);
+  run = loading(byId("explained"), byId("explain-error"));
+  startLecture();
+  layerHeads = new Heads(byId("heads"), "head-of-layer", nHead > 12 ? 60 : 92, select);
+  overview = new Heads(byId("overview"), "head-of-all", nHead > 12 ? 26 : 44, select);
+  overview.setHeads(range(nLayer), range(nHead));
+  if (card.source.name === "stdlib") byId("explain-text").value = CODE; // the example model
+  for (const [id, count] of Object.entries({ layer: nLayer, head: nHead })) {
+    byId(id).replaceChildren(...range(count).map((i) => make("option", { value: i }, `${i}`)));
+    byId(id).addEventListener("change", () =>
+      select(Number(byId("layer").value), Number(byId("head").value)),
+    );
+  }
   byId("next-card").hidden = pooling !== null || encoder !== null; // no token may be appended
+  hideLab(pooling !== null);
+  byId("focused").addEventListener("click", () => ask({ focused: true }));
   colour();
   byId("explain-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    explain({ text: byId("explain-text").value });
-  });
-  byId("explain-text").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey))
-      byId("explain-form").requestSubmit();
+    ask(written());
   });
   byId("emphasise").addEventListener("change", colour);
   byId("overview-details").addEventListener("toggle", load);
@@ -51,9 +62,35 @@ export function start(modelCard) {
   window.addEventListener("kvasir:new-key", retryWithKey);
 }
 
-/** Explain the text in the input when the view is first shown. */
+/** Show what a link says: prompt, token (the row to pin), layer, head, without, focused. */
+export function open(params) {
+  if (!card.has_attention) return;
+  const within = (name, count) => Math.min(count - 1, Math.max(0, parseInt(params.get(name)) || 0));
+  const { n_layer: nLayer, n_head: nHead, pooling } = card.config;
+  if (params.has("prompt")) byId("explain-text").value = params.get("prompt");
+  const without = (params.get("without") ?? "").split(",").filter((name) => {
+    const [layer, head] = name.split(".").map(Number);
+    return /^\d+\.\d+$/.test(name) && layer < nLayer && head < nHead;
+  });
+  const { max_tokens: most } = card.explain_limits;
+  view.wanted = { row: params.has("token") ? within("token", most) : null };
+  const selected = { layer: within("layer", nLayer), head: within("head", nHead) };
+  ask({ ...written(), selected, without, focused: params.has("focused") && pooling === null });
+}
+
+/** Return the link to what is shown. */
+export function state() {
+  if (!explanation) return null;
+  const { selected, without } = asked;
+  const pinned = view.pinned === view.usual ? {} : { token: view.pinned };
+  const off = without.length ? { without } : {};
+  return new URLSearchParams({ prompt: explanation.text, ...selected, ...pinned, ...off });
+}
+
+/** Explain the text in the input when the view is first shown, at its most focused head. */
 export function show() {
-  if (card.has_attention && !requestedInput) explain({ text: byId("explain-text").value });
+  if (card.has_attention && !asked.input)
+    ask({ ...written(), focused: card.config.pooling === null });
 }
 
 function showUnavailable() {
@@ -61,100 +98,127 @@ function showUnavailable() {
   document.querySelector("header a[href='#attention']").hidden = isOff;
   byId("explain-form").hidden = true;
   byId("attention-missing").hidden = false;
-  byId("attention-missing").textContent = isOff
-    ? "Explanations are switched off on this server."
-    : card.device === "cpu"
-      ? "This model directory has no attention.onnx. Export the model again with kvasir export."
-      : "Attention weights are available on CPU only: serve an export made with --device cpu.";
+  present(byId("attention-missing"), { off: isOff, device: card.device });
+}
+
+function hideLab(isHidden) {
+  byId("lab").hidden = byId("focused").hidden = isHidden;
 }
 
 const range = (count) => Array.from({ length: count }, (_, i) => i);
 
-function fillSelect(id, count) {
-  byId(id).replaceChildren(...range(count).map((i) => make("option", { value: i }, `${i}`)));
-  byId(id).addEventListener("change", () =>
-    select(Number(byId("layer").value), Number(byId("head").value)),
-  );
-}
+const written = () => ({ input: { text: byId("explain-text").value } });
 
 function colour() {
   palette = new Palette(byId("emphasise").checked);
   draw();
 }
 
-function explain(input) {
-  requestedInput = input;
+function ask(changes) {
+  asked = { ...asked, ...changes };
   load();
 }
 
-function retryWithKey() {
-  if (!rejected) return;
-  ({ requestedInput, selected } = rejected);
-  load();
+function select(layer, head) {
+  ask({ selected: { layer, head }, focused: false });
+  draw();
 }
 
 function append(token) {
   byId("explain-text").value = explanation.text + token.text;
-  explain({ text: byId("explain-text").value, ids: [...explanation.ids, token.token_id] });
+  ask({ input: { ...written().input, ids: [...explanation.ids, token.token_id] } });
 }
 
-function select(layer, head) {
-  selected = { layer, head };
-  draw();
-  load();
+function retryWithKey() {
+  if (!rejected) return;
+  view.wanted = rejected.wanted;
+  ask(rejected.asked);
 }
 
 /**
  * Fetch what is missing, in this order: the text, the selected head, the rest of its layer, all
  * layers.
  */
-async function load() {
-  job?.abort();
-  const controller = new AbortController();
-  job = controller;
+function load() {
   rejected = null;
-  byId("explain-error").hidden = true;
-  byId("explained").setAttribute("aria-busy", "true");
-  try {
-    await loadMissing({
-      signal: controller.signal,
-      onwait: showWaiting,
-      limits: card.explain_limits,
-    });
-  } catch (error) {
-    if (!controller.signal.aborted) showError(error);
-  }
-  if (job === controller) byId("explained").removeAttribute("aria-busy");
+  const limits = card.explain_limits;
+  run((signal) => loadMissing({ signal, onwait: showWaiting, limits }), fail);
 }
 
 async function loadMissing(options) {
-  if (explanation?.text !== requestedInput.text) {
+  const { input, without } = asked;
+  if (explanation?.text !== input.text || `${explanation.without}` !== `${without}`) {
+    const { layer, head } = asked.selected;
     byId("explain-status").textContent = "Explaining…";
-    explanation = await explainText(requestedInput.text, selected.layer, selected.head, options);
+    explanation = await explainText(input.text, without, layer, head, options);
     showText();
   }
-  const { layer, head } = selected;
   const { n_layer: nLayer, n_head: nHead } = card.config;
+  const fetchSelected = async () => {
+    await fetchMissing(explanation, [asked.selected.layer], [asked.selected.head], options, draw);
+    draw(); // pins the row that a link names
+    return await askRow(options);
+  };
+  const { entropies } = await fetchSelected();
+  if (asked.focused && entropies) {
+    const all = entropies.flat();
+    const least = all.indexOf(Math.min(...all));
+    asked.selected = { layer: Math.floor(least / nHead), head: least % nHead };
+    await fetchSelected();
+  }
+  asked.focused = false;
+  const { layer, head } = asked.selected;
   const chosenFirst = [head, ...range(nHead).filter((other) => other !== head)];
   await fetchMissing(explanation, [layer], chosenFirst, options, draw);
   const isSmall = nLayer * nHead * explanation.perHead <= MAX_OVERVIEW_WEIGHTS;
   if (byId("overview-details").open && isSmall)
     await fetchMissing(explanation, range(nLayer), range(nHead), options, draw);
-  byId("overview-note").textContent = isSmall
-    ? "One row per layer, the first layer at the top."
-    : "One row per layer. The text is too long to fetch all heads at once: a layer is drawn " +
-      "after you select it, as long as the page still holds its weights.";
+  byId("overview-note").hidden = isSmall;
 }
 
-/** Show an error and return to what was shown before. */
-function showError(error) {
-  if (error.status === 401) rejected = { requestedInput, selected };
-  requestedInput = shownInput;
-  selected = shownSelection;
+/** Return the answers about the pinned row of the selected head, and show them. */
+async function askRow(options) {
+  const [key, ofHead] = [rowKey(), rowKey("")];
+  if (answers?.key !== key) {
+    const values = answers?.ofHead === ofHead ? answers.response.head_values : undefined;
+    const row = { ...asked.selected, row: view.pinned, config: card.config, hasValues: !!values };
+    const response = await explainRow(explanation, row, options).catch(withoutLab);
+    answers = { key, ofHead, response: { head_values: values, ...response } };
+    hideLab(!response.entropies);
+  }
+  showRow();
+  return answers.response;
+}
+
+/** Do without the lab where attention.onnx is of an older Kvasir, which a 400 tells. */
+function withoutLab(error) {
+  if (error.status !== 400) throw error;
+  byId("lecture-missing").textContent = error.message;
+  return { lens: [], entropies: null };
+}
+
+const rowKey = (row = view.pinned) =>
+  JSON.stringify([explanation.text, asked.without, asked.selected, row]);
+
+function showRow() {
+  const { layer, head } = asked.selected;
+  const weights = explanation.weights(layer, head);
+  if (!weights || answers?.key !== rowKey()) return;
+  const [{ response }, row, { n, tokens }] = [answers, view.pinned, explanation];
+  const own = Array.from(weights.subarray(row * n, (row + 1) * n));
+  const mask = maskOf(card.config, layer);
+  if (card.config.pooling === null) showRowAnswers(response, tokens[row]);
+  showLecture(response.head_values, row, { tokens, weights: own, mask, config: card.config });
+  window.dispatchEvent(new Event("kvasir:state"));
+}
+
+/** Return to what was shown before. */
+function fail(error) {
+  if (error.status === 401) rejected = { asked, wanted: view.wanted };
+  asked = { ...shown, focused: false };
+  view.wanted = null;
   showStatus();
   draw();
-  byId("explain-error").hidden = false;
-  byId("explain-error").textContent = error.message;
 }
 
 function showWaiting(error) {
@@ -170,41 +234,43 @@ function showStatus() {
 
 /** Update everything that depends on the text alone. */
 function showText() {
-  shownInput = requestedInput;
+  const { input, without } = asked;
+  shown = { ...shown, input, without };
   byId("explained").hidden = false;
   showStatus();
-  showNextTokens(byId("next-tokens"), byId("next-rest"), explanation.nextTokens, append);
-  const { ids } = requestedInput;
-  const isResplit =
-    ids && (ids.length !== explanation.n || ids.some((id, i) => id !== explanation.ids[i]));
-  byId("next-note").hidden = !isResplit;
-  byId("next-note").textContent = isResplit
-    ? "The tokenizer splits the extended text differently: the tokens shown are not the previous " +
-      "ones plus the new one."
-    : "";
+  showNextTokens(explanation.nextTokens, append);
+  byId("next-note").hidden = !input.ids || `${input.ids}` === `${explanation.ids}`;
   draw();
 }
 
 /** Draw everything that has been fetched. */
 function draw() {
   if (!explanation) return;
-  const { layer, head } = selected;
+  const { layer, head } = asked.selected;
   byId("layer").value = layer;
   byId("head").value = head;
   const maskAt = (of) => maskOf(card.config, of);
   const colours = themeColours();
   if (byId("heads-layer").textContent !== `${layer}`) {
     byId("heads-layer").textContent = layer;
-    layerHeads.setHeads([layer], range(card.config.n_head), true);
+    layerHeads.setHeads([layer], range(card.config.n_head));
   }
   for (const heads of byId("overview-details").open ? [layerHeads, overview] : [layerHeads]) {
     heads.select(layer, head);
     heads.draw(explanation, maskAt, palette, colours);
   }
+  showSwitches(asked.without, asked.selected, (without) => {
+    ask({ without });
+    draw();
+  });
+  const behaviour = explanation.behaviours.get(`${layer}.${head}`);
+  const measured = behaviour && describe(behaviour);
+  byId("behaviour").textContent = measured ? `In this text: ${measured}.` : "";
   // The previous head stays, dimmed, until the weights arrive.
   if (!explanation.weights(layer, head)) return;
-  shownSelection = selected;
+  shown = { ...shown, selected: asked.selected };
   view.show(explanation, layer, head, maskAt(layer), palette);
   showAlignment(explanation, explanation.alignment(layer, head));
   showFormula(card, layer, head, explanation.n);
+  showRow();
 }

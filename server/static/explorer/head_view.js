@@ -1,45 +1,46 @@
-// One head of one text: its heat map, the text shaded by one row, the weight under the pointer, and
-// a table.
+// One head of one text: its heat map, the text shaded by one row, and the weight under the pointer.
 
-import { byId, make } from "../common/dom.js";
-import { CELL, HeatMap } from "./heatmap.js";
+import { download } from "../common/copying.js";
+import { byId, make, showError } from "../common/dom.js";
+import { asPng, asSvg, CELL, HeatMap } from "./heatmap.js";
 import { listen } from "./heatmap_input.js";
-import { quoted, visible } from "../common/token_text.js";
+import { quoted } from "../common/token_text.js";
 import { TokenStrip } from "./token_strip.js";
 import { check, formatWeight, isVisible } from "./weights.js";
-import { sharpen } from "./weight_image.js";
 
 const TOLERANCE = 1e-4; // of a sum of 32-bit numbers
 
 export class HeadView {
-  constructor() {
+  /** onpin: called after the user has pinned a row. */
+  constructor(onpin) {
     this.map = new HeatMap(byId("map"));
+    this.wanted = null; // { row } to pin when a head is next shown; null: the usual one
     const pin = (query) => {
       this.pin(query);
       this.map.reveal(query);
+      onpin();
     };
     this.strip = new TokenStrip(byId("strip"), pin, (query) => this.hover(query));
     listen(this.map, (cell, byKeyboard) => this.point(cell, byKeyboard), pin);
-    byId("row-details").addEventListener("toggle", () => this.fillTable());
+    const name = () => `attention-${this.head.layer}-${this.head.head}`;
+    byId("as-svg").addEventListener("click", () => download(`${name()}.svg`, asSvg(this.map)));
+    byId("as-png").addEventListener("click", async () => {
+      const picture = await asPng(this.map);
+      if (picture) download(`${name()}.png`, picture);
+      else showError(byId("explain-error"), "This browser makes no PNG so large: save an SVG.");
+    });
     const zoom = byId("zoom");
     Object.assign(zoom, { min: CELL.least, max: CELL.most });
     zoom.addEventListener("input", () => this.map.zoom(zoom.valueAsNumber));
   }
 
-  /**
-   * Show a head. In a new text a decoder's last token is pinned, because it predicts the next one,
-   * and an encoder's first, which may stand for the text.
-   */
+  /** Show a head. In a new text, or where a row is wanted, pin that or the usual one. */
   show(explanation, layer, head, mask, palette) {
-    const isNew = explanation !== this.explanation;
-    Object.assign(this, {
-      explanation,
-      mask,
-      palette,
-      weights: explanation.weights(layer, head),
-    });
+    const isNew = explanation.text !== this.explanation?.text || this.wanted !== null;
+    const weights = explanation.weights(layer, head);
+    Object.assign(this, { explanation, head: { layer, head }, mask, palette, weights });
     if (isNew) this.reset(explanation);
-    this.map.show({ tokens: explanation.tokens, weights: this.weights, mask, palette });
+    this.map.show({ tokens: explanation.tokens, weights, mask, palette });
     if (isNew) this.map.reveal(this.pinned);
     byId("map").setAttribute("aria-label", `Attention weights of layer ${layer}, head ${head}`);
     drawLegend(palette);
@@ -50,9 +51,15 @@ export class HeadView {
   reset({ tokens, n }) {
     this.strip.setTokens(tokens);
     this.map.zoom(0);
-    this.map.marks = { pinned: this.mask.causal ? n - 1 : 0, point: null };
+    this.map.marks = { pinned: Math.min(this.wanted?.row ?? this.usual, n - 1), point: null };
+    this.wanted = null;
     this.map.cursor = null;
     byId("zoom").value = this.map.size;
+  }
+
+  /** A decoder's last token, which predicts the next one; an encoder's first, for its text. */
+  get usual() {
+    return this.mask.causal ? this.explanation.n - 1 : 0;
   }
 
   get pinned() {
@@ -62,7 +69,6 @@ export class HeadView {
   pin(query) {
     this.map.mark({ pinned: query, point: this.map.marks.point });
     this.strip.reveal(query);
-    this.fillTable();
     this.showRow();
   }
 
@@ -107,33 +113,8 @@ export class HeadView {
       weight !== null
         ? `${queryToken} attends ${most}to ${keyToken}: ${formatWeight(weight)}`
         : `${queryToken} does not see ${keyToken}, which ${reason}`;
-    byId("weight").replaceChildren(
-      text,
-      " ",
-      make("span", { class: "quiet" }, `row ${query}, column ${key} of ${n}`),
-    );
-  }
-
-  fillTable() {
-    if (!byId("row-details").open || !this.weights) return;
-    const { tokens } = this.explanation;
-    byId("row-caption").textContent =
-      `Attention of ${quoted(tokens[this.pinned])} at position ${this.pinned}, largest first`;
-    const seen = this.row(this.pinned)
-      .map((weight, key) => ({ weight, key }))
-      .filter(({ weight }) => weight !== null);
-    const rows = seen
-      .sort((a, b) => b.weight - a.weight)
-      .map(({ weight, key }) =>
-        make(
-          "tr",
-          {},
-          make("td", { class: "number" }, `${key}`),
-          make("td", { class: "token-name" }, visible(tokens[key])),
-          make("td", { class: "number" }, formatWeight(weight)),
-        ),
-      );
-    byId("row-body").replaceChildren(...rows);
+    const place = make("span", { class: "quiet" }, `row ${query}, column ${key} of ${n}`);
+    byId("weight").replaceChildren(text, " ", place);
   }
 
   /** Check the weights: rows must sum to 1, and masked cells must be 0. */
@@ -153,12 +134,8 @@ export class HeadView {
 }
 
 function drawLegend(palette) {
-  const [width, height] = [160, 12];
-  const pen = sharpen(byId("legend"), width, height);
-  for (let x = 0; x < width; x++) {
-    const share = x / (width - 1);
-    [pen.fillStyle] = palette.pair(palette.emphasised ? share ** 2 : share);
-    pen.fillRect(x, 0, 1, height);
-  }
+  const weights = Array.from({ length: 17 }, (_, i) => (i / 16) ** (palette.emphasised ? 2 : 1));
+  const stops = weights.map((weight) => palette.pair(weight)[0]);
+  byId("legend").style.background = `linear-gradient(to right, ${stops})`;
   byId("legend-middle").textContent = palette.emphasised ? "0.25" : "0.5";
 }

@@ -1,45 +1,52 @@
 // Thumbnails of heads: those of one layer, and an overview of all layers.
 
-import { make } from "../common/dom.js";
+import { clone, make } from "../common/dom.js";
+import { formatShare } from "../common/format.js";
 import { hatching, sharpen, weightImage } from "./weight_image.js";
 
-/** Radio buttons with a picture each, one row per layer. `name` is the name of the radio group. */
+/** Return a head's measured shares of attention, or "" for a text too short to measure them. */
+export function describe({ behaviour, shares }) {
+  const parts = Object.entries(shares ?? {}).sort(([, a], [, b]) => b - a);
+  const measured = parts.map(([kind, share]) => `${kind} ${formatShare(share)}`).join(", ");
+  return `${behaviour ? `${behaviour} head · ` : ""}${measured}`;
+}
+
+/**
+ * Radio buttons with a picture each, one row per layer. `name` is the name of the radio group; the
+ * styles choose which labels it shows.
+ */
 export class Heads {
   constructor(element, name, side, onchoose) {
     Object.assign(this, { element, name, side, onchoose, rows: new Map(), drawn: new Map() });
     element.addEventListener("keydown", (event) => this.changeRow(event));
   }
 
-  /** Create the buttons. If `titled`, the number of each head stands below it. */
-  setHeads(layers, heads, titled) {
+  /** Create the buttons. */
+  setHeads(layers, heads) {
     this.rows = new Map(
-      layers.map((layer) => [layer, heads.map((head) => this.button(layer, head, titled))]),
+      layers.map((layer) => [layer, heads.map((head) => this.button(layer, head))]),
     );
-    const rows = [...this.rows].map(([layer, buttons]) => {
-      const title = titled ? [] : [make("span", { class: "quiet" }, `${layer}`)];
-      return make("div", { class: "heads-row" }, ...title, ...buttons);
-    });
+    const rows = [...this.rows].map(([layer, buttons]) =>
+      make(
+        "div",
+        { class: "heads-row flow" },
+        make("span", { class: "quiet" }, `${layer}`),
+        ...buttons,
+      ),
+    );
     this.drawn.clear();
     this.element.replaceChildren(...rows);
   }
 
-  button(layer, head, titled) {
-    const select = () => this.onchoose(layer, head);
-    const label = `layer ${layer}, head ${head}`;
-    const value = `${layer}.${head}`;
-    return make(
-      "label",
-      { class: "head", title: label },
-      make("input", {
-        type: "radio",
-        name: this.name,
-        "aria-label": label,
-        value,
-        onchange: select,
-      }),
-      make("canvas", { "aria-hidden": "true", width: this.side, height: this.side }),
-      ...(titled ? [make("span", {}, `${head}`)] : []),
-    );
+  button(layer, head) {
+    const input = {
+      name: this.name,
+      value: `${layer}.${head}`,
+      "aria-label": `layer ${layer}, head ${head}`,
+      onchange: () => this.onchoose(layer, head),
+    };
+    const canvas = { width: this.side, height: this.side };
+    return clone("head-choice", { input: [input], canvas: [canvas], number: `${head}` });
   }
 
   select(layer, head) {
@@ -52,22 +59,26 @@ export class Heads {
     for (const [layer, buttons] of this.rows) {
       buttons.forEach((button, head) => {
         const weights = explanation.weights(layer, head);
+        const name = `${layer}.${head}`;
+        const known = explanation.behaviours.get(name);
+        button.classList.toggle("off", explanation.without.includes(name));
+        button.title = [`layer ${layer}, head ${head}`, known && describe(known)]
+          .filter(Boolean)
+          .join(": ");
+        button.querySelector("small").textContent = known?.behaviour ?? "";
         const [before, by] = this.drawn.get(button) ?? [];
         if (before === weights && by === palette) return;
         this.drawn.set(button, [weights, palette]);
-        const pen = sharpen(button.querySelector("canvas"), this.side, this.side);
         button.classList.toggle("missing", !weights);
-        if (weights)
-          this.paint(pen, weightImage(weights, explanation.n, maskAt(layer), palette), colours);
+        const pen = sharpen(button.querySelector("canvas"), this.side, this.side);
+        if (!weights) return;
+        const image = weightImage(weights, explanation.n, maskAt(layer), palette);
+        pen.fillStyle = hatching(pen, colours);
+        pen.fillRect(0, 0, this.side, this.side);
+        pen.imageSmoothingEnabled = image.width > this.side;
+        pen.drawImage(image, 0, 0, this.side, this.side);
       });
     }
-  }
-
-  paint(pen, image, colours) {
-    pen.fillStyle = hatching(pen, colours);
-    pen.fillRect(0, 0, this.side, this.side);
-    pen.imageSmoothingEnabled = image.width > this.side;
-    pen.drawImage(image, 0, 0, this.side, this.side);
   }
 
   /** Move to the same head of another layer. By default browsers move to the next head. */

@@ -3,12 +3,14 @@
 // scrolling.
 
 import { themeColours } from "../common/colours.js";
+import { makeSvg } from "../common/dom.js";
 import { visible } from "../common/token_text.js";
 import { hatching, sharpen, weightImage } from "./weight_image.js";
 
-export const CELL = { least: 2, most: 48, fitted: [12, 34] }; // CSS pixels
+export const CELL = { least: 2, most: 72, fitted: [12, 72] }; // CSS pixels
 const LINE = 12; // least distance between labels
 const LABEL = { least: 34, most: 104 };
+const MOST_SIDE = 8_000; // of a picture, in its own pixels; browsers have limits
 const LONGEST = 14; // characters of a label; the readout shows the whole token
 
 export class HeatMap {
@@ -52,13 +54,10 @@ export class HeatMap {
    */
   get size() {
     const [least, most] = CELL.fitted;
-    const side = Math.min(
-      this.scroller.clientWidth,
-      parseFloat(getComputedStyle(this.scroller).maxHeight),
-    );
-    return (
-      this.cell || Math.min(most, Math.max(least, Math.floor((side - this.margin - 1) / this.n)))
-    );
+    const { clientWidth: width } = this.scroller;
+    const side = Math.min(width, parseFloat(getComputedStyle(this.scroller).maxHeight));
+    const whole = Math.floor((side - this.margin - 1) / this.n);
+    return this.cell || Math.min(most, Math.max(least, whole));
   }
 
   layOut() {
@@ -67,11 +66,14 @@ export class HeatMap {
     pen.font = this.font;
     const widest = Math.max(...this.labels.map((text) => pen.measureText(text).width));
     this.margin = Math.ceil(Math.min(LABEL.most, Math.max(LABEL.least, widest))) + 10;
-    const whole = this.margin + this.n * this.size + 1;
-    this.sizer.style.width = this.sizer.style.height = `${whole}px`;
-    this.width = Math.min(whole, this.scroller.clientWidth);
-    this.height = Math.min(whole, this.scroller.clientHeight);
+    this.sizer.style.width = this.sizer.style.height = `${this.whole}px`;
+    this.width = Math.min(this.whole, this.scroller.clientWidth);
+    this.height = Math.min(this.whole, this.scroller.clientHeight);
     this.draw();
+  }
+
+  get whole() {
+    return this.margin + this.n * this.size + 1;
   }
 
   get font() {
@@ -99,10 +101,13 @@ export class HeatMap {
 
   draw() {
     if (!this.width) return;
-    const pen = sharpen(this.canvas, this.width, this.height);
+    this.paint(sharpen(this.canvas, this.width, this.height), this.scroller);
+  }
+
+  /** Draw what is right of scrollLeft and below scrollTop. */
+  paint(pen, { scrollLeft, scrollTop }) {
     pen.font = this.font;
     pen.textBaseline = "middle";
-    const { scrollLeft, scrollTop } = this.scroller;
     inside(pen, this.margin, this.margin, this.width, this.height, () => {
       pen.translate(this.margin - scrollLeft, this.margin - scrollTop);
       this.drawCells(pen);
@@ -125,10 +130,8 @@ export class HeatMap {
     pen.imageSmoothingEnabled = false;
     pen.drawImage(this.image, 0, 0, whole, whole);
     if (this.size >= 9) this.drawGaps(pen, whole);
-    const {
-      colours,
-      marks: { pinned, point },
-    } = this;
+    const { colours, marks } = this;
+    const { pinned, point } = marks;
     this.frame(pen, colours.accent, 0, pinned, this.n, 1);
     if (point && point.query >= 0) this.frame(pen, colours.quiet, 0, point.query, this.n, 1);
     if (point && point.key >= 0) this.frame(pen, colours.quiet, point.key, 0, 1, this.n);
@@ -160,10 +163,8 @@ export class HeatMap {
   drawLabels(pen, scrolled, pointed, pinned, upright = false) {
     const every = Math.ceil(LINE / this.size);
     const first = Math.max(0, Math.floor(scrolled / this.size) - 1);
-    const last = Math.min(
-      this.n,
-      first + Math.ceil((upright ? this.width : this.height) / this.size) + 2,
-    );
+    const side = upright ? this.width : this.height;
+    const last = Math.min(this.n, first + Math.ceil(side / this.size) + 2);
     const marked = [pinned, pointed].filter((at) => at >= first && at < last);
     const free = (at) => !marked.some((one) => Math.abs(one - at) * this.size < LINE);
     const { accent, quiet, text } = this.colours;
@@ -178,6 +179,51 @@ export class HeatMap {
   }
 }
 
+/** Return the whole map as a Blob, in smaller cells if it is too large; null if it still is. */
+export async function asPng(map) {
+  const canvas = document.createElement("canvas");
+  const { cell, width, height } = map;
+  const room = MOST_SIDE / devicePixelRatio - map.margin - 1;
+  map.cell = Math.min(map.size, Math.max(1, Math.floor(room / map.n)));
+  const side = map.whole;
+  map.width = map.height = side;
+  const pen = sharpen(canvas, side, side);
+  pen.fillStyle = map.colours.surface;
+  pen.fillRect(0, 0, side, side);
+  map.paint(pen, { scrollLeft: 0, scrollTop: 0 });
+  Object.assign(map, { cell, width, height });
+  return new Promise((resolve) => canvas.toBlob(resolve));
+}
+
+/** Return the map as an SVG: one pixel for each weight, scaled without smoothing, and its labels. */
+export function asSvg(map) {
+  const { n, margin, colours, labels } = map;
+  const cell = Math.max(LINE, map.size);
+  const cells = document.createElement("canvas");
+  cells.width = cells.height = n;
+  cells.getContext("2d").drawImage(map.image, 0, 0);
+  const side = margin + n * cell;
+  const xmlns = "http://www.w3.org/2000/svg";
+  const [x, width] = [margin, n * cell];
+  // An href would load here, where the page's policy forbids it.
+  const image = { "data-href": cells.toDataURL(), x, y: x, width, height: width };
+  const names = labels.flatMap((label, i) => {
+    const middle = margin + (i + 0.5) * cell + 4;
+    const across = { transform: `translate(${middle} ${margin - 6}) rotate(-90)` };
+    const down = { x: margin - 6, y: middle, "text-anchor": "end" };
+    return [across, down].map((at) => makeSvg("text", { fill: colours.text, ...at }, label));
+  });
+  const drawing = makeSvg(
+    "svg",
+    { xmlns, viewBox: `0 0 ${side} ${side}`, "font-family": "monospace", "font-size": 12 },
+    makeSvg("rect", { width: side, height: side, fill: colours.surface }),
+    makeSvg("image", { ...image, "image-rendering": "pixelated" }),
+    ...names,
+  );
+  const text = new XMLSerializer().serializeToString(drawing).replace("data-href", "href");
+  return new Blob([text], { type: "image/svg+xml" });
+}
+
 function inside(pen, left, top, right, bottom, draw) {
   pen.save();
   pen.beginPath();
@@ -190,7 +236,6 @@ function inside(pen, left, top, right, bottom, draw) {
 /** Shorten a token to the length of a label, keeping its beginning and its end. */
 function label(token) {
   const text = [...visible(token)];
-  return text.length <= LONGEST
-    ? text.join("")
-    : [...text.slice(0, 8), "…", ...text.slice(-5)].join("");
+  if (text.length > LONGEST) text.splice(8, text.length - 13, "…");
+  return text.join("");
 }

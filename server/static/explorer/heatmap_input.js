@@ -43,11 +43,8 @@ export function listen(map, point, pin) {
  * Move the keyboard's cell and return it. The first key press selects the pinned token's own cell.
  */
 function moveCursor(map, name) {
-  const {
-    cursor,
-    marks: { pinned },
-  } = map;
-  const [query, key] = cursor ? MOVES[name](cursor) : [pinned, pinned];
+  const { pinned } = map.marks;
+  const [query, key] = map.cursor ? MOVES[name](map.cursor) : [pinned, pinned];
   const within = (index) => Math.min(map.n - 1, Math.max(0, index));
   map.cursor = { query: within(query), key: within(key) };
   map.reveal(map.cursor.query, map.cursor.key);

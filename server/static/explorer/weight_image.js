@@ -3,9 +3,7 @@
 
 import { isVisible } from "./weights.js";
 
-/**
- * Return an image of n × n pixels. Masked pixels are transparent, so the hatching shows through.
- */
+/** Return an image of n × n pixels. Masked ones are transparent, so the hatching shows through. */
 export function weightImage(weights, n, mask, palette) {
   const canvas = new OffscreenCanvas(n, n);
   const context = canvas.getContext("2d");

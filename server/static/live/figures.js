@@ -32,7 +32,7 @@ export class Figures {
     this.#snapshots.push({ at, metrics });
     this.#snapshots = this.#snapshots.filter((one) => at - one.at <= WINDOW_SECONDS);
     this.points = this.points.filter((one) => at - one.at <= SHOWN_SECONDS);
-    this.points.push({ at, ...this.#levels(metrics), ...this.#rates(), ...this.#latencies() });
+    this.points.push(this.#point());
   }
 
   /** Requests rejected since the server started: { reason: count }. */
@@ -48,56 +48,36 @@ export class Figures {
   get isUntouched() {
     const { metrics } = this.#snapshots.at(-1);
     const { running, waiting } = this.points.at(-1);
-    const ended =
-      metrics.total("kvasir_request_success_total") +
-      metrics.total("kvasir_requests_rejected_total");
-    return running + waiting + ended === 0;
+    const ended = ["kvasir_request_success_total", "kvasir_requests_rejected_total"];
+    return running + waiting === 0 && ended.every((name) => metrics.total(name) === 0);
   }
 
-  #levels(metrics) {
-    return {
+  /** Return the figures of the last snapshot. Those of a window need an earlier one in it. */
+  #point() {
+    const last = this.#snapshots.at(-1);
+    const { at, metrics } = last;
+    const [first, recent] = [WINDOW_SECONDS, RATE_SECONDS].map((seconds) =>
+      this.#snapshots.find((one) => at - one.at <= seconds),
+    );
+    const grown = (name, since = first) =>
+      since === last ? null : metrics.total(name) - since.metrics.total(name);
+    const rate = (name) => (recent === last ? null : grown(name, recent) / (at - recent.at));
+    const queried = grown("kvasir_prefix_cache_queries_total");
+    const point = {
+      at,
       running: metrics.total("kvasir_num_requests_running"),
       waiting: metrics.total("kvasir_num_requests_waiting"),
       kv: metrics.total("kvasir_kv_cache_usage_ratio"),
+      output: rate("kvasir_generation_tokens_total"),
+      prompt: rate("kvasir_prompt_tokens_total"),
+      hits: queried ? grown("kvasir_prefix_cache_hits_total") / queried : null,
+      rejected: grown("kvasir_requests_rejected_total"),
     };
-  }
-
-  #rates() {
-    const queried = this.#grown("kvasir_prefix_cache_queries_total", WINDOW_SECONDS);
-    return {
-      output: this.#rate("kvasir_generation_tokens_total"),
-      prompt: this.#rate("kvasir_prompt_tokens_total"),
-      hits: queried
-        ? this.#grown("kvasir_prefix_cache_hits_total", WINDOW_SECONDS) / queried
-        : null,
-      rejected: this.#grown("kvasir_requests_rejected_total", WINDOW_SECONDS),
-    };
-  }
-
-  #latencies() {
-    const figures = {};
-    const [before, after] = this.#ends(WINDOW_SECONDS);
     for (const [key, name] of Object.entries(LATENCIES)) {
-      const grown = growth(before.metrics.buckets(name), after.metrics.buckets(name));
+      const buckets = growth(first.metrics.buckets(name), metrics.buckets(name));
       for (const [suffix, q] of Object.entries(QUANTILES))
-        figures[`${key}-${suffix}`] = quantile(q, grown);
+        point[`${key}-${suffix}`] = quantile(q, buckets);
     }
-    return figures;
-  }
-
-  /** Return the oldest snapshot within `seconds`, and the last one. */
-  #ends(seconds) {
-    const last = this.#snapshots.at(-1);
-    return [this.#snapshots.find((one) => last.at - one.at <= seconds), last];
-  }
-
-  #grown(name, seconds) {
-    const [before, after] = this.#ends(seconds);
-    return before === after ? null : after.metrics.total(name) - before.metrics.total(name);
-  }
-
-  #rate(name) {
-    const [before, after] = this.#ends(RATE_SECONDS);
-    return before === after ? null : this.#grown(name, RATE_SECONDS) / (after.at - before.at);
+    return point;
   }
 }

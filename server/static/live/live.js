@@ -1,22 +1,28 @@
 // The live view: polls the server once a second while it is visible.
 
-import { getJson, request } from "../common/api.js";
+import { getJson, postJson, request } from "../common/api.js";
 import { showBatch, startBatch } from "./batch.js";
 import { Chart, formatFigure } from "./chart.js";
-import { byId } from "../common/dom.js";
+import { byId, showError } from "../common/dom.js";
 import { Figures } from "./figures.js";
 import { formatCount } from "../common/format.js";
 import { pause } from "../common/pause.js";
 
 const EVERY_MS = 1000;
+const SENT_AT_ONCE = 16;
 const UNPUBLISHED = [403, 404]; // responses of a gateway for routes that it does not publish
+
+const showMessage = (message) => showError(byId("live-error"), message);
 
 let figures;
 let charts = [];
+let canSend = false;
 let isShown = false;
 let isPaused = false;
 let isRefused = false; // polling again would not help
+let refusal = ""; // of the requests that were sent; shown until others are sent
 let polling = null; // aborts polling
+let readAt = null; // when the shown figures were read
 
 export function start(card) {
   figures = new Figures(card.model);
@@ -26,8 +32,24 @@ export function start(card) {
   );
   byId("live-slots").textContent = `of ${formatCount(card.max_num_seqs)}`;
   byId("live-pause").addEventListener("click", togglePause);
+  byId("live-send").addEventListener("click", () => sendRequests(card));
+  canSend = card.config.pooling === null;
   document.addEventListener("visibilitychange", updatePolling);
   window.addEventListener("kvasir:new-key", () => setRefused(false));
+}
+
+/** Send requests as one, because browsers hold few connections to a server, to see a batch. */
+async function sendRequests({ model, examples, max_model_len: most }) {
+  byId("live-send").hidden = true;
+  const prompt = examples[0] ?? "Once upon a time";
+  const length = { max_tokens: Math.min(256, most >> 1), ignore_eos: true };
+  const body = { model, prompt, ...length, n: SENT_AT_ONCE, seed: 0 };
+  showMessage((refusal = ""));
+  try {
+    await postJson("v1/completions", body);
+  } catch (error) {
+    showMessage((refusal = error.message));
+  }
 }
 
 export function show() {
@@ -68,19 +90,21 @@ async function poll(signal) {
   while (!signal.aborted) {
     try {
       await update(signal);
-      showMessage("");
+      showMessage(refusal);
     } catch (error) {
-      if (!signal.aborted) showError(error);
+      if (!signal.aborted) showProblem(error);
     }
     await pause(EVERY_MS, signal).catch(() => {});
   }
 }
 
-function showError(error) {
-  const isUnpublished = UNPUBLISHED.includes(error.status);
-  const isFinal = isUnpublished || error.status === 401; // 401: the page shows the key form
-  if (isUnpublished) showMessage(`The server's metrics are not published here: ${error.message}`);
-  else showMessage(isFinal ? error.message : `${error.message} (retrying every second)`);
+function showProblem(error) {
+  const { message, status } = error;
+  const isUnpublished = UNPUBLISHED.includes(status);
+  const isFinal = isUnpublished || status === 401; // 401: the page shows the key form
+  const asOf = readAt ? `; the figures are as of ${readAt.toLocaleTimeString()}` : "";
+  if (isUnpublished) showMessage(`The server's metrics are not published here: ${message}`);
+  else showMessage(isFinal ? message : `${message} (retrying every second)${asOf}`);
   if (isFinal) setRefused(true);
 }
 
@@ -89,30 +113,20 @@ async function update(signal) {
   figures.add(text, performance.now() / 1000);
   showFigures();
   showBatch(await getJson("debug/batch", { signal }));
+  readAt = new Date();
 }
 
 function showFigures() {
   const now = figures.points.at(-1);
-  for (const element of byId("live").querySelectorAll("[data-figure]")) {
-    const { figure, unit } = element.dataset;
-    element.textContent = formatFigure(now[figure], unit);
-  }
+  for (const element of byId("live").querySelectorAll("[data-figure]"))
+    element.textContent = formatFigure(now[element.dataset.figure], element.dataset.unit);
   for (const chart of charts) chart.update(figures.points);
-  const reasons = Object.entries(figures.rejected).filter(([, count]) => count > 0);
-  const reasonTexts = reasons
-    .map(([reason, count]) => `${formatCount(count)} ${reason}`)
-    .join(", ");
-  byId("live-reasons").textContent = reasonTexts
-    ? `Since the server started: ${reasonTexts}.`
+  const reasons = Object.entries(figures.rejected)
+    .filter(([, count]) => count > 0)
+    .map(([reason, count]) => `${formatCount(count)} ${reason}`);
+  byId("live-reasons").textContent = reasons.length
+    ? `Since the server started: ${reasons.join(", ")}.`
     : "None since the server started.";
   byId("live-empty").hidden = !figures.isUntouched;
-}
-
-/**
- * Show an alert. Screen readers announce each change of its text, so do not repeat the same text.
- */
-function showMessage(message) {
-  const element = byId("live-error");
-  element.hidden = message === "";
-  if (element.textContent !== message) element.textContent = message;
+  byId("live-send").hidden = !canSend || now.running + now.waiting > 0;
 }

@@ -1,7 +1,7 @@
 // Prometheus' text format, version 0.0.4: a parser, and functions of two snapshots.
 
 const SAMPLE = /^([a-zA-Z_:][\w:]*)[ \t]*(?:\{(.*)\})?[ \t]*([^\s{}]+)(?:[ \t]+-?\d+)?$/;
-const LABEL = /[ \t]*([a-zA-Z_]\w*)[ \t]*=[ \t]*"((?:[^"\\]|\\.)*)"[ \t]*(?:,|$)/y;
+const LABEL = /[ \t]*([a-zA-Z_]\w*)[ \t]*=[ \t]*"((?:[^"\\]|\\.)*)"[ \t]*(?:,|$)/g;
 const ESCAPES = { "\\n": "\n", '\\"': '"', "\\\\": "\\" };
 const SPECIAL = { "+inf": Infinity, inf: Infinity, "-inf": -Infinity, nan: NaN };
 
@@ -10,16 +10,13 @@ const SPECIAL = { "+inf": Infinity, inf: Infinity, "-inf": -Infinity, nan: NaN }
  * Throws an Error for an invalid line.
  */
 export class Metrics {
-  #samples = new Map();
+  #samples;
 
   constructor(text, model) {
-    for (const line of text.split("\n").map((one) => one.trim())) {
-      if (line === "" || line.startsWith("#")) continue;
-      const { name, labels, value } = readSample(line);
-      if (model && labels.model && labels.model !== model) continue;
-      if (!this.#samples.has(name)) this.#samples.set(name, []);
-      this.#samples.get(name).push({ labels, value });
-    }
+    const lines = text.split("\n").map((line) => line.trim());
+    const samples = lines.filter((line) => line && !line.startsWith("#")).map(readSample);
+    const isOwn = ({ labels }) => !model || !labels.model || labels.model === model;
+    this.#samples = Map.groupBy(samples.filter(isOwn), ({ name }) => name);
   }
 
   /** Return [{ labels, value }] of a name; [] for an unknown name. */
@@ -34,11 +31,9 @@ export class Metrics {
 
   /** Return a histogram's cumulative counts, [[upper bound, count]] with ascending bounds. */
   buckets(name) {
-    const pairs = this.samples(`${name}_bucket`).map(({ labels, value }) => [
-      readNumber(labels.le),
-      value,
-    ]);
-    return pairs.sort(([one], [other]) => (one < other ? -1 : 1));
+    return this.samples(`${name}_bucket`)
+      .map(({ labels, value }) => [readNumber(labels.le), value])
+      .sort(([one], [other]) => (one < other ? -1 : 1));
   }
 }
 
@@ -72,12 +67,11 @@ function readSample(line) {
 
 function readLabels(text, line) {
   const labels = {};
-  LABEL.lastIndex = 0;
-  while (LABEL.lastIndex < text.length) {
-    const found = LABEL.exec(text);
-    if (found === null) throw new Error(`invalid labels in a sample: ${line}`);
-    labels[found[1]] = found[2].replace(/\\[n"\\]/g, (escape) => ESCAPES[escape]);
-  }
+  const rest = text.replace(LABEL, (_, name, value) => {
+    labels[name] = value.replace(/\\[n"\\]/g, (escape) => ESCAPES[escape]);
+    return "";
+  });
+  if (rest) throw new Error(`invalid labels in a sample: ${line}`);
   return labels;
 }
 

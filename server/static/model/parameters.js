@@ -51,17 +51,11 @@ function projections({ pooling, d_model, norm_bias: isBiased }) {
   return sum;
 }
 
-function attention({
-  d_model: width,
-  n_head: heads,
-  n_kv_head: shared,
-  head_dim: channels,
-  ...config
-}) {
-  const projected = (heads + 2 * shared) * channels;
+function attention({ d_model: width, n_head: heads, n_kv_head: shared, ...config }) {
+  const projected = (heads + 2 * shared) * config.head_dim;
   const biases = (config.qkv_bias ? projected : 0) + (config.output_bias ? width : 0);
   const sinks = config.attention_sinks ? heads : 0;
-  return width * projected + heads * channels * width + biases + sinks;
+  return width * projected + heads * config.head_dim * width + biases + sinks;
 }
 
 function feedForward({ d_model: width, d_ff: inner, feed_forward_bias: isBiased, ...config }) {
@@ -75,15 +69,9 @@ function mixture({ n_experts: experts, d_expert: inner, ...config }) {
   return experts * (feedForward({ ...config, d_ff: inner }) + router);
 }
 
-function norms({
-  d_model: width,
-  n_head: heads,
-  n_kv_head: shared,
-  head_dim: channels,
-  ...config
-}) {
+function norms({ d_model: width, n_head: heads, n_kv_head: shared, ...config }) {
   const one = config.norm === "layernorm" && config.norm_bias ? 2 * width : width;
-  const ofHeads = config.qk_norm ? (heads + shared) * channels : 0;
+  const ofHeads = config.qk_norm ? (heads + shared) * config.head_dim : 0;
   const sublayers = config.encoder === null ? 2 : 3;
   const perLayer = (config.norm_placement === "both" ? 2 : 1) * sublayers * one + ofHeads;
   const outside = (config.norm_placement === "post" ? 0 : 1) + (config.embedding_norm ? 1 : 0);

@@ -1,8 +1,24 @@
 // A conversation: the system message, the turns, which can be edited, and the next message.
 
-import { byId, make } from "../common/dom.js";
+import { byId, clone } from "../common/dom.js";
+import { callCard } from "./extras.js";
+
+/** Return a stored conversation as messages, without the one that is being written. */
+export const asMessages = ({ system, turns }) => [
+  ...(system ? [{ role: "system", content: system }] : []),
+  ...turns,
+];
+
+/** Return an answer as a turn, and a turn for the result of each call. */
+function turnsOf({ content, calls }) {
+  const results = calls.map(({ id }) => ({ role: "tool", content: "", tool_call_id: id }));
+  const more = calls.length ? { tool_calls: calls } : {};
+  return [{ role: "assistant", content, ...more }, ...results];
+}
 
 export class Conversation {
+  #more = new WeakMap(); // by turn: tool_calls of the assistant's, tool_call_id of a tool's
+
   /** Calls `changed` after a turn is removed. */
   constructor(changed) {
     this.turns = byId("turns");
@@ -15,34 +31,39 @@ export class Conversation {
 
   /** Turn the message in the input into a turn of the conversation. */
   commitMessage() {
-    if (byId("message").value) this.add("user", byId("message").value);
+    if (byId("message").value) this.add({ role: "user", content: byId("message").value });
     byId("message").value = "";
   }
 
   messages() {
-    const { system, turns, message } = this.state();
-    const given = system ? [{ role: "system", content: system }] : [];
-    return [...given, ...turns, ...(message ? [{ role: "user", content: message }] : [])];
+    const { message, ...kept } = this.state();
+    return [...asMessages(kept), ...(message ? [{ role: "user", content: message }] : [])];
+  }
+
+  /** Add an answer, and a turn for the result of each call. Return the first text area to edit. */
+  addAnswer(answer) {
+    const [text, result] = turnsOf(answer).map((turn) => this.add(turn));
+    return result ?? text;
   }
 
   /** Add a turn and return the text area in which it can be edited. */
-  add(role, content) {
+  add({ role, content, ...more }) {
     const id = `turn-${Date.now()}-${this.turns.childElementCount}`;
-    const text = make("textarea", { id, rows: 1, dir: "auto" });
-    text.value = content;
-    const remove = make(
-      "button",
-      { type: "button", "aria-label": `Remove this ${role} message` },
-      "Remove",
-    );
-    const turn = make("li", { "data-role": role }, make("label", { for: id }, role), remove, text);
-    remove.addEventListener("click", () => {
+    const remove = () => {
       turn.remove();
       this.changed();
       byId("message").focus();
-    });
+    };
+    const parts = {
+      role: [{ for: id }, role === "tool" ? "result of the tool" : role],
+      remove: [{ "aria-label": `Remove this ${role} message`, onclick: remove }],
+      content: [{ id }],
+    };
+    const turn = clone("turn-template", parts, { "data-role": role });
+    turn.append(...(more.tool_calls ?? []).map(callCard));
+    this.#more.set(turn, more);
     this.turns.append(turn);
-    return text;
+    return Object.assign(byId(id), { value: content });
   }
 
   clear() {
@@ -50,12 +71,13 @@ export class Conversation {
   }
 
   /** Return what to store. `answer` is an answer that is not a turn yet; it is stored as one. */
-  state(answer = "") {
+  state(answer = null) {
     const turns = [...this.turns.children].map((turn) => ({
       role: turn.dataset.role,
       content: turn.querySelector("textarea").value,
+      ...this.#more.get(turn),
     }));
-    if (answer) turns.push({ role: "assistant", content: answer });
+    if (answer) turns.push(...turnsOf(answer));
     return { system: byId("system").value, turns, message: byId("message").value };
   }
 
@@ -63,6 +85,6 @@ export class Conversation {
     byId("system").value = system;
     byId("message").value = message;
     this.turns.replaceChildren();
-    for (const { role, content } of turns) this.add(role, content);
+    for (const turn of turns) this.add(turn);
   }
 }

@@ -4,10 +4,7 @@
 // a stop string is held back, and some tokens (such as the end of text) have no text. All of the
 // text is placed, in order.
 
-/**
- * Splits a stream into pieces { text, tokens }: usually one token, or several that share a
- * character.
- */
+/** Splits a stream into pieces { text, tokens }: one token, or several that share a character. */
 export class Placement {
   #tokens = [];
   #text = "";
@@ -30,10 +27,12 @@ export class Placement {
     return pieces;
   }
 
-  /**
-   * Return whether the text is only the beginning of the next token, the rest of which is held
-   * back.
-   */
+  /** Leave out the tokens that wait for their text: it is shown elsewhere. */
+  skip() {
+    this.#tokens = [];
+  }
+
+  /** Return whether the text only begins the next token, the rest of which is held back. */
   #mayGrow() {
     const { text } = this.#tokens[0];
     return text !== null && text.length > this.#text.length && text.startsWith(this.#text);

@@ -2,19 +2,24 @@
 // buttons.
 
 import { Conversation } from "./chat.js";
+import { Conversations } from "./conversations.js";
 import * as copying from "../common/copying.js";
 import { byId } from "../common/dom.js";
 import { Run } from "./run.js";
+import * as next from "./next.js";
+import * as popover from "./popover.js";
 import { load, save as store } from "../common/storage.js";
 import { showWelcome } from "./welcome.js";
 
 let storageName; // one for each model
 let runs;
-let conversation;
+let conversation; // the shown one
+let conversations;
 let hasChat;
 let sending = Promise.resolve(); // never rejects
 let answered = null; // the input whose answer is shown
 let latest = null; // the last action that was asked for
+let link = load("link", "sessionStorage"); // the state in this tab's address, restored without it
 
 const isChat = () => hasChat && byId("mode-chat").checked;
 const isComparing = () => byId("compare").checked;
@@ -24,27 +29,76 @@ export function start(card) {
   hasChat = card.has_chat_template;
   storageName = `playground-${card.model}`;
   showWelcome(card);
-  runs = ["a", "b"].map((name) => new Run(name, card, changed));
+  runs = ["a", "b"].map((name) => new Run(name, card, changed, branchOff));
   conversation = new Conversation(save);
+  conversations = new Conversations(conversation, answerOfChat, (choose) =>
+    afterStop(() => {
+      if (answerOfChat()) keepAnswer(runs[0]);
+      save();
+      choose();
+      clearAnswers();
+    }),
+  );
   for (const run of runs) {
     byId("runs").append(run.element);
     run.part("copy").addEventListener("click", () => copy(run));
     run.part("keep").addEventListener("click", () => keepAnswer(run).focus());
   }
   restore();
+  wire(card);
   layOut();
-  wire();
 }
 
-function wire() {
+/** Return what a link needs to reproduce the shown answers: the input, the settings, the seed. */
+export function state() {
+  const params = new URLSearchParams();
+  if (!answered) return params;
+  if ("prompt" in answered) params.set("prompt", answered.prompt);
+  else params.set("messages", JSON.stringify(answered.messages));
+  for (const [i, run] of shownRuns().entries()) {
+    const { seed } = run.branches.all[0].sent.body;
+    for (const [name, value] of Object.entries({ ...run.settings.state(), seed }))
+      params.set((i ? "b." : "") + name, typeof value === "object" ? JSON.stringify(value) : value);
+  }
+  return params;
+}
+
+/** Restore the state of a link, and answer it. */
+export function open(params) {
+  if (`${params}` === link) return; // a way back, or the same page again
+  const [own, others] = [{}, {}];
+  for (const [name, value] of params)
+    if (name.startsWith("b.")) others[name.slice(2)] = value;
+    else own[name] = value;
+  const { prompt, messages } = own;
+  const compare = Object.keys(others).length > 0;
+  try {
+    const input = messages ? { chat: true } : { chat: false, prompt };
+    fill({ ...load(storageName), compare, ...input, settings: [own, others] });
+    if (messages) conversations.add(asConversation(JSON.parse(messages)));
+  } catch {
+    return; // not a link of this page
+  }
+  changed();
+  if (own.seed) generate();
+}
+
+/** Return the conversation that messages were made of. */
+function asConversation(messages) {
+  const { system, turns } = Object.groupBy(messages, ({ role }) =>
+    role === "system" ? "system" : "turns",
+  );
+  return { system: system?.[0].content ?? "", turns: turns ?? [] };
+}
+
+function wire(card) {
   byId("prompt-form").addEventListener("submit", (event) => handle(event, generate));
   byId("stop").addEventListener("click", stop);
   byId("regenerate").addEventListener("click", regenerate);
   byId("clear").addEventListener("click", clear);
   byId("shaded").addEventListener("change", changed);
-  for (const id of ["mode-completion", "mode-chat"])
-    byId(id).addEventListener("change", changeMode);
-  byId("compare").addEventListener("change", changed);
+  byId("modes").addEventListener("change", changeMode);
+  byId("compare").addEventListener("change", startComparing);
   byId("prompt-form").addEventListener("input", save);
   byId("message").addEventListener("input", () => byId("message").setCustomValidity(""));
   byId("examples").addEventListener("click", useExample);
@@ -54,6 +108,8 @@ function wire() {
       handle(event, generate);
   });
   copying.start();
+  popover.start();
+  next.start(card, runs[0]);
 }
 
 function handle(event, action) {
@@ -88,27 +144,52 @@ function commitTurns() {
 }
 
 /** Send the input in all columns, with the same seed, so that only settings make a difference. */
-async function send(sentInput) {
+function send(sentInput) {
   answered = sentInput;
-  const isRegenerating = document.activeElement === byId("regenerate");
   const seed = Math.floor(Math.random() * 2 ** 32);
-  keepFocus(byId("stop"), () => {
-    sending = Promise.all(shownRuns().map((run) => run.send(run.request(sentInput, seed))));
-    setBusy(true);
+  return follow(
+    () => shownRuns().map((run) => run.send(run.request(sentInput, seed))),
+    () => {
+      link = `${state()}`;
+      store("link", link, "sessionStorage");
+      window.dispatchEvent(new Event("kvasir:state"));
+    },
+  );
+}
+
+/** Show a branch of a run's answer, which is sent if it is new. */
+const branchOff = (run, branch) =>
+  afterStop(() => {
+    const isNew = !branch.timings;
+    run.show(branch);
+    return isNew ? follow(() => [run.read()]) : layOut();
   });
-  runs[0].reveal();
+
+/** Be busy until the answers that `begin` asks for have ended. It returns promises of how. */
+async function follow(begin, begun = () => {}) {
+  const isRegenerating = document.activeElement === byId("regenerate");
+  keepFocus(byId("stop"), () => {
+    sending = Promise.all(begin());
+    setBusy(true, "Generating.");
+  });
+  begun();
+  runs[0].tokens.card.scrollIntoView({ block: "nearest" });
   save();
-  announce(`Done. Finish reason: ${(await sending).join(", ")}.`);
-  keepFocus(
-    byId(isRegenerating && shownRuns().some((run) => run.hasAnswer) ? "regenerate" : "generate"),
-    () => setBusy(false),
+  const ends = (await sending).join(", ");
+  const canRegenerate = isRegenerating && shownRuns().some((run) => run.hasAnswer);
+  keepFocus(byId(canRegenerate ? "regenerate" : "generate"), () =>
+    setBusy(false, `Done. Finish reason: ${ends}.`),
   );
   save();
 }
 
-/**
- * Make a change. If it disables, hides or removes the focused element, move the focus to `next`.
- */
+function setBusy(isBusy, message) {
+  byId("generation-status").textContent = message;
+  byId("stop").disabled = !isBusy;
+  layOut();
+}
+
+/** Make a change. If it disables, hides or removes the focused element, focus `next`. */
 function keepFocus(next, change) {
   const had = document.activeElement;
   change();
@@ -129,11 +210,13 @@ const clear = () =>
 
 const changeMode = () =>
   afterStop(() => {
-    if (isAnswerOfChat()) keepAnswer(runs[0]);
+    if (answerOfChat()) keepAnswer(runs[0]);
     else clearAnswers();
   });
 
-const isAnswerOfChat = () => runs[0].hasAnswer && "messages" in answered;
+/** Return the shown answer of a conversation, of which it is no turn yet; null if there is none. */
+const answerOfChat = () =>
+  runs[0].hasAnswer && "messages" in answered ? runs[0].answer : null;
 
 function clearAnswers() {
   for (const run of runs) run.clear();
@@ -157,34 +240,30 @@ async function afterStop(action) {
 
 /** Turn a column's answer into a turn of the conversation, and return the text area to edit it. */
 function keepAnswer(run) {
-  const turn = conversation.add("assistant", run.tokens.text);
+  const turn = conversation.addAnswer(run.answer);
   clearAnswers();
   return turn;
 }
 
-/**
- * Show the request of the current answer as code, or the next request if there is no answer yet.
- */
+/** Copy the settings of A to B, if B has none, with one difference, the temperature. */
+function startComparing() {
+  const [settings, others] = runs.map((run) => run.settings.state());
+  if (isComparing() && !Object.keys(others).length)
+    runs[1].settings.restore({ ...settings, temperature: settings.temperature === "0" ? "1" : "0" });
+  changed();
+}
+
+/** Show the request of the current answer, or the next one if there is none yet, as code. */
 function copy(run) {
-  const request = run.sent ?? run.request(input());
+  const request = run.branches.shown?.sent ?? run.request(input());
   if (request) copying.open(request);
 }
-
-function setBusy(isBusy) {
-  if (isBusy) announce("Generating.");
-  byId("stop").disabled = !isBusy;
-  layOut();
-}
-
-const announce = (message) => {
-  byId("generation-status").textContent = message;
-};
 
 function useExample(event) {
   const example = event.target.closest("button");
   if (!example) return;
   byId("prompt").value = example.textContent;
-  save();
+  changed();
   byId("prompt").focus();
 }
 
@@ -201,11 +280,14 @@ function layOut() {
   byId("no-chat").hidden = hasChat;
   byId("completion-input").hidden = isChat();
   byId("chat-input").hidden = !isChat();
+  byId("upcoming").classList.toggle("of-prompt", !isChat());
+  next.refresh();
   runs[1].element.hidden = !isComparing();
-  runs[0].settings.markDifferences(isComparing() ? runs[1].settings : null);
-  runs[1].settings.markDifferences(isComparing() ? runs[0].settings : null);
   byId("regenerate").disabled = !shownRuns().some((run) => run.hasAnswer);
-  for (const run of runs) run.part("keep").hidden = !isChat() || run.isRunning || !run.hasAnswer;
+  for (const [i, run] of runs.entries()) {
+    run.markDifferences(isComparing() ? runs[1 - i] : run);
+    run.part("keep").hidden = !isChat() || run.isRunning || !run.hasAnswer;
+  }
 }
 
 function save() {
@@ -214,7 +296,7 @@ function save() {
     chat: hasChat ? byId("mode-chat").checked : undefined,
     compare: isComparing(),
     shaded: byId("shaded").checked,
-    conversation: conversation.state(isAnswerOfChat() ? runs[0].tokens.text : ""),
+    conversations: conversations.state(),
     settings: runs.map((run) => run.settings.state()),
   });
 }
@@ -234,5 +316,6 @@ function fill(kept) {
   byId("compare").checked = kept.compare ?? false;
   byId("shaded").checked = kept.shaded ?? true;
   for (const [i, run] of runs.entries()) run.settings.restore(kept.settings?.[i]);
-  conversation.restore(kept.conversation ?? { message: byId("message").defaultValue });
+  if (kept.conversations) conversations.restore(kept.conversations);
+  else conversation.restore({ message: byId("message").defaultValue });
 }

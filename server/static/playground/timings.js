@@ -11,24 +11,17 @@ const ENDINGS = {
 };
 
 export class Timings {
-  #nTokens;
-  #sent;
-  #first;
-  #last;
-  #usage;
-  #end;
+  #nTokens = 0;
+  #sent = performance.now();
+  #first = null;
+  #last = null;
+  #usage = null;
+  #end = null;
 
   /** Shows the figures in `element`, a list whose dd elements have data-figure attributes. */
   constructor(element) {
     this.element = element;
-    this.begin();
     this.show();
-  }
-
-  begin() {
-    this.#nTokens = 0;
-    this.#sent = performance.now();
-    this.#first = this.#last = this.#usage = this.#end = null;
   }
 
   /** Record an event that has just arrived. */
@@ -55,26 +48,18 @@ export class Timings {
   }
 
   show() {
-    const {
-      prompt_tokens: prompt,
-      completion_tokens: completion,
-      prompt_tokens_details: details,
-    } = this.#usage ?? {};
-    const nTokens = completion ?? this.#nTokens;
+    const usage = this.#usage ?? {};
+    const completion = usage.completion_tokens ?? this.#nTokens;
     const seconds = (this.#last - this.#first) / 1000;
-    const rate = seconds >= SHORTEST ? (nTokens - 1) / seconds : null;
-    this.#write(
-      "ttft",
-      this.#first === null ? null : `${(this.#first - this.#sent).toFixed(0)} ms`,
-    );
-    this.#write("rate", rate?.toFixed(0));
-    this.#write("prompt", prompt);
-    this.#write("cached", details?.cached_tokens);
-    this.#write("completion", nTokens || null);
-    this.#write("ending", this.ending || null);
-  }
-
-  #write(figure, value) {
-    this.element.querySelector(`[data-figure="${figure}"]`).textContent = value ?? "–";
+    const figures = {
+      ttft: this.#first && `${(this.#first - this.#sent).toFixed(0)} ms`,
+      rate: seconds >= SHORTEST ? ((completion - 1) / seconds).toFixed(0) : null,
+      prompt: usage.prompt_tokens,
+      cached: usage.prompt_tokens_details?.cached_tokens,
+      completion: completion || null,
+      ending: this.ending || null,
+    };
+    for (const element of this.element.querySelectorAll("[data-figure]"))
+      element.textContent = figures[element.dataset.figure] ?? "–";
   }
 }

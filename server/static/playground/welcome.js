@@ -4,10 +4,10 @@ import { byId, make } from "../common/dom.js";
 import { formatCompact, formatCount } from "../common/format.js";
 
 const PROSE = ["Once upon a time", "The capital of France is", "There are three reasons why"];
-const PYTHON = ["def read_json(path):", "class Stack:", "with open(path) as file:"];
+const PYTHON = ["with open(path) as file:\n    return json.load(", "def read_json(path):"];
 
 /** Describe the model and offer example prompts. */
-export function showWelcome({ model, parameters, config, source }) {
+export function showWelcome({ model, parameters, config, source, examples }) {
   const isExample = source.name === "stdlib"; // the model that comes with Kvasir
   byId("welcome").prepend(
     `This is ${model}: ${formatCompact(parameters)} parameters in `,
@@ -15,6 +15,7 @@ export function showWelcome({ model, parameters, config, source }) {
     source.train_tokens ? `, trained on ${formatCompact(source.train_tokens)} tokens` : "",
     isExample ? " of Python's standard library. " : ". ",
   );
-  for (const text of isExample ? PYTHON : PROSE)
+  const first = isExample ? PYTHON : examples.length ? [] : PROSE;
+  for (const text of [...first, ...examples])
     byId("examples").append(make("button", { type: "button" }, text), " ");
 }

@@ -25,12 +25,13 @@ export async function tokensOf(model, texts, signal) {
 /** Return the cosine of vectors of length 1. */
 export const cosine = (a, b) => a.reduce((sum, value, i) => sum + value * b[i], 0);
 
-/** Return, for each token, the most similar of the others as { cosine, index }. */
+/** Return each token as { name, cosine, index, match }: the most similar of the others, and its name. */
 export function bestMatches(tokens, others) {
-  return tokens.map(({ vector }) => {
+  return tokens.map(({ name, vector }) => {
     const found = others.map((other) => cosine(vector, other.vector));
     const highest = Math.max(...found);
-    return { cosine: highest, index: found.indexOf(highest) };
+    const index = found.indexOf(highest);
+    return { name, cosine: highest, index, match: others[index].name };
   });
 }
 

@@ -1,41 +1,32 @@
-// Controls of the settings. Each control is an object with:
-//
-// name, element, input;
-// state() and restore(state): the value to store and compare, null if unchanged;
-// fields(): the fields to add to a request; throws an Error if the value is invalid;
-// setError(message): show what is wrong beside the control, or nothing for "";
-// errorInput(): the input that an error refers to.
+// Controls of the settings: an input each, its description, and what is wrong with its value.
 
-import { make } from "../../common/dom.js";
+import { byId, clone } from "../../common/dom.js";
 
-const FORMS = {
-  any: { label: "any text" },
-  json_object: {
-    label: "a JSON object",
-    fields: () => ({ response_format: { type: "json_object" } }),
-  },
-  json_schema: {
-    label: "JSON matching a schema",
-    example: '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}',
-    fields: (text) => ({
-      response_format: {
-        type: "json_schema",
-        json_schema: { name: "answer", schema: parseJson(text) },
-      },
-    }),
-  },
-  regex: {
-    label: "text matching a regex",
-    example: "[0-9]+\\.[0-9]{2}",
-    fields: (text) => ({ regex: text }),
-  },
-  grammar: {
-    label: "text of a Lark grammar",
-    example: 'start: "yes" | "no"',
-    fields: (text) => ({ grammar: text }),
-  },
-};
 const ESCAPES = { "\\n": "\n", "\\t": "\t", "\\r": "\r", "\\\\": "\\" };
+const numberOf = (input) => input.valueAsNumber;
+// The value of a field in a request, by kind of control.
+const VALUES = {
+  number: numberOf,
+  seed: numberOf,
+  toggle: () => true,
+  json: ({ value }) => parseJson(value),
+  lines: ({ value }) => value.split("\n").filter(Boolean).map(unescape),
+};
+// The fields of a request that constrain the text, by what is chosen.
+const CONSTRAINTS = {
+  any: () => ({}),
+  json_object: () => ({ response_format: { type: "json_object" } }),
+  json_schema: (text) => ({
+    response_format: {
+      type: "json_schema",
+      json_schema: { name: "answer", schema: parseJson(text) },
+    },
+  }),
+  regex: (regex) => ({ regex }),
+  grammar: (grammar) => ({ grammar }),
+};
+
+const unescape = (line) => line.replace(/\\[ntr\\]/g, (pair) => ESCAPES[pair]);
 
 function parseJson(text) {
   try {
@@ -45,172 +36,124 @@ function parseJson(text) {
   }
 }
 
-/** Create the control of a field of sampling.js, with ids that begin with `prefix`. */
-export function control(field, prefix) {
-  const id = `${prefix}-${field.name}`;
-  const made = { number, seed, lines, toggle, form, json }[field.kind](field, id);
-  const error = make("p", { class: "error", id: `${id}-error`, hidden: true });
-  made.element.append(make("p", { class: "quiet", id: `${id}-help` }, field.help), error);
-  const inputs = [made.input, made.rule].filter(Boolean);
-  for (const input of inputs) input.setAttribute("aria-describedby", `${id}-help ${id}-error`);
-  const errorInput = () => inputs.findLast((input) => !input.hidden);
-  const setError = (message) => {
-    error.textContent = message;
-    error.hidden = message === "";
-    for (const input of inputs) input.removeAttribute("aria-invalid");
-    if (message) errorInput().setAttribute("aria-invalid", "true");
-  };
-  return { ...made, name: field.name, errorInput, setError };
+/** A control of a field of index.html, with ids that begin with `prefix`. */
+export class Control {
+  constructor(field, prefix) {
+    this.field = field;
+    const id = `${prefix}-${field.name}`;
+    this.element = clone(
+      "control-template",
+      {
+        name: [{ for: id }, field.label ?? field.name],
+        help: [{ id: `${id}-help` }, field.help],
+        invalid: [{ id: `${id}-error` }],
+      },
+      { class: `control ${field.control}` },
+    );
+    this.error = this.element.querySelector(".error");
+    const inputs = byId(`${field.control}-inputs`).content.cloneNode(true);
+    this.input = inputs.querySelector(":not([type='range'])");
+    this.input.id = id;
+    for (const input of inputs.querySelectorAll("input, textarea, select"))
+      input.setAttribute("aria-describedby", `${id}-help ${id}-error`);
+    this.element.querySelector("label").after(inputs);
+    if (field.example) this.input.placeholder = field.example;
+    if (this.input.type === "number") this.#limit();
+  }
+
+  #limit() {
+    const { name, min, max, from, to, step, initial = "" } = this.field;
+    const { input } = this;
+    Object.assign(input, { min, max, step: step === "1" ? 1 : "any", defaultValue: initial });
+    this.slider = this.element.querySelector("[type='range']");
+    if (!this.slider) return;
+    Object.assign(this.slider, { min: from, max: to, value: initial, ariaLabel: `${name}, slider` });
+    const notches = 1 / step;
+    this.slider.addEventListener("input", () => {
+      input.value = Math.round(this.slider.value * notches) / notches;
+    });
+    input.addEventListener("input", () => {
+      this.slider.value = input.value;
+    });
+  }
+
+  /** The value to store and compare, null if unchanged. */
+  get state() {
+    const { type, checked, value, defaultValue } = this.input;
+    if (type === "checkbox") return checked || null;
+    return value === defaultValue ? null : value;
+  }
+
+  restore(kept) {
+    const { input, slider } = this;
+    if (input.type === "checkbox") input.checked = kept ?? false;
+    else input.value = kept ?? input.defaultValue;
+    if (!input.checkValidity()) input.value = input.defaultValue; // of a model with other limits
+    if (slider) slider.value = input.value;
+  }
+
+  /** Return the fields to add to a request. Throws an Error if the value is invalid. */
+  fields() {
+    const { field, input } = this;
+    if (!input.checkValidity()) throw new Error(input.validationMessage);
+    const isSent = "always" in field || (this.state !== null && input.value.trim() !== "");
+    return isSent ? { [field.name]: VALUES[field.control](input) } : {};
+  }
+
+  /** Show what is wrong beside the control, or nothing for "". */
+  setError(message) {
+    this.error.textContent = message;
+    this.error.hidden = message === "";
+    for (const one of this.element.querySelectorAll("[aria-invalid]"))
+      one.removeAttribute("aria-invalid");
+    if (message) this.errorInput.setAttribute("aria-invalid", "true");
+  }
+
+  /** The input that an error refers to. */
+  get errorInput() {
+    return this.input;
+  }
 }
 
-const row = (field, id, ...inputs) =>
-  make(
-    "div",
-    { class: `control ${field.kind}` },
-    make("label", { for: id }, field.label ?? field.name),
-    ...inputs,
-  );
+/** The choice of a constraint, and its rule: a schema, a regex or a grammar. */
+export class ConstraintControl extends Control {
+  constructor(field, prefix) {
+    super(field, prefix);
+    this.rule = this.element.querySelector("textarea");
+    this.rule.id = `${this.input.id}-rule`;
+    this.examples = this.element.querySelector("select:last-of-type");
+    this.examples.addEventListener("input", () => {
+      this.rule.value = JSON.stringify(JSON.parse(this.examples.value), null, 2);
+      this.examples.selectedIndex = 0;
+    });
+    this.input.addEventListener("input", () => this.#showRule());
+  }
 
-function check(input) {
-  if (!input.checkValidity()) throw new Error(input.validationMessage);
-}
+  #showRule() {
+    this.examples.hidden = this.input.value !== "json_schema";
+    this.rule.placeholder = this.input.selectedOptions[0].dataset.example ?? "";
+    this.rule.hidden = !this.rule.placeholder;
+  }
 
-function number(field, id) {
-  const { min, max, step, initial } = field;
-  const isWhole = step === 1;
-  const input = make("input", {
-    id,
-    type: "number",
-    min,
-    max,
-    step: isWhole ? 1 : "any",
-    value: initial,
-    required: true,
-  });
-  const [from, to] = field.slider;
-  const slider = make("input", {
-    type: "range",
-    min: from,
-    max: to,
-    step: "any",
-    value: initial,
-    "aria-label": `${field.name}, slider`,
-  });
-  const notches = 1 / step;
-  slider.addEventListener("input", () => {
-    input.value = Math.round(slider.value * notches) / notches;
-  });
-  input.addEventListener("input", () => {
-    slider.value = input.value;
-  });
-  const state = () => (input.value === String(initial) ? null : input.value);
-  return {
-    element: row(field, id, slider, input),
-    input,
-    state,
-    restore: (kept) => {
-      input.value = kept ?? initial;
-      if (!input.checkValidity()) input.value = initial; // stored for a model with other limits
-      slider.value = input.value;
-    },
-    fields: () => {
-      check(input);
-      return field.always || state() !== null ? { [field.name]: input.valueAsNumber } : {};
-    },
-  };
-}
+  get state() {
+    return this.input.value === "any" ? null : [this.input.value, this.rule.value];
+  }
 
-function seed(field, id) {
-  const input = make("input", {
-    id,
-    type: "number",
-    step: 1,
-    min: field.min,
-    max: field.max,
-    placeholder: "random",
-  });
-  return optionalControl(field, id, input, () => {
-    check(input);
-    return input.value ? { seed: input.valueAsNumber } : {};
-  });
-}
+  restore(kept) {
+    // A link has it as JSON.
+    const state = typeof kept === "string" ? JSON.parse(kept) : kept;
+    [this.input.value, this.rule.value] = state ?? ["any", this.rule.value];
+    this.#showRule();
+  }
 
-function text(field, id, attributes, fields) {
-  const input = make("textarea", { id, rows: 2, spellcheck: "false", ...attributes });
-  return optionalControl(field, id, input, () =>
-    input.value.trim() === "" ? {} : { [field.name]: fields(input.value) },
-  );
-}
+  fields() {
+    const { placeholder, value } = this.rule;
+    if (placeholder && value.trim() === "")
+      throw new Error(`a value is required; example: ${placeholder}`);
+    return CONSTRAINTS[this.input.value](value);
+  }
 
-/** Create a control that is empty at first. It is stored and sent only if it is not empty. */
-function optionalControl(field, id, input, fields) {
-  return {
-    element: row(field, id, input),
-    input,
-    state: () => input.value || null,
-    restore: (kept) => {
-      input.value = kept ?? "";
-    },
-    fields,
-  };
-}
-
-function lines(field, id) {
-  const unescape = (line) => line.replace(/\\[ntr\\]/g, (pair) => ESCAPES[pair]);
-  return text(field, id, {}, (value) =>
-    value
-      .split("\n")
-      .filter((line) => line !== "")
-      .map(unescape),
-  );
-}
-
-const json = (field, id) => text(field, id, { placeholder: field.example }, parseJson);
-
-function toggle(field, id) {
-  const input = make("input", { id, type: "checkbox" });
-  return {
-    element: row(field, id, input),
-    input,
-    state: () => input.checked || null,
-    restore: (kept) => {
-      input.checked = kept ?? false;
-    },
-    fields: () => (input.checked ? { [field.name]: true } : {}),
-  };
-}
-
-function form(field, id) {
-  const options = Object.entries(FORMS).map(([value, { label }]) =>
-    make("option", { value }, label),
-  );
-  const input = make("select", { id }, ...options);
-  const rule = make("textarea", {
-    id: `${id}-rule`,
-    rows: 4,
-    spellcheck: "false",
-    "aria-label": "schema, regex or grammar",
-    hidden: true,
-  });
-  const updateRule = () => {
-    rule.placeholder = FORMS[input.value].example ?? "";
-    rule.hidden = !rule.placeholder;
-  };
-  input.addEventListener("input", updateRule);
-  return {
-    element: row(field, id, input, rule),
-    input,
-    rule,
-    state: () => (input.value === "any" ? null : [input.value, rule.value]),
-    restore: (kept) => {
-      [input.value, rule.value] = kept ?? ["any", rule.value];
-      updateRule();
-    },
-    fields: () => {
-      const { example, fields } = FORMS[input.value];
-      if (example && rule.value.trim() === "")
-        throw new Error(`a value is required; example: ${example}`);
-      return fields?.(rule.value) ?? {};
-    },
-  };
+  get errorInput() {
+    return this.rule.hidden ? this.input : this.rule;
+  }
 }

@@ -1,8 +1,7 @@
 // The settings of one column: its controls, the fields they add to a request, changes, and errors.
 
-import { control } from "./controls.js";
-import { make } from "../../common/dom.js";
-import { groups } from "./sampling.js";
+import { ConstraintControl, Control } from "./controls.js";
+import { byId } from "../../common/dom.js";
 
 const CONTROL_OF = { response_format: "form", regex: "form", grammar: "form" };
 
@@ -10,32 +9,22 @@ export class Settings {
   /** Puts the controls into `parent`. Calls `changed` after each change. */
   constructor(parent, prefix, card, changed) {
     this.controls = new Map();
-    this.groups = groups(card).map(({ title, fields }) =>
-      this.#group(parent, prefix, title, fields),
-    );
+    const fields = byId("settings-template").content.cloneNode(true);
+    for (const place of fields.querySelectorAll("[data-control]")) {
+      const Kind = place.dataset.control === "form" ? ConstraintControl : Control;
+      const made = new Kind(fieldOf(place, card), prefix);
+      this.controls.set(place.dataset.name, made);
+      place.replaceWith(made.element);
+    }
+    this.groups = [...fields.querySelectorAll("details")];
+    parent.append(fields);
     parent.addEventListener("input", () => {
       this.#settle();
       changed();
     });
   }
 
-  #group(parent, prefix, title, fields) {
-    const controls = fields.map((field) => control(field, prefix));
-    for (const each of controls) this.controls.set(each.name, each);
-    const elements = controls.map((each) => each.element);
-    if (title === undefined) {
-      parent.append(...elements);
-      return { controls };
-    }
-    const count = make("span", { class: "count" });
-    parent.append(make("details", {}, make("summary", {}, title, " ", count), ...elements));
-    return { controls, count };
-  }
-
-  /**
-   * Return the fields of a request, or null if a control is invalid. Then it shows why and gets the
-   * focus.
-   */
+  /** Return the fields of a request, or null if a control is invalid: it shows why, focused. */
   fields() {
     const all = {};
     for (const [name, each] of this.controls) {
@@ -57,14 +46,19 @@ export class Settings {
     for (let at = found.input.closest("details"); at; at = at.parentElement.closest("details"))
       at.open = true;
     found.setError(message);
-    found.errorInput().focus();
+    found.errorInput.focus();
     return true;
   }
 
   /** Return the changed values by control, to store and compare. */
   state() {
-    const states = [...this.controls].map(([name, each]) => [name, each.state()]);
+    const states = [...this.controls].map(([name, each]) => [name, each.state]);
     return Object.fromEntries(states.filter(([, state]) => state !== null));
+  }
+
+  /** Return the number in a control, also if it is unchanged. */
+  value(name) {
+    return this.controls.get(name).input.valueAsNumber;
   }
 
   restore(states = {}) {
@@ -78,22 +72,31 @@ export class Settings {
     if (input.value) input.value = input.valueAsNumber + 1;
   }
 
-  /** Mark the controls whose values differ from those of `other`; null marks none. */
+  /** Mark the controls whose values differ from those of `other`. */
   markDifferences(other) {
-    const otherStates = other?.state();
-    const states = this.state();
-    for (const [name, each] of this.controls) {
-      const differs =
-        other !== null && JSON.stringify(states[name]) !== JSON.stringify(otherStates[name]);
-      each.element.classList.toggle("differs", differs);
+    for (const [name, { state, element }] of this.controls) {
+      const differs = JSON.stringify(state) !== JSON.stringify(other.controls.get(name).state);
+      element.classList.toggle("differs", differs);
     }
   }
 
   #settle() {
     for (const each of this.controls.values()) each.setError("");
-    for (const { controls, count } of this.groups) {
-      const n = controls.filter((each) => each.state() !== null).length;
-      if (count) count.textContent = n ? `${n} set` : "";
+    for (const group of this.groups) {
+      const own = [...this.controls.values()].filter(({ element }) => group.contains(element));
+      const n = own.filter((each) => each.state !== null).length;
+      group.querySelector(".count").textContent = n ? `${n} set` : "";
     }
   }
+}
+
+/** Read a field of the template, with the model's limits and recommendations. */
+function fieldOf({ dataset, textContent }, { generation, max_model_len: most }) {
+  const { name } = dataset;
+  const limits = Object.entries(dataset).filter(([, value]) => value === "most");
+  const field = { ...dataset, ...Object.fromEntries(limits.map(([key]) => [key, most])) };
+  const usual = name === "max_tokens" ? Math.min(dataset.initial, most >> 1) : dataset.initial;
+  const advice = name in generation ? ` Recommended: ${generation[name]}.` : "";
+  const help = textContent.replace(/\s+/g, " ").trim() + advice;
+  return { ...field, initial: generation[name] ?? usual, help };
 }

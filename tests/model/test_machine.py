@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from server.engine.machine import available_memory, usable_cpus
+from model.machine import available_memory, usable_cpus
 
 AFFINITY = len(psutil.Process().cpu_affinity() or []) or os.cpu_count() or 1
 V1_LIMIT, V1_USAGE = "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"

@@ -1,0 +1,187 @@
+"""kvasir doctor: the software and the machine, what to expect of them, and what is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections import defaultdict
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pydantic import ByteSize
+from typer import Exit
+
+from commands.console.options import Json
+from commands.console.output import make_table, show
+
+# The kernel's names of CPU features, and the usual ones.
+_FEATURES = {
+    "avx2": "AVX2",
+    "avx512f": "AVX-512",
+    "avx_vnni": "VNNI",
+    "avx512_vnni": "VNNI",
+    "avx512_bf16": "BF16",
+    "amx_bf16": "AMX BF16",
+    "amx_int8": "AMX int8",
+    "asimddp": "DotProd",
+    "i8mm": "I8MM",
+    "bf16": "BF16",
+}
+_SHOWN_VERSIONS = ("kvasir-lm", "onnxruntime", "onnxruntime-gpu", "tokenizers", "torch", "onnx")
+_PURPOSES = {
+    "cpu": "serve, generate, explain on the CPU",
+    "cuda": "the same on an NVIDIA GPU, in place of cpu",
+    "webgpu": "the same on any GPU that WebGPU reaches",
+    "train": "train, import, export, verify",
+    "hub": "pull hf://…",
+    "oci": "pull oci://…",
+    "s3": "pull s3://…",
+    "tensorboard": "train --tensorboard",
+    "otel": "serve --otlp-endpoint",
+    "loadtest": "make loadtest, in an environment of its own",
+    "dev": "make test, make lint",
+}
+_TOOLS = {  # of a checkout: the purpose, and how to get it
+    "promtool": ("make validate", "apt install prometheus"),
+    "docker": ("images and Compose", "https://docs.docker.com/engine/install"),
+    "helm": ("the chart", "https://helm.sh/docs/intro/install"),
+    "nginx": ("make rolling-restart", "apt install nginx"),
+    "chromium": ("make browser-test", "apt install chromium"),
+    "npm": ("make browser-test, make docs", "apt install npm"),
+    "debootstrap": ("make webgpu-check", "apt install debootstrap"),
+}
+_SECTIONS = ("versions", "machine", "precisions", "missing")
+_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+).*; extra == [\"'](?P<extra>[\w-]+)")
+_NVIDIA = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+_NVIDIA_SECONDS = 20  # the driver may have to start
+
+
+def doctor(as_json: Json = False) -> None:
+    """Show versions, the machine, what to expect of each precision, and what is missing.
+
+    Exits with 1 if no ONNX Runtime is installed, without which nothing is served.
+    """
+    found = examine()
+    tables = [make_table(title, ("", ""), found[title].items()) for title in _SECTIONS]
+    for table in tables:
+        table.columns[1].justify = "left"  # words
+    notes = [f"note: {note}" for note in found["notes"]]
+    show(as_json, found, *tables, *notes, then=("bench", "engine"))
+    if not found["can_serve"]:
+        raise Exit(1)
+
+
+def examine() -> dict[str, Any]:
+    """Return what the command shows."""
+    from model.machine import available_memory, usable_cpus
+
+    described = Path("/proc/cpuinfo")  # on Linux
+    cpuinfo = described.read_text(encoding="utf-8") if described.is_file() else ""
+    features, gpus = cpu_features(cpuinfo), _gpus()
+    installed = {name: number for name in _SHOWN_VERSIONS if (number := _version(name))}
+    runtimes = [name for name in installed if name.startswith("onnxruntime")]
+    model = re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE)
+    left, total = available_memory(), psutil.virtual_memory().total
+    return {
+        "versions": installed | {"python": platform.python_version()},
+        "machine": {
+            "system": platform.platform(),
+            "processor": model[1] if model else platform.machine(),
+            "features": ", ".join(features) or "unknown",
+            "cpus": f"{usable_cpus()} of {os.cpu_count()} usable",
+            "memory": f"{_size(left)} of {_size(total)} free",
+            "gpu": "; ".join(gpus) or "none",
+        },
+        "precisions": expectations(features, has_gpu=bool(gpus)),
+        "missing": _missing_extras() | _missing_tools(),
+        "notes": _notes(features, runtimes, has_gpu=bool(gpus)),
+        "can_serve": bool(runtimes),
+    }
+
+
+def cpu_features(cpuinfo: str) -> list[str]:
+    """Return the names of what speeds up products, from the text of /proc/cpuinfo."""
+    line = re.search(r"^(?:flags|Features)\s*: (.*)$", cpuinfo, re.MULTILINE)
+    flags = line[1].split() if line else []
+    return list(dict.fromkeys(name for flag, name in _FEATURES.items() if flag in flags))
+
+
+def expectations(features: list[str], *, has_gpu: bool) -> dict[str, str]:
+    """Return in words what each precision is good for on this machine."""
+    exact = "integer products, the default: fast and close to fp32"
+    if "AMX int8" in features:
+        exact = "the default; on AMX 2.5 to 3 times as fast as fp32, for prompts too"
+    elif "VNNI" not in features and "AVX2" in features:
+        exact = "the default; without VNNI exact products cost prompts up to a sixth of their speed"
+    found = {
+        "int8": exact,
+        "int4": "the fastest for one stream; perplexity may rise by up to 5 %",
+        "fp32": "PyTorch's answers; the slowest, four times int8's memory",
+    }
+    if has_gpu:
+        found["bf16"] = "the default on a GPU: kvasir export --device cuda"
+    return found
+
+
+def _notes(features: list[str], runtimes: list[str], *, has_gpu: bool) -> list[str]:
+    notes = []
+    if not runtimes:
+        notes.append("no ONNX Runtime is installed, so nothing can be served; install cpu or cuda")
+    if len(runtimes) > 1:
+        both = " and ".join(runtimes)
+        notes.append(f"{both} share a folder and break each other; pip uninstall both, install one")
+    if has_gpu and runtimes == ["onnxruntime"] and not _version("onnxruntime-ep-webgpu"):
+        notes.append("a GPU is here, but this ONNX Runtime is for the CPU; install cuda instead")
+    if features and not {"AVX2", "DotProd"} & {*features}:
+        notes.append("this processor has neither AVX2 nor dot products; everything will be slow")
+    return notes
+
+
+def _missing_extras() -> dict[str, str]:
+    """Return what each extra is for that lacks packages, and how to get it."""
+    needed = defaultdict(list)
+    for requirement in requires("kvasir-lm") or ():
+        if match := _REQUIREMENT.match(requirement):
+            needed[match["extra"]].append(match["name"])
+    if any(map(_version, ("onnxruntime", "onnxruntime-gpu"))):
+        needed["cpu"], needed["cuda"] = [], [] if _version("onnxruntime-gpu") else needed["cuda"]
+    found = {}
+    for extra, names in needed.items():
+        if absent := [name for name in names if not _version(name)]:
+            command = f"pip install -c constraints.txt -e '.[{extra}]'"
+            purpose = _PURPOSES.get(extra, extra)
+            found[extra] = f"for {purpose}: {command} (brings {', '.join(absent)})"
+    return found
+
+
+def _missing_tools() -> dict[str, str]:
+    return {
+        name: f"for {purpose}: {get}"
+        for name, (purpose, get) in _TOOLS.items()
+        if not shutil.which(name)
+    }
+
+
+def _gpus() -> list[str]:
+    with suppress(OSError, subprocess.SubprocessError):
+        ran = subprocess.run(  # noqa: S603
+            _NVIDIA, capture_output=True, text=True, timeout=_NVIDIA_SECONDS, check=True
+        )
+        return ran.stdout.strip().splitlines()
+    return []
+
+
+def _version(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
+def _size(n_bytes: int) -> str:
+    return ByteSize(n_bytes).human_readable(separator=" ")

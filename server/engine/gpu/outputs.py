@@ -1,0 +1,97 @@
+"""The outputs of runs on a GPU, which stay there but for what somebody reads."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.bundle import CANDIDATES_OUTPUT
+from model.onnx.runtime import onnxruntime
+from server.engine.logits import Candidates, Logits
+from server.engine.sampling import Floats
+
+
+class Buffer(Protocol):
+    """Memory at an address as long as the object lives."""
+
+    address: int
+
+
+class HostBuffer(Buffer, Protocol):
+    """The same on this machine; array: its bytes."""
+
+    array: NDArray[np.uint8]
+
+
+class Stream(Protocol):
+    """Memory, and copies in the order of a session's runs: `CudaStream`, or a stand-in."""
+
+    device: str
+
+    @property
+    def handle(self) -> int:
+        """The address by which ONNX Runtime knows it."""
+
+    def device_buffer(self, n_bytes: int) -> Buffer:
+        """Return zeros on the device."""
+
+    def pinned_buffer(self, n_bytes: int) -> HostBuffer:
+        """Return memory from and to which copies need not wait."""
+
+    def free_memory(self) -> int:
+        """Return the device's free bytes."""
+
+    def copy(self, to: int, source: int, n_bytes: int) -> None:
+        """Begin a copy between two addresses."""
+
+    def synchronize(self) -> None:
+        """Wait for all copies and runs."""
+
+
+class DeviceOutputs:
+    """A session's outputs of at most n_rows rows, at addresses that stay the same."""
+
+    def __init__(self, session: onnxruntime.InferenceSession, stream: Stream, n_rows: int) -> None:
+        self._outputs = [
+            _Output(value.name, stream, n_rows, int(value.shape[-1]))
+            for value in session.get_outputs()
+            if value.name in ("logits", CANDIDATES_OUTPUT)
+        ]
+        self._by_name = {output.name: output for output in self._outputs}
+
+    def bind(self, binding: onnxruntime.IOBinding, first_row: int, n_rows: int) -> None:
+        """Bind the outputs of a run that writes `n_rows` rows from `first_row` on."""
+        for output in self._outputs:
+            output.bind(binding, first_row, n_rows)
+
+    def take(self, n_rows: int) -> Logits:
+        """Copy the candidates of all rows, and return those and what reads logits."""
+        packed = self._by_name.get(CANDIDATES_OUTPUT)
+        candidates = None if packed is None else Candidates.unpack(packed.read(0, n_rows))
+        return Logits(n_rows, self._by_name["logits"].read, candidates)
+
+
+class _Output:
+    """One output, [n_rows, size] floats, on the device and as far as it is read on this machine."""
+
+    def __init__(self, name: str, stream: Stream, n_rows: int, size: int) -> None:
+        self.name = name
+        self._stream = stream
+        n_bytes = 4 * n_rows * size
+        self._there, self._here = stream.device_buffer(n_bytes), stream.pinned_buffer(n_bytes)
+        self._rows: Floats = self._here.array.view(np.float32).reshape(n_rows, size)
+
+    def bind(self, binding: onnxruntime.IOBinding, first_row: int, n_rows: int) -> None:
+        wanted = self._rows[first_row : first_row + n_rows]
+        if len(wanted) < n_rows:  # ONNX Runtime would silently write past the end
+            raise ValueError(f"no room for {n_rows} rows of logits from {first_row} on")
+        address = self._there.address + first_row * self._rows.strides[0]
+        binding.bind_output(self.name, self._stream.device, 0, np.float32, wanted.shape, address)
+
+    def read(self, start: int, stop: int) -> Floats:
+        rows, offset = self._rows[start:stop], start * self._rows.strides[0]
+        self._stream.copy(self._here.address + offset, self._there.address + offset, rows.nbytes)
+        self._stream.synchronize()
+        return rows

@@ -1,0 +1,119 @@
+"""The model on a GPU: a batch is one run of packed tokens over blocks of the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from time import perf_counter
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model.bundle import INVERSE_TEMPERATURES_INPUT
+from server.engine.batch import Chunk, StepBatch
+from server.engine.kv.blocks import KVBlocks
+from server.engine.logits import Logits
+
+_DENSE_TOKENS = 2**14  # of one layer: 64 MiB at 8 heads of 128 channels in 16 bits
+
+Inputs = Mapping[str, NDArray[Any]]
+
+
+class PagedModel(Protocol):
+    """A graph and its blocks: `DeviceModel`, or numpy in tests."""
+
+    def run(self, inputs: Inputs, first_row: int = 0) -> Logits:
+        """Run a part of a step, whose logits follow `first_row` rows of parts that ran before.
+
+        Returns the logits of all. inputs: as in `export.paged_graph`, without the blocks.
+        """
+
+
+class PagedRunner:
+    """A runner of decodes, chunks of prompts and drafts of all sequences in one run.
+
+    rounds_kv: keys and values have 8 bits. A run of more than decodes makes them dense floats,
+    [sequences, tokens of the longest], so decodes run apart, and the others in small groups.
+    decodes_apart: decodes have a run of their own, which reads all weights again.
+    """
+
+    max_source_len = None
+
+    def __init__(
+        self,
+        model: PagedModel,
+        blocks: KVBlocks,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        rounds_kv: bool = False,
+    ) -> None:
+        self.kv = blocks
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.model_seconds = 0.0  # spent in ONNX Runtime so far
+        self.decode_seconds = 0.0
+        self.model = model
+        self.decodes_apart = rounds_kv
+        self._rounds_kv = rounds_kv
+
+    def run(self, batch: StepBatch) -> Logits:
+        """See Runner."""
+        if not self.decodes_apart:
+            return self._run(batch.chunks, 0, decodes=not batch.prefills)
+        others, n_done = [*batch.prefills, *batch.drafts], 0
+        groups = _group(others) if self._rounds_kv else [others] if others else []
+        for chunks in [batch.decodes, *groups] if batch.decodes else groups:
+            decodes = chunks is batch.decodes or not batch.prefills
+            logits = self._run(chunks, n_done, decodes=decodes)
+            n_done += sum(chunk.n_logits for chunk in chunks)
+        return logits
+
+    def _run(self, chunks: list[Chunk], first_row: int, *, decodes: bool) -> Logits:
+        """Run a part of a step. decodes: its time is that of decodes and drafts."""
+        counts = np.array([chunk.count for chunk in chunks])
+        n_logits = np.array([chunk.n_logits for chunk in chunks])
+        past = np.array([chunk.start for chunk in chunks])
+        rows = np.array([chunk.row for chunk in chunks])
+        ends = counts.cumsum()
+        longest = int((past + counts).max())
+        # A token's place in the run, less that of its chunk's first, plus that one's position.
+        positions = np.arange(ends[-1]) + np.repeat(past - ends + counts, counts)
+        indices = np.arange(n_logits.sum()) + np.repeat(ends - n_logits.cumsum(), n_logits)
+        ids = chain.from_iterable(chunk.token_ids for chunk in chunks)
+        temperatures = [chunk.sequence.params.temperature or 1.0 for chunk in chunks]
+        inverse = np.repeat(1 / np.array(temperatures), n_logits).astype(np.float32)[:, None]
+        # Upper bounds of chunks and contexts, and a lower bound of the longest context, without
+        # which long contexts of few sequences are not split over the GPU.
+        metadata = [counts.max(), longest, longest]
+        inputs: Inputs = {
+            "input_ids": np.fromiter(ids, np.int64, ends[-1]),
+            "position_ids": positions,
+            "cumulative_sequence_length": np.array([0, *ends], dtype=np.int32),
+            "past_seqlens": past.astype(np.int32),
+            "block_table": self.kv.table[rows, : -(-longest // self.kv.block_size)],
+            "slot_mapping": self.kv.slots(np.repeat(rows, counts), positions),
+            "attention_metadata": np.array(metadata, dtype=np.int32),
+            # The graph is never asked for no logits; nobody reads a row that no chunk wants.
+            "logits_indices": indices if len(indices) else np.zeros(1, dtype=np.int64),
+            INVERSE_TEMPERATURES_INPUT: inverse if len(indices) else np.ones((1, 1), np.float32),
+        }
+        started = perf_counter()
+        logits = self.model.run(inputs, first_row)
+        seconds = perf_counter() - started
+        self.model_seconds += seconds
+        self.decode_seconds += seconds if decodes else 0.0
+        return logits
+
+
+def _group(chunks: list[Chunk]) -> list[list[Chunk]]:
+    """Group chunks so that sequences times the longest's tokens stay within _DENSE_TOKENS."""
+    groups: list[list[Chunk]] = []
+    for chunk in chunks:
+        group = [*(groups[-1] if groups else []), chunk]
+        if len(group) > 1 and len(group) * max(one.end for one in group) <= _DENSE_TOKENS:
+            groups[-1] = group
+        else:
+            groups.append([chunk])
+    return groups

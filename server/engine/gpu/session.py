@@ -1,0 +1,228 @@
+"""A runner of a graph over KV cache blocks on a GPU, by CUDA or by WebGPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, cast
+
+import numpy as np
+
+from model.bundle import KV_BLOCK_SIZE, Device
+from model.config import TransformerConfig
+from model.onnx.runtime import onnxruntime
+from server.engine.engine import check_max_model_len, warm_up
+from server.engine.gpu.cuda import (
+    bind_blocks_at,
+    bind_cuda_blocks,
+    open_capturing_session,
+    open_cuda_session,
+    require_cuda,
+)
+from server.engine.gpu.cuda_runtime import CudaStream, free_memory
+from server.engine.gpu.errors import NoDeviceError
+from server.engine.gpu.graphs import DecodeGraphs, warn_without_graphs, without_graph
+from server.engine.gpu.outputs import Buffer, DeviceOutputs, Stream
+from server.engine.gpu.runner import Inputs, PagedRunner
+from server.engine.gpu.webgpu import bind_webgpu_blocks, open_webgpu_session, require_webgpu
+from server.engine.kv.blocks import KVBlocks
+from server.engine.logits import Logits, most_logits
+from server.engine.session import KVInput, check_shape, kv_inputs
+
+_MEMORY_SHARE = 0.9
+
+
+class Backend(NamedTuple):
+    """The way to one kind of GPU.
+
+    require: raises NoDeviceError where there is none. open_session: takes a graph's path.
+    bind_blocks: see `bind_cuda_blocks`. free_memory: None where nobody can tell, and the blocks
+    then get `kv_cache_bytes` by default. chunk_size: prompt tokens in a step by default.
+    open_stream: returns what copies outputs; None where each run copies all of its logits.
+    open_capturing: opens a session on a stream that can capture runs; None where none can.
+    """
+
+    require: Callable[[], None]
+    open_session: Callable[[Path], onnxruntime.InferenceSession]
+    bind_blocks: Callable[[onnxruntime.IOBinding, KVInput, int], object]
+    free_memory: Callable[[], int] | None
+    chunk_size: int
+    kv_cache_bytes: int | None = None
+    open_stream: Callable[[], Stream] | None = None
+    open_capturing: Callable[[Path, Stream], onnxruntime.InferenceSession] | None = None
+
+
+BACKENDS: dict[Device, Backend] = {
+    "cuda": Backend(
+        require_cuda,
+        open_cuda_session,
+        bind_cuda_blocks,
+        free_memory,
+        2048,
+        open_stream=CudaStream,
+        open_capturing=open_capturing_session,
+    ),
+    "webgpu": Backend(
+        require_webgpu, open_webgpu_session, bind_webgpu_blocks, None, 512, kv_cache_bytes=2**30
+    ),
+}
+
+
+class DeviceModel:
+    """A graph over blocks, which stay on a device: ids go in, logits come out.
+
+    bind_blocks: see `bind_cuda_blocks`. outputs: keeps what comes out; None copies all logits.
+    """
+
+    def __init__(
+        self,
+        session: onnxruntime.InferenceSession,
+        n_blocks: int,
+        bind_blocks: Callable[[onnxruntime.IOBinding, KVInput, int], object] = bind_cuda_blocks,
+        outputs: DeviceOutputs | None = None,
+    ) -> None:
+        self._session = session
+        self._io = session.io_binding()
+        self._names = {value.name for value in session.get_inputs()}
+        self._outputs = outputs
+        self._n_blocks = n_blocks
+        self._blocks = [bind_blocks(self._io, kv, n_blocks) for kv in kv_inputs(session)]
+        self._options = without_graph()
+        self.graphs: DecodeGraphs | None = None
+
+    def capture(self, stream: Stream, blocks: KVBlocks) -> None:
+        """Run decodes as CUDA graphs from now on, in a session that can capture on the stream."""
+        assert self._outputs is not None, "a graph writes to fixed addresses"
+        inputs, n_blocks = kv_inputs(self._session), self._n_blocks
+        held = cast("list[Buffer]", self._blocks)  # `self` would be a cycle, whose memory stays
+
+        def bind(binding: onnxruntime.IOBinding) -> None:
+            for kv, buffer in zip(inputs, held, strict=True):
+                bind_blocks_at(buffer.address, binding, kv, n_blocks, stream.device)
+
+        max_num_seqs, max_blocks = blocks.table.shape
+        self.graphs = DecodeGraphs(
+            self._session,
+            stream,
+            bind,
+            self._outputs,
+            max_num_seqs=max_num_seqs,
+            max_blocks=max_blocks,
+            block_size=blocks.block_size,
+        )
+
+    def run(self, inputs: Inputs, first_row: int = 0) -> Logits:
+        """See PagedModel; without `outputs` a step has one part."""
+        if self.graphs is not None and not first_row:
+            return self.graphs.run(inputs, self._run)
+        return self._run(inputs, first_row)
+
+    def _run(self, inputs: Inputs, first_row: int = 0) -> Logits:
+        for name, array in inputs.items():
+            if name in self._names:
+                self._io.bind_cpu_input(name, np.ascontiguousarray(array))
+        if self._outputs is None:
+            self._io.bind_output("logits", "cpu")  # after the blocks, whose order it shares
+            self._session.run_with_iobinding(self._io, self._options)
+            return Logits.of(self._io.get_outputs()[len(self._blocks)].numpy())
+        n_rows = len(inputs["logits_indices"])
+        self._outputs.bind(self._io, first_row, n_rows)
+        self._session.run_with_iobinding(self._io, self._options)
+        return self._outputs.take(first_row + n_rows)
+
+
+def block_bytes(session: onnxruntime.InferenceSession) -> int:
+    """Return the size of one block's keys and values in all layers."""
+    return sum(kv.bytes_per_item for kv in kv_inputs(session))
+
+
+def open_gpu_runner(
+    device: Device,
+    graph: Path,
+    config: TransformerConfig,
+    *,
+    max_num_seqs: int,
+    max_model_len: int | None = None,
+    kv_cache_bytes: int | None = None,
+    chunk_size: int | None = None,
+    keep_prompts: bool = True,
+    captures: bool = True,
+) -> PagedRunner:
+    """Load the graph and warm it up. Raises NoDeviceError, and ValueError for impossible limits.
+
+    kv_cache_bytes: memory of the blocks; None is nine tenths of what is free once the largest step
+    has run and ONNX Runtime holds the memory for that, or 1 GiB where nobody can tell. chunk_size:
+    most prompt tokens in a step. keep_prompts: see KVBlocks. captures: run decodes as CUDA graphs,
+    where there are such; no other thread of the process may use the GPU then.
+    """
+    longest = check_max_model_len(max_model_len, config)
+    backend = BACKENDS[device]
+    backend.require()
+    stream = backend.open_stream() if backend.open_stream else None
+    session = stream and captures and _open_capturing(backend, graph, stream)
+    captures = bool(session)
+    session = session or backend.open_session(graph)
+    check_shape(session, config)
+    outputs = None
+    if stream is not None:
+        outputs = DeviceOutputs(session, stream, most_logits(max_num_seqs, config.vocab_size))
+
+    def make_runner(n_blocks: int) -> tuple[PagedRunner, DeviceModel]:
+        blocks = KVBlocks(
+            n_blocks=n_blocks,
+            block_size=KV_BLOCK_SIZE,
+            max_num_seqs=max_num_seqs,
+            max_model_len=longest,
+            keep_prompts=keep_prompts,
+            token_bytes=block_bytes(session) // KV_BLOCK_SIZE,
+        )
+        model = DeviceModel(session, n_blocks, backend.bind_blocks, outputs)
+        if captures and stream is not None:
+            model.capture(stream, blocks)
+        runner = PagedRunner(
+            model,
+            blocks,
+            max_model_len=longest,
+            vocab_size=config.vocab_size,
+            rounds_kv=any(kv.itemsize == 1 for kv in kv_inputs(session)),
+        )
+        return runner, model
+
+    chunk = min(chunk_size or backend.chunk_size, longest - 1)
+    budget = backend.kv_cache_bytes if kv_cache_bytes is None else kv_cache_bytes
+    if budget is None:
+        assert backend.free_memory is not None
+        most = int(_MEMORY_SHARE * backend.free_memory()) // block_bytes(session)
+        wanted = -(-chunk // KV_BLOCK_SIZE) + max_num_seqs - 1
+        runner, model = make_runner(min(most, wanted))
+        warm_up_largest(runner, chunk)
+        reserve = model.graphs.reserve if model.graphs else 0
+        del runner, model  # which frees their blocks
+        budget = int(_MEMORY_SHARE * (backend.free_memory() - reserve))
+        runner, _ = make_runner(budget // block_bytes(session))
+        warm_up(runner)
+    else:
+        runner, _ = make_runner(budget // block_bytes(session))
+        warm_up_largest(runner, chunk)
+    return runner
+
+
+def _open_capturing(
+    backend: Backend, graph: Path, stream: Stream
+) -> onnxruntime.InferenceSession | None:
+    """Open a session that can capture runs; return None, and say why, where none can."""
+    if backend.open_capturing is None:
+        return None
+    try:
+        return backend.open_capturing(graph, stream)
+    except NoDeviceError as error:
+        warn_without_graphs(error)
+        return None
+
+
+def warm_up_largest(runner: PagedRunner, chunk: int) -> None:
+    """Run the largest steps that may come: of `chunk` prompt tokens, and of all sequences."""
+    kv = runner.kv
+    chunk = min(chunk, kv.budget_tokens)
+    n_others = (kv.budget_tokens - kv.n_needed(chunk, 0)) // kv.block_size
+    warm_up(runner, chunk, 1 + min(kv.max_num_seqs - 1, n_others))

@@ -1,0 +1,271 @@
+"""The session of attention.onnx, another graph over the weights file of the served model.
+
+The encoder of an encoder-decoder runs first, in a session of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders
+
+from model.bundle import (
+    ATTENTION_GRAPH_FILE,
+    ENCODER_GRAPH_FILE,
+    HEAD_MASK_INPUT,
+    LENS_OUTPUT,
+    ROWS_OUTPUT,
+    ModelBundle,
+    cache_names,
+)
+from model.machine import usable_cpus
+from model.packing import SOURCE_OUTPUT, pack
+from server.engine.sampling import Floats
+from server.errors import InvalidRequestError, NotFoundError
+from server.explain.explanation import (
+    ChangedToken,
+    Effect,
+    Explanation,
+    Head,
+    HeadValues,
+    NextToken,
+    Questions,
+    check_index,
+    check_length,
+)
+from server.text.detokenizer import token_name
+
+# Outputs of each layer, which may lack the last two.
+_PARTS = ("queries", "keys", "values", "bias", "sinks")
+
+
+class Explainer:
+    """A session that returns attention weights. It holds the model's weights a second time.
+
+    Raises NotFoundError if the model directory has no attention.onnx.
+    """
+
+    def __init__(self, bundle: ModelBundle, threads: int | None = None) -> None:
+        path = bundle.path / ATTENTION_GRAPH_FILE
+        if not path.is_file():
+            how = "again" if bundle.manifest.device == "cpu" else "for the CPU"
+            cause = f"{bundle.path.name} has no {ATTENTION_GRAPH_FILE}"
+            raise NotFoundError(f"{cause}; export the model {how}")
+        from model.onnx.runtime import onnxruntime  # noqa: PLC0415  slow to import
+        from server.engine.session import open_session  # noqa: PLC0415  imports ONNX Runtime
+
+        self._bundle = bundle
+        threads = threads or usable_cpus()
+        self._session = open_session(path, threads, spin_microseconds=0)
+        self._outputs = {value.name for value in self._session.get_outputs()}
+        self._has_mask = any(one.name == HEAD_MASK_INPUT for one in self._session.get_inputs())
+        self._only_asked = onnxruntime.RunOptions()
+        self._only_asked.only_execute_path_to_fetches = True
+        self._encoder = None
+        if bundle.config.encoder is not None:
+            encoder = bundle.path / ENCODER_GRAPH_FILE
+            fits_16_bits = bundle.manifest.fits_16_bits
+            self._encoder = open_session(encoder, threads, 0, fits_16_bits=fits_16_bits)
+
+    def explain(
+        self,
+        text: str,
+        layers: list[int],
+        questions: Questions | None = None,
+        *,
+        target: str | None = None,
+    ) -> Explanation:
+        """Explain a text, or a source and its target; see `explain_tokens`.
+
+        Raises InvalidRequestError for a target that is missing, or too much, as well.
+        """
+        encode, config = self._bundle.tokenizer.encode, self._bundle.config
+        token_ids = encode(text).ids
+        if (target is None) is not (config.encoder is None):
+            raise InvalidRequestError("an encoder-decoder needs a target, and no other model does")
+        if target is None:
+            return self.explain_tokens(token_ids, layers, questions=questions)
+        target_ids = [*config.target_prefix, *encode(target, add_special_tokens=False).ids]
+        return self.explain_tokens(target_ids, layers, token_ids, questions)
+
+    def explain_tokens(
+        self,
+        token_ids: list[int],
+        layers: list[int],
+        source_ids: list[int] | None = None,
+        questions: Questions | None = None,
+    ) -> Explanation:
+        """Return the weights of some layers, and the answers to questions.
+
+        Of an encoder-decoder the tokens are a target's, with those that begin it. Raises
+        InvalidRequestError for no tokens, for a layer, head or position that does not exist, and
+        for what only a newer attention.onnx answers; ContextLengthError for too many tokens.
+        """
+        config, tokenizer, n = self._bundle.config, self._bundle.tokenizer, len(token_ids)
+        source_ids, asked = source_ids or [], questions or Questions()
+        for layer in layers:
+            check_index("layer", layer, config.n_layer)
+        check_length(n, config)
+        asked.check(n, config)
+        if asked.needs_new_graph and not self._has_mask:
+            raise InvalidRequestError(
+                f"the model's {ATTENTION_GRAPH_FILE} is of an older Kvasir, which shows attention "
+                "and next tokens only; export the model again"
+            )
+        if config.encoder is not None:
+            check_length(len(source_ids), config.encoder)
+        inputs = self._inputs(
+            token_ids, source_ids, n - 1 if asked.position is None else asked.position
+        )
+        found = self._run(self._names(layers, asked), inputs, asked.without)
+        answers: dict[str, Any] = {}
+        if "logits" in found:
+            logits = found["logits"][0]
+            answers["next_tokens"] = _likeliest(tokenizer, logits, asked.top_k)
+            if asked.without:
+                (whole,) = self._run(["logits"], inputs, ())["logits"]
+                answers["effect"] = _effect(tokenizer, logits, whole, asked.top_k)
+        if asked.lens:
+            answers["lens"] = [_likeliest(tokenizer, one, asked.lens) for one in found[LENS_OUTPUT]]
+        if asked.entropies:  # [n_layer, n_head, 1, n]
+            answers["entropies"] = _entropies(found[ROWS_OUTPUT][:, :, 0])
+        if asked.values_of is not None:
+            answers["head_values"] = self._head_values(found, asked.values_of, n)
+        return Explanation(
+            token_ids,
+            [_name(tokenizer, token_id) for token_id in token_ids],
+            {layer: found[f"attention.{layer}"][0, :, :n, :n] for layer in layers},
+            answers.pop("next_tokens", []),
+            source_ids,
+            [_name(tokenizer, token_id) for token_id in source_ids],
+            {layer: found[f"source_attention.{layer}"][0] for layer in layers}
+            if source_ids
+            else {},
+            **answers,
+        )
+
+    def _names(self, layers: list[int], asked: Questions) -> list[str]:
+        """Return the outputs that answer questions."""
+        config = self._bundle.config
+        names = [f"attention.{layer}" for layer in layers]
+        if config.encoder is not None:
+            names += [f"source_attention.{layer}" for layer in layers]
+        if config.pooling is None and asked.top_k:
+            names.append("logits")
+        if asked.lens:
+            names.append(LENS_OUTPUT)
+        if asked.entropies:
+            names.append(ROWS_OUTPUT)
+        if asked.values_of is not None:
+            of_layer = (f"{part}.{asked.values_of.layer}" for part in _PARTS)
+            names += [name for name in of_layer if name in self._outputs]
+        return names
+
+    def _inputs(
+        self, token_ids: list[int], source_ids: list[int], position: int
+    ) -> dict[str, NDArray[Any]]:
+        """Return the graph's inputs but for the mask."""
+        config, n = self._bundle.config, len(token_ids)
+        if config.pooling is not None:  # one token has another beside it
+            return pack([token_ids], None if config.n_token_types is None else [None])[0]
+        return {
+            "input_ids": np.array([token_ids], dtype=np.int64),
+            "position_ids": np.arange(n)[None],
+            "seqlens_k": np.array([n - 1], dtype=np.int32),
+            "total_sequence_length": np.array(n, dtype=np.int32),
+            "logits_indices": np.array([position]),
+            **self._read(source_ids),
+        }
+
+    def _run(
+        self, names: list[str], inputs: dict[str, NDArray[Any]], without: Iterable[Head]
+    ) -> dict[str, NDArray[Any]]:
+        """Return outputs by name, of a model without some heads."""
+        if not names:  # ONNX Runtime would return all outputs
+            return {}
+        config = self._bundle.config
+        if self._has_mask:
+            mask = np.ones((config.n_layer, config.n_head, 1), dtype=np.float32)
+            for layer, head in without:
+                mask[layer, head] = 0.0
+            inputs = inputs | {HEAD_MASK_INPUT: mask}
+        return dict(zip(names, self._session.run(names, inputs, self._only_asked), strict=True))
+
+    def _head_values(self, found: dict[str, NDArray[Any]], of: Head, n: int) -> HeadValues:
+        """Return what one head computes, from a layer's outputs."""
+        config, (layer, head) = self._bundle.config, of
+        queries, keys, values = (found[f"{part}.{layer}"] for part in _PARTS[:3])
+        shared = head // config.n_groups
+        # queries: [1, n, (n_head + 2 n_kv_head) · head_dim]; keys, values: [1, n_kv_head, n, …]
+        query = queries[0, :n].reshape(n, -1, config.head_dim)[:, head]
+        if config.pooling is None:  # the weights that make queries hold attention's scale
+            query = query / np.float32(config.query_scale)
+        key, value = keys[0, shared, :n], values[0, shared, :n]
+        sinks, scores = found.get(f"sinks.{layer}"), query @ key.T
+        sink, own = None if sinks is None else float(sinks[head]), None
+        if config.position == "alibi" or config.has_relative_bias:  # else it is an encoder's window
+            bias = found[f"bias.{layer}"][0, head, :n, :n]
+            own = np.where(np.isfinite(bias), bias, np.float32(0))
+        return HeadValues(
+            layer, head, config.query_scale, query, key, value, scores, bias=own, sink=sink
+        )
+
+    def _read(self, source_ids: list[int]) -> dict[str, NDArray[Any]]:
+        """Return the decoder's inputs for a source; none without an encoder."""
+        if self._encoder is None:
+            return {}
+        (found,) = self._encoder.run([SOURCE_OUTPUT], pack([source_ids])[0])
+        # [tokens, 2 * n_layer, n_kv_head, head_dim] to [2 * n_layer, 1, n_kv_head, tokens, …]
+        blocks = found[: len(source_ids)].transpose(1, 2, 0, 3)[:, None]
+        names = cache_names(SOURCE_OUTPUT, len(blocks) // 2)
+        return dict(zip(names, map(np.ascontiguousarray, blocks), strict=True))
+
+
+def _name(tokenizer: Tokenizer, token_id: int) -> str:
+    """Name a token. WordPiece's own names tell which continue a word: those after ##."""
+    if isinstance(tokenizer.decoder, decoders.WordPiece):
+        return str(tokenizer.id_to_token(token_id))
+    return token_name(tokenizer, token_id)
+
+
+def _probabilities(logits: Floats) -> NDArray[np.float64]:
+    shares: NDArray[np.float64] = np.exp(logits - logits.max(), dtype=np.float64)
+    shares /= shares.sum()
+    return shares
+
+
+def _likeliest(tokenizer: Tokenizer, logits: Floats, top_k: int) -> list[NextToken]:
+    """Return the tokens of the largest logits [vocab_size]."""
+    probabilities = _probabilities(logits)
+    likeliest = np.argsort(-probabilities, kind="stable")[:top_k].tolist()
+    return [NextToken(i, token_name(tokenizer, i), float(probabilities[i])) for i in likeliest]
+
+
+def _effect(tokenizer: Tokenizer, logits: Floats, whole: Floats, top_k: int) -> Effect:
+    """Compare logits [vocab_size] with the whole model's."""
+    after, before = _probabilities(logits), _probabilities(whole)
+    both = (np.argsort(-shares, kind="stable")[:top_k].tolist() for shares in (before, after))
+    tokens = [
+        ChangedToken(
+            token_id,
+            token_name(tokenizer, token_id),
+            float(after[token_id]),
+            float(logits[token_id]),
+            float(before[token_id]),
+            float(whole[token_id]),
+        )
+        for token_id in dict.fromkeys(token_id for ids in both for token_id in ids)
+    ]
+    known = (before > 0) & (after > 0)
+    bits = (before[known] * np.log2(before[known] / after[known])).sum()
+    return Effect(max(0.0, float(bits)), tokens)
+
+
+def _entropies(rows: Floats) -> Floats:
+    """Return the entropy in bits of each row of weights [..., n_keys]."""
+    logarithms = np.log2(rows, where=rows > 0, out=np.zeros_like(rows))
+    entropies: Floats = np.maximum(0, -(rows * logarithms).sum(axis=-1))
+    return entropies

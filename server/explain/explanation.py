@@ -1,0 +1,192 @@
+"""An explanation's parts, and the limits of what can be asked."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, NonNegativeInt
+
+from model.config import TransformerConfig
+from server.engine.sampling import Floats
+from server.errors import ContextLengthError, InvalidRequestError
+from server.explain.behaviour import Behaviour, measure_behaviours
+
+MAX_TOKENS = 512  # a head has n² weights for n tokens
+
+
+class Head(NamedTuple):
+    """One head of the decoder's, or of the encoder's, own attention."""
+
+    layer: int
+    head: int
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """Parts of an explanation beside attention weights, each left out unless it is asked for.
+
+    top_k: of the likeliest next tokens. position: of the token after which they come, the last by
+    default. without: heads whose output is 0. lens: number of likeliest tokens after each layer.
+    entropies: of every head's row at the position. values_of: a head's queries, keys and values.
+    """
+
+    top_k: int = 10
+    position: int | None = None
+    without: tuple[Head, ...] = ()
+    lens: int = 0
+    entropies: bool = False
+    values_of: Head | None = None
+
+    @property
+    def needs_new_graph(self) -> bool:
+        """Tell whether attention.onnx must be of a version that answers all this."""
+        return bool(self.without or self.lens or self.entropies or self.values_of)
+
+    def check(self, n_tokens: int, config: TransformerConfig) -> None:
+        """Raise InvalidRequestError for what a text of so many tokens, or the model, has not."""
+        for one in self.without:
+            check_index("layer", one.layer, config.n_layer, "without")
+            check_index("head", one.head, config.n_head, "without")
+        if self.values_of is not None:
+            check_index("layer", self.values_of.layer, config.n_layer, "head_values")
+            check_index("head", self.values_of.head, config.n_head, "head_values")
+        if self.position is not None and self.position not in range(n_tokens):
+            message = f"there is no position {self.position}; the text has 0 to {n_tokens - 1}"
+            raise InvalidRequestError(message, param="position")
+        if config.pooling is not None:
+            given = {
+                "position": self.position is not None,
+                "lens": self.lens > 0,
+                "entropies": self.entropies,
+            }
+            for name in (name for name, is_given in given.items() if is_given):
+                message = f"{name} is for models that predict tokens, and this is an encoder"
+                raise InvalidRequestError(message, param=name)
+
+
+@dataclass(frozen=True, slots=True)
+class NextToken:
+    """A token that may come next, with its probability at temperature 1."""
+
+    token_id: NonNegativeInt
+    text: str
+    probability: Annotated[float, Field(ge=0, le=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedToken(NextToken):
+    """A next token with heads switched off, beside the whole model's figures."""
+
+    logit: float
+    whole_probability: Annotated[float, Field(ge=0, le=1)]
+    whole_logit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """The change of the next token's distribution that switching heads off makes.
+
+    kl_divergence: of it from the whole model's, in bits. tokens: the likeliest of both.
+    """
+
+    kl_divergence: Annotated[float, Field(ge=0)]
+    tokens: list[ChangedToken]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadValues:
+    """The parts of a head's weights; `scale` and the model's soft cap are not yet applied.
+
+    queries, keys, values: float [n_tokens, head_dim], after norms and rotation. scores: Q Kᵀ,
+    [n_tokens, n_tokens]. bias: [n_tokens, n_tokens], added to scores when they are scaled. sink: a
+    further score in the softmax of each row, which collects nothing.
+    """
+
+    layer: int
+    head: int
+    scale: float
+    queries: Floats
+    keys: Floats
+    values: Floats
+    scores: Floats
+    bias: Floats | None
+    sink: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The attention weights of one text, and the candidates for its next token, likeliest first.
+
+    weights: by layer, float [n_head, n_tokens, n_tokens]. A row is a query, whose weights over the
+    keys sum to 1. In a decoder those of later keys are exactly 0; an encoder has no next tokens.
+    source_…: of an encoder-decoder's source, whose text is the target; the source's weights are
+    [n_head, n_tokens, n_source]. lens: the candidates after each layer. entropies: of rows in bits,
+    [n_layer, n_head].
+    """
+
+    token_ids: list[int]
+    tokens: list[str]
+    weights: dict[int, Floats]
+    next_tokens: list[NextToken]
+    source_ids: list[int] = field(default_factory=list)
+    source_tokens: list[str] = field(default_factory=list)
+    source_weights: dict[int, Floats] = field(default_factory=dict)
+    effect: Effect | None = None
+    lens: list[list[NextToken]] = field(default_factory=list)
+    entropies: Floats | None = None
+    head_values: HeadValues | None = None
+
+    def behaviours(
+        self, layer: int, heads: list[int], config: TransformerConfig
+    ) -> list[Behaviour]:
+        """Return what heads of a layer do in this text."""
+        visible = visible_keys(len(self.token_ids), layer, config)
+        return measure_behaviours(self.token_ids, self.weights[layer][heads], visible)
+
+    def as_json(self, layer: int, heads: list[int]) -> dict[str, Any]:
+        """Return the weights of some heads of a layer, and the next tokens, as JSON values."""
+        shown = {
+            "tokens": self.tokens,
+            "token_ids": self.token_ids,
+            "layer": layer,
+            "heads": {str(head): self.weights[layer][head].tolist() for head in heads},
+            "next_tokens": [asdict(token) for token in self.next_tokens],
+        }
+        if self.effect is not None:
+            shown["effect"] = asdict(self.effect)
+        if self.source_ids:
+            of_source = {str(head): self.source_weights[layer][head].tolist() for head in heads}
+            shown |= {"source_tokens": self.source_tokens, "source_heads": of_source}
+        return shown
+
+
+def visible_keys(n: int, layer: int, config: TransformerConfig) -> NDArray[np.bool_]:
+    """Return bool [n, n]: the keys that each query of a layer sees."""
+    apart = np.subtract.outer(np.arange(n), np.arange(n))
+    visible = abs(apart) < (config.window_of(layer) or n)
+    return visible & (apart >= 0) if config.causal else visible
+
+
+def most_tokens(config: TransformerConfig) -> int:
+    """Return the maximum number of tokens of a text that can be explained."""
+    return min(MAX_TOKENS, config.max_model_len)
+
+
+def check_length(n_tokens: int, config: TransformerConfig) -> None:
+    """Raise InvalidRequestError for no tokens, ContextLengthError for too many."""
+    longest = most_tokens(config)
+    if not n_tokens:
+        raise InvalidRequestError("there is no token in the text; give at least one", param="text")
+    if n_tokens > longest:
+        message = f"the text has {n_tokens} tokens; at most {longest} can be explained"
+        raise ContextLengthError(message)
+
+
+def check_index(name: str, index: int, count: int, param: str | None = None) -> None:
+    """Raise InvalidRequestError for a layer or a head that does not exist."""
+    if index not in range(count):
+        message = f"there is no {name} {index}; the model has {name}s 0 to {count - 1}"
+        raise InvalidRequestError(message, param=param or f"{name}s")

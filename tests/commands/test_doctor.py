@@ -1,0 +1,96 @@
+"""`kvasir doctor`: what it reads off a machine, and what it finds missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import requires
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from commands import doctor
+from kvasir import app
+from model.machine import usable_cpus
+
+XEON = "flags\t\t: fpu avx2 avx512f avx512_vnni avx512_bf16 amx_bf16 amx_tile amx_int8\n"
+ZEN_3 = "model name\t: AMD EPYC\nflags\t\t: fpu avx avx2 fma\n"
+GRAVITON = "Features\t: fp asimd asimddp bf16 i8mm\n"
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "features"),
+    [
+        (XEON, ["AVX2", "AVX-512", "VNNI", "BF16", "AMX BF16", "AMX int8"]),
+        (ZEN_3, ["AVX2"]),
+        (GRAVITON, ["DotProd", "I8MM", "BF16"]),
+        ("", []),
+    ],
+)
+def test_features_are_those_of_the_processor(cpuinfo: str, features: list[str]) -> None:
+    assert doctor.cpu_features(cpuinfo) == features
+
+
+def test_it_tells_of_this_machine_in_tables_and_in_json() -> None:
+    shown = CliRunner().invoke(app, ["doctor"])
+    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    assert shown.exit_code == 0
+    assert found["machine"]["cpus"].startswith(f"{usable_cpus()} of {os.cpu_count()} ")
+    for section in ("versions", "machine", "precisions", "missing"):
+        assert section in shown.stdout
+        assert all(name in shown.stdout for name in found[section])
+
+
+def test_every_extra_of_the_package_has_a_purpose() -> None:
+    extras = {one.partition("extra == ")[2].strip("\"' ") for one in requires("kvasir-lm") or ()}
+    assert doctor._PURPOSES.keys() == extras - {""}
+
+
+def test_a_gpu_is_used_by_webgpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor._notes(["AVX2"], ["onnxruntime"], has_gpu=True)
+    monkeypatch.setattr(doctor, "_version", lambda _: "1.0")
+    assert not doctor._notes(["AVX2"], ["onnxruntime"], has_gpu=True)
+
+
+def test_missing_packages_are_named_with_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = {"torch", "onnxruntime", "onnxruntime-gpu"}
+    version = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name in absent else version(name))
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    found = json.loads(result.stdout)
+    assert result.exit_code == 1
+    assert "'.[train]' (brings torch)" in found["missing"]["train"]
+    assert "'.[cpu]' (brings onnxruntime)" in found["missing"]["cpu"]
+    assert "no ONNX Runtime" in found["notes"][0]
+
+
+def test_both_runtimes_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda _: "1.0")
+    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    assert "share a folder" in found["notes"][0]
+    assert not found["missing"].keys() & doctor._PURPOSES.keys()
+
+
+def test_a_gpu_that_the_runtime_cannot_use_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'NVIDIA L4, 23034 MiB, 580.65'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    version = doctor._version
+    gpu_only = "onnxruntime-gpu"
+    monkeypatch.setattr(doctor, "_version", lambda one: None if one == gpu_only else version(one))
+    found = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+    assert found["machine"]["gpu"] == "NVIDIA L4, 23034 MiB, 580.65"
+    assert "bf16" in found["precisions"]
+    assert "install cuda instead" in found["notes"][0]
+
+
+def test_it_needs_none_of_the_packages_that_may_be_missing() -> None:
+    code = "import sys; sys.modules.update(dict.fromkeys(('torch', 'onnxruntime', 'onnx'))); "
+    code += "sys.argv[1:] = ['doctor']; import kvasir; kvasir.main()"
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)

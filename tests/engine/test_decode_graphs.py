@@ -1,0 +1,310 @@
+"""Decodes as CUDA graphs, over a session that fails where a card would be silently wrong."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import pytest
+import torch
+
+from export import paged_graph
+from export.paged_graph import export_paged_graph
+from model.bundle import CANDIDATES_OUTPUT
+from model.network.transformer import Transformer
+from model.reference import generate
+from server.engine.engine import Engine
+from server.engine.gpu.cuda import bind_cuda_blocks
+from server.engine.gpu.errors import NoDeviceError
+from server.engine.gpu.graphs import row_bucket, width_bucket
+from server.engine.gpu.outputs import DeviceOutputs
+from server.engine.gpu.runner import PagedRunner
+from server.engine.gpu.session import BACKENDS, DeviceModel, open_gpu_runner
+from server.engine.kv.blocks import KVBlocks
+from server.engine.sampling import SamplingParams
+from tests.engine_driver import Collector, Result, make_sequence, run_to_end
+from tests.numpy_session import HostBuffer
+from tests.random_models import make_config, make_decoder
+from tests.recording_session import RecordingSession, RecordingStream, recording_backend
+
+BLOCK, N_BLOCKS = 8, 50
+GREEDY = SamplingParams(max_tokens=30, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, Path]:
+    decoder = make_decoder(make_config(sliding_window=30, sliding_window_layers=(1,)))
+    path = tmp_path_factory.mktemp("paged") / "model.onnx"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(paged_graph.DTYPES, "fp32", torch.float32)
+        patch.setattr(paged_graph, "KV_BLOCK_SIZE", BLOCK)
+        export_paged_graph(decoder.config, decoder.state_dict(), path, "fp32")
+    return decoder, path
+
+
+class Recorded(NamedTuple):
+    """A runner over a recording session; captures: decodes are CUDA graphs."""
+
+    runner: PagedRunner
+    session: RecordingSession
+    stream: RecordingStream
+
+    @classmethod
+    def open(
+        cls,
+        exported: tuple[Transformer, Path],
+        *,
+        captures: bool = True,
+        max_num_seqs: int = 5,
+        rounds_kv: bool = False,
+    ) -> Recorded:
+        config, stream = exported[0].config, RecordingStream()
+        session = RecordingSession(exported[1], stream)
+        longest = config.max_model_len
+        blocks = KVBlocks(
+            n_blocks=N_BLOCKS,
+            block_size=BLOCK,
+            max_num_seqs=max_num_seqs,
+            max_model_len=longest,
+        )
+        bind = partial(bind_cuda_blocks, buffer=HostBuffer)
+        outputs = DeviceOutputs(cast("Any", session), stream, 64)
+        model = DeviceModel(cast("Any", session), N_BLOCKS, bind, outputs)
+        if captures:
+            model.capture(stream, blocks)
+        runner = PagedRunner(
+            model,
+            blocks,
+            max_model_len=longest,
+            vocab_size=config.vocab_size,
+            rounds_kv=rounds_kv,
+        )
+        return cls(runner, session, stream)
+
+    def engine(self, **options: Any) -> Engine:
+        return Engine(self.runner, **{"chunk_size": 16, **options})
+
+
+def run_traffic(engine: Engine, seed: int) -> dict[int, Result]:
+    """Let sequences arrive, share beginnings, end and be aborted at random."""
+    generator, collector = np.random.default_rng(seed), Collector()
+    common = generator.integers(300, size=40).tolist()
+    n_arrived = 0
+    while engine.has_work or n_arrived < 14:
+        if n_arrived < 14 and generator.random() < 0.1:
+            own = generator.integers(300, size=int(generator.integers(1, 20))).tolist()
+            prompt = common[: BLOCK * int(generator.choice([0, 0, 3, 5]))] + own
+            params = SamplingParams(
+                max_tokens=int(generator.integers(1, min(50, 96 - len(prompt)))),
+                temperature=float(generator.choice([0.0, 0.9])),
+                seed=n_arrived,
+            )
+            engine.add(make_sequence(n_arrived, prompt, params))
+            n_arrived += 1
+        if generator.random() < 0.02 and (output := engine.abort(int(generator.integers(14)))):
+            collector.take([output])
+        if engine.has_work:
+            collector.take(engine.step()[0])
+    return collector.results
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"speculate": True}, {"rounds_kv": True}, {"max_num_seqs": 3}]
+)
+def test_replays_give_the_tokens_of_eager_runs(
+    exported: tuple[Transformer, Path], options: dict[str, Any]
+) -> None:
+    """The session computes from what it recorded; fixed buffers are all that may change."""
+    speculate = options.pop("speculate", False)
+    expected = run_traffic(
+        Recorded.open(exported, captures=False, **options).engine(speculate=speculate), seed=4
+    )
+    recorded = Recorded.open(exported, **options)
+    assert run_traffic(recorded.engine(speculate=speculate), seed=4) == expected
+    replays, captures = recorded.session.replays, recorded.session.captures
+    assert len(replays) > 3 * len(captures)
+    assert {rows for rows, _ in replays} >= {1, 2}
+    assert {width for _, width in replays} == {2, 4, 8, 12}
+    assert recorded.runner.kv.reserved_tokens == 0
+
+
+def test_a_runner_made_anew_never_replays_the_first_ones_graphs(
+    exported: tuple[Transformer, Path],
+) -> None:
+    """ONNX Runtime keeps a graph with the addresses of blocks that are gone."""
+    first = Recorded.open(exported)
+    run_to_end(first.engine(), [make_sequence(0, [1, 2, 3], GREEDY)])
+    known = set(first.session.captures)
+    second = Recorded.open(exported)
+    second.session.captures.update(first.session.captures)
+    result = run_to_end(second.engine(), [make_sequence(0, [1, 2, 3], GREEDY)])[0]
+    assert result.token_ids == generate(exported[0], [1, 2, 3], max_tokens=30)
+    assert len(second.session.captures) > len(known)
+
+
+@pytest.mark.parametrize(
+    ("fault", "value"),
+    [("refuses", True), ("forgets", True), ("strays", "logits"), ("strays", CANDIDATES_OUTPUT)],
+)
+def test_without_a_capture_that_works_all_runs_are_eager(
+    exported: tuple[Transformer, Path],
+    fault: str,
+    value: bool | str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """ONNX Runtime may refuse a capture, or freeze an input that it should read again."""
+    recorded = Recorded.open(exported)
+    setattr(recorded.session, fault, value)
+    with caplog.at_level(logging.WARNING):
+        results = run_to_end(
+            recorded.engine(), [make_sequence(i, [i, 2, 3], GREEDY) for i in range(3)]
+        )
+    for i in range(3):
+        assert results[i].token_ids == generate(exported[0], [i, 2, 3], max_tokens=30)
+    why = "when stream is capturing" if fault == "refuses" else "deviations from those without"
+    assert why in caplog.text
+    assert len(caplog.records) == 1
+    assert len(recorded.session.replays) <= 1
+
+
+def test_the_recording_session_sees_what_a_card_would_not(
+    exported: tuple[Transformer, Path],
+) -> None:
+    """Every assertion of the recording session fails for the fault that it is for."""
+
+    def replayed() -> tuple[Recorded, Any, Any]:
+        recorded = Recorded.open(exported)
+        run_to_end(recorded.engine(), [make_sequence(0, [1, 2, 3], GREEDY)])
+        model: Any = recorded.runner.model
+        graph = list(model.graphs._graphs.values())[-1]
+        recorded.session.run_with_iobinding(graph.binding, graph.options)
+        return recorded, graph.binding, graph.options
+
+    recorded, binding, options = replayed()
+    binding.places["input_ids"] = (*binding.places["input_ids"][:4], 4096)
+    with pytest.raises(AssertionError, match="other addresses"):
+        recorded.session.run_with_iobinding(binding, options)
+    recorded, binding, options = replayed()
+    binding.inputs["attention_metadata"][1] += 1
+    with pytest.raises(AssertionError, match="another attention_metadata"):
+        recorded.session.run_with_iobinding(binding, options)
+    recorded, binding, options = replayed()
+    recorded.session.io_binding()
+    with pytest.raises(AssertionError, match="a binding in"):
+        recorded.session.run_with_iobinding(binding, options)
+    recorded, binding, options = replayed()
+    recorded.stream.device_buffer(1)
+    with pytest.raises(AssertionError, match="an allocation in"):
+        recorded.session.run_with_iobinding(binding, options)
+    recorded, binding, options = replayed()
+    caught: list[AssertionError] = []
+
+    def replay() -> None:
+        try:
+            recorded.session.run_with_iobinding(binding, options)
+        except AssertionError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=replay)
+    thread.start()
+    thread.join()
+    assert "another thread" in str(caught[0])
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 20, 64])
+def test_buckets_hold_every_step(most: int) -> None:
+    """And the largest is no larger than the largest step."""
+    rows = [row_bucket(n + 1, most) for n in range(most)]
+    assert all(n < bucket <= most for n, bucket in enumerate(rows))
+    assert sorted(set(rows) - {1, 2, 4, most}) == list(range(8, most, 8))
+    widths = [width_bucket(n + 1, most) for n in range(most)]
+    for n, (width, before) in enumerate(widths, start=1):
+        assert before < n <= width <= most
+        assert before == 0 or before in {width for width, _ in widths}
+
+
+def test_a_row_of_padding_writes_nothing(exported: tuple[Transformer, Path]) -> None:
+    """A capture, and the rows that fill a bucket, leave every other sequence's blocks alone."""
+    recorded = Recorded.open(exported)
+    engine = recorded.engine()
+    for i in range(3):  # of a bucket of 4
+        engine.add(make_sequence(i, [i, 2, 3], SamplingParams(max_tokens=4, temperature=0.0)))
+    engine.step()
+    model: Any = recorded.runner.model
+    before = [held.array.copy() for held in model._blocks]
+    written = set()
+    slots = recorded.runner.kv.slots
+
+    def noted(rows: Any, positions: Any) -> Any:
+        found = slots(rows, positions)
+        written.update(found.tolist())
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recorded.runner.kv, "slots", noted)
+        engine.step()
+    assert recorded.session.captures
+    for held, known in zip(model._blocks, before, strict=True):
+        shape = (N_BLOCKS * BLOCK, -1)
+        changed = (held.array.reshape(shape) != known.reshape(shape)).any(axis=1)
+        assert set(np.nonzero(changed)[0].tolist()) == written
+
+
+def test_memory_of_graphs_is_left_when_blocks_take_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first runner's blocks are free by then, as they would not be in a cycle of references."""
+    config, path = make_config(n_layer=1), tmp_path / "model.onnx"
+    decoder = make_decoder(config)
+    export_paged_graph(config, decoder.state_dict(), path, "bf16")
+    held: list[weakref.ref[HostBuffer]] = []
+
+    def buffer(n_bytes: int) -> HostBuffer:
+        assert not any(one() for one in held[:-2]), "memory of another runner"  # keys, values
+        made = HostBuffer(n_bytes)
+        held.append(weakref.ref(made))
+        return made
+
+    n_tokens = []
+    gc.disable()
+    try:
+        for graph_bytes in (0, 2**13):
+            held.clear()
+            opened: list[RecordingSession] = []
+            backend = recording_backend(2**20, graph_bytes, opened)._replace(
+                bind_blocks=partial(bind_cuda_blocks, buffer=buffer)
+            )
+            monkeypatch.setitem(BACKENDS, "cuda", backend)
+            runner = open_gpu_runner("cuda", path, config, max_num_seqs=3)
+            n_tokens.append(runner.kv.budget_tokens)
+            assert opened[0].captures
+            del runner
+    finally:
+        gc.enable()
+    # Of 1, 2 and 3 rows, one width, and what the captures had taken by then.
+    block = 256 * 2 * 2 * 16 * 2
+    assert n_tokens[0] == int(0.9 * 2**20) // block * 256
+    assert n_tokens[1] == int(0.9 * (2**20 - (3 + 1) * 2**13)) // block * 256 < n_tokens[0]
+
+
+def test_a_session_that_cannot_capture_is_opened_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config, path = make_config(n_layer=1), tmp_path / "model.onnx"
+    export_paged_graph(config, make_decoder(config).state_dict(), path, "bf16")
+
+    def refuse(_graph: Path, _stream: Any) -> Any:
+        raise NoDeviceError("this session cannot use the graph capture feature")
+
+    backend = recording_backend(2**20)
+    monkeypatch.setitem(BACKENDS, "cuda", backend._replace(open_capturing=refuse))
+    runner = open_gpu_runner("cuda", path, config, max_num_seqs=2)
+    result = run_to_end(Engine(runner, chunk_size=16), [make_sequence(0, [1, 2, 3], GREEDY)])[0]
+    assert len(result.token_ids) == GREEDY.max_tokens
+    assert "the graph capture feature" in caplog.text

@@ -1,0 +1,118 @@
+"""Folders with a SentencePiece model and no tokenizer.json, against transformers' tokenizers.
+
+Spaces at the ends are left out: SentencePiece drops them, and some of transformers' do not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from model.checkpoint import CheckpointError, load_checkpoint
+from model.importing.errors import UnsupportedError
+from model.importing.huggingface.sentencepiece import read_sentencepiece
+from tests.model.test_encoder_decoders import make_model
+from tests.model.test_marian_tokenizer import SCORES
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import MBart50Tokenizer, MBartTokenizer, PegasusTokenizer, T5Tokenizer
+    from transformers.convert_slow_tokenizer import (
+        MBart50Converter,
+        MBartConverter,
+        PegasusConverter,
+        T5Converter,
+        import_protobuf,
+    )
+
+_NORMAL, _UNKNOWN, _CONTROL, _BYTE = 1, 2, 3, 6
+# Of each family: its first pieces, transformers' tokenizer and converter, tokenizer_config.json.
+_FAMILIES: dict[str, tuple[tuple[str, ...], Any, Any, dict[str, Any]]] = {
+    "t5": (("<pad>", "</s>", "<unk>"), T5Tokenizer, T5Converter, {"extra_ids": 7}),
+    "pegasus": (("<pad>", "</s>", "<unk>"), PegasusTokenizer, PegasusConverter, {}),
+    "mbart": (("<unk>", "<s>", "</s>"), MBartTokenizer, MBartConverter, {"src_lang": "fr_XX"}),
+    "mbart 50": (
+        ("<unk>", "<s>", "</s>"),
+        MBart50Tokenizer,
+        MBart50Converter,
+        {"src_lang": "sl_SI", "tokenizer_class": "MBart50Tokenizer"},
+    ),
+}
+
+
+def write_model(path: Path, first: tuple[str, ...], **changes: Any) -> list[tuple[str, float]]:
+    """Write a model; return its pieces and their scores."""
+    model = import_protobuf().ModelProto()  # type: ignore[no-untyped-call]
+    for piece in first:
+        model.pieces.add(piece=piece, score=0.0, type=_UNKNOWN if piece == "<unk>" else _CONTROL)
+    for piece, score in SCORES.items():
+        kind = changes.get("type", _NORMAL)
+        model.pieces.add(piece=piece, score=changes.get("score", score), type=kind)
+    model.trainer_spec.model_type = changes.get("model_type", 1)
+    model.normalizer_spec.precompiled_charsmap = changes.get("charsmap", b"")
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(changes.get("content", model.SerializeToString()))
+    return [(one.piece, one.score) for one in model.pieces]
+
+
+@pytest.mark.parametrize("name", _FAMILIES)
+def test_texts_are_cut_as_in_transformers(name: str, tmp_path: Path) -> None:
+    first, kind, converter, values = _FAMILIES[name]
+    pieces = write_model(tmp_path / "spiece.model", first)
+    made = read_sentencepiece(tmp_path / "spiece.model", name.removesuffix(" 50"), values)
+    ours, theirs = Tokenizer.from_str(made), kind(**converter.convert_from_spm(pieces, **values))
+    assert ours.get_vocab() == theirs.get_vocab()
+    drawn = random.Random(0)
+    special = ["</s>", "<extra_id_3>", "<mask_1>", "<unk_99>", "fr_XX"]
+    for _ in range(100):
+        words = ["".join(drawn.choices("abcx", k=drawn.randint(1, 6))) for _ in range(4)]
+        text = " ".join(words) + drawn.choice(special) + " ".join(words[::-1])
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text).ids == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "values", "message"),
+    [
+        ("t5", {"content": b"\xff" * 9}, {}, "no SentencePiece model"),
+        ("t5", {"model_type": 2}, {}, "not of SentencePiece's kind Unigram"),
+        ("t5", {"type": _BYTE}, {}, "in bytes"),
+        ("t5", {"score": math.nan}, {}, "without text or score"),
+        ("t5", {"content": b"\n\x03\n\x01\xff"}, {}, "without text or score"),
+        ("t5", {"charsmap": b"xyz"}, {"extra_ids": 7}, "normalizer: "),
+        ("mbart", {"content": b""}, {}, "not of a 'mbart' model"),
+        ("t5", {}, {"extra_ids": "7"}, "extra_ids is '7'"),
+        ("t5", {}, {"extra_ids": 99}, "extra_ids is 99, not 0 to"),
+        ("mbart", {}, {"src_lang": "sl_SI"}, "src_lang 'sl_SI'"),
+        ("pegasus", {}, {"offset": 0}, "offset is 0"),
+        ("m2m_100", {}, {}, "'m2m_100' model"),
+    ],
+)
+def test_refusals(
+    model_type: str, changes: dict[str, Any], values: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_model(tmp_path / "spiece.model", _FAMILIES["t5"][0], **changes)
+    with pytest.raises(UnsupportedError, match=message):
+        read_sentencepiece(tmp_path / "spiece.model", model_type, values)
+
+
+@pytest.mark.parametrize(("name", "file"), [("t5", 0), ("pegasus", 0), ("mbart", 1)])
+def test_a_folder_without_tokenizer_json_is_imported(name: str, file: int, tmp_path: Path) -> None:
+    make_model(name).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"it has no tokenizer.json"):
+        load_checkpoint(tmp_path)
+    first, *_, values = _FAMILIES[name]
+    write_model(tmp_path / ("spiece.model", "sentencepiece.bpe.model")[file], first)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    tokenizer = load_checkpoint(tmp_path).tokenizer
+    ids = tokenizer.encode("ab").ids
+    assert tokenizer.decode(ids) == "ab"
+    assert len(ids) == (3 if name == "mbart" else 2)
