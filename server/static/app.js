@@ -27,6 +27,7 @@ const THEMES = ["system", "light", "dark"];
 const RETRY_SECONDS = 2;
 
 let shown = null;
+let followed = ""; // the last location.hash that was shown
 let views = []; // the names of the model's, once they are started
 
 /** Return the names of the views of what the model does. */
@@ -38,7 +39,8 @@ function viewsOf({ config: { pooling } }) {
 
 function show() {
   if (!views.length) return; // the views are not initialised yet
-  const [requested, query] = location.hash.slice(1).split("?");
+  followed = location.hash;
+  const [requested, query] = followed.slice(1).split("?");
   // Other hashes, such as "#main", are places within the current view.
   const name = views.includes(requested || views[0]) ? requested || views[0] : (shown ?? views[0]);
   if (query) VIEWS[name].open?.(new URLSearchParams(query));
@@ -56,7 +58,9 @@ function show() {
 /** Write the state of the shown view into the address, so that a link reproduces it. */
 function writeState() {
   const state = VIEWS[shown]?.state?.();
-  if (state) history.replaceState(null, "", `#${shown}?${state}`);
+  if (!state || location.hash !== followed) return; // hashchange is still to come
+  history.replaceState(null, "", `#${shown}?${state}`);
+  followed = location.hash;
 }
 
 function setTheme(theme) {

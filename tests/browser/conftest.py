@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT))
@@ -47,6 +47,7 @@ WATCH_POLICY = (
 def pytest_configure() -> None:
     if not CHROMIUM:
         pytest.exit("no chromium on the PATH; on Debian: apt-get install chromium", 2)
+    expect.set_options(timeout=30_000)  # as long as actions wait: 5 seconds are short when busy
 
 
 @pytest.fixture(scope="session")

@@ -147,6 +147,13 @@ def test_back_leads_to_the_previous_view(page: Page) -> None:
         ) == ["model"]
 
 
+def test_a_state_written_late_does_not_undo_a_link(page: Page) -> None:
+    expect(page.locator("#playground")).to_be_visible()
+    page.evaluate("location.hash = '#model'; dispatchEvent(new Event('kvasir:state'))")
+    expect(page.locator("#model")).to_be_visible()
+    assert page.url.endswith("#model")
+
+
 def test_the_page_works_without_storage(open_page: Callable[..., Page], url: str) -> None:
     page = open_page(url)
     page.add_init_script(
