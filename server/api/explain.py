@@ -239,19 +239,20 @@ async def explain(request: Request, body: ExplainBody) -> Response:
         check_index("layer", layer, config.n_layer)
     for head in heads:
         check_index("head", head, config.n_head)
+    param = "prompt" if body.text is None else "text"
     (prompt,) = await service.builder.tokenize(
-        [body.text or body.prompt or ""], source_language=body.source_language
+        [body.text or body.prompt or ""], param=param, source_language=body.source_language
     )
     token_ids, source_ids = prompt.ids, list[int]()
+    check_length(len(prompt.ids), config.encoder or config, param)
     if config.encoder is not None:
-        check_length(len(prompt.ids), config.encoder)
         token_ids, source_ids = await _target(request, body, prompt.ids), prompt.ids
+        check_length(len(token_ids), config, "target")
     else:
         for name in ("target", "source_language", "target_language"):
             if getattr(body, name) is not None:
                 message = f"{name} is for a model with an encoder; leave it out"
                 raise InvalidRequestError(message, param=name)
-    check_length(len(token_ids), config)
     questions = _questions(body)
     questions.check(len(token_ids), config)
     n_tokens = len(token_ids) + len(source_ids)
@@ -290,8 +291,8 @@ async def _target(request: Request, body: ExplainBody, source_ids: list[int]) ->
     """Return the target that was given, or else the model's likeliest, from its first token on."""
     service = service_of(request)
     if body.target is not None:
-        (given,) = await service.builder.tokenize([body.target], add_special_tokens=False)
-        return target_prefix(service.bundle, body.target_language) + given.ids
+        given = await service.builder.tokenize_target(body.target, "target")
+        return target_prefix(service.bundle, body.target_language) + given
     options = RequestOptions(
         prompts=[source_ids],
         params=SamplingParams(max_tokens=0, temperature=0.0),

@@ -150,7 +150,7 @@ async def test_weights_of_no_head_are_not_computed(
     ({"text": ""}, "text", "there is no token in the text"),
     ({"text": "a", "target": "b"}, "target", "target is for a model with an encoder"),
     ({"text": "a", "target_language": "fr"}, "target_language", "target_language is for a model"),
-    ({"text": "a" * 65}, "prompt", "is 64 tokens"),
+    ({"text": "a" * 65}, "text", "is 64 tokens"),
     ({"text": "a", "prompt": "a"}, None, "give either text or prompt"),
     ({}, None, "give either text or prompt"),
     ({"text": "a", "layers": []}, "layers", "layers: List should have at least 1 item"),
