@@ -397,7 +397,7 @@ def test_a_stream_that_is_ended_has_one_end(ending: str, end: str, status: str) 
                 abort(*arguments)
                 runner.release()
 
-            engine.abort = aborting  # type: ignore[method-assign]
+            engine.abort = aborting  # type: ignore[assignment,method-assign]
             if ending == "drain":
                 asyncio.run_coroutine_threadsafe(served.service.drain(), served.loop)
             elif ending == "deadline":

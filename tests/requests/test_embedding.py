@@ -107,7 +107,7 @@ async def test_a_deadline_ends_a_request_that_waits() -> None:
             abort(*arguments)
             runner.may_run.set()
 
-        service.engine.abort = aborting  # type: ignore[method-assign]
+        service.engine.abort = aborting  # type: ignore[assignment,method-assign]
         for seconds in (-1.0, 0.01):
             with pytest.raises(DeadlineExceededError):
                 await service.embed(texts([2], deadline=perf_counter() + seconds))
