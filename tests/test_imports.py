@@ -38,11 +38,8 @@ RULES = {
     "model.importing": ("model.network", "model.tensor_files", *WITHOUT_TORCH),
     "model.download": ("model.bundle", "model.files", "model.mistaken", "model.progress"),
     "model": ("model.network",),
-    "export.verification.paged_session": (
-        "export.verification.segments",
-        "model",
-        "server.engine",
-    ),  # verifies a graph as it is served
+    # Verifies a graph as it is served.
+    "export.verification.paged_session": ("export.verification", "model", "server.engine"),
     "export": ("model",),
     "server.errors": (),
     "server.settings": ("server.errors", "server.engine.machine"),

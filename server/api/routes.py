@@ -16,11 +16,12 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from server.api import explain, health, joined, models, playground, tokenize
+from server.api import health, joined, models, playground, tokenize
 from server.api.anthropic import messages
 from server.api.anthropic.answers import AnthropicError, MessageEvent
 from server.api.embeddings import cohere, scores, tei, vllm
 from server.api.embeddings import openai as embeddings
+from server.api.explain import routes as explain
 from server.api.http.body import BodyRoute
 from server.api.http.responses import (
     READ_ERRORS,

@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from tests.browser.playground import answer, figure, generate, part, setting
+from tests.browser.playground import answer, figure, generate, part, setting, wait_until_done
 
 
 def tokens(page: Page) -> Locator:
@@ -135,6 +135,7 @@ def test_a_link_reproduces_an_answer(
     sent = generate(page)
     texts = [part(page, "text", run).text_content() or "" for run in runs]
     other = open_page(page.url)
+    wait_until_done(other)
     for run, text in zip(runs, texts, strict=True):
         expect(figure(other, "ending", run)).to_have_text("length (max_tokens)")
         assert part(other, "text", run).text_content() == text

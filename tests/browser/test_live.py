@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, Route, expect
 
+from tests.browser.playground import stop_clock
+
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 PARSE = """async ([text, names]) => {
@@ -72,7 +74,7 @@ class FakeServer:
         self.refusal: tuple[str, int] | None = None
         page.route("**/metrics", self._metrics)
         page.route("**/debug/batch", lambda route: route.fulfill(json=BATCH))
-        page.clock.install()
+        stop_clock(page)
 
     def _metrics(self, route: Route) -> None:
         self.polls += 1
@@ -88,7 +90,7 @@ def server(page: Page) -> FakeServer:
     server = FakeServer(page)
     page.reload()
     page.locator("header a[href='#live']").click()
-    expect(figure(page, "running")).to_have_text("3")
+    expect(page.locator("#batch-table tr")).to_have_count(3)  # the end of the first poll
     return server
 
 

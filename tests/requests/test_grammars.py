@@ -269,7 +269,7 @@ async def busy(served: Served) -> AsyncIterator[list[str]]:
 
 async def test_a_deadline_can_pass_while_a_grammar_waits() -> None:
     async with serving() as served, busy(served) as tried:
-        late = await post(served, regex="late", max_tokens=2, timeout_ms=100)
+        late = await post(served, regex="late", max_tokens=2, timeout_ms=1000)
     assert (late.status_code, late.json()["error"]["type"]) == (504, "deadline_exceeded")
     assert "while the grammar of regex waited" in late.json()["error"]["message"]
     assert "late" not in tried, "an expired request is not worked on"
