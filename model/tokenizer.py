@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from threading import Event
@@ -22,6 +23,9 @@ _WORDS = r"(?<=\n)[^\S\n]+|\n| ?[\p{L}_]+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}_]+|[^\S\
 
 SAMPLE_CHARS = 20_000_000  # that a tokenizer is trained on at most
 _PIECE = 2**16  # characters
+
+_MAPPED = range(0x1D000, 0x20000)  # further characters that NFKC maps to others
+_AT_ONCE = 64  # characters: a charsmap may make a long text of each
 
 # Steps that leave at least as many characters as they get, unless characters are found and removed.
 _KEEPING = {
@@ -152,11 +156,36 @@ def parse_tokenizer(content: bytes, path: Path, vocab_size: int | None = None) -
         tokenizer = Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises bare Exception
         raise TokenizerError(f"{path} is not a tokenizer: {error}") from None
+    if b"precompiled_charsmap" in content:
+        _check_charsmap(tokenizer, path)
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if vocab_size is not None:
         check_tokenizer(tokenizer, path, vocab_size)
     return tokenizer
+
+
+def _check_charsmap(tokenizer: Tokenizer, path: Path) -> None:
+    """Raise TokenizerError if a charsmap, which is not checked when it is read, leads beyond it."""
+    text = "\u0300".join(map(chr, (*range(0xD800), *range(0xE000, 0x10000), *_MAPPED)))
+    for start in range(0, len(text), _AT_ONCE) if tokenizer.normalizer else ():
+        try:
+            with panics_as_errors():
+                tokenizer.normalizer.normalize_str(text[start : start + _AT_ONCE])
+        except RuntimeError as error:
+            message = f"{path}: its precompiled_charsmap is damaged: {error}"
+            raise TokenizerError(message) from None
+
+
+@contextmanager
+def panics_as_errors() -> Iterator[None]:
+    """Raise a panic of tokenizers, which is no Exception, as a RuntimeError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RuntimeError(str(error)) from None
 
 
 def check_tokenizer(tokenizer: Tokenizer, path: Path, vocab_size: int) -> None:

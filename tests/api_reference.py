@@ -11,12 +11,13 @@ from typing import Any, get_type_hints
 from fastapi.routing import APIRoute
 
 from model.bundle import load_bundle
-from server.api import explain, schemas, target, tokenize
+from server.api import schemas, target, tokenize
 from server.api.anthropic import schemas as anthropic_schemas
 from server.api.anthropic.answers import MessageEvent
 from server.api.embeddings import cohere, scores, tei, vllm
 from server.api.embeddings import openai as embeddings_openai
 from server.api.embeddings import requests as embeddings
+from server.api.explain import routes as explain
 from server.api.http.responses import STATUSES
 from server.api.openai import batches, chat_schemas
 from server.api.openai import schemas as openai_schemas

@@ -26,6 +26,7 @@ WITHOUT_TORCH = (
     "model.packing",
     "model.progress",
     "model.suggestions",
+    "model.template_environment",
     "model.template_limits",
     "model.tokenizer",
 )
@@ -38,11 +39,8 @@ RULES = {
     "model.importing": ("model.network", "model.tensor_files", *WITHOUT_TORCH),
     "model.download": ("model.bundle", "model.files", "model.mistaken", "model.progress"),
     "model": ("model.network",),
-    "export.verification.paged_session": (
-        "export.verification.segments",
-        "model",
-        "server.engine",
-    ),  # verifies a graph as it is served
+    # Verifies a graph as it is served.
+    "export.verification.paged_session": ("export.verification", "model", "server.engine"),
     "export": ("model",),
     "server.errors": (),
     "server.settings": ("server.errors", "server.engine.machine"),
@@ -70,7 +68,7 @@ RULES = {
 ONLY_IMPORTERS = {
     "onnxruntime": ("model/onnx/runtime.py",),
     "prometheus_client": ("server/telemetry/metrics.py",),
-    "llguidance": ("server/engine/grammar/constraints.py",),
+    "llguidance": ("server/engine/grammar/compiler.py", "server/engine/grammar/constraints.py"),
     "opentelemetry.sdk.trace.export": ("server/process/tracing.py",),
 }
 

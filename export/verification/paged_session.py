@@ -10,13 +10,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from export.verification.segments import Case
+from export.verification.verify import VerificationError
 from model.bundle import INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, Device
 from model.config import TransformerConfig
 from model.progress import Progress, followed, unheard
 from server.engine.gpu.runner import PagedModel
 from server.engine.gpu.session import BACKENDS, DeviceModel
+from server.engine.logits import Candidates
 
 __all__ = ["PagedSession", "require_device"]
+
+_SUM_ERROR = 1e-3  # of a logarithm
 
 Floats = NDArray[np.float32]
 Ids = NDArray[np.int64]
@@ -90,5 +94,24 @@ class PagedSession:
         )
         shaped = np.zeros((*tokens.shape, self._vocab_size), dtype=np.float32)
         if with_logits:
-            shaped[real] = logits[:]
+            shaped[real] = found = logits[:]
+            if logits.candidates is not None:
+                _check(logits.candidates, found[-1])
         return shaped
+
+
+def _check(candidates: Candidates, row: Floats) -> None:
+    """Raise VerificationError if the last candidates are not those of `row`, the last logits."""
+    ids, largest, *totals = (of[-1] for of in candidates)
+    total = np.logaddexp.reduce(row, dtype=np.float64)
+    if (
+        np.isfinite(total)
+        and not (  # other logits are found to be wrong themselves
+            len(set(ids.tolist())) == len(ids)
+            and np.array_equal(row.take(ids, mode="clip"), largest)
+            and np.array_equal(-np.sort(-row)[: len(ids)], largest)
+            and np.allclose(totals, [total, total - row.max()], rtol=0.0, atol=_SUM_ERROR)
+        )
+    ):
+        message = "the candidates that the graph chooses are not the likeliest of its logits"
+        raise VerificationError(f"{message}; it must not be served")

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Header, Path, Query, Request
 from pydantic import Field
 
 from model.bundle import ATTENTION_GRAPH_FILE
-from server.api.explain import MAX_WEIGHTS
+from server.api.explain.routes import MAX_WEIGHTS
 from server.api.http.responses import (
     MODEL_ERRORS,
     NamedService,

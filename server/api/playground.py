@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import re
 from functools import cache
 from typing import Any
 
@@ -30,6 +31,7 @@ HEADERS = {
 
 _TYPES = {"page.js": "text/javascript", "page.css": "text/css"}
 _compressed = cache(gzip.compress)
+_WEIGHT = re.compile(r"q=([01](?:\.\d{0,3})?)")
 
 router = APIRouter()
 _OPEN = OPEN | {"responses": errors(403)}
@@ -53,7 +55,7 @@ class StaticPlayground(StaticFiles):
         asked = Headers(scope=scope)
         tag = hashlib.sha256(body).hexdigest()
         headers = HEADERS | {"vary": "accept-encoding"}
-        if "gzip" in asked.get("accept-encoding", ""):
+        if _takes_gzip(",".join(asked.getlist("accept-encoding"))):
             body = _compressed(body)
             tag += "-gzip"
             headers |= {"content-encoding": "gzip"}
@@ -68,3 +70,14 @@ class StaticPlayground(StaticFiles):
         response = super().file_response(*args, **kwargs)
         response.headers.update(HEADERS)
         return response
+
+
+def _takes_gzip(accepted: str) -> bool:
+    """Return whether gzip is accepted and wanted no less than plain bytes (RFC 9110, 12.5.3)."""
+    weights = {"*": 0.0}
+    for one in accepted.lower().split(","):
+        name, _, weight = (part.strip() for part in one.partition(";"))
+        is_known = _WEIGHT.fullmatch(weight or "q=1")
+        weights[name] = float(is_known[1]) if is_known else 0.0
+    gzip_weight = weights.get("gzip", weights["*"])
+    return 0 < gzip_weight >= weights.get("identity", weights["*"])

@@ -16,11 +16,12 @@ from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from server.api import explain, health, joined, models, playground, tokenize
+from server.api import health, joined, models, playground, tokenize
 from server.api.anthropic import messages
 from server.api.anthropic.answers import AnthropicError, MessageEvent
 from server.api.embeddings import cohere, scores, tei, vllm
 from server.api.embeddings import openai as embeddings
+from server.api.explain import routes as explain
 from server.api.http.body import BodyRoute
 from server.api.http.responses import (
     READ_ERRORS,
@@ -57,9 +58,10 @@ def openapi(request: Request) -> dict[str, Any]:  # no coroutine: it takes a whi
 
 
 ROUTERS = (
-    *(chat.router, responses.router, completions.router, messages.router, models.router),
-    *(tgi.router, tokenize.router),
-    *(embeddings.router, cohere.router, tei.router, tei.label_router, scores.router),
+    # The busiest come first: a request is compared with each route before its own.
+    *(chat.router, completions.router, embeddings.router),
+    *(responses.router, messages.router, models.router, tgi.router, tokenize.router),
+    *(cohere.router, tei.router, tei.label_router, scores.router),
     *(vllm.router, vllm.label_router),
     *(files.router, batches.router),
     *(explain.router, health.router, playground.router, router),

@@ -58,9 +58,9 @@ class Logits:
         self.candidates = candidates
 
     @classmethod
-    def of(cls, rows: Floats) -> Logits:
+    def of(cls, rows: Floats, candidates: Candidates | None = None) -> Logits:
         """Return rows that are in memory."""
-        return cls(len(rows), lambda start, stop: rows[start:stop])
+        return cls(len(rows), lambda start, stop: rows[start:stop], candidates)
 
     def __len__(self) -> int:
         return self._n_rows

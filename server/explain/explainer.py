@@ -108,7 +108,7 @@ class Explainer:
         source_ids, asked = source_ids or [], questions or Questions()
         for layer in layers:
             check_index("layer", layer, config.n_layer)
-        check_length(n, config)
+        check_length(n, config, "text" if config.encoder is None else "target")
         asked.check(n, config)
         if asked.needs_new_graph and not self._has_mask:
             raise InvalidRequestError(

@@ -175,14 +175,15 @@ def most_tokens(config: TransformerConfig) -> int:
     return min(MAX_TOKENS, config.max_model_len)
 
 
-def check_length(n_tokens: int, config: TransformerConfig) -> None:
+def check_length(n_tokens: int, config: TransformerConfig, param: str = "text") -> None:
     """Raise InvalidRequestError for no tokens, ContextLengthError for too many."""
     longest = most_tokens(config)
     if not n_tokens:
-        raise InvalidRequestError("there is no token in the text; give at least one", param="text")
+        message = f"there is no token in the {param}; give at least one"
+        raise InvalidRequestError(message, param=param)
     if n_tokens > longest:
-        message = f"the text has {n_tokens} tokens; at most {longest} can be explained"
-        raise ContextLengthError(message)
+        message = f"the {param} has {n_tokens} tokens; at most {longest} can be explained"
+        raise ContextLengthError(message, param=param)
 
 
 def check_index(name: str, index: int, count: int, param: str | None = None) -> None:

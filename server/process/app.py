@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from model.bundle import ModelBundle
-from server.api.explain import Explanations
+from server.api.explain.routes import Explanations
 from server.api.http.keys import ApiKeys, Limits
 from server.api.http.middleware import (
     body_limit,

@@ -156,8 +156,7 @@ class RequestBuilder:
             raise InvalidRequestError(message)
         prefix = target_prefix(self.bundle, target.target_language)
         if target.decoder_prompt:
-            given = await self.tokenize([target.decoder_prompt], add_special_tokens=False)
-            prefix += given[0].ids
+            prefix += await self.tokenize_target(target.decoder_prompt, "decoder_prompt")
         return prefix
 
     def _check_search(self, beams: BeamParams, n: int, ending_ids: frozenset[int]) -> None:
@@ -178,10 +177,18 @@ class RequestBuilder:
         default = None if state.is_background else self.settings.default_timeout_ms
         return state.arrived + (timeout_ms or default or math.inf) / 1000
 
+    async def tokenize_target(self, text: str, param: str) -> list[int]:
+        """Return the tokens of a target's given beginning; see `tokenize`."""
+        most = self.limits.max_model_len
+        (given,) = await self.tokenize([text], param=param, most=most, add_special_tokens=False)
+        return given.ids
+
     async def tokenize(
         self,
         sources: Sequence[str | list[int]],
         *,
+        param: str = "prompt",
+        most: int | None = None,
         keep_last: int | None = None,
         add_special_tokens: bool = True,
         with_offsets: bool = False,
@@ -189,8 +196,8 @@ class RequestBuilder:
     ) -> list[Prompt]:
         """Return a prompt for each text or list of token ids; the options are RequestOptions'.
 
-        source_language: see TargetOptions.
-
+        param: the field that they are in, for errors. most: tokens of each; by default what the
+        model takes of a prompt. source_language: see TargetOptions.
         Raises ContextLengthError, InvalidRequestError or OverloadedError.
         """
         if source_language is not None and not all(isinstance(one, str) for one in sources):
@@ -199,13 +206,22 @@ class RequestBuilder:
                 param="source_language",
             )
         work = partial(
-            self._tokenize, sources, keep_last, add_special_tokens, with_offsets, source_language
+            self._tokenize,
+            sources,
+            param,
+            most or self.limits.prompt,
+            keep_last,
+            add_special_tokens,
+            with_offsets,
+            source_language,
         )
         return await self.text_worker.call(sum(map(len, sources)), work)
 
     def _tokenize(
         self,
         sources: Sequence[str | list[int]],
+        param: str,
+        most: int,
         keep_last: int | None,
         add_special_tokens: bool,
         with_offsets: bool,
@@ -214,7 +230,7 @@ class RequestBuilder:
         tokenizer = self.bundle.tokenizer
         texts = [source for source in sources if isinstance(source, str)]
         for one in texts:
-            self.check_text(one, "prompt", is_whole=keep_last is None)
+            self.check_text(one, param, most if keep_last is None else None)
         if sum(map(len, texts)) <= SHORT:
             encodings = [tokenizer.encode(t, add_special_tokens=add_special_tokens) for t in texts]
         else:  # only the batch methods, even for one text, release the interpreter's lock
@@ -234,21 +250,20 @@ class RequestBuilder:
                 ids = source
             if keep_last is not None and len(ids) > keep_last:
                 text, offsets, ids = None, None, ids[-keep_last:]
-            if len(ids) > self.limits.prompt:  # even without new tokens
+            if len(ids) > most:  # even without new tokens
                 raise ContextLengthError(
-                    f"{context_length(self.limits.prompt)} the prompt has {len(ids)}; shorten it",
-                    param="prompt",
+                    f"{context_length(most)} the {param} has {len(ids)}; shorten it", param=param
                 )
             if text is None:
-                self.check_token_ids(ids, "prompt", self.bundle.config.encoder)
+                self.check_token_ids(ids, param, self.bundle.config.encoder)
                 text = tokenizer.decode(ids)
             prompts.append(Prompt(ids, text, offsets))
         return prompts
 
-    def check_text(self, text: str, param: str, *, is_whole: bool = False) -> None:
+    def check_text(self, text: str, param: str, most_tokens: int | None = None) -> None:
         """Raise ContextLengthError, before a text is tokenised, if it is too long for that.
 
-        is_whole: all its tokens are for the model, so it must have few enough of them.
+        most_tokens: that it may have; None if the model need not read all of them.
         """
         if len(text) <= SHORT:  # cheap, and the error has the number of tokens
             return
@@ -259,11 +274,11 @@ class RequestBuilder:
                 "shorten it",
                 param=param,
             )
-        longest = self._longest_token if is_whole else None
-        if longest is not None and len(text) > longest * self.limits.prompt:
+        longest = None if most_tokens is None else self._longest_token
+        if most_tokens is not None and longest is not None and len(text) > longest * most_tokens:
             raise ContextLengthError(
-                f"{context_length(self.limits.prompt)} the prompt has "
-                f"{len(text)} characters, of which a token holds {longest} at most; shorten it",
+                f"{context_length(most_tokens)} the text has {len(text)} characters, of which a "
+                f"token holds {longest} at most; shorten it",
                 param=param,
             )
 

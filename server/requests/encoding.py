@@ -43,7 +43,7 @@ def encode(builder: RequestBuilder, options: EncodingOptions) -> list[Encoding]:
     # A query is in each of its pairs, and is tokenised once.
     texts = list({part for parts in sources if parts is not None for part in parts})
     for text in texts:
-        builder.check_text(text, param, is_whole=options.truncate_to is None)
+        builder.check_text(text, param, limit if options.truncate_to is None else None)
     known = dict(
         zip(texts, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True)
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from model.tokenizer import panics_as_errors
 from server.engine.machine import return_freed_memory
 from server.errors import KvasirError, OverloadedError
 
@@ -32,7 +33,8 @@ class TextWorker(ThreadPoolExecutor):
         many characters wait; a text that is alone may have any number.
         """
         if size <= SHORT:
-            return work()
+            with panics_as_errors():
+                return work()
         if self._n_inside and self._n_inside + size > MOST_WAITING:
             raise OverloadedError(
                 f"texts of {self._n_inside} characters are waiting to be read; with the {size} of "
@@ -43,7 +45,8 @@ class TextWorker(ThreadPoolExecutor):
 
         def run() -> T:
             try:
-                return work()
+                with panics_as_errors():
+                    return work()
             except KvasirError as error:
                 # A traceback keeps what the work has made, which the event loop would have to free.
                 raise error.with_traceback(None) from None

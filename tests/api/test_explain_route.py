@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from model.bundle import load_bundle
-from server.api.explain import MAX_WEIGHTS, Explanation
+from server.api.explain.answers import Explanation
+from server.api.explain.routes import MAX_WEIGHTS
 from server.engine.engine import Engine
 from server.explain.explainer import Explainer
 from server.explain.explanation import Explanation as Explained
@@ -130,7 +131,7 @@ async def test_weights_of_no_head_are_not_computed(
             found.append(explanation.weights)
             return explanation
 
-    monkeypatch.setattr("server.api.explain.Explainer", Spy)
+    monkeypatch.setattr("server.api.explain.routes.Explainer", Spy)
     async with explaining(directory) as client:
         for top_k in (0, 3):
             body = {"text": TEXT, "layers": [0, 1], "heads": [], "top_k": top_k}
@@ -150,7 +151,7 @@ async def test_weights_of_no_head_are_not_computed(
     ({"text": ""}, "text", "there is no token in the text"),
     ({"text": "a", "target": "b"}, "target", "target is for a model with an encoder"),
     ({"text": "a", "target_language": "fr"}, "target_language", "target_language is for a model"),
-    ({"text": "a" * 65}, "prompt", "is 64 tokens"),
+    ({"text": "a" * 65}, "text", "is 64 tokens"),
     ({"text": "a", "prompt": "a"}, None, "give either text or prompt"),
     ({}, None, "give either text or prompt"),
     ({"text": "a", "layers": []}, "layers", "layers: List should have at least 1 item"),
@@ -163,7 +164,7 @@ async def test_a_bad_field_is_named(
     message: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.api.explain.MAX_WEIGHTS", 143)
+    monkeypatch.setattr("server.api.explain.routes.MAX_WEIGHTS", 143)
     async with explaining(directory) as client:
         response = await client.post("/explain", json=body)
     assert response.status_code == 400

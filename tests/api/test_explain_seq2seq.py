@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,29 @@ async def test_the_route_explains_a_given_target_and_the_likeliest(bundle: Model
         fields = {"target": TARGET, "source_language": "fr_XX"}
         answer = (await c.post("/explain", json=body | fields)).json()
         assert answer["source_token_ids"] == [FR, *SOURCE_IDS]
+
+
+@pytest.mark.parametrize(
+    ("field", "n_tokens", "named"),
+    [
+        *[("target", 19, 21), ("target", 25, 25), ("target", 5000, 5000)],  # 2 begin a target
+        *[("text", 25, 25), ("prompt", 25, 25), ("text", 5000, 5000)],
+    ],
+)
+async def test_a_text_that_is_too_long_is_named(
+    bundle: ModelBundle, field: str, n_tokens: int, named: int
+) -> None:
+    """A long one before it is tokenised."""
+    body = {"text": SOURCE, field: "a" * n_tokens}
+    if field == "prompt":
+        del body["text"]
+    async with client(bundle) as c:
+        answer = await c.post("/explain", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert error["param"] == field
+    numbers = [int(number) for number in re.findall(r"\d+", error["message"])]
+    assert {named, 20 if field == "target" else 24} <= {*numbers}
 
 
 def test_an_alignment_is_drawn(bundle: ModelBundle, tmp_path: Path) -> None:

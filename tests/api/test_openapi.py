@@ -30,7 +30,7 @@ from server.api.other_servers import IGNORED, NO_OPS
 from server.api.routes import ROUTES, document
 from tests.api_reference import check_events
 from tests.fake_encoder import encoder_app, encoder_bundle
-from tests.fake_runner import FakeRunner
+from tests.fake_runner import TIMEOUT, FakeRunner
 from tests.live import KEY, Live, live, live_app
 from tests.serving import VOCAB_SIZE, fake_app
 
@@ -107,6 +107,7 @@ def test_every_answer_is_as_described(
         session=session,
         headers=key,
         checks=CHECKS,
+        timeout=TIMEOUT,
     )
     assert (
         response.status_code < 500 or response.status_code == 504

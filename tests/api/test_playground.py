@@ -110,6 +110,34 @@ async def test_what_joins_files_is_compressed_for_those_who_read_that() -> None:
     assert plain.headers["etag"] != small.headers["etag"]
 
 
+@pytest.mark.parametrize(
+    ("accepted", "is_compressed"),
+    [
+        *[("gzip", True), ("GZIP", True), ("gzip;q=0.1", True), ("br;q=1.0, gzip ; Q=0.8", True)],
+        *[("*", True), ("identity, *;q=0.5", False), ("gzip, *;q=0", True), ("br, *;q=0.1", True)],
+        *[("gzip;q=1, identity;q=0.5", True), ("identity;q=0, gzip;q=0.1", True)],
+        *[("", False), ("identity", False), ("br", False), ("gzip;q=0", False), ("*;q=0", False)],
+        *[("gzip;q=0.000, br", False), ("*, gzip;q=0", False), ("identity, gzip;q=0.5", False)],
+        *[("not-gzip", False), ("gzip;q=x", False), ("gzip;q=1e9", False), (";;,=,q=1", False)],
+    ],
+)
+async def test_a_coding_is_negotiated(accepted: str, is_compressed: bool) -> None:
+    """RFC 9110, 12.5.3. What is no weight makes a coding unwanted."""
+    async with client() as http:
+        answer = await http.get("/static/page.css", headers={"accept-encoding": accepted})
+    assert answer.status_code == 200
+    assert answer.headers.get("content-encoding") == ("gzip" if is_compressed else None)
+    assert answer.headers["vary"] == "accept-encoding"
+    assert answer.content == joined("page.css")
+
+
+async def test_lines_of_accepted_codings_are_one_list() -> None:
+    lines = [("accept-encoding", "br"), ("accept-encoding", "gzip")]
+    async with client() as http:
+        answer = await http.get("/static/page.css", headers=lines)
+    assert answer.headers["content-encoding"] == "gzip"
+
+
 async def test_what_joins_files_can_only_be_read() -> None:
     async with client() as http:
         response = await http.post("/static/page.js")

@@ -391,6 +391,13 @@ def test_a_stream_that_is_ended_has_one_end(ending: str, end: str, status: str) 
             running = client.get(f"/v1/responses/{response_id}").json()
             assert running["status"] == "in_progress"
             engine = served.service.engine
+            abort = engine.abort
+
+            def aborting(*arguments: Any) -> None:
+                abort(*arguments)
+                runner.release()
+
+            engine.abort = aborting  # type: ignore[assignment,method-assign]
             if ending == "drain":
                 asyncio.run_coroutine_threadsafe(served.service.drain(), served.loop)
             elif ending == "deadline":
@@ -402,7 +409,6 @@ def test_a_stream_that_is_ended_has_one_end(ending: str, end: str, status: str) 
             else:
                 runner.wait_until_held()
                 runner.fail()
-            runner.release()
             text += "".join(pieces)
         events = parsed(text)
         output = assembled(events)

@@ -136,6 +136,14 @@ async def test_the_language_of_a_source(template: str | None) -> None:
     assert answer["usage"]["prompt_tokens"] == len(ids)
 
 
+async def test_a_beginning_that_is_too_long_is_named() -> None:
+    status, answer = await post("/v1/completions", {"prompt": SOURCE, "decoder_prompt": "a" * 30})
+    error = json.loads(answer)["error"]
+    assert (status, error["param"]) == (400, "decoder_prompt")
+    assert "maximum context length is 20 tokens" in error["message"]
+    assert "has 30" in error["message"]
+
+
 async def test_a_language_may_start_a_target() -> None:
     """As in the first mBART, whose targets start with nothing else."""
     starting = replace(BUNDLE, config=replace(BUNDLE.config, target_prefix=(DE,)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,15 @@ from tokenizers import (
 from model.chat_template import ChatTemplate
 from model.tokenizer import keep_spaces_in_offsets, train_tokenizer
 from tests.fake_runner import FakeRunner
-from tests.serving import CHAT_TEMPLATE, MODEL, VOCAB_SIZE, serving, small_tokenizer
+from tests.model.test_tokenizer import with_damaged_charsmap
+from tests.serving import (
+    CHAT_TEMPLATE,
+    MODEL,
+    VOCAB_SIZE,
+    fake_bundle,
+    serving,
+    small_tokenizer,
+)
 
 TEXT = "def read_json(path):\n    return 'naïve ☃🙂'"
 
@@ -134,3 +143,21 @@ def test_offsets_cover_the_text_and_parts_of_a_character_cover_it_whole(
         assert start < end
         place = end
     assert place == len(text)
+
+
+@pytest.mark.parametrize("text", ["caf\u00e9", "caf\u00e9 " * 2000], ids=["short", "long"])
+async def test_a_panic_of_the_tokenizer_ends_only_its_request(text: str) -> None:
+    bundle = fake_bundle(max_model_len=20_000)
+    bundle = replace(bundle, tokenizer=with_damaged_charsmap(small_tokenizer(), 0xC3))
+    async with serving(FakeRunner(VOCAB_SIZE, max_model_len=20_000), bundle=bundle) as served:
+        for path in ("/tokenize", "/v1/completions"):
+            for fields in {}, {} if path == "/tokenize" else {"stream": True}:
+                body: dict[str, Any] = {"prompt": text} | fields
+                answer = await served.client.post(path, json=body)
+                assert answer.status_code == 500
+                error = answer.json()["error"]
+                assert error["type"] == "internal_error"
+                assert answer.headers["x-request-id"] in error["message"]
+                answer = await served.client.post(path, json=body | {"prompt": "cafe"})
+                assert answer.status_code == 200
+        assert (await served.client.get("/health/ready")).status_code == 200

@@ -41,6 +41,16 @@ def generate(page: Page, button: str = "Generate") -> dict[str, Any]:
     return body
 
 
+def wait_until_done(page: Page) -> None:
+    expect(page.locator("#generation-status")).to_have_text(re.compile("^Done"))
+
+
+def stop_clock(page: Page) -> None:
+    """Let no time pass on a page but what `page.clock` adds."""
+    page.clock.install(time=0)
+    page.clock.pause_at(3600)
+
+
 def answer(page: Page, url: str, body: dict[str, Any]) -> dict[str, Any]:
     """Return the API's unstreamed answer to the same body."""
     whole = {

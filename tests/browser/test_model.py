@@ -39,6 +39,7 @@ QWEN3_MOE |= {"n_experts": 128, "n_experts_per_token": 8, "d_expert": 768, "tied
 @pytest.fixture
 def card(page: Page, url: str) -> dict[str, Any]:
     page.locator("header a[href='#model']").click()
+    expect(page.locator("#model")).to_be_visible()
     model_card: dict[str, Any] = page.request.get(f"{url}/model").json()
     return model_card
 

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Response, Route, expect
 
 from tests.browser.conftest import KEY
-from tests.browser.playground import generate
+from tests.browser.playground import generate, stop_clock
 
 VIEWS = ("playground", "attention", "live", "model")
 WIDTHS = {"wide": 1280, "narrow": 380}
@@ -48,9 +48,10 @@ def test_a_view_fits_and_is_accessible(
         f"{url}/#{view}", color_scheme=theme, viewport={"width": WIDTHS[width], "height": 800}
     )
     expect(page.locator(f"#{view}")).to_be_visible()
-    page.wait_for_load_state("networkidle") if view != "live" else expect(
-        page.locator("#live svg").first
-    ).to_be_visible()
+    if view == "attention":
+        expect(page.locator("#explained:not([aria-busy])")).to_be_visible()
+    elif view == "live":
+        expect(page.locator("#live svg").first).to_be_visible()
     look(page, f"{view}-{width}-{theme}")
     assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[width]
     assert serious_findings(page) == []
@@ -171,7 +172,7 @@ def test_the_page_works_without_storage(open_page: Callable[..., Page], url: str
 def test_no_view_is_shown_before_the_server_answers(browser: Browser, url: str) -> None:
     """The page retries until the server answers, without a reload."""
     page = browser.new_context().new_page()  # unwatched: browsers log failed requests as errors
-    page.clock.install()
+    stop_clock(page)
     asked: list[Route] = []
 
     def answer(route: Route) -> None:

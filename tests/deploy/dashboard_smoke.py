@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from asyncio.subprocess import DEVNULL
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
@@ -60,6 +61,16 @@ async def broken_rules(client: httpx.AsyncClient) -> list[str]:
     return [f"{rule['name']}: {rule.get('lastError')}" for rule in rules if rule["health"] != "ok"]
 
 
+def lasting(alerts: list[dict[str, Any]]) -> list[str]:
+    """Return alerts without new ones: in one scrape of a hundred more wait than run."""
+    since = datetime.now(UTC) - timedelta(seconds=5 * SCRAPE)
+    return [
+        f"{one['labels']['alertname']} is {one['state']}"
+        for one in alerts
+        if datetime.fromisoformat(one["activeAt"]) < since
+    ]
+
+
 def scrapes(target: str) -> list[dict[str, Any]]:
     """Return two jobs with one target, which joins must keep apart."""
     targets = [{"targets": [target], "labels": LABELS}]
@@ -83,11 +94,11 @@ async def main(url: str, seconds: float) -> int:
         clients = [asyncio.create_task(load(url, until)) for _ in range(4)]
         try:
             await asyncio.sleep(seconds)
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+            prometheus = f"http://127.0.0.1:{port}"
+            async with httpx.AsyncClient(base_url=prometheus, timeout=60) as client:
                 queries = list(expressions(ROOT, job=JOB, **LABELS))
                 empty = [one for one in queries if not await query(client, one[1])]
-                found = (await get(client, "alerts"))["alerts"]
-                alerts = [f"{one['labels']['alertname']} is {one['state']}" for one in found]
+                alerts = lasting((await get(client, "alerts"))["alerts"])
                 broken = await broken_rules(client)
         finally:
             until.set()

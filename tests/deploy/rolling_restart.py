@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import shutil
 import signal
 import socket
@@ -17,7 +18,7 @@ import sys
 import tempfile
 from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -154,9 +155,11 @@ async def wait_for_port(port: int, process: Process) -> None:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    """Return a port below those that systems choose for connections, which cannot take it."""
+    while True:
+        port = random.randrange(10_000, 32_768)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 async def restart_each(servers: list[Server], load: Load) -> tuple[list[int], list[int | None]]:

@@ -5,19 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from export import paged_graph
 from export.directory import export_checkpoint
 from export.paged_graph import export_paged_graph
-from export.verification.paged_session import PagedSession
-from export.verification.verify import Verifier
+from export.verification import paged_session
+from export.verification.paged_session import Floats, PagedSession
+from export.verification.verify import VerificationError, Verifier
 from model.checkpoint import save_checkpoint
 from model.tokenizer import train_tokenizer
 from server.engine.gpu.errors import NoDeviceError
+from server.engine.gpu.runner import Inputs
+from server.engine.gpu.session import DeviceModel
+from server.engine.logits import Candidates, Logits
 from tests.engine.test_paged_runner import BLOCK, NumpyModel
 from tests.engine.test_session import NO_GPU
+from tests.numpy_session import numpy_backend
 from tests.random_models import make_config, make_decoder
 
 
@@ -39,6 +45,47 @@ def test_a_graph_for_cuda_is_verified_as_one_for_the_cpu(
         decoder.get_parameter("blocks.0.attention.qkv.weight")[3, 5] += 0.5
     figures = Verifier(decoder.config, decoder.state_dict()).verify(session)
     assert figures.max_logit_error > 1e-3
+
+
+class WrongTail(NumpyModel):
+    """A graph with one number of its candidates wrong."""
+
+    field = ""
+
+    def run(self, inputs: Inputs, first_row: int = 0) -> Logits:
+        logits = super().run(inputs, first_row)
+        if self.field:
+            assert logits.candidates is not None
+            getattr(logits.candidates, self.field)[-1:] += 1
+        return logits
+
+
+def test_the_candidates_are_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also as the GPU's own session returns them, here of numpy."""
+    decoder = make_decoder(make_config(n_layer=1, max_model_len=48))
+    monkeypatch.setitem(paged_graph.DTYPES, "fp32", torch.float32)
+    path = tmp_path / "model.onnx"
+    export_paged_graph(decoder.config, decoder.state_dict(), path, "fp32")
+    tokens, lengths = np.arange(6).reshape(2, 3), [3, 2]
+    model = WrongTail(path, 4)
+    session = PagedSession(decoder.config, lambda _: model, block_size=BLOCK)
+
+    def run() -> Floats:
+        session.clear(2, 4)
+        return session.run(tokens, lengths)
+
+    expected = run()
+    for model.field in Candidates._fields:
+        with pytest.raises(VerificationError, match="candidates that the graph chooses are not"):
+            run()
+    backend = numpy_backend(2**20)
+    on_device = DeviceModel(backend.open_session(path), 4, backend.bind_blocks)
+    session = PagedSession(decoder.config, lambda _: on_device)
+    assert run() == pytest.approx(expected, abs=1e-5)
+    checked = list[Any]()
+    monkeypatch.setattr(paged_session, "_check", lambda *given: checked.append(given))
+    run()
+    assert len(checked) == 1
 
 
 @NO_GPU

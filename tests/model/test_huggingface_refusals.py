@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from kvasir import app
 from model.importing.errors import UnsupportedError
 from model.importing.published import import_checkpoint
 from tests.huggingface_checkpoints import make_model, save_checkpoint
+from tests.model.test_tokenizer import with_damaged_charsmap
 
 WEIGHTS = "model.safetensors"
 DOWN = "model.layers.0.mlp.down_proj.weight"
@@ -143,6 +145,12 @@ REFUSALS: dict[str, tuple[Break, str]] = {
         r"it has no tokenizer\.json; write one .* AutoTokenizer",
     ),
     "broken tokenizer": (write("tokenizer.json", "{}"), r"tokenizer\.json is not a tokenizer"),
+    "damaged charsmap": (
+        lambda folder: with_damaged_charsmap(
+            Tokenizer.from_file(str(folder / "tokenizer.json")), 0xC3
+        ).save(str(folder / "tokenizer.json")),
+        r"its precompiled_charsmap is damaged: index out of bounds",
+    ),
     "more tokens than embeddings": (
         set_values("config.json", vocab_size=280),
         r"tokenizer\.json has token ids up to 301, but the model only 280 tokens",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,30 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path: Path, content: bytes) -> 
         load_tokenizer(path)
     assert str(caught.value).startswith(f"{path} is not a tokenizer: ")
     assert "\n" not in str(caught.value)
+
+
+def with_damaged_charsmap(whole: Tokenizer, start: int | None) -> Tokenizer:
+    """Return a tokenizer that panics at characters whose UTF-8 begins with `start`, if given.
+
+    Its charsmap changes no character. An entry of its trie leads beyond the end.
+    """
+    units = [0] * 256
+    if start is not None:
+        units[start] = 0x1FFFFF << 10 | start
+    damaged = Tokenizer.from_str(whole.to_str())
+    damaged.normalizer = normalizers.Precompiled(struct.pack("<257I", 4 * 256, *units))
+    return damaged
+
+
+@pytest.mark.parametrize("start", [None, ord("a"), 0xC3, 0xEF])
+def test_a_tokenizer_that_panics_is_refused(tmp_path: Path, start: int | None) -> None:
+    path = tmp_path / "tokenizer.json"
+    with_damaged_charsmap(tokenizer, start).save(str(path))
+    if start is None:
+        assert load_tokenizer(path).encode("a\u00e9").ids == tokenizer.encode("a\u00e9").ids
+        return
+    with pytest.raises(TokenizerError, match="its precompiled_charsmap is damaged: index out of"):
+        load_tokenizer(path)
 
 
 def test_a_folder_is_not_a_tokenizer(tmp_path: Path) -> None:

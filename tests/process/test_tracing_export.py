@@ -21,6 +21,8 @@ EXPORTER = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
 @pytest.fixture(autouse=True)
 def send_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "1")  # milliseconds
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", str(TIMEOUT))  # seconds that it tries
+    monkeypatch.setattr(server.process.app, "_FLUSH_SECONDS", TIMEOUT)
 
 
 async def test_spans_arrive_and_requests_do_not_wait_for_the_collector() -> None:
@@ -72,9 +74,7 @@ def test_the_process_does_not_wait_for_it_either(monkeypatch: pytest.MonkeyPatch
 async def test_an_endpoint_that_refuses_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Nothing is logged after the test.
-    monkeypatch.setattr(server.process.app, "_FLUSH_SECONDS", TIMEOUT)
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "2")  # seconds that it tries
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "2")
     refused = threading.Semaphore(0)
 
     def count(record: logging.LogRecord) -> bool:
@@ -83,13 +83,14 @@ async def test_an_endpoint_that_refuses_is_logged_once(
 
     # This filter comes before the one under test.
     monkeypatch.setattr(logging.getLogger(EXPORTER), "filters", [count])
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    async with serving(otlp_endpoint=f"http://127.0.0.1:{port}/v1/traces") as served:
-        for _ in range(30):
-            assert (await served.client.post("/v1/completions", json=BODY)).status_code == 200
-        for _ in range(2):
-            assert await asyncio.to_thread(refused.acquire, timeout=TIMEOUT)
+    with socket.socket() as bound:  # but not listening, so its port refuses
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        async with serving(otlp_endpoint=f"http://127.0.0.1:{port}/v1/traces") as served:
+            for _ in range(30):
+                assert (await served.client.post("/v1/completions", json=BODY)).status_code == 200
+            for _ in range(2):
+                assert await asyncio.to_thread(refused.acquire, timeout=TIMEOUT)
     lines = [record for record in caplog.records if record.name.startswith("opentelemetry")]
     assert 1 <= len(lines) <= 2
     assert str(port) in lines[0].getMessage()

@@ -101,10 +101,17 @@ async def test_a_deadline_ends_a_request_that_waits() -> None:
         runner.may_run.clear()
         first = asyncio.create_task(service.embed(texts([1])))
         assert await asyncio.to_thread(runner.has_begun.wait, TIMEOUT)
-        asyncio.get_running_loop().call_later(0.02, runner.may_run.set)
+        abort = service.engine.abort
+
+        def aborting(*arguments: Any) -> None:
+            abort(*arguments)
+            runner.may_run.set()
+
+        service.engine.abort = aborting  # type: ignore[assignment,method-assign]
         for seconds in (-1.0, 0.01):
             with pytest.raises(DeadlineExceededError):
                 await service.embed(texts([2], deadline=perf_counter() + seconds))
+        runner.may_run.set()
         await first
         assert runner.ran == [1]
 

@@ -129,7 +129,7 @@ async def test_a_text_that_cannot_fit_is_refused_with_both_numbers() -> None:
 
 async def test_a_text_of_too_many_characters_is_refused_before_it_is_tokenised() -> None:
     service, watched = watched_service(max_model_len=64)
-    with pytest.raises(ContextLengthError, match="the prompt has 10000 characters, of which a"):
+    with pytest.raises(ContextLengthError, match="the text has 10000 characters, of which a"):
         await service.builder.tokenize(["json\n" * 2000])
     assert watched.calls == []
 

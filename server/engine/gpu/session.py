@@ -8,7 +8,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from model.bundle import KV_BLOCK_SIZE, Device
+from model.bundle import CANDIDATES_OUTPUT, INVERSE_TEMPERATURES_INPUT, KV_BLOCK_SIZE, Device
 from model.config import TransformerConfig
 from model.onnx.runtime import onnxruntime
 from server.engine.engine import check_max_model_len, warm_up
@@ -26,7 +26,7 @@ from server.engine.gpu.outputs import Buffer, DeviceOutputs, Stream
 from server.engine.gpu.runner import Inputs, PagedRunner
 from server.engine.gpu.webgpu import bind_webgpu_blocks, open_webgpu_session, require_webgpu
 from server.engine.kv.blocks import KVBlocks
-from server.engine.logits import Logits, most_logits
+from server.engine.logits import Candidates, Logits, most_logits
 from server.engine.session import KVInput, check_shape, kv_inputs
 
 _MEMORY_SHARE = 0.9
@@ -122,9 +122,13 @@ class DeviceModel:
             if name in self._names:
                 self._io.bind_cpu_input(name, np.ascontiguousarray(array))
         if self._outputs is None:
-            self._io.bind_output("logits", "cpu")  # after the blocks, whose order it shares
+            has_candidates = INVERSE_TEMPERATURES_INPUT in self._names
+            for name in ("logits", *[CANDIDATES_OUTPUT] * has_candidates):  # in the blocks' order
+                self._io.bind_output(name, "cpu")
             self._session.run_with_iobinding(self._io, self._options)
-            return Logits.of(self._io.get_outputs()[len(self._blocks)].numpy())
+            logits, *packed = self._io.get_outputs()[len(self._blocks) :]
+            candidates = Candidates.unpack(packed[0].numpy()) if packed else None
+            return Logits.of(logits.numpy(), candidates)
         n_rows = len(inputs["logits_indices"])
         self._outputs.bind(self._io, first_row, n_rows)
         self._session.run_with_iobinding(self._io, self._options)
