@@ -125,9 +125,10 @@ def test_a_silent_server_is_given_up() -> None:
 
 
 def test_no_server_and_no_url() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    error = ask(f"http://127.0.0.1:{port}").error
+    with socket.socket() as bound:  # but not listening, so its port refuses
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        error = ask(f"http://127.0.0.1:{port}").error
     assert (error or "").startswith(f"no connection to 127.0.0.1:{port}: ")
     with pytest.raises(ValueError, match="'localhost:8000' is not a URL"):
         Target("localhost:8000")
